@@ -1,0 +1,55 @@
+"""Diagnostics: what went wrong, where, and how to mend it. One value, several renderers.
+
+Codes by range: RL00xx syntax, 01xx names, 02xx types, 03xx placement, 04xx memory, 05xx schedule, 06xx plan,
+07xx run time, 09xx lints. A code is never given a second meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from rldsl.source import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Another place that contributes to a diagnostic."""
+
+    span: Span
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One message. `title` is lower case, has no full stop and stands alone; `label` explains the underlined
+    span; advice goes in `help` only. `place` replaces the span where there is no source text
+    (a data file's "prompts.jsonl:17", a plan's "event 12")."""
+
+    code: str
+    title: str
+    span: Span | None = None
+    label: str = ""
+    labels: tuple[Label, ...] = ()
+    notes: tuple[str, ...] = ()
+    help: str = ""
+    place: str = ""
+    severity: Literal["error", "warning"] = "error"
+
+
+class Failure(Exception):
+    """Diagnostics on their way to the user: what every step raises for a user's mistake."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]):
+        self.diagnostics: tuple[Diagnostic, ...] = tuple(diagnostics)
+        super().__init__("; ".join(f"{d.code} {d.title}" for d in self.diagnostics))
+
+    def __reduce__(self):  # an Exception with its own __init__ needs this to cross process boundaries
+        return (Failure, (self.diagnostics,))
+
+
+def fail(code: str, title: str, span: Span | None = None, label: str = "", *, help: str = "", place: str = "",
+         notes: tuple[str, ...] = ()) -> Failure:
+    """A Failure of one diagnostic, ready to raise."""
+    return Failure([Diagnostic(code, title, span, label, help=help, place=place, notes=notes)])

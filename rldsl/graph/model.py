@@ -1,0 +1,187 @@
+"""The dataflow graph of one program, on one page: what the language means before anything is placed.
+
+Nodes are model function calls, fetches and pure computations, in program order, which is a topological order. Edges
+are implied: a node reads the values that earlier nodes write, and a call reads the current version of its model (the
+version after the model's last train in program order; at the top of a step, the last train of the step before).
+
+Records that survive into the plan unchanged (frames, values, programs, functions, sampling, optimizers) are the
+plan's own types. The graph names no rank: placement clauses ride along unresolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rldsl.plan.expr import Program, Scalar
+from rldsl.plan.model import Frame, Function, Optimizer, Sampling, Value
+from rldsl.source import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """kind: "causal_lm", "value_model" or "reward_model". path: as given; relative to the working directory."""
+
+    name: str
+    kind: str
+    path: str
+    optimizer: Optimizer | None
+    dtype: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """options: everything given to the source by name (batch, max_prompt_tokens, shuffle, ...), resolved to scalars."""
+
+    name: str
+    format: str
+    path: str
+    kind: str
+    options: tuple[tuple[str, Scalar], ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRef:
+    """Resolved numbers of `mesh(a:b)` (nodes None) or `mesh(n0:n1, d0:d1)`."""
+
+    nodes: tuple[int, int] | None
+    devices: tuple[int, int]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """A placement as written: degrees and options not yet checked. option: (name, value, span)."""
+
+    mesh: MeshRef | None
+    options: tuple[tuple[str, Scalar, Span], ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`place SELECTOR on ...`"""
+
+    selector: str
+    clause: Clause
+    span: Span
+
+
+# ---------------------------------------------------------------------------------------------------- nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """id: unique, and what the user calls it where possible ("gen", "actor.train", "adv"). reads, writes: value ids."""
+
+    id: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    span: Span
+    clause: Clause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch(Node):
+    data: str
+    frames: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate(Node):
+    model: str
+    prompts: str
+    frame: str
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infer(Node):
+    """what: "logprobs", "entropy", "values" or "scores"; writes exactly one value."""
+
+    model: str
+    frame: str
+    what: str
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(Node):
+    """As plan.Train: fresh (input, frame, what), data (input, value), outputs (metric, value). The outputs "loss",
+    "grad_norm" and "lr" always exist, then the loss's own metrics."""
+
+    model: str
+    frames: tuple[str, ...]
+    loss: str
+    fresh: tuple[tuple[str, str, str], ...]
+    data: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    minibatches: int
+    epochs: int
+    shuffle: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute(Node):
+    program: str
+    frames: tuple[str, ...]
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save(Node):
+    """path: None = the default place."""
+
+    model: str
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    period: int
+    body: tuple["Item", ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    times: int
+    body: tuple["Item", ...]
+    span: Span
+
+
+Item = Node | Every | Repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    nodes: int
+    gpus: int
+    memory_gb: float
+    span: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """metrics: (shown name, value id), in the order of the program; train outputs are named "MODEL/METRIC".
+    sources: (path, sha256) of every .rlf read. cluster: None when the program declares none (then one node, as large as
+    the largest rank named)."""
+
+    program: str
+    flow: str
+    steps: int
+    seed: int
+    params: tuple[tuple[str, Scalar], ...]
+    sources: tuple[tuple[str, str], ...]
+    cluster: Cluster | None
+    models: tuple[Model, ...]
+    data: tuple[Data, ...]
+    frames: tuple[Frame, ...]
+    values: tuple[Value, ...]
+    functions: tuple[Function, ...]
+    programs: tuple[Program, ...]
+    items: tuple[Item, ...]
+    metrics: tuple[tuple[str, str], ...]
+    rules: tuple[Rule, ...]

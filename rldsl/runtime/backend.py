@@ -1,0 +1,111 @@
+"""What a backend does for the runtime: one protocol, four verbs (build, run a call, expose parameters, save).
+
+A backend is a module `rldsl.backends.NAME` with a function `build(...)` as `Build` below. The runtime owns rows,
+communication between calls, losses and metrics; the backend owns a model's shard and the communication inside a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rldsl.plan.model import Layout, Model, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One communicator of a layout as this rank sees it. ranks: global ranks in coordinate order; index: own position
+    in it. group: a torch ProcessGroup, or None when there is one rank."""
+
+    ranks: tuple[int, ...]
+    index: int
+    group: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The communicators of this rank under one layout. mesh: all its ranks."""
+
+    dp: Axis
+    tp: Axis
+    pp: Axis
+    mesh: Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences of one frame, packed without padding.
+
+    rows: [S] int64, row numbers in the frame. prompt_lens, response_lens: [S] int64. tokens: [T] int64 with
+    T = sum(prompt_lens + response_lens); each sequence is its prompt followed by its response."""
+
+    rows: torch.Tensor
+    prompt_lens: torch.Tensor
+    response_lens: torch.Tensor
+    tokens: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """batch: the prompts with their responses (an end-of-sequence token belongs to the response). logprobs: [R] float32
+    over response tokens, at the sampling temperature and before top-p/top-k. finished: [S] bool, ended by an
+    end-of-sequence token or a stop string."""
+
+    batch: Packed
+    logprobs: torch.Tensor
+    finished: torch.Tensor
+
+
+# Micro-batch: one Packed per frame of the call, in the call's order (one, or two for pairs).
+MicroBatch = tuple[Packed, ...]
+# (micro-batch index, fresh outputs per frame: what -> flat tensor) -> this micro-batch's share of the loss.
+LossFn = Callable[[int, Sequence[Mapping[str, torch.Tensor]]], torch.Tensor]
+
+
+class Shard(Protocol):
+    """One rank's part of one model under one layout."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Parameter name -> local tensor: the rank's boxes (`plan/boxes.py`) joined along the split dimension.
+        Writing into it changes the model."""
+
+    def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int) -> Generated | None:
+        """Completions of `prompts` (response_lens 0; already repeated n times, rows numbered in the new frame). At most
+        `limit` sequences at once (0: all). All tp ranks of the last pipeline stage return the result, the other
+        stages None. Randomness is keyed by (seed, step, row, position) alone."""
+
+    def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor | None:
+        """what: "logprobs", "entropy", "values": flat [sum of response_lens] float32, aligned with response tokens
+        (position t is predicted from the tokens before t); "scores": [S], taken at the last token. Micro-batches in
+        order; None except on the last pipeline stage."""
+
+    def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float,
+              loss: LossFn) -> Mapping[str, float]:
+        """Forward and backward of every micro-batch, one gradient reduction (a *sum* over dp: the loss already carries
+        the global normalisation), clipping over all shards, one optimizer step. what: for each frame, the fresh
+        outputs that the loss wants. `loss` is called on last-stage ranks only. Returns "grad_norm" (before clipping)
+        and "lr", equal on all ranks. A shard may have no rows at all: it still takes part in every reduction."""
+
+    def export(self) -> Mapping[str, Any]:
+        """For saving: "config" (the HuggingFace config object) and "tokenizer" (the source directory)."""
+
+    def to(self, device: torch.device) -> None:
+        """Move parameters (offload, onload)."""
+
+
+class Build(Protocol):
+    def __call__(self, model: Model, layout: Layout, axes: Axes, device: torch.device, *, load: bool,
+                 trainable: bool) -> Shard:
+        """load: read this rank's slices of the safetensors (else leave the parameters uninitialised: a realloc fills
+        them). trainable: also make gradients and optimizer state."""
+

@@ -1,0 +1,296 @@
+"""The syntax tree, on one page. Frozen; every node carries the span that a message would underline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rldsl.source import SourceFile, Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ident(Tree):
+    """A name where it is bound or selected, so that it can be underlined alone."""
+
+    name: str
+
+
+# ------------------------------------------------------------------------------------------- expressions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number(Tree):
+    """value: int or float as written (1_000, 1e-6, 4k, 2M)."""
+
+    value: int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class String(Tree):
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bool(Tree):
+    value: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListOf(Tree):
+    """[a, b]"""
+
+    items: tuple["Expr", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Name(Tree):
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribute(Tree):
+    """value.name"""
+
+    value: "Expr"
+    name: Ident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unary(Tree):
+    """op: "-" or "not"."""
+
+    op: str
+    operand: "Expr"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binary(Tree):
+    """op: + - * / ** < <= > >= == != and or."""
+
+    op: str
+    left: "Expr"
+    right: "Expr"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument(Tree):
+    """name is None when positional."""
+
+    name: Ident | None
+    value: "Expr"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Tree):
+    """func(args) or func(arg by LEVEL); by is the level's name."""
+
+    func: "Expr"
+    args: tuple[Argument, ...]
+    by: Ident | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range(Tree):
+    """start:stop, inside mesh(...) only."""
+
+    start: "Expr"
+    stop: "Expr"
+
+
+Expr = Number | String | Bool | ListOf | Name | Attribute | Unary | Binary | Call | Range
+
+# -------------------------------------------------------------------------------------------- statements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option(Tree):
+    """name=value of a placement, cluster or flow."""
+
+    name: Ident
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clause(Tree):
+    """`on MESH dp=4 pp=2`. mesh: a Call of `mesh`, a Name, or None when only options are given."""
+
+    mesh: Expr | None
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assign(Tree):
+    """targets = value [on ...]"""
+
+    targets: tuple[Ident, ...]
+    value: Expr
+    clause: Clause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Do(Tree):
+    """An expression for its effect: `critic.train(...) on ...`."""
+
+    value: Expr
+    clause: Clause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric(Tree):
+    """metric name = value"""
+
+    name: Ident
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Return(Tree):
+    values: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save(Tree):
+    """save actor, critic [to "path"]"""
+
+    models: tuple[Ident, ...]
+    path: Expr | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EveryBlock(Tree):
+    """every K { ... }"""
+
+    period: Expr
+    body: tuple["Statement", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatBlock(Tree):
+    """repeat K { ... }"""
+
+    times: Expr
+    body: tuple["Statement", ...]
+
+
+Statement = Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock
+
+# ---------------------------------------------------------------------------------------- declarations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter(Tree):
+    """`name: level = default` of fn or loss; level "" is a plain number."""
+
+    name: Ident
+    level: Ident | None
+    default: Expr | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use(Tree):
+    """use std.ppo (a, b)  |  use "file.rlf" (a)     module: dotted name or path"""
+
+    module: str
+    names: tuple[Ident, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PyFunction(Tree):
+    """exact_match: gen, prompt -> seq"""
+
+    name: Ident
+    params: tuple[Ident, ...]
+    returns: Ident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsePy(Tree):
+    path: str
+    functions: tuple[PyFunction, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param(Tree):
+    """param name = default"""
+
+    name: Ident
+    default: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster(Tree):
+    """cluster nodes=1 gpus=8  |  cluster "file.yaml" """
+
+    path: str | None
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshDecl(Tree):
+    name: Ident
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataDecl(Tree):
+    name: Ident
+    value: Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDecl(Tree):
+    """model name = value [train optimizer]"""
+
+    name: Ident
+    value: Call
+    optimizer: Call | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FnDecl(Tree):
+    """fn name(params) -> (levels) { body }      doc: the comment block directly above"""
+
+    name: Ident
+    params: tuple[Parameter, ...]
+    returns: tuple[Ident, ...]
+    body: tuple[Statement, ...]
+    doc: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossDecl(Tree):
+    """loss name(fresh; data) { body }"""
+
+    name: Ident
+    fresh: tuple[Parameter, ...]
+    data: tuple[Parameter, ...]
+    body: tuple[Statement, ...]
+    doc: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(Tree):
+    """place actor.generate on all dp=4   selector: "actor.generate", "ref.*", "*.logprobs", "@gen" """
+
+    selector: str
+    clause: Clause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow(Tree):
+    name: Ident
+    options: tuple[Option, ...]
+    body: tuple[Statement, ...]
+
+
+Declaration = (Use | UsePy | Param | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl | Place | Flow)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    source: SourceFile
+    items: tuple[Declaration, ...]
