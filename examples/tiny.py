@@ -1,0 +1,98 @@
+"""Small things to run the examples with, made on the spot: HuggingFace directories and data files.
+
+    python examples/tiny.py runs/tiny        # models/sft, models/rm, data/prompts.jsonl, data/pairs.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+CHARACTERS = "0123456789+-*=abcdefghijklmnopqrstuvwxyz ?.,"
+PAD, EOS = "<pad>", "<eos>"
+
+_SIZES: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+                              num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False)
+_GPT2: dict[str, Any] = dict(n_embd=32, n_layer=4, n_head=4, n_positions=256)
+
+
+def make_tokenizer(directory: str | Path, characters: str = CHARACTERS) -> Any:
+    """A tokenizer with one token for each character, after <pad> (0) and <eos> (1)."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {PAD: 0, EOS: 1} | {c: i + 2 for i, c in enumerate(characters)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=EOS)
+    tokenizer.save_pretrained(str(directory))
+    return tokenizer
+
+
+def make_model(directory: str | Path, family: str = "qwen3", head: str = "causal_lm", seed: int = 0,
+               characters: str = CHARACTERS, scale: float = 0.15, **overrides: Any) -> Path:
+    """Write a random model of `family` ("qwen3", "llama", "gpt2", ...) with its tokenizer; returns the directory.
+
+    scale: standard deviation of the matrices (0: the family's own initialisation). HF's 0.02 leaves a tiny model's
+    outputs nearly uniform; a wider one makes differences visible."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    tokenizer = make_tokenizer(directory, characters)
+    sizes = dict(_GPT2 if family == "gpt2" else _SIZES)
+    if family == "qwen3":
+        sizes["head_dim"] = 8
+    sizes |= dict(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None) | overrides
+    config = AutoConfig.for_model(family, **sizes)
+    torch.manual_seed(seed)
+    if head == "causal_lm":
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        config.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    if scale:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, scale)
+    model.save_pretrained(str(directory))
+    return Path(directory)
+
+
+def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> Path:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Path(path)
+
+
+def make_sums(count: int, seed: int = 0, low: int = 0, high: int = 100) -> list[dict[str, str]]:
+    """`count` different sums as text: {"prompt": "12+34=", "answer": "46"}; prompts differ in length."""
+    pairs = [(a, b) for a in range(low, high) for b in range(low, high)]
+    random.Random(seed).shuffle(pairs)
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs[:count]]
+
+
+def make_pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Preference pairs: the right sum is chosen, a wrong one (of some other length, at times) rejected."""
+    draw = random.Random(seed + 1)
+    return [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": str(int(row["answer"]) + draw.randint(1, 99))}
+            for row in make_sums(count, seed)]
+
+
+def make_all(root: str | Path, **overrides: Any) -> Path:
+    """Everything that the examples name by default, under `root`."""
+    root = Path(root)
+    make_model(root / "models/sft", **overrides)
+    make_model(root / "models/rm", head="reward_model", seed=1, **overrides)
+    write_jsonl(root / "data/prompts.jsonl", make_sums(256))
+    write_jsonl(root / "data/pairs.jsonl", make_pairs(256))
+    return root
+
+
+if __name__ == "__main__":
+    print(f"wrote {make_all(sys.argv[1] if len(sys.argv) > 1 else 'runs/tiny')}/models and /data")
