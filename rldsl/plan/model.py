@@ -74,11 +74,15 @@ class Spread:
     unit: "row" (sequence by sequence), "prompt" (all sequences of a prompt together) or "all" (every rank of `mesh`
     holds every row; `layout` is then ""). weigh: "count" divides numbers evenly in contiguous runs, "tokens" balances
     token counts. A training spread first divides rows into minibatches by (seed, step, epoch, row), then each
-    minibatch over the shards."""
+    minibatch over the shards. frames: whose lengths weigh; they share a prompt space (unit "prompt") or a row space
+    (unit "row"), and the rows of all of them follow the same division.
+
+    A buffer `value@spread` is held, for the rows of a shard, by every rank of that shard."""
 
     id: str
     mesh: str
     layout: str = ""
+    frames: tuple[str, ...] = ()
     unit: Literal["row", "prompt", "all"] = "row"
     weigh: Literal["count", "tokens"] = "tokens"
     minibatches: int = 1

@@ -1,0 +1,251 @@
+"""Plan <-> bytes. In: a `Plan`. Out: canonical JSON lines that end in their own digest, and back.
+
+One record a line: the header, then the tables in the order of `Plan`'s fields, the body, the classes, the digest.
+`{"kind": ...}` names the record; the body of a loop stands between its line and `{"kind":"end"}`. Keys are sorted,
+separators have no spaces, a field at its default is left out, and a record's own field `kind` is written "type".
+So one plan has exactly one encoding, and `decode(encode(p)) == p`. No pickle: reading a plan runs nothing of it.
+
+Codes: RL0601 not a plan of this format, RL0602 edited after it was compiled, RL0603 not canonical JSON,
+RL0604 unknown or misplaced record, RL0605 unknown or missing field, RL0606 wrong type, RL0607 broken nesting.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from hashlib import sha256
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rldsl.diag import Failure, fail
+from rldsl.plan.expr import Program
+from rldsl.plan.model import (EVENTS, FORMAT, Data, Every, Frame, Function, Group, Header, Item, Layout, Loop, Mesh,
+                              Model, Plan, RankClass, Spread, Value)
+
+# kind of line -> (record, the field of Plan it belongs to), in the order of the file; body lines follow the groups.
+TABLES: Mapping[str, tuple[type, str]] = {
+    "header": (Header, "header"), "mesh": (Mesh, "meshes"), "layout": (Layout, "layouts"),
+    "spread": (Spread, "spreads"), "model": (Model, "models"), "data": (Data, "data"), "frame": (Frame, "frames"),
+    "value": (Value, "values"), "function": (Function, "functions"), "program": (Program, "programs"),
+    "group": (Group, "groups"), "body": (Loop, "body"), "class": (RankClass, "classes"),
+}
+RECORDS: Mapping[str, type] = {k: r for k, (r, _) in TABLES.items() if k != "body"}
+BLOCKS: Mapping[str, type] = {"loop": Loop, "every": Every}
+SECTIONS = tuple(TABLES)
+EDITED = "compile the program again; a plan is not meant to be edited by hand, because its proof would no longer hold"
+
+
+def plan_id(data: bytes) -> str:
+    """What a person calls this plan: the first 12 hex digits of the sha256 of its file."""
+    return sha256(data).hexdigest()[:12]
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def encode(plan: Plan) -> bytes:
+    """Errors: RL0606 for a number that is not finite, which JSON cannot hold."""
+    lines = [_line("header", plan.header)]
+    for kind, (_, name) in TABLES.items():
+        if kind == "body":
+            lines += _body(plan.body)
+        elif kind != "header":
+            lines += [_line(kind, record) for record in getattr(plan, name)]
+    text = ("\n".join(lines) + "\n").encode()
+    return text + (_dump({"kind": "digest", "sha256": sha256(text).hexdigest()}) + "\n").encode()
+
+
+def _body(items: tuple[Item, ...]) -> list[str]:
+    lines: list[str] = []
+    for item in items:
+        if isinstance(item, Loop | Every):
+            lines += [_line(type(item).__name__.lower(), item, skip="body"), *_body(item.body), _dump({"kind": "end"})]
+        else:
+            lines.append(_line(type(item).__name__.lower(), item))
+    return lines
+
+
+def _line(kind: str, record: Any, skip: str = "") -> str:
+    try:
+        return _dump({"kind": kind, **_plain(record, skip)})
+    except ValueError:
+        raise fail("RL0606", f"a {kind} of the plan holds a number that is not finite", place=f"{kind} record",
+                   help="a plan holds finite numbers only: no nan, no inf") from None
+
+
+def _plain(record: Any, skip: str = "") -> dict[str, Any]:
+    hints, out = _hints(type(record)), {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        value = float(value) if hints[field.name] is float else value
+        if field.name != skip and not _is_default(field, value):
+            out[_written(field.name)] = _json(value, hints[field.name])
+    return out
+
+
+def _json(value: Any, hint: Any) -> Any:
+    if is_dataclass(value):
+        return _plain(value)
+    if isinstance(value, tuple):
+        args = get_args(hint)
+        each = args[:1] * len(value) if args[1:] == (...,) else args
+        return [_json(v, h) for v, h in zip(value, each, strict=True)]
+    return float(value) if hint is float else value
+
+
+def _dump(obj: Any) -> str:
+    return json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def decode(data: bytes, name: str) -> Plan:
+    """The plan in `data`; `name` is the file as the user knows it. Raises Failure (codes in the module docstring)."""
+    lines = _checked_lines(data, name)
+    tables: dict[str, list[Any]] = {table: [] for _, table in TABLES.values()}
+    open_blocks: list[tuple[type, dict[str, Any], str, list[Item]]] = []
+    items: list[Item] = tables["body"]
+    section = 0
+    for number, line in enumerate(lines, 1):
+        place = f"{name}:{number}"
+        obj = _object(line, place)
+        kind = obj.pop("kind", None)
+        if not isinstance(kind, str) or kind not in RECORDS.keys() | BLOCKS.keys() | EVENTS.keys() | {"end"}:
+            raise fail("RL0604", f"unknown kind of record: {kind!r}", place=place, help=EDITED)
+        at = SECTIONS.index(kind if kind in RECORDS else "body")
+        if at < section or (kind == "header") != (number == 1):
+            raise fail("RL0604", f"a {kind} record out of place", place=place,
+                       help="records stand in the order " + ", ".join(SECTIONS))
+        if at != SECTIONS.index("body") and open_blocks:
+            raise fail("RL0607", f"the {open_blocks[-1][0].__name__.lower()} at {open_blocks[-1][2]} has no end",
+                       place=place, help=EDITED)
+        section = at
+        if kind in RECORDS:
+            tables[TABLES[kind][1]].append(_record(RECORDS[kind], obj, place))
+        elif kind in BLOCKS:
+            open_blocks.append((BLOCKS[kind], obj, place, items))
+            items = []
+        elif kind == "end":
+            if not open_blocks or obj:
+                raise fail("RL0607", "an end without a loop" if not obj else "an end with fields", place=place, help=EDITED)
+            block, head, head_place, outer = open_blocks.pop()
+            outer.append(_record(block, head, head_place, body=tuple(items)))
+            items = outer
+        else:
+            items.append(_record(EVENTS[kind], obj, place))
+    if open_blocks:
+        raise fail("RL0607", f"the {open_blocks[-1][0].__name__.lower()} has no end", place=open_blocks[-1][2], help=EDITED)
+    return Plan(header=tables.pop("header")[0], **{table: tuple(rows) for table, rows in tables.items()})
+
+
+def _checked_lines(data: bytes, name: str) -> list[str]:
+    """The lines before the digest, after the format and the digest have been found right."""
+    try:
+        lines = data.decode().split("\n")
+    except UnicodeDecodeError:
+        raise fail("RL0601", "not a plan: the file is not UTF-8 text", place=name,
+                   help="a plan is what `rlc compile` writes") from None
+    head = _parse(lines[0])
+    if not isinstance(head, dict) or head.get("kind") != "header":
+        raise fail("RL0601", "not a plan: the first line is not a plan header", place=f"{name}:1",
+                   help="a plan is what `rlc compile` writes")
+    if type(head.get("format")) is not int or head["format"] != FORMAT:
+        raise fail("RL0601", f"plan format {head.get('format')!r}, but this version reads format {FORMAT}",
+                   place=f"{name}:1", help="compile the program again with this version of rlc")
+    last = _parse(lines[-2]) if len(lines) > 1 and not lines[-1] else None
+    if not isinstance(last, dict) or last.get("kind") != "digest":
+        raise fail("RL0602", "the plan is cut off: its last line is not the digest", place=f"{name}:{len(lines)}",
+                   help=EDITED)
+    covered = "\n".join(lines[:-2]) + "\n"
+    if last != {"kind": "digest", "sha256": sha256(covered.encode()).hexdigest()} or lines[-2] != _dump(last):
+        raise fail("RL0602", "the plan was changed after it was compiled: its digest does not match",
+                   place=f"{name}:{len(lines) - 1}", help=EDITED)
+    return lines[:-2]
+
+
+def _parse(line: str) -> Any:
+    """JSON, or None for what is not."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _object(line: str, place: str) -> dict[str, Any]:
+    """One line as an object; canonical, so neither spaces nor a doubled key nor nan get through."""
+    obj = _parse(line)
+    try:
+        canonical = isinstance(obj, dict) and _dump(obj) == line
+    except (ValueError, RecursionError):
+        canonical = False
+    if not canonical:
+        raise fail("RL0603", "not a JSON object in canonical form", place=place, help=EDITED)
+    return obj
+
+
+def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given: Any) -> Any:
+    """A dataclass from its JSON object. `given`: fields that do not come from it."""
+    known = {_written(f.name): f for f in fields(cls) if f.name not in given}
+    where = path or cls.__name__.lower()
+    for key in obj.keys() - known.keys():
+        raise fail("RL0605", f"{where} has no field {key!r}", place=place, help="fields: " + ", ".join(known))
+    hints, values = _hints(cls), dict(given)
+    for key, field in known.items():
+        if key in obj:
+            values[field.name] = _value(hints[field.name], obj[key], place, f"{where}.{key}")
+            if _is_default(field, values[field.name]):
+                raise fail("RL0603", f"{where}.{key} is written though it is at its default", place=place, help=EDITED)
+        elif field.default is MISSING:
+            raise fail("RL0605", f"{where} lacks its field {key!r}", place=place, help=EDITED)
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, place: str, path: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if is_dataclass(hint) and isinstance(value, dict):
+        return _record(hint, value, place, path)
+    if origin is tuple and isinstance(value, list):
+        each = args[:1] * len(value) if args[1:] == (...,) else args
+        if len(each) == len(value):
+            return tuple(_value(h, v, place, f"{path}[{i}]") for i, (h, v) in enumerate(zip(each, value)))
+    elif origin is Literal:
+        if any(type(value) is type(a) and value == a for a in args):
+            return value
+    elif origin in (Union, types.UnionType):
+        for option in args:
+            if option is type(value) and _finite(value):
+                return value
+            if is_dataclass(option) and isinstance(value, dict):
+                return _record(option, value, place, path)
+    elif hint is type(value) and _finite(value):
+        return value
+    raise _wrong(hint, value, place, path)
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _wrong(hint: Any, value: Any, place: str, path: str) -> Failure:
+    wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    found = json.dumps(value)
+    return fail("RL0606", f"{path} must be {wanted}, not {found if len(found) <= 60 else found[:57] + '...'}",
+                place=place, help=EDITED)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _is_default(field: Field[Any], value: Any) -> bool:
+    """Equal in type too: True is not 1."""
+    return field.default is not MISSING and type(field.default) is type(value) and field.default == value
+
+
+def _written(name: str) -> str:
+    return "type" if name == "kind" else name

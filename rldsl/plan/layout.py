@@ -1,0 +1,82 @@
+"""Where a rank stands in a layout, and which ranks stand together.
+
+In: a `Layout`, its `Mesh`, ranks. Out: coordinates, ranks, groups of ranks.
+Invariant: `rank_at` inverts `coordinate`; the groups of one axis cover every rank of the mesh exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from itertools import product
+from typing import Literal
+
+from rldsl.plan.model import Layout, Mesh
+
+Axis = Literal["tp", "pp", "dp", "mesh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coord:
+    """Position of a rank along each degree, slowest first."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+def degree_product(layout: Layout) -> int:
+    """Number of ranks that the degrees of `layout` fill."""
+    return layout.pp * layout.dp * layout.cp * layout.tp
+
+
+def coordinate(layout: Layout, mesh: Mesh, rank: int) -> Coord:
+    """The coordinate of global `rank`, which must belong to `mesh`."""
+    members = _members(layout, mesh)
+    assert rank in members, f"rank {rank} is not in mesh {mesh.id}"
+    index, tp = divmod(members.index(rank), layout.tp)
+    index, cp = divmod(index, layout.cp)
+    pp, dp = divmod(index, layout.dp)
+    return Coord(pp, dp, cp, tp)
+
+
+def rank_at(layout: Layout, mesh: Mesh, coord: Coord) -> int:
+    """The global rank at `coord`."""
+    degrees = (layout.pp, layout.dp, layout.cp, layout.tp)
+    assert all(0 <= x < d for x, d in zip(astuple(coord), degrees)), f"{coord} is outside layout {layout.id}"
+    index = ((coord.pp * layout.dp + coord.dp) * layout.cp + coord.cp) * layout.tp + coord.tp
+    return _members(layout, mesh)[index]
+
+
+def axis_ranks(layout: Layout, mesh: Mesh, axis: Axis) -> tuple[tuple[int, ...], ...]:
+    """All groups of an axis: one for each combination of the other coordinates, in the order of these; members run
+    along the axis. "mesh" is the one group of all ranks, in rank order of the mesh."""
+    members = _members(layout, mesh)
+    if axis == "mesh":
+        return (members,)
+    names = ("pp", "dp", "cp", "tp")
+    degrees = tuple(getattr(layout, name) for name in names)
+    along = names.index(axis)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, at in zip(members, product(*map(range, degrees))):
+        groups.setdefault(at[:along] + at[along + 1 :], []).append(rank)
+    return tuple(tuple(groups[key]) for key in sorted(groups))
+
+
+def stage_layers(layers: int, pp: int, stage: int) -> range:
+    """The layers of pipeline stage `stage`: [stage*layers//pp, (stage+1)*layers//pp)."""
+    assert 0 <= stage < pp, f"stage {stage} of {pp}"
+    return range(stage * layers // pp, (stage + 1) * layers // pp)
+
+
+def layer_stage(layers: int, pp: int, layer: int) -> int:
+    """The pipeline stage that holds `layer`: the inverse of `stage_layers`."""
+    assert 0 <= layer < layers, f"layer {layer} of {layers}"
+    return ((layer + 1) * pp - 1) // layers
+
+
+def _members(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    members = mesh.members()
+    assert layout.mesh == mesh.id, f"layout {layout.id} is on mesh {layout.mesh}, not {mesh.id}"
+    assert degree_product(layout) == len(members), f"layout {layout.id} does not fill mesh {mesh.id}"
+    return members

@@ -1,0 +1,91 @@
+"""Projection: what of a plan concerns one rank. In: a plan, or its body and meshes. Out: events, schedules, classes.
+
+Invariant: a rank's schedule is the body filtered to the events whose mesh contains the rank, in the body's order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rldsl.diag import fail
+from rldsl.plan.model import Event, Every, Item, Loop, Mesh, Plan, RankClass, Ranges
+
+Path = tuple[Loop | Every, ...]  # the blocks around an event, outermost first
+
+
+def events(plan: Plan) -> Iterator[tuple[Event, Path]]:
+    """Every event of the body, in order, with the blocks around it."""
+    return walk(plan.body)
+
+
+def walk(body: Iterable[Item], path: Path = ()) -> Iterator[tuple[Event, Path]]:
+    for item in body:
+        if isinstance(item, Loop | Every):
+            yield from walk(item.body, (*path, item))
+        else:
+            yield item, path
+
+
+def participants(plan: Plan, event: Event) -> tuple[int, ...]:
+    """The ranks that take part in `event`, in mesh order."""
+    for mesh in plan.meshes:
+        if mesh.id == event.mesh:
+            return mesh.members()
+    raise fail("RL0610", f"event {event.id} names no mesh of the plan: {event.mesh!r}", place=f"event {event.id}")
+
+
+def schedule(body: Sequence[Item], meshes: Sequence[Mesh], rank: int) -> tuple[Item, ...]:
+    """`body` filtered to `rank`; a block that is left empty goes too."""
+    mine = {m.id for m in meshes if any(start <= rank < stop for start, stop in m.ranks)}
+    return _filter(body, mine)
+
+
+def _filter(body: Sequence[Item], mine: set[str]) -> tuple[Item, ...]:
+    kept: list[Item] = []
+    for item in body:
+        if isinstance(item, Event):
+            if item.mesh in mine:
+                kept.append(item)
+        elif inner := _filter(item.body, mine):
+            kept.append(Loop(item.id, item.trips, inner) if isinstance(item, Loop) else Every(item.period, inner))
+    return tuple(kept)
+
+
+def rank_classes(meshes: Sequence[Mesh], body: Sequence[Item], world: int, peaks: Mapping[int, int]) -> tuple[RankClass, ...]:
+    """Ranks with equal schedules and equal peak bytes share a class; classes in the order of their first ranks."""
+    flat = [(event.id, event.mesh) for event, _ in walk(body)]
+    used = {mesh for _, mesh in flat}
+    meshes_of: list[set[str]] = [set() for _ in range(world)]
+    for mesh in meshes:
+        if mesh.id in used:
+            for rank in mesh.members():
+                meshes_of[rank].add(mesh.id)
+    alike: dict[tuple[frozenset[str], int], list[int]] = defaultdict(list)
+    for rank in range(world):
+        alike[frozenset(meshes_of[rank]), peaks.get(rank, 0)].append(rank)
+    merged: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
+    for (mine, peak), ranks in alike.items():
+        merged[tuple(id for id, mesh in flat if mesh in mine), peak] += ranks
+    classes = [RankClass(to_ranges(sorted(ranks)), ids, peak) for (ids, peak), ranks in merged.items()]
+    return tuple(sorted(classes, key=lambda c: c.ranks[0]))
+
+
+def class_of(plan: Plan, rank: int) -> RankClass:
+    """The class of `rank`; RL0541 when it has none."""
+    for c in plan.classes:
+        if any(start <= rank < stop for start, stop in c.ranks):
+            return c
+    raise fail("RL0541", f"rank {rank} is in no class of the plan", place=f"rank {rank}",
+               help=f"the plan is for {plan.header.world} ranks")
+
+
+def to_ranges(ranks: Iterable[int]) -> Ranges:
+    """Consecutive runs, in the order given: 0, 1, 2, 5 -> ((0, 3), (5, 6))."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank:
+            runs[-1] = (runs[-1][0], rank + 1)
+        else:
+            runs.append((rank, rank + 1))
+    return tuple(runs)

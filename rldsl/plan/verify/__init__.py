@@ -1,0 +1,46 @@
+"""The proof that a plan can run: an independent reader of the file that trusts nothing the compiler says.
+
+In: a `Plan`. Out: a `Proof`, or a Failure with one diagnostic for each fault (codes RL05xx and RL06xx, the events, their
+source positions and the ranks). Each module beside this one is one check and knows nothing of the others, except that
+the first (references) has passed when the others look things up, and that data flow and versions read schedules that
+are already known to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.plan.model import Plan
+from rldsl.plan.verify import dataflow, groups, operations, programs, realloc, references, schedule, versions
+from rldsl.plan.verify.tables import Tables, class_ranks, tables
+
+Check = Callable[[Tables], Iterator[Diagnostic]]
+
+# Stages: the checks of one may rely on those of the stages before it.
+STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
+    (("references", references.check),),
+    (("operations", operations.check), ("programs", programs.check), ("schedule", schedule.check),
+     ("groups", groups.check), ("reallocs", realloc.check)),
+    (("data flow", dataflow.check), ("versions", versions.check)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """events: in the plan. entries: events in the lists of all ranks together. checks: what was shown, in order."""
+
+    events: int
+    entries: int
+    checks: tuple[str, ...]
+
+
+def verify(plan: Plan) -> Proof:
+    """Every check on `plan`. Raises Failure with all diagnostics of the first stage that finds any."""
+    t = tables(plan)
+    for stage in STAGES:
+        if found := [d for _, check in stage for d in check(t)]:
+            raise Failure(found)
+    entries = sum(len(class_ranks(c, plan.header.world)) * len(c.events) for c in plan.classes)
+    return Proof(len(t.events), entries, tuple(name for stage in STAGES for name, _ in stage))

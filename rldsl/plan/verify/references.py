@@ -1,0 +1,223 @@
+"""Records name only what exists, once each, and are well formed by themselves.
+
+In: tables. Out: diagnostics RL0610 (unknown), RL0611 (declared twice), RL0612 (malformed record). All further checks
+rely on this one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.expr import LEVELS
+from rldsl.plan.model import (Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Layout, Lengths, Load, Log, Loop,
+                              Mesh, Model, Offload, Onload, ParamSpec, Realloc, Save, Spread, Train, Transfer)
+from rldsl.plan.verify.tables import Tables, name, problem, split
+
+LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    yield from _unique(t)
+    yield from _header(t)
+    for mesh in t.plan.meshes:
+        yield from _mesh(mesh, t.plan.header.world)
+    for layout in t.plan.layouts:
+        yield from _layout(t, layout)
+    for spread in t.plan.spreads:
+        yield from _spread(t, spread)
+    for model in t.plan.models:
+        yield from _model(t, model)
+    yield from _values(t)
+    yield from _blocks(t.plan.body, inside=False)
+    for event, _ in t.events:
+        yield from _event(t, event)
+
+
+def _unique(t: Tables) -> Iterator[Diagnostic]:
+    p = t.plan
+    loops = [x.id for x in _loops(p.body)]
+    for kind, ids in (("mesh", [x.id for x in p.meshes]), ("layout or spread", [x.id for x in (*p.layouts, *p.spreads)]),
+                      ("model", [x.name for x in p.models]), ("data source", [x.name for x in p.data]),
+                      ("frame", [x.id for x in p.frames]), ("value", [x.id for x in p.values]),
+                      ("function", [x.id for x in p.functions]), ("program", [x.id for x in p.programs]),
+                      ("group", [x.id for x in p.groups]), ("loop", loops)):
+        for id, count in Counter(ids).items():
+            if count > 1:
+                yield _bad("RL0611", f"{kind} {id} is declared {count} times")
+            if not id or "@" in id:
+                yield _bad("RL0612", f"{kind} has the id {id!r}")
+    first: dict[int, Event] = {}
+    for event, _ in t.events:
+        if event.id in first:
+            yield problem("RL0611", f"two events have the id {event.id}", first[event.id], event)
+        first.setdefault(event.id, event)
+
+
+def _header(t: Tables) -> Iterator[Diagnostic]:
+    h = t.plan.header
+    if h.world < 1 or h.devices_per_node < 1 or h.steps < 0:
+        yield _bad("RL0612", f"the header has world {h.world}, devices per node {h.devices_per_node}, steps {h.steps}")
+
+
+def _mesh(mesh: Mesh, world: int) -> Iterator[Diagnostic]:
+    if not mesh.ranks or any(not 0 <= a < b <= world for a, b in mesh.ranks):
+        yield _bad("RL0612", f"mesh {mesh.id} {mesh.ranks} is not made of ranks of the world of {world}")
+    elif any(a < d and c < b for i, (a, b) in enumerate(mesh.ranks) for c, d in mesh.ranks[:i]):
+        yield _bad("RL0612", f"mesh {mesh.id} contains a rank twice: {mesh.ranks}")
+
+
+def _layout(t: Tables, x: Layout) -> Iterator[Diagnostic]:
+    degrees = (x.dp, x.tp, x.pp, x.cp)
+    if x.mesh not in t.meshes:
+        yield _unknown("mesh", x.mesh, f"layout {x.id}")
+    elif min(degrees) < 1 or prod(degrees) != len(t.ranks[x.mesh]):
+        yield _bad("RL0612", f"layout {x.id}: dp={x.dp} tp={x.tp} pp={x.pp} cp={x.cp} do not fill mesh {x.mesh} of "
+                             f"{len(t.ranks[x.mesh])} ranks")
+    if x.ep < 1 or prod(degrees[:2] + degrees[3:]) % x.ep or not 0 <= x.zero <= 3:
+        yield _bad("RL0612", f"layout {x.id} has ep={x.ep} zero={x.zero}")
+
+
+def _spread(t: Tables, s: Spread) -> Iterator[Diagnostic]:
+    where = f"spread {s.id}"
+    if s.mesh not in t.meshes:
+        yield _unknown("mesh", s.mesh, where)
+    if (s.unit == "all") != (s.layout == ""):
+        yield _bad("RL0612", f"{where}: unit {s.unit} with layout {s.layout!r}")
+    elif s.layout and s.layout not in t.layouts:
+        yield _unknown("layout", s.layout, where)
+    elif s.layout and t.ranks.get(s.mesh) != t.ranks.get(t.layouts[s.layout].mesh):
+        yield _bad("RL0612", f"{where} is on mesh {s.mesh}, but its layout {s.layout} is on another")
+    if s.minibatches < 1 or s.epochs < 1:
+        yield _bad("RL0612", f"{where}: minibatches {s.minibatches}, epochs {s.epochs}")
+    frames = [t.frames[f] for f in s.frames if f in t.frames]
+    yield from (_unknown("frame", f, where) for f in s.frames if f not in t.frames)
+    spaces = {f.prompts if s.unit == "prompt" else f.rows for f in frames}
+    if s.unit != "all" and len(spaces) > 1:
+        yield _bad("RL0612", f"{where} divides frames that share no {s.unit}s: {', '.join(s.frames)}")
+
+
+def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
+    where = f"model {m.name}"
+    if m.home and m.home not in t.layouts:
+        yield _unknown("layout", m.home, where)
+    if bool(m.home) != (m.optimizer is not None):
+        yield _bad("RL0612", f"{where} has " + ("a home layout but no optimizer" if m.home else "an optimizer but no home"))
+    if m.dtype not in ("float32", "bfloat16"):
+        yield _bad("RL0612", f"{where} has dtype {m.dtype}; expected float32 or bfloat16")
+    if m.layers < 1:
+        yield _bad("RL0612", f"{where} has {m.layers} layers")
+    if len({p.name for p in m.params}) != len(m.params):
+        yield _bad("RL0611", f"{where} lists a parameter twice")
+    for p in m.params:
+        if not _sound(p, m.layers):
+            yield _bad("RL0612", f"{where}: parameter {p.name} {p.shape} is not divisible as it says")
+
+
+def _sound(p: ParamSpec, layers: int) -> bool:
+    if any(n < 1 for n in p.shape) or not p.shape and p.split or p.name.count("{}") > 1:
+        return False
+    if ("{}" in p.name) != (p.stage == "layer") or not 0 <= p.layers <= layers:
+        return False
+    s = p.split
+    return s is None or (0 <= s.dim < len(p.shape) and all(u > 0 and n > 0 for u, n in s.parts)
+                         and sum(u * n for u, n in s.parts) == p.shape[s.dim])
+
+
+def _values(t: Tables) -> Iterator[Diagnostic]:
+    for f in t.plan.frames:
+        if f.data not in t.data:
+            yield _unknown("data source", f.data, f"frame {f.id}")
+        if f.count < 1 or f.per_prompt < 1 or f.count % f.per_prompt or not f.rows or not f.prompts:
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, {f.per_prompt} a prompt")
+    for v in t.plan.values:
+        if v.frame not in t.frames and (v.frame or v.extent != "batch"):
+            yield _unknown("frame", v.frame, f"value {v.id}")
+        if LEVEL_OF.get(v.extent, v.level) != v.level:
+            yield _bad("RL0612", f"value {v.id} has extent {v.extent} at level {v.level}")
+    for f in t.plan.functions:
+        if f.returns not in LEVELS:
+            yield _bad("RL0612", f"function {f.id} returns level {f.returns}")
+
+
+def _loops(items: Sequence[Item]) -> Iterator[Loop]:
+    for item in items:
+        if isinstance(item, Loop | Every):
+            yield from ([item] if isinstance(item, Loop) else [])
+            yield from _loops(item.body)
+
+
+def _blocks(items: Sequence[Item], inside: bool) -> Iterator[Diagnostic]:
+    for item in items:
+        if isinstance(item, Loop):
+            if item.trips < 0:
+                yield _bad("RL0612", f"loop {item.id} runs {item.trips} times")
+            yield from _blocks(item.body, True)
+        elif isinstance(item, Every):
+            if item.period < 1 or not inside:
+                yield _bad("RL0612", f"every {item.period}: expected a period of at least 1, inside a loop")
+            yield from _blocks(item.body, inside)
+
+
+def _event(t: Tables, e: Event) -> Iterator[Diagnostic]:
+    def need(kind: str, table: Iterable[str], *ids: str) -> Iterator[Diagnostic]:
+        return (problem("RL0610", f"{name(e)} names no {kind} of the plan: {id!r}", e) for id in ids if id not in table)
+
+    if e.bytes < -1:
+        yield problem("RL0612", f"{name(e)} moves {e.bytes} bytes", e)
+    yield from need("mesh", t.meshes, e.mesh)
+    buffers = {*e.reads, *e.writes}
+    match e:
+        case Load() | Offload() | Onload() | Save():
+            yield from need("model", t.models, e.model)
+            yield from need("layout", t.layouts, e.layout)
+        case Realloc():
+            yield from need("model", t.models, e.model)
+            yield from need("layout", t.layouts, e.src, e.dst)
+        case Fetch():
+            yield from need("data source", t.data, e.data)
+            yield from need("frame", t.frames, *e.frames)
+        case Lengths():
+            yield from need("frame", t.frames, e.frame)
+            yield from need("spread", t.spreads, e.spread)
+        case Transfer():
+            yield from need("value", t.values, *e.values)
+            yield from need("spread", t.spreads, e.src, e.dst)
+        case Generate():
+            yield from need("frame", t.frames, e.prompts, e.frame)
+        case Infer():
+            yield from need("frame", t.frames, e.frame)
+            yield from need("value", t.values, e.output)
+        case Train():
+            yield from need("program", t.programs, e.loss)
+            yield from need("frame", t.frames, *e.frames, *(f for _, f, _ in e.fresh))
+            yield from need("value", t.values, *(v for _, v in (*e.data, *e.outputs)))
+        case Compute():
+            yield from need("program", t.programs, e.program)
+            yield from need("frame", t.frames, *e.frames)
+            yield from need("value", t.values, *(v for _, v in (*e.inputs, *e.outputs)))
+        case Log():
+            buffers |= {b for _, b in e.metrics}
+            if not 0 <= e.to < t.plan.header.world:
+                yield problem("RL0610", f"{name(e)} logs on rank {e.to} of {t.plan.header.world}", e)
+        case Free():
+            buffers |= set(e.buffers)
+    if isinstance(e, Generate | Infer | Train):
+        yield from need("model", t.models, e.model)
+        yield from need("layout", t.layouts, e.layout)
+    if isinstance(e, Generate | Infer | Train | Compute):
+        yield from need("spread", t.spreads, e.spread)
+    for buffer in sorted(buffers):
+        left, right = split(buffer)
+        if not (left in t.values and right in t.spreads or left in t.models and right in t.layouts):
+            yield problem("RL0610", f"{name(e)} names no buffer of the plan: {buffer!r}", e)
+
+
+def _unknown(kind: str, id: str, where: str) -> Diagnostic:
+    return _bad("RL0610", f"{where} names no {kind} of the plan: {id!r}")
+
+
+def _bad(code: str, title: str) -> Diagnostic:
+    return problem(code, title)
