@@ -22,15 +22,41 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.expr import Program
-from rldsl.plan.model import (EVENTS, FORMAT, Data, Every, Frame, Function, Group, Header, Item, Layout, Loop, Mesh,
-                              Model, Plan, RankClass, Spread, Value)
+from rldsl.plan.model import (
+    EVENTS,
+    FORMAT,
+    Data,
+    Every,
+    Frame,
+    Function,
+    Group,
+    Header,
+    Item,
+    Layout,
+    Loop,
+    Mesh,
+    Model,
+    Plan,
+    RankClass,
+    Spread,
+    Value,
+)
 
 # kind of line -> (record, the field of Plan it belongs to), in the order of the file; body lines follow the groups.
 TABLES: Mapping[str, tuple[type, str]] = {
-    "header": (Header, "header"), "mesh": (Mesh, "meshes"), "layout": (Layout, "layouts"),
-    "spread": (Spread, "spreads"), "model": (Model, "models"), "data": (Data, "data"), "frame": (Frame, "frames"),
-    "value": (Value, "values"), "function": (Function, "functions"), "program": (Program, "programs"),
-    "group": (Group, "groups"), "body": (Loop, "body"), "class": (RankClass, "classes"),
+    "header": (Header, "header"),
+    "mesh": (Mesh, "meshes"),
+    "layout": (Layout, "layouts"),
+    "spread": (Spread, "spreads"),
+    "model": (Model, "models"),
+    "data": (Data, "data"),
+    "frame": (Frame, "frames"),
+    "value": (Value, "values"),
+    "function": (Function, "functions"),
+    "program": (Program, "programs"),
+    "group": (Group, "groups"),
+    "body": (Loop, "body"),
+    "class": (RankClass, "classes"),
 }
 RECORDS: Mapping[str, type] = {k: r for k, (r, _) in TABLES.items() if k != "body"}
 BLOCKS: Mapping[str, type] = {"loop": Loop, "every": Every}
@@ -72,8 +98,12 @@ def _line(kind: str, record: Any, skip: str = "") -> str:
     try:
         return _dump({"kind": kind, **_plain(record, skip)})
     except ValueError:
-        raise fail("RL0606", f"a {kind} of the plan holds a number that is not finite", place=f"{kind} record",
-                   help="a plan holds finite numbers only: no nan, no inf") from None
+        raise fail(
+            "RL0606",
+            f"a {kind} of the plan holds a number that is not finite",
+            place=f"{kind} record",
+            help="a plan holds finite numbers only: no nan, no inf",
+        ) from None
 
 
 def _plain(record: Any, skip: str = "") -> dict[str, Any]:
@@ -118,11 +148,19 @@ def decode(data: bytes, name: str) -> Plan:
             raise fail("RL0604", f"unknown kind of record: {kind!r}", place=place, help=EDITED)
         at = SECTIONS.index(kind if kind in RECORDS else "body")
         if at < section or (kind == "header") != (number == 1):
-            raise fail("RL0604", f"a {kind} record out of place", place=place,
-                       help="records stand in the order " + ", ".join(SECTIONS))
+            raise fail(
+                "RL0604",
+                f"a {kind} record out of place",
+                place=place,
+                help="records stand in the order " + ", ".join(SECTIONS),
+            )
         if at != SECTIONS.index("body") and open_blocks:
-            raise fail("RL0607", f"the {open_blocks[-1][0].__name__.lower()} at {open_blocks[-1][2]} has no end",
-                       place=place, help=EDITED)
+            raise fail(
+                "RL0607",
+                f"the {open_blocks[-1][0].__name__.lower()} at {open_blocks[-1][2]} has no end",
+                place=place,
+                help=EDITED,
+            )
         section = at
         if kind in RECORDS:
             tables[TABLES[kind][1]].append(_record(RECORDS[kind], obj, place))
@@ -131,14 +169,18 @@ def decode(data: bytes, name: str) -> Plan:
             items = []
         elif kind == "end":
             if not open_blocks or obj:
-                raise fail("RL0607", "an end without a loop" if not obj else "an end with fields", place=place, help=EDITED)
+                raise fail(
+                    "RL0607", "an end without a loop" if not obj else "an end with fields", place=place, help=EDITED
+                )
             block, head, head_place, outer = open_blocks.pop()
             outer.append(_record(block, head, head_place, body=tuple(items)))
             items = outer
         else:
             items.append(_record(EVENTS[kind], obj, place))
     if open_blocks:
-        raise fail("RL0607", f"the {open_blocks[-1][0].__name__.lower()} has no end", place=open_blocks[-1][2], help=EDITED)
+        raise fail(
+            "RL0607", f"the {open_blocks[-1][0].__name__.lower()} has no end", place=open_blocks[-1][2], help=EDITED
+        )
     return Plan(header=tables.pop("header")[0], **{table: tuple(rows) for table, rows in tables.items()})
 
 
@@ -147,23 +189,37 @@ def _checked_lines(data: bytes, name: str) -> list[str]:
     try:
         lines = data.decode().split("\n")
     except UnicodeDecodeError:
-        raise fail("RL0601", "not a plan: the file is not UTF-8 text", place=name,
-                   help="a plan is what `rlc compile` writes") from None
+        raise fail(
+            "RL0601", "not a plan: the file is not UTF-8 text", place=name, help="a plan is what `rlc compile` writes"
+        ) from None
     head = _parse(lines[0])
     if not isinstance(head, dict) or head.get("kind") != "header":
-        raise fail("RL0601", "not a plan: the first line is not a plan header", place=f"{name}:1",
-                   help="a plan is what `rlc compile` writes")
+        raise fail(
+            "RL0601",
+            "not a plan: the first line is not a plan header",
+            place=f"{name}:1",
+            help="a plan is what `rlc compile` writes",
+        )
     if type(head.get("format")) is not int or head["format"] != FORMAT:
-        raise fail("RL0601", f"plan format {head.get('format')!r}, but this version reads format {FORMAT}",
-                   place=f"{name}:1", help="compile the program again with this version of rlc")
+        raise fail(
+            "RL0601",
+            f"plan format {head.get('format')!r}, but this version reads format {FORMAT}",
+            place=f"{name}:1",
+            help="compile the program again with this version of rlc",
+        )
     last = _parse(lines[-2]) if len(lines) > 1 and not lines[-1] else None
     if not isinstance(last, dict) or last.get("kind") != "digest":
-        raise fail("RL0602", "the plan is cut off: its last line is not the digest", place=f"{name}:{len(lines)}",
-                   help=EDITED)
+        raise fail(
+            "RL0602", "the plan is cut off: its last line is not the digest", place=f"{name}:{len(lines)}", help=EDITED
+        )
     covered = "\n".join(lines[:-2]) + "\n"
     if last != {"kind": "digest", "sha256": sha256(covered.encode()).hexdigest()} or lines[-2] != _dump(last):
-        raise fail("RL0602", "the plan was changed after it was compiled: its digest does not match",
-                   place=f"{name}:{len(lines) - 1}", help=EDITED)
+        raise fail(
+            "RL0602",
+            "the plan was changed after it was compiled: its digest does not match",
+            place=f"{name}:{len(lines) - 1}",
+            help=EDITED,
+        )
     return lines[:-2]
 
 
@@ -233,8 +289,12 @@ def _finite(value: Any) -> bool:
 def _wrong(hint: Any, value: Any, place: str, path: str) -> Failure:
     wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
     found = json.dumps(value)
-    return fail("RL0606", f"{path} must be {wanted}, not {found if len(found) <= 60 else found[:57] + '...'}",
-                place=place, help=EDITED)
+    return fail(
+        "RL0606",
+        f"{path} must be {wanted}, not {found if len(found) <= 60 else found[:57] + '...'}",
+        place=place,
+        help=EDITED,
+    )
 
 
 @cache

@@ -52,7 +52,9 @@ def _filter(body: Sequence[Item], mine: set[str]) -> tuple[Item, ...]:
     return tuple(kept)
 
 
-def rank_classes(meshes: Sequence[Mesh], body: Sequence[Item], world: int, peaks: Mapping[int, int]) -> tuple[RankClass, ...]:
+def rank_classes(
+    meshes: Sequence[Mesh], body: Sequence[Item], world: int, peaks: Mapping[int, int]
+) -> tuple[RankClass, ...]:
     """Ranks with equal schedules and equal peak bytes share a class; classes in the order of their first ranks."""
     flat = [(event.id, event.mesh) for event, _ in walk(body)]
     used = {mesh for _, mesh in flat}
@@ -76,8 +78,12 @@ def class_of(plan: Plan, rank: int) -> RankClass:
     for c in plan.classes:
         if any(start <= rank < stop for start, stop in c.ranks):
             return c
-    raise fail("RL0541", f"rank {rank} is in no class of the plan", place=f"rank {rank}",
-               help=f"the plan is for {plan.header.world} ranks")
+    raise fail(
+        "RL0541",
+        f"rank {rank} is in no class of the plan",
+        place=f"rank {rank}",
+        help=f"the plan is for {plan.header.world} ranks",
+    )
 
 
 def to_ranges(ranks: Iterable[int]) -> Ranges:

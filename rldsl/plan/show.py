@@ -30,7 +30,9 @@ def show(plan: Plan, rank: int | None = None, event: int | None = None) -> str:
     body: Sequence[Item] = plan.body
     if rank is not None:
         if not 0 <= rank < plan.header.world:
-            raise fail("RL0608", f"the plan has no rank {rank}", place="--rank", help=f"ranks are 0 to {plan.header.world - 1}")
+            raise fail(
+                "RL0608", f"the plan has no rank {rank}", place="--rank", help=f"ranks are 0 to {plan.header.world - 1}"
+            )
         body = schedule(plan.body, plan.meshes, rank)
     return "\n".join([*_head(plan, rank), "", *_items(plan, body, "")])
 
@@ -50,8 +52,10 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
         yield f"model {m.name}  {m.kind}  {m.path}  {m.dtype}  " + (f"trained on {m.home}" if m.home else "frozen")
     if rank is not None:
         c = class_of(plan, rank)
-        yield f"rank {rank}  class of ranks {', '.join(f'{a}-{b - 1}' if b > a + 1 else str(a) for a, b in c.ranks)}  " \
-              f"{len(c.events)} events  peak {human(c.peak_bytes)}"
+        yield (
+            f"rank {rank}  class of ranks {', '.join(f'{a}-{b - 1}' if b > a + 1 else str(a) for a, b in c.ranks)}  "
+            f"{len(c.events)} events  peak {human(c.peak_bytes)}"
+        )
     else:
         for c in plan.classes:
             ranks = [r for a, b in c.ranks for r in range(a, b)]
@@ -66,7 +70,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
     for item in items:
         if isinstance(item, Loop | Every):
-            yield f"{indent}loop {item.id} x{item.trips} {{" if isinstance(item, Loop) else f"{indent}every {item.period} {{"
+            yield (
+                f"{indent}loop {item.id} x{item.trips} {{"
+                if isinstance(item, Loop)
+                else f"{indent}every {item.period} {{"
+            )
             yield from _items(plan, item.body, indent + "  ")
             yield indent + "}"
         else:
@@ -97,7 +105,9 @@ def _one(plan: Plan, id: int) -> Iterator[str]:
             yield line(event)
             yield f"  participants: ranks {ranks_text(participants(plan, event))}"
             if path:
-                yield "  inside: " + " > ".join(f"loop {p.id} x{p.trips}" if isinstance(p, Loop) else f"every {p.period}" for p in path)
+                yield "  inside: " + " > ".join(
+                    f"loop {p.id} x{p.trips}" if isinstance(p, Loop) else f"every {p.period}" for p in path
+                )
             for name in type(event).__dataclass_fields__:
                 if name not in OWN:
                     yield f"  {name}: {getattr(event, name)}"

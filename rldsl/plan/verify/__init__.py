@@ -1,7 +1,8 @@
 """The proof that a plan can run: an independent reader of the file that trusts nothing the compiler says.
 
-In: a `Plan`. Out: a `Proof`, or a Failure with one diagnostic for each fault (codes RL05xx and RL06xx, the events, their
-source positions and the ranks). Each module beside this one is one check and knows nothing of the others, except that
+In: a `Plan`. Out: a `Proof`, or a Failure with one diagnostic for each fault (codes RL05xx and RL06xx, the events,
+their source positions and the ranks). Each module beside this one is one check and knows nothing of the others,
+except that
 the first (references) has passed when the others look things up, and that data flow and versions read schedules that
 are already known to be right.
 """
@@ -21,8 +22,13 @@ Check = Callable[[Tables], Iterator[Diagnostic]]
 # Stages: the checks of one may rely on those of the stages before it.
 STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
     (("references", references.check),),
-    (("operations", operations.check), ("programs", programs.check), ("schedule", schedule.check),
-     ("groups", groups.check), ("reallocs", realloc.check)),
+    (
+        ("operations", operations.check),
+        ("programs", programs.check),
+        ("schedule", schedule.check),
+        ("groups", groups.check),
+        ("reallocs", realloc.check),
+    ),
     (("data flow", dataflow.check), ("versions", versions.check)),
 )
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import (Compute, Event, Free, Generate, Infer, Item, Log, Loop, Every, Train, Transfer)
+from rldsl.plan.model import Compute, Event, Free, Generate, Infer, Item, Log, Loop, Every, Train, Transfer
 from rldsl.plan.verify.tables import Tables, name, problem, split
 
 ANYONE = ""
@@ -127,8 +127,10 @@ def _weighed(t: Tables, e: Event) -> set[str]:
     """The frames whose lengths every participant needs: to compute a division, or to cut ragged rows."""
     match e:
         case Transfer():
-            spreads, frames = (e.src, e.dst), {t.values[v].frame for v in e.values
-                                               if t.values[v].extent in ("tokens", "response")}
+            spreads, frames = (
+                (e.src, e.dst),
+                {t.values[v].frame for v in e.values if t.values[v].extent in ("tokens", "response")},
+            )
         case Infer():
             spreads, frames = (e.spread,), {e.frame}
         case Train() | Compute():

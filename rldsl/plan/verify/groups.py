@@ -1,7 +1,7 @@
 """Every communicator that an event needs is declared, once.
 
-In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed: for each layout of a
-Load, Generate, Infer or Train the axes tp, pp and dp with a degree above 1, and "mesh" when it has several ranks; for
+In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed: for each layout of
+a Load, Generate, Infer or Train the axes tp, pp and dp with a degree above 1, and "mesh" when it has several ranks; for
 Lengths, Compute and Save the mesh of the event when it has several. Transfers, reallocs and logs are point to point
 and use the group of all ranks. Groups are created at start-up, in their order, so declared means declared before use.
 """
@@ -32,8 +32,12 @@ def check(t: Tables) -> Iterator[Diagnostic]:
             if key not in keys:
                 missing.setdefault(key, event)
     for key, event in missing.items():
-        yield problem("RL0531", f"{name(event)} needs {_say(key)}, which the plan does not declare", event,
-                      ranks=t.event_ranks(event))
+        yield problem(
+            "RL0531",
+            f"{name(event)} needs {_say(key)}, which the plan does not declare",
+            event,
+            ranks=t.event_ranks(event),
+        )
 
 
 def _needs(t: Tables, e: Event) -> Iterator[Key]:
@@ -54,7 +58,11 @@ def _fault(t: Tables, g: Group) -> str:
     if g.layout:
         if g.layout not in t.layouts:
             return f"names no layout of the plan: {g.layout!r}"
-        return "" if g.mesh in ("", t.layouts[g.layout].mesh) else f"names mesh {g.mesh}, which is not that of layout {g.layout}"
+        return (
+            ""
+            if g.mesh in ("", t.layouts[g.layout].mesh)
+            else f"names mesh {g.mesh}, which is not that of layout {g.layout}"
+        )
     if g.axis != "mesh":
         return f"has axis {g.axis} but no layout"
     return "" if g.mesh in t.meshes else f"names no mesh of the plan: {g.mesh!r}"

@@ -9,8 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import (Compute, Event, Fetch, Free, Generate, Infer, Layout, Lengths, Load, Log, Offload, Onload,
-                              Realloc, Save, Train, Transfer, Value)
+from rldsl.plan.model import (
+    Compute,
+    Event,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Layout,
+    Lengths,
+    Load,
+    Log,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Train,
+    Transfer,
+    Value,
+)
 from rldsl.plan.verify.tables import Tables, name, problem, split
 
 HEAD = {"logprobs": "causal_lm", "entropy": "causal_lm", "values": "value_model", "scores": "reward_model"}
@@ -20,8 +37,12 @@ def check(t: Tables) -> Iterator[Diagnostic]:
     for event, _ in t.events:
         ranks = wanted_ranks(t, event)
         if t.event_ranks(event) != ranks:
-            yield problem("RL0613", f"{name(event)} is on mesh {event.mesh}, but its operation concerns other ranks", event,
-                          ranks=t.event_ranks(event) ^ ranks)
+            yield problem(
+                "RL0613",
+                f"{name(event)} is on mesh {event.mesh}, but its operation concerns other ranks",
+                event,
+                ranks=t.event_ranks(event) ^ ranks,
+            )
         yield from _fields(t, event)
     yield from _rows(t)
 
@@ -107,8 +128,12 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
 
 def _exactly(e: Event, reads: tuple[str, ...], writes: tuple[str, ...]) -> Iterator[Diagnostic]:
     if e.reads != reads or e.writes != writes:
-        yield problem("RL0614", f"{name(e)} must read {list(reads)} and write {list(writes)}, but reads {list(e.reads)} and "
-                      f"writes {list(e.writes)}", e)
+        yield problem(
+            "RL0614",
+            f"{name(e)} must read {list(reads)} and write {list(writes)}, but reads {list(e.reads)} and "
+            f"writes {list(e.writes)}",
+            e,
+        )
 
 
 def _own(*frames: str) -> set[str]:
@@ -135,8 +160,12 @@ def _reads(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy
     for buffer in e.reads:
         right = split(buffer)[1]
         if buffer != copy and (right not in t.spreads or right != spread and t.spreads[right].unit != "all"):
-            yield problem("RL0614", f"{name(e)} works on spread {spread} and cannot read {buffer}", e,
-                          help="a transfer must bring it there first")
+            yield problem(
+                "RL0614",
+                f"{name(e)} works on spread {spread} and cannot read {buffer}",
+                e,
+                help="a transfer must bring it there first",
+            )
 
 
 def _writes(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy: str = "") -> Iterator[Diagnostic]:
@@ -144,11 +173,17 @@ def _writes(t: Tables, e: Event, must: set[str], may: set[str], spread: str, cop
     values = [split(b)[0] for b in e.writes if b != copy]
     if copy and copy not in e.writes or len({*values}) != len(values) or not must <= {*values} <= must | may:
         wanted = sorted(must) + ([copy] if copy else [])
-        yield problem("RL0614", f"{name(e)} must write {', '.join(wanted)}, but writes {', '.join(e.writes) or 'nothing'}", e)
+        yield problem(
+            "RL0614", f"{name(e)} must write {', '.join(wanted)}, but writes {', '.join(e.writes) or 'nothing'}", e
+        )
     for buffer in e.writes:
         left, right = split(buffer)
-        whole = left in t.values and t.values[left].level == "batch" and right in t.spreads and (
-            t.spreads[right].unit == "all" and t.spread_ranks(right) == t.spread_ranks(spread))
+        whole = (
+            left in t.values
+            and t.values[left].level == "batch"
+            and right in t.spreads
+            and (t.spreads[right].unit == "all" and t.spread_ranks(right) == t.spread_ranks(spread))
+        )
         if buffer != copy and right != spread and not whole:
             yield problem("RL0614", f"{name(e)} works on spread {spread} and cannot write {buffer}", e)
 
@@ -158,8 +193,12 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     values = [split(b)[0] for b in e.writes]
     if e.reads or not must <= {*values} <= must | {f"{f}.columns" for f in e.frames} or len({*values}) != len(values):
         yield problem("RL0614", f"{name(e)} must read nothing and write tokens and lengths of {', '.join(e.frames)}", e)
-    if any(split(b)[1] not in t.spreads or t.spreads[split(b)[1]].unit != "all" or t.spread_ranks(split(b)[1])
-           != t.event_ranks(e) for b in e.writes):
+    if any(
+        split(b)[1] not in t.spreads
+        or t.spreads[split(b)[1]].unit != "all"
+        or t.spread_ranks(split(b)[1]) != t.event_ranks(e)
+        for b in e.writes
+    ):
         yield problem("RL0614", f"{name(e)} must write all rows on every rank of its mesh", e)
     for f in e.frames:
         if t.frames[f].data != e.data or t.frames[f].count != t.data[e.data].batch:
@@ -169,9 +208,17 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
 def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
     must = tuple(f"{v}@{e.src}" for v in e.values)
     extra = [b for b in e.reads if b not in must]
-    if not e.values or not {*must} <= {*e.reads} or len({*e.reads}) != len(e.reads) or any(
-            t.spreads[split(b)[1]].unit != "all" or not b.startswith(f"{v}.lengths@") for b in extra
-            for v in {t.values[x].frame for x in e.values}) or len({*e.values}) != len(e.values):
+    if (
+        not e.values
+        or not {*must} <= {*e.reads}
+        or len({*e.reads}) != len(e.reads)
+        or any(
+            t.spreads[split(b)[1]].unit != "all" or not b.startswith(f"{v}.lengths@")
+            for b in extra
+            for v in {t.values[x].frame for x in e.values}
+        )
+        or len({*e.values}) != len(e.values)
+    ):
         yield problem("RL0614", f"{name(e)} must read {', '.join(must)} and may read lengths only besides", e)
     if {*e.writes} != {f"{v}@{e.dst}" for v in e.values} or len(e.writes) != len(e.values):
         yield problem("RL0614", f"{name(e)} must write its values in spread {e.dst}", e)
@@ -183,8 +230,11 @@ def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
 
 def _call(t: Tables, e: Generate | Infer | Train) -> Iterator[Diagnostic]:
     s = t.spreads[e.spread]
-    if s.unit == "all" or _degrees(t.layouts[s.layout]) != _degrees(t.layouts[e.layout]) or (
-            t.meshes[t.layouts[s.layout].mesh].members() != t.meshes[t.layouts[e.layout].mesh].members()):
+    if (
+        s.unit == "all"
+        or _degrees(t.layouts[s.layout]) != _degrees(t.layouts[e.layout])
+        or (t.meshes[t.layouts[s.layout].mesh].members() != t.meshes[t.layouts[e.layout].mesh].members())
+    ):
         yield problem("RL0615", f"{name(e)}: spread {e.spread} does not divide rows as layout {e.layout} does", e)
     if e.mbs < 0:
         yield problem("RL0615", f"{name(e)} has mbs {e.mbs}", e)
@@ -197,12 +247,16 @@ def _degrees(x: Layout) -> tuple[int, ...]:
 def _generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     yield from _reads(t, e, {f"{e.prompts}.tokens"}, _own(e.prompts), e.spread, f"{e.model}@{e.layout}")
-    yield from _writes(t, e, {f"{e.frame}.tokens"}, {f"{e.frame}.{x}" for x in ("logprobs", "finished", "lengths")}, e.spread)
+    yield from _writes(
+        t, e, {f"{e.frame}.tokens"}, {f"{e.frame}.{x}" for x in ("logprobs", "finished", "lengths")}, e.spread
+    )
     f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
     if (f.count, f.per_prompt, f.prompts, f.data) != (p.count * s.n, p.per_prompt * s.n, p.prompts, p.data):
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
     if f.temperature != s.temperature or f.max_response_tokens < s.max_new_tokens:
-        yield problem("RL0615", f"{name(e)}: frame {e.frame} records another temperature or fewer tokens than it samples", e)
+        yield problem(
+            "RL0615", f"{name(e)}: frame {e.frame} records another temperature or fewer tokens than it samples", e
+        )
     if t.models[e.model].kind != "causal_lm" or t.spreads[e.spread].unit != "prompt":
         yield problem("RL0615", f"{name(e)} needs a causal_lm and a spread by prompts", e)
 
@@ -214,13 +268,22 @@ def _infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     v = t.values[e.output]
     extent = "row" if e.what == "scores" else "response"
     if v.frame != e.frame or v.extent != extent or v.dtype != "f32":
-        yield problem("RL0615", f"{name(e)}: {e.what} of frame {e.frame} do not fit value {v.id} "
-                      f"({v.frame}, {v.extent}, {v.dtype})", e)
+        yield problem(
+            "RL0615",
+            f"{name(e)}: {e.what} of frame {e.frame} do not fit value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
+            e,
+        )
     if t.models[e.model].kind != HEAD[e.what]:
-        yield problem("RL0615", f"{name(e)}: {e.what} need a {HEAD[e.what]}, but {e.model} is a {t.models[e.model].kind}", e)
+        yield problem(
+            "RL0615", f"{name(e)}: {e.what} need a {HEAD[e.what]}, but {e.model} is a {t.models[e.model].kind}", e
+        )
     if HEAD[e.what] == "causal_lm" and e.temperature != t.frames[e.frame].temperature:
-        yield problem("RL0615", f"{name(e)} runs at temperature {e.temperature}, frame {e.frame} was sampled at "
-                      f"{t.frames[e.frame].temperature}", e)
+        yield problem(
+            "RL0615",
+            f"{name(e)} runs at temperature {e.temperature}, frame {e.frame} was sampled at "
+            f"{t.frames[e.frame].temperature}",
+            e,
+        )
 
 
 def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:

@@ -15,9 +15,15 @@ from rldsl.plan.model import Compute, Event, Train, Value
 from rldsl.plan.verify.tables import Tables, name, problem
 
 # Sequence operators: levels of the arguments -> level of the result.
-SHAPES = {"next": (("token",), "token"), "prev": (("token",), "token"), "last": (("token",), "seq"),
-          "at_end": (("seq",), "token"), "cumsum": (("token",), "token"), "discount": (("token", "batch"), "token"),
-          "len": ((), "seq")}
+SHAPES = {
+    "next": (("token",), "token"),
+    "prev": (("token",), "token"),
+    "last": (("token",), "seq"),
+    "at_end": (("seq",), "token"),
+    "cumsum": (("token",), "token"),
+    "discount": (("token", "batch"), "token"),
+    "len": ((), "seq"),
+}
 WHAT = {"logprobs": "token", "entropy": "token", "values": "token", "scores": "seq"}
 
 
@@ -25,8 +31,11 @@ def check(t: Tables) -> Iterator[Diagnostic]:
     for program in t.plan.programs:
         for index, node in enumerate(program.nodes):
             if fault := _fault(t, program, index, node):
-                yield problem("RL0616", f"program {program.id}, node {index} ({node.op}): {fault}",
-                              notes=(program.at,) if program.at else ())
+                yield problem(
+                    "RL0616",
+                    f"program {program.id}, node {index} ({node.op}): {fault}",
+                    notes=(program.at,) if program.at else (),
+                )
         names = [n for n, _ in program.outputs]
         if len({*names}) != len(names) or any(not 0 <= i < len(program.nodes) for _, i in program.outputs):
             yield problem("RL0616", f"program {program.id} has outputs {program.outputs} of {len(program.nodes)} nodes")
@@ -125,8 +134,14 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     for node in program.nodes:
         for input, frame, what in e.fresh:
             space = t.frames[frame].rows if WHAT.get(what) == "seq" else frame
-            if node.op == "input" and node.attr("name") == input and (node.level, node.space) != (WHAT.get(what), space):
-                yield problem("RL0617", f"{name(e)}: input {input} is {node.level} over {node.space}, not {what} of {frame}", e)
+            if (
+                node.op == "input"
+                and node.attr("name") == input
+                and (node.level, node.space) != (WHAT.get(what), space)
+            ):
+                yield problem(
+                    "RL0617", f"{name(e)}: input {input} is {node.level} over {node.space}, not {what} of {frame}", e
+                )
     outputs = dict(program.outputs)
     if "loss" not in outputs:
         yield problem("RL0617", f"{name(e)}: program {program.id} has no output named loss", e)
@@ -141,7 +156,9 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
 def _bound(t: Tables, e: Event, program: Program, given: set[str], count: int) -> Iterator[Diagnostic]:
     wanted = {*program.inputs()}
     if given != wanted or count != len(given):
-        yield problem("RL0617", f"{name(e)}: program {program.id} takes {sorted(wanted)}, but is given {sorted(given)}", e)
+        yield problem(
+            "RL0617", f"{name(e)}: program {program.id} takes {sorted(wanted)}, but is given {sorted(given)}", e
+        )
 
 
 def _fits(t: Tables, e: Event, program: Program, input: str, value: Value) -> Iterator[Diagnostic]:
@@ -153,7 +170,11 @@ def _fits(t: Tables, e: Event, program: Program, input: str, value: Value) -> It
 def _alike(t: Tables, e: Event, slot: str, node: Node, v: Value) -> Iterator[Diagnostic]:
     space = _space(t, v)
     if (v.level, space) != (node.level, node.space):
-        yield problem("RL0617", f"{name(e)}: {slot} is {node.level} over {node.space!r}, but {v.id} is {v.level} over {space!r}", e)
+        yield problem(
+            "RL0617",
+            f"{name(e)}: {slot} is {node.level} over {node.space!r}, but {v.id} is {v.level} over {space!r}",
+            e,
+        )
 
 
 def _space(t: Tables, v: Value) -> str:

@@ -32,18 +32,26 @@ def check(t: Tables) -> Iterator[Diagnostic]:
             known[key] = _expand(t, event)
         total, messages, digest, gaps = known[key]
         if (event.bytes, event.messages, event.digest) != (total, messages, digest):
-            yield problem("RL0526", f"{name(event)} says {event.bytes} bytes in {event.messages} messages, but moving "
-                          f"{event.model} from {event.src} to {event.dst} takes {total} in {messages}"
-                          + ("" if event.digest == digest else ", and the digest of its moves differs"), event,
-                          ranks=t.event_ranks(event))
+            yield problem(
+                "RL0526",
+                f"{name(event)} says {event.bytes} bytes in {event.messages} messages, but moving "
+                f"{event.model} from {event.src} to {event.dst} takes {total} in {messages}"
+                + ("" if event.digest == digest else ", and the digest of its moves differs"),
+                event,
+                ranks=t.event_ranks(event),
+            )
         for parameter, rank in gaps:
-            yield problem("RL0527", f"{name(event)} does not bring {parameter} to rank {rank} exactly once", event, ranks=(rank,))
+            yield problem(
+                "RL0527", f"{name(event)} does not bring {parameter} to rank {rank} exactly once", event, ranks=(rank,)
+            )
 
 
 def _expand(t: Tables, e: Realloc) -> tuple[int, int, str, list[tuple[str, int]]]:
     model, src, dst = t.models[e.model], t.layouts[e.src], t.layouts[e.dst]
     # Layouts of equal ranks may name different meshes; the planner wants each layout's own.
-    moves = movement.realloc_moves(model, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh], t.plan.header.devices_per_node)
+    moves = movement.realloc_moves(
+        model, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh], t.plan.header.devices_per_node
+    )
     total = movement.summary(moves, model)
     return total.bytes, total.messages, movement.digest(moves), list(_gaps(t, e, model, moves))
 
@@ -93,8 +101,11 @@ def _covered(want: Sequence[Box], own: Sequence[Box], got: Sequence[Box]) -> boo
     """`want` is the disjoint union of what the rank has of it and what it gets."""
     have = [both for w in want for o in own if (both := _common(w, o))]
     parts = [*have, *got]
-    return (all(not _common(a, b) for a, b in combinations(parts, 2)) and all(_lies_in(b, want) for b in got)
-            and sum(map(_size, parts)) == sum(map(_size, want)))
+    return (
+        all(not _common(a, b) for a, b in combinations(parts, 2))
+        and all(_lies_in(b, want) for b in got)
+        and sum(map(_size, parts)) == sum(map(_size, want))
+    )
 
 
 def _common(a: Box, b: Box) -> Box | None:

@@ -12,8 +12,31 @@ from math import prod
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.expr import LEVELS
-from rldsl.plan.model import (Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Layout, Lengths, Load, Log, Loop,
-                              Mesh, Model, Offload, Onload, ParamSpec, Realloc, Save, Spread, Train, Transfer)
+from rldsl.plan.model import (
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Layout,
+    Lengths,
+    Load,
+    Log,
+    Loop,
+    Mesh,
+    Model,
+    Offload,
+    Onload,
+    ParamSpec,
+    Realloc,
+    Save,
+    Spread,
+    Train,
+    Transfer,
+)
 from rldsl.plan.verify.tables import Tables, name, problem, split
 
 LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
@@ -39,11 +62,18 @@ def check(t: Tables) -> Iterator[Diagnostic]:
 def _unique(t: Tables) -> Iterator[Diagnostic]:
     p = t.plan
     loops = [x.id for x in _loops(p.body)]
-    for kind, ids in (("mesh", [x.id for x in p.meshes]), ("layout or spread", [x.id for x in (*p.layouts, *p.spreads)]),
-                      ("model", [x.name for x in p.models]), ("data source", [x.name for x in p.data]),
-                      ("frame", [x.id for x in p.frames]), ("value", [x.id for x in p.values]),
-                      ("function", [x.id for x in p.functions]), ("program", [x.id for x in p.programs]),
-                      ("group", [x.id for x in p.groups]), ("loop", loops)):
+    for kind, ids in (
+        ("mesh", [x.id for x in p.meshes]),
+        ("layout or spread", [x.id for x in (*p.layouts, *p.spreads)]),
+        ("model", [x.name for x in p.models]),
+        ("data source", [x.name for x in p.data]),
+        ("frame", [x.id for x in p.frames]),
+        ("value", [x.id for x in p.values]),
+        ("function", [x.id for x in p.functions]),
+        ("program", [x.id for x in p.programs]),
+        ("group", [x.id for x in p.groups]),
+        ("loop", loops),
+    ):
         for id, count in Counter(ids).items():
             if count > 1:
                 yield _bad("RL0611", f"{kind} {id} is declared {count} times")
@@ -74,8 +104,11 @@ def _layout(t: Tables, x: Layout) -> Iterator[Diagnostic]:
     if x.mesh not in t.meshes:
         yield _unknown("mesh", x.mesh, f"layout {x.id}")
     elif min(degrees) < 1 or prod(degrees) != len(t.ranks[x.mesh]):
-        yield _bad("RL0612", f"layout {x.id}: dp={x.dp} tp={x.tp} pp={x.pp} cp={x.cp} do not fill mesh {x.mesh} of "
-                             f"{len(t.ranks[x.mesh])} ranks")
+        yield _bad(
+            "RL0612",
+            f"layout {x.id}: dp={x.dp} tp={x.tp} pp={x.pp} cp={x.cp} do not fill mesh {x.mesh} of "
+            f"{len(t.ranks[x.mesh])} ranks",
+        )
     if x.ep < 1 or prod(degrees[:2] + degrees[3:]) % x.ep or not 0 <= x.zero <= 3:
         yield _bad("RL0612", f"layout {x.id} has ep={x.ep} zero={x.zero}")
 
@@ -104,7 +137,9 @@ def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
     if m.home and m.home not in t.layouts:
         yield _unknown("layout", m.home, where)
     if bool(m.home) != (m.optimizer is not None):
-        yield _bad("RL0612", f"{where} has " + ("a home layout but no optimizer" if m.home else "an optimizer but no home"))
+        yield _bad(
+            "RL0612", f"{where} has " + ("a home layout but no optimizer" if m.home else "an optimizer but no home")
+        )
     if m.dtype not in ("float32", "bfloat16"):
         yield _bad("RL0612", f"{where} has dtype {m.dtype}; expected float32 or bfloat16")
     if m.layers < 1:
@@ -122,8 +157,11 @@ def _sound(p: ParamSpec, layers: int) -> bool:
     if ("{}" in p.name) != (p.stage == "layer") or not 0 <= p.layers <= layers:
         return False
     s = p.split
-    return s is None or (0 <= s.dim < len(p.shape) and all(u > 0 and n > 0 for u, n in s.parts)
-                         and sum(u * n for u, n in s.parts) == p.shape[s.dim])
+    return s is None or (
+        0 <= s.dim < len(p.shape)
+        and all(u > 0 and n > 0 for u, n in s.parts)
+        and sum(u * n for u, n in s.parts) == p.shape[s.dim]
+    )
 
 
 def _values(t: Tables) -> Iterator[Diagnostic]:

@@ -26,8 +26,13 @@ def check(t: Tables) -> Iterator[Diagnostic]:
     known = [by_id[id] for id in cycle if id in by_id]
     if known:
         ranks = frozenset().union(*(t.event_ranks(e) for e in known))
-        yield problem("RL0511", "deadlock: these events wait for each other in a circle", *known, ranks=ranks,
-                      help="every rank must meet these events in one common order")
+        yield problem(
+            "RL0511",
+            "deadlock: these events wait for each other in a circle",
+            *known,
+            ranks=ranks,
+            help="every rank must meet these events in one common order",
+        )
     elif not found:
         yield from _order(t)
 
@@ -63,11 +68,20 @@ def _lists(t: Tables) -> Iterator[Diagnostic]:
         for event, _ in t.events:
             inside = t.event_ranks(event)
             if event.id in listed and not members <= inside:
-                yield problem("RL0542", f"{name(event)} is listed by ranks that are not on its mesh {event.mesh}", event,
-                              ranks=members - inside)
+                yield problem(
+                    "RL0542",
+                    f"{name(event)} is listed by ranks that are not on its mesh {event.mesh}",
+                    event,
+                    ranks=members - inside,
+                )
             elif event.id not in listed and members & inside:
-                yield problem("RL0542", f"{name(event)} is not listed by ranks of its mesh {event.mesh}: the others "
-                              "would wait for them for ever", event, ranks=members & inside)
+                yield problem(
+                    "RL0542",
+                    f"{name(event)} is not listed by ranks of its mesh {event.mesh}: the others "
+                    "would wait for them for ever",
+                    event,
+                    ranks=members & inside,
+                )
 
 
 def _cycle(lists: list[tuple[int, ...]]) -> list[int]:
@@ -99,7 +113,7 @@ def _around(left: set[int], after: dict[int, set[int]]) -> list[int]:
     while at not in seen:
         seen[at] = len(seen)
         at = before[at]
-    walked = sorted(seen, key=seen.__getitem__)[seen[at]:]
+    walked = sorted(seen, key=seen.__getitem__)[seen[at] :]
     return walked[::-1]
 
 
@@ -110,5 +124,10 @@ def _order(t: Tables) -> Iterator[Diagnostic]:
     for c in t.plan.classes:
         for a, b in pairwise(c.events):
             if place[a] > place[b]:
-                yield problem("RL0512", f"a class runs event {a} before event {b}, the body the other way round",
-                              events[a], events[b], ranks=class_ranks(c, t.plan.header.world))
+                yield problem(
+                    "RL0512",
+                    f"a class runs event {a} before event {b}, the body the other way round",
+                    events[a],
+                    events[b],
+                    ranks=class_ranks(c, t.plan.header.world),
+                )

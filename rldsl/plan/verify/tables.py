@@ -43,11 +43,18 @@ class Tables:
 
 def tables(plan: Plan) -> Tables:
     return Tables(
-        plan, tuple(walk(plan.body)),
-        {m.id: m for m in plan.meshes}, {m.id: mesh_ranks(m, plan.header.world) for m in plan.meshes},
-        {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}, {m.name: m for m in plan.models},
-        {d.name: d for d in plan.data}, {f.id: f for f in plan.frames}, {v.id: v for v in plan.values},
-        {f.id: f for f in plan.functions}, {p.id: p for p in plan.programs},
+        plan,
+        tuple(walk(plan.body)),
+        {m.id: m for m in plan.meshes},
+        {m.id: mesh_ranks(m, plan.header.world) for m in plan.meshes},
+        {x.id: x for x in plan.layouts},
+        {s.id: s for s in plan.spreads},
+        {m.name: m for m in plan.models},
+        {d.name: d for d in plan.data},
+        {f.id: f for f in plan.frames},
+        {v.id: v for v in plan.values},
+        {f.id: f for f in plan.functions},
+        {p.id: p for p in plan.programs},
     )
 
 
@@ -61,7 +68,7 @@ def class_ranks(c: RankClass, world: int) -> tuple[int, ...]:
 
 
 def split(buffer: str) -> tuple[str, str]:
-    """"gen.tokens@s2" -> ("gen.tokens", "s2")."""
+    """ "gen.tokens@s2" -> ("gen.tokens", "s2")."""
     left, _, right = buffer.rpartition("@")
     return left, right
 
@@ -70,13 +77,19 @@ def name(event: Event) -> str:
     return f"event {event.id} ({type(event).__name__.lower()}{', ' + event.at if event.at else ''})"
 
 
-def problem(code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "",
-            notes: Iterable[str] = ()) -> Diagnostic:
+def problem(
+    code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "", notes: Iterable[str] = ()
+) -> Diagnostic:
     """A diagnostic at the first of `events` that names the others and the ranks involved."""
     shown = say(sorted(ranks))
     others = tuple(f"and {name(e)}" for e in events[1:])
-    return Diagnostic(code, title, place=name(events[0]) if events else "plan", help=help,
-                      notes=(*others, *notes, *((f"ranks {shown}",) if shown else ())))
+    return Diagnostic(
+        code,
+        title,
+        place=name(events[0]) if events else "plan",
+        help=help,
+        notes=(*others, *notes, *((f"ranks {shown}",) if shown else ())),
+    )
 
 
 def say(ranks: Iterable[int]) -> str:

@@ -2,8 +2,9 @@
 
 In: tables with sound references, classes and operations. Out: diagnostics RL0520 (not loaded), RL0521 (stale), RL0522
 (realloc without need), RL0523 (load twice or in a loop), RL0524 (train or realloc of the wrong layout or a frozen
-model), RL0525 (offload and onload do not alternate). A copy is `model@layout`. Load makes it current, Train makes its own copy
-the only current one, Realloc makes its destination current. What holds at the top of a loop is what holds on entry and
+model), RL0525 (offload and onload do not alternate). A copy is `model@layout`. Load makes it current, Train makes
+its own copy the only current one, Realloc makes its destination current. What holds at the top of a loop is what
+holds on entry and
 after an iteration too.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import (Event, Every, Generate, Infer, Item, Load, Loop, Offload, Onload, Realloc, Save, Train)
+from rldsl.plan.model import Event, Generate, Infer, Item, Load, Loop, Offload, Onload, Realloc, Save, Train
 from rldsl.plan.verify.tables import Tables, name, problem
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
@@ -31,18 +32,28 @@ def check(t: Tables) -> Iterator[Diagnostic]:
     found: list[Diagnostic] = []
     _run(t, t.plan.body, State(), found)
     yield from found
-    built = {(e.model, e.dst if isinstance(e, Realloc) else e.layout) for e, _ in t.events if isinstance(e, Load | Realloc)}
+    built = {
+        (e.model, e.dst if isinstance(e, Realloc) else e.layout) for e, _ in t.events if isinstance(e, Load | Realloc)
+    }
     for event, _ in t.events:
         if isinstance(event, Offload | Onload) and (event.model, event.layout) not in built:
-            yield problem("RL0520", f"{name(event)}: nothing loads {event.model}@{event.layout}", event,
-                          ranks=t.event_ranks(event))
+            yield problem(
+                "RL0520",
+                f"{name(event)}: nothing loads {event.model}@{event.layout}",
+                event,
+                ranks=t.event_ranks(event),
+            )
     loaded: set[tuple[str, str]] = set()
     for event, path in t.events:
         if isinstance(event, Load):
             copy = (event.model, event.layout)
             if path or copy in loaded:
-                yield problem("RL0523", f"{name(event)} loads {event.model}@{event.layout} " + ("inside a loop" if path else "again"),
-                              event, ranks=t.event_ranks(event))
+                yield problem(
+                    "RL0523",
+                    f"{name(event)} loads {event.model}@{event.layout} " + ("inside a loop" if path else "again"),
+                    event,
+                    ranks=t.event_ranks(event),
+                )
             loaded.add(copy)
 
 
@@ -108,9 +119,14 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
     for model, layout in used:
         if (model, layout) not in s.current:
             stale = bool(home) and (model, home) in s.current
-            yield problem("RL0521" if stale else "RL0520", f"{name(e)} uses {model}@{layout}, which "
-                          + ("is not the current version" if stale else "is not there: nothing loads it"), e, ranks=ranks,
-                          help=f"a realloc from {model}@{home} must come before" if stale else "")
+            yield problem(
+                "RL0521" if stale else "RL0520",
+                f"{name(e)} uses {model}@{layout}, which "
+                + ("is not the current version" if stale else "is not there: nothing loads it"),
+                e,
+                ranks=ranks,
+                help=f"a realloc from {model}@{home} must come before" if stale else "",
+            )
         if (model, layout) in s.away:
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
     if isinstance(e, Realloc):
@@ -119,8 +135,18 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
         if (e.model, e.dst) in s.away:
             yield problem("RL0525", f"{name(e)} writes {e.model}@{e.dst}, which is offloaded", e, ranks=ranks)
         if not home or e.dst == home:
-            yield problem("RL0524", f"{name(e)} overwrites the home of {e.model}" if home else
-                          f"{name(e)} moves {e.model}, which is frozen: load it there instead", e, ranks=ranks)
+            yield problem(
+                "RL0524",
+                f"{name(e)} overwrites the home of {e.model}"
+                if home
+                else f"{name(e)} moves {e.model}, which is frozen: load it there instead",
+                e,
+                ranks=ranks,
+            )
     if isinstance(e, Train) and e.layout != home:
-        yield problem("RL0524", f"{name(e)} trains {e.model} under {e.layout}, but its home is {home or 'nowhere: it is frozen'}",
-                      e, ranks=ranks)
+        yield problem(
+            "RL0524",
+            f"{name(e)} trains {e.model} under {e.layout}, but its home is {home or 'nowhere: it is frozen'}",
+            e,
+            ranks=ranks,
+        )
