@@ -79,15 +79,15 @@ class Shard(Protocol):
         """Parameter name -> local tensor: the rank's boxes (`plan/boxes.py`) joined along the split dimension.
         Writing into it changes the model."""
 
-    def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int) -> Generated | None:
+    def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int) -> Generated:
         """Completions of `prompts` (response_lens 0; already repeated n times, rows numbered in the new frame). At most
-        `limit` sequences at once (0: all). All tp ranks of the last pipeline stage return the result, the other
-        stages None. Randomness is keyed by (seed, step, row, position) alone."""
+        `limit` sequences at once (0: all). Every rank of the shard (all tp, all pp) returns the same result.
+        Randomness is keyed by (seed, step, row, position) alone."""
 
-    def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor | None:
+    def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:
         """what: "logprobs", "entropy", "values": flat [sum of response_lens] float32, aligned with response tokens
         (position t is predicted from the tokens before t); "scores": [S], taken at the last token. Micro-batches in
-        order; None except on the last pipeline stage."""
+        order, results joined. Every rank of the shard returns the same result."""
 
     def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float,
               loss: LossFn) -> Mapping[str, float]:

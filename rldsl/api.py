@@ -1,0 +1,138 @@
+"""The compiler as functions: what the command line, tests and other programs call.
+
+In: paths and texts. Out: diagnostics, a graph, a plan with its proof. Every mistake of the user is a `Failure` with
+diagnostics; a `CompilerBug` is ours. Nothing here imports torch except `compile`, which reads model directories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rldsl.diag import Diagnostic, Failure, fail
+from rldsl.graph.model import Graph
+from rldsl.plan.expr import Scalar
+from rldsl.source import SourceFile
+from rldsl.syntax import ast
+
+if TYPE_CHECKING:
+    from rldsl.passes.draft import Draft
+    from rldsl.passes.pipeline import Compiled
+    from rldsl.plan.model import Plan
+
+
+class CompilerBug(Exception):
+    """The compiler contradicts itself: not the user's mistake."""
+
+
+def read_source(path: str) -> SourceFile:
+    """The text of a program. Errors: RL0091 no such file, RL0092 not a file, RL0093 not UTF-8."""
+    try:
+        return SourceFile(path, Path(path).read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise fail("RL0091", f"no such file: {path}", place=path, help=_near(path)) from None
+    except IsADirectoryError:
+        programs = sorted(p.name for p in Path(path).glob("*.rlf"))
+        raise fail("RL0092", f"{path} is a directory, not a program", place=path,
+                   help=f"programs in it: {', '.join(programs)}" if programs else "name an .rlf file") from None
+    except UnicodeDecodeError as error:
+        raise fail("RL0093", f"{path} is not UTF-8 text", place=path,
+                   help=f"byte {error.start} is {error.object[error.start]:#04x}; save the file as UTF-8") from None
+    except OSError as error:
+        raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None
+
+
+def _near(path: str) -> str:
+    from difflib import get_close_matches
+
+    folder = Path(path).parent
+    names = [p.name for p in folder.glob("*.rlf")] if folder.is_dir() else []
+    near = get_close_matches(Path(path).name, names, n=1)
+    return f"did you mean {folder / near[0]}?" if near else "paths are relative to the working directory"
+
+
+def build_graph(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
+                overrides: Sequence[str] = ()) -> Graph:
+    """The dataflow graph. place: a placement file. overrides: rules of the command line ("actor.train on mesh(0:4)")."""
+    from rldsl.graph.build import build
+    from rldsl.placement.rules import COMMAND_LINE
+    from rldsl.syntax.parse import parse
+
+    more = parse(place) if place is not None else None
+    if overrides:
+        extra = parse(SourceFile(COMMAND_LINE, "".join(f"place {rule}\n" for rule in overrides)))
+        more = extra if more is None else ast.File(more.source, (*more.items, *extra.items))
+    return build(parse(source), dict(sets or {}), more)
+
+
+def check(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | None = None,
+          place: SourceFile | None = None) -> tuple[Diagnostic, ...]:
+    """Every mistake that can be found without model directories: syntax, names, types, rules, meshes, degrees."""
+    from rldsl.placement.place import check_graph
+
+    try:
+        check_graph(build_graph(SourceFile(name, text), sets, place), place.name if place else "")
+    except Failure as failure:
+        return failure.diagnostics
+    return ()
+
+
+def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
+          overrides: Sequence[str] = ()) -> "Draft":
+    """The ordered events of a program, before they get numbers and short ids."""
+    from rldsl.passes.pipeline import run
+    from rldsl.placement.place import place_graph
+
+    rules = read_source(place) if place else None
+    return run(place_graph(build_graph(read_source(path), sets, rules, overrides), rules.name if rules else ""))
+
+
+def compile_all(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
+                overrides: Sequence[str] = ()) -> "Compiled":
+    """The plan of a program with its proof and memory. Raises Failure, or CompilerBug when the proof fails."""
+    events = draft(path, sets, place, overrides)
+    return finish(events)
+
+
+def finish(events: "Draft") -> "Compiled":
+    """Memory, emission and proof."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from rldsl.passes import pipeline
+    from rldsl.placement import memory
+
+    peaks = memory.peaks(events.placed)
+    memory.check(events.placed, peaks)
+    try:
+        compiler = f"rldsl {version('rldsl')}"
+    except PackageNotFoundError:
+        compiler = "rldsl"
+    try:
+        return pipeline.finish(events, peaks, compiler)
+    except Failure as failure:
+        raise CompilerBug("the compiler made a plan that its own verifier rejects:\n" + "\n".join(
+            f"  {d.code} {d.title}" for d in failure.diagnostics[:8])) from failure
+
+
+def compile(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
+            overrides: Sequence[str] = ()) -> "Plan":
+    """The verified plan of the program at `path`."""
+    return compile_all(path, sets, place, overrides).plan
+
+
+def read_plan(path: str) -> "Plan":
+    """A plan file. Errors: RL0091 no such file, RL0601 to RL0607 from the codec."""
+    from rldsl.plan.codec import decode
+
+    return decode(read_bytes(path), path)
+
+
+def read_bytes(path: str) -> bytes:
+    """The bytes of a plan file."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise fail("RL0091", f"no such file: {path}", place=path, help="`rlc compile` writes plans") from None
+    except OSError as error:
+        raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None

@@ -1,0 +1,157 @@
+"""From a syntax tree to the dataflow graph: the front door of the semantic part of the compiler.
+
+In: the program's file, --set values, an optional placement file. Out: a Graph, or a Failure with every error found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from rldsl.graph import declare
+from rldsl.graph import model as g
+from rldsl.graph.flow import FlowBuilder
+from rldsl.graph.kinds import kinds
+from rldsl.plan.expr import Scalar
+from rldsl.plan.model import Frame
+from rldsl.semantics import options
+from rldsl.semantics.errors import BAD, Bad, Errors
+from rldsl.semantics.levels import Spaces
+from rldsl.semantics.losses import check_body, generic
+from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.modules import Modules
+from rldsl.semantics.terms import Term
+from rldsl.semantics.values import DataRef, MeshValue, ModelRef, Module
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+PLACEMENT = (ast.MeshDecl, ast.Place, ast.Cluster, ast.Param)
+
+
+def read_text(path: str) -> str:
+    """The text of a file, byte for byte, so that a hash of it is the hash of the file."""
+    return Path(path).read_bytes().decode("utf-8")
+
+
+def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = None,
+          read: Callable[[str], str] = read_text) -> g.Graph:
+    """The graph of a program. sets: values for `param`s. place: a second file with `mesh`, `place`, `cluster` and
+    `param` declarations. Raises Failure with all diagnostics (RL01xx, RL02xx)."""
+    from rldsl.syntax.parse import parse
+
+    errors = Errors()
+    modules = Modules(parse, read, errors)
+    prelude = modules.prelude()
+    module = modules.main(file)
+    lower = Lower(Spaces(), errors, prelude)
+    for m, f in modules.files:
+        _check_uncalled(m, f, errors, prelude)
+    if place is not None:
+        modules.main(replace_items(place, ()))
+        for item in place.items:
+            if not isinstance(item, PLACEMENT):
+                errors.add("RL0108", "a placement file holds only `mesh`, `place`, `cluster` and `param`", item.span,
+                           help="move this to the program")
+    items = file.items + tuple(i for i in (place.items if place else ()) if isinstance(i, PLACEMENT))
+    top = _Declarations(module, modules, lower, sets, read)
+    for item in items:
+        top.add(item)
+    declare.unknown_sets(sets, {p for p, _ in top.params}, errors)
+    flows = [i for i in file.items if isinstance(i, ast.Flow)]
+    if len(flows) != 1:
+        where = flows[1].name.span if flows else Span(file.source, 0, 0)
+        errors.add("RL0109", "a program has one flow" if flows else "this program has no flow", where,
+                   help="" if flows else "write `flow NAME(steps=...) { ... }`")
+        errors.check()
+    flow, scope = flows[0], Scope(module)
+    for name, kind in kinds(flow, top.data).items():
+        top.data[name] = replace(top.data[name], kind=kind)
+    builder = FlowBuilder(lower, top.models, top.data)
+    given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, lower,
+                         scope)
+    body = builder.block(flow.body, Scope(module, scope), "flow")
+    rules = top.placements()
+    errors.check()
+    assert not isinstance(given, Bad)
+    used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
+    return g.Graph(
+        program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
+        params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster, models=tuple(top.models.values()),
+        data=tuple(top.data.values()), frames=tuple(lower.spaces.frames.values()), values=tuple(builder.values),
+        functions=tuple(f for k, f in modules.functions.items() if k in used), programs=tuple(builder.programs),
+        items=body, metrics=tuple(builder.metrics), rules=rules)
+
+
+def replace_items(file: ast.File, items: tuple[ast.Declaration, ...]) -> ast.File:
+    """The file with other declarations; its source stays for the record of sources."""
+    return ast.File(file.source, items)
+
+
+class _Declarations:
+    """Top-level declarations in program order, each bound in the module as it comes."""
+
+    def __init__(self, module: Module, modules: Modules, lower: Lower, sets: Mapping[str, Scalar],
+                 read: Callable[[str], str]):
+        self.module, self.modules, self.lower, self.sets, self.read = module, modules, lower, sets, read
+        self.scope = Scope(module)
+        self.params: list[tuple[str, Scalar]] = []
+        self.models: dict[str, g.Model] = {}
+        self.data: dict[str, g.Data] = {}
+        self.cluster: g.Cluster | None = None
+        self._rules: list[ast.Place] = []
+
+    def add(self, item: ast.Declaration) -> None:
+        match item:
+            case ast.Param():
+                value = declare.param(item, self.sets, self.lower, self.scope)
+                self.params.append((item.name.name, value.value if isinstance(value, Term) else ""))
+                self.modules.bind(self.module, item.name, value)
+            case ast.Cluster():
+                made = declare.cluster(item, self.lower, self.scope, self.read)
+                if not isinstance(made, Bad):
+                    self.cluster = made  # a placement file comes later and wins
+            case ast.MeshDecl():
+                mesh = self.lower.eval(item.value, self.scope)
+                if not isinstance(mesh, (MeshValue, Bad)):
+                    mesh = self.lower.errors.add("RL0203", "a mesh is written `mesh(0:8)`", item.value.span)
+                self.modules.bind(self.module, item.name, mesh)
+            case ast.ModelDecl():
+                model = declare.model(item, self.lower, self.scope)
+                ok = not isinstance(model, Bad)
+                if ok:
+                    self.models[item.name.name] = model
+                self.modules.bind(self.module, item.name, ModelRef(model.name, model.kind, model.optimizer is not None)
+                                  if ok else BAD)
+            case ast.DataDecl():
+                data = declare.data(item, self.lower, self.scope)
+                if not isinstance(data, Bad):
+                    self.data[item.name.name] = data
+                self.modules.bind(self.module, item.name, BAD if isinstance(data, Bad) else DataRef(data.name))
+            case ast.Place():
+                self._rules.append(item)
+
+    def placements(self) -> tuple[g.Rule, ...]:
+        made = [(r, declare.clause(r.clause, self.lower, self.scope)) for r in self._rules]
+        return tuple(g.Rule(r.selector, c, r.span) for r, c in made if not isinstance(c, Bad))
+
+
+def _check_uncalled(module: Module, file: ast.File, errors: Errors, prelude: Module) -> None:
+    """Check the bodies of functions and losses by themselves, over one generic frame. A broken one is marked, so that
+    its mistake is told once, and not at each call."""
+    frame = Frame("rows", "rows", "prompts", 1, 1, "", 0, 0)
+    for item in file.items:
+        if not isinstance(item, (ast.FnDecl, ast.LossDecl)):
+            continue
+        lower = Lower(Spaces(), errors, prelude)
+        lower.spaces.add(frame)
+        before = len(errors.found)
+        if isinstance(item, ast.FnDecl):
+            lower.active.append(item)
+            lower.body(item.body, generic(item.params, frame, lower, Scope(module)), item.name.span, "fn")
+        else:
+            scope = generic(item.fresh + item.data, frame, lower, Scope(module))
+            check_body(item, scope, {p.name.name for p in item.fresh}, lower)
+        if len(errors.found) > before:
+            module.broken.add(item.name.name)

@@ -1,0 +1,207 @@
+"""Calls of models and data in the flow: signatures, heads, frames, and the nodes they become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from rldsl.graph import model as g
+from rldsl.plan.model import Frame, Sampling
+from rldsl.semantics import options
+from rldsl.semantics.errors import BAD, Bad, suggest
+from rldsl.semantics.losses import lower_loss
+from rldsl.semantics.lower import Scope
+from rldsl.semantics.terms import Term, input_
+from rldsl.semantics.values import DataRef, FrameRef, LossUse, Meaning, ModelRef, Pairs, describe
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+if TYPE_CHECKING:
+    from rldsl.graph.flow import FlowBuilder
+
+# call -> (what an Infer computes, level)
+INFER = {"logprobs": ("logprobs", "token"), "entropy": ("entropy", "token"), "values": ("values", "token"),
+         "score": ("scores", "seq")}
+HEADS = {"causal_lm": ("generate", "logprobs", "entropy", "train"), "value_model": ("values", "train"),
+         "reward_model": ("score", "train")}
+
+
+class CallsOfFlow:
+    def __init__(self, flow: "FlowBuilder"):
+        self.flow, self.errors = flow, flow.errors
+
+    def nested(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope) -> Meaning:
+        """A call inside an expression: an inference is anonymous, anything else needs a statement of its own."""
+        what = cast(ast.Attribute, call.func).name.name
+        if isinstance(owner, DataRef) or what in ("generate", "train"):
+            return self.errors.add("RL0212", f"`{what}` inside an expression", call.span,
+                                   help=f"give it a statement of its own: `name = {call.func.span.text}(...)`"
+                                   if what != "train" else "give it a statement of its own")
+        return self.make(owner, call, scope, None, None, call.span)
+
+    def make(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope, target: str | None,
+             clause: g.Clause | None, span: Span) -> Meaning:
+        """target: the name that the result is bound to."""
+        func = cast(ast.Attribute, call.func)
+        what = func.name
+        if isinstance(owner, DataRef):
+            return self._next(owner, what, call, target, span)
+        legal = HEADS[owner.kind]
+        if what.name not in legal:
+            known = {c for calls in HEADS.values() for c in calls}
+            code = "RL0206" if what.name in known else "RL0112"
+            other = [h for h, calls in HEADS.items() if what.name in calls]
+            return self.errors.add(code, f"a {owner.kind} has no call `{what.name}`", what.span,
+                                   f"`{owner.name}` is a {owner.kind}", help=f"`{what.name}` needs a {other[0]}"
+                                   if other else suggest(what.name, legal))
+        refs = self._refs(call, what.name, scope)
+        if isinstance(refs, Bad):
+            return BAD
+        if what.name == "train":
+            return self._train(owner, call, refs, scope, target, clause, span)
+        if len(refs) != 1:
+            return self.errors.add("RL0204", f"`{what.name}` takes one batch, not {len(refs)}", call.span)
+        if what.name == "generate":
+            return self._generate(owner, call, refs[0], scope, target, clause, span)
+        return self._infer(owner, what.name, call, refs[0], scope, target, clause, span)
+
+    def _refs(self, call: ast.Call, what: str, scope: Scope) -> list[FrameRef] | Bad:
+        """The batches given by position."""
+        refs: list[FrameRef] = []
+        bad = False
+        for arg in call.args:
+            if arg.name is not None:
+                continue
+            value = self.flow.lower.eval(arg.value, scope)
+            if isinstance(value, FrameRef):
+                refs.append(value)
+                continue
+            bad = True
+            if not isinstance(value, Bad):
+                help_ = "take one side: `.chosen` or `.rejected`" if isinstance(value, Pairs) else ""
+                self.errors.add("RL0203", f"`{what}` takes sequences, found {describe(value)}", arg.span, help=help_)
+        return BAD if bad else refs
+
+    def _next(self, owner: DataRef, what: ast.Ident, call: ast.Call, target: str | None, span: Span) -> Meaning:
+        if what.name != "next":
+            return self.errors.add("RL0112", f"the data `{owner.name}` has no call `{what.name}`", what.span,
+                                   help=f"write `{owner.name}.next()`")
+        if call.args:
+            return self.errors.add("RL0204", "`next` takes no arguments", call.args[0].span)
+        if target is None:
+            return BAD
+        data = self.flow.data[owner.name]
+        given = dict(data.options)
+        sides = [f"{target}.chosen", f"{target}.rejected"] if data.kind == "pairs" else [target]
+        answer = 0 if data.kind == "prompts" else int(given["max_answer_tokens"])
+        frames = [self.flow.spaces.add(Frame(side, target, target, int(given["batch"]), 1, owner.name,
+                                             int(given["max_prompt_tokens"]), answer)) for side in sides]
+        writes = [w for s in sides for w in (self.flow.value(f"{s}.tokens", "token", s, "i64", "tokens"),
+                                             self.flow.value(f"{s}.lengths", "seq", s, "i64", "lengths"))]
+        writes.append(self.flow.value(f"{sides[0]}.columns", "seq", sides[0], "text", "columns"))
+        self.flow.columns[target] = writes[-1]
+        self.flow.items.append(g.Fetch(id=self.flow.unique(target), reads=(), writes=tuple(writes), span=span,
+                                       data=owner.name, frames=tuple(sides)))
+        refs = [FrameRef(f, data.kind) for f in frames]
+        return Pairs(refs[0], refs[1]) if len(refs) == 2 else refs[0]
+
+    def _options(self, table: dict[str, options.Opt], call: ast.Call, what: str, scope: Scope,
+                 skip: tuple[str, ...] = ()) -> dict[str, options.Value] | Bad:
+        given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name not in skip]
+        return options.read(table, given, f"`{what}`", call.span, self.flow.lower, scope)
+
+    def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
+                  clause: g.Clause | None, span: Span) -> Meaning:
+        given = self._options(options.GENERATE, call, "generate", scope)
+        if prompts.kind != "prompts":
+            return self.errors.add("RL0213", "`generate` needs prompts", call.args[0].span,
+                                   f"this is a batch of {prompts.kind}", help='load them with `kind="prompts"`')
+        if isinstance(given, Bad):
+            return BAD
+        if cast(int, given["min_new_tokens"]) > cast(int, given["max_new_tokens"]):
+            return self.errors.add("RL0205", "`min_new_tokens` is larger than `max_new_tokens`", call.span)
+        if target is None:
+            return self.errors.add("RL0212", "the result of `generate` is not used", span,
+                                   help="bind it: `gen = ...`")
+        sampling = Sampling(**cast(dict[str, Any], given))
+        source = prompts.frame
+        frame = self.flow.spaces.add(replace(
+            source, id=target, rows=target, count=source.count * sampling.n, per_prompt=sampling.n,
+            max_response_tokens=sampling.max_new_tokens,
+            temperature=1.0 if sampling.greedy else sampling.temperature))
+        value = self.flow.value
+        writes = (value(f"{target}.tokens", "token", target, "i64", "tokens"),
+                  value(f"{target}.logprobs", "token", target),
+                  value(f"{target}.finished", "seq", target, "bool"))
+        value(f"{target}.lengths", "seq", target, "i64", "lengths")
+        self.flow.items.append(g.Generate(
+            id=self.flow.unique(target), reads=(f"{source.id}.tokens",), writes=writes, span=span, clause=clause,
+            model=owner.name, prompts=source.id, frame=target, sampling=sampling))
+        return FrameRef(frame, "generated")
+
+    def _responses(self, ref: FrameRef, what: str, span: Span) -> bool:
+        if ref.kind == "prompts":
+            self.errors.add("RL0213", f"`{what}` needs sequences with a response", span,
+                            f"`{ref.frame.id}` holds prompts only", help="generate first, or load answers")
+        return ref.kind != "prompts"
+
+    def _infer(self, owner: ModelRef, name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
+               clause: g.Clause | None, span: Span) -> Meaning:
+        given = self._options({}, call, name, scope)
+        if not self._responses(ref, name, call.args[0].span) or isinstance(given, Bad):
+            return BAD
+        what, level = INFER[name]
+        frame = ref.frame
+        if target is None:
+            self.flow._counts["expr#"] += 1
+            target = f"expr#{self.flow._counts['expr#']}"
+        self.flow.value(target, level, frame.id)
+        self.flow.items.append(g.Infer(
+            id=self.flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
+            model=owner.name, frame=frame.id, what=what, temperature=frame.temperature))
+        return input_(target, cast(Any, level), self.flow.spaces.of(frame, cast(Any, level)), span)
+
+    def _train(self, owner: ModelRef, call: ast.Call, refs: list[FrameRef], scope: Scope, target: str | None,
+               clause: g.Clause | None, span: Span) -> Meaning:
+        given = self._options(options.TRAIN, call, "train", scope, skip=("loss",))
+        losses = [a for a in call.args if a.name is not None and a.name.name == "loss"]
+        if not losses:
+            return self.errors.add("RL0215", "`train` needs a loss", call.span, help="write `loss=ppo_clip(...)`")
+        use = self.flow.lower.eval(losses[0].value, scope)
+        if not isinstance(use, (LossUse, Bad)):
+            help_ = "call it: `loss=name(...)`" if not isinstance(use, Term) else "write it as a `loss` declaration"
+            return self.errors.add("RL0203", f"`loss` needs a loss, found {describe(use)}", losses[0].value.span,
+                                   help=help_)
+        if not owner.trainable:
+            return self.errors.add("RL0207", f"the model `{owner.name}` is frozen", call.span,
+                                   help=f"declare it with an optimizer: `model {owner.name} = ... train adamw(lr=...)`")
+        if len(refs) not in (1, 2):
+            return self.errors.add("RL0204", f"`train` takes one batch, or two of one row, not {len(refs)}", call.span)
+        if isinstance(use, Bad) or isinstance(given, Bad):
+            return BAD
+        if not all([self._responses(r, "train", call.span) for r in refs]):
+            return BAD
+        if refs[0].frame.rows != refs[-1].frame.rows:
+            return self.errors.add("RL0202", f"`{refs[0].frame.id}` and `{refs[1].frame.id}` are not two sides of one "
+                                   "row", call.span, help="train on `pair.chosen` and `pair.rejected`")
+        if target is not None:
+            return self.errors.add("RL0212", "`train` has no result", span, help="remove the name before `=`")
+        node = self.flow.unique(f"{owner.name}.train")
+        frames = tuple(r.frame for r in refs)
+        made = lower_loss(use, owner.kind, frames, f"{node}/{use.ref.decl.name.name}", self.flow.lower)
+        if isinstance(made, Bad):
+            return BAD
+        data = tuple((n, self.flow.held(t, "expr", use.spans[n]).name) for n, t in made.data)
+        shown = node.replace(".train", "", 1)
+        outputs = tuple((m, self.flow.value(f"{node}/{m}", "batch", ""))
+                        for m in ("loss", "grad_norm", "lr", *made.metrics))
+        self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
+        self.flow.programs.append(made.program)
+        reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data)])
+        minibatches = cast(int, given["minibatches"])
+        self.flow.items.append(g.Train(
+            id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
+            model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id, fresh=made.fresh, data=data,
+            outputs=outputs, minibatches=minibatches, epochs=cast(int, given["epochs"]),
+            shuffle=bool(given["shuffle"]) and minibatches > 1))
+        return BAD

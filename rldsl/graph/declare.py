@@ -1,0 +1,171 @@
+"""Declarations of a program: params with --set, cluster, meshes, models, data, place rules.
+
+In: declarations and a Scope. Out: records of the graph, and meanings bound in the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from rldsl.graph import model as g
+from rldsl.plan.expr import Scalar
+from rldsl.plan.model import Optimizer
+from rldsl.semantics import options
+from rldsl.semantics.errors import BAD, Bad, Errors, suggest
+from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.terms import Term, const
+from rldsl.semantics.values import MeshValue, describe
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+HEADS = ("causal_lm", "value_model", "reward_model")
+FORMATS = ("jsonl", "parquet", "hf")
+
+
+def param(decl: ast.Param, sets: Mapping[str, Scalar], lower: Lower, scope: Scope) -> Term | Bad:
+    """The default, or what --set gave, converted to the default's type."""
+    default = lower.constant(decl.default, scope)
+    if isinstance(default, Bad) or decl.name.name not in sets:
+        return default
+    given, kind = sets[decl.name.name], default.value
+    converted = _convert(given, kind)
+    if converted is None:
+        word = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[type(kind)]
+        return lower.errors.add("RL0205", f"--set {decl.name.name}={given} is not {word}", decl.span,
+                                f"the default is {kind!r}")
+    return const(converted, decl.span)
+
+
+def _convert(given: Scalar, like: Scalar) -> Scalar | None:
+    text = str(given).strip()
+    if isinstance(like, bool):
+        return {"true": True, "false": False}.get(text.lower())
+    if isinstance(like, str):
+        return str(given)
+    if isinstance(given, bool):
+        return None
+    try:
+        return int(text.replace("_", "")) if isinstance(like, int) else float(text)
+    except ValueError:
+        return None
+
+
+def unknown_sets(sets: Mapping[str, Scalar], declared: set[str], errors: Errors) -> None:
+    for name in sets:
+        if name not in declared:
+            errors.add("RL0106", f"--set {name}: the program has no `param {name}`", help=suggest(name, declared))
+
+
+def named(call: ast.Call, lower: Lower, what: str, positional: int = 0) -> list[tuple[ast.Ident, ast.Expr]]:
+    """The arguments given by name; extra positional ones are errors."""
+    for arg in [a for a in call.args if a.name is None][positional:]:
+        lower.errors.add("RL0204", f"{what} takes its options by name", arg.span, help="write `option=value`")
+    return [(a.name, a.value) for a in call.args if a.name is not None]
+
+
+def _source(call: ast.Call, allowed: tuple[str, ...], word: str, lower: Lower, scope: Scope) -> tuple[str, str] | Bad:
+    """(function, path) of `jsonl("path", ...)` or `causal_lm("path")`."""
+    name = call.func.name if isinstance(call.func, ast.Name) else ""
+    if name not in allowed:
+        return lower.errors.add("RL0101", f"unknown {word} `{call.func.span.text}`", call.func.span,
+                                help=suggest(name, allowed))
+    if not call.args or call.args[0].name is not None:
+        return lower.errors.add("RL0215", f"`{name}` needs a path", call.span, help=f'write `{name}("path")`')
+    path = lower.constant(call.args[0].value, scope)
+    if isinstance(path, Term) and path.dtype != "text":
+        return lower.errors.add("RL0205", "a path must be a text", call.args[0].span, f"this is {describe(path)}")
+    return (name, str(path.value)) if isinstance(path, Term) else BAD
+
+
+def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
+    source = _source(decl.value, HEADS, "model", lower, scope)
+    if isinstance(source, Bad):
+        return BAD
+    given = options.read(options.MODEL, named(decl.value, lower, f"`{source[0]}`", 1), f"`{source[0]}`",
+                         decl.value.span, lower, scope)
+    optimizer: Optimizer | None | Bad = None
+    if decl.optimizer is not None:
+        optimizer = adamw(decl.optimizer, lower, scope)
+    if isinstance(given, Bad) or isinstance(optimizer, Bad):
+        return BAD
+    return g.Model(decl.name.name, source[0], source[1], optimizer, str(given["dtype"]), decl.span)
+
+
+def adamw(call: ast.Call, lower: Lower, scope: Scope) -> Optimizer | Bad:
+    name = call.func.name if isinstance(call.func, ast.Name) else call.func.span.text
+    if name != "adamw":
+        return lower.errors.add("RL0101", f"unknown optimizer `{name}`", call.func.span, help="write `adamw(lr=...)`")
+    given = named(call, lower, "`adamw`", 1)
+    if call.args and call.args[0].name is None:
+        given = [(ast.Ident(name="lr", span=call.args[0].span), call.args[0].value), *given]
+    values = options.read(options.ADAMW, given, "`adamw`", call.span, lower, scope)
+    return values if isinstance(values, Bad) else Optimizer(**cast(dict[str, Any], values))
+
+
+def data(decl: ast.DataDecl, lower: Lower, scope: Scope) -> g.Data | Bad:
+    """kind stays "" where the program leaves it to the use."""
+    source = _source(decl.value, FORMATS, "data source", lower, scope)
+    if isinstance(source, Bad):
+        return BAD
+    if source[0] != "jsonl":
+        return lower.errors.add("RL0216", f"`{source[0]}` data is not there yet", decl.value.func.span,
+                                help="convert it to JSON lines and use `jsonl`")
+    given = options.read(options.DATA, named(decl.value, lower, "`jsonl`", 1), "`jsonl`", decl.value.span, lower,
+                         scope)
+    if isinstance(given, Bad):
+        return BAD
+    kind = str(given.pop("kind") or "")
+    scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
+    return g.Data(decl.name.name, source[0], source[1], kind, scalars, decl.span)
+
+
+def cluster(decl: ast.Cluster, lower: Lower, scope: Scope, read: Callable[[str], str]) -> g.Cluster | Bad:
+    given = [(o.name, o.value) for o in decl.options]
+    if decl.path is not None:
+        loaded = _cluster_file(decl.path, decl.span, read, lower)
+        if isinstance(loaded, Bad):
+            return BAD
+        own = {i.name for i, _ in given}
+        given = [(i, v) for i, v in loaded if i.name not in own] + given
+    values = options.read(options.CLUSTER, given, "`cluster`", decl.span, lower, scope)
+    return values if isinstance(values, Bad) else g.Cluster(**cast(dict[str, Any], values), span=decl.span)
+
+
+def _cluster_file(path: str, span: Span, read: Callable[[str], str],
+                  lower: Lower) -> list[tuple[ast.Ident, ast.Expr]] | Bad:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(read(path))
+    except OSError as error:
+        return lower.errors.add("RL0103", f"cannot read `{path}`", span, error.strerror or str(error))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return lower.errors.add("RL0103", f"`{path}` is not valid YAML", span, " ".join(str(error).split()))
+    if not isinstance(loaded, dict) or not all(type(v) in (int, float) for v in loaded.values()):
+        return lower.errors.add("RL0205", f"`{path}` must hold numbers by name", span,
+                                help="for instance `nodes: 1`, `gpus: 8`, `memory_gb: 80`")
+    return [(ast.Ident(name=str(k), span=span), ast.Number(value=v, span=span)) for k, v in loaded.items()]
+
+
+def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
+    """A placement with its numbers resolved and nothing judged."""
+    mesh: g.MeshRef | None = None
+    bad = False
+    if tree.mesh is not None:
+        value = lower.eval(tree.mesh, scope)
+        if isinstance(value, MeshValue):
+            mesh = g.MeshRef(value.nodes, value.devices, tree.mesh.span)
+        elif not isinstance(value, Bad):
+            lower.errors.add("RL0203", f"`on` needs a mesh, found {describe(value)}", tree.mesh.span,
+                             help="write `on mesh(0:8)` or the name of a `mesh`")
+        bad = mesh is None
+    found: list[tuple[str, Scalar, Span]] = []
+    for option in tree.options:
+        bare = isinstance(option.value, ast.Name) and scope.find(option.value.name) is None
+        value = option.value.name if bare and option.name.name == "backend" else lower.scalar(option.value, scope)
+        if isinstance(value, (Bad, tuple)):
+            bad = True
+        else:
+            found.append((option.name.name, value, option.span))
+    return BAD if bad else g.Clause(mesh, tuple(found), tree.span)

@@ -1,0 +1,231 @@
+"""The flow: statements become graph nodes, in program order.
+
+In: the flow's statements. Out: items, frames, values, programs and metrics. Data arithmetic of one statement is one
+Compute; a nested expression that a call needs is its own Compute, just before the call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import cast
+
+from rldsl.graph import declare
+from rldsl.graph import model as g
+from rldsl.graph.calls import CallsOfFlow
+from rldsl.plan.expr import Program
+from rldsl.plan.model import Frame, Value
+from rldsl.semantics.errors import Bad
+from rldsl.semantics.levels import depth
+from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.modules import RESERVED
+from rldsl.semantics.terms import Term, input_, program, walk
+from rldsl.semantics.values import DataRef, Meaning, ModelRef, Several, describe
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+EXTENT = {"token": "response", "seq": "row", "prompt": "prompt", "batch": "batch"}
+
+
+class FlowBuilder:
+    """Walks the flow once. kinds: data source -> kind."""
+
+    def __init__(self, lower: Lower, models: dict[str, g.Model], data: dict[str, g.Data]):
+        self.lower, self.errors, self.spaces = lower, lower.errors, lower.spaces
+        self.models, self.data = models, data
+        self.values: list[Value] = []
+        self.programs: list[Program] = []
+        self.metrics: list[tuple[str, str]] = []
+        self.columns: dict[str, str] = {}  # prompt space -> value that holds the data columns
+        self._counts: Counter[str] = Counter()
+        self._bound: dict[str, Span] = {}
+        self._shown: set[str] = set()
+        self.items: list[g.Item] = []
+        self.calls = CallsOfFlow(self)
+        lower.calls = self.calls.nested
+
+    # ------------------------------------------------------------------------------------------- statements
+
+    def block(self, statements: tuple[ast.Statement, ...], scope: Scope, inside: str) -> tuple[g.Item, ...]:
+        """The items of one block. inside: "flow", "every" or "repeat"."""
+        outer, self.items = self.items, []
+        for s in statements:
+            self.statement(s, scope, inside)
+        made, self.items = self.items, outer
+        return tuple(made)
+
+    def statement(self, s: ast.Statement, scope: Scope, inside: str) -> None:
+        match s:
+            case ast.Assign():
+                self._assign(s, scope)
+            case ast.Do(value=value):
+                self._do(s, value, scope)
+            case ast.Metric(name=name, value=value):
+                self._metric(s, name, value, scope, inside)
+            case ast.Save():
+                self._save(s, scope)
+            case ast.EveryBlock(period=number) | ast.RepeatBlock(times=number):
+                self._nested(s, number, scope)
+            case _:
+                self.errors.add("RL0212", "`return` outside a function", s.span)
+
+    def _call_of(self, value: ast.Expr, scope: Scope) -> tuple[ModelRef | DataRef, ast.Call] | None:
+        """The model or data call that a statement consists of."""
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            if isinstance(value.func.value, ast.Name):
+                owner = scope.find(value.func.value.name)
+                if isinstance(owner, (ModelRef, DataRef)):
+                    return owner, value
+        return None
+
+    def clause(self, tree: ast.Clause | None, scope: Scope) -> g.Clause | None:
+        made = declare.clause(tree, self.lower, scope) if tree is not None else None
+        return None if isinstance(made, Bad) else made
+
+    def _assign(self, s: ast.Assign, scope: Scope) -> None:
+        call = self._call_of(s.value, scope)
+        if call:
+            name = s.targets[0].name
+            fresh = self._free(s.targets[0])
+            value = self.calls.make(*call, scope, name if fresh else None, self.clause(s.clause, scope), s.span)
+            if fresh:
+                self._bind(s, value, scope)
+            return
+        if s.clause is not None:
+            self.errors.add("RL0212", "only model calls are placed", s.clause.span, "this statement calls no model",
+                            help="arithmetic runs where its inputs are; remove `on ...`")
+        value = self.lower.eval(s.value, scope)
+        values = value.values if isinstance(value, Several) else (value,)
+        if len(values) == len(s.targets) and all(self._free(t) for t in s.targets):
+            terms = [(t.name, v) for t, v in zip(s.targets, values) if isinstance(v, Term)]
+            made = self.compute(terms, s.targets[0].name, s.span)
+            parts = tuple(made.get(t.name, v) for t, v in zip(s.targets, values))
+            value = parts[0] if len(parts) == 1 else Several(parts)
+        self._bind(s, value, scope)
+
+    def _free(self, ident: ast.Ident) -> bool:
+        """Whether the name may still be bound in this flow; an already bound one is reported by `_bind`."""
+        return ident.name not in self._bound and ident.name not in self.models and ident.name not in self.data
+
+    def _bind(self, s: ast.Assign, value: Meaning, scope: Scope) -> None:
+        inner = Scope(scope.module)
+        self.lower.assign(s, value, inner)
+        for ident in s.targets:
+            name = ident.name
+            first = self._bound.get(name) or scope.module.bound_at.get(name)
+            if name in RESERVED:
+                self.errors.add("RL0111", f"`{name}` is built in", ident.span, help="choose another name")
+            elif first is not None:
+                self.errors.add("RL0102", f"`{name}` is bound twice", ident.span, f"the first is at line {first.line}",
+                                help="a name has one value; choose another name")
+                continue
+            self._bound[name] = ident.span
+            scope.names[name] = inner.names.get(name, value)
+
+    def _do(self, s: ast.Do, value: ast.Expr, scope: Scope) -> None:
+        call = self._call_of(value, scope)
+        if call:
+            self.calls.make(*call, scope, None, self.clause(s.clause, scope), s.span)
+            return
+        result = self.lower.eval(value, scope)
+        if not isinstance(result, Bad):
+            self.errors.add("RL0212", "this statement has no effect", s.span, f"its value is {describe(result)}",
+                            help="bind it: `name = ...`")
+
+    def _metric(self, s: ast.Metric, name: ast.Ident, value: ast.Expr, scope: Scope, inside: str) -> None:
+        term = self.lower.term(value, scope)
+        if isinstance(term, Bad):
+            return
+        if inside == "every":
+            self.errors.add("RL0212", "a metric inside `every`", s.span, help="metrics are logged at every step")
+        elif term.level != "batch":
+            self.errors.add("RL0201", f"a metric must be one number, not a {term.level} value", value.span,
+                            f"this is {describe(term)}", help="reduce it over the batch: `mean(x)`")
+        elif name.name in self._shown:
+            self.errors.add("RL0102", f"the metric `{name.name}` is bound twice", name.span)
+        else:
+            self._shown.add(name.name)
+            self.metrics.append((name.name, self.held(term, name.name, s.span, force=True).name))
+
+    def _save(self, s: ast.Save, scope: Scope) -> None:
+        path = self.lower.constant(s.path, scope) if s.path is not None else None
+        if isinstance(path, Term) and path.dtype != "text":
+            self.errors.add("RL0205", "a path must be a text", path.span)
+        if path is not None and len(s.models) > 1 and isinstance(path, Term) and "{model}" not in str(path.value):
+            self.errors.add("RL0212", "two models cannot be saved to one path", s.span,
+                            help="write one `save` for each model")
+        for ident in s.models:
+            ref = self.lower.name(ast.Name(name=ident.name, span=ident.span), scope)
+            if isinstance(ref, ModelRef):
+                where = str(path.value).replace("{model}", ref.name) if isinstance(path, Term) else None
+                self.items.append(g.Save(id=self.unique(f"{ref.name}.save"), reads=(), writes=(), span=s.span,
+                                         model=ref.name, path=where))
+            elif not isinstance(ref, Bad):
+                self.errors.add("RL0203", f"only models are saved, not {describe(ref)}", ident.span)
+
+    def _nested(self, s: ast.EveryBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
+        word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
+        times = self.lower.constant(number, scope)
+        body = self.block(s.body, Scope(scope.module, scope), word)
+        if isinstance(times, Bad):
+            return
+        if type(times.value) is not int or times.value < 1:
+            self.errors.add("RL0205", f"`{word}` needs a whole number of at least 1", number.span)
+        elif word == "every":
+            self.items.append(g.Every(period=times.value, body=body, span=s.span))
+        else:
+            self.items.append(g.Repeat(times=times.value, body=body, span=s.span))
+
+    # ---------------------------------------------------------------------------------------------- values
+
+    def unique(self, base: str) -> str:
+        """base, then base#2, base#3, ..."""
+        self._counts[base] += 1
+        return base if self._counts[base] == 1 else f"{base}#{self._counts[base]}"
+
+    def held(self, term: Term, hint: str, span: Span, force: bool = False) -> Term:
+        """`term` as an input: itself when it already is a value (or a constant), else through a Compute "hint#k"."""
+        if term.op == "input" or (term.constant and not force):
+            return term
+        self._counts[f"{hint}#"] += 1
+        name = f"{hint}#{self._counts[f'{hint}#']}"
+        return self.compute([(name, term)], name, span, force=force)[name]
+
+    def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "") -> str:
+        self.values.append(Value(id_, frame, level, extent or EXTENT[level], dtype))  # type: ignore[arg-type]
+        return id_
+
+    def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False) -> dict[str, Term]:
+        """One Compute for all terms that are not yet values; what each name now stands for."""
+        work = [(n, t) for n, t in terms if t.op != "input" and (force or not t.constant)]
+        if not work:
+            return dict(terms)
+        made = program(id_, work, str(span))
+        below = walk([t for _, t in work])
+        frames = self._frames(below)
+        inputs = made.inputs()
+        reads = list(inputs)
+        for t in below:
+            if t.op == "py":
+                frame = self.spaces.frames[str(dict(t.attrs)["frame"])]
+                reads += [f"{frame.id}.tokens", self.columns[frame.prompts]]
+        out = dict(terms)
+        for name, t in work:
+            over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
+            self.value(name, t.level, over[0].id if over else "", t.dtype)
+            out[name] = input_(name, t.level, t.space, span, t.dtype)
+        self.programs.append(made)
+        self.items.append(g.Compute(
+            id=id_, reads=tuple(dict.fromkeys(reads)), writes=tuple(n for n, _ in work), span=span, program=id_,
+            frames=tuple(f.id for f in frames), inputs=tuple((i, i) for i in inputs),
+            outputs=tuple((n, n) for n, _ in work)))
+        return out
+
+    def _frames(self, terms: list[Term]) -> list[Frame]:
+        """Frames whose rows the terms range over: each token space, then one frame for each space left."""
+        named = [str(dict(t.attrs)["frame"]) for t in terms if dict(t.attrs).get("frame")]
+        named += [t.space for t in terms if t.level == "token"]
+        frames = [f for f in self.spaces.frames.values() if f.id in named]
+        for t in sorted(terms, key=lambda t: -depth(t.level)):
+            if t.level in ("seq", "prompt") and not any(self.spaces.of(f, t.level) == t.space for f in frames):
+                frames.append(self.spaces.over(t.level, t.space)[0])
+        return cast(list[Frame], frames)

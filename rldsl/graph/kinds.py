@@ -1,0 +1,51 @@
+"""What kind of rows a data source holds: given by `kind=`, or else seen from how the flow uses its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+
+from rldsl.graph import model as g
+from rldsl.syntax import ast
+
+ON_ROWS = ("train", "logprobs", "entropy", "values", "score")
+SIDES = ("chosen", "rejected")
+
+
+def kinds(flow: ast.Flow, data: Mapping[str, g.Data]) -> dict[str, str]:
+    """data source -> kind. `.chosen` of a batch means pairs; a call on the rows themselves means answers."""
+    trees = list(walk(flow))
+    batches = {t.targets[0].name: name for t in trees if isinstance(t, ast.Assign)
+               for name in [_source(t.value)] if name in data}
+    seen: dict[str, set[str]] = {name: set() for name in data}
+    for tree in trees:
+        match tree:
+            case ast.Attribute(value=ast.Name(name=batch), name=ast.Ident(name=side)) if batch in batches:
+                if side in SIDES:
+                    seen[batches[batch]].add("pairs")
+            case ast.Call(func=ast.Attribute(name=ast.Ident(name=what)), args=args) if what in ON_ROWS:
+                for arg in args:
+                    if arg.name is None and isinstance(arg.value, ast.Name) and arg.value.name in batches:
+                        seen[batches[arg.value.name]].add("answers")
+    return {name: d.kind or ("pairs" if "pairs" in seen[name] else "answers" if "answers" in seen[name] else "prompts")
+            for name, d in data.items()}
+
+
+def _source(value: ast.Expr) -> str:
+    """D of `D.next()`."""
+    match value:
+        case ast.Call(func=ast.Attribute(value=ast.Name(name=name), name=ast.Ident(name="next"))):
+            return name
+    return ""
+
+
+def walk(tree: object) -> Iterator[ast.Tree]:
+    """Every node of a tree."""
+    if isinstance(tree, tuple):
+        for item in tree:
+            yield from walk(item)
+    elif isinstance(tree, ast.Tree) and is_dataclass(tree):
+        yield tree
+        for field in fields(tree):
+            if field.name != "span":
+                yield from walk(getattr(tree, field.name))

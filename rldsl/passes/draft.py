@@ -1,0 +1,121 @@
+"""The value that passes hand on, and how to walk it.
+
+In: a `Placed`. Out: a `Draft`: events before the loop (`setup`) and in a step (`body`), with ids made of content.
+Invariant: every buffer of an event is `value@spread` or `model@layout` with the right side in the draft's tables.
+Event ids are 0 until `emit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from rldsl.placement.model import Placed, mesh_of
+from rldsl.plan.model import (Compute, Event, Every, Frame, Generate, Infer, Item, Layout, Load, Loop, Mesh, Realloc,
+                              Spread, Train, Transfer, Value)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tables are keyed by id. produced: (value, spread) -> nothing more than the events say; kept for speed."""
+
+    placed: Placed
+    body: tuple[Item, ...] = ()
+    setup: tuple[Event, ...] = ()
+    meshes: Mapping[str, Mesh] = field(default_factory=dict)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
+
+    @property
+    def frames(self) -> dict[str, Frame]:
+        return {f.id: f for f in self.placed.graph.frames}
+
+    @property
+    def values(self) -> dict[str, Value]:
+        return {v.id: v for v in self.placed.graph.values}
+
+    def ranks(self, mesh: str) -> frozenset[int]:
+        return frozenset(self.meshes[mesh].members())
+
+    def with_meshes(self, *meshes: Mesh) -> "Draft":
+        return replace(self, meshes={**self.meshes, **{m.id: m for m in meshes}})
+
+    def with_spreads(self, *spreads: Spread) -> "Draft":
+        return replace(self, spreads={**self.spreads, **{s.id: s for s in spreads}})
+
+
+def split(buffer: str) -> tuple[str, str]:
+    """"gen.tokens@s2" -> ("gen.tokens", "s2")."""
+    left, _, right = buffer.partition("@")
+    return left, right
+
+
+def events(items: Iterable[Item]) -> Iterator[Event]:
+    """Every event, those of blocks too, in order."""
+    for item in items:
+        if isinstance(item, Every | Loop):
+            yield from events(item.body)
+        else:
+            yield item
+
+
+def each_block(items: tuple[Item, ...], change: Callable[[tuple[Item, ...]], tuple[Item, ...]]) -> tuple[Item, ...]:
+    """`change` applied to every block, inner ones first, then to the whole."""
+    return change(tuple(replace(i, body=each_block(i.body, change)) if isinstance(i, Every | Loop) else i for i in items))
+
+
+def union(draft: Draft, meshes: Iterable[str]) -> Mesh:
+    """The mesh of all ranks of some meshes."""
+    return mesh_of(r for m in set(meshes) for r in draft.meshes[m].members())
+
+
+def weighed(draft: Draft, event: Event, frames_of_values: Mapping[str, Value]) -> tuple[str, ...]:
+    """The frames whose lengths every participant needs: to compute a division of rows, or to cut ragged rows."""
+    match event:
+        case Transfer():
+            ragged = (frames_of_values[v] for v in event.values)
+            frames = [v.frame for v in ragged if v.extent in ("tokens", "response")]
+            spreads = [event.src, event.dst]
+        case Generate():
+            frames, spreads = [event.prompts], [event.spread]
+        case Infer():
+            frames, spreads = [event.frame], [event.spread]
+        case Train() | Compute():
+            frames, spreads = list(event.frames), [event.spread]
+        case _:
+            return ()
+    for id in spreads:
+        spread = draft.spreads.get(id)
+        if spread is not None and spread.unit != "all" and spread.weigh == "tokens":
+            frames += spread.frames
+    return tuple(dict.fromkeys(frames))
+
+
+def all_spread(draft: Draft, frame: str) -> str:
+    """The spread id under which every rank that needs them holds the lengths (and fetched values) of a frame."""
+    f = draft.frames[frame]
+    generated = any(isinstance(e, Generate) and e.frame == frame for e in events(draft.body))
+    return f"all {frame}" if generated else f"all {f.rows}"
+
+
+def uses(draft: Draft, event: Event, values: Mapping[str, Value], whole: Mapping[str, str]) -> tuple[str, ...]:
+    """All buffers that an event needs: what it reads, and the lengths that divide its rows. whole: frame -> its
+    `all_spread`."""
+    return (*event.reads, *(f"{f}.lengths@{whole[f]}" for f in weighed(draft, event, values)))
+
+
+def call_name(event: Event) -> str:
+    """What messages call an event: "actor.generate", "ref.logprobs", "adv"."""
+    match event:
+        case Generate():
+            return f"{event.model}.generate"
+        case Infer():
+            return f"{event.model}.{'score' if event.what == 'scores' else event.what}"
+        case Train():
+            return f"{event.model}.train"
+        case Compute():
+            return ", ".join(v for _, v in event.outputs[:3])
+        case Load() | Realloc():
+            return f"{type(event).__name__.lower()} {event.model}"
+        case _:
+            return type(event).__name__.lower()

@@ -1,0 +1,128 @@
+"""The plan: events numbered, equal tables merged and given short ids, classes of ranks.
+
+In: a finished draft and peak bytes per rank. Out: a `Plan`. Invariant: everything that a record names is in a table, and
+every table entry is named by something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from itertools import count
+from typing import Any
+
+from rldsl.graph import model as g
+from rldsl.passes.draft import Draft, events, split
+from rldsl.passes.groups import groups
+from rldsl.plan.model import (FORMAT, Data, Event, Every, Free, Header, Item, Layout, Log, Loop, Mesh, Model, Plan, Spread,
+                              Train)
+from rldsl.plan.project import rank_classes
+
+COLUMNS = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}
+
+
+def emit(draft: Draft, peaks: Mapping[int, int], compiler: str) -> Plan:
+    """The plan of `draft`; peaks: rank -> bytes. compiler: name and version for the header."""
+    graph, placed = draft.placed.graph, draft.placed
+    every = tuple(events((*draft.setup, *draft.body)))
+    names, meshes, layouts, spreads = _tables(draft, every)
+    numbers = count()
+    rename = _Rename(names, frozenset(m.name for m in placed.models))
+    setup = tuple(rename.event(e, next(numbers)) for e in draft.setup)
+    steps = Loop("steps", graph.steps, rename.block(draft.body, numbers))
+    body: tuple[Item, ...] = (*setup, steps)
+    models = tuple(replace(m, home=names.get(m.home, "") if m.home else "", updates=updates(draft, m.name))
+                   for m in placed.models)
+    used = {e.model for e in every if hasattr(e, "model")}
+    header = Header(FORMAT, compiler, graph.program, graph.flow, placed.world, placed.devices_per_node, graph.steps,
+                    graph.seed, graph.sources, graph.params)
+    return Plan(header, meshes, layouts, spreads, tuple(m for m in models if m.name in used), _data(draft), graph.frames,
+                graph.values, graph.functions, graph.programs,
+                groups(events(body), {x.id: x for x in layouts}, {m.id: m for m in meshes}), body,
+                rank_classes(meshes, body, placed.world, peaks))
+
+
+def updates(draft: Draft, model: str) -> int:
+    """Optimizer steps of `model` in the whole run."""
+    def block(items: Iterable[Item], times: int) -> int:
+        total = 0
+        for item in items:
+            if isinstance(item, Every):
+                total += block(item.body, times // item.period)
+            elif isinstance(item, Loop):
+                total += block(item.body, times * item.trips)
+            elif isinstance(item, Train) and item.model == model:
+                spread = draft.spreads[item.spread]
+                total += times * spread.minibatches * spread.epochs
+        return total
+
+    return block(draft.body, draft.placed.graph.steps)
+
+
+def _data(draft: Draft) -> tuple[Data, ...]:
+    tokenizers = dict(draft.placed.tokenizers)
+    return tuple(_source(d, tokenizers[d.name]) for d in draft.placed.graph.data)
+
+
+def _source(d: g.Data, tokenizer: str) -> Data:
+    given = dict(d.options)
+    columns = tuple((c, str(given.get(c, c))) for c in COLUMNS[d.kind])
+    answers = 0 if d.kind == "prompts" else int(given.get("max_answer_tokens", 0))
+    return Data(d.name, d.format, d.path, d.kind, int(given["batch"]), columns, tokenizer,  # type: ignore[arg-type]
+                bool(given.get("shuffle", True)), int(given.get("max_prompt_tokens", 0)), answers)
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def _tables(draft: Draft, every: tuple[Event, ...]) -> tuple[dict[str, str], tuple[Mesh, ...], tuple[Layout, ...],
+                                                              tuple[Spread, ...]]:
+    """Long id -> short id, and the records in the order of first use. Equal spreads become one."""
+    rights = [x for e in every for x in _named(e)]
+    layouts = {x: draft.layouts[x] for x in dict.fromkeys(rights) if x in draft.layouts}
+    spreads = {x: draft.spreads[x] for x in dict.fromkeys(rights) if x in draft.spreads}
+    layouts |= {s.layout: draft.layouts[s.layout] for s in spreads.values() if s.layout and s.layout not in layouts}
+    used = [*(e.mesh for e in every), *(x.mesh for x in layouts.values()), *(s.mesh for s in spreads.values())]
+    meshes = {m: f"m{i}" for i, m in enumerate(sorted(dict.fromkeys(used), key=lambda m: draft.meshes[m].ranks))}
+    names = {x: f"L{i}" for i, x in enumerate(layouts)}
+    merged: dict[Spread, str] = {}
+    for id, s in spreads.items():
+        short = replace(s, id="", mesh=meshes[s.mesh], layout=names.get(s.layout, ""))
+        names[id] = merged.setdefault(short, f"s{len(merged)}")
+    return (names | meshes, tuple(replace(draft.meshes[m], id=short) for m, short in meshes.items()),
+            tuple(replace(x, id=names[id], mesh=meshes[x.mesh]) for id, x in layouts.items()),
+            tuple(replace(s, id=id) for s, id in merged.items()))
+
+
+def _named(e: Event) -> list[str]:
+    """The layouts and spreads that an event names."""
+    buffers = [*e.reads, *e.writes, *(e.buffers if isinstance(e, Free) else ())]
+    direct = [getattr(e, name) for name in ("layout", "spread", "src", "dst") if hasattr(e, name)]
+    return [*direct, *(split(b)[1] for b in buffers)]
+
+
+class _Rename:
+    """Short ids for long ones, in every field that holds one."""
+
+    def __init__(self, names: Mapping[str, str], models: frozenset[str]):
+        self.names, self.models = names, models
+
+    def buffer(self, buffer: str) -> str:
+        left, right = split(buffer)
+        return f"{left}@{self.names[right]}"
+
+    def event(self, e: Event, id: int) -> Event:
+        changed: dict[str, Any] = {"id": id, "mesh": self.names[e.mesh],
+                                   "reads": tuple(map(self.buffer, e.reads)),
+                                   "writes": tuple(map(self.buffer, e.writes))}
+        own = {f.name for f in fields(e)}
+        changed |= {k: self.names[getattr(e, k)] for k in ("layout", "spread", "src", "dst") if k in own}
+        if isinstance(e, Free):
+            changed["buffers"] = tuple(map(self.buffer, e.buffers))
+        if isinstance(e, Log):
+            changed["metrics"] = tuple((n, self.buffer(b)) for n, b in e.metrics)
+        return replace(e, **changed)
+
+    def block(self, items: Iterable[Item], numbers: "count[int]") -> tuple[Item, ...]:
+        return tuple(replace(i, body=self.block(i.body, numbers)) if isinstance(i, Every | Loop)
+                     else self.event(i, next(numbers)) for i in items)

@@ -1,0 +1,65 @@
+"""Lifetimes: every value is freed where nothing reads it any more.
+
+In: an ordered draft. Out: the same with a Free after the last use of each buffer that a block writes, in that block.
+Parameters stay: they are rewritten in place. Invariant: a block ends with the buffers that it began with.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from rldsl.passes.draft import Draft, all_spread, call_name, events, split, union, uses
+from rldsl.plan.model import Event, Every, Free, Item, Loop, Mesh
+
+
+def frees(draft: Draft) -> Draft:
+    models = {m.name for m in draft.placed.models}
+    values = draft.values
+    whole = {f: all_spread(draft, f) for f in draft.frames}
+    meshes: list[Mesh] = []
+
+    def block(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        items = tuple(replace(i, body=block(i.body)) if isinstance(i, Every | Loop) else i for i in items)
+        own = {b for e in items if isinstance(e, Event) for b in e.writes if split(b)[0] not in models}
+        last: dict[str, int] = {}
+        for i, item in enumerate(items):
+            for e in events([item]):
+                for b in (*uses(draft, e, values, whole), *e.writes):
+                    if b in own:
+                        last[b] = i
+        ends: dict[int, list[str]] = defaultdict(list)
+        for b, i in last.items():
+            ends[i].append(b)
+        out: list[Item] = []
+        for i, item in enumerate(items):
+            out.append(item)
+            if i in ends:
+                out.append(_free(draft, sorted(ends[i]), item, meshes))
+        return tuple(out)
+
+    body = block(draft.body)
+    return replace(draft, body=body).with_meshes(*meshes)
+
+
+def _free(draft: Draft, buffers: list[str], after: Item, meshes: list[Mesh]) -> Free:
+    mesh = union(draft, {draft.spreads[split(b)[1]].mesh for b in buffers})
+    meshes.append(mesh)
+    reader = call_name(after) if isinstance(after, Event) else "the block before"
+    return Free(id=0, mesh=mesh.id, because=f"{reader} was the last to use them", buffers=tuple(buffers))
+
+
+def check(draft: Draft) -> None:
+    """Written in a block = freed in it, once."""
+    models = {m.name for m in draft.placed.models}
+
+    def block(items: tuple[Item, ...]) -> None:
+        own = [e for e in items if isinstance(e, Event)]
+        wrote = sorted(b for e in own for b in e.writes if split(b)[0] not in models)
+        freed = sorted(b for e in own if isinstance(e, Free) for b in e.buffers)
+        assert wrote == freed, f"buffers that leak: {set(wrote) ^ set(freed)}"
+        for item in items:
+            if isinstance(item, Every | Loop):
+                block(item.body)
+
+    block(draft.body)

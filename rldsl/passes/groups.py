@@ -1,0 +1,27 @@
+"""Communicators: what the runtime must create at start-up. In: events and tables. Out: Group records, deduplicated.
+
+Layouts of calls need "tp", "pp" and "dp" where the degree is above 1, and "mesh" when they have several ranks; Lengths,
+Compute and Save need their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rldsl.plan.model import (Compute, Event, Generate, Group, Infer, Layout, Lengths, Load, Mesh, Save, Train)
+
+AXES = ("tp", "pp", "dp")
+
+
+def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mapping[str, Mesh]) -> tuple[Group, ...]:
+    """In the order of first need."""
+    keys: dict[tuple[str, str, str], None] = {}
+    for e in events:
+        if isinstance(e, Load | Generate | Infer | Train):
+            layout = layouts[e.layout]
+            keys |= {(axis, layout.id, ""): None for axis in AXES if getattr(layout, axis) > 1}
+            if len(meshes[layout.mesh].members()) > 1:
+                keys["mesh", layout.id, ""] = None
+        elif isinstance(e, Lengths | Compute | Save) and len(meshes[e.mesh].members()) > 1:
+            keys["mesh", "", e.mesh] = None
+    return tuple(Group(f"g{i}", axis, layout, mesh) for i, (axis, layout, mesh) in enumerate(keys))  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""Lengths: who must know how long each row is, and the exchange that tells them.
+
+In: a draft with all transfers. Out: the same with a Lengths event after each generate, over every rank that divides or
+cuts that frame's rows, and with the mesh of each fetch: all ranks that read what it writes or need its lengths.
+Invariant: wherever rows are divided by tokens, the lengths are there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from rldsl.passes.draft import Draft, all_spread, each_block, events, split, weighed
+from rldsl.placement.model import mesh_of
+from rldsl.plan.model import Event, Fetch, Generate, Item, Lengths, Spread
+from rldsl.plan.partition import shard_rows
+
+
+def lengths(draft: Draft) -> Draft:
+    touched = _touched(draft)
+    whole: dict[str, Spread] = {}
+    for id, ranks in touched.items():
+        mesh = mesh_of(ranks)
+        draft = draft.with_meshes(mesh)
+        whole[id] = Spread(id, mesh.id, unit="all")
+    draft = draft.with_spreads(*whole.values())
+    for e in events(draft.body):
+        if isinstance(e, Generate):
+            spread = whole[all_spread(draft, e.frame)]
+            draft = draft.with_meshes(_mesh(draft, spread, e))
+
+    def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        out: list[Item] = []
+        for item in items:
+            if isinstance(item, Fetch):
+                out.append(replace(item, mesh=whole[split(item.writes[0])[1]].mesh))
+                continue
+            out.append(item)
+            if isinstance(item, Generate):
+                out.append(_exchange(draft, item, whole[all_spread(draft, item.frame)]))
+        return tuple(out)
+
+    return replace(draft, body=each_block(draft.body, insert))
+
+
+def _touched(draft: Draft) -> dict[str, set[int]]:
+    """Unit-"all" spread -> the ranks that must hold it."""
+    touched: dict[str, set[int]] = defaultdict(set)
+    values = draft.values
+    every = tuple(events(draft.body))
+    for e in every:
+        if isinstance(e, Fetch):
+            touched[split(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
+        if isinstance(e, Generate):
+            touched[all_spread(draft, e.frame)] |= draft.ranks(e.mesh)
+        if e.mesh:
+            for frame in weighed(draft, e, values):
+                touched[all_spread(draft, frame)] |= draft.ranks(e.mesh)
+            for buffer in e.reads:
+                right = split(buffer)[1]
+                if right not in draft.spreads and right not in draft.layouts:
+                    touched[right] |= draft.ranks(e.mesh)
+    return {id: ranks or {0} for id, ranks in touched.items()}
+
+
+def _mesh(draft: Draft, spread: Spread, e: Generate):
+    return mesh_of(draft.ranks(spread.mesh) | draft.ranks(e.mesh))
+
+
+def _exchange(draft: Draft, e: Generate, whole: Spread) -> Event:
+    mesh = _mesh(draft, whole, e)
+    spread, frame = draft.spreads[e.spread], draft.frames[e.frame]
+    layout = draft.layouts[e.layout]
+    shards = shard_rows(spread, layout.dp, [frame], {}, 0, 0)
+    held = sum(len(s[e.frame]) for s in shards) * layout.tp * layout.pp
+    lacking = frame.count * len(mesh.members()) - held
+    return Lengths(id=0, mesh=mesh.id, reads=(f"{e.frame}.tokens@{e.spread}",), writes=(f"{e.frame}.lengths@{whole.id}",),
+                   at=e.at, because=f"the ranks that use {e.frame} divide its rows by their lengths", bytes=8 * lacking,
+                   frame=e.frame, spread=e.spread)

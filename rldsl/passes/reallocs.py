@@ -1,0 +1,92 @@
+"""Reallocs: where a call runs under another layout than the one that holds the current version of its model.
+
+In: a draft. Out: the same with a Realloc before each such call. A copy is current from its load or realloc until the
+next train call of the model; what holds at the top of a loop is what holds on entry and after every trip, so a copy
+that a train call of step i made stale is brought up to date in step i+1. Frozen models are loaded under each layout
+instead. Invariant: every call finds the current version under its layout, and no realloc brings what is current.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rldsl.passes.draft import Draft, call_name, events, union
+from rldsl.placement.model import degrees_text
+from rldsl.plan.model import Every, Generate, Infer, Item, Load, Loop, Mesh, Model, Realloc, Train
+from rldsl.plan.movement import MoveSummary, digest, realloc_moves, summary
+
+Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current version
+
+
+def reallocs(draft: Draft) -> Draft:
+    worker = _Reallocs(draft)
+    start = frozenset((e.model, e.layout) for e in draft.setup if isinstance(e, Load))
+    top = start
+    while (end := top & worker.block(draft.body, top)[1]) != top:
+        top = end
+    body, _ = worker.block(draft.body, top)
+    return replace(draft, body=body).with_meshes(*worker.meshes)
+
+
+class _Reallocs:
+    def __init__(self, draft: Draft):
+        self.draft, self.models = draft, {m.name: m for m in draft.placed.models}
+        self.known: dict[tuple[str, str], tuple[MoveSummary, str]] = {}
+        self.meshes: list[Mesh] = []
+
+    def block(self, items: tuple[Item, ...], current: Copies) -> tuple[tuple[Item, ...], Copies]:
+        out: list[Item] = []
+        for item in items:
+            if isinstance(item, Every):
+                body, end = self.block(item.body, current)
+                out.append(replace(item, body=body))
+                current &= end
+            elif isinstance(item, Loop):
+                trained = {e.model for e in events(item.body) if isinstance(e, Train)}
+                for e in events(item.body):  # a model that the repeat does not train needs to come once only
+                    if isinstance(e, Generate | Infer) and e.model not in trained:
+                        out, current = self._bring(e, out, current)
+                top = current
+                while (end := top & self.block(item.body, top)[1]) != top:
+                    top = end
+                body, current = self.block(item.body, top)
+                out.append(replace(item, body=body))
+            else:
+                if isinstance(item, Generate | Infer | Train):
+                    out, current = self._bring(item, out, current)
+                out.append(item)
+                if isinstance(item, Train):
+                    current = frozenset(c for c in current if c[0] != item.model) | {(item.model, item.layout)}
+        return tuple(out), current
+
+    def _bring(self, e: Generate | Infer | Train, out: list[Item], current: Copies) -> tuple[list[Item], Copies]:
+        if (e.model, e.layout) in current:
+            return out, current
+        return [*out, self._realloc(self.models[e.model], e)], current | {(e.model, e.layout)}
+
+    def _realloc(self, model: Model, e: Generate | Infer | Train) -> Realloc:
+        draft = self.draft
+        src, dst = draft.layouts[model.home], draft.layouts[e.layout]
+        assert src != dst, f"{call_name(e)}: realloc of {model.name} to its home"
+        if (model.name, dst.id) not in self.known:
+            moves = realloc_moves(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
+                                  draft.placed.devices_per_node)
+            self.known[model.name, dst.id] = summary(moves, model), digest(moves)
+        total, sha = self.known[model.name, dst.id]
+        mesh = union(draft, (src.mesh, dst.mesh))
+        self.meshes.append(mesh)
+        because = (f"{call_name(e)} uses {model.name} with {degrees_text(dst.dp, dst.tp, dst.pp)} on mesh {dst.mesh}; "
+                   f"it is trained with {degrees_text(src.dp, src.tp, src.pp)} on mesh {src.mesh}")
+        return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",), at=e.at,
+                       because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
+                       messages=total.messages, digest=sha)
+
+
+def check(draft: Draft) -> None:
+    """Each trained model is written by its loads, trains and reallocs only, and reallocs start at its home."""
+    homes = {m.name: m.home for m in draft.placed.models}
+    for e in events(draft.body):
+        assert not isinstance(e, Realloc) or (homes[e.model] == e.src != e.dst), f"realloc of {e.model} from {e.src}"
+        assert not isinstance(e, Train) or homes[e.model] == e.layout, f"{e.model} is trained away from its home"
+
+

@@ -1,0 +1,111 @@
+"""Transfers: where a value is read in a spread that it was not made in.
+
+In: a lowered draft. Out: the same with a Transfer before the first reader of each such buffer, one for all values of a
+frame that one event made and that go between the same two spreads. Invariant: every value is written in the spread in
+which it is read, earlier in the same block or in an enclosing one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rldsl.passes.draft import Draft, call_name, split, union
+from rldsl.plan.model import Event, Every, Item, Loop, Mesh, Transfer
+
+Made = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)
+
+
+def transfers(draft: Draft) -> Draft:
+    worker = _Transfers(draft)
+    body = worker.block(draft.body, {}, frozenset())
+    return replace(draft, body=body).with_meshes(*worker.meshes)
+
+
+class _Transfers:
+    def __init__(self, draft: Draft):
+        self.draft, self.values, self.models = draft, draft.values, {m.name for m in draft.placed.models}
+        self.meshes: list[Mesh] = []
+        self.events = 0
+
+    def block(self, items: tuple[Item, ...], made: Made, there: frozenset[str]) -> tuple[Item, ...]:
+        """there: buffers that exist at the start of the block."""
+        made, here, out = dict(made), set(there), []
+        wanted = _readers(items)
+        for item in items:
+            if isinstance(item, Every | Loop):
+                if isinstance(item, Loop):  # what a repeat only reads comes once, before it
+                    for event in _own_events(item.body):
+                        out += self._bring(event, made, here, wanted)
+                out.append(replace(item, body=self.block(item.body, made, frozenset(here))))
+                continue
+            out += self._bring(item, made, here, wanted)
+            out.append(item)
+            self.events += 1
+            for buffer in item.writes:
+                value, spread = split(buffer)
+                if value not in self.models:
+                    made[value] = (spread, self.events)
+                    here.add(buffer)
+        return tuple(out)
+
+    def _bring(self, event: Event, made: Made, here: set[str], wanted: list[Event]) -> list[Item]:
+        """Transfers for what `event` lacks; with each value go its siblings that later readers want in that spread."""
+        out: list[Item] = []
+        for buffer in event.reads:
+            value, dst = split(buffer)
+            if value in self.models or buffer in here or value not in made:
+                continue
+            src, maker = made[value]
+            frame = self.values[value].frame
+            group = tuple(dict.fromkeys(
+                v for e in wanted for b in e.reads for v, right in (split(b),)
+                if right == dst and v in made and made[v] == (src, maker) and self.values[v].frame == frame
+                and b not in here))
+            group = group or (value,)
+            out.append(self._transfer(group, src, dst, event))
+            here.update(f"{v}@{dst}" for v in group)
+        return out
+
+    def _transfer(self, values: tuple[str, ...], src: str, dst: str, reader: Event) -> Transfer:
+        spreads = self.draft.spreads
+        mesh = union(self.draft, (spreads[src].mesh, spreads[dst].mesh))
+        self.meshes.append(mesh)
+        what = ", ".join(values)
+        because = f"{call_name(reader)} reads {what} on mesh {spreads[dst].mesh}"
+        if spreads[src].mesh == spreads[dst].mesh:
+            because += " in other shards than it was made"
+        return Transfer(id=0, mesh=mesh.id, reads=tuple(f"{v}@{src}" for v in values),
+                        writes=tuple(f"{v}@{dst}" for v in values), at=reader.at, because=because, bytes=-1,
+                        values=values, src=src, dst=dst)
+
+
+def _own_events(items: tuple[Item, ...]) -> list[Event]:
+    return [i for i in items if isinstance(i, Event)]
+
+
+def _readers(items: tuple[Item, ...]) -> list[Event]:
+    """The events of a block and of the repeats in it."""
+    out: list[Event] = []
+    for item in items:
+        if isinstance(item, Loop):
+            out += _readers(item.body)
+        elif isinstance(item, Event):
+            out.append(item)
+    return out
+
+
+def check(draft: Draft) -> None:
+    """Everything that is read has been written, in that spread."""
+    models = {m.name for m in draft.placed.models}
+
+    def block(items: tuple[Item, ...], there: set[str]) -> None:
+        there = set(there)
+        for item in items:
+            if isinstance(item, Every | Loop):
+                block(item.body, there)
+                continue
+            for buffer in item.reads:
+                assert split(buffer)[0] in models or buffer in there, f"{call_name(item)} reads {buffer} before it exists"
+            there.update(item.writes)
+
+    block(draft.body, set())

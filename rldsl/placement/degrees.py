@@ -1,0 +1,185 @@
+"""From a clause to a layout: options read, the missing degree inferred, everything checked.
+
+In: a mesh and options as written, the cluster, and the model's family. Out: a `Place`.
+Errors: RL0304 to RL0312, each underlining what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from rldsl.diag import Diagnostic, Failure, Label, fail
+from rldsl.graph.model import MeshRef
+from rldsl.placement.families import Family
+from rldsl.placement.model import Place, layout_of, mesh_of
+from rldsl.placement.rules import Choice, Option
+from rldsl.plan.expr import Scalar
+from rldsl.plan.model import Mesh
+from rldsl.source import Span
+
+DEGREES = ("dp", "tp", "pp")
+OPTIONS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "offload", "backend")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """declared: whether the program says so; otherwise the cluster is one node, as large as the largest rank named."""
+
+    nodes: int
+    gpus: int
+    declared: bool
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus
+
+
+def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
+    """The ranks of `mesh(a:b)` or `mesh(n:m, a:b)`; inside the cluster, and whole nodes or a part of one node."""
+    start, stop = ref.devices
+    if stop <= start or start < 0 or (ref.nodes and not 0 <= ref.nodes[0] < ref.nodes[1]):
+        raise fail("RL0305", "an empty mesh", ref.span, f"{start}:{stop} has no ranks",
+                   help="mesh(a:b) is the ranks a to b-1, so b must be larger than a")
+    if ref.nodes is None:
+        if stop > cluster.world:
+            raise fail("RL0305", "the mesh reaches beyond the cluster", ref.span,
+                       f"needs rank {stop - 1}; the cluster has ranks 0 to {cluster.world - 1}",
+                       help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {cluster.world} ranks")
+        ranks = range(start, stop)
+    else:
+        if not cluster.declared:
+            raise fail("RL0306", "a mesh over nodes needs a cluster", ref.span, "how many devices has a node?",
+                       help="declare it: `cluster nodes=2 gpus=8`")
+        if ref.nodes[1] > cluster.nodes or stop > cluster.gpus:
+            raise fail("RL0305", "the mesh reaches beyond the cluster", ref.span,
+                       f"the cluster has nodes 0:{cluster.nodes} and devices 0:{cluster.gpus}",
+                       help="mesh(n0:n1, d0:d1) is nodes n0 to n1-1 and devices d0 to d1-1 of each")
+        ranks = [n * cluster.gpus + d for n in range(*ref.nodes) for d in range(start, stop)]
+    mesh = mesh_of(ranks)
+    if cluster.declared and not _shaped(mesh, cluster.gpus):
+        raise fail("RL0306", "a mesh that is neither whole nodes nor a dividing part of one node", ref.span,
+                   f"ranks {mesh.id} on nodes of {cluster.gpus}",
+                   help=f"take whole nodes (a multiple of {cluster.gpus} ranks from a node's first), or a run of ranks of "
+                        f"one node whose length divides {cluster.gpus}")
+    return mesh
+
+
+def _shaped(mesh: Mesh, gpus: int) -> bool:
+    if len(mesh.ranks) != 1:
+        return False
+    start, stop = mesh.ranks[0]
+    size = stop - start
+    return (start % gpus == 0 and size % gpus == 0) or (start // gpus == (stop - 1) // gpus and gpus % size == 0)
+
+
+def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
+    """Options by name, each of the right type, known, and given once."""
+    found: dict[str, tuple[Scalar, Span]] = {}
+    for name, value, span in options:
+        if name not in OPTIONS:
+            near = get_close_matches(name, OPTIONS, n=1)
+            raise fail("RL0310", f"unknown placement option `{name}`", span, "not an option of a placement",
+                       help=f"did you mean `{near[0]}`?" if near else f"options: {', '.join(OPTIONS)}")
+        if name in found:
+            raise fail("RL0311", f"`{name}` is given twice", span, "the second time", help="remove one of the two")
+        least = 0 if name in ("mbs", "zero") else 1
+        right = (isinstance(value, bool) if name == "offload" else isinstance(value, str) if name == "backend"
+                 else type(value) is int and value >= least)
+        if not right:
+            wanted = {"offload": "true or false", "backend": 'a name such as "torch"'}.get(
+                name, f"a whole number, at least {least}")
+            raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
+                       help=f"write `{name}={'true' if name == 'offload' else 'torch' if name == 'backend' else max(least, 1)}`")
+        later = (name in ("cp", "ep") and value > 1) or (name == "zero" and value > 0)
+        if later or (name == "backend" and value != "torch"):
+            raise fail("RL0312", f"`{name}={value}` is not supported yet", span, "this version cannot run it",
+                       help="backend=torch with dp, tp and pp is what there is so far")
+        found[name] = (value, span)
+    return found
+
+
+def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, call: str, compute: bool = False) -> Place:
+    """The place of one call, or of a computation, where dp=|mesh| always. family: None when no model directory has
+    been read (`rlc check`). call: its name, for messages."""
+    given = read_options(choice.options)
+    size = len(mesh.members())
+    if compute:
+        for name in ("tp", "pp", "offload", "mbs"):
+            if name in given and given[name][0] not in (0, 1, False):
+                raise fail("RL0311", f"`{name}` has no meaning for a computation", given[name][1],
+                           f"`{call}` runs no model", help="give a mesh only; rows are divided over all its ranks")
+    dp, tp, pp = fill({k: int(given[k][0]) for k in DEGREES if k in given}, size, mesh, choice, given, call)
+    layout = layout_of(mesh, dp, tp, pp, str(given.get("backend", ("torch",))[0]))
+    if family is not None:
+        spans = {k: given[k][1] for k in DEGREES if k in given}
+        check_family(family, tp, pp, spans, choice.span, cluster, call)
+    return Place(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
+                 choice.why)
+
+
+def fill(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],
+         call: str) -> tuple[int, int, int]:
+    """(dp, tp, pp) whose product is `size`; one that is left out is inferred: dp first, else the only one missing."""
+    product = 1
+    for value in given.values():
+        product *= value
+    missing = [k for k in DEGREES if k not in given]
+    if product != size and missing and size % product == 0 and ("dp" in missing or len(missing) == 1):
+        given = given | {("dp" if "dp" in missing else missing[0]): size // product}
+        product = size
+    if product != size:
+        spans = [written[k][1] for k in DEGREES if k in written]
+        sum_ = f"{' x '.join(str(given[k]) for k in DEGREES if k in given)} = {product} rank{'s' * (product != 1)}"
+        where = choice.mesh.span if choice.mesh else None
+        first = min(spans, key=lambda s: s.start)
+        label = Label(where, f"{size} rank{'s' * (size != 1)}") if where else None
+        raise Failure([Diagnostic(
+            "RL0304", "degrees do not fill the mesh", first.to(max(spans, key=lambda s: s.end)), sum_,
+            (label,) if label else (), (f"`{call}` runs on mesh {mesh.id}, {size} ranks",), _advice(given, size, missing))])
+    return given.get("dp", 1), given.get("tp", 1), given.get("pp", 1)
+
+
+def _advice(given: dict[str, int], size: int, missing: list[str]) -> str:
+    rest = {k: v for k, v in given.items() if k != "dp"}
+    other = 1
+    for value in rest.values():
+        other *= value
+    if size % other == 0:
+        degrees = " ".join(f"{k}={v}" for k, v in ({"dp": size // other} | rest).items())
+        return f"`{degrees}` fills it" + (f"; or give {' and '.join(missing)} too" if len(missing) == 2 else "")
+    return f"the product of dp, tp and pp must be {size}"
+
+
+def check_family(family: Family, tp: int, pp: int, spans: dict[str, Span], span: Span, cluster: Cluster,
+                 call: str) -> None:
+    """tp and pp against the model: heads, layers, what its config declares, and the size of a node."""
+    if tp > 1:
+        at = spans.get("tp", span)
+        if family.tp_problem:
+            raise fail("RL0307", f"{family.name} models cannot be divided by tensor parallelism here", at,
+                       family.tp_problem, help=f"use tp=1 for {call}, with dp or pp instead")
+        if family.heads % tp:
+            raise fail("RL0307", "tp does not divide the attention heads", at,
+                       f'"{family.path}" has {family.heads} heads',
+                       help=f"tp must be one of {_divisors(family.heads)}")
+        if family.kv_heads % tp and tp % family.kv_heads:
+            raise fail("RL0307", "tp and the key-value heads do not divide each other", at,
+                       f'"{family.path}" has {family.kv_heads} key-value heads',
+                       help=f"tp must divide {family.kv_heads} or be a multiple of it")
+        if tp > cluster.gpus or cluster.gpus % tp:
+            raise fail("RL0309", "a tensor-parallel group reaches beyond a node", at, f"nodes have {cluster.gpus} devices",
+                       help=f"tp must divide {cluster.gpus}; use pp to go over several nodes")
+    if pp > 1:
+        at = spans.get("pp", span)
+        if family.pp_problem:
+            raise fail("RL0308", f"{family.name} models cannot be divided into pipeline stages here", at,
+                       family.pp_problem, help=f"use pp=1 for {call}")
+        if pp > family.layers:
+            raise fail("RL0308", "more pipeline stages than layers", at, f'"{family.path}" has {family.layers} layers',
+                       help=f"pp is at most {family.layers}")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -1,0 +1,241 @@
+"""What a model directory says about its model, without reading a weight.
+
+In: a HuggingFace directory and the kind of head. Out: a `Family`: parameter shapes, and how tensor and pipeline
+parallelism divide them, from transformers on the meta device and the config's own plans. No remote code runs.
+Errors: RL0301 no directory, RL0302 a file or tensor is missing, RL0303 the config cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import fail
+from rldsl.plan.model import ParamSpec, Split
+from rldsl.source import Span
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+HEAD = "score.weight"
+KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise", "colwise_gather_output")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """layers, heads, kv_heads: counts. hidden, head_dim, intermediate: sizes. tp_problem, pp_problem: why tensor or
+    pipeline parallelism cannot divide this model, "" if it can. tokenizer: sha256 of what decides token ids.
+    itemsize: bytes of a parameter in the directory's own dtype."""
+
+    name: str
+    path: str
+    kind: str
+    params: tuple[ParamSpec, ...]
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    itemsize: int
+    config_digest: str
+    tokenizer: str
+    tp_problem: str = ""
+    pp_problem: str = ""
+
+
+def describe(path: str, kind: str, span: Span | None = None) -> Family:
+    """The family of the model in directory `path`; kind: "causal_lm", "value_model" or "reward_model"."""
+    directory = Path(path)
+    _check_files(directory, path, kind, span)
+    config = _config(directory, path, span)
+    skeleton = _skeleton(config, path, span)
+    text = config.get_text_config()
+    heads = int(getattr(text, "num_attention_heads", 1) or 1)
+    hidden = int(text.hidden_size)
+    sizes = dict(heads=heads, kv_heads=int(getattr(text, "num_key_value_heads", None) or heads), hidden=hidden,
+                 head_dim=int(getattr(text, "head_dim", None) or hidden // heads))
+    layers = int(text.num_hidden_layers)
+    params, tp_problem, pp_problem = _specs(skeleton, config, layers, kind, sizes)
+    itemsize = {"bfloat16": 2, "float16": 2}.get(str(getattr(config, "dtype", "float32")).removeprefix("torch."), 4)
+    return Family(name=str(config.model_type), path=path, kind=kind, params=params, layers=layers,
+                  intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden), vocab=int(text.vocab_size),
+                  max_positions=int(getattr(text, "max_position_embeddings", 0) or 0), itemsize=itemsize,
+                  config_digest=sha256((directory / "config.json").read_bytes()).hexdigest(),
+                  tokenizer=_tokenizer(directory), tp_problem=tp_problem, pp_problem=pp_problem, **sizes)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def _check_files(directory: Path, path: str, kind: str, span: Span | None) -> None:
+    if not (directory / "config.json").is_file():
+        what = "no config.json here" if directory.is_dir() else "no such directory"
+        raise fail("RL0301", f'no model directory "{path}"', span, what,
+                   help="give a HuggingFace directory (config.json, tokenizer, *.safetensors), relative to the working "
+                        f"directory {Path.cwd()}; a name on the hub must be downloaded first")
+    if not any((directory / name).is_file() for name in TOKENIZERS):
+        raise fail("RL0302", f'the model directory "{path}" has no tokenizer', span, "tokenizer.json is missing",
+                   help="save one there: `AutoTokenizer.from_pretrained(...).save_pretrained(directory)`")
+    names = _tensor_names(directory, path, span)
+    if not names:
+        raise fail("RL0302", f'the model directory "{path}" has no weights', span, "no *.safetensors file",
+                   help="save the model with `save_pretrained`, which writes safetensors")
+    if kind == "reward_model" and HEAD not in names:
+        raise fail("RL0302", f'the reward model "{path}" has no score head', span, f"no tensor {HEAD!r}",
+                   help="a reward model is an AutoModelForSequenceClassification with one label; "
+                        "for a fresh head on a language model use `value_model(...)`")
+
+
+def _tensor_names(directory: Path, path: str, span: Span | None) -> frozenset[str]:
+    """Names in the index, or in the headers of the safetensors files (8 bytes of length, then JSON)."""
+    index = directory / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return frozenset(json.loads(index.read_text())["weight_map"])
+        names: set[str] = set()
+        for file in sorted(directory.glob("*.safetensors")):
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                names |= json.loads(stream.read(min(length, 1 << 28))).keys() - {"__metadata__"}
+        return frozenset(names)
+    except (ValueError, KeyError, struct.error, OSError) as error:
+        raise fail("RL0302", f'the weights in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
+                   help="the safetensors files or their index are damaged; copy them again") from None
+
+
+def _tokenizer(directory: Path) -> str:
+    """Equal for tokenizers that make equal ids; padding and truncation settings do not count."""
+    file = directory / "tokenizer.json"
+    if file.is_file():
+        try:
+            whole = json.loads(file.read_bytes())
+            parts = {k: whole.get(k) for k in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+            return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        except (ValueError, AttributeError):
+            return sha256(file.read_bytes()).hexdigest()
+    found = [(directory / name) for name in TOKENIZERS if (directory / name).is_file()]
+    return sha256(b"\0".join(f.read_bytes() for f in found)).hexdigest()
+
+
+def _config(directory: Path, path: str, span: Span | None) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises anything at all on a malformed config
+        raise fail("RL0303", f'the config of "{path}" cannot be used', span, _first_line(error),
+                   help="config.json must name a model_type that the installed transformers knows") from None
+
+
+def _skeleton(config: Any, path: str, span: Span | None) -> Any:
+    """The model's modules on the meta device: shapes without storage."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, _first_line(error),
+                   help="actors, critics, references and reward models all build on a causal language model") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def _specs(skeleton: Any, config: Any, layers: int, kind: str,
+           sizes: dict[str, int]) -> tuple[tuple[ParamSpec, ...], str, str]:
+    """Parameter specs in module order, and why tp or pp are impossible."""
+    prefix = skeleton.base_model_prefix
+    styles = dict(getattr(skeleton, "_tp_plan", None) or {})
+    styles |= {f"{prefix}.{k}": v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}
+    base = [(n, tuple(p.shape)) for n, p in skeleton.named_parameters() if n.startswith(prefix + ".")]
+    head = [(n, tuple(p.shape)) for n, p in skeleton.named_parameters() if not n.startswith(prefix + ".")]
+    tied = bool(getattr(config, "tie_word_embeddings", False)) and not head
+    if kind != "causal_lm":
+        head, styles = [(HEAD, (1, sizes["hidden"]))], {k: v for k, v in styles.items() if k != "lm_head"}
+    names, uniform = _fold(base, layers)
+    pipeline = list(getattr(config, "base_model_pp_plan", None) or {})
+    pp_problem = ("" if pipeline and uniform else
+                  "its config declares no pipeline plan" if uniform else "its layers differ from each other")
+    problems = [] if getattr(config, "base_model_tp_plan", None) else ["its config declares no tensor-parallel plan"]
+    specs, behind = [], False
+    for name, shape in names:
+        behind = behind or "{}" in name
+        module = name.removeprefix(prefix + ".").split(".")[0]
+        if "{}" in name:
+            stage = "layer"
+        elif not uniform and re.search(r"\.\d+\.", name):
+            stage = "all"
+        elif tied and kind == "causal_lm" and name == _embedding(skeleton):
+            stage = "ends"
+        else:
+            late = pipeline.index(module) > pipeline.index("layers") if {module, "layers"} <= {*pipeline} else behind
+            stage = "last" if late else "first"
+        split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
+        problems += [problem] if problem else []
+        specs.append(ParamSpec(name, shape, stage, layers if stage == "layer" else 0, split, style, partial))
+    for name, shape in head:
+        split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
+        problems += [problem] if problem else []
+        specs.append(ParamSpec(name, shape, "last", 0, split, style, partial))
+    if problems:  # one whole copy on every rank: no style must look divided
+        specs = [ParamSpec(s.name, s.shape, s.stage, s.layers) for s in specs]
+    return tuple(specs), problems[0] if problems else "", pp_problem
+
+
+def _embedding(skeleton: Any) -> str:
+    weight = skeleton.get_input_embeddings().weight
+    return next(n for n, p in skeleton.named_parameters() if p is weight)
+
+
+def _fold(params: list[tuple[str, tuple[int, ...]]], layers: int) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:
+    """Parameters that every layer has with the same shape become one name with "{}"; else everything stays."""
+    folded: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in params:
+        folded.setdefault(re.sub(r"\.\d+\.", ".{}.", name, count=1), []).append(shape)
+    uniform = all(len(s) == (layers if "{}" in n else 1) and len(set(s)) == 1 for n, s in folded.items())
+    return ([(n, s[0]) for n, s in folded.items()], True) if uniform else (params, False)
+
+
+def _style(name: str, styles: dict[str, str]) -> str:
+    """The tensor-parallel style of a parameter's module, or of the parameter itself."""
+    generic = re.sub(r"\.(\{\}|\d+)\.", ".*.", name)
+    return styles.get(generic.rpartition(".")[0]) or styles.get(generic) or ""
+
+
+def _division(name: str, shape: tuple[int, ...], style: str,
+              sizes: dict[str, int]) -> tuple[Split | None, str, bool, str]:
+    """(split, style of the plan, partial gradient, problem) of one parameter."""
+    module = name.split(".")[-2] if "." in name else name
+    units = {"q_proj": sizes["heads"], "o_proj": sizes["heads"], "out_proj": sizes["heads"],
+             "k_proj": sizes["kv_heads"], "v_proj": sizes["kv_heads"]}.get(module)
+    match style:
+        case "":
+            return None, "replicated", False, ""
+        case "replicated_with_grad_allreduce":
+            return None, "replicated", True, ""
+        case "embedding_rowwise":
+            return Split(0, ((shape[0], 1),)), "vocab", False, ""
+        case "colwise_gather_output" if module == "lm_head":
+            return Split(0, ((shape[0], 1),)), "head", False, ""
+        case "colwise" | "rowwise":
+            if style == "rowwise" and len(shape) == 1:  # a bias that is added once, after the sum
+                return None, "replicated", False, ""
+            dim = 0 if style == "colwise" else 1
+            count = units or shape[dim]
+            if len(shape) > 2 or shape[dim] % count:
+                return None, "replicated", False, f"tensor parallelism of {name} is not known"
+            return Split(dim, ((count, shape[dim] // count),)), style, False, ""
+        case _:
+            return None, "replicated", False, f"its plan has the style {style!r} for {name}, which is not supported yet"

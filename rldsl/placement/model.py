@@ -1,0 +1,87 @@
+"""Records of placement. In: nothing. Out: what `place` returns and the passes read.
+
+Meshes and layouts carry ids made of their content ("0:4+8:12", "0:8 dp=4 pp=2"), so that equal ones are equal without
+a table; `passes/emit.py` gives them short ids at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rldsl.graph.model import Compute, Every, Generate, Graph, Infer, Item, Node, Repeat, Train
+from rldsl.placement.families import Family
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.project import to_ranges
+from rldsl.source import Span
+
+METHODS = {"logprobs": "logprobs", "entropy": "entropy", "values": "values", "scores": "score"}
+Call = Generate | Infer | Train
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node runs. mbs: most sequences in a micro-batch (0: all). why: who decided it."""
+
+    mesh: Mesh
+    layout: Layout
+    mbs: int = 0
+    offload: bool = False
+    span: Span | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A graph with a place for each call and computation. models: as in the plan, `home` set to a layout id.
+    memory: bytes of a device, 0 when unknown. tokenizers: data source -> model directory."""
+
+    graph: Graph
+    models: tuple[Model, ...]
+    families: tuple[tuple[str, Family], ...]
+    places: tuple[tuple[str, Place], ...]
+    tokenizers: tuple[tuple[str, str], ...]
+    world: int
+    devices_per_node: int
+    memory: int = 0
+
+
+def mesh_of(ranks: Iterable[int]) -> Mesh:
+    """The mesh of some ranks, in ascending order."""
+    ranges = to_ranges(sorted(set(ranks)))
+    return Mesh("+".join(f"{a}:{b}" for a, b in ranges), ranges)
+
+
+def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, backend: str = "torch") -> Layout:
+    degrees = degrees_text(dp, tp, pp)
+    return Layout(" ".join(filter(None, (mesh.id, degrees, "" if backend == "torch" else backend))), mesh.id, dp=dp,
+                  tp=tp, pp=pp, backend=backend)
+
+
+def degrees_text(dp: int, tp: int, pp: int) -> str:
+    """"dp=4 pp=2"; "dp=1" when nothing is divided."""
+    return " ".join(f"{n}={d}" for n, d in (("dp", dp), ("tp", tp), ("pp", pp)) if d > 1) or "dp=1"
+
+
+def nodes(items: Iterable[Item]) -> Iterator[Node]:
+    """Every node, in program order, those of blocks too."""
+    for item in items:
+        if isinstance(item, Every | Repeat):
+            yield from nodes(item.body)
+        else:
+            yield item
+
+
+def label(node: Node) -> str:
+    """What messages call a node: "actor.generate", "ref.logprobs", or the name of a value."""
+    match node:
+        case Generate():
+            return f"{node.model}.generate"
+        case Infer():
+            return f"{node.model}.{METHODS.get(node.what, node.what)}"
+        case Train():
+            return node.id
+        case Compute():
+            return node.id if "#" not in node.id else node.outputs[0][1] if node.outputs else node.id
+        case _:
+            return node.id

@@ -1,0 +1,253 @@
+"""The placement step: a graph goes in, a `Placed` comes out.
+
+In: a graph with clauses and rules. Out: a place for every call and computation, the plan's model records with their
+homes, and the size of the world. Invariants: every layout fills its mesh and its model can carry it; every model is
+trained under one layout; a computation's layout is dp=|mesh|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from rldsl.diag import Diagnostic, Failure, Label, fail
+from rldsl.graph import model as g
+from rldsl.placement.degrees import Cluster, mesh_ranks, place
+from rldsl.placement.families import Family, describe
+from rldsl.placement.model import Call, Place, Placed, label, layout_of, mesh_of, nodes
+from rldsl.placement.rules import Choice, resolve
+from rldsl.plan.model import Mesh, Model
+
+Describe = Callable[..., Family]
+
+
+def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = describe) -> Placed:
+    """Place all of `graph`. place_file: name of the placement file. describe: reads model directories.
+    Raises Failure with every mistake found (RL03xx)."""
+    choices = resolve(graph, place_file)
+    cluster = cluster_of(graph, choices)
+    families = _families(graph, describe)
+    _check_tokenizers(graph, families)
+    places, homes = _places(graph, choices, families, cluster)
+    memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
+    return Placed(graph, tuple(_model(m, families[m.name], homes.get(m.name, "")) for m in graph.models),
+                  tuple(families.items()), tuple(places.items()), _tokenizers(graph), cluster.world, cluster.gpus, memory)
+
+
+def check_graph(graph: g.Graph, place_file: str = "") -> None:
+    """All checks of placement that need no model directory: rules, meshes, degrees."""
+    choices = resolve(graph, place_file)
+    _places(graph, choices, {}, cluster_of(graph, choices))
+
+
+def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str, Family],
+            cluster: Cluster) -> tuple[dict[str, Place], dict[str, str]]:
+    """(places of all calls and computations, homes of the trained models)"""
+    every = tuple(nodes(graph.items))
+    calls = [n for n in every if isinstance(n, Call)]
+    places = _call_places(calls, choices, families, cluster)
+    homes = _homes(calls, places)
+    places |= _compute_places(every, choices, places, cluster)
+    _check_offload(calls, places, homes)
+    return places, homes
+
+
+def cluster_of(graph: g.Graph, choices: Mapping[str, Choice]) -> Cluster:
+    """The declared cluster, or one node as large as the largest rank named."""
+    if graph.cluster is not None:
+        return Cluster(graph.cluster.nodes, graph.cluster.gpus, True)
+    named = [c.mesh.devices[1] for c in choices.values() if c.mesh is not None]
+    return Cluster(1, max(named, default=1), False)
+
+
+def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
+    found: dict[str, Family] = {}
+    problems: list[Diagnostic] = []
+    same: dict[tuple[str, str], Family] = {}
+    for m in graph.models:
+        try:
+            if (m.path, m.kind) not in same:
+                same[m.path, m.kind] = describe(m.path, m.kind, m.span)
+            found[m.name] = same[m.path, m.kind]
+        except Failure as failure:
+            problems += failure.diagnostics
+    if problems:
+        seen: dict[tuple[str, str], Diagnostic] = {}
+        for d in problems:  # three models of one missing directory are one mistake
+            seen.setdefault((d.code, d.title), d)
+        raise Failure(seen.values())
+    return found
+
+
+def _model(m: g.Model, family: Family, home: str) -> Model:
+    dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
+    return Model(m.name, m.kind, m.path, dtype, family.params, family.layers, family.config_digest, home,
+                 m.optimizer if home else None)
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+
+def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Mapping[str, Family],
+                 cluster: Cluster) -> dict[str, Place]:
+    """Places of the calls with a mesh of their own first, then those that follow another call of their model."""
+    places: dict[str, Place] = {}
+    problems: list[Diagnostic] = []
+
+    def put(node: Call, choice: Choice, mesh: Mesh) -> None:
+        places[node.id] = place(choice, mesh, families.get(node.model), cluster, label(node))
+
+    late: list[Call] = []
+    for node in calls:
+        choice = choices.get(node.id)
+        if choice is None or choice.mesh is None:
+            late.append(node)
+            continue
+        try:
+            put(node, choice, mesh_ranks(choice.mesh, cluster))
+        except Failure as failure:
+            problems += failure.diagnostics
+    if problems:
+        raise Failure(dict.fromkeys(problems))
+    for node in late:
+        choice = choices.get(node.id)
+        model = _leader(node, calls, places)
+        if model is not None:
+            base, why = places[model.id], f"default: as {label(model)}"
+        else:
+            mesh = mesh_of(range(cluster.world))
+            base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: every rank, pure dp"
+        if choice is None:
+            places[node.id] = replace(base, mbs=0, offload=False, span=node.span, why=why)
+            continue
+        try:
+            degrees = {"dp", "tp", "pp"} & {name for name, _, _ in choice.options}
+            inherit = () if degrees else tuple(
+                (k, getattr(base.layout, k), choice.span) for k in ("dp", "tp", "pp"))
+            put(node, replace(choice, options=choice.options + inherit), base.mesh)
+        except Failure as failure:
+            problems += failure.diagnostics
+    if problems:
+        raise Failure(dict.fromkeys(problems))
+    return places
+
+
+def _leader(node: Call, calls: list[Call], places: Mapping[str, Place]) -> Call | None:
+    """The call of the same model whose mesh a call without one takes: a train call, else the first that is placed."""
+    same = [c for c in calls if c.model == node.model and c.id in places]
+    return next((c for c in same if isinstance(c, g.Train)), same[0] if same else None)
+
+
+def _homes(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
+    """Model -> the layout of its train calls."""
+    first: dict[str, g.Train] = {}
+    for node in calls:
+        if isinstance(node, g.Train):
+            other = first.setdefault(node.model, node)
+            if places[other.id].layout != places[node.id].layout:
+                span = places[node.id].span or node.span
+                raise Failure([Diagnostic(
+                    "RL0315", f"`{node.model}` is trained under two layouts", span, f"{places[node.id].layout.id}",
+                    (Label(places[other.id].span or other.span, f"{places[other.id].layout.id}"),),
+                    help="the optimizer state lives under one layout: give both train calls the same placement")])
+    return {name: places[node.id].layout.id for name, node in first.items()}
+
+
+def _check_offload(calls: list[Call], places: Mapping[str, Place], homes: Mapping[str, str]) -> None:
+    for node in calls:
+        if places[node.id].offload and node.model in homes:
+            raise fail("RL0317", f"`{node.model}` is trained, so it cannot be offloaded yet", places[node.id].span,
+                       "offload=true", help="offload is for frozen models, such as a reference or a reward model")
+
+
+# ------------------------------------------------------------------------------------------------ computations
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Who writes a value, and who reads it."""
+
+    writer: Mapping[str, g.Node]
+    every: tuple[g.Node, ...]
+
+    def first_train(self, node: g.Compute) -> g.Train | None:
+        """The first train call, in program order, that depends on `node`."""
+        depends = set(node.writes)
+        for later in self.every:
+            if depends.intersection(later.reads):
+                if isinstance(later, g.Train):
+                    return later
+                depends.update(later.writes)
+        return None
+
+    def source(self, node: g.Compute) -> Call | None:
+        """The nearest call that produced an input of `node`, the last written first."""
+        found, todo, seen = [], list(node.reads), set()
+        while todo:
+            writer = self.writer.get(todo.pop())
+            if writer is None or writer.id in seen:
+                continue
+            seen.add(writer.id)
+            if isinstance(writer, Call):
+                found.append(writer)
+            else:
+                todo += writer.reads
+        order = {n.id: i for i, n in enumerate(self.every)}
+        return max(found, key=lambda n: order[n.id], default=None)
+
+
+def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], calls: Mapping[str, Place],
+                    cluster: Cluster) -> dict[str, Place]:
+    """A computation runs where it says, else where the first train call that needs it runs, else where its inputs are
+    made, else on the mesh of the first call."""
+    flow = _Flow({v: n for n in every for v in n.writes}, every)
+    first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of(range(cluster.world)))
+    places: dict[str, Place] = {}
+    for node in every:
+        if not isinstance(node, g.Compute):
+            continue
+        choice = choices.get(node.id)
+        if choice is not None and choice.mesh is not None:
+            mesh = mesh_ranks(choice.mesh, cluster)
+            places[node.id] = place(choice, mesh, None, cluster, label(node), compute=True)
+            continue
+        near = flow.first_train(node) or flow.source(node)
+        mesh = calls[near.id].mesh if near is not None else first
+        places[node.id] = Place(mesh, layout_of(mesh, dp=len(mesh.members())), 0, False, node.span,
+                                f"default: as {label(near)}" if near else "default: as the first call")
+    return places
+
+
+# ------------------------------------------------------------------------------------------------ tokenizers
+
+
+def _readers(graph: g.Graph) -> dict[str, list[str]]:
+    """Fetched frame (or one generated from it) -> the models that read its tokens, in program order."""
+    root = {f.id: f.data or f.id for f in graph.frames}
+    readers: dict[str, list[str]] = {}
+    for node in nodes(graph.items):
+        frames = {g.Generate: lambda n: (n.prompts, n.frame), g.Infer: lambda n: (n.frame,),
+                  g.Train: lambda n: n.frames}.get(type(node))
+        for frame in frames(node) if frames else ():
+            names = readers.setdefault(root.get(frame, frame), [])
+            if node.model not in names:
+                names.append(node.model)
+    return readers
+
+
+def _check_tokenizers(graph: g.Graph, families: Mapping[str, Family]) -> None:
+    models = {m.name: m for m in graph.models}
+    for names in _readers(graph).values():
+        for other in names[1:]:
+            if families[other].tokenizer != families[names[0]].tokenizer:
+                raise Failure([Diagnostic(
+                    "RL0316", f"`{names[0]}` and `{other}` read the same tokens with different tokenizers",
+                    models[other].span, f'the tokenizer of "{families[other].path}"',
+                    (Label(models[names[0]].span, f'differs from that of "{families[names[0]].path}"'),),
+                    help="tokens pass between models as numbers: use models that share one tokenizer.json")])
+
+
+def _tokenizers(graph: g.Graph) -> tuple[tuple[str, str], ...]:
+    readers, paths = _readers(graph), {m.name: m.path for m in graph.models}
+    fallback = next(iter(paths.values()), "")
+    return tuple((d.name, paths[readers[d.name][0]] if readers.get(d.name) else fallback) for d in graph.data)

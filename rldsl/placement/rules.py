@@ -1,0 +1,125 @@
+"""Which placement clause holds for each node.
+
+In: a graph with inline clauses and `place` rules. Out: node id -> `Choice` (mesh and options, not yet checked).
+Precedence: command line > placement file > inline > rules of the program itself; inside one of these, the more
+specific selector wins: `@name`, then `model.method`, then one wildcard, then `*.*`. A clause that names a mesh is
+complete; one that names options only changes these and leaves the rest to the next.
+Errors: RL0313 a selector that matches nothing, RL0314 two rules with equal right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from rldsl.diag import Diagnostic, Failure, Label
+from rldsl.graph.model import Clause, Generate, Graph, Infer, MeshRef, Node, Rule, Train
+from rldsl.placement.model import METHODS, nodes
+from rldsl.plan.expr import Scalar
+from rldsl.source import Span
+
+COMMAND_LINE = "<command line>"  # the name of the SourceFile that holds `--on` rules
+
+Option = tuple[str, Scalar, Span]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was asked for one node. why: which kind of clause decided the mesh."""
+
+    mesh: MeshRef | None
+    options: tuple[Option, ...]
+    span: Span
+    why: str = "inline"
+
+
+def resolve(graph: Graph, place_file: str = "") -> dict[str, Choice]:
+    """Choices of all nodes that have one. place_file: the name of the placement file, to tell its rules apart."""
+    every = tuple(nodes(graph.items))
+    problems = [d for rule in graph.rules if (d := _unmatched(rule, every))]
+    found: dict[str, Choice] = {}
+    for node in every:
+        clauses = _clauses(node, graph.rules, place_file, problems)
+        if clauses:
+            found[node.id] = _merge(clauses)
+    if problems:
+        raise Failure(dict.fromkeys(problems))
+    return found
+
+
+def names_of(node: Node) -> tuple[str, tuple[str, ...]]:
+    """(model, methods) that selectors know a call by; ("", ()) for what is not a call."""
+    match node:
+        case Generate():
+            return node.model, ("generate",)
+        case Infer():
+            return node.model, tuple(dict.fromkeys((METHODS[node.what], node.what)))
+        case Train():
+            return node.model, ("train",)
+        case _:
+            return "", ()
+
+
+def specificity(selector: str, node: Node) -> int:
+    """3 for `@name`, 2 for `model.method`, 1 for one wildcard, 0 for `*.*`; -1 when it does not match."""
+    if selector.startswith("@"):
+        return 3 if selector[1:] == node.id else -1
+    model, _, method = selector.partition(".")
+    name, methods = names_of(node)
+    if not name or model not in ("*", name) or not (method == "*" or method in methods):
+        return -1
+    return (model != "*") + (method != "*")
+
+
+def _clauses(node: Node, rules: Iterable[Rule], place_file: str, problems: list[Diagnostic]) -> list[tuple[Clause, str]]:
+    """All clauses for a node, the strongest first."""
+    ranked: dict[tuple[int, int], list[tuple[Clause, str, Span]]] = {}
+    if node.clause is not None:
+        ranked[1, 3] = [(node.clause, "inline", node.clause.span)]
+    for rule in rules:
+        special = specificity(rule.selector, node)
+        if special >= 0:
+            name = rule.span.file.name
+            tier = 3 if name == COMMAND_LINE else 2 if place_file and name == place_file else 0
+            why = ("rule of the program", "", "placement file", "command line")[tier]
+            ranked.setdefault((tier, special), []).append((rule.clause, why, rule.span))
+    for same in ranked.values():
+        if len(same) > 1 and (len([1 for c, _, _ in same if c.mesh]) > 1 or _overlap(c for c, _, _ in same)):
+            first, second = same[0][2], same[1][2]
+            problems.append(Diagnostic("RL0314", "two placement rules with equal right for one call", second,
+                                       f"also places `{node.id}`", (Label(first, "the other rule"),),
+                                       help="remove one, or make one more specific: `@name` beats `model.call`, "
+                                            "which beats `model.*` and `*.call`"))
+    return [(c, why) for key in sorted(ranked, reverse=True) for c, why, _ in ranked[key]]
+
+
+def _overlap(clauses: Iterable[Clause]) -> bool:
+    names = [name for c in clauses for name, _, _ in c.options]
+    return len(set(names)) < len(names)
+
+
+def _merge(clauses: list[tuple[Clause, str]]) -> Choice:
+    options: dict[str, Option] = {}
+    for clause, why in clauses:
+        for option in clause.options:
+            options.setdefault(option[0], option) if clause.mesh is None else None
+        if clause.mesh is not None:
+            own = tuple(o for o in clause.options if o[0] not in options)
+            doubled = _overlap([clause])
+            return Choice(clause.mesh, clause.options if doubled else (*options.values(), *own), clause.span, why)
+    clause, why = clauses[0]
+    return Choice(None, tuple(options.values()), clause.span, why)
+
+
+def _unmatched(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
+    if any(specificity(rule.selector, node) >= 0 for node in every):
+        return None
+    calls = [f"{m}.{w}" for n in every for m, ws in (names_of(n),) for w in ws[:1]]
+    known = [f"@{n.id}" for n in every] if rule.selector.startswith("@") else calls
+    near = get_close_matches(rule.selector, known, n=1)
+    advice = f"did you mean `{near[0]}`?" if near else f"the program has: {', '.join(dict.fromkeys(known))}"
+    return Diagnostic("RL0313", f"`{rule.selector}` matches no call of this program", rule.span, "matches nothing",
+                      help=advice)
+
+

@@ -1,0 +1,89 @@
+"""What `rlc compile` shows before anything happens: the placement, all that was inserted and why, memory, the verdict.
+
+In: a compiled plan and its bytes. Out: text that fits a screen. Frees are counted, not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rldsl.passes.draft import call_name
+from rldsl.passes.pipeline import Compiled
+from rldsl.placement.model import degrees_text
+from rldsl.plan.codec import plan_id
+from rldsl.plan.model import (Compute, Event, Free, Generate, Infer, Layout, Lengths, Load, Log, Offload, Onload,
+                              Plan, Realloc, Train, Transfer)
+from rldsl.plan.project import events
+from rldsl.plan.show import human, ranks_text
+
+WIDTH = 120
+Call = Generate | Infer | Train
+
+
+def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
+    """source: the program's path; target: where the plan went; data: its bytes."""
+    plan = compiled.plan
+    every = [e for e, _ in events(plan)]
+    inserted = [e for e in every if e.because and not isinstance(e, Free | Log)]
+    lines = [f"{source} -> {target}    {plan.header.world} ranks, {sum(isinstance(e, Call) for e in every)} calls, "
+             f"{len(inserted)} inserted"]
+    lines += _meshes(compiled, every)
+    lines += _inserted(plan, inserted)
+    frees = [e for e in every if isinstance(e, Free)]
+    lines.append(f"  - free      {sum(len(e.buffers) for e in frees)} buffers after their last use")
+    proof = compiled.proof
+    lines.append(f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}")
+    lines.append(f"  plan        {plan_id(data)}  {human(len(data))}")
+    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in lines) + "\n"
+
+
+def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
+    plan = compiled.plan
+    layouts = {x.id: x for x in plan.layouts}
+    for mesh in plan.meshes:
+        calls = [f"{call_name(e)} {_degrees(layouts[e.layout])}" for e in every if isinstance(e, Call) and e.mesh == mesh.id]
+        calls += [call_name(e) for e in every if isinstance(e, Compute) and e.mesh == mesh.id]
+        if not calls:
+            continue
+        members = mesh.members()
+        peak = max(compiled.peaks[r].bytes for r in members if r in compiled.peaks)
+        head = f"  {ranks_text(members):<10}  "
+        tail = f"   peak {human(peak)}"
+        text, room = "", WIDTH - len(head) - len(tail)
+        for call in calls:
+            joined = f"{text} | {call}" if text else call
+            if len(joined) > room:
+                yield head + text
+                head, joined = " " * len(head), call
+            text = joined
+        yield head + text + tail
+
+
+def _degrees(x: Layout) -> str:
+    return degrees_text(x.dp, x.tp, x.pp)
+
+
+def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:
+    meshes = {m.id: ranks_text(m.members()) for m in plan.meshes}
+    layouts = {x.id: meshes[x.mesh] for x in plan.layouts}
+    spreads = {s.id: meshes[s.mesh] for s in plan.spreads}
+    for e in found:
+        match e:
+            case Load() | Offload() | Onload():
+                what, where, size = e.model, layouts[e.layout], ""
+            case Realloc():
+                what, where, size = e.model, f"{layouts[e.src]} -> {layouts[e.dst]}", human(e.bytes)
+            case Transfer():
+                what, where, size = ", ".join(e.values), f"{spreads[e.src]} -> {spreads[e.dst]}", "ragged"
+            case Lengths():
+                what, where, size = f"{e.frame}.lengths", meshes[e.mesh], human(e.bytes)
+            case _:
+                what, where, size = "", meshes[e.mesh], ""
+        at = e.at.rsplit(":", 1)[0]
+        text = f"  + {type(e).__name__.lower():<9} {_cut(what, 26):<26} {where:<12} {size:>9}  "
+        room = WIDTH - len(text) - len(at) - 2
+        yield f"{text}{_cut(e.because, room):<{max(room, 0)}}  {at}"
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"

@@ -1,0 +1,97 @@
+"""Arguments of fn and loss: binding to parameters, and the levels that parameters declare."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from rldsl.diag import Label
+from rldsl.plan.expr import LEVELS, Level
+from rldsl.plan.model import Frame
+from rldsl.semantics.errors import BAD, Bad, Errors, suggest
+from rldsl.semantics.levels import depth
+from rldsl.semantics.operators import Operators
+from rldsl.semantics.terms import Term
+from rldsl.semantics.values import describe
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+
+def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: Errors) -> dict[str, ast.Expr] | Bad:
+    """Parameter name -> given expression; parameters left to their default are absent."""
+    names = [p.name.name for p in params]
+    given: dict[str, ast.Expr] = {}
+    bad = False
+    for i, arg in enumerate(expr.args):
+        if arg.name is None:
+            if i >= len(names):
+                errors.add("RL0204", f"`{name}` takes {len(names)} argument{'s' if len(names) != 1 else ''}", arg.span,
+                           "one too many", help=f"parameters: {', '.join(names) or 'none'}")
+                return BAD
+            key = names[i]
+        else:
+            key = arg.name.name
+            if key not in names:
+                errors.add("RL0107", f"`{name}` has no parameter `{key}`", arg.name.span, help=suggest(key, names))
+                bad = True
+                continue
+        if key in given:
+            errors.add("RL0215", f"`{key}` is given twice", arg.span)
+            bad = True
+        given[key] = arg.value
+    if bad:
+        return BAD
+    missing = [p for p in params if p.name.name not in given and p.default is None]
+    if missing:
+        first = missing[0].name
+        errors.add("RL0215", f"`{name}` needs `{'`, `'.join(p.name.name for p in missing)}`", expr.span,
+                   "an argument is missing", labels=(Label(first.span, "declared here"),))
+        return BAD
+    return given
+
+
+def accept(params: tuple[ast.Parameter, ...], values: dict[str, Term], spans: dict[str, Span], ops: Operators, *,
+           widen: bool, frame: Frame | None = None) -> dict[str, Term] | Bad:
+    """Check each value against the level of its parameter. One number stands for any level; with `widen`, every
+    coarser value does. `frame`: over what to repeat it; by default the finest argument decides."""
+    if frame is None and values:
+        finest = max(values.values(), key=lambda t: depth(t.level))
+        frames = ops.spaces.over(finest.level, finest.space)
+        frame = frames[0] if frames else None
+    out: dict[str, Term] = {}
+    bad = False
+    for param in params:
+        name = param.name.name
+        result = _fit(param, values[name], spans[name], ops, widen, frame)
+        if isinstance(result, Bad):
+            bad = True
+        else:
+            out[name] = result
+    return BAD if bad else out
+
+
+def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, widen: bool,
+         frame: Frame | None) -> Term | Bad:
+    name, errors = param.name.name, ops.errors
+    declared = Label(param.span, "declared here")
+    if param.level is None:
+        if value.level == "batch":
+            return value
+        return errors.add("RL0201", f"`{name}` is one number, not a {value.level} value", span,
+                          f"this is {describe(value)}", labels=(declared,),
+                          help="reduce it over the batch, for instance with `mean(x)`")
+    if param.level.name not in LEVELS:
+        return errors.add("RL0101", f"unknown level `{param.level.name}`", param.level.span,
+                          help=f"levels: {', '.join(LEVELS)}")
+    level = cast(Level, param.level.name)
+    if value.level == level:
+        return value
+    coarser = depth(value.level) < depth(level)
+    if coarser and frame is not None and (widen or value.level == "batch"):
+        if ops.spaces.of(frame, value.level) == value.space:
+            return ops.widen(value, level, frame)
+    if coarser:
+        help_ = "`at_end(x)` puts a seq value at the last token" if (value.level, level) == ("seq", "token") else ""
+    else:
+        help_ = f"reduce it, for instance with `mean(x by {level})`" if level != "batch" else "reduce it: `mean(x)`"
+    return errors.add("RL0201", f"`{name}` must be a {level} value, not a {value.level} value", span,
+                      f"this is {describe(value)}", labels=(declared,), help=help_)

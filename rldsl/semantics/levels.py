@@ -1,0 +1,51 @@
+"""Levels and index sets: what a value ranges over and when two values may meet.
+
+batch < prompt < seq < token. The space of a value is a frame (token), a row space (seq), a prompt space (prompt) or
+"" (batch). Each frame lies over one row space and one prompt space; broadcasting follows that line.
+"""
+
+from __future__ import annotations
+
+from rldsl.plan.expr import LEVELS, Level
+from rldsl.plan.model import Frame
+from rldsl.semantics.terms import Term
+
+
+def depth(level: Level) -> int:
+    return LEVELS.index(level)
+
+
+class Spaces:
+    """The frames of a program, in the order in which they appear."""
+
+    def __init__(self) -> None:
+        self.frames: dict[str, Frame] = {}
+
+    def add(self, frame: Frame) -> Frame:
+        self.frames[frame.id] = frame
+        return frame
+
+    def of(self, frame: Frame, level: Level) -> str:
+        """The space that values of `level` over this frame have."""
+        return {"token": frame.id, "seq": frame.rows, "prompt": frame.prompts, "batch": ""}[level]
+
+    def over(self, level: Level, space: str) -> tuple[Frame, ...]:
+        """The frames that have `space` at `level`."""
+        return tuple(f for f in self.frames.values() if level != "batch" and self.of(f, level) == space)
+
+    def coarser(self, level: Level, space: str, to: Level) -> str:
+        """The space at `to` below which `space` lies."""
+        return "" if to == "batch" else self.of(self.over(level, space)[0], to)
+
+    def join(self, terms: tuple[Term, ...]) -> tuple[Level, str] | tuple[Term, Term]:
+        """The level and space that elementwise arithmetic on `terms` has, or two terms that cannot meet."""
+        finest = max(terms, key=lambda t: depth(t.level))
+        for term in terms:
+            if self.coarser(finest.level, finest.space, term.level) != term.space:
+                return finest, term
+        return finest.level, finest.space
+
+    def shown(self, term: Term) -> str:
+        """The frame or frames that a value ranges over, for messages."""
+        frames = self.over(term.level, term.space)
+        return " or ".join(f"`{f.id}`" for f in frames) if frames else "the whole batch"

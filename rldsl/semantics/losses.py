@@ -1,0 +1,223 @@
+"""Losses: binding fresh outputs and data, and the proof that micro-batches add up exactly.
+
+In: a loss with its data arguments and the frames being trained. Out: a Program over inputs named by parameter.
+Invariant: "loss" is affine in batch-level reductions of fresh values, so its gradient is a sum over micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from rldsl.diag import Label
+from rldsl.plan.expr import Program
+from rldsl.plan.model import Frame
+from rldsl.semantics.arguments import accept
+from rldsl.semantics.errors import BAD, Bad, Errors
+from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.terms import Term, const, input_, program, walk
+from rldsl.semantics.values import LossUse
+from rldsl.syntax import ast
+
+# head -> its differentiable outputs (what -> level), the main one first
+OUTPUTS: dict[str, dict[str, str]] = {
+    "causal_lm": {"logprobs": "token", "entropy": "token"}, "value_model": {"values": "token"},
+    "reward_model": {"scores": "seq"},
+}
+BATCH_REDUCTIONS = ("sum", "mean", "count", "amax", "amin")
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """fresh: (input, frame, what). data: the arguments that the program reads, by input."""
+
+    program: Program
+    fresh: tuple[tuple[str, str, str], ...]
+    data: tuple[tuple[str, Term], ...]
+    metrics: tuple[str, ...]
+
+
+def lower_loss(use: LossUse, head: str, frames: tuple[Frame, ...], id_: str, lower: Lower) -> Lowered | Bad:
+    """The loss of one train call."""
+    decl, errors = use.ref.decl, lower.errors
+    fresh = _fresh(decl, head, frames, use, errors)
+    inputs = {name: input_(name, t.level, t.space, t.span, t.dtype) if not t.constant else t
+              for name, t in use.args.items()}
+    for name, term in use.args.items():
+        spaces = [s for f in frames for s in (f.id, f.rows, f.prompts, "")]
+        if term.space not in spaces:
+            errors.add("RL0202", f"`{name}` ranges over {lower.spaces.shown(term)}, and the loss over "
+                       + " and ".join(f"`{f.id}`" for f in frames), use.spans[name])
+            return BAD
+    data = accept(decl.data, inputs, use.spans, lower.ops, widen=True, frame=frames[0] if len(frames) == 1 else None)
+    if isinstance(fresh, Bad) or isinstance(data, Bad):
+        return BAD
+    spaces_of = {f.id: f for f in frames}
+    scope = Scope(use.ref.module, names=dict(data))
+    for name, frame, what in fresh:
+        level = OUTPUTS[head][what]
+        f = spaces_of[frame]
+        scope.names[name] = input_(name, level, lower.spaces.of(f, level), decl.span)  # type: ignore[arg-type]
+    errors.trail.append(use.span)
+    try:
+        outputs = check_body(decl, scope, {n for n, _, _ in fresh}, lower)
+    finally:
+        errors.trail.pop()
+    if isinstance(outputs, Bad):
+        return BAD
+    made = program(id_, outputs, str(use.span))
+    read = set(made.inputs())
+    return Lowered(made, fresh, tuple((n, t) for n, t in use.args.items() if n in read),
+                   tuple(n for n, _ in outputs[1:]))
+
+
+def check_body(decl: ast.LossDecl, scope: Scope, fresh: set[str], lower: Lower) -> list[tuple[str, Term]] | Bad:
+    """Evaluate the body and prove it exact. The result: ("loss", term), then the metrics."""
+    before = len(lower.errors.found)
+    result, metrics = lower.body(decl.body, scope, decl.name.span, "loss")
+    if result is None:
+        return BAD
+    if len(result) != 1:
+        return lower.errors.add("RL0204", f"a loss returns one value, not {len(result)}", decl.name.span)
+    outputs = [("loss", result[0])]
+    for ident, term in metrics:
+        if ident.name in [n for n, _ in outputs] or ident.name in ("grad_norm", "lr"):
+            lower.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span,
+                             help="every train call has the metrics `loss`, `grad_norm` and `lr`")
+        outputs.append((ident.name, term))
+    for name, term in outputs:
+        if term.level != "batch":
+            kind = "loss" if name == "loss" else "metric"
+            lower.errors.add("RL0201", f"a {kind} must be one number, not a {term.level} value", term.span,
+                             f"this is a {term.level} value", help="reduce it over the batch, for instance `mean(x)`")
+    if len(lower.errors.found) == before:
+        _exact(outputs, fresh, lower.errors)
+    return BAD if len(lower.errors.found) > before else outputs
+
+
+def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUse,
+           errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
+    has = OUTPUTS[head]
+    if not decl.fresh:
+        return errors.add("RL0204", f"the loss `{decl.name.name}` takes no output of the model", use.span,
+                          labels=(Label(decl.span, "declared here"),),
+                          help="write the outputs before `;`, for instance `loss f(logprobs: token; adv: token)`")
+    if len(frames) == 1:
+        pairs = [(p, frames[0], p.name.name) for p in decl.fresh]
+    elif len(frames) == len(decl.fresh):
+        pairs = [(p, f, next(iter(has))) for p, f in zip(decl.fresh, frames)]
+    else:
+        return errors.add("RL0204", f"the loss `{decl.name.name}` takes {len(decl.fresh)} outputs of the model, "
+                          f"and {len(frames)} batches are trained on", use.span,
+                          help="with two batches, one output stands for each")
+    bad = False
+    for param, _, what in pairs:
+        declared = param.level.name if param.level else "batch"
+        if what not in has:
+            errors.add("RL0206", f"a {head} has no output `{what}`", use.span, f"`{decl.name.name}` needs it",
+                       labels=(Label(param.span, "declared here"),), help=f"its outputs: {', '.join(has)}")
+            bad = True
+        elif declared != has[what]:
+            errors.add("RL0201", f"`{what}` of a {head} is a {has[what]} value, not a {declared} value", param.span,
+                       help=f"declare `{param.name.name}: {has[what]}`")
+            bad = True
+    return BAD if bad else tuple((p.name.name, f.id, what) for p, f, what in pairs)
+
+
+# ------------------------------------------------------------------------------------------------ exactness
+
+PURE, LOCAL, AFFINE, NONLINEAR = range(4)  # no fresh value; fresh, below batch; sums of reductions; other
+
+
+def _exact(outputs: list[tuple[str, Term]], fresh: set[str], errors: Errors) -> None:
+    """Every output may be added up over micro-batches: reductions of fresh values enter finer arithmetic nowhere, and
+    the loss is affine in them."""
+    state: dict[int, int] = {}
+    breaks: dict[int, Term] = {}
+    for term in walk([t for _, t in outputs]):
+        below = [state[id(a)] for a in term.args]
+        found = _classify(term, below, fresh, errors)
+        if found is None:
+            return
+        state[id(term)] = found
+        if found == NONLINEAR:
+            inner = [breaks[id(a)] for a in term.args if id(a) in breaks]
+            breaks[id(term)] = inner[0] if inner else term
+    name, loss = outputs[0]
+    if state[id(loss)] == NONLINEAR:
+        errors.add("RL0209", "a loss must be a sum of batch-level reductions", breaks[id(loss)].span,
+                   "this is not linear in them, so micro-batches would not add up",
+                   help="move the arithmetic inside the reduction, or compute constants in the flow")
+    elif state[id(loss)] == PURE:
+        errors.add("RL0209", "this loss does not depend on the model being trained", loss.span)
+
+
+def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> int | None:
+    """None after an error."""
+    worst = max(below, default=PURE)
+    if term.op == "input":
+        return LOCAL if term.name in fresh else PURE
+    if term.op == "py":
+        errors.add("RL0210", "a Python function inside a loss", term.span, help="call it in the flow")
+        return None
+    if dict(term.attrs).get("to") is not None:
+        to = dict(term.attrs)["to"]
+        if to == "prompt":
+            errors.add("RL0210", "a reduction by prompt inside a loss", term.span,
+                       "a minibatch need not hold all sequences of a prompt",
+                       help="compute it in the flow and pass the result")
+            return None
+        if to == "batch" and worst == PURE:
+            errors.add("RL0210", "a reduction of data over the batch inside a loss", term.span,
+                       "no output of the model is in it", help="compute it in the flow and pass the result")
+            return None
+        if to == "batch":
+            return AFFINE if term.op in ("sum", "mean", "count") else NONLINEAR
+        return worst
+    if term.level != "batch":
+        if worst >= AFFINE:
+            culprit = next(a for a, b in zip(term.args, below) if b >= AFFINE)
+            errors.add("RL0209", "a reduction over the batch is used again for each element", culprit.span,
+                       "its value is known only after all micro-batches",
+                       help="use data computed in the flow instead")
+            return None
+        return worst
+    return _linear(term, below, worst)
+
+
+def _linear(term: Term, below: list[int], worst: int) -> int:
+    if worst in (PURE, NONLINEAR):
+        return worst
+    match term.op:
+        case "add" | "sub" | "neg" | "stop_gradient":
+            return AFFINE
+        case "mul":
+            return AFFINE if below.count(AFFINE) == 1 else NONLINEAR
+        case "div":
+            return AFFINE if below[1] == PURE else NONLINEAR
+        case "where":
+            return AFFINE if below[0] == PURE else NONLINEAR
+    return NONLINEAR
+
+
+def check_alone(decl: ast.LossDecl, lower: Lower, scope_of: Callable[[tuple[ast.Parameter, ...]], Scope]) -> None:
+    """Check a loss that nothing calls, over generic inputs."""
+    scope = scope_of(decl.fresh + decl.data)
+    check_body(decl, scope, {p.name.name for p in decl.fresh}, lower)
+
+
+def generic(params: tuple[ast.Parameter, ...], frame: Frame, lower: Lower, scope: Scope) -> Scope:
+    """Parameters as inputs over one frame; plain ones with a default are that constant."""
+    for p in params:
+        value: Term | Bad
+        level = lower.level(p.level) if p.level else "batch"
+        if p.level is None and p.default is not None:
+            value = lower.constant(p.default, scope)
+        elif level is None:
+            value = BAD
+        else:
+            value = input_(p.name.name, level, lower.spaces.of(frame, level), p.span)
+        lower.bind(p.name, const(value.value, p.span) if isinstance(value, Term) and value.constant else
+                   cast(Term, value), scope)
+    return scope

@@ -1,0 +1,366 @@
+"""From expressions of the syntax tree to typed Terms: names, operators, built-in calls and inlined functions.
+
+In: an expression and a Scope. Out: a Meaning; BAD where a message was given. Functions are inlined, so a program has
+no calls left but those of models, which `calls` (given by the flow) takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from rldsl.diag import Label
+from rldsl.plan.expr import LEVELS, Level, Scalar
+from rldsl.semantics.arguments import accept, bind
+from rldsl.semantics.errors import BAD, Bad, Errors, suggest
+from rldsl.semantics.levels import Spaces, depth
+from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, UNARY_CALLS, Operators
+from rldsl.semantics.terms import Term, const
+from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, LossUse, Meaning, MeshValue, ModelRef,
+                                    Module, Pairs, PyRef, Several, describe)
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+
+@dataclass(slots=True)
+class Scope:
+    """Names in sight: those of this block, of the enclosing ones, then of the module."""
+
+    module: Module
+    parent: "Scope | None" = None
+    names: dict[str, Meaning] = field(default_factory=dict)
+
+    def find(self, name: str) -> Meaning | None:
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return scope.names[name]
+            scope = scope.parent
+        return self.module.names.get(name)
+
+    def known(self) -> set[str]:
+        return set(self.names) | (self.parent.known() if self.parent else set(self.module.names))
+
+
+Calls = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
+
+
+class Lower:
+    """The evaluator. fields: FrameRef, field -> Term, the values that a frame carries by itself (logprobs, finished)."""
+
+    def __init__(self, spaces: Spaces, errors: Errors, prelude: Module):
+        self.spaces = spaces
+        self.errors = errors
+        self.prelude = prelude
+        self.ops = Operators(spaces, errors)
+        self.calls: Calls | None = None
+        self.active: list[ast.FnDecl] = []
+
+    # ------------------------------------------------------------------------------------------ expressions
+
+    def eval(self, expr: ast.Expr, scope: Scope) -> Meaning:
+        match expr:
+            case ast.Number(value=value) | ast.String(value=value) | ast.Bool(value=value):
+                return const(value, expr.span)
+            case ast.ListOf(items=items):
+                values = [self.constant(i, scope) for i in items]
+                good = tuple(v for v in values if isinstance(v, Term))
+                return Items(good, expr.span) if len(good) == len(values) else BAD
+            case ast.Name():
+                return self.name(expr, scope)
+            case ast.Attribute():
+                return self.attribute(expr, scope)
+            case ast.Unary(op=op, operand=operand):
+                arg = self.term(operand, scope)
+                return arg if isinstance(arg, Bad) else self.ops.apply("neg" if op == "-" else "not", (arg,), expr.span)
+            case ast.Binary(op=op, left=left, right=right):
+                a, b = self.term(left, scope), self.term(right, scope)
+                return BAD if isinstance(a, Bad) or isinstance(b, Bad) else self.ops.apply(INFIX[op], (a, b), expr.span)
+            case ast.Call():
+                return self.call(expr, scope)
+            case ast.Range():
+                return self.errors.add("RL0203", "a range outside `mesh(...)`", expr.span)
+        raise AssertionError(expr)
+
+    def term(self, expr: ast.Expr, scope: Scope) -> Term | Bad:
+        """A value that arithmetic can use."""
+        value = self.eval(expr, scope)
+        if isinstance(value, (Term, Bad)):
+            return value
+        help_ = "take one of its values, for instance `.logprobs`" if isinstance(value, FrameRef) else ""
+        return self.errors.add("RL0203", f"expected a value, found {describe(value)}", expr.span, help=help_)
+
+    def constant(self, expr: ast.Expr, scope: Scope) -> Term | Bad:
+        value = self.term(expr, scope)
+        if isinstance(value, Term) and not value.constant:
+            return self.errors.add("RL0211", "a constant is required here", expr.span,
+                                   f"this is {describe(value)}, known only at run time")
+        return value
+
+    def name(self, expr: ast.Name, scope: Scope) -> Meaning:
+        found = scope.find(expr.name)
+        if found is None:
+            found = self.prelude.names.get(expr.name)
+        if found is not None:
+            # a constant is underlined where it is used
+            return const(found.value, expr.span) if isinstance(found, Term) and found.constant else found
+        known = scope.known() | set(self.prelude.names) | NAMES
+        label = "built-in functions are called: put arguments after it" if expr.name in NAMES else "not bound here"
+        return self.errors.add("RL0101", f"unknown name `{expr.name}`", expr.span, label,
+                               help=suggest(expr.name, known - {expr.name}))
+
+    def attribute(self, expr: ast.Attribute, scope: Scope) -> Meaning:
+        owner, what = self.eval(expr.value, scope), expr.name.name
+        fields: dict[str, Meaning] = {}
+        match owner:
+            case Bad():
+                return BAD
+            case Pairs(chosen=chosen, rejected=rejected):
+                fields = {"chosen": chosen, "rejected": rejected}
+            case FrameRef(frame=f, kind="generated"):
+                fields = {"logprobs": Term("input", (), "token", f.id, "f32", expr.span,
+                                           (("name", f"{f.id}.logprobs"),)),
+                          "finished": Term("input", (), "seq", f.rows, "bool", expr.span,
+                                           (("name", f"{f.id}.finished"),))}
+        if what in fields:
+            return fields[what]
+        help_ = suggest(what, fields)
+        if isinstance(owner, ModelRef):
+            help_ = f"call it: `{owner.name}.{what}(...)`"
+        return self.errors.add("RL0112", f"{describe(owner)} has no value `{what}`", expr.name.span, help=help_)
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    def call(self, expr: ast.Call, scope: Scope) -> Meaning:
+        if isinstance(expr.func, ast.Attribute):
+            owner = self.eval(expr.func.value, scope)
+            if isinstance(owner, (ModelRef, DataRef)):
+                if self.calls is None:
+                    return self.errors.add("RL0212", "a model or data call outside the flow", expr.span,
+                                           help="make the call in the flow and pass its result as an argument")
+                return self.calls(owner, expr, scope)
+            if isinstance(owner, Bad):
+                return BAD
+            return self.errors.add("RL0112", f"{describe(owner)} has no call `{expr.func.name.name}`",
+                                   expr.func.name.span)
+        if not isinstance(expr.func, ast.Name):
+            return self.errors.add("RL0203", "this cannot be called", expr.func.span)
+        name = expr.func.name
+        found = scope.find(name)
+        if found is None and name in NAMES:
+            return self.builtin(name, expr, scope)
+        if found is None and name == "mesh":
+            return self.mesh(expr, scope)
+        target = self.name(expr.func, scope)
+        if expr.by is not None and not isinstance(target, Bad):
+            return self.errors.add("RL0107", f"`{name}` takes no `by`", expr.by.span,
+                                   help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
+        match target:
+            case FnRef():
+                return self.inline(target, expr, scope)
+            case LossRef():
+                return self.loss_use(target, expr, scope)
+            case PyRef():
+                return self.python(target, expr, scope)
+            case Bad():
+                for arg in expr.args:  # their own mistakes are worth a message
+                    self.eval(arg.value, scope)
+                return BAD
+        return self.errors.add("RL0203", f"{describe(target)} cannot be called", expr.func.span)
+
+    def mesh(self, expr: ast.Call, scope: Scope) -> MeshValue | Bad:
+        """mesh(a:b) or mesh(n0:n1, d0:d1)."""
+        pairs: list[tuple[int, int]] = []
+        for arg in expr.args:
+            if not isinstance(arg.value, ast.Range):
+                return self.errors.add("RL0203", "`mesh` takes ranges", arg.span, help="write `mesh(0:8)`")
+            ends = [self.constant(e, scope) for e in (arg.value.start, arg.value.stop)]
+            numbers = [e.value for e in ends if isinstance(e, Term)]
+            if len(numbers) < 2:
+                return BAD
+            a, b = numbers
+            if not (type(a) is int and type(b) is int and 0 <= a < b):
+                return self.errors.add("RL0205", "an empty or impossible range", arg.value.span,
+                                       help="`a:b` holds a, a+1, ..., b-1 and needs 0 <= a < b")
+            pairs.append((a, b))
+        if len(pairs) not in (1, 2):
+            return self.errors.add("RL0204", f"`mesh` takes one or two ranges, not {len(pairs)}", expr.span)
+        return MeshValue(pairs[0] if len(pairs) == 2 else None, pairs[-1], expr.span)
+
+    def builtin(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
+        args: list[Meaning] = []
+        unbiased: Term | Bad | None = None
+        for arg in expr.args:
+            if arg.name is None:
+                args.append(self.eval(arg.value, scope))
+            elif name in ("std", "var") and arg.name.name == "unbiased":
+                unbiased = self.constant(arg.value, scope)
+            else:
+                return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
+        least, most = {"clip": (3, 3), "where": (3, 3), "discount": (2, 2), "at_end": (1, 2), "min": (1, 2),
+                       "max": (1, 2)}.get(name, (1, 1))
+        if not least <= len(args) <= most:
+            wanted = str(least) if least == most else f"{least} or {most}"
+            return self.errors.add("RL0204", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
+                                   f"not {len(args)}", expr.span)
+        if any(isinstance(a, Bad) for a in (*args, unbiased)):
+            return BAD
+        reducing = name in REDUCERS and len(args) == 1
+        if expr.by is not None and not reducing:
+            return self.errors.add("RL0107", f"`{name}` takes no `by` here", expr.by.span,
+                                   help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
+        if name in ("len", "next", "prev", "last", "at_end", "cumsum", "discount"):
+            return self.ops.sequence(name, args, expr.span)
+        for arg, tree in zip(args, (a for a in expr.args if a.name is None)):
+            if not isinstance(arg, Term):
+                return self.errors.add("RL0203", f"`{name}` needs values, found {describe(arg)}", tree.span)
+        terms = cast(tuple[Term, ...], tuple(args))
+        if reducing:
+            to = self.level(expr.by) if expr.by else "batch"
+            flag = unbiased.value if isinstance(unbiased, Term) else True
+            return BAD if to is None else self.ops.reduce(name, terms[0], to, expr.span, bool(flag))
+        if name == "clip":
+            low = self.ops.apply("max", terms[:2], expr.span)
+            return BAD if isinstance(low, Bad) else self.ops.apply("min", (low, terms[2]), expr.span)
+        assert name in UNARY_CALLS or name in ("where", "min", "max")
+        return self.ops.apply(name, terms, expr.span)
+
+    def level(self, ident: ast.Ident) -> Level | None:
+        if ident.name in LEVELS:
+            return cast(Level, ident.name)
+        self.errors.add("RL0101", f"unknown level `{ident.name}`", ident.span, help=f"levels: {', '.join(LEVELS)}")
+        return None
+
+    def python(self, ref: PyRef, expr: ast.Call, scope: Scope) -> Meaning:
+        """A user's function over the rows of its first argument; the others must be where those come from."""
+        args = [self.eval(a.value, scope) for a in expr.args]
+        if any(isinstance(a, Bad) for a in args):
+            return BAD
+        if len(args) != len(ref.params) or any(a.name is not None for a in expr.args):
+            return self.errors.add("RL0204", f"`{ref.id}` takes {len(ref.params)} arguments ({', '.join(ref.params)}) "
+                                   "by position", expr.span)
+        for arg, tree in zip(args, expr.args):
+            if not isinstance(arg, FrameRef):
+                return self.errors.add("RL0203", f"a Python function takes sequences, found {describe(arg)}",
+                                       tree.span, help="pass the generated batch and its prompts")
+        frames = [a.frame for a in args if isinstance(a, FrameRef)]
+        for other, tree in zip(frames[1:], expr.args[1:]):
+            if other.prompts != frames[0].prompts:
+                return self.errors.add("RL0202", f"`{other.id}` is not where `{frames[0].id}` comes from", tree.span)
+        space = self.spaces.of(frames[0], ref.returns)
+        return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
+
+    # ------------------------------------------------------------------------------- functions and losses
+
+    def arguments(self, decl: ast.FnDecl | ast.LossDecl, params: tuple[ast.Parameter, ...], module: Module,
+                  expr: ast.Call, scope: Scope) -> tuple[dict[str, Term], dict[str, Span]] | Bad:
+        """Arguments and defaults by parameter name, levels not yet checked."""
+        given = bind(decl.name.name, params, expr, self.errors)
+        if isinstance(given, Bad):
+            return BAD
+        values: dict[str, Term] = {}
+        spans: dict[str, Span] = {}
+        bad = False
+        for param in params:
+            tree = given.get(param.name.name)
+            value = self.term(tree, scope) if tree else self.constant(cast(ast.Expr, param.default), Scope(module))
+            if isinstance(value, Bad):
+                bad = True
+                continue
+            values[param.name.name], spans[param.name.name] = value, tree.span if tree else expr.span
+        return BAD if bad else (values, spans)
+
+    def inline(self, ref: FnRef, expr: ast.Call, scope: Scope) -> Meaning:
+        decl, name = ref.decl, ref.decl.name.name
+        bound = self.arguments(decl, decl.params, ref.module, expr, scope)
+        if isinstance(bound, Bad) or name in ref.module.broken:
+            return BAD
+        if decl in self.active:
+            return self.errors.add("RL0217", f"`{name}` calls itself", expr.span,
+                                   help="functions are inlined, so they cannot be recursive")
+        values = accept(decl.params, *bound, self.ops, widen=False)
+        if isinstance(values, Bad):
+            return BAD
+        inner = Scope(ref.module, names=dict(values))
+        self.active.append(decl)
+        self.errors.trail.append(expr.span)
+        result, _ = self.body(decl.body, inner, decl.name.span, "fn")
+        self.errors.trail.pop()
+        self.active.pop()
+        if result is None:
+            return BAD
+        if decl.returns and len(decl.returns) != len(result):
+            return self.errors.add("RL0204", f"`{name}` returns {len(result)} values and declares "
+                                   f"{len(decl.returns)}", decl.name.span)
+        for value, ident in zip(result, decl.returns):
+            level = self.level(ident)
+            if level is not None and depth(value.level) > depth(level):
+                return self.errors.add("RL0201", f"`{name}` declares {level} and returns {describe(value)}",
+                                       ident.span, labels=(Label(value.span, f"a {value.level} value"),))
+        return result[0] if len(result) == 1 else Several(result)
+
+    def loss_use(self, ref: LossRef, expr: ast.Call, scope: Scope) -> LossUse | Bad:
+        bound = self.arguments(ref.decl, ref.decl.data, ref.module, expr, scope)
+        if isinstance(bound, Bad) or ref.decl.name.name in ref.module.broken:
+            return BAD
+        return LossUse(ref, bound[0], bound[1], expr.span)
+
+    def body(self, statements: tuple[ast.Statement, ...], scope: Scope, span: Span,
+             kind: str) -> tuple[tuple[Term, ...] | None, list[tuple[ast.Ident, Term]]]:
+        """Statements of a fn or loss: the returned values (None after an error) and the metrics."""
+        metrics: list[tuple[ast.Ident, Term]] = []
+        result: tuple[Term, ...] | None = None
+        returned = False
+        for s in statements:
+            match s:
+                case _ if returned:
+                    self.errors.add("RL0212", "nothing can follow `return`", s.span)
+                case ast.Assign(clause=None):
+                    self.assign(s, self.eval(s.value, scope), scope)
+                case ast.Metric(name=name, value=value) if kind == "loss":
+                    term = self.term(value, scope)
+                    if isinstance(term, Term):
+                        metrics.append((name, term))
+                case ast.Return(values=values):
+                    returned = True
+                    many = [self.eval(v, scope) for v in values]
+                    flat = [v for m in many for v in (m.values if isinstance(m, Several) else (m,))]
+                    for value in flat:
+                        if not isinstance(value, (Term, Bad)):
+                            self.errors.add("RL0203", f"a {kind} returns values, not {describe(value)}", s.span)
+                    terms = tuple(v for v in flat if isinstance(v, Term))
+                    result = terms if len(terms) == len(flat) else None
+                case _:
+                    self.errors.add("RL0212", f"this statement does not belong in a {kind}", s.span,
+                                    help="model calls, metrics of data, `save` and blocks stand in the flow")
+        if not returned:
+            self.errors.add("RL0212", f"this {kind} returns nothing", span, help="end it with `return ...`")
+        return result, metrics
+
+    def assign(self, s: ast.Assign, value: Meaning, scope: Scope) -> tuple[Meaning, ...]:
+        """Bind the targets in this block; returns their values."""
+        values: tuple[Meaning, ...] = value.values if isinstance(value, Several) else (value,)
+        if isinstance(value, Bad):
+            values = (BAD,) * len(s.targets)
+        elif len(values) != len(s.targets):
+            self.errors.add("RL0204", f"{len(s.targets)} names for {len(values)} values", s.span)
+            values = (BAD,) * len(s.targets)
+        for ident, v in zip(s.targets, values):
+            self.bind(ident, v, scope)
+        return values
+
+    def bind(self, ident: ast.Ident, value: Meaning, scope: Scope) -> None:
+        if ident.name in scope.names:
+            self.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span, "bound before",
+                            help="a name has one value; choose another name")
+            return
+        scope.names[ident.name] = value
+
+    def scalar(self, expr: ast.Expr, scope: Scope) -> Scalar | tuple[Scalar, ...] | Bad:
+        """The value of a constant expression, or of a list of them."""
+        if isinstance(expr, ast.ListOf):
+            items = self.eval(expr, scope)
+            return tuple(t.value for t in items.items) if isinstance(items, Items) else BAD
+        term = self.constant(expr, scope)
+        return term.value if isinstance(term, Term) else BAD

@@ -1,0 +1,180 @@
+"""Files and imports: from one syntax tree to the names of its module.
+
+`use std.ppo (...)` reads the library inside this package, `use "file.rlf" (...)` a file beside the importing one, and
+`use py "file.py" (...)` records a Python file without importing it. Circular imports are errors.
+"""
+
+from __future__ import annotations
+
+import ast as python
+import os
+from collections.abc import Callable
+from hashlib import sha256
+from importlib import resources
+from typing import cast
+
+from rldsl.diag import Failure
+from rldsl.plan.expr import LEVELS, Level
+from rldsl.plan.model import Function
+from rldsl.semantics.errors import BAD, Errors, suggest
+from rldsl.semantics.operators import NAMES
+from rldsl.semantics.values import FnRef, LossRef, Meaning, Module, PyRef
+from rldsl.source import SourceFile, Span
+from rldsl.syntax import ast
+
+Parse = Callable[[SourceFile], ast.File]
+Read = Callable[[str], str]
+LIBRARY = "rldsl.stdlib"
+RESERVED = NAMES | {"mesh"}
+
+
+def beside(importer: str, path: str) -> str:
+    """`path` as seen from the file `importer`, relative to the working directory when it lies below it."""
+    joined = os.path.normpath(os.path.join(os.path.dirname(importer), path))
+    if os.path.isabs(joined):
+        near = os.path.relpath(joined)
+        return joined if near.startswith(os.pardir) else near
+    return joined
+
+
+def library() -> list[str]:
+    """The modules of the standard library."""
+    return sorted(p.name[:-4] for p in resources.files(LIBRARY).iterdir() if p.name.endswith(".rlf"))
+
+
+class Modules:
+    """Loads modules, each once. sources: (name, sha256) of every .rlf read; functions: every Python function."""
+
+    def __init__(self, parse: Parse, read: Read, errors: Errors):
+        self.parse, self.read, self.errors = parse, read, errors
+        self.sources: list[tuple[str, str]] = []
+        self.functions: dict[str, Function] = {}
+        self.files: list[tuple[Module, ast.File]] = []
+        self._loaded: dict[str, Module | None] = {}
+        self._open: list[str] = []
+
+    def main(self, file: ast.File) -> Module:
+        """The module of the program itself: its imports, functions and losses."""
+        return self._fill(file, file.source.name, main=True)
+
+    def prelude(self) -> Module:
+        """stdlib/prelude.rlf, whose names are always in scope."""
+        return self._module("std.prelude", "", Span(SourceFile("std.prelude", ""), 0, 0)) or Module("std.prelude")
+
+    def _module(self, module: str, importer: str, span: Span) -> Module | None:
+        standard = module.startswith("std.")
+        key = f"std/{module[4:]}.rlf" if standard else beside(importer, module)
+        if key in self._open:
+            circle = " -> ".join([*self._open[self._open.index(key):], key])
+            self.errors.add("RL0105", "modules import each other in a circle", span, circle)
+            return None
+        if key in self._loaded:
+            return self._loaded[key]
+        if not standard and not module.endswith(".rlf"):
+            self.errors.add("RL0103", f"there is no module `{module}`", span,
+                            help='write `use std.NAME (...)` or `use "file.rlf" (...)`')
+            return None
+        try:
+            if standard:
+                if module[4:] not in library():
+                    self.errors.add("RL0103", f"there is no module `{module}`", span,
+                                    help=suggest(module[4:], library()))
+                    return None
+                text = (resources.files(LIBRARY) / f"{module[4:]}.rlf").read_text("utf-8")
+            else:
+                text = self.read(key)
+        except (OSError, UnicodeDecodeError) as error:
+            self.errors.add("RL0103", f"cannot read `{key}`", span, _reason(error),
+                            help="paths are relative to the importing file")
+            return None
+        self._loaded[key] = None
+        try:
+            file = self.parse(SourceFile(key, text))
+        except Failure as failure:
+            self.errors.take(failure)
+            return None
+        self._loaded[key] = filled = self._fill(file, key, main=False)
+        return filled
+
+    def _fill(self, file: ast.File, key: str, main: bool) -> Module:
+        self._open.append(key)
+        self.sources.append((key, sha256(file.source.text.encode()).hexdigest()))
+        module = Module(key)
+        if not key.startswith("std/"):
+            self.files.append((module, file))
+        for item in file.items:
+            match item:
+                case ast.Use():
+                    self._use(module, item)
+                case ast.UsePy():
+                    self._use_py(module, item)
+                case ast.FnDecl():
+                    self.bind(module, item.name, FnRef(item, module))
+                case ast.LossDecl():
+                    self.bind(module, item.name, LossRef(item, module))
+                case _ if not main:
+                    self.errors.add("RL0108", "a module holds only `use`, `fn` and `loss`", item.span,
+                                    help="move this to the program")
+        self._open.pop()
+        return module
+
+    def bind(self, module: Module, ident: ast.Ident, value: Meaning) -> None:
+        """Give a name its one meaning in a module."""
+        name = ident.name
+        if name in RESERVED:
+            self.errors.add("RL0111", f"`{name}` is built in", ident.span, help="choose another name")
+        elif name in module.names:
+            self.errors.add("RL0102", f"`{name}` is bound twice", ident.span,
+                            help=f"the first is at {module.bound_at[name]}")
+        else:
+            module.names[name] = value
+            module.bound_at[name] = ident.span
+
+    def _use(self, module: Module, use: ast.Use) -> None:
+        other = self._module(use.module, module.name, use.span)
+        for ident in use.names:
+            if other is None:
+                self.bind(module, ident, BAD)
+            elif ident.name in other.names:
+                self.bind(module, ident, other.names[ident.name])
+            else:
+                self.errors.add("RL0104", f"`{use.module}` has no `{ident.name}`", ident.span,
+                                help=suggest(ident.name, other.names))
+                self.bind(module, ident, BAD)
+
+    def _use_py(self, module: Module, use: ast.UsePy) -> None:
+        path = beside(module.name, use.path)
+        tree, digest = None, ""
+        try:
+            text = self.read(path)
+            digest = sha256(text.encode()).hexdigest()
+            tree = python.parse(text)
+        except (OSError, UnicodeDecodeError) as error:
+            self.errors.add("RL0110", f"cannot read the Python file `{path}`", use.span, _reason(error),
+                            help="paths are relative to the .rlf file")
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            self.errors.add("RL0110", f"`{path}` is not valid Python", use.span,
+                            f"line {line}: {getattr(error, 'msg', error)}" if line else str(error))
+        defined = {n.name for n in tree.body if isinstance(n, python.FunctionDef)} if tree else set()
+        for fn in use.functions:
+            level = fn.returns.name
+            if level not in LEVELS or level == "batch":
+                self.errors.add("RL0201", f"a Python function cannot return `{level}`", fn.returns.span,
+                                help="it returns seq, token or prompt")
+                self.bind(module, fn.name, BAD)
+            elif tree is None or fn.name.name not in defined:
+                if tree is not None:
+                    self.errors.add("RL0110", f"`{path}` defines no function `{fn.name.name}`", fn.name.span,
+                                    help=suggest(fn.name.name, defined))
+                self.bind(module, fn.name, BAD)
+            else:
+                key = fn.name.name
+                if key in self.functions and self.functions[key].path != path:
+                    key = f"{path}:{key}"
+                self.functions[key] = Function(key, path, fn.name.name, digest, cast(Level, level))
+                self.bind(module, fn.name, PyRef(key, tuple(p.name for p in fn.params), cast(Level, level)))
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

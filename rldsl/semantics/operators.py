@@ -1,0 +1,184 @@
+"""The operators of the language on Terms: level, space and type rules, constant folding.
+
+In: typed arguments. Out: a Term made of exactly the operators of plan/expr.py, or BAD with one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rldsl.diag import Label
+from rldsl.plan.expr import Level
+from rldsl.plan.model import Frame
+from rldsl.semantics.errors import BAD, Bad, Errors
+from rldsl.semantics.levels import Spaces, depth
+from rldsl.semantics.terms import Term, const, fold
+from rldsl.semantics.values import FrameRef, Meaning, describe
+from rldsl.source import Span
+
+INFIX = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
+         "==": "eq", "!=": "ne", "and": "and", "or": "or"}
+UNARY_CALLS = ("exp", "log", "sqrt", "abs", "sigmoid", "logsigmoid", "stop_gradient")
+REDUCERS = ("sum", "mean", "std", "var", "count", "min", "max")
+NAMES = frozenset({*UNARY_CALLS, *REDUCERS, "clip", "where", "next", "prev", "last", "at_end", "cumsum", "discount",
+                   "len"})
+BOOLEAN = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"})
+
+
+class Operators:
+    """Builds terms over the frames of `spaces`."""
+
+    def __init__(self, spaces: Spaces, errors: Errors):
+        self.spaces = spaces
+        self.errors = errors
+
+    # ------------------------------------------------------------------------------------------ elementwise
+
+    def apply(self, op: str, args: tuple[Term, ...], span: Span) -> Term | Bad:
+        """An elementwise operator, with broadcasting and folding."""
+        if not self._types(op, args, span):
+            return BAD
+        if all(a.constant for a in args):
+            try:
+                return const(fold(op, args), span)
+            except (ArithmeticError, ValueError) as error:
+                return self.errors.add("RL0214", "this constant has no value", span, str(error))
+        met = self.spaces.join(args)
+        if isinstance(met[0], Term):
+            return self._mixed(met, span)  # type: ignore[arg-type]
+        level, space = met
+        if op == "where" and args[0].constant:
+            chosen = args[1] if args[0].value else args[2]
+            if (chosen.level, chosen.space) == (level, space):
+                return chosen
+        dtype = "bool" if op in BOOLEAN else args[-1].dtype if op in ("where", "stop_gradient") else "f32"
+        return Term(op, args, level, str(space), dtype, span)
+
+    def _types(self, op: str, args: tuple[Term, ...], span: Span) -> bool:
+        for arg in args:
+            if arg.dtype == "text" and not (op in ("add", "eq", "ne") and all(a.dtype == "text" for a in args)):
+                self.errors.add("RL0203", "arithmetic on a text", arg.span, "this is a text")
+                return False
+        kinds = [a.dtype == "bool" for a in args]
+        if op in ("and", "or", "not") and not all(kinds) or op == "where" and not kinds[0]:
+            wrong = args[kinds.index(False)]
+            word = "where" if op == "where" else op
+            self.errors.add("RL0203", f"`{word}` needs a condition", wrong.span, "this is a number",
+                            help="compare it with something, for instance `x > 0`")
+            return False
+        if op == "where" and kinds[1] != kinds[2]:
+            self.errors.add("RL0203", "`where` chooses between a number and a condition", span)
+            return False
+        if op not in ("and", "or", "not", "where", "eq", "ne") and kinds and all(kinds):
+            self.errors.add("RL0203", "arithmetic on conditions only", span, "these are true or false",
+                            help="turn a condition into a number with `where(c, 1, 0)`")
+            return False
+        return True
+
+    def _mixed(self, pair: tuple[Term, Term], span: Span) -> Bad:
+        a, b = pair
+        return self.errors.add(
+            "RL0202", f"values of {self.spaces.shown(a)} and {self.spaces.shown(b)} cannot be combined", span,
+            "these range over different frames",
+            labels=(Label(a.span, f"{a.level} value of {self.spaces.shown(a)}"),
+                    Label(b.span, f"{b.level} value of {self.spaces.shown(b)}")),
+            help="reduce both to a level that they share, for instance with `sum(x by seq)` or `mean(x)`")
+
+    # ------------------------------------------------------------------------------------------- reductions
+
+    def reduce(self, name: str, x: Term, to: Level, span: Span, unbiased: bool = True) -> Term | Bad:
+        """`name(x by to)`. Standard deviation and variance become sums: sum((x-mean)^2) / max(count-1, 1)."""
+        if depth(to) >= depth(x.level):
+            what = "a constant" if x.constant else f"a {x.level} value"
+            return self.errors.add("RL0208", f"`{name}` by {to} of {what}", x.span,
+                                   f"nothing is finer than {to} here", help="a reduction goes from a finer level to "
+                                   "a coarser one: batch < prompt < seq < token")
+        if name in ("std", "var"):
+            return self._variance(name, x, to, span, unbiased)
+        op = {"min": "amin", "max": "amax"}.get(name, name)
+        space = self.spaces.coarser(x.level, x.space, to)
+        return Term(op, (x,), to, space, "f32", span, (("to", to),))
+
+    def _variance(self, name: str, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
+        def go(op: str, *args: Term | Bad) -> Term | Bad:
+            return BAD if any(isinstance(a, Bad) for a in args) else self.apply(op, args, span)  # type: ignore
+
+        mean, count = self.reduce("mean", x, to, span), self.reduce("count", x, to, span)
+        centred = go("sub", x, mean)
+        square = go("mul", centred, centred)
+        if isinstance(square, Bad):
+            return BAD
+        total = self.reduce("sum", square, to, span)
+        one = const(1.0, span)
+        number = go("max", go("sub", count, one), one) if unbiased else go("max", count, one)
+        var = go("div", total, number)
+        return go("sqrt", var) if name == "std" else var
+
+    # -------------------------------------------------------------------------------------------- sequences
+
+    def sequence(self, name: str, args: list[Meaning], span: Span) -> Term | Bad:
+        if name == "len":
+            ref = args[0]
+            if not isinstance(ref, FrameRef):
+                return self._kind("len", "sequences, such as a generated batch", ref, span)
+            return Term("len", (), "seq", ref.frame.rows, "f32", span, (("frame", ref.frame.id),))
+        x = args[0]
+        if not isinstance(x, Term):
+            return self._kind(name, "a value", x, span)
+        if name == "at_end":
+            return self._at_end(x, args[1:], span)
+        if x.level != "token":
+            return self.errors.add("RL0201", f"`{name}` needs a token value", x.span, f"this is {describe(x)}",
+                                   help="`at_end(x)` puts a seq value at the last token" if x.level == "seq" else "")
+        if name == "discount":
+            g = args[1]
+            if not isinstance(g, Term):
+                return self._kind("discount", "a number as its second argument", g, span)
+            if g.level != "batch":
+                return self.errors.add("RL0201", "the factor of `discount` must be one number", g.span,
+                                       f"this is {describe(g)}")
+            return Term("discount", (x, g), "token", x.space, "f32", span)
+        if name == "last":
+            return Term("last", (x,), "seq", self.spaces.coarser("token", x.space, "seq"), x.dtype, span)
+        return Term(name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span)
+
+    def _at_end(self, x: Term, rest: list[Meaning], span: Span) -> Term | Bad:
+        if x.level != "seq":
+            return self.errors.add("RL0201", "`at_end` needs a seq value", x.span, f"this is {describe(x)}")
+        frames = self.spaces.over("seq", x.space)
+        if rest:
+            if not isinstance(rest[0], FrameRef):
+                return self._kind("at_end", "sequences as its second argument", rest[0], span)
+            frames = tuple(f for f in frames if f.id == rest[0].frame.id)
+        if len(frames) != 1:
+            names = ", ".join(f"`{f.id}`" for f in self.spaces.over("seq", x.space))
+            return self.errors.add("RL0202", f"`at_end` cannot tell which sequences are meant: {names}", span,
+                                   help="name them: `at_end(x, pair.chosen)`")
+        return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),))
+
+    def _kind(self, name: str, wanted: str, got: Meaning, span: Span) -> Bad:
+        if isinstance(got, Bad):
+            return BAD
+        return self.errors.add("RL0203", f"`{name}` needs {wanted}", span, f"given {describe(got)}")
+
+    # -------------------------------------------------------------------------------------------- broadcast
+
+    def widen(self, x: Term, level: Level, frame: Frame) -> Term:
+        """x, repeated to `level` over `frame`: x + 0 of that level, as no operator of the plan broadcasts alone."""
+        zero = self._zeros(level, frame, x.span)
+        if x.dtype == "bool":
+            never = Term("lt", (zero, const(0.0, x.span)), zero.level, zero.space, "bool", x.span)
+            return Term("or", (x, never), zero.level, zero.space, "bool", x.span)
+        return Term("add", (x, zero), zero.level, zero.space, "f32", x.span)
+
+    def _zeros(self, level: Level, frame: Frame, span: Span) -> Term:
+        length = Term("len", (), "seq", frame.rows, "f32", span, (("frame", frame.id),))
+        seq = Term("mul", (length, const(0.0, span)), "seq", frame.rows, "f32", span)
+        if level == "token":
+            return Term("at_end", (seq,), "token", frame.id, "f32", span, (("frame", frame.id),))
+        if level == "prompt":
+            return Term("sum", (seq,), "prompt", frame.prompts, "f32", span, (("to", "prompt"),))
+        return seq
+
+
+Builder = Callable[[str, tuple[Term, ...], Span], Term | Bad]

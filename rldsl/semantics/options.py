@@ -1,0 +1,132 @@
+"""Options of calls and declarations: one table row for each, checked in one place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rldsl.plan.expr import Scalar
+from rldsl.semantics.errors import BAD, Bad, suggest
+from rldsl.semantics.lower import Lower, Scope
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+Value = Scalar | tuple[Scalar, ...] | None
+Kind = Literal["int", "float", "bool", "text", "texts", "floats"]
+SHOWN = {"int": "a whole number", "float": "a number", "bool": "true or false", "text": "a text",
+         "texts": "a text or a list of texts", "floats": "a list of numbers"}
+
+
+@dataclass(frozen=True, slots=True)
+class Opt:
+    """low <= value <= high (low < value when `above`; value < high when `below`). choices: the words allowed, which
+    may be written bare. needed: has no default."""
+
+    kind: Kind
+    default: Value = None
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    choices: tuple[str, ...] = ()
+    needed: bool = False
+
+    def range(self) -> str:
+        parts = []
+        if self.low > -math.inf:
+            parts.append(f"more than {self.low:g}" if self.above else f"at least {self.low:g}")
+        if self.high < math.inf:
+            parts.append(f"less than {self.high:g}" if self.below else f"at most {self.high:g}")
+        return " and ".join(parts)
+
+
+_FRACTION = Opt("float", 0.0, 0, 1)
+ADAMW = {
+    "lr": Opt("float", low=0, needed=True), "betas": Opt("floats", (0.9, 0.999), 0, 1, below=True),
+    "eps": Opt("float", 1e-8, 0, above=True), "weight_decay": Opt("float", 0.0, 0), "warmup": Opt("float", 0.0, 0),
+    "schedule": Opt("text", "constant", choices=("constant", "linear", "cosine")), "min_lr_ratio": _FRACTION,
+    "clip_grad": Opt("float", 1.0, 0),
+}
+MODEL = {"dtype": Opt("text", "float32", choices=("float32", "bfloat16"))}
+COLUMNS = ("prompt", "answer", "chosen", "rejected")
+DATA = {
+    "batch": Opt("int", low=1, needed=True), "max_prompt_tokens": Opt("int", 512, 1),
+    "max_answer_tokens": Opt("int", 512, 1), "shuffle": Opt("bool", True),
+    "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), **{c: Opt("text", c) for c in COLUMNS},
+}
+GENERATE = {
+    "n": Opt("int", 1, 1), "max_new_tokens": Opt("int", 256, 1), "min_new_tokens": Opt("int", 0, 0),
+    "temperature": Opt("float", 1.0, 0, above=True), "top_p": Opt("float", 1.0, 0, 1, above=True),
+    "top_k": Opt("int", 0, 0), "greedy": Opt("bool", False), "stop": Opt("texts", ()),
+}
+TRAIN = {"minibatches": Opt("int", 1, 1), "epochs": Opt("int", 1, 1), "shuffle": Opt("bool", True)}
+FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0)}
+CLUSTER = {"nodes": Opt("int", 1, 1), "gpus": Opt("int", low=1, needed=True),
+           "memory_gb": Opt("float", 80.0, 0, above=True)}
+
+
+def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: str, span: Span, lower: Lower,
+         scope: Scope) -> dict[str, Value] | Bad:
+    """All options of `table`, with their defaults. `what`: whose options they are, for messages."""
+    out: dict[str, Value] = {k: o.default for k, o in table.items()}
+    seen: set[str] = set()
+    bad = False
+    for ident, expr in given:
+        name = ident.name
+        if name not in table:
+            lower.errors.add("RL0107", f"{what} has no option `{name}`", ident.span, help=suggest(name, table))
+            bad = True
+            continue
+        if name in seen:
+            lower.errors.add("RL0215", f"`{name}` is given twice", ident.span)
+        seen.add(name)
+        option = table[name]
+        if isinstance(expr, ast.Name) and expr.name in option.choices and scope.find(expr.name) is None:
+            out[name] = expr.name
+            continue
+        value = lower.scalar(expr, scope)
+        checked = BAD if isinstance(value, Bad) else check(name, option, value, expr.span, lower)
+        bad |= isinstance(checked, Bad)
+        out[name] = None if isinstance(checked, Bad) else checked
+    missing = [k for k, o in table.items() if o.needed and k not in seen]
+    if missing:
+        lower.errors.add("RL0215", f"{what} needs `{'`, `'.join(missing)}`", span, help=f"write `{missing[0]}=...`")
+    return BAD if bad or missing else out
+
+
+def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span, lower: Lower) -> Value | Bad:
+    """One value against its row: type, then range or choice."""
+    typed = _typed(option.kind, value)
+    if isinstance(typed, Bad):
+        return lower.errors.add("RL0205", f"`{name}` must be {SHOWN[option.kind]}", span, f"this is {value!r}")
+    if option.choices and typed not in option.choices:
+        return lower.errors.add("RL0205", f"`{name}` cannot be {value!r}", span,
+                                help=f"one of: {', '.join(option.choices)}")
+    if option.kind == "floats" and name == "betas" and isinstance(typed, tuple) and len(typed) != 2:
+        return lower.errors.add("RL0205", "`betas` must be two numbers", span)
+    for number in typed if isinstance(typed, tuple) else (typed,):
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            low = number > option.low if option.above else number >= option.low
+            high = number < option.high if option.below else number <= option.high
+            if not (low and high):
+                hint = "write `greedy=true` to take the likeliest token" if name == "temperature" else ""
+                return lower.errors.add("RL0205", f"`{name}` must be {option.range()}", span, f"this is {number:g}",
+                                        help=hint)
+    return typed
+
+
+def _typed(kind: Kind, value: Scalar | tuple[Scalar, ...]) -> Value | Bad:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == "int":
+        whole = isinstance(value, float) and value.is_integer()
+        return int(value) if number and (isinstance(value, int) or whole) else BAD  # type: ignore[arg-type]
+    if kind == "float":
+        return float(value) if number else BAD  # type: ignore[arg-type]
+    if kind == "bool":
+        return value if isinstance(value, bool) else BAD
+    if kind == "text":
+        return value if isinstance(value, str) else BAD
+    items = value if isinstance(value, tuple) else (value,)
+    parts = [_typed("text" if kind == "texts" else "float", i) for i in items]
+    return BAD if any(isinstance(p, Bad) for p in parts) else tuple(parts)  # type: ignore[return-value]

@@ -1,0 +1,108 @@
+"""Typed expressions: what a source expression means once names, levels and constants are resolved.
+
+In: operators and typed arguments. Out: `Term`s, an immutable graph; `program` flattens some of them into a plan
+Program. Invariant: a term's level is at least as fine as that of each argument, unless it reduces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rldsl.plan.expr import Level, Node, Program, Scalar
+from rldsl.source import Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """One value. op, attrs, level, space: as plan.expr.Node. dtype: "f32", "bool", or "text" (constants only)."""
+
+    op: str
+    args: tuple["Term", ...]
+    level: Level
+    space: str
+    dtype: str
+    span: Span
+    attrs: tuple[tuple[str, Scalar], ...] = ()
+
+    @property
+    def constant(self) -> bool:
+        return self.op == "const"
+
+    @property
+    def value(self) -> Scalar:
+        """The scalar of a constant."""
+        return dict(self.attrs)["value"]
+
+    @property
+    def name(self) -> str:
+        """The name of an input."""
+        return str(dict(self.attrs)["name"])
+
+
+def const(value: Scalar, span: Span) -> Term:
+    dtype = "bool" if isinstance(value, bool) else "text" if isinstance(value, str) else "f32"
+    return Term("const", (), "batch", "", dtype, span, (("value", value),))
+
+
+def input_(name: str, level: Level, space: str, span: Span, dtype: str = "f32") -> Term:
+    return Term("input", (), level, space, dtype, span, (("name", name),))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+# How operators act on constants; the elementwise operators of plan.expr.
+FOLD: dict[str, Callable[..., Scalar]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
+    "neg": lambda a: -a, "pow": lambda a, b: a**b,
+    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
+    "and": lambda a, b: a and b, "or": lambda a, b: a or b, "not": lambda a: not a,
+    "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "abs": abs, "min": min, "max": max,
+    "sigmoid": _sigmoid, "logsigmoid": lambda a: min(a, 0.0) - math.log1p(math.exp(-abs(a))),
+    "where": lambda c, a, b: a if c else b, "stop_gradient": lambda a: a,
+}
+
+
+def fold(op: str, args: Sequence[Term]) -> Scalar:
+    """The result on constants. ArithmeticError or ValueError where there is none."""
+    result = FOLD[op](*(a.value for a in args))
+    if isinstance(result, complex) or (isinstance(result, float) and not math.isfinite(result)):
+        raise ValueError("no finite real result")
+    return result
+
+
+def walk(roots: Sequence[Term]) -> list[Term]:
+    """All terms below `roots`, arguments first, each once."""
+    seen: set[int] = set()
+    order: list[Term] = []
+
+    def visit(term: Term) -> None:
+        if id(term) not in seen:
+            seen.add(id(term))
+            for arg in term.args:
+                visit(arg)
+            order.append(term)
+
+    for root in roots:
+        visit(root)
+    return order
+
+
+def program(id_: str, outputs: Sequence[tuple[str, Term]], at: str = "") -> Program:
+    """Straight-line form; equal sub-expressions are computed once."""
+    nodes: list[Node] = []
+    known: dict[tuple[object, ...], int] = {}
+    index: dict[int, int] = {}
+    for term in walk([t for _, t in outputs]):
+        args = tuple(index[id(a)] for a in term.args)
+        # repr, for 1 == 1.0 == True
+        key = (term.op, args, term.level, term.space, repr(term.attrs))
+        if key not in known:
+            known[key] = len(nodes)
+            nodes.append(Node(term.op, args, term.level, term.space, term.attrs))
+        index[id(term)] = known[key]
+    return Program(id_, tuple(nodes), tuple((name, index[id(t)]) for name, t in outputs), at)

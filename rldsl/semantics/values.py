@@ -1,0 +1,137 @@
+"""What a name or an expression can stand for, besides a Term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rldsl.plan.expr import Level
+from rldsl.plan.model import Frame
+from rldsl.semantics.errors import Bad
+from rldsl.semantics.terms import Term
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of constants."""
+
+    items: tuple[Term, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRef:
+    """kind: "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs"."""
+
+    frame: Frame
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    chosen: FrameRef
+    rejected: FrameRef
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    name: str
+    kind: str
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DataRef:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Results of a function that returns more than one."""
+
+    values: tuple["Meaning", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshValue:
+    nodes: tuple[int, int] | None
+    devices: tuple[int, int]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class FnRef:
+    decl: ast.FnDecl
+    module: "Module"
+
+
+@dataclass(frozen=True, slots=True)
+class LossRef:
+    decl: ast.LossDecl
+    module: "Module"
+
+
+@dataclass(frozen=True, slots=True)
+class LossUse:
+    """A loss with its data arguments, as `train(loss=...)` takes it."""
+
+    ref: LossRef
+    args: dict[str, Term]
+    spans: dict[str, Span]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class PyRef:
+    """id: the key in Plan.functions."""
+
+    id: str
+    params: tuple[str, ...]
+    returns: Level
+
+
+@dataclass(slots=True)
+class Module:
+    """The names of one file. broken: functions and losses whose own body has errors; their uses stay silent."""
+
+    name: str
+    names: dict[str, "Meaning"] = field(default_factory=dict)
+    bound_at: dict[str, Span] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+
+
+Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | Several | MeshValue | FnRef | LossRef | LossUse
+           | PyRef | Bad)
+
+
+def describe(value: Meaning) -> str:
+    """What a value is, in the words of the language."""
+    match value:
+        case Term(op="const", dtype=dtype):
+            return {"text": "a text", "bool": "true or false", "f32": "a number"}[dtype]
+        case Term(level=level):
+            return f"a {level} value"
+        case Items():
+            return "a list"
+        case FrameRef(frame=frame):
+            return f"the sequences `{frame.id}`"
+        case Pairs():
+            return "a batch of pairs"
+        case ModelRef(name=name):
+            return f"the model `{name}`"
+        case DataRef(name=name):
+            return f"the data `{name}`"
+        case Several(values=values):
+            return f"{len(values)} values"
+        case MeshValue():
+            return "a mesh"
+        case FnRef(decl=decl):
+            return f"the function `{decl.name.name}`"
+        case LossRef(decl=decl):
+            return f"the loss `{decl.name.name}`"
+        case LossUse(ref=ref):
+            return f"the loss `{ref.decl.name.name}`"
+        case PyRef(id=id_):
+            return f"the Python function `{id_}`"
+    return "an error"

@@ -1,0 +1,208 @@
+"""Lark's tree -> `ast.File`. No Lark type leaves this package."""
+
+from __future__ import annotations
+
+import ast as python
+from collections.abc import Sequence
+from typing import Any
+
+from lark import Token, Transformer, Tree, v_args
+
+from rldsl.source import SourceFile, Span
+from rldsl.syntax import ast
+
+_SUFFIX = {"k": 1_000, "M": 1_000_000}
+
+
+def build(tree: Tree, source: SourceFile, docs: dict[int, str]) -> ast.File:
+    """docs: line of a declaration -> the comment block that ends on the line above."""
+    return _Builder(source, docs).transform(tree)
+
+
+def number(text: str) -> int | float:
+    """12, 1_000, 1e-6, 4k, 2M."""
+    scale = _SUFFIX.get(text[-1], 1)
+    digits = text.rstrip("kM").replace("_", "")
+    value = float(digits) if any(c in digits for c in ".eE") else int(digits)
+    scaled = value * scale
+    return int(scaled) if scale > 1 and scaled == int(scaled) else scaled
+
+
+@v_args(meta=True)
+class _Builder(Transformer):
+    """One method for each rule; children arrive built, `None` where an optional part is absent."""
+
+    def __init__(self, source: SourceFile, docs: dict[int, str]):
+        super().__init__()
+        self.source, self.docs = source, docs
+
+    def _span(self, meta: Any) -> Span:
+        return Span(self.source, meta.start_pos, meta.end_pos)
+
+    def _token(self, token: Token) -> Span:
+        return Span(self.source, token.start_pos, token.end_pos)
+
+    def _ident(self, token: Token) -> ast.Ident:
+        return ast.Ident(span=self._token(token), name=str(token))
+
+    def _doc(self, meta: Any) -> str:
+        return self.docs.get(meta.line, "")
+
+    # declarations
+
+    def start(self, meta: Any, items: Sequence[ast.Declaration]) -> ast.File:
+        return ast.File(self.source, tuple(items))
+
+    def use(self, meta: Any, children: list) -> ast.Use:
+        module = _text(children[0]) if isinstance(children[0], Token) else children[0]
+        return ast.Use(span=self._span(meta), module=module, names=children[1])
+
+    def dotted(self, meta: Any, parts: list[Token]) -> str:
+        return ".".join(parts)
+
+    def use_py(self, meta: Any, children: list) -> ast.UsePy:
+        return ast.UsePy(span=self._span(meta), path=_text(children[0]), functions=tuple(children[1:]))
+
+    def py_function(self, meta: Any, children: list) -> ast.PyFunction:
+        return ast.PyFunction(span=self._span(meta), name=self._ident(children[0]), params=children[1],
+                              returns=self._ident(children[2]))
+
+    def names(self, meta: Any, tokens: list[Token]) -> tuple[ast.Ident, ...]:
+        return tuple(map(self._ident, tokens))
+
+    def param(self, meta: Any, children: list) -> ast.Param:
+        return ast.Param(span=self._span(meta), name=self._ident(children[0]), default=children[1])
+
+    def cluster(self, meta: Any, children: list) -> ast.Cluster:
+        path = _text(children[0]) if isinstance(children[0], Token) else None
+        return ast.Cluster(span=self._span(meta), path=path, options=() if path is not None else tuple(children))
+
+    def mesh_decl(self, meta: Any, children: list) -> ast.MeshDecl:
+        return ast.MeshDecl(span=self._span(meta), name=self._ident(children[0]), value=children[1])
+
+    def data_decl(self, meta: Any, children: list) -> ast.DataDecl:
+        return ast.DataDecl(span=self._span(meta), name=self._ident(children[0]), value=children[1])
+
+    def model_decl(self, meta: Any, children: list) -> ast.ModelDecl:
+        optimizer = children[2] if len(children) > 2 else None
+        return ast.ModelDecl(span=self._span(meta), name=self._ident(children[0]), value=children[1],
+                             optimizer=optimizer)
+
+    def fn_decl(self, meta: Any, children: list) -> ast.FnDecl:
+        name, params, returns, body = children
+        return ast.FnDecl(span=self._span(meta), name=self._ident(name), params=params or (), returns=returns or (),
+                          body=body, doc=self._doc(meta))
+
+    def loss_decl(self, meta: Any, children: list) -> ast.LossDecl:
+        name, fresh, data, body = children
+        return ast.LossDecl(span=self._span(meta), name=self._ident(name), fresh=fresh or (), data=data or (),
+                            body=body, doc=self._doc(meta))
+
+    def params(self, meta: Any, children: list) -> tuple[ast.Parameter, ...]:
+        return tuple(children)
+
+    def parameter(self, meta: Any, children: list) -> ast.Parameter:
+        name, level, default = children
+        return ast.Parameter(span=self._span(meta), name=self._ident(name),
+                             level=self._ident(level) if level else None, default=default)
+
+    def returns(self, meta: Any, tokens: list[Token]) -> tuple[ast.Ident, ...]:
+        return tuple(map(self._ident, tokens))
+
+    def place(self, meta: Any, children: list) -> ast.Place:
+        return ast.Place(span=self._span(meta), selector=children[0], clause=children[1])
+
+    def selector(self, meta: Any, children: list) -> str:
+        return self._span(meta).text.replace(" ", "")
+
+    def flow(self, meta: Any, children: list) -> ast.Flow:
+        name, *arguments, body = children
+        options = tuple(ast.Option(span=a.span, name=a.name or ast.Ident(span=a.span, name=""), value=a.value)
+                        for a, _ in filter(None, arguments))
+        return ast.Flow(span=self._span(meta), name=self._ident(name), options=options, body=body)
+
+    # statements
+
+    def block(self, meta: Any, children: list) -> tuple[ast.Statement, ...]:
+        return tuple(children)
+
+    def assign(self, meta: Any, children: list) -> ast.Assign:
+        return ast.Assign(span=self._span(meta), targets=children[0], value=children[1], clause=children[2])
+
+    def do(self, meta: Any, children: list) -> ast.Do:
+        return ast.Do(span=self._span(meta), value=children[0], clause=children[1])
+
+    def metric(self, meta: Any, children: list) -> ast.Metric:
+        return ast.Metric(span=self._span(meta), name=self._ident(children[0]), value=children[1])
+
+    def return_stmt(self, meta: Any, children: list) -> ast.Return:
+        return ast.Return(span=self._span(meta), values=tuple(children))
+
+    def save(self, meta: Any, children: list) -> ast.Save:
+        return ast.Save(span=self._span(meta), models=children[0], path=children[1])
+
+    def every(self, meta: Any, children: list) -> ast.EveryBlock:
+        return ast.EveryBlock(span=self._span(meta), period=children[0], body=children[1])
+
+    def repeat(self, meta: Any, children: list) -> ast.RepeatBlock:
+        return ast.RepeatBlock(span=self._span(meta), times=children[0], body=children[1])
+
+    def clause(self, meta: Any, children: list) -> ast.Clause:
+        mesh = None if isinstance(children[0], ast.Option) else children[0]
+        return ast.Clause(span=self._span(meta), mesh=mesh, options=tuple(children[mesh is not None :]))
+
+    def option(self, meta: Any, children: list) -> ast.Option:
+        return ast.Option(span=self._span(meta), name=self._ident(children[0]), value=children[1])
+
+    # expressions
+
+    def _binary(self, meta: Any, children: list) -> ast.Binary:
+        left, op, right = children
+        return ast.Binary(span=self._span(meta), op=str(op), left=left, right=right)
+
+    or_expr = and_expr = comparison = sum = product = power = _binary
+
+    def not_expr(self, meta: Any, children: list) -> ast.Unary:
+        return ast.Unary(span=self._span(meta), op="not", operand=children[0])
+
+    def negative(self, meta: Any, children: list) -> ast.Unary:
+        return ast.Unary(span=self._span(meta), op="-", operand=children[-1])
+
+    def number(self, meta: Any, children: list[Token]) -> ast.Number:
+        return ast.Number(span=self._span(meta), value=number(children[0]))
+
+    def string(self, meta: Any, children: list[Token]) -> ast.String:
+        return ast.String(span=self._span(meta), value=_text(children[0]))
+
+    def list(self, meta: Any, children: list) -> ast.ListOf:
+        return ast.ListOf(span=self._span(meta), items=tuple(c for c in children if c is not None))
+
+    def name(self, meta: Any, children: list[Token]) -> ast.Expr:
+        if children[0] in ("true", "false"):
+            return ast.Bool(span=self._span(meta), value=children[0] == "true")
+        return ast.Name(span=self._span(meta), name=str(children[0]))
+
+    def attribute(self, meta: Any, children: list) -> ast.Attribute:
+        return ast.Attribute(span=self._span(meta), value=children[0], name=self._ident(children[1]))
+
+    def call(self, meta: Any, children: list) -> ast.Call:
+        func, *arguments = children
+        built = [a for a in arguments if a is not None]
+        by = next((level for _, level in built if level), None)
+        return ast.Call(span=self._span(meta), func=func, args=tuple(a for a, _ in built), by=by)
+
+    def paren(self, meta: Any, children: list) -> ast.Expr:
+        return children[0]
+
+    def argument(self, meta: Any, children: list) -> tuple[ast.Argument, ast.Ident | None]:
+        name, value, level = children
+        made = ast.Argument(span=self._span(meta), name=self._ident(name) if name else None, value=value)
+        return made, self._ident(level) if level else None
+
+    def range(self, meta: Any, children: list) -> ast.Range:
+        return ast.Range(span=self._span(meta), start=children[0], stop=children[1])
+
+
+def _text(token: Token) -> str:
+    """The value of a string literal, escapes resolved."""
+    return python.literal_eval(str(token))
