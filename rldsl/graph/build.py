@@ -43,13 +43,11 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
 
     errors = Errors()
     modules = Modules(parse, read, errors)
-    prelude = modules.prelude()
     module = modules.main(file)
+    prelude = modules.prelude()
     lower = Lower(Spaces(), errors, prelude)
-    for m, f in modules.files:
-        _check_uncalled(m, f, errors, prelude)
     if place is not None:
-        modules.main(replace_items(place, ()))
+        modules.main(ast.File(place.source, ()))  # for the record of sources
         for item in place.items:
             if not isinstance(item, PLACEMENT):
                 errors.add("RL0108", "a placement file holds only `mesh`, `place`, `cluster` and `param`", item.span,
@@ -58,6 +56,8 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
     top = _Declarations(module, modules, lower, sets, read)
     for item in items:
         top.add(item)
+    for m, f in modules.files:
+        _check_alone(m, f, errors, prelude)
     declare.unknown_sets(sets, {p for p, _ in top.params}, errors)
     flows = [i for i in file.items if isinstance(i, ast.Flow)]
     if len(flows) != 1:
@@ -78,15 +78,11 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
     used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
     return g.Graph(
         program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
-        params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster, models=tuple(top.models.values()),
-        data=tuple(top.data.values()), frames=tuple(lower.spaces.frames.values()), values=tuple(builder.values),
+        params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster,
+        models=tuple(top.models.values()), data=tuple(top.data.values()),
+        frames=tuple(lower.spaces.frames.values()), values=tuple(builder.values),
         functions=tuple(f for k, f in modules.functions.items() if k in used), programs=tuple(builder.programs),
         items=body, metrics=tuple(builder.metrics), rules=rules)
-
-
-def replace_items(file: ast.File, items: tuple[ast.Declaration, ...]) -> ast.File:
-    """The file with other declarations; its source stays for the record of sources."""
-    return ast.File(file.source, items)
 
 
 class _Declarations:
@@ -137,7 +133,7 @@ class _Declarations:
         return tuple(g.Rule(r.selector, c, r.span) for r, c in made if not isinstance(c, Bad))
 
 
-def _check_uncalled(module: Module, file: ast.File, errors: Errors, prelude: Module) -> None:
+def _check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module) -> None:
     """Check the bodies of functions and losses by themselves, over one generic frame. A broken one is marked, so that
     its mistake is told once, and not at each call."""
     frame = Frame("rows", "rows", "prompts", 1, 1, "", 0, 0)
@@ -149,7 +145,10 @@ def _check_uncalled(module: Module, file: ast.File, errors: Errors, prelude: Mod
         before = len(errors.found)
         if isinstance(item, ast.FnDecl):
             lower.active.append(item)
-            lower.body(item.body, generic(item.params, frame, lower, Scope(module)), item.name.span, "fn")
+            scope = generic(item.params, frame, lower, Scope(module))
+            result, _ = lower.body(item.body, scope, item.name.span, "fn")
+            if result is not None:
+                lower.declared(item, result)
         else:
             scope = generic(item.fresh + item.data, frame, lower, Scope(module))
             check_body(item, scope, {p.name.name for p in item.fresh}, lower)

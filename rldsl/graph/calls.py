@@ -153,8 +153,7 @@ class CallsOfFlow:
         what, level = INFER[name]
         frame = ref.frame
         if target is None:
-            self.flow._counts["expr#"] += 1
-            target = f"expr#{self.flow._counts['expr#']}"
+            target = self.flow.anonymous("expr")
         self.flow.value(target, level, frame.id)
         self.flow.items.append(g.Infer(
             id=self.flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,

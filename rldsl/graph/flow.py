@@ -182,12 +182,16 @@ class FlowBuilder:
         self._counts[base] += 1
         return base if self._counts[base] == 1 else f"{base}#{self._counts[base]}"
 
+    def anonymous(self, hint: str) -> str:
+        """hint#1, hint#2, ..."""
+        self._counts[f"{hint}#"] += 1
+        return f"{hint}#{self._counts[f'{hint}#']}"
+
     def held(self, term: Term, hint: str, span: Span, force: bool = False) -> Term:
         """`term` as an input: itself when it already is a value (or a constant), else through a Compute "hint#k"."""
         if term.op == "input" or (term.constant and not force):
             return term
-        self._counts[f"{hint}#"] += 1
-        name = f"{hint}#{self._counts[f'{hint}#']}"
+        name = self.anonymous(hint)
         return self.compute([(name, term)], name, span, force=force)[name]
 
     def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "") -> str:

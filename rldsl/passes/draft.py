@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of
-from rldsl.plan.model import (Compute, Event, Every, Frame, Generate, Infer, Item, Layout, Load, Loop, Mesh, Realloc,
-                              Spread, Train, Transfer, Value)
+from rldsl.plan.model import (Compute, Event, Every, Frame, Generate, Infer, Item, Layout, Loop, Mesh, Spread, Train,
+                              Transfer, Value)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tables are keyed by id. produced: (value, spread) -> nothing more than the events say; kept for speed."""
+    """Tables are keyed by id and never changed in place."""
 
     placed: Placed
     body: tuple[Item, ...] = ()
@@ -69,11 +69,11 @@ def union(draft: Draft, meshes: Iterable[str]) -> Mesh:
     return mesh_of(r for m in set(meshes) for r in draft.meshes[m].members())
 
 
-def weighed(draft: Draft, event: Event, frames_of_values: Mapping[str, Value]) -> tuple[str, ...]:
+def weighed(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[str, ...]:
     """The frames whose lengths every participant needs: to compute a division of rows, or to cut ragged rows."""
     match event:
         case Transfer():
-            ragged = (frames_of_values[v] for v in event.values)
+            ragged = (values[v] for v in event.values)
             frames = [v.frame for v in ragged if v.extent in ("tokens", "response")]
             spreads = [event.src, event.dst]
         case Generate():
@@ -114,8 +114,6 @@ def call_name(event: Event) -> str:
         case Train():
             return f"{event.model}.train"
         case Compute():
-            return ", ".join(v for _, v in event.outputs[:3])
-        case Load() | Realloc():
-            return f"{type(event).__name__.lower()} {event.model}"
+            return event.program if "#" not in event.program else event.outputs[0][1]
         case _:
             return type(event).__name__.lower()

@@ -75,5 +75,5 @@ def _exchange(draft: Draft, e: Generate, whole: Spread) -> Event:
     held = sum(len(s[e.frame]) for s in shards) * layout.tp * layout.pp
     lacking = frame.count * len(mesh.members()) - held
     return Lengths(id=0, mesh=mesh.id, reads=(f"{e.frame}.tokens@{e.spread}",), writes=(f"{e.frame}.lengths@{whole.id}",),
-                   at=e.at, because=f"the ranks that use {e.frame} divide its rows by their lengths", bytes=8 * lacking,
+                   at=e.at, because=f"the rows of {e.frame} are divided by their lengths", bytes=8 * lacking,
                    frame=e.frame, spread=e.spread)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.passes.draft import Draft, call_name, each_block, events
-from rldsl.placement.model import degrees_text
+from rldsl.placement.model import Call, degrees_text, nodes
 from rldsl.plan.model import Event, Generate, Infer, Item, Load, Offload, Onload, Save, Train
 
 
@@ -23,8 +23,8 @@ def loads(draft: Draft) -> Draft:
         if isinstance(e, Generate | Infer | Train | Save):
             model = homes[e.model]
             layout = draft.layouts[model.home or e.layout]
-            because = (f"{e.model} starts from {model.path} with {degrees_text(layout.dp, layout.tp, layout.pp)} on mesh "
-                       f"{layout.mesh}" + (", where it is trained" if model.home else ""))
+            because = (f"{'trained' if model.home else 'used'} with {degrees_text(layout.dp, layout.tp, layout.pp)}, "
+                       f"from {model.path}")
             found.setdefault((e.model, layout.id), Load(
                 id=0, mesh=layout.mesh, writes=(f"{e.model}@{layout.id}",), at=at[e.model], because=because,
                 model=e.model, layout=layout.id))
@@ -35,8 +35,6 @@ def offloads(draft: Draft) -> Draft:
     """A copy is offloaded when every call under that layout asks for it."""
     wish: dict[tuple[str, str], bool] = {}
     places = dict(draft.placed.places)
-    from rldsl.placement.model import Call, nodes
-
     for n in nodes(draft.placed.graph.items):
         if isinstance(n, Call):
             copy = (n.model, places[n.id].layout.id)
@@ -51,12 +49,12 @@ def offloads(draft: Draft) -> Draft:
         for item in items:
             if isinstance(item, Generate | Infer) and (item.model, item.layout) in away:
                 out += [_event(Onload, item, f"{call_name(item)} uses it"), item,
-                        _event(Offload, item, "offload=true: it stays in host memory between calls")]
+                        _event(Offload, item, "offload=true: in host memory between calls")]
             else:
                 out.append(item)
         return tuple(out)
 
-    after = tuple(_event(Offload, e, "offload=true: it stays in host memory between calls") for e in draft.setup
+    after = tuple(_event(Offload, e, "offload=true: in host memory between calls") for e in draft.setup
                   if isinstance(e, Load) and (e.model, e.layout) in away)
     return replace(draft, setup=(*draft.setup, *after), body=each_block(draft.body, insert))
 

@@ -6,9 +6,10 @@ spread that all its readers hold in full), whether or not anything brings it the
 
 from __future__ import annotations
 
+from rldsl.diag import fail
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft
-from rldsl.placement.model import Place, Placed
+from rldsl.placement.model import Call, Place, Placed, nodes
 from rldsl.plan.model import (Compute, Event, Every, Fetch, Generate, Infer, Item, Layout, Loop, Mesh, Save, Spread,
                               Train)
 
@@ -121,13 +122,8 @@ class _Lower:
         """The home of a trained model; for a frozen one the first layout that it is used in."""
         if self.homes[node.model]:
             return self.homes[node.model]
-        for id, place in self.places.items():
-            if self._calls(id, node.model):
-                return place.layout.id
-        first = next(iter(self.places.values()))
-        return first.layout.id
-
-    def _calls(self, id: str, model: str) -> bool:
-        from rldsl.placement.model import nodes
-
-        return any(n.id == id and getattr(n, "model", "") == model for n in nodes(self.placed.graph.items))
+        for call in nodes(self.placed.graph.items):
+            if isinstance(call, Call) and call.model == node.model:
+                return self.places[call.id].layout.id
+        raise fail("RL0319", f"`{node.model}` is saved, but no call uses it", node.span, "nothing loads this model",
+                   help="remove the `save`, or use the model")

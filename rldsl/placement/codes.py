@@ -18,6 +18,6 @@ CODES: dict[str, str] = {
     "RL0315": "a model is trained under two layouts",
     "RL0316": "models that read the same tokens have different tokenizers",
     "RL0317": "offload of a model that is trained",
-    "RL0318": "a value at two places",
+    "RL0319": "a model is saved that no call uses",
     "RL0401": "a rank needs more memory than a device has",
 }

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rldsl.plan.model import Layout, Model, Sampling
+from rldsl.plan.model import Layout, Mesh, Model, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ class Shard(Protocol):
 
 
 class Build(Protocol):
-    def __call__(self, model: Model, layout: Layout, axes: Axes, device: torch.device, *, load: bool,
+    def __call__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
                  trainable: bool) -> Shard:
         """load: read this rank's slices of the safetensors (else leave the parameters uninitialised: a realloc fills
-        them). trainable: also make gradients and optimizer state."""
+        them). mesh: the ranks of the layout. trainable: also make gradients and optimizer state."""
 

@@ -83,6 +83,8 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, widen: b
         return errors.add("RL0101", f"unknown level `{param.level.name}`", param.level.span,
                           help=f"levels: {', '.join(LEVELS)}")
     level = cast(Level, param.level.name)
+    if value.dtype == "text":
+        return errors.add("RL0203", f"`{name}` must be a {level} value", span, "this is a text", labels=(declared,))
     if value.level == level:
         return value
     coarser = depth(value.level) < depth(level)

@@ -6,7 +6,6 @@ Invariant: "loss" is affine in batch-level reductions of fresh values, so its gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,7 +24,6 @@ OUTPUTS: dict[str, dict[str, str]] = {
     "causal_lm": {"logprobs": "token", "entropy": "token"}, "value_model": {"values": "token"},
     "reward_model": {"scores": "seq"},
 }
-BATCH_REDUCTIONS = ("sum", "mean", "count", "amax", "amin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +197,6 @@ def _linear(term: Term, below: list[int], worst: int) -> int:
         case "where":
             return AFFINE if below[0] == PURE else NONLINEAR
     return NONLINEAR
-
-
-def check_alone(decl: ast.LossDecl, lower: Lower, scope_of: Callable[[tuple[ast.Parameter, ...]], Scope]) -> None:
-    """Check a loss that nothing calls, over generic inputs."""
-    scope = scope_of(decl.fresh + decl.data)
-    check_body(decl, scope, {p.name.name for p in decl.fresh}, lower)
 
 
 def generic(params: tuple[ast.Parameter, ...], frame: Frame, lower: Lower, scope: Scope) -> Scope:

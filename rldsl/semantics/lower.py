@@ -7,7 +7,7 @@ no calls left but those of models, which `calls` (given by the flow) takes over.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from rldsl.diag import Label
@@ -47,7 +47,7 @@ Calls = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
 
 
 class Lower:
-    """The evaluator. fields: FrameRef, field -> Term, the values that a frame carries by itself (logprobs, finished)."""
+    """The evaluator. `calls`: what the flow does with a call of a model or data source."""
 
     def __init__(self, spaces: Spaces, errors: Errors, prelude: Module):
         self.spaces = spaces
@@ -103,8 +103,8 @@ class Lower:
         if found is None:
             found = self.prelude.names.get(expr.name)
         if found is not None:
-            # a constant is underlined where it is used
-            return const(found.value, expr.span) if isinstance(found, Term) and found.constant else found
+            # a leaf is underlined where it is used, arithmetic where it is written
+            return replace(found, span=expr.span) if isinstance(found, Term) and not found.args else found
         known = scope.known() | set(self.prelude.names) | NAMES
         label = "built-in functions are called: put arguments after it" if expr.name in NAMES else "not bound here"
         return self.errors.add("RL0101", f"unknown name `{expr.name}`", expr.span, label,
@@ -290,15 +290,24 @@ class Lower:
         self.active.pop()
         if result is None:
             return BAD
+        if not self.declared(decl, result):
+            return BAD
+        return result[0] if len(result) == 1 else Several(result)
+
+    def declared(self, decl: ast.FnDecl, result: tuple[Term, ...]) -> bool:
+        """Whether the results are what `-> (...)` says."""
+        name = decl.name.name
         if decl.returns and len(decl.returns) != len(result):
-            return self.errors.add("RL0204", f"`{name}` returns {len(result)} values and declares "
-                                   f"{len(decl.returns)}", decl.name.span)
+            self.errors.add("RL0204", f"`{name}` returns {len(result)} values and declares {len(decl.returns)}",
+                            decl.name.span)
+            return False
         for value, ident in zip(result, decl.returns):
             level = self.level(ident)
             if level is not None and depth(value.level) > depth(level):
-                return self.errors.add("RL0201", f"`{name}` declares {level} and returns {describe(value)}",
-                                       ident.span, labels=(Label(value.span, f"a {value.level} value"),))
-        return result[0] if len(result) == 1 else Several(result)
+                self.errors.add("RL0201", f"`{name}` declares {level} and returns {describe(value)}", ident.span,
+                                labels=(Label(value.span, f"a {value.level} value"),))
+                return False
+        return True
 
     def loss_use(self, ref: LossRef, expr: ast.Call, scope: Scope) -> LossUse | Bad:
         bound = self.arguments(ref.decl, ref.decl.data, ref.module, expr, scope)

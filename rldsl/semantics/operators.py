@@ -5,8 +5,6 @@ In: typed arguments. Out: a Term made of exactly the operators of plan/expr.py, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rldsl.diag import Label
 from rldsl.plan.expr import Level
 from rldsl.plan.model import Frame
@@ -179,6 +177,3 @@ class Operators:
         if level == "prompt":
             return Term("sum", (seq,), "prompt", frame.prompts, "f32", span, (("to", "prompt"),))
         return seq
-
-
-Builder = Callable[[str, tuple[Term, ...], Span], Term | Bad]

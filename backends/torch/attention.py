@@ -1,0 +1,149 @@
+"""Attention over packed sequences, and against a KV slab while decoding; registered with transformers as "rldsl".
+
+A forward pass gets a *packing*: it says where sequences begin and end in the packed row, and what to do with keys and
+values. `Varlen` keeps nothing; `Prefill` also writes them into a slab; `Decode` appends one token for each sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from rldsl.diag import fail
+
+NAME = "rldsl"
+
+
+class Packing(Protocol):
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:
+        """q: [H, T, D]; k, v: [K, T, D] with H a multiple of K. Returns [T, H, D]."""
+
+
+def register() -> None:
+    """Make `config._attn_implementation = "rldsl"` mean `attention`, without any mask tensor."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+              attention_mask: torch.Tensor | None, scaling: float | None = None, packing: Packing | None = None,
+              sliding_window: int | None = None, softcap: float | None = None, **rest: Any
+              ) -> tuple[torch.Tensor, None]:
+    """The signature that transformers calls: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+    if softcap is not None or rest.get("s_aux") is not None:
+        raise fail("RL0731", "this model family's attention is not supported",
+                   place=type(module).__name__, help="soft-capped logits and attention sinks are not there yet")
+    assert packing is not None and query.shape[0] == 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = packing.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window)
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def within(lengths: torch.Tensor) -> torch.Tensor:
+    """[sum(lengths)]: 0, 1, ... inside each run."""
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
+
+
+class Varlen:
+    """Causal attention inside each of S packed sequences. lengths: [S] int64 on the device of the model."""
+
+    def __init__(self, lengths: torch.Tensor):
+        self.lengths = lengths
+        self.count = lengths.numel()
+        self.longest = int(lengths.max()) if self.count else 0
+        self.positions = within(lengths)
+        sequence = torch.arange(self.count, device=lengths.device).repeat_interleave(lengths)
+        # where token t stands in a [S, longest] grid; the grid exists inside attention only
+        self.grid = sequence * self.longest + self.positions
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:
+        if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and window is None:
+            return self._fused(q, k, v, scale)
+        mask = None
+        if window is not None and window < self.longest:
+            at = torch.arange(self.longest, device=q.device)
+            gap = at[:, None] - at[None, :]
+            mask = (gap >= 0) & (gap < window)
+        out = F.scaled_dot_product_attention(self._spread(q), self._spread(k), self._spread(v), attn_mask=mask,
+                                             is_causal=mask is None, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).reshape(-1, *out.shape[1::2])[self.grid]
+
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+        """[heads, T, D] -> [S, heads, longest, D], zeros in the gaps (which causality hides)."""
+        full = x.new_zeros(self.count * self.longest, x.shape[0], x.shape[2])
+        full = full.index_copy(0, self.grid, x.transpose(0, 1))
+        return full.view(self.count, self.longest, x.shape[0], x.shape[2]).transpose(1, 2)
+
+    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        edges = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
+        repeat = q.shape[0] // k.shape[0]
+        k, v = (x.repeat_interleave(repeat, 0) if repeat > 1 else x for x in (k, v))
+        q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+        return varlen_attn(q, k, v, edges, edges, self.longest, self.longest, scale=scale, window_size=(-1, 0))
+
+
+@dataclass
+class Slab:
+    """Keys and values of `slots` sequences of at most `width` tokens, a pair of [slots, K, width, D] for each layer."""
+
+    slots: int
+    width: int
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def of(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """like: any [K, T, D] of this layer."""
+        if layer not in self.layers:
+            shape = (self.slots, like.shape[0], self.width, like.shape[2])
+            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+        return self.layers[layer]
+
+
+class Prefill(Varlen):
+    """Varlen, and keys and values go to `slots` (one for each sequence) of the slab."""
+
+    def __init__(self, slab: Slab, slots: torch.Tensor, lengths: torch.Tensor):
+        super().__init__(lengths)
+        self.slab = slab
+        self.slot = slots.repeat_interleave(lengths)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:
+        keys, values = self.slab.of(layer, k)
+        keys[self.slot, :, self.positions] = k.transpose(0, 1)
+        values[self.slot, :, self.positions] = v.transpose(0, 1)
+        return super().attend(layer, q, k, v, scale, window)
+
+
+class Decode:
+    """One new token for each of `slots`; `positions` [S] are their places in their sequences."""
+
+    def __init__(self, slab: Slab, slots: torch.Tensor, positions: torch.Tensor):
+        self.slab, self.slots, self.positions = slab, slots, positions
+        self.width = int(positions.max()) + 1
+        self.every = slots.numel() == slab.slots  # then the slab is read in place
+        self.gap = positions[:, None] - torch.arange(self.width, device=positions.device)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:
+        keys, values = self.slab.of(layer, k)
+        keys[self.slots, :, self.positions] = k.transpose(0, 1)
+        values[self.slots, :, self.positions] = v.transpose(0, 1)
+        keys, values = (x[:, :, : self.width] if self.every else x[self.slots, :, : self.width] for x in (keys, values))
+        seen = self.gap >= 0 if window is None else (self.gap >= 0) & (self.gap < window)
+        out = F.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(2), keys, values,
+                                             attn_mask=seen[:, None, None, :], scale=scale, enable_gqa=True)
+        return out.squeeze(2)

@@ -1,0 +1,68 @@
+"""Which token comes next. Randomness belongs to the sample: a counter-based generator keyed by (seed, step, row,
+position), so that dp, tp, pp, batch order and restarts do not change what is drawn."""
+
+from __future__ import annotations
+
+import torch
+
+from rldsl.plan.model import Sampling
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+_GAMMA, _MIX1, _MIX2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def uniform(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[S] float64 in (0, 1). Each key is mixed in by the finaliser of splitmix64 (Steele, Lea & Flood 2014), in int64
+    arithmetic that wraps, so that every device draws the same."""
+    state = torch.zeros_like(rows)
+    for key in (seed, step, rows, positions):
+        state = (state ^ key) + _GAMMA
+        state = (state ^ _shift(state, 30)) * _MIX1
+        state = (state ^ _shift(state, 27)) * _MIX2
+        state = state ^ _shift(state, 31)
+    return (_shift(state, 11).double() + 0.5) * 2.0**-53
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right: torch's is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor, forbidden: torch.Tensor | None,
+           eos_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next tokens [S] and their log-probs [S] float32, at the sampling temperature and before any filter.
+
+    logits: [S, V] float32. draws: [S] in (0, 1). forbidden: [S] bool, rows that may not end yet."""
+    temperature = 1.0 if sampling.greedy else sampling.temperature
+    logprobs = (logits / temperature).log_softmax(-1)
+    allowed = logprobs
+    if forbidden is not None and eos_ids:
+        allowed = logprobs.clone()
+        ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        ends[eos_ids] = True
+        allowed.masked_fill_(forbidden[:, None] & ends, -torch.inf)
+    if sampling.greedy:
+        tokens = allowed.argmax(-1)
+    else:
+        cdf = keep_likely(allowed, sampling.top_k, sampling.top_p).double().softmax(-1).cumsum(-1)
+        target = draws[:, None] * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def keep_likely(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """scores [S, V] with all but the top_k largest at -inf, then all but the smallest set that holds top_p of what is
+    left (Holtzman et al. 2020), in transformers' order."""
+    if 0 < top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(top_k, -1).values[:, -1:], -torch.inf)
+    if top_p < 1.0:
+        ordered, order = scores.sort(-1, descending=True)
+        mass = ordered.double().softmax(-1)
+        beyond = mass.cumsum(-1) - mass >= top_p
+        beyond[:, 0] = False
+        scores = scores.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    return scores

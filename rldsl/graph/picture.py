@@ -1,0 +1,115 @@
+"""Pictures of a graph: Mermaid, DOT and plain text. Solid edges are values, dashed edges parameter versions.
+
+In: a Graph. Out: text. Two equal graphs give the same picture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from rldsl.graph import model as g
+
+
+def nodes(items: tuple[g.Item, ...]) -> Iterator[g.Node]:
+    """Every node, blocks included, in program order."""
+    for item in items:
+        if isinstance(item, g.Node):
+            yield item
+        else:
+            yield from nodes(item.body)
+
+
+def _model(node: g.Node) -> str:
+    return node.model if isinstance(node, (g.Generate, g.Infer, g.Train, g.Save)) else ""
+
+
+def edges(graph: g.Graph) -> list[tuple[str, str, str, bool]]:
+    """(from, to, label, parameter version). A model's first calls of a step read the last train of the step before."""
+    every = list(nodes(graph.items))
+    writer = {v: n.id for n in every for v in n.writes}
+    found = [(writer[v], n.id, v, False) for n in every for v in n.reads if v in writer]
+    last = {n.model: n.id for n in every if isinstance(n, g.Train)}
+    trained: dict[str, str] = {}
+    for node in every:
+        model = _model(node)
+        if model in last:
+            found.append((trained.get(model, last[model]), node.id, model, True))
+            if isinstance(node, g.Train):
+                trained[model] = node.id
+    return list(dict.fromkeys(found))
+
+
+def title(node: g.Node) -> tuple[str, str]:
+    """(what it does, on which frame)."""
+    match node:
+        case g.Fetch(data=data):
+            return f"{data}.next", ", ".join(node.frames)
+        case g.Generate(model=model, sampling=s):
+            return f"{model}.generate", f"{node.prompts} × {s.n}"
+        case g.Infer(model=model, what=what):
+            return f"{model}.{what}", node.frame
+        case g.Train(model=model, loss=loss):
+            return f"{model}.train", f"{', '.join(node.frames)}; loss {loss.rpartition('/')[2]}"
+        case g.Compute():
+            return "compute", ", ".join(node.outputs[i][1] for i in range(len(node.outputs)))
+        case g.Save(model=model):
+            return f"save {model}", ""
+    return node.id, ""
+
+
+def mermaid(graph: g.Graph) -> str:
+    """A Mermaid flowchart."""
+    ids = {n.id: f"n{i}" for i, n in enumerate(nodes(graph.items))}
+    lines = ["flowchart TD"]
+    for node in nodes(graph.items):
+        what, on = title(node)
+        text = "<br/>".join(p.replace('"', "#quot;") for p in (node.id, what, on) if p)
+        shape = ("([", "])") if isinstance(node, g.Compute) else ("[(", ")]") if isinstance(node, g.Fetch) else "[]"
+        left, right = shape
+        lines.append(f'  {ids[node.id]}{left}"{text}"{right}')
+    for src, dst, label, version in edges(graph):
+        lines.append(f'  {ids[src]} {"-.->" if version else "-->"}|"{label}"| {ids[dst]}')
+    return "\n".join(lines) + "\n"
+
+
+def dot(graph: g.Graph) -> str:
+    """A DOT digraph."""
+    quote = lambda s: json.dumps(s, ensure_ascii=False)  # noqa: E731
+    lines = [f"digraph {quote(graph.flow)} {{", '  node [shape=box, fontname="sans-serif"];']
+    for node in nodes(graph.items):
+        shape = "ellipse" if isinstance(node, g.Compute) else "cylinder" if isinstance(node, g.Fetch) else "box"
+        label = "\n".join(p for p in (node.id, *title(node)) if p)
+        lines.append(f"  {quote(node.id)} [label={quote(label)}, shape={shape}];")
+    for src, dst, label, version in edges(graph):
+        style = ", style=dashed" if version else ""
+        lines.append(f"  {quote(src)} -> {quote(dst)} [label={quote(label)}{style}];")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def text(graph: g.Graph) -> str:
+    """One line for each frame and node, as `--emit graph` prints it."""
+    lines = [f"flow {graph.flow} steps={graph.steps} seed={graph.seed}"]
+    lines += [f"model {m.name} = {m.kind}({m.path!r}) {m.dtype}{' trained' if m.optimizer else ''}"
+              for m in graph.models]
+    lines += [f"data {d.name} = {d.format}({d.path!r}) {d.kind}" for d in graph.data]
+    lines += [f"frame {f.id}: {f.count} rows, {f.per_prompt} a prompt, at most {f.max_prompt_tokens} + "
+              f"{f.max_response_tokens} tokens, temperature {f.temperature:g}" for f in graph.frames]
+    lines += _block(graph.items, "")
+    lines += [f"metric {name} = {value}" for name, value in graph.metrics]
+    return "\n".join(lines) + "\n"
+
+
+def _block(items: tuple[g.Item, ...], indent: str) -> Iterator[str]:
+    for item in items:
+        match item:
+            case g.Every(period=k, body=body):
+                yield f"{indent}every {k}"
+                yield from _block(body, indent + "  ")
+            case g.Repeat(times=k, body=body):
+                yield f"{indent}repeat {k}"
+                yield from _block(body, indent + "  ")
+            case _:
+                what, on = title(item)
+                arrow = f" : {', '.join(item.reads)} -> {', '.join(item.writes)}" if item.reads or item.writes else ""
+                yield f"{indent}{item.id} = {what}({on}){arrow}"
