@@ -54,7 +54,8 @@ def _near(path: str) -> str:
 
 def build_graph(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
                 overrides: Sequence[str] = ()) -> Graph:
-    """The dataflow graph. place: a placement file. overrides: rules of the command line ("actor.train on mesh(0:4)")."""
+    """The dataflow graph. place: a placement file. overrides: rules of the command line
+    ("actor.train on mesh(0:4)")."""
     from rldsl.graph.build import build
     from rldsl.placement.rules import COMMAND_LINE
     from rldsl.syntax.parse import parse

@@ -81,8 +81,8 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
 
             traceback.print_exc()
         text = str(error) if isinstance(error, CompilerBug) else f"{type(error).__name__}: {error}"
-        click.echo(f"internal error: {text}\n{BUG}" + ("" if settings.verbose else "\n(`rlc -v ...` shows the traceback)"),
-                   err=True)
+        more = "" if settings.verbose else "\n(`rlc -v ...` shows the traceback)"
+        click.echo(f"internal error: {text}\n{BUG}{more}", err=True)
         code = 3
     if settings.verbose:
         click.echo(f"{time.process_time() - start:.2f} s of CPU", err=True)
@@ -219,7 +219,8 @@ def verify(settings: Settings, plan: str) -> None:
 
         data = api.read_bytes(plan)
         proof = prove(decode(data, plan))
-        _say(f"ok {plan}  plan {plan_id(data)}  {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}")
+        _say(f"ok {plan}  plan {plan_id(data)}  {proof.events} events, {proof.entries} entries: "
+             f"{', '.join(proof.checks)}")
 
     _guarded(settings, body)
 
@@ -295,7 +296,7 @@ def _launch(plan: str, world: int, out: str) -> int:
     """Start the ranks and wait for them; Ctrl-C reaches them too, and they get time to stop."""
     import subprocess
 
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), "LOGLEVEL": "CRITICAL"} | os.environ
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
     command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(world), "-m",
                "rldsl.run", plan, "--out", out]
     process = subprocess.Popen(command, env=environment)

@@ -41,8 +41,9 @@ def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
     plan = compiled.plan
     layouts = {x.id: x for x in plan.layouts}
     for mesh in plan.meshes:
-        calls = [f"{call_name(e)} {_degrees(layouts[e.layout])}" for e in every if isinstance(e, Call) and e.mesh == mesh.id]
-        calls += [call_name(e) for e in every if isinstance(e, Compute) and e.mesh == mesh.id]
+        here = [e for e in every if e.mesh == mesh.id]
+        calls = [f"{call_name(e)} {_degrees(layouts[e.layout])}" for e in here if isinstance(e, Call)]
+        calls += [call_name(e) for e in here if isinstance(e, Compute)]
         if not calls:
             continue
         members = mesh.members()

@@ -56,7 +56,7 @@ class Sampler:
     widest: int = field(init=False)
 
     def __post_init__(self) -> None:
-        tp, vocab = self.axes.tp.size, self.stage.vocab
+        tp, vocab = self.stage.head_axis.size, self.stage.vocab
         self.widest = max((i + 1) * vocab // tp - i * vocab // tp for i in range(tp))
 
     def next(self, hidden: torch.Tensor | None, which: torch.Tensor, position: torch.Tensor
@@ -80,7 +80,7 @@ class Sampler:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, V] float32, gathered over the vocabulary's shards."""
         logits = (hidden @ self.stage.head.to(hidden.dtype).T).float()
-        tp, vocab = self.axes.tp, self.stage.vocab
+        tp, vocab = self.stage.head_axis, self.stage.vocab
         if tp.size == 1:
             return logits
         padded = logits.new_zeros(len(hidden), self.widest)
@@ -173,7 +173,7 @@ def _forward(stage: Stage, axes: Axes, tokens: torch.Tensor, positions: torch.Te
     """Hidden states [T, H] after the last stage, on the last stage; None elsewhere."""
     pp, hidden = axes.pp, None
     if not stage.first:
-        hidden = torch.empty(len(tokens), stage.hidden, dtype=stage.dtype, device=tokens.device)
+        hidden = torch.empty(len(tokens), stage.hidden, dtype=stage.compute_dtype, device=tokens.device)
         dist.recv(hidden, src=pp.ranks[pp.index - 1], group=pp.group)
     hidden = stage.forward(tokens, positions, packing, hidden)
     if stage.last:

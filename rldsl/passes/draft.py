@@ -61,7 +61,8 @@ def events(items: Iterable[Item]) -> Iterator[Event]:
 
 def each_block(items: tuple[Item, ...], change: Callable[[tuple[Item, ...]], tuple[Item, ...]]) -> tuple[Item, ...]:
     """`change` applied to every block, inner ones first, then to the whole."""
-    return change(tuple(replace(i, body=each_block(i.body, change)) if isinstance(i, Every | Loop) else i for i in items))
+    return change(tuple(replace(i, body=each_block(i.body, change)) if isinstance(i, Every | Loop) else i
+                        for i in items))
 
 
 def union(draft: Draft, meshes: Iterable[str]) -> Mesh:

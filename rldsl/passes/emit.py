@@ -1,7 +1,7 @@
 """The plan: events numbered, equal tables merged and given short ids, classes of ranks.
 
-In: a finished draft and peak bytes per rank. Out: a `Plan`. Invariant: everything that a record names is in a table, and
-every table entry is named by something.
+In: a finished draft and peak bytes per rank. Out: a `Plan`. Invariant: everything that a record names is in a table,
+and every table entry is named by something.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, events, split
 from rldsl.passes.groups import groups
-from rldsl.plan.model import (FORMAT, Data, Event, Every, Free, Header, Item, Layout, Log, Loop, Mesh, Model, Plan, Spread,
+from rldsl.plan.model import (FORMAT, Data, Event, Every, Free, Header, Item, Layout, Log, Loop, Mesh, Plan, Spread,
                               Train)
 from rldsl.plan.project import rank_classes
 
@@ -36,8 +36,8 @@ def emit(draft: Draft, peaks: Mapping[int, int], compiler: str) -> Plan:
     used = {e.model for e in every if hasattr(e, "model")}
     header = Header(FORMAT, compiler, graph.program, graph.flow, placed.world, placed.devices_per_node, graph.steps,
                     graph.seed, graph.sources, graph.params)
-    return Plan(header, meshes, layouts, spreads, tuple(m for m in models if m.name in used), _data(draft), graph.frames,
-                graph.values, graph.functions, graph.programs,
+    return Plan(header, meshes, layouts, spreads, tuple(m for m in models if m.name in used), _data(draft),
+                graph.frames, graph.values, graph.functions, graph.programs,
                 groups(events(body), {x.id: x for x in layouts}, {m.id: m for m in meshes}), body,
                 rank_classes(meshes, body, placed.world, peaks))
 

@@ -24,4 +24,4 @@ def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mappi
                 keys["mesh", layout.id, ""] = None
         elif isinstance(e, Lengths | Compute | Save) and len(meshes[e.mesh].members()) > 1:
             keys["mesh", "", e.mesh] = None
-    return tuple(Group(f"g{i}", axis, layout, mesh) for i, (axis, layout, mesh) in enumerate(keys))  # type: ignore[arg-type]
+    return tuple(Group(f"g{i}", *key) for i, key in enumerate(keys))  # type: ignore[arg-type]

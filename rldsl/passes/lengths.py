@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rldsl.passes.draft import Draft, all_spread, each_block, events, split, weighed
 from rldsl.placement.model import mesh_of
-from rldsl.plan.model import Event, Fetch, Generate, Item, Lengths, Spread
+from rldsl.plan.model import Event, Fetch, Generate, Item, Lengths, Mesh, Spread
 from rldsl.plan.partition import shard_rows
 
 
@@ -63,7 +63,7 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
     return {id: ranks or {0} for id, ranks in touched.items()}
 
 
-def _mesh(draft: Draft, spread: Spread, e: Generate):
+def _mesh(draft: Draft, spread: Spread, e: Generate) -> Mesh:
     return mesh_of(draft.ranks(spread.mesh) | draft.ranks(e.mesh))
 
 
@@ -74,6 +74,7 @@ def _exchange(draft: Draft, e: Generate, whole: Spread) -> Event:
     shards = shard_rows(spread, layout.dp, [frame], {}, 0, 0)
     held = sum(len(s[e.frame]) for s in shards) * layout.tp * layout.pp
     lacking = frame.count * len(mesh.members()) - held
-    return Lengths(id=0, mesh=mesh.id, reads=(f"{e.frame}.tokens@{e.spread}",), writes=(f"{e.frame}.lengths@{whole.id}",),
-                   at=e.at, because=f"the rows of {e.frame} are divided by their lengths", bytes=8 * lacking,
+    return Lengths(id=0, mesh=mesh.id, reads=(f"{e.frame}.tokens@{e.spread}",),
+                   writes=(f"{e.frame}.lengths@{whole.id}",), at=e.at,
+                   because=f"the rows of {e.frame} are divided by their lengths", bytes=8 * lacking,
                    frame=e.frame, spread=e.spread)

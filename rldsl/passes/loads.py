@@ -61,4 +61,5 @@ def offloads(draft: Draft) -> Draft:
 
 def _event(kind: type[Offload] | type[Onload], e: Generate | Infer | Load, because: str) -> Event:
     copy = f"{e.model}@{e.layout}"
-    return kind(id=0, mesh=e.mesh, reads=(copy,), writes=(copy,), at=e.at, because=because, model=e.model, layout=e.layout)
+    return kind(id=0, mesh=e.mesh, reads=(copy,), writes=(copy,), at=e.at, because=because, model=e.model,
+                layout=e.layout)

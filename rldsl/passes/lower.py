@@ -82,8 +82,8 @@ class _Lower:
         if isinstance(node, g.Save):
             layout = self._save_layout(node)
             path = node.path if node.path is not None else "{out}/step-{step}/" + node.model
-            return Save(id=0, mesh=self.layouts[layout].mesh, reads=(f"{node.model}@{layout}",), at=at, model=node.model,
-                        layout=layout, path=path)
+            return Save(id=0, mesh=self.layouts[layout].mesh, reads=(f"{node.model}@{layout}",), at=at,
+                        model=node.model, layout=layout, path=path)
         place = self.places[node.id]
         spread = spread_of(node, place)
         self.spreads[spread.id] = spread

@@ -41,14 +41,15 @@ def order(draft: Draft) -> Draft:
 
 def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
            whole: Mapping[str, str]) -> tuple[Item, ...]:
-    inner = tuple(replace(i, body=_block(draft, i.body, values, whole)) if isinstance(i, Every | Loop) else i for i in items)
+    inner = tuple(replace(i, body=_block(draft, i.body, values, whole)) if isinstance(i, Every | Loop) else i
+                  for i in items)
     jobs = [_job(draft, i, values, whole) for i in inner]
     return tuple(inner[i] for i in schedule(jobs))
 
 
 def _job(draft: Draft, item: Item, values: Mapping[str, Value], whole: Mapping[str, str]) -> _Job:
     own = list(events([item]))
-    rank = (2 if not isinstance(item, Event) else 0 if isinstance(item, MOVEMENT) else 3 if isinstance(item, Log) else 1)
+    rank = 2 if not isinstance(item, Event) else 0 if isinstance(item, MOVEMENT) else 3 if isinstance(item, Log) else 1
     return _Job(frozenset(b for e in own for b in uses(draft, e, values, whole)),
                 frozenset(b for e in own for b in e.writes),
                 frozenset(r for m in {e.mesh for e in own} for r in draft.ranks(m)),

@@ -77,8 +77,8 @@ class _Reallocs:
         self.meshes.append(mesh)
         because = (f"{call_name(e)} runs with {degrees_text(dst.dp, dst.tp, dst.pp)} on {dst.mesh}, training with "
                    f"{degrees_text(src.dp, src.tp, src.pp)} on {src.mesh}")
-        return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",), at=e.at,
-                       because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
+        return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
+                       at=e.at, because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
                        messages=total.messages, digest=sha)
 
 

@@ -105,7 +105,8 @@ def check(draft: Draft) -> None:
                 block(item.body, there)
                 continue
             for buffer in item.reads:
-                assert split(buffer)[0] in models or buffer in there, f"{call_name(item)} reads {buffer} before it exists"
+                known = split(buffer)[0] in models or buffer in there
+                assert known, f"{call_name(item)} reads {buffer} before it exists"
             there.update(item.writes)
 
     block(draft.body, set())

@@ -61,8 +61,8 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
     if cluster.declared and not _shaped(mesh, cluster.gpus):
         raise fail("RL0306", "a mesh that is neither whole nodes nor a dividing part of one node", ref.span,
                    f"ranks {mesh.id} on nodes of {cluster.gpus}",
-                   help=f"take whole nodes (a multiple of {cluster.gpus} ranks from a node's first), or a run of ranks of "
-                        f"one node whose length divides {cluster.gpus}")
+                   help=f"take whole nodes (a multiple of {cluster.gpus} ranks from a node's first), or a run of ranks "
+                        f"of one node whose length divides {cluster.gpus}")
     return mesh
 
 
@@ -90,8 +90,9 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
         if not right:
             wanted = {"offload": "true or false", "backend": 'a name such as "torch"'}.get(
                 name, f"a whole number, at least {least}")
+            example = {"offload": "true", "backend": "torch"}.get(name, max(least, 1))
             raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
-                       help=f"write `{name}={'true' if name == 'offload' else 'torch' if name == 'backend' else max(least, 1)}`")
+                       help=f"write `{name}={example}`")
         later = (name in ("cp", "ep") and value > 1) or (name == "zero" and value > 0)
         if later or (name == "backend" and value != "torch"):
             raise fail("RL0312", f"`{name}={value}` is not supported yet", span, "this version cannot run it",
@@ -100,7 +101,8 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
     return found
 
 
-def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, call: str, compute: bool = False) -> Place:
+def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, call: str,
+          compute: bool = False) -> Place:
     """The place of one call, or of a computation, where dp=|mesh| always. family: None when no model directory has
     been read (`rlc check`). call: its name, for messages."""
     given = read_options(choice.options)
@@ -137,7 +139,8 @@ def fill(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: 
         label = Label(where, f"{size} rank{'s' * (size != 1)}") if where else None
         raise Failure([Diagnostic(
             "RL0304", "degrees do not fill the mesh", first.to(max(spans, key=lambda s: s.end)), sum_,
-            (label,) if label else (), (f"`{call}` runs on mesh {mesh.id}, {size} ranks",), _advice(given, size, missing))])
+            (label,) if label else (), (f"`{call}` runs on mesh {mesh.id}, {size} ranks",),
+            _advice(given, size, missing))])
     return given.get("dp", 1), given.get("tp", 1), given.get("pp", 1)
 
 
@@ -169,7 +172,8 @@ def check_family(family: Family, tp: int, pp: int, spans: dict[str, Span], span:
                        f'"{family.path}" has {family.kv_heads} key-value heads',
                        help=f"tp must divide {family.kv_heads} or be a multiple of it")
         if tp > cluster.gpus or cluster.gpus % tp:
-            raise fail("RL0309", "a tensor-parallel group reaches beyond a node", at, f"nodes have {cluster.gpus} devices",
+            raise fail("RL0309", "a tensor-parallel group reaches beyond a node", at,
+                       f"nodes have {cluster.gpus} devices",
                        help=f"tp must divide {cluster.gpus}; use pp to go over several nodes")
     if pp > 1:
         at = spans.get("pp", span)

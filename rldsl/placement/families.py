@@ -164,6 +164,8 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str,
     tied = bool(getattr(config, "tie_word_embeddings", False)) and not head
     if kind != "causal_lm":
         head, styles = [(HEAD, (1, sizes["hidden"]))], {k: v for k, v in styles.items() if k != "lm_head"}
+    elif tied and styles.get("lm_head") == "colwise_gather_output":  # the embedding is the head: divide it as such
+        styles[_embedding(skeleton).rpartition(".")[0]] = "embedding_rowwise"
     names, uniform = _fold(base, layers)
     pipeline = list(getattr(config, "base_model_pp_plan", None) or {})
     pp_problem = ("" if pipeline and uniform else

@@ -81,8 +81,8 @@ def check(placed: Placed, found: Mapping[int, Peak]) -> None:
     raise Failure([Diagnostic(
         "RL0401", f"a rank needs {human(worst.bytes)}, but a device has {human(placed.memory)}",
         cluster.span if cluster else None, f"ranks {ranks} need too much", notes=three,
-        help="divide the largest over more ranks (tp, pp), offload frozen models (offload=true), or bound micro-batches "
-             "(mbs=...)")])
+        help="divide the largest over more ranks (tp, pp), offload frozen models (offload=true), or bound "
+             "micro-batches (mbs=...)")])
 
 
 @cache

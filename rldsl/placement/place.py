@@ -31,7 +31,8 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     places, homes = _places(graph, choices, families, cluster)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
     return Placed(graph, tuple(_model(m, families[m.name], homes.get(m.name, "")) for m in graph.models),
-                  tuple(families.items()), tuple(places.items()), _tokenizers(graph), cluster.world, cluster.gpus, memory)
+                  tuple(families.items()), tuple(places.items()), _tokenizers(graph), cluster.world, cluster.gpus,
+                  memory)
 
 
 def check_graph(graph: g.Graph, place_file: str = "") -> None:

@@ -72,7 +72,8 @@ def specificity(selector: str, node: Node) -> int:
     return (model != "*") + (method != "*")
 
 
-def _clauses(node: Node, rules: Iterable[Rule], place_file: str, problems: list[Diagnostic]) -> list[tuple[Clause, str]]:
+def _clauses(node: Node, rules: Iterable[Rule], place_file: str,
+             problems: list[Diagnostic]) -> list[tuple[Clause, str]]:
     """All clauses for a node, the strongest first."""
     ranked: dict[tuple[int, int], list[tuple[Clause, str, Span]]] = {}
     if node.clause is not None:
@@ -100,14 +101,15 @@ def _overlap(clauses: Iterable[Clause]) -> bool:
 
 
 def _merge(clauses: list[tuple[Clause, str]]) -> Choice:
+    """Options of clauses without a mesh, down to the first clause that names one and ends the list."""
     options: dict[str, Option] = {}
     for clause, why in clauses:
-        for option in clause.options:
-            options.setdefault(option[0], option) if clause.mesh is None else None
+        if _overlap([clause]):  # an option given twice: `read_options` says so
+            return Choice(clause.mesh, clause.options, clause.span, why)
+        own = tuple(o for o in clause.options if o[0] not in options)
         if clause.mesh is not None:
-            own = tuple(o for o in clause.options if o[0] not in options)
-            doubled = _overlap([clause])
-            return Choice(clause.mesh, clause.options if doubled else (*options.values(), *own), clause.span, why)
+            return Choice(clause.mesh, (*options.values(), *own), clause.span, why)
+        options |= {o[0]: o for o in own}
     clause, why = clauses[0]
     return Choice(None, tuple(options.values()), clause.span, why)
 

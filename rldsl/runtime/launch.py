@@ -5,6 +5,7 @@ In: the arguments of torchrun. Out: the exit status of the first rank that faile
 
 from __future__ import annotations
 
+import logging
 import sys
 
 
@@ -12,6 +13,7 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    logging.disable(logging.CRITICAL)  # of this process alone: the ranks speak for themselves
     try:
         torchrun(arguments)
     except ChildFailedError as error:

@@ -132,7 +132,8 @@ def test_selectors() -> None:
     assert refused(ppo(rules=(rule("@score2", on(30, 0, 8)),))).code == "RL0313"
     d = refused(ppo(rules=(rule("ref.*", on(30, 0, 8)), rule("*.logprobs", on(31, 0, 4)))))
     assert d.code == "RL0314" and d.labels
-    assert layout(ppo({}, rules=(rule("judge.score", on(30, 0, 2)), rule("ref.*", on(31, 0, 4)))), "ref_lp") == "0:4 dp=4"
+    rules = rule("judge.score", on(30, 0, 2)), rule("ref.*", on(31, 0, 4))
+    assert layout(ppo({}, rules=rules), "ref_lp") == "0:4 dp=4"
 
 
 def test_one_home() -> None:

@@ -61,7 +61,7 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
 
 def grpo(actor: torch.nn.Module, ref: torch.nn.Module, samples: list[Sample], n: int, *, eps: float = 0.2,
          kl: float, temperature: float = 1.0) -> tuple[float, Gradients]:
-    """Token-mean GRPO; `samples` holds n completions of each prompt, one prompt after the other."""
+    """Mean over sequences of the mean over tokens; `samples` holds n completions of each prompt, one prompt after the other."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(-1, n)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten().float()
     terms = []
@@ -73,8 +73,8 @@ def grpo(actor: torch.nn.Module, ref: torch.nn.Module, samples: list[Sample], n:
         ratio = (new - old).exp()
         clipped = torch.max(-advantage * ratio, -advantage * ratio.clip(1 - eps, 1 + eps))
         gap = reference - new
-        terms.append(clipped + kl * (gap.exp() - gap - 1))
-    loss = torch.cat(terms).mean()
+        terms.append((clipped + kl * (gap.exp() - gap - 1)).mean())
+    loss = torch.stack(terms).mean()
     return loss.item(), gradients(actor, loss)
 
 

@@ -117,6 +117,8 @@ def _step(t: Tables, e: Event) -> Step:
         where = {b: f"first of {mesh(b)}" for b in reads}
     elif isinstance(e, Transfer):
         where = {b: t.spreads[e.src].mesh if split(b)[1] == e.src else ANYONE for b in reads}
+    elif isinstance(e, Lengths):
+        where = {b: t.spreads[e.spread].mesh for b in reads}
     else:
         where = dict.fromkeys(reads, ANYONE)
     lengths = tuple((f, _lengths(t, f)) for f in sorted(_weighed(t, e)))

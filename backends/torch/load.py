@@ -1,0 +1,80 @@
+"""A rank's own slices of a HuggingFace checkpoint; nothing else is read.
+
+In: a model, and the pieces that this rank holds. Out: local tensors filled in place.
+Errors: RL0721 a file is missing or damaged, RL0722 a parameter is missing, RL0723 it has another shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rldsl.diag import fail
+from rldsl.plan.boxes import Parameter, Piece, local_slice
+from rldsl.plan.model import Model
+
+HEAD = "score.weight"
+Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
+
+
+@torch.no_grad()
+def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill `tensors` (parameter name -> local tensor) from the directory `model.path`."""
+    where = _files(model.path)
+    with ExitStack() as stack:
+        open_files: dict[Path, safe_open] = {}
+        for name, (parameter, pieces) in held.items():
+            stored = _stored_name(name, where)
+            if stored is None:
+                if name == HEAD and model.kind == "value_model":
+                    tensors[name].zero_()  # a fresh critic starts at zero
+                    continue
+                raise fail("RL0722", f"parameter {name} is not in the checkpoint", place=model.path,
+                           help="the weights do not belong to this config.json")
+            file = where[stored]
+            if file not in open_files:
+                open_files[file] = stack.enter_context(_open(file))
+            source = open_files[file].get_slice(stored)
+            if tuple(source.get_shape()) != parameter.spec.shape:
+                raise fail("RL0723", f"{name} has shape {tuple(source.get_shape())}, the config says "
+                           f"{parameter.spec.shape}", place=str(file), help="weights and config.json do not match")
+            dim = parameter.spec.split.dim if parameter.spec.split else 0
+            for piece in pieces:
+                part = source[tuple(slice(a, b) for a, b in piece.box)]
+                tensors[name][local_slice(piece, piece.box, dim)].copy_(part)
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise fail("RL0721", f"cannot read the weights: {error}", place=str(file),
+                   help="the file is missing or damaged; copy it again") from None
+
+
+def _files(path: str) -> dict[str, Path]:
+    """Tensor name -> file."""
+    directory = Path(path)
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    return dict(_names(directory))
+
+
+def _names(directory: Path) -> Iterator[tuple[str, Path]]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise fail("RL0721", "no weights here", place=str(directory), help="expected *.safetensors files")
+    for file in files:
+        with _open(file) as reader:
+            yield from ((name, file) for name in reader.keys())
+
+
+def _stored_name(name: str, where: Mapping[str, Path]) -> str | None:
+    """The name in the file: as it is, or without the base model's prefix (a directory saved from a bare base)."""
+    return next((n for n in (name, name.partition(".")[2]) if n in where), None)

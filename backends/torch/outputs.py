@@ -1,0 +1,30 @@
+"""Fresh outputs of a model from the last stage's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from rldsl.backends.torch.batch import Batch
+from rldsl.backends.torch.logprobs import token_logprobs
+from rldsl.backends.torch.stage import Stage
+
+
+def outputs(stage: Stage, hidden: torch.Tensor, batch: Batch, what: Collection[str],
+            temperature: float) -> dict[str, tuple[torch.Tensor, ...]]:
+    """hidden: [T, H]. what -> one flat float32 tensor for each frame: "logprobs", "entropy", "values" over response
+    tokens, "scores" over sequences."""
+    found: dict[str, torch.Tensor] = {}
+    if "logprobs" in what or "entropy" in what:
+        found["logprobs"], entropy = token_logprobs(
+            hidden[batch.before], stage.head, batch.targets, temperature, stage.head_axis, stage.vocab_start,
+            "entropy" in what)
+        if entropy is not None:
+            found["entropy"] = entropy
+    if "values" in what:
+        found["values"] = (hidden[batch.before] @ stage.score[0].to(hidden.dtype)).float()
+    if "scores" in what:
+        found["scores"] = (hidden[batch.ends] @ stage.score[0].to(hidden.dtype)).float()
+    sizes = {name: batch.sequences if name == "scores" else batch.responses for name in found}
+    return {name: value.split(sizes[name]) for name, value in found.items() if name in what}

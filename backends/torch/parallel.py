@@ -1,0 +1,66 @@
+"""Tensor parallelism over plain local shards: explicit collectives at the edges of divided modules.
+
+In: a model whose parameters are this rank's pieces, and their specs. Out: the same modules, whose forward now
+communicates. The conjugate pair of Shoeybi et al. 2019 (Megatron-LM, section 3): into a divided region the identity
+forward and a sum backward, out of it a sum forward and the identity backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from rldsl.runtime.backend import Axis
+
+
+class IntoDivided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        slope = slope.contiguous()
+        dist.all_reduce(slope, group=ctx.axis.group)
+        return slope, None
+
+
+class OutOfDivided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        x = x.contiguous()
+        dist.all_reduce(x, group=axis.group)
+        return x
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope, None
+
+
+def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int) -> None:
+    """Give `module` the collectives of a style; nothing to do for "replicated" and "head" or without tp."""
+    if tp.size == 1:
+        return
+    if style == "colwise":
+        module.register_forward_pre_hook(lambda _, inputs: (IntoDivided.apply(inputs[0], tp), *inputs[1:]))
+    elif style == "rowwise":
+        module.forward = lambda x: _rowwise(module, x, tp)
+    elif style == "vocab":
+        module.forward = lambda ids: _embed(module, ids, tp, vocab_start)
+
+
+def _rowwise(module: nn.Module, x: torch.Tensor, tp: Axis) -> torch.Tensor:
+    """The bias is whole on every rank and added once, after the sum."""
+    out = OutOfDivided.apply(F.linear(x, module.weight), tp)
+    return out if module.bias is None else out + module.bias
+
+
+def _embed(module: nn.Module, ids: torch.Tensor, tp: Axis, start: int) -> torch.Tensor:
+    """Each rank looks up its rows of the vocabulary; what the module does besides the lookup stays."""
+    local = ids - start
+    mine = (local >= 0) & (local < module.weight.shape[0])
+    rows = type(module).forward(module, torch.where(mine, local, 0))
+    return OutOfDivided.apply(torch.where(mine[..., None], rows, 0.0), tp)

@@ -1,0 +1,95 @@
+"""One rank's part of a model: the torch side of the runtime's `Shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rldsl.backends.torch import load as checkpoint
+from rldsl.backends.torch.batch import batch
+from rldsl.backends.torch.generate import generate
+from rldsl.backends.torch.outputs import outputs
+from rldsl.backends.torch.pipeline import forward, forward_backward
+from rldsl.backends.torch.stage import Stage
+from rldsl.backends.torch.train import Trainer
+from rldsl.plan.model import Layout, Mesh, Model, Sampling
+from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed
+
+
+class TorchShard:
+    def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load: bool,
+                 trainable: bool):
+        self.model, self.axes, self.device = model, axes, device
+        self.half = model.dtype == "bfloat16"
+        # trained parameters stay float32 and run under autocast; others are stored as the model says
+        home = trainable or not self.half
+        self.stage = Stage(model, layout, mesh, axes, device, torch.float32 if home else torch.bfloat16,
+                           torch.bfloat16 if self.half else torch.float32)
+        if load:
+            checkpoint.load(model, self.stage.held, self.stage.parameters)
+        self.trainer = Trainer(self.stage, model, layout, mesh, axes) if trainable else None
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return {name: p.data for name, p in self.stage.parameters.items()}
+
+    def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int) -> Generated:
+        with self._autocast():
+            return generate(self.stage, self.axes, prompts, sampling, eos_ids=self._eos_ids(),
+                            tokenizer_dir=self.model.path, seed=seed, step=step, limit=limit)
+
+    @torch.no_grad()
+    def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:
+        packed = [batch((b,), self.device) for b in batches if len(b)]
+        found: list[torch.Tensor] = []
+        with self._autocast():
+            forward(self.stage, self.axes.pp, packed, lambda i, hidden: found.append(
+                outputs(self.stage, hidden, packed[i], (what,), temperature)[what][0]))
+        size = sum(b.sequences[0] if what == "scores" else b.responses[0] for b in packed)
+        result = torch.cat(found) if found else torch.empty(size, device=self.device)
+        if self.axes.pp.size > 1:
+            dist.broadcast(result, src=self.axes.pp.ranks[-1], group=self.axes.pp.group)
+        return result
+
+    def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float,
+              loss: LossFn) -> Mapping[str, float]:
+        assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
+        packed = [batch(frames, self.device) for frames in minibatch]
+        wanted = {name for names in what for name in names}
+
+        def share(i: int, hidden: torch.Tensor) -> torch.Tensor:
+            fresh = outputs(self.stage, hidden, packed[i], wanted, temperature)
+            return loss(i, [{name: fresh[name][frame] for name in names} for frame, names in enumerate(what)])
+
+        self.trainer.clear()
+        with self._autocast():
+            forward_backward(self.stage, self.axes.pp, packed, share)
+        return self.trainer.step()
+
+    def export(self) -> Mapping[str, Any]:
+        return {"config": self.stage.config, "tokenizer": self.model.path}
+
+    def to(self, device: torch.device) -> None:
+        for parameter in self.stage.parameters.values():
+            parameter.data = parameter.data.to(device)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
+
+    def _eos_ids(self) -> list[int]:
+        """Every end-of-sequence token that the directory declares."""
+        from transformers import AutoTokenizer, GenerationConfig
+
+        if not hasattr(self, "_ends"):
+            found: set[int] = set()
+            try:
+                declared = GenerationConfig.from_pretrained(self.model.path).eos_token_id
+            except OSError:
+                declared = None
+            for ids in (declared, self.stage.config.eos_token_id,
+                        AutoTokenizer.from_pretrained(self.model.path, local_files_only=True).eos_token_id):
+                found |= {ids} if isinstance(ids, int) else set(ids or ())
+            self._ends = sorted(found)
+        return self._ends

@@ -1,0 +1,142 @@
+"""One pipeline stage of a HuggingFace model, as this rank's tensor-parallel shard.
+
+In: a plan's model, a layout and this rank's place in it. Out: a `Stage` whose forward is the family's own code.
+Invariants: parameters are exactly the pieces that `plan/boxes.py` gives this rank; layers of other stages are
+pass-through modules, so that the family's forward runs unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rldsl.backends.torch import attention
+from rldsl.backends.torch.attention import Packing
+from rldsl.backends.torch.load import HEAD, Held
+from rldsl.backends.torch.parallel import divide
+from rldsl.plan.boxes import holding, local_shape, parameters
+from rldsl.plan.layout import stage_layers
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.runtime.backend import Axes, Axis
+
+
+class Elsewhere(nn.Module):
+    """A layer of another stage. The last one before this stage's own layers lets in what the previous stage sent,
+    whatever the family's forward did to its input before (some scale embeddings)."""
+
+    arriving: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states if self.arriving is None else self.arriving
+
+
+class Stage:
+    """first, last: place in the pipeline. hidden: size H. head: [V_local, H] local rows of the output embedding on the
+    last stage of a causal_lm, from row `vocab_start` of `vocab`; head_axis: over which ranks its rows are divided.
+    score: [1, H] on the last stage of a value or reward model. compute_dtype: of hidden states. parameters: HF name -> local parameter."""
+
+    def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
+                 compute_dtype: torch.dtype):
+        attention.register()
+        pp, tp = axes.pp, axes.tp
+        self.first, self.last = pp.index == 0, pp.index == pp.size - 1
+        self.device, self.compute_dtype = device, compute_dtype
+        self.layers = stage_layers(model.layers, pp.size, pp.index)
+        self.config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
+        whole = _skeleton(self.config)
+        self.base: nn.Module = getattr(whole, whole.base_model_prefix)
+        text = self.config.get_text_config()
+        self.hidden, self.vocab = int(text.hidden_size), int(text.vocab_size)
+
+        rank = axes.mesh.ranks[axes.mesh.index]
+        pieces = ((p, holding(p, model.layers, layout, mesh, rank)) for p in parameters(model))
+        self.held: Held = {p.name: (p, held) for p, held in pieces if held}
+        self.parameters = {
+            name: nn.Parameter(torch.empty(local_shape(p, held), device=device, dtype=dtype), requires_grad=False)
+            for name, (p, held) in self.held.items()}
+        self._install(whole, tp)
+        self.entry = self._drop_other_layers()
+        self.base.eval()
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
+                hidden: torch.Tensor | None) -> torch.Tensor:
+        """tokens, positions: [T] int64. hidden: [T, H] from the previous stage, None on the first. Returns [T, H];
+        after the final norm on the last stage."""
+        rest = dict(position_ids=positions[None], use_cache=False, packing=packing)
+        if hidden is None:
+            return self.base(input_ids=tokens[None], **rest).last_hidden_state[0]
+        self.entry.arriving = hidden[None]
+        try:
+            return self.base(inputs_embeds=hidden[None], **rest).last_hidden_state[0]
+        finally:
+            self.entry.arriving = None
+
+    def _install(self, whole: nn.Module, tp: Axis) -> None:
+        """Put local parameters into the modules, with their collectives."""
+        self.head: torch.Tensor | None = None
+        self.score: torch.Tensor | None = self.parameters.get(HEAD)
+        self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
+        output = whole.get_output_embeddings()
+        embedding = whole.get_input_embeddings()
+        tied = output is not None and output.weight is embedding.weight
+        for name, (parameter, held) in self.held.items():
+            if name == HEAD:
+                continue
+            path, _, attribute = name.rpartition(".")
+            module = whole.get_submodule(path)
+            setattr(module, attribute, self.parameters[name])
+            start = held[0].box[0][0]
+            if attribute == "weight":
+                divide(module, parameter.spec.style, tp, start)
+            if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
+                self.head, self.vocab_start = self.parameters[name], start
+                if parameter.spec.split is not None:
+                    self.head_axis = tp
+        self._move_buffers()
+
+    def _move_buffers(self) -> None:
+        for module in self.base.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
+
+    def _drop_other_layers(self) -> Elsewhere:
+        """Pass-through modules in place of what this stage does not hold; returns the way in."""
+        mine = {id(p) for p in self.parameters.values()}
+        entry = Elsewhere()
+        embedding = self.base.get_input_embeddings()
+        for name, child in list(self.base.named_children()):
+            if isinstance(child, nn.ModuleList):
+                for i in range(len(child)):
+                    if i not in self.layers:
+                        child[i] = entry if i == self.layers.start - 1 else Elsewhere()
+            elif child is not embedding and any(True for _ in child.parameters()):
+                if not any(id(p) in mine for p in child.parameters()):
+                    setattr(self.base, name, nn.Identity())
+        return entry
+
+
+def _skeleton(config: Any) -> nn.Module:
+    """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored)."""
+    with _parameters_on_meta():
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register

@@ -1,0 +1,129 @@
+"""Gradients over all degrees, clipping, and the optimizer step.
+
+Gradients live in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes: parts
+of one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole
+buffer over dp (a sum: losses carry the global normalisation). The norm counts each element of the model once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from rldsl.backends.torch.stage import Stage
+from rldsl.plan.boxes import local_slice, replicas
+from rldsl.plan.model import Layout, Mesh, Model, Optimizer
+from rldsl.runtime.backend import Axes
+
+
+class Trainer:
+    """Gradient buffer and AdamW state of one shard."""
+
+    def __init__(self, stage: Stage, model: Model, layout: Layout, mesh: Mesh, axes: Axes):
+        assert model.optimizer is not None
+        self.stage, self.axes, self.options, self.updates = stage, axes, model.optimizer, model.updates
+        self.done = 0
+        rank = axes.mesh.ranks[axes.mesh.index]
+        named = list(stage.parameters.items())
+        self.parameters = [p for _, p in named]
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=stage.device)
+        at = 0
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
+            parameter.grad = self.flat[at : at + parameter.numel()].view(parameter.shape)
+            at += parameter.numel()
+        held = [stage.held[name] for name, _ in named]
+        self.shares = [replicas(p, model.layers, layout, mesh, rank) for p, _ in held]
+        tp = axes.tp.size
+        # whole on every tp rank, but each sees only its own heads: their gradients are parts of one sum
+        self.partial = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.partial]
+        self.doubled = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
+                        and any(units < tp for units, _ in p.spec.split.parts)]
+        self.tied = [i for i, (p, _) in enumerate(held) if p.spec.stage == "ends"]
+        self.tied_size = _tied_size(model, stage, axes)
+        self.held = held
+        self.adam = torch.optim.AdamW(self.parameters, lr=self.options.lr, betas=self.options.betas,
+                                      eps=self.options.eps, weight_decay=self.options.weight_decay, foreach=True)
+
+    def clear(self) -> None:
+        self.flat.zero_()
+
+    def step(self) -> dict[str, float]:
+        """Reduce, clip, update. "grad_norm" is before clipping."""
+        self._reduce()
+        norm = self._norm()
+        limit = self.options.clip_grad
+        if limit and norm > limit:
+            self.flat.mul_(limit / (norm + 1e-6))
+        rate = learning_rate(self.options, self.done, self.updates)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+        self.done += 1
+        return {"grad_norm": norm, "lr": rate}
+
+    def _reduce(self) -> None:
+        tp, pp, dp = self.axes.tp, self.axes.pp, self.axes.dp
+        grads = [p.grad for p in self.parameters]
+        if self.partial:
+            _sum_in_place([grads[i] for i in self.partial], tp.group)
+        for i in self.doubled:
+            parameter, pieces = self.held[i]
+            whole = grads[i].new_zeros(parameter.spec.shape)
+            dim = parameter.spec.split.dim
+            for piece in pieces:
+                box = tuple(slice(a, b) for a, b in piece.box)
+                whole[box] = grads[i][local_slice(piece, piece.box, dim)]
+            dist.all_reduce(whole, group=tp.group)
+            for piece in pieces:
+                box = tuple(slice(a, b) for a, b in piece.box)
+                grads[i][local_slice(piece, piece.box, dim)] = whole[box]
+        if self.tied_size and pp.size > 1:  # stages between the ends add nothing
+            mine = [grads[i] for i in self.tied] or [self.flat.new_zeros(self.tied_size)]
+            _sum_in_place(mine, pp.group)
+        if dp.size > 1:
+            dist.all_reduce(self.flat, group=dp.group)
+
+    def _norm(self) -> float:
+        """2-norm over the whole model; each element counts once however many ranks hold it."""
+        squares = torch.stack(torch._foreach_norm([p.grad for p in self.parameters])).double() ** 2
+        shares = torch.tensor(self.shares, dtype=torch.float64, device=squares.device)
+        total = (squares / shares).sum()
+        if self.axes.mesh.size > 1:
+            dist.all_reduce(total, group=self.axes.mesh.group)
+        return math.sqrt(total.item())
+
+
+def _tied_size(model: Model, stage: Stage, axes: Axes) -> int:
+    """Elements of this tp position's share of the tied embedding; 0 without one."""
+    spec = next((s for s in model.params if s.stage == "ends"), None)
+    if spec is None:
+        return 0
+    if spec.split is None:
+        return math.prod(spec.shape)
+    units, size = spec.split.parts[0]
+    rows = ((axes.tp.index + 1) * units // axes.tp.size - axes.tp.index * units // axes.tp.size) * size
+    return rows * math.prod(spec.shape) // spec.shape[spec.split.dim]
+
+
+def _sum_in_place(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    joined = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(joined, group=group)
+    for tensor, part in zip(tensors, joined.split([t.numel() for t in tensors])):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def learning_rate(options: Optimizer, done: int, updates: int) -> float:
+    """Of the update after `done` others, of `updates` in all: linear warm-up, then constant, linear or cosine down to
+    min_lr_ratio * lr at the last update."""
+    warmup = options.warmup if options.warmup >= 1 else options.warmup * updates
+    if done < warmup:
+        return options.lr * (done + 1) / math.ceil(warmup)
+    if options.schedule == "constant":
+        return options.lr
+    past = min(1.0, (done - warmup) / max(1.0, updates - 1 - warmup))
+    shape = 1 - past if options.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * past))
+    return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * shape)

@@ -1,0 +1,221 @@
+"""One node of a plan's arithmetic on ragged batches, with torch.
+
+In: a node of `plan/expr.py`, its arguments' values and the geometry of the rows at hand. Out: its value.
+Invariant: a value of level token is flat [sum of lens], seq is [S], prompt has one entry for each distinct prompt id
+in ascending order, batch has no dimension. What one sequence gets never depends on the others. An empty set of
+elements has sum, mean, amax and amin 0. Everything is differentiable where the mathematics is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rldsl.plan.expr import ELEMENTWISE, LEVELS, Level, Node
+from rldsl.plan.model import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The rows of one frame at hand. rows, prompts, lens: [S] int64; row numbers, prompt numbers, response lengths."""
+
+    rows: Tensor
+    prompts: Tensor
+    lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The index sets of some views, and how the finer lie over the coarser."""
+
+    views: Mapping[str, View]
+    frames: Mapping[str, Frame]
+    _known: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return next((v.lens.device for v in self.views.values()), torch.device("cpu"))
+
+    def frame(self, level: Level, space: str) -> str:
+        """A frame that ranges over `space` at `level`."""
+        return next(f for f in self.views if self.space(f, level) == space)
+
+    def space(self, frame: str, level: Level) -> str:
+        record = self.frames[frame]
+        return {"token": record.id, "seq": record.rows, "prompt": record.prompts, "batch": ""}[level]
+
+    def size(self, level: Level, space: str) -> int:
+        """The number of elements at hand."""
+        if level == "prompt":
+            return self.prompts(space).numel()
+        view = self.views[self.frame(level, space)]
+        return int(view.lens.sum()) if level == "token" else view.lens.numel()
+
+    def prompts(self, space: str) -> Tensor:
+        """The distinct prompt ids of a prompt space, ascending."""
+        mine = [v.prompts for f, v in self.views.items() if self.frames[f].prompts == space]
+        return self._once(("prompts", space), lambda: torch.cat(mine).unique())
+
+    def index(self, level: Level, space: str, to: Level) -> Tensor:
+        """For each element of `level`, the number of the element of `to` that it lies in."""
+        frame = self.frame(level, space)
+        view = self.views[frame]
+        if (level, to) == ("token", "seq"):
+            seqs = torch.arange(view.lens.numel(), device=view.lens.device)
+            return self._once((frame, "seq"), lambda: seqs.repeat_interleave(view.lens))
+        if (level, to) == ("seq", "prompt"):
+            prompts = self.prompts(self.frames[frame].prompts)
+            return self._once((frame, "prompt"), lambda: torch.searchsorted(prompts, view.prompts))
+        assert (level, to) == ("token", "prompt"), f"no index from {level} to {to}"
+        return self.index("seq", self.frames[frame].rows, "prompt")[self.index("token", space, "seq")]
+
+    def ends(self, frame: str) -> Tensor:
+        """[S]: the number of the token after each sequence."""
+        return self._once((frame, "ends"), lambda: self.views[frame].lens.cumsum(0))
+
+    def _once(self, key: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """The value of `node`, which is neither an input nor a Python function nor a reduction to batch.
+
+    inner: the nodes of `args`. dtype: of all numbers; those of level batch are float64."""
+    dtype = torch.float64 if node.level == "batch" else dtype
+    if node.op == "const":
+        value = node.attr("value")
+        return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else dtype, device=geometry.device)
+    if node.op in ELEMENTWISE:
+        return elementwise(node.op, [lift(a, n, node, geometry) for a, n in zip(args, inner)], dtype)
+    if node.attr("to") is not None:
+        return reduce(node, inner[0], args[0], geometry, dtype)
+    return sequence(node, args, geometry, dtype)
+
+
+# ------------------------------------------------------------------------------------------------ elementwise
+
+
+def lift(x: Tensor, of: Node, to: Node, geometry: Geometry) -> Tensor:
+    """x of a coarser level, repeated for every element of the finer one."""
+    if of.level == to.level or of.level == "batch":
+        return x
+    assert LEVELS.index(of.level) < LEVELS.index(to.level), f"{of.level} does not broadcast to {to.level}"
+    return x[geometry.index(to.level, to.space, of.level)]
+
+
+_NUMBERS: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "pow": torch.pow,
+    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
+    "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "abs": torch.abs, "min": torch.minimum,
+    "max": torch.maximum, "sigmoid": torch.sigmoid, "logsigmoid": functional.logsigmoid,
+}
+_TRUTHS: dict[str, Callable[..., Tensor]] = {
+    "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
+}
+
+
+def elementwise(op: str, args: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """An operator on arguments of one shape or none."""
+    if op == "stop_gradient":
+        return args[0].detach()
+    if op in _TRUTHS:
+        return _TRUTHS[op](*args)
+    if op == "where":
+        return torch.where(truth(args[0]), *_alike(args[1:], dtype))
+    if op in ("eq", "ne"):
+        return _NUMBERS[op](*_alike(args, dtype))
+    return _NUMBERS[op](*(a.to(dtype) for a in args))
+
+
+def truth(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.bool else x != 0
+
+
+def _alike(args: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Truth values stay when all are; otherwise everything is a number."""
+    return list(args) if all(a.dtype == torch.bool for a in args) else [a.to(dtype) for a in args]
+
+
+# ------------------------------------------------------------------------------------------------- reductions
+
+
+def reduce(node: Node, of: Node, x: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """A reduction to seq or prompt. Sums run in float64, so that the order of the elements hardly matters."""
+    index, size = geometry.index(of.level, of.space, node.level), geometry.size(node.level, node.space)
+    wide = x.to(torch.float64)
+    count = torch.zeros(size, dtype=torch.float64, device=x.device).index_add(0, index, torch.ones_like(wide))
+    if node.op == "count":
+        return count.to(dtype)
+    if node.op in ("sum", "mean"):
+        total = torch.zeros_like(count).index_add(0, index, wide)
+        return (total / count.clamp(min=1) if node.op == "mean" else total).to(dtype)
+    worst = torch.full_like(count, -torch.inf if node.op == "amax" else torch.inf)
+    best = worst.scatter_reduce(0, index, wide, node.op)
+    return torch.where(count > 0, best, 0.0).to(dtype)
+
+
+# -------------------------------------------------------------------------------------------------- sequences
+
+
+def sequence(node: Node, args: Sequence[Tensor], geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """The operators that work inside each sequence."""
+    frame = str(node.attr("frame") or geometry.frame("token" if node.op != "last" else "seq", node.space))
+    if node.op == "len":
+        return geometry.views[frame].lens.to(dtype)
+    if node.op == "at_end":
+        return _at_end(args[0], frame, geometry)
+    if node.op == "last":
+        return _last(args[0], frame, geometry)
+    lens, x = geometry.views[frame].lens, args[0]
+    if node.op in ("next", "prev"):
+        return _neighbour(x, geometry.ends(frame), lens, 1 if node.op == "next" else -1)
+    padded = pad(x.to(torch.float64), lens)
+    table = padded.cumsum(1) if node.op == "cumsum" else discount(padded, args[1].to(torch.float64))
+    return table[_filled(lens)].to(dtype)
+
+
+def _neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
+    """Each token's neighbour; 0 (or false) at the border of its sequence."""
+    border = (ends - 1 if shift == 1 else ends - lens)[lens > 0]
+    inside = torch.ones(x.numel(), dtype=torch.bool, device=x.device).index_fill(0, border, False)
+    return torch.where(inside, x.roll(-shift), torch.zeros_like(x))
+
+
+def _at_end(x: Tensor, frame: str, geometry: Geometry) -> Tensor:
+    held = geometry.views[frame].lens > 0
+    flat = x.new_zeros(geometry.size("token", frame))
+    return flat.index_copy(0, geometry.ends(frame)[held] - 1, x[held])
+
+
+def _last(x: Tensor, frame: str, geometry: Geometry) -> Tensor:
+    lens = geometry.views[frame].lens
+    at = torch.where(lens > 0, geometry.ends(frame) - 1, x.numel())
+    return torch.cat((x, x.new_zeros(1)))[at]
+
+
+def _filled(lens: Tensor) -> Tensor:
+    """[S, longest] bool: where a table with one sequence in each row holds a token."""
+    longest = int(lens.max()) if lens.numel() else 0
+    return torch.arange(longest, device=lens.device) < lens[:, None]
+
+
+def pad(x: Tensor, lens: Tensor) -> Tensor:
+    """Flat [sum of lens] -> [S, longest], zeros behind each sequence."""
+    filled = _filled(lens)
+    return x.new_zeros(filled.shape).masked_scatter(filled, x)
+
+
+def discount(x: Tensor, g: Tensor) -> Tensor:
+    """y[:, t] = x[:, t] + g * y[:, t+1] for x of [S, L] and one number g, in log2(L) vector steps: after step k, y sums
+    the next 2**k terms, so y + g**(2**k) * (y shifted by 2**k) sums twice as many (Hillis & Steele 1986)."""
+    shift = 1
+    while shift < x.shape[1]:
+        x = x + g * functional.pad(x[:, shift:], (0, shift))
+        g, shift = g * g, 2 * shift
+    return x

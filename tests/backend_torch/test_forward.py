@@ -1,0 +1,132 @@
+"""Log-probs, values, scores and generation of every layout against plain transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rldsl.plan.model import Sampling
+from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
+from tests.tiny import make_model
+from tests.world import run_world
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2)]
+ROWS = ragged(9, 46)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": str(make_model(root / "qwen3")),
+        "tied": str(make_model(root / "tied", tie_word_embeddings=True)),
+        "llama": str(make_model(root / "llama", family="llama", attention_bias=True)),
+        "gemma": str(make_model(root / "gemma", family="gemma", head_dim=8)),
+        "gpt2": str(make_model(root / "gpt2", family="gpt2")),
+        "reward": str(make_model(root / "reward", head="reward_model")),
+    }
+
+
+def reference(path: str, temperature: float) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    with torch.no_grad():
+        for prompt, response in ROWS:
+            logits = model(torch.tensor([prompt + response])).logits[0] / temperature
+            picked = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            found.append(picked.gather(1, torch.tensor(response, dtype=torch.long)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def _forwards(rank, path, kind, what, layouts, temperature):
+    """Results of each layout in turn: all in one world of four."""
+    model, found = plan_model(path, kind), []
+    for dp, tp, pp in layouts:
+        if rank < dp * tp * pp:
+            shard = make_shard(model, rank, dp, tp, pp) if dp * tp * pp == 4 else None
+        shard = shard if dp * tp * pp == 4 else _partial(model, rank, dp, tp, pp)
+        if shard is not None:
+            found.append(shard.infer([pack(ROWS[:4]), pack(ROWS[4:])], what, temperature).numpy())
+    return found
+
+
+def _partial(model, rank, dp, tp, pp):
+    """A layout smaller than the world: groups need every rank."""
+    import torch.distributed as dist
+    from rldsl.backends.torch import build
+    from rldsl.plan.layout import axis_ranks
+    from rldsl.plan.model import Layout, Mesh
+    from rldsl.runtime.backend import Axes, Axis
+
+    size = dp * tp * pp
+    mesh, layout = Mesh("m0", ((0, size),)), Layout("L0", "m0", dp=dp, tp=tp, pp=pp)
+    axes = {}
+    for name in ("dp", "tp", "pp", "mesh"):
+        for ranks in axis_ranks(layout, mesh, name):
+            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if rank in ranks:
+                axes[name] = Axis(ranks, ranks.index(rank), group)
+    if rank >= size:
+        return None
+    return build(model, layout, mesh, Axes(**axes), torch.device("cpu"), load=True, trainable=False)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tied", "llama", "gemma"])
+def test_logprobs_equal_transformers_on_every_layout(directories, name):
+    expected = reference(directories[name], 0.7)
+    for found in run_world(4, _forwards, directories[name], "causal_lm", "logprobs", LAYOUTS, 0.7):
+        for result in found:
+            assert torch.allclose(torch.from_numpy(result), expected, atol=2e-5), name
+
+
+def test_a_family_without_a_plan_runs_whole(directories):
+    expected = reference(directories["gpt2"], 1.0)
+    (found,) = run_world(1, _forwards, directories["gpt2"], "causal_lm", "logprobs", [(1, 1, 1)], 1.0)
+    assert torch.allclose(torch.from_numpy(found[0]), expected, atol=2e-5)
+
+
+def test_scores_equal_transformers(directories):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(directories["reward"], dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = torch.stack([
+            model.model(torch.tensor([p + r])).last_hidden_state[0, -1] @ model.score.weight[0] for p, r in ROWS])
+    for found in run_world(4, _forwards, directories["reward"], "reward_model", "scores", LAYOUTS, 1.0):
+        for result in found:
+            assert torch.allclose(torch.from_numpy(result), expected, atol=2e-5)
+
+
+def _generations(rank, path, layouts, samplings):
+    model, found = plan_model(path), []
+    for (dp, tp, pp), (sampling, limit) in ((a, b) for a in layouts for b in samplings):
+        shard = _partial(model, rank, dp, tp, pp)
+        if shard is None:
+            continue
+        prompts = pack([(p, []) for p, _ in ROWS])
+        made = shard.generate(prompts, sampling, seed=3, step=5, limit=limit)
+        again = shard.infer([made.batch], "logprobs", sampling.temperature)
+        assert torch.allclose(again, made.logprobs, atol=1e-5)
+        found.append((made.batch.tokens.tolist(), made.batch.response_lens.tolist(), made.finished.tolist()))
+    return found
+
+
+def test_greedy_generation_equals_transformers(directories):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directories["qwen3"], dtype=torch.float32).eval()
+    expected = [model.generate(torch.tensor([p]), max_new_tokens=8, do_sample=False)[0].tolist() for p, _ in ROWS]
+    expected = [t for row in expected for t in row]
+    sampling = Sampling(max_new_tokens=8, greedy=True)
+    for found in run_world(4, _generations, directories["qwen3"], LAYOUTS, [(sampling, 0), (sampling, 2)]):
+        assert all(tokens == expected for tokens, _, _ in found)
+
+
+def test_samples_do_not_depend_on_layout_or_batching(directories):
+    sampling = Sampling(max_new_tokens=8, temperature=1.3, top_p=0.95, top_k=30, min_new_tokens=2)
+    results = run_world(4, _generations, directories["qwen3"], LAYOUTS, [(sampling, 0), (sampling, 4)])
+    every = [found for rank in results for found in rank]
+    assert all(found == every[0] for found in every)
+    assert min(every[0][1]) >= 2 and len(set(every[0][0])) > 10

@@ -1,0 +1,41 @@
+"""Compile a program and run it in a real gloo world; what every end-to-end test stands on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rldsl import api
+from rldsl.plan.codec import encode
+from tests.world import run_world
+
+Metrics = list[dict[str, float]]
+
+
+def compile_program(path: Path, sets: Mapping[str, Any], place: str | None, folder: Path) -> bytes:
+    """Plan bytes. place: text of a placement file, or None."""
+    rules = None
+    if place is not None:
+        rules = folder / "placement.rlf"
+        rules.write_text(place)
+    return encode(api.compile(str(path), dict(sets), str(rules) if rules else None))
+
+
+def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | None = None,
+                timeout: float = 240.0) -> Metrics:
+    """The logged metrics of each step. Everything is written under `folder`/out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = compile_program(path, sets, place, folder)
+    world = json.loads(data.splitlines()[0])["world"]
+    run_world(world, _rank, data, str(folder / "out"), os.getcwd(), timeout=timeout)
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _rank(rank: int, data: bytes, out: str, cwd: str) -> None:
+    from rldsl.runtime.executor import execute
+
+    os.chdir(cwd)
+    execute(data, "test.plan", out)
