@@ -14,9 +14,10 @@ from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, Packed, Shard
 
 
-def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None = None, updates: int = 10) -> Model:
+def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None = None, updates: int = 10,
+               dtype: str = "float32") -> Model:
     family = describe(path, kind)
-    return Model("m", kind, path, "float32", family.params, family.layers, family.config_digest, "L0", optimizer, updates)
+    return Model("m", kind, path, dtype, family.params, family.layers, family.config_digest, "L0", optimizer, updates)
 
 
 def make_shard(model: Model, rank: int, dp: int = 1, tp: int = 1, pp: int = 1) -> Shard:

@@ -52,7 +52,7 @@ def _forwards(rank, path, kind, what, layouts, temperature):
     return found
 
 
-def _partial(model, rank, dp, tp, pp):
+def _partial(model, rank, dp, tp, pp, trainable=False):
     """A layout smaller than the world: groups need every rank."""
     import torch.distributed as dist
     from rldsl.backends.torch import build
@@ -70,7 +70,7 @@ def _partial(model, rank, dp, tp, pp):
                 axes[name] = Axis(ranks, ranks.index(rank), group)
     if rank >= size:
         return None
-    return build(model, layout, mesh, Axes(**axes), torch.device("cpu"), load=True, trainable=False)
+    return build(model, layout, mesh, Axes(**axes), torch.device("cpu"), load=True, trainable=trainable)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "tied", "llama", "gemma"])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import Compute, Event, Free, Generate, Infer, Item, Log, Loop, Every, Train, Transfer
+from rldsl.plan.model import Compute, Event, Every, Free, Generate, Infer, Item, Lengths, Log, Loop, Train, Transfer
 from rldsl.plan.verify.tables import Tables, name, problem, split
 
 ANYONE = ""

@@ -1,0 +1,134 @@
+"""A rank walks its own list of events; that is all.
+
+In: the bytes of a plan, inside an initialised process group. Out: the run's files. The list is the plan's body filtered
+to this rank; every wait is either inside an event or at the first read of what a transfer or a realloc brings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rldsl.diag import fail
+from rldsl.plan.codec import decode
+from rldsl.plan.model import (Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log, Loop,
+                              Offload, Onload, Plan, Realloc, Save, Train, Transfer)
+from rldsl.plan.project import schedule
+from rldsl.plan.verify import verify
+from rldsl.runtime import calls, values
+from rldsl.runtime.failure import Watch
+from rldsl.runtime.log import log, summarise, write_summary
+from rldsl.runtime.save import save
+from rldsl.runtime.state import State
+from rldsl.runtime.trace import Recorder, now, write
+from rldsl.runtime.world import check_same_plan, join
+
+HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
+    Load: calls.load, Fetch: values.fetch, Lengths: values.lengths, Transfer: values.move, Realloc: calls.reallocate,
+    Offload: calls.offload, Onload: calls.onload, Generate: calls.generate, Infer: calls.infer, Train: calls.train,
+    Compute: values.compute, Save: save, Log: log, Free: values.free,
+}
+
+
+def execute(data: bytes, name: str, out: str | Path, device: torch.device = torch.device("cpu"),
+            trace: str | None = None, watch: Watch | None = None) -> None:
+    """Run a plan as rank dist.get_rank(). name: of the plan file, for messages. trace: file for the timeline.
+
+    Everything that can be checked is checked before the first step: the plan, the data, the functions."""
+    plan = decode(data, name)
+    verify(plan)
+    check_same_plan(data, device)
+    state = State(plan, join(plan, dist.get_rank(), device), _writable(out))
+    own = schedule(plan.body, {m.id: m for m in plan.meshes}, state.world.rank)
+    recorder = Recorder(state.world.rank) if trace else None
+    _check(state, own)
+    begun = time.monotonic()
+    _walk(state, own, watch, recorder)
+    if recorder is not None:
+        write(recorder, Path(trace), device)
+    _finish(state, time.monotonic() - begun)
+
+
+def _writable(out: str | Path) -> Path:
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise fail("RL0762", f"the output directory cannot be made: {error.strerror}", place=str(out)) from None
+    return Path(out)
+
+
+def _check(state: State, items: Sequence[Item]) -> None:
+    """Open every data source and load every function that this rank will need."""
+    from rldsl.runtime import reward
+
+    for event in _events(items):
+        if isinstance(event, Fetch):
+            state.source(event.data)
+        elif isinstance(event, Compute):
+            for node in state.programs[event.program].nodes:
+                if node.op == "py":
+                    reward.load(state.functions[str(node.attr("function"))])
+
+
+def _events(items: Sequence[Item]):
+    for item in items:
+        if isinstance(item, Event):
+            yield item
+        else:
+            yield from _events(item.body)
+
+
+def _walk(state: State, items: Sequence[Item], watch: Watch | None, recorder: Recorder | None, turn: int = 1,
+          depth: int = 0) -> None:
+    """turn: iteration of the innermost loop, from 1. depth: number of loops around."""
+    for item in items:
+        if isinstance(item, Event):
+            if watch is not None:
+                watch.at = item
+            begin = now() if recorder is not None else 0.0
+            HANDLERS[type(item)](state, item)
+            if recorder is not None:
+                recorder.add(item, state.step, begin, now())
+        elif isinstance(item, Every):
+            if turn % item.period == 0:
+                _walk(state, item.body, watch, recorder, turn, depth)
+        else:
+            assert isinstance(item, Loop)
+            for i in range(1, item.trips + 1):
+                if depth == 0:
+                    state.begin_step()
+                _walk(state, item.body, watch, recorder, i, depth + 1)
+
+
+def _finish(state: State, seconds: float) -> None:
+    """Nothing may be left on its way when the processes end; then rank 0 writes the summary."""
+    for key in list(state.arriving):
+        state.settled(*key)
+    dist.barrier()
+    if state.world.rank == 0:
+        plan: Plan = state.plan
+        saved = _saved_paths(state)
+        state.saved[:] = saved
+        write_summary(plan, state.out, summarise(state, plan.header.steps, seconds))
+
+
+def _saved_paths(state: State) -> list[str]:
+    """The last directory that each save event wrote; worked out from the plan, since rank 0 may not have taken part."""
+    found: dict[str, None] = {}
+
+    def visit(items: Sequence[Item], trips: int, period: int) -> None:
+        for item in items:
+            if isinstance(item, Save) and trips >= period:
+                last = trips - trips % period
+                found[item.path.replace("{out}", str(state.out)).replace("{step}", str(last))] = None
+            elif isinstance(item, Every):
+                visit(item.body, trips, item.period)
+            elif isinstance(item, Loop):
+                visit(item.body, item.trips, 1)
+
+    visit(state.plan.body, 1, 1)
+    return list(found)

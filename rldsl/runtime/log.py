@@ -1,0 +1,95 @@
+"""Metrics of each step to one rank, its progress line and `metrics.jsonl`; a summary at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from rldsl.plan.model import Layout, Log, Mesh, Plan, Realloc
+from rldsl.plan.project import events
+from rldsl.runtime.exchange import post
+from rldsl.runtime.state import State
+
+FIRST = ("reward", "score", "accuracy", "kl", "loss")  # what a progress line shows first, by the end of the name
+
+
+def log(state: State, event: Log) -> None:
+    """The first rank of each buffer's mesh sends its numbers, in one message, to rank `event.to`."""
+    by_rank: dict[int, list[tuple[str, str]]] = {}
+    for name, buffer in event.metrics:
+        spread = state.spreads[buffer.rpartition("@")[2]]
+        by_rank.setdefault(state.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
+    rank, sends, receives = state.world.rank, {}, {}
+    mine = [state.store.take(b).data.reshape(-1)[:1].double() for _, b in by_rank.get(rank, ())]
+    if mine and rank != event.to:
+        sends[event.to] = torch.cat(mine)
+    if rank == event.to:
+        receives = {peer: torch.empty(len(names), dtype=torch.float64, device=state.device)
+                    for peer, names in by_rank.items() if peer != rank}
+    post(sends, receives, event.id * 16).wait()
+    if rank == event.to:
+        receives[rank] = torch.cat(mine) if mine else torch.empty(0)
+        found = {name: value for peer, names in by_rank.items()
+                 for (name, _), value in zip(names, receives[peer].tolist())}
+        Progress.record(state, {name: found[name] for name, _ in event.metrics})
+
+
+class Progress:
+    """One line for a person, one for a program."""
+
+    @staticmethod
+    def record(state: State, metrics: dict[str, float]) -> None:
+        now = time.monotonic()
+        seconds = max(now - state.started, 1e-9)
+        state.started = now
+        line = {"step": state.step, **metrics, "seconds": round(seconds, 4)}
+        if state.tokens:
+            line["tokens_per_second"] = round(state.tokens / seconds, 1)
+        with (state.out / "metrics.jsonl").open("a" if state.step > 1 else "w") as file:
+            file.write(json.dumps(line) + "\n")
+        show(sys.stderr, line, state.plan.header.steps)
+
+
+def show(stream: TextIO, line: dict[str, float], steps: int) -> None:
+    """On a terminal one line that is written over, otherwise one for each step."""
+    names = [n for n in line if n not in ("step", "seconds")]
+    names.sort(key=lambda n: next((i for i, end in enumerate(FIRST) if n.endswith(end)), len(FIRST)))
+    text = f"step {line['step']:>{len(str(steps))}}/{steps}  " + "  ".join(
+        f"{n.replace('tokens_per_second', 'tokens/s')} {line[n]:.4g}" for n in names[:8])
+    if stream.isatty():
+        print(f"\r\033[K{text[:160]}", end="\n" if line["step"] == steps else "", file=stream, flush=True)
+    else:
+        print(text, file=stream, flush=True)
+
+
+def layout_text(layout: Layout, mesh: Mesh) -> str:
+    ranks = ",".join(f"{a}:{b}" for a, b in mesh.ranks)
+    degrees = " ".join(f"{n}={getattr(layout, n)}" for n in ("dp", "tp", "pp") if getattr(layout, n) > 1)
+    return f"mesh({ranks}) {degrees}".strip()
+
+
+def summarise(state: State, steps: int, seconds: float) -> dict:
+    """What a run moved and saved."""
+    world, plan = state.world, state.plan
+
+    def text(layout: str) -> str:
+        return layout_text(world.layouts[layout], world.meshes[world.layouts[layout].mesh])
+
+    moved = [{"model": e.model, "src": text(e.src), "dst": text(e.dst), "bytes": e.bytes, "messages": e.messages,
+              "because": e.because, "times": steps} for e, _ in events(plan) if isinstance(e, Realloc)]
+    return {"reallocs": moved, "saved": state.saved, "steps": steps, "seconds": round(seconds, 3)}
+
+
+def write_summary(plan: Plan, out: Path, summary: dict) -> None:
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"{plan.header.flow}: {summary['steps']} steps in {summary['seconds']:.1f} s", file=sys.stderr)
+    for move in summary["reallocs"]:
+        print(f"  realloc {move['model']}  {move['src']} -> {move['dst']}  {move['bytes']:,} bytes a step: "
+              f"{move['because']}", file=sys.stderr)
+    for path in summary["saved"]:
+        print(f"  saved {path}", file=sys.stderr, flush=True)

@@ -1,0 +1,87 @@
+"""Which rows of each frame this and every other rank works on in the current step.
+
+In: spreads, frames and row lengths. Out: row numbers, from the pure functions of `plan/partition.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rldsl.plan.layout import coordinate
+from rldsl.plan.model import Frame, Plan, Spread, Value
+from rldsl.plan.partition import Rows, shard_rows, train_schedule
+from rldsl.runtime.world import World
+
+
+@dataclass
+class Lens:
+    """Lengths of all rows of a frame: [count] int64 each."""
+
+    prompt: torch.Tensor
+    response: torch.Tensor
+
+    def of(self, extent: str) -> torch.Tensor:
+        """Entries of each row for a value of this extent."""
+        if extent == "tokens":
+            return self.prompt + self.response
+        return self.response if extent == "response" else torch.ones_like(self.prompt)
+
+
+@dataclass
+class StepRows:
+    """The divisions of one step, each found once. lens: frame -> lengths, as far as they are known here."""
+
+    plan: Plan
+    world: World
+    step: int
+    lens: dict[str, Lens] = field(default_factory=dict)
+    _shards: dict[str, tuple[dict[str, Rows], ...]] = field(default_factory=dict)
+
+    @property
+    def frames(self) -> Mapping[str, Frame]:
+        return {f.id: f for f in self.plan.frames}
+
+    def shards(self, spread: Spread) -> tuple[dict[str, Rows], ...]:
+        """[shard][frame] -> rows, for the frames of the spread and those that share their rows or prompts."""
+        if spread.id not in self._shards:
+            first = self.frames[spread.frames[0]] if spread.frames else None
+            frames = [f for f in self.plan.frames if first is None or f.prompts == first.prompts]
+            self._shards[spread.id] = shard_rows(spread, self.world.dp(spread), frames, self._totals(spread),
+                                                 self.plan.header.seed, self.step)
+        return self._shards[spread.id]
+
+    def schedule(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+        """[epoch][minibatch][shard] -> rows of a training spread."""
+        frames = [self.frames[f] for f in spread.frames]
+        return train_schedule(spread, self.world.dp(spread), frames, self._totals(spread), self.plan.header.seed, self.step)
+
+    def shard(self, spread: Spread, rank: int) -> int:
+        """Which shard of the spread a rank of its mesh works on."""
+        if not spread.layout:
+            return 0
+        layout = self.world.layouts[spread.layout]
+        return coordinate(layout, self.world.meshes[layout.mesh], rank).dp
+
+    def ids(self, spread: Spread, value: Value, rank: int) -> Rows:
+        """The ids that a rank of the spread's mesh holds of a value: rows, prompts, or 0 at batch level."""
+        if value.level == "batch":
+            return (0,)
+        frame = self.frames[value.frame]
+        rows = self.shards(spread)[self.shard(spread, rank)][frame.id] if spread.unit != "all" else range(frame.count)
+        if value.extent == "prompt":
+            return tuple(sorted({r // frame.per_prompt for r in rows}))
+        return tuple(rows)
+
+    def sizes(self, value: Value, ids: torch.Tensor) -> torch.Tensor:
+        """Entries of each id."""
+        if value.extent in ("tokens", "response"):
+            return self.lens[value.frame].of(value.extent)[ids]
+        return torch.ones_like(ids)
+
+    def _totals(self, spread: Spread) -> dict[str, list[int]]:
+        if spread.weigh == "count":
+            return {}
+        return {f: self.lens[f].of("tokens").tolist() for f in spread.frames}

@@ -1,0 +1,153 @@
+"""A model as a HuggingFace directory, without one rank ever holding all of it.
+
+Each parameter becomes whole on one owner, and each owner writes its own safetensors file. Everything is written into a
+sibling directory that takes the final name at the end: a crash never leaves a damaged checkpoint under that name.
+Errors: RL0761 the directory cannot be written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rldsl.diag import Failure, fail
+from rldsl.plan.boxes import local_slice, parameters
+from rldsl.plan.model import Model, Save
+from rldsl.plan.movement import gather_moves, owners
+from rldsl.runtime.exchange import Place, Route, post
+from rldsl.runtime.state import State
+
+
+def save(state: State, event: Save) -> None:
+    model, layout = state.models[event.model], state.world.layouts[event.layout]
+    mesh, group = state.world.meshes[layout.mesh], state.world.group(event.mesh)
+    shard = state.settled(event.model, event.layout)
+    place = Place.of(model, layout, mesh, state.world.rank, shard.tensors())
+    whole = _gather(state, event, model, place)
+    members = mesh.members()
+    chosen = owners(model, layout, mesh)
+    writers = sorted(set(chosen.values()))
+    names = {rank: _file(i, len(writers)) for i, rank in enumerate(writers)}
+    final = Path(event.path.replace("{out}", str(state.out)).replace("{step}", str(state.step)))
+    partial = final.parent / f".{final.name}.partial"
+    first = state.world.rank == members[0]
+
+    _together(group, state, lambda: _fresh(partial) if first else None, final)
+    _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
+    index = {name: names[rank] for name, rank in chosen.items()}
+    _together(group, state, lambda: _finish(partial, final, model, shard.export(), index) if first else None, final)
+    if str(final) not in state.saved:
+        state.saved.append(str(final))
+
+
+def _file(i: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _gather(state: State, event: Save, model: Model, place: Place) -> dict[str, torch.Tensor]:
+    """The parameters that this rank owns, whole, on the CPU."""
+    layout = state.world.layouts[event.layout]
+    mesh, rank = state.world.meshes[layout.mesh], state.world.rank
+    chosen = owners(model, layout, mesh)
+    route = Route.of(gather_moves(model, layout, mesh, chosen, state.plan.header.devices_per_node), rank, ())
+    whole = {p.name: torch.empty(p.spec.shape, dtype=place.tensors[p.name].dtype if p.name in place.tensors
+                                 else _dtype(place), device=state.device)
+             for p in parameters(model) if chosen[p.name] == rank}
+    for name, target in whole.items():
+        parameter, pieces = place.held[name]
+        dim = parameter.spec.split.dim if parameter.spec.split else 0
+        for piece in pieces:
+            target[_slices(piece.box)] = place.tensors[name][local_slice(piece, piece.box, dim)]
+    sends = {peer: torch.cat([place.view(m.name, m.box).reshape(-1) for m in moves])
+             for peer, moves in route.sends.items()}
+    receives = {peer: torch.empty(sum(whole[m.name][_slices(m.box)].numel() for m in moves), dtype=_dtype(place),
+                                  device=state.device) for peer, moves in route.receives.items()}
+    post(sends, receives, event.id * 16).wait()
+    for peer, moves in route.receives.items():
+        at = 0
+        for move in moves:
+            target = whole[move.name][_slices(move.box)]
+            target.copy_(receives[peer][at : at + target.numel()].view(target.shape))
+            at += target.numel()
+    return {name: t.cpu() for name, t in whole.items()}
+
+
+def _slices(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in box)
+
+
+def _dtype(place: Place) -> torch.dtype:
+    return next(iter(place.tensors.values())).dtype
+
+
+def _together(group: Any, state: State, work: Any, final: Path) -> None:
+    """Run `work` on this rank; when it fails anywhere, every rank stops, and the one that failed says why."""
+    problem: OSError | None = None
+    try:
+        work()
+    except OSError as error:
+        problem = error
+    failed = torch.tensor(int(problem is not None), device=state.device)
+    if group is not None:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if problem is not None:
+        raise fail("RL0761", f"the checkpoint cannot be written: {problem.strerror or problem}", place=str(final),
+                   help="check the path, its permissions and the space left; no earlier checkpoint was touched")
+    if int(failed):
+        raise Failure([])
+
+
+def _fresh(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, str(file), metadata={"format": "pt"})
+    except Exception as error:  # the library's own error type covers a full disk and a missing directory
+        raise OSError(str(error)) from error
+
+
+def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any], index: Mapping[str, str]) -> None:
+    """Index, config and tokenizer; then the final name."""
+    if len(set(index.values())) > 1:
+        total = sum((partial / name).stat().st_size for name in set(index.values()))
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=2)
+        (partial / "model.safetensors.index.json").write_text(text + "\n")
+    _config(export["config"], model).save_pretrained(partial)
+    kept = ("token", "vocab", "merges", "special", "added", "generation_config", "chat_template")
+    for file in Path(export["tokenizer"]).iterdir():
+        if file.is_file() and file.name.startswith(kept):
+            shutil.copyfile(file, partial / file.name)
+    if final.exists():
+        aside = final.parent / f".{final.name}.old"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
+        os.replace(partial, final)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        os.replace(partial, final)
+
+
+def _config(config: Any, model: Model) -> Any:
+    """The config that loads what we wrote: a value model is a sequence classifier with one label."""
+    import copy
+
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    config = copy.deepcopy(config)
+    config.dtype = torch.float32
+    if model.kind != "causal_lm":
+        config.num_labels = 1
+        config.architectures = [CLASSIFIERS[config.model_type]]
+    return config

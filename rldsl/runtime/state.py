@@ -1,0 +1,109 @@
+"""What a rank carries through a run: the world, the models' shards, open data, the buffers of the current step."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rldsl.plan.expr import Program
+from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
+from rldsl.runtime.backend import Packed, Shard
+from rldsl.runtime.data import Source, open_source
+from rldsl.runtime.exchange import Route
+from rldsl.runtime.rows import Lens, StepRows
+from rldsl.runtime.store import Column, Pending, Store
+from rldsl.runtime.world import World
+
+
+@dataclass
+class State:
+    """step: iterations of the run's loop begun so far, from 1; 0 before it. out: where files go."""
+
+    plan: Plan
+    world: World
+    out: Path
+    store: Store = field(default_factory=Store)
+    step: int = 0
+    started: float = field(default_factory=time.monotonic)
+    shards: dict[tuple[str, str], Shard] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
+    routes: dict[int, Route] = field(default_factory=dict)
+    arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
+    saved: list[str] = field(default_factory=list)
+    reallocs: dict[int, int] = field(default_factory=dict)  # event -> times
+    tokens: int = 0  # in the rows that this rank knows lengths of, this step
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.models: dict[str, Model] = {m.name: m for m in plan.models}
+        self.data: dict[str, Data] = {d.name: d for d in plan.data}
+        self.frames: dict[str, Frame] = {f.id: f for f in plan.frames}
+        self.values: dict[str, Value] = {v.id: v for v in plan.values}
+        self.spreads: dict[str, Spread] = {s.id: s for s in plan.spreads}
+        self.programs: dict[str, Program] = {p.id: p for p in plan.programs}
+        self.functions: dict[str, Function] = {f.id: f for f in plan.functions}
+        self.rows = StepRows(plan, self.world, 0)
+
+    @property
+    def seed(self) -> int:
+        return self.plan.header.seed
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    def begin_step(self) -> None:
+        self.step += 1
+        self.tokens = 0
+        self.rows = StepRows(self.plan, self.world, self.step - 1)
+
+    def shard(self, model: str, layout: str, load: bool = False) -> Shard:
+        """This rank's shard, built at its first use."""
+        key = (model, layout)
+        if key not in self.shards:
+            record, where = self.models[model], self.world.layouts[layout]
+            build = importlib.import_module(f"rldsl.backends.{where.backend}").build
+            self.shards[key] = build(record, where, self.world.meshes[where.mesh], self.world.axes(where), self.device,
+                                     load=load, trainable=record.home == layout)
+        return self.shards[key]
+
+    def settled(self, model: str, layout: str) -> Shard:
+        """The shard with every parameter in place."""
+        pending = self.arriving.pop((model, layout), None)
+        if pending is not None:
+            pending.finish()
+        return self.shards[model, layout]
+
+    def source(self, data: str) -> Source:
+        if data not in self.sources:
+            self.sources[data] = open_source(self.data[data], self.plan.header.steps)
+        return self.sources[data]
+
+    # rows and columns of the current step
+
+    def my_rows(self, spread: Spread, frame: str) -> torch.Tensor:
+        mine = self.rows.shards(spread)[self.rows.shard(spread, self.world.rank)][frame]
+        return torch.tensor(mine, dtype=torch.int64, device=self.device)
+
+    def read(self, reads: tuple[str, ...], value: str) -> Any:
+        """The buffer among an event's reads that holds `value`."""
+        return self.store.take(next(b for b in reads if b.rpartition("@")[0] == value))
+
+    def write(self, value: str, spread: str, ids: torch.Tensor, data: torch.Tensor) -> None:
+        """ids: ascending row or prompt numbers ([0] at batch level)."""
+        sizes = self.rows.sizes(self.values[value], ids)
+        self.store.put(f"{value}@{spread}", Column(ids, sizes, data))
+
+    def know_lengths(self, frame: str, lens: Lens) -> None:
+        self.rows.lens[frame] = lens
+        if int(lens.response.sum()):
+            self.tokens += int(lens.of("tokens").sum())
+
+    def packed(self, frame: str, tokens: Column, rows: torch.Tensor) -> Packed:
+        lens = self.rows.lens[frame]
+        return Packed(rows, lens.prompt[rows], lens.response[rows], tokens.pick(rows).data)

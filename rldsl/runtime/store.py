@@ -1,0 +1,81 @@
+"""The values that a rank holds, by buffer name (`value@spread`), and those on their way to it.
+
+Communication is issued early and waited for late: a transfer leaves a `Pending` here, and the first read waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Entries of some rows. ids: ascending row numbers (prompt numbers at prompt level, [0] at batch level).
+    sizes: entries of each id. data: [sum(sizes)], one id's entries after another's."""
+
+    ids: torch.Tensor
+    sizes: torch.Tensor
+    data: torch.Tensor
+
+    def pick(self, ids: torch.Tensor) -> "Column":
+        """The entries of `ids` (ascending, all of them held), in their order."""
+        if ids.numel() == self.ids.numel():
+            return self
+        at = torch.searchsorted(self.ids, ids)
+        sizes = self.sizes[at]
+        return Column(ids, sizes, self.data[ragged(self.sizes.cumsum(0) - self.sizes, at, sizes)])
+
+    @staticmethod
+    def join(parts: Sequence["Column"]) -> "Column":
+        """Disjoint columns as one, ids ascending."""
+        if len(parts) == 1:
+            return parts[0]
+        ids, order = torch.cat([p.ids for p in parts]).sort()
+        sizes, data = torch.cat([p.sizes for p in parts]), torch.cat([p.data for p in parts])
+        starts = sizes.cumsum(0) - sizes
+        return Column(ids, sizes[order], data[ragged(starts, order, sizes[order])])
+
+
+def ragged(starts: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Indices of runs `at` of a flat array: starts[at], starts[at] + 1, ..., sizes[i] of each."""
+    return starts[at].repeat_interleave(sizes) + within(sizes)
+
+
+def within(sizes: torch.Tensor) -> torch.Tensor:
+    """[sum(sizes)]: 0, 1, ... in each run."""
+    starts = sizes.cumsum(0) - sizes
+    return torch.arange(int(sizes.sum()), device=sizes.device) - starts.repeat_interleave(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Communication under way; `finish` waits for it and returns what the buffer holds."""
+
+    finish: Callable[[], Any]
+
+
+class Store:
+    """Buffers of one rank."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Any] = {}
+
+    def put(self, name: str, value: Any) -> None:
+        self._buffers[name] = value
+
+    def take(self, name: str) -> Any:
+        """The buffer's contents; waits for what is on its way."""
+        value = self._buffers[name]
+        if isinstance(value, Pending):
+            value = self._buffers[name] = value.finish()
+        return value
+
+    def free(self, name: str) -> None:
+        """Forget a buffer; what is on its way is received first. A rank that never held it has nothing to do."""
+        if name in self._buffers:
+            self.take(name)
+            del self._buffers[name]

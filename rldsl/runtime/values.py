@@ -1,0 +1,125 @@
+"""Events on values: fetch, lengths, transfer, compute, free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rldsl.plan.expr import Node
+from rldsl.plan.layout import coordinate
+from rldsl.plan.model import Compute, Fetch, Free, Lengths, Transfer
+from rldsl.runtime import reward
+from rldsl.runtime.evaluate import View, run_compute
+from rldsl.runtime.exchange import transfer
+from rldsl.runtime.rows import Lens
+from rldsl.runtime.state import State
+
+
+def fetch(state: State, event: Fetch) -> None:
+    """The same rows on every participant: read and tokenized, never sent."""
+    source, step = state.source(event.data), state.step - 1
+    spreads = dict(b.rpartition("@")[::2] for b in event.writes)
+    for name, got in source.step(step, state.seed).items():
+        frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
+        lens = Lens(_whole(state, got.prompt_lens), _whole(state, got.response_lens))
+        state.know_lengths(frame, lens)
+        if f"{frame}.tokens" in spreads:
+            ids = torch.arange(len(got.tokens), device=state.device)
+            state.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids, torch.cat(got.tokens).to(state.device))
+        if f"{frame}.columns" in spreads:
+            state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}", source.columns(step, state.seed))
+
+
+def _whole(state: State, lengths: list[int]) -> torch.Tensor:
+    return torch.tensor(lengths, dtype=torch.int64, device=state.device)
+
+
+def lengths(state: State, event: Lengths) -> None:
+    """One all-reduce of [rows, 2]; of each shard only the first rank contributes."""
+    frame, spread, world = state.frames[event.frame], state.spreads[event.spread], state.world
+    table = torch.zeros(frame.count, 2, dtype=torch.int64, device=state.device)
+    layout = world.layouts[spread.layout]
+    mesh = world.meshes[layout.mesh]
+    if world.rank in mesh.members():
+        at = coordinate(layout, mesh, world.rank)
+        if at.tp == at.pp == at.cp == 0:
+            lens = state.rows.lens[frame.id]
+            rows = state.my_rows(spread, frame.id)
+            table[rows, 0], table[rows, 1] = lens.prompt[rows], lens.response[rows]
+    group = world.group(event.mesh)
+    if group is not None:
+        dist.all_reduce(table, group=group)
+    state.know_lengths(frame.id, Lens(table[:, 0], table[:, 1]))
+
+
+def move(state: State, event: Transfer) -> None:
+    """Issued here, waited for where it is first read."""
+    src, dst, rank = state.spreads[event.src], state.spreads[event.dst], state.world.rank
+    for k, name in enumerate(event.values):
+        holds = rank in state.world.meshes[src.mesh].members()
+        held = state.store.take(f"{name}@{src.id}") if holds else None
+        pending = transfer(state.rows, state.values[name], src, dst, held, event.id * 16 + k)
+        state.store.put(f"{name}@{dst.id}", pending)
+
+
+def compute(state: State, event: Compute) -> None:
+    spread, program = state.spreads[event.spread], state.programs[event.program]
+    views = {frame: _view(state, event, frame) for frame in event.frames}
+    inputs = {}
+    for name, value in event.inputs:
+        record = state.values[value]
+        ids = _ids(state, record.extent, record.frame, views)
+        inputs[name] = state.read(event.reads, value).pick(ids).data
+
+    def call_py(node: Node) -> torch.Tensor:
+        rows = reward_rows(state, event, str(node.attr("frame")), views[str(node.attr("frame"))].rows)
+        return reward.call(state.functions[str(node.attr("function"))], rows).to(state.device)
+
+    found = run_compute(program, inputs, views, {f: state.frames[f] for f in event.frames},
+                        state.world.group(spread.mesh), call_py)
+    for name, value in event.outputs:
+        record, data = state.values[value], found[name]
+        ids = _ids(state, record.extent, record.frame, views)
+        data = data.reshape(-1)
+        state.write(value, spread.id, ids, data if record.dtype == "bool" else data.float())
+
+
+def _view(state: State, event: Compute, frame: str) -> View:
+    rows = state.my_rows(state.spreads[event.spread], frame)
+    return View(rows, rows // state.frames[frame].per_prompt, state.rows.lens[frame].response[rows])
+
+
+def _ids(state: State, extent: str, frame: str, views: dict[str, View]) -> torch.Tensor:
+    if extent == "batch":
+        return torch.zeros(1, dtype=torch.int64, device=state.device)
+    return views[frame].prompts.unique() if extent == "prompt" else views[frame].rows
+
+
+def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) -> list[dict[str, Any]]:
+    """What a user's function sees of each row: the data columns, and the sequence as text and as token ids."""
+    record = state.frames[frame]
+    columns = next((state.store.take(b) for b in event.reads
+                    if b.partition("@")[0].endswith(".columns")
+                    and state.frames[state.values[b.rpartition("@")[0]].frame].prompts == record.prompts), None)
+    packed = state.packed(frame, state.read(event.reads, f"{frame}.tokens"), rows)
+    tokenizer = state.source(record.data).tokenizer
+    ends, found, at = set(tokenizer.all_special_ids), [], 0
+    tokens = packed.tokens.tolist()
+    for row, p, r in zip(rows.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist()):
+        prompt, completion = tokens[at : at + p], tokens[at + p : at + p + r]
+        at += p + r
+        found.append({
+            **(columns[row // record.per_prompt] if columns is not None else {}),
+            "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
+            "completion": tokenizer.decode(completion, skip_special_tokens=True),
+            "prompt_ids": prompt, "completion_ids": completion,
+            "finished": bool(completion) and completion[-1] in ends,
+        })
+    return found
+
+
+def free(state: State, event: Free) -> None:
+    for buffer in event.buffers:
+        state.store.free(buffer)

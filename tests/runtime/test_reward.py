@@ -1,0 +1,122 @@
+"""Python functions: they are loaded as compiled, called with rows, and every mistake has one clear message."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.plan.model import Function
+from rldsl.runtime.reward import call, load
+
+ROWS = [{"prompt": "1+1=", "completion": "2", "answer": "2"}, {"prompt": "2+3=", "completion": "4", "answer": "5"}]
+
+
+def written(tmp_path: Path, body: str, name: str = "score") -> Function:
+    path = tmp_path / "rewards.py"
+    path.write_text(body)
+    return Function("f", str(path), name, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def error(function: Function, rows: list = ROWS) -> Diagnostic:
+    with pytest.raises(Failure) as caught:
+        call(function, rows)
+    (found,) = caught.value.diagnostics
+    return found
+
+
+@pytest.mark.parametrize("body", ["[1, True]", "(1.0, 1)", "torch.ones(2)", "numpy.ones(2)", "[torch.tensor(1.0), 1]"])
+def test_numbers_of_all_sorts(tmp_path, body):
+    got = call(written(tmp_path, f"import numpy, torch\ndef score(rows):\n    return {body}\n"), ROWS)
+    assert got.dtype == torch.float32 and got.tolist() == [1.0, 1.0]
+
+
+def test_rows_arrive_and_neighbouring_files_can_be_imported(tmp_path):
+    (tmp_path / "helper_of_rewards.py").write_text("def same(a, b):\n    return float(a == b)\n")
+    body = "from helper_of_rewards import same\ndef score(rows):\n    return [same(r['completion'], r['answer']) for r in rows]\n"
+    assert call(written(tmp_path, body), ROWS).tolist() == [1.0, 0.0]
+
+
+def test_functions_of_one_file_share_it_and_no_rows_call_nothing(tmp_path):
+    body = "seen = []\ndef score(rows):\n    seen.append(1)\n    return [len(seen)] * len(rows)\ndef other(rows):\n    return score(rows)\n"
+    first, second = written(tmp_path, body), written(tmp_path, body, "other")
+    assert call(first, []).shape == (0,)
+    assert call(first, ROWS).tolist() == [1.0, 1.0] and call(second, ROWS).tolist() == [2.0, 2.0]
+    assert load(first)(ROWS) == [3, 3]
+
+
+def test_it_raised(tmp_path):
+    body = "def grade(row):\n    return row['label']\n\ndef score(rows):\n    return [grade(r) for r in rows]\n"
+    found = error(written(tmp_path, body))
+    assert found.code == "RL0765" and found.title == "`score` raised: KeyError: 'label'"
+    assert found.place.endswith("rewards.py:2")
+
+
+def test_it_raised_in_a_library(tmp_path):
+    found = error(written(tmp_path, "import json\ndef score(rows):\n    x = 1\n    return json.loads('{')\n"))
+    assert "JSONDecodeError" in found.title and found.place.endswith("rewards.py:4")
+
+
+def test_it_left_the_program(tmp_path):
+    assert "SystemExit: 3" in error(written(tmp_path, "def score(rows):\n    raise SystemExit(3)\n")).title
+
+
+@pytest.mark.parametrize("result, title", [
+    ("None", "`score` returned None, not one number for each row"),
+    ("3.0", "`score` returned a float, not one number for each row"),
+    ("'11'", "`score` returned a str, not one number for each row"),
+    ("(1.0 for r in rows)", "`score` returned a generator, not one number for each row"),
+    ("{0: 1, 1: 2}", "`score` returned a dict, not one number for each row"),
+    ("[1.0]", "`score` returned 1 values for 2 rows"),
+    ("[1.0] * 7", "`score` returned 7 values for 2 rows"),
+    ("[1.0, None]", "`score` returned None for row 1, not a number"),
+    ("['1', 1.0]", "`score` returned a str for row 0, not a number"),
+    ("[1.0, [2.0]]", "`score` returned a list for row 1, not a number"),
+    ("[1.0, float('nan')]", "`score` returned nan for row 1"),
+    ("[float('-inf'), 1.0]", "`score` returned -inf for row 0"),
+    ("[1e300, 1.0]", "`score` returned 1e+300 for row 0"),
+])
+def test_it_returned_the_wrong_thing(tmp_path, result, title):
+    found = error(written(tmp_path, f"def score(rows):\n    return {result}\n"))
+    assert (found.code, found.title) == ("RL0766", title) and found.place.endswith("rewards.py")
+
+
+def test_a_bad_number_comes_with_its_prompt(tmp_path):
+    found = error(written(tmp_path, "def score(rows):\n    return [0.0, float('nan')]\n"))
+    assert "prompt: 2+3=" in found.notes
+
+
+def test_the_file_changed(tmp_path):
+    function = written(tmp_path, "def score(rows):\n    return [0.0] * len(rows)\n")
+    Path(function.path).write_text("def score(rows):\n    return [1.0] * len(rows)\n")
+    assert error(function).code == "RL0762"
+
+
+def test_the_file_is_gone_or_no_python(tmp_path):
+    function = written(tmp_path, "x = 1\n")
+    (tmp_path / "rewards.txt").write_text("x = 1\n")
+    other = Function("f", str(tmp_path / "rewards.txt"), "score", function.sha256)
+    Path(function.path).unlink()
+    assert [error(f).code for f in (function, other)] == ["RL0761", "RL0761"]
+
+
+@pytest.mark.parametrize("body, words, line", [
+    ("x = 1\nimport no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'", 2),
+    ("def score(rows)\n    return 1\n", "SyntaxError", 1),
+    ("x = 1\ny = x / 0\n", "ZeroDivisionError", 2),
+])
+def test_it_fails_on_import(tmp_path, body, words, line):
+    found = error(written(tmp_path, body))
+    assert found.code == "RL0763" and words in found.title and found.place.endswith(f"rewards.py:{line}")
+
+
+def test_no_such_function_suggests_one(tmp_path):
+    found = error(written(tmp_path, "def scores(rows):\n    return [0.0]\n"))
+    assert found.code == "RL0764" and found.help == "did you mean `scores`?"
+
+
+def test_not_a_function(tmp_path):
+    assert error(written(tmp_path, "score = 3\n")).title == "`score` is an int, not a function"
