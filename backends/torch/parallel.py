@@ -49,6 +49,9 @@ def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int) -> None:
     elif style == "rowwise":
         module.forward = lambda x: _rowwise(module, x, tp)
     elif style == "vocab":
+        if module.padding_idx is not None:  # its row gets no gradient; here it has another number, or is elsewhere
+            at = module.padding_idx - vocab_start
+            module.padding_idx = at if 0 <= at < module.weight.shape[0] else None
         module.forward = lambda ids: _embed(module, ids, tp, vocab_start)
 
 

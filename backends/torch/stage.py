@@ -38,14 +38,15 @@ class Elsewhere(nn.Module):
 class Stage:
     """first, last: place in the pipeline. hidden: size H. head: [V_local, H] local rows of the output embedding on the
     last stage of a causal_lm, from row `vocab_start` of `vocab`; head_axis: over which ranks its rows are divided.
-    score: [1, H] on the last stage of a value or reward model. compute_dtype: of hidden states. parameters: HF name -> local parameter."""
+    score: [1, H] on the last stage of a value or reward model. compute_dtype: of hidden states between stages, that of
+    the parameters (autocast keeps the residual stream in it). parameters: HF name -> local parameter."""
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
-                 compute_dtype: torch.dtype):
+                 head_dtype: torch.dtype):
         attention.register()
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
-        self.device, self.compute_dtype = device, compute_dtype
+        self.device, self.compute_dtype, self.head_dtype = device, dtype, head_dtype
         self.layers = stage_layers(model.layers, pp.size, pp.index)
         self.config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
         whole = _skeleton(self.config)
@@ -65,16 +66,19 @@ class Stage:
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
                 hidden: torch.Tensor | None) -> torch.Tensor:
-        """tokens, positions: [T] int64. hidden: [T, H] from the previous stage, None on the first. Returns [T, H];
-        after the final norm on the last stage."""
+        """tokens, positions: [T] int64. hidden: [T, H] from the previous stage, None on the first. Returns [T, H]; on
+        the last stage after the final norm and in the dtype in which the head multiplies."""
         rest = dict(position_ids=positions[None], use_cache=False, packing=packing)
         if hidden is None:
-            return self.base(input_ids=tokens[None], **rest).last_hidden_state[0]
-        self.entry.arriving = hidden[None]
+            given = dict(input_ids=tokens[None])
+        else:
+            given = dict(inputs_embeds=hidden[None])
+            self.entry.arriving = hidden[None]
         try:
-            return self.base(inputs_embeds=hidden[None], **rest).last_hidden_state[0]
+            out = self.base(**given, **rest).last_hidden_state[0]
         finally:
             self.entry.arriving = None
+        return out.to(self.head_dtype if self.last else self.compute_dtype)
 
     def _install(self, whole: nn.Module, tp: Axis) -> None:
         """Put local parameters into the modules, with their collectives."""

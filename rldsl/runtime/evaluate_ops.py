@@ -58,7 +58,7 @@ class Geometry:
     def prompts(self, space: str) -> Tensor:
         """The distinct prompt ids of a prompt space, ascending."""
         mine = [v.prompts for f, v in self.views.items() if self.frames[f].prompts == space]
-        return self._once(("prompts", space), lambda: torch.cat(mine).unique())
+        return self._once(("", "prompts", space), lambda: torch.cat(mine).unique())
 
     def index(self, level: Level, space: str, to: Level) -> Tensor:
         """For each element of `level`, the number of the element of `to` that it lies in."""
@@ -83,7 +83,8 @@ class Geometry:
         return self._known[key]
 
 
-def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], geometry: Geometry, dtype: torch.dtype) -> Tensor:
+def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], geometry: Geometry,
+             dtype: torch.dtype) -> Tensor:
     """The value of `node`, which is neither an input nor a Python function nor a reduction to batch.
 
     inner: the nodes of `args`. dtype: of all numbers; those of level batch are float64."""
@@ -95,7 +96,7 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], geometry
         return elementwise(node.op, [lift(a, n, node, geometry) for a, n in zip(args, inner)], dtype)
     if node.attr("to") is not None:
         return reduce(node, inner[0], args[0], geometry, dtype)
-    return sequence(node, args, geometry, dtype)
+    return sequence(node, str(node.attr("frame") or inner[0].space), args, geometry, dtype)
 
 
 # ------------------------------------------------------------------------------------------------ elementwise
@@ -163,9 +164,8 @@ def reduce(node: Node, of: Node, x: Tensor, geometry: Geometry, dtype: torch.dty
 # -------------------------------------------------------------------------------------------------- sequences
 
 
-def sequence(node: Node, args: Sequence[Tensor], geometry: Geometry, dtype: torch.dtype) -> Tensor:
-    """The operators that work inside each sequence."""
-    frame = str(node.attr("frame") or geometry.frame("token" if node.op != "last" else "seq", node.space))
+def sequence(node: Node, frame: str, args: Sequence[Tensor], geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """The operators that work inside each sequence of `frame`."""
     if node.op == "len":
         return geometry.views[frame].lens.to(dtype)
     if node.op == "at_end":

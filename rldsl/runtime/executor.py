@@ -43,7 +43,7 @@ def execute(data: bytes, name: str, out: str | Path, device: torch.device = torc
     verify(plan)
     check_same_plan(data, device)
     state = State(plan, join(plan, dist.get_rank(), device), _writable(out))
-    own = schedule(plan.body, {m.id: m for m in plan.meshes}, state.world.rank)
+    own = schedule(plan.body, plan.meshes, state.world.rank)
     recorder = Recorder(state.world.rank) if trace else None
     _check(state, own)
     begun = time.monotonic()

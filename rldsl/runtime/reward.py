@@ -2,8 +2,8 @@
 
 In: a plan's Function record and rows (dicts with "prompt", "completion" and all data columns). Out: one float a row.
 Invariant: a mistake of the user's code is a Failure that names the line in it, never a traceback.
-Codes: RL0761 the file cannot be read, RL0762 it changed, RL0763 it fails on import, RL0764 no such function,
-RL0765 the function raised, RL0766 it returned the wrong thing.
+Codes: RL0771 the file cannot be read, RL0772 it changed, RL0773 it fails on import, RL0774 no such function,
+RL0775 the function raised, RL0776 it returned the wrong thing.
 """
 
 from __future__ import annotations
@@ -28,45 +28,44 @@ Row = dict[str, Any]
 
 
 def load(function: Function) -> Callable[[list[Row]], Any]:
-    """Import the file of `function` (its directory is importable meanwhile) and return the function."""
+    """Import the file of `function`, as Python runs a script: with its directory first among the places of modules."""
     try:
         text = Path(function.path).read_bytes()
     except OSError as error:
-        raise fail("RL0761", f"the Python file cannot be read: {error.strerror}", place=function.path,
+        raise fail("RL0771", f"the Python file cannot be read: {error.strerror}", place=function.path,
                    help="paths are relative to the working directory") from None
     if hashlib.sha256(text).hexdigest() != function.sha256:
-        raise fail("RL0762", "this Python file is not the one that the plan was compiled with", place=function.path,
+        raise fail("RL0772", "this Python file is not the one that the plan was compiled with", place=function.path,
                    help="compile the program again")
     module = _import(function)
     found = getattr(module, function.name, None)
     if found is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(function.name, names, n=1)
-        raise fail("RL0764", f"there is no function `{function.name}` in this file", place=function.path,
+        raise fail("RL0774", f"there is no function `{function.name}` in this file", place=function.path,
                    help=f"did you mean `{near[0]}`?" if near else "")
     if not callable(found):
-        raise fail("RL0764", f"`{function.name}` is {_article(found)}, not a function", place=function.path)
+        raise fail("RL0774", f"`{function.name}` is {_article(found)}, not a function", place=function.path)
     return found
 
 
 def _import(function: Function) -> Any:
     path = Path(function.path).resolve()
-    name = f"rldsl_user_{path.stem}_{function.sha256[:12]}"
+    name = "rldsl_user_" + hashlib.sha256(f"{path}\n{function.sha256}".encode()).hexdigest()[:16]
     if name in sys.modules:  # several functions of one file share their state
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise fail("RL0761", "this is not a Python file", place=function.path, help="its name must end in .py")
+        raise fail("RL0771", "this is not a Python file", place=function.path, help="its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _raised("RL0763", "this Python file fails on import", function, error) from None
-    finally:
-        sys.path.remove(str(path.parent))
+        raise _raised("RL0773", "this Python file fails on import", function, error) from None
     return module
 
 
@@ -78,7 +77,7 @@ def call(function: Function, rows: list[Row]) -> Tensor:
     try:
         result = found(rows)
     except (Exception, SystemExit) as error:
-        raise _raised("RL0765", f"`{function.name}` raised", function, error) from None
+        raise _raised("RL0775", f"`{function.name}` raised", function, error) from None
     return torch.tensor(_checked(function, rows, result), dtype=torch.float32)
 
 
@@ -112,7 +111,7 @@ def _number(function: Function, index: int, row: Row, value: Any) -> float:
 
 
 def _wrong(function: Function, what: str, *, help: str = "", notes: tuple[str, ...] = ()) -> Failure:
-    return fail("RL0766", f"`{function.name}` {what}", place=function.path, help=help, notes=notes)
+    return fail("RL0776", f"`{function.name}` {what}", place=function.path, help=help, notes=notes)
 
 
 def _raised(code: str, title: str, function: Function, error: BaseException) -> Failure:

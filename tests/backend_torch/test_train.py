@@ -14,7 +14,8 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 OPTIONS = Optimizer(lr=5e-3, eps=1e-4, weight_decay=0.1, warmup=1, schedule="linear", clip_grad=0.5)
-STEPS = 3
+STEPS, UPDATES = 3, 6
+RATES = [OPTIONS.lr, OPTIONS.lr, 0.75 * OPTIONS.lr]  # one of warm-up, then 1, 3/4, 1/2, 1/4, 0
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 2, 2)]
 # every token of the vocabulary occurs, the padding token and the first row of each shard too
 ROWS = [(p + [t], r + [45 - t]) for t, (p, r) in zip(range(46), ragged(46, 46))] + [([3], [])]
@@ -23,10 +24,6 @@ ROWS = [(p + [t], r + [45 - t]) for t, (p, r) in zip(range(46), ragged(46, 46))]
 def minibatch(step: int) -> list[int]:
     """Row numbers; the last step has one row, so that some shards have none."""
     return [step] if step == STEPS - 1 else list(range(step, len(ROWS), 2))
-
-
-def rates() -> list[float]:
-    return [OPTIONS.lr * (1 - i / (STEPS - 1)) for i in range(STEPS)]
 
 
 def share(what: str, fresh: torch.Tensor) -> torch.Tensor:
@@ -45,7 +42,7 @@ def reference(path: str, what: str) -> tuple[dict[str, torch.Tensor], list[float
     adam = torch.optim.AdamW(named.values(), lr=OPTIONS.lr, betas=OPTIONS.betas, eps=OPTIONS.eps,
                              weight_decay=OPTIONS.weight_decay)
     norms, losses = [], []
-    for step, rate in enumerate(rates()):
+    for step, rate in enumerate(RATES):
         adam.zero_grad()
         losses.append(0.0)
         for row in minibatch(step):
@@ -70,7 +67,7 @@ def reference(path: str, what: str) -> tuple[dict[str, torch.Tensor], list[float
 def _steps(rank, path, kind, what, layouts, expected):
     """For each layout with this rank: (layout, largest difference of a parameter, its name, norms, rates)."""
     found = []
-    model = plan_model(path, kind, OPTIONS, STEPS)
+    model = plan_model(path, kind, OPTIONS, UPDATES)
     for dp, tp, pp in layouts:
         shard = _partial(model, rank, dp, tp, pp, trainable=True)
         if shard is None:
@@ -116,11 +113,11 @@ def test_steps_equal_one_process(tmp_path, family, overrides, kind, what):
         for layout, difference, name, seen, lrs in found:
             assert difference < 1e-5, f"{layout}: {name} differs by {difference}"
             assert seen == pytest.approx(norms, rel=1e-4), layout
-            assert lrs == pytest.approx(rates()), layout
+            assert lrs == pytest.approx(RATES), layout
 
 
 def _pairs(rank, path):
-    shard = _partial(plan_model(path, "causal_lm", OPTIONS, STEPS), rank, 1, 1, 2, trainable=True)
+    shard = _partial(plan_model(path, "causal_lm", OPTIONS, UPDATES), rank, 1, 1, 2, trainable=True)
     if shard is None:
         return None
     chosen, rejected = pack(ROWS[:4]), pack(ROWS[4:8])
@@ -143,7 +140,7 @@ def test_pairs_keep_their_frames_apart(tmp_path):
 def _half(rank, path, layouts):
     found = []
     for dp, tp, pp in layouts:
-        shard = _partial(plan_model(path, "causal_lm", OPTIONS, STEPS, dtype="bfloat16"), rank, dp, tp, pp, trainable=True)
+        shard = _partial(plan_model(path, "causal_lm", OPTIONS, UPDATES, dtype="bfloat16"), rank, dp, tp, pp, trainable=True)
         if shard is not None:
             batch = pack(ROWS[:8])
             before = shard.infer([batch], "logprobs", 1.0)
@@ -165,7 +162,7 @@ def test_bfloat16_trains_with_float32_parameters(tmp_path):
 def _hold(rank, path):
     from rldsl.diag import Failure
 
-    shard = _partial(plan_model(path, "causal_lm", OPTIONS, STEPS), rank, 1, 1, 1, trainable=True)
+    shard = _partial(plan_model(path, "causal_lm", OPTIONS, UPDATES), rank, 1, 1, 1, trainable=True)
     try:
         shard.train([(pack([([], [3])]),)], [("logprobs",)], 1.0, lambda i, f: f[0]["logprobs"].sum())
     except Failure as failure:

@@ -43,7 +43,8 @@ def opened(tmp_path: Path, tokenizer: str, rows: list[Any] = ROWS, kind: Any = "
     return open_source(declared(write_jsonl(tmp_path / "d.jsonl", rows), tokenizer, kind, **more), 10)
 
 
-def errors(tmp_path: Path, tokenizer: str, content: bytes | str, kind: Any = "prompts", **more: Any) -> tuple[Diagnostic, ...]:
+def errors(tmp_path: Path, tokenizer: str, content: bytes | str, kind: Any = "prompts",
+           **more: Any) -> tuple[Diagnostic, ...]:
     path = tmp_path / "d.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(Failure) as caught:
@@ -74,7 +75,8 @@ def test_shuffled_epochs_are_permutations_by_seed(tmp_path, tokenizer):
 
 def test_answers_end_and_are_cut(tmp_path, tokenizer):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "a long one 9+9=", "answer": "18 and more"}]
-    source = opened(tmp_path, tokenizer, rows, "answers", batch=2, shuffle=False, max_prompt_tokens=4, max_answer_tokens=3)
+    source = opened(tmp_path, tokenizer, rows, "answers", batch=2, shuffle=False, max_prompt_tokens=4,
+                    max_answer_tokens=3)
     frame = source.step(0, 1)[""]
     assert [text(t) for t in frame.tokens] == ["1+1=2$", "9+9=18 "]
     assert frame.prompt_lens == [4, 4] and frame.response_lens == [2, 3]

@@ -68,8 +68,8 @@ def test_conditions_are_bool_and_select():
     x = b.input("x", "token")
     low, high = b("lt", x, 0.0), b("gt", x, 1.0)
     either, both = b("or", low, high), b("and", b("not", low), b("not", high))
-    got = compute(b.program(either=either, both=both, chosen=b("where", either, 0.0, x), n=b.to("sum", either, "batch")),
-                  {"x": (v := draw(sum(LENS), 3))})
+    program = b.program(either=either, both=both, chosen=b("where", either, 0.0, x), n=b.to("sum", either, "batch"))
+    got = compute(program, {"x": (v := draw(sum(LENS), 3))})
     assert got["either"].dtype == torch.bool and torch.equal(got["either"], ~got["both"])
     assert torch.equal(got["chosen"], torch.where((v < 0) | (v > 1), 0.0, v))
     assert got["n"] == got["either"].sum()
@@ -108,8 +108,8 @@ def test_last_at_end_len_cumsum():
     b = Builder()
     x, s = draw(sum(LENS), 5), draw(12, 6)
     i = b.input("x", "token")
-    got = compute(b.program(last=b.seq("last", i), end=b.at_end(b.input("s", "seq")), len=b.len(), sum=b.seq("cumsum", i)),
-                  {"x": x, "s": s})
+    end = b.at_end(b.input("s", "seq"))
+    got = compute(b.program(last=b.seq("last", i), end=end, len=b.len(), sum=b.seq("cumsum", i)), {"x": x, "s": s})
     assert got["last"].tolist() == [p[-1].item() if len(p) else 0.0 for p in x.split(LENS)]
     assert got["len"].tolist() == LENS and got["len"].dtype == torch.float64
     want = torch.cat([torch.tensor([0.0] * (n - 1) + [v] * (n > 0)) for n, v in zip(LENS, s.tolist())])
@@ -282,8 +282,9 @@ def ppo_program() -> Program:
     loss = b("add", b("sub", pg, b("mul", beta, kl)), 7.0)
     out = b("gt", b("abs", b("sub", ratio, 1.0)), 0.2)
     square = b.to("mean", b("mul", ratio, ratio), "batch")
-    return b.program(loss=loss, clip=b.to("mean", out, "batch"), kl=kl, rms=b("sqrt", square), top=b.to("amax", ratio, "batch"),
-                     low=b.to("amin", ratio, "batch"), n=b.to("count", lp, "batch"), total=b.to("sum", b.len(), "batch"))
+    return b.program(loss=loss, clip=b.to("mean", out, "batch"), kl=kl, rms=b("sqrt", square),
+                     top=b.to("amax", ratio, "batch"), low=b.to("amin", ratio, "batch"), n=b.to("count", lp, "batch"),
+                     total=b.to("sum", b.len(), "batch"))
 
 
 def ppo_by_hand(lp: Tensor, old: Tensor, adv: Tensor, beta: float, lens: list[int]) -> dict[str, Tensor]:
@@ -350,7 +351,8 @@ def loss_part(rank: int, shares: list[list[list[int]]]) -> tuple[dict[str, float
     return run.finish(run.reduced(dist.group.WORLD)), gradient.tolist()
 
 
-@pytest.mark.parametrize("shares", [[[[0, 5], [7, 2, 8]], [[1, 3, 4, 6], [9], [10, 11]]], [[[r] for r in range(12)], []]])
+@pytest.mark.parametrize("shares", [[[[0, 5], [7, 2, 8]], [[1, 3, 4, 6], [9], [10, 11]]],
+                                    [[[r] for r in range(12)], []]])
 def test_ranks_add_up_even_one_without_micro_batches(shares):
     rows = list(range(12))
     run, _, gradient = run_cuts([rows], rows)
@@ -384,7 +386,22 @@ def test_dpo_over_the_two_sides_of_pairs():
     for f in PAIR:
         torch.testing.assert_close(got[f], fresh[f].grad, **TIGHT)
     done = run.finish(run.partials())
-    assert math.isclose(done["loss"], float(loss.detach()), rel_tol=1e-12) and done["accuracy"] == float((h > 0).double().mean())
+    assert math.isclose(done["loss"], float(loss.detach()), rel_tol=1e-12)
+    assert done["accuracy"] == float((h > 0).double().mean())
+
+
+def test_each_side_of_a_pair_has_its_own_lengths():
+    b = Builder()
+    last = {f: b.seq("last", b.input(f, "token", f)) for f in PAIR}
+    end = {f"end_{f}": b.at_end(last[f], f) for f in PAIR}
+    lens = {"won": LENS, "lost": LENS[::-1]}
+    data = {f: draw(sum(LENS), i) for i, f in enumerate(PAIR)}
+    got = run_compute(b.program(**last, **end, gap=b("sub", last["won"], last["lost"])), data,
+                      {f: view(f, list(range(12)), lens[f]) for f in PAIR}, PAIR, None, None)
+    for f in PAIR:
+        assert got[f].tolist() == [p[-1].item() if len(p) else 0.0 for p in data[f].split(lens[f])]
+        assert [p[-1].item() if len(p) else 0.0 for p in got[f"end_{f}"].split(lens[f])] == got[f].tolist()
+    assert torch.equal(got["gap"], got["won"] - got["lost"])
 
 
 def test_gradients_of_sequence_operators():

@@ -36,12 +36,14 @@ def test_numbers_of_all_sorts(tmp_path, body):
 
 def test_rows_arrive_and_neighbouring_files_can_be_imported(tmp_path):
     (tmp_path / "helper_of_rewards.py").write_text("def same(a, b):\n    return float(a == b)\n")
-    body = "from helper_of_rewards import same\ndef score(rows):\n    return [same(r['completion'], r['answer']) for r in rows]\n"
+    body = ("def score(rows):\n    from helper_of_rewards import same\n"
+            "    return [same(r['completion'], r['answer']) for r in rows]\n")
     assert call(written(tmp_path, body), ROWS).tolist() == [1.0, 0.0]
 
 
 def test_functions_of_one_file_share_it_and_no_rows_call_nothing(tmp_path):
-    body = "seen = []\ndef score(rows):\n    seen.append(1)\n    return [len(seen)] * len(rows)\ndef other(rows):\n    return score(rows)\n"
+    body = ("seen = []\ndef score(rows):\n    seen.append(1)\n    return [len(seen)] * len(rows)\n"
+            "def other(rows):\n    return score(rows)\n")
     first, second = written(tmp_path, body), written(tmp_path, body, "other")
     assert call(first, []).shape == (0,)
     assert call(first, ROWS).tolist() == [1.0, 1.0] and call(second, ROWS).tolist() == [2.0, 2.0]
@@ -51,7 +53,7 @@ def test_functions_of_one_file_share_it_and_no_rows_call_nothing(tmp_path):
 def test_it_raised(tmp_path):
     body = "def grade(row):\n    return row['label']\n\ndef score(rows):\n    return [grade(r) for r in rows]\n"
     found = error(written(tmp_path, body))
-    assert found.code == "RL0765" and found.title == "`score` raised: KeyError: 'label'"
+    assert found.code == "RL0775" and found.title == "`score` raised: KeyError: 'label'"
     assert found.place.endswith("rewards.py:2")
 
 
@@ -81,7 +83,7 @@ def test_it_left_the_program(tmp_path):
 ])
 def test_it_returned_the_wrong_thing(tmp_path, result, title):
     found = error(written(tmp_path, f"def score(rows):\n    return {result}\n"))
-    assert (found.code, found.title) == ("RL0766", title) and found.place.endswith("rewards.py")
+    assert (found.code, found.title) == ("RL0776", title) and found.place.endswith("rewards.py")
 
 
 def test_a_bad_number_comes_with_its_prompt(tmp_path):
@@ -92,7 +94,7 @@ def test_a_bad_number_comes_with_its_prompt(tmp_path):
 def test_the_file_changed(tmp_path):
     function = written(tmp_path, "def score(rows):\n    return [0.0] * len(rows)\n")
     Path(function.path).write_text("def score(rows):\n    return [1.0] * len(rows)\n")
-    assert error(function).code == "RL0762"
+    assert error(function).code == "RL0772"
 
 
 def test_the_file_is_gone_or_no_python(tmp_path):
@@ -100,7 +102,7 @@ def test_the_file_is_gone_or_no_python(tmp_path):
     (tmp_path / "rewards.txt").write_text("x = 1\n")
     other = Function("f", str(tmp_path / "rewards.txt"), "score", function.sha256)
     Path(function.path).unlink()
-    assert [error(f).code for f in (function, other)] == ["RL0761", "RL0761"]
+    assert [error(f).code for f in (function, other)] == ["RL0771", "RL0771"]
 
 
 @pytest.mark.parametrize("body, words, line", [
@@ -110,12 +112,12 @@ def test_the_file_is_gone_or_no_python(tmp_path):
 ])
 def test_it_fails_on_import(tmp_path, body, words, line):
     found = error(written(tmp_path, body))
-    assert found.code == "RL0763" and words in found.title and found.place.endswith(f"rewards.py:{line}")
+    assert found.code == "RL0773" and words in found.title and found.place.endswith(f"rewards.py:{line}")
 
 
 def test_no_such_function_suggests_one(tmp_path):
     found = error(written(tmp_path, "def scores(rows):\n    return [0.0]\n"))
-    assert found.code == "RL0764" and found.help == "did you mean `scores`?"
+    assert found.code == "RL0774" and found.help == "did you mean `scores`?"
 
 
 def test_not_a_function(tmp_path):
