@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,7 +40,7 @@ def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
             file = where[stored]
             if file not in open_files:
                 open_files[file] = stack.enter_context(_open(file))
-            source = open_files[file].get_slice(stored)
+            source = _slice(open_files[file], stored, file)
             if tuple(source.get_shape()) != parameter.spec.shape:
                 raise fail("RL0723", f"{name} has shape {tuple(source.get_shape())}, the config says "
                            f"{parameter.spec.shape}", place=str(file), help="weights and config.json do not match")
@@ -47,6 +48,14 @@ def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
             for piece in pieces:
                 part = source[tuple(slice(a, b) for a, b in piece.box)]
                 tensors[name][local_slice(piece, piece.box, dim)].copy_(part)
+
+
+def _slice(reader: safe_open, stored: str, file: Path) -> Any:
+    try:
+        return reader.get_slice(stored)
+    except SafetensorError:
+        raise fail("RL0722", f"parameter {stored} is not in the file that the index names", place=str(file),
+                   help="copy the whole directory again") from None
 
 
 def _open(file: Path) -> safe_open:
@@ -62,7 +71,11 @@ def _files(path: str) -> dict[str, Path]:
     directory = Path(path)
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise fail("RL0721", f"cannot read the index of the weights: {error}", place=str(index),
+                       help="the file is damaged; copy it again") from None
     return dict(_names(directory))
 
 

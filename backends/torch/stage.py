@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from rldsl.backends.torch import attention
 from rldsl.backends.torch.attention import Packing
 from rldsl.backends.torch.load import HEAD, Held
 from rldsl.backends.torch.parallel import divide
+from rldsl.diag import fail
 from rldsl.plan.boxes import holding, local_shape, parameters
 from rldsl.plan.layout import stage_layers
 from rldsl.plan.model import Layout, Mesh, Model
@@ -48,7 +51,7 @@ class Stage:
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
         self.device, self.compute_dtype, self.head_dtype = device, dtype, head_dtype
         self.layers = stage_layers(model.layers, pp.size, pp.index)
-        self.config = AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
+        self.config = _config(model)
         whole = _skeleton(self.config)
         self.base: nn.Module = getattr(whole, whole.base_model_prefix)
         text = self.config.get_text_config()
@@ -122,6 +125,18 @@ class Stage:
                 if not any(id(p) in mine for p in child.parameters()):
                     setattr(self.base, name, nn.Identity())
         return entry
+
+
+def _config(model: Model) -> Any:
+    """The HuggingFace config. Errors: RL0721 there is none, RL0724 it is not the one that was compiled."""
+    file = Path(model.path) / "config.json"
+    if not file.is_file():
+        raise fail("RL0721", "no model directory here", place=model.path, label="config.json is missing",
+                   help="it must be where it was at compilation, relative to the working directory")
+    if sha256(file.read_bytes()).hexdigest() != model.config_digest:
+        raise fail("RL0724", "the config of the model changed since compilation", place=str(file),
+                   help="compile the program again")
+    return AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
 
 
 def _skeleton(config: Any) -> nn.Module:

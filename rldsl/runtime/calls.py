@@ -36,6 +36,8 @@ def reallocate(state: State, event: Realloc) -> None:
     dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
     pending = realloc(state.routes[event.id], places.get(src.id), places.get(dst.id), dtype, state.device, event.id * 16)
     state.reallocs[event.id] = state.reallocs.get(event.id, 0) + 1
+    if (model.name, dst.id) in state.arriving:  # nobody used the copy that came before
+        state.arriving.pop((model.name, dst.id)).finish()
     state.arriving[model.name, dst.id] = pending
     if world.rank not in dst_mesh.members():
         state.arriving.pop((model.name, dst.id)).finish()

@@ -57,7 +57,7 @@ def _writable(out: str | Path) -> Path:
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise fail("RL0762", f"the output directory cannot be made: {error.strerror}", place=str(out)) from None
+        raise fail("RL0705", f"the output directory cannot be made: {error.strerror}", place=str(out)) from None
     return Path(out)
 
 
@@ -106,6 +106,7 @@ def _walk(state: State, items: Sequence[Item], watch: Watch | None, recorder: Re
 
 def _finish(state: State, seconds: float) -> None:
     """Nothing may be left on its way when the processes end; then rank 0 writes the summary."""
+    state.store.settle()
     for key in list(state.arriving):
         state.settled(*key)
     dist.barrier()

@@ -1,12 +1,17 @@
 """When a rank fails, all stop within seconds, and one clear message says which rank and where.
 
-Every rank leaves a sign of life in the rendezvous store each second, and looks there for the name of a rank that has
-failed. A rank that dies without a word (killed, out of memory) is named by its missing signs.
+Every rank leaves a sign of life in the rendezvous store, with the event that it is at, and looks there for the name of
+a rank that has failed. A rank that dies without a word (killed, out of memory) is the one whose signs stay the same:
+counters are compared, never clocks of different machines. torchrun answers such a death with SIGTERM to all others,
+at once; the watcher catches it, so that they can still say why they stop.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
+import socket
 import sys
 import threading
 import time
@@ -16,7 +21,7 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Event
 from rldsl.report import render
 
-BEAT, SILENCE = 1.0, 3.5  # seconds between signs of life; without one for so long a rank counts as dead
+BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as dead
 _FAILED, _SAID, _ALIVE = "rldsl/failed", "rldsl/said", "rldsl/alive/"
 
 
@@ -24,15 +29,26 @@ class Watch:
     """One rank's watcher. `at` is the event that the rank is executing."""
 
     def __init__(self, store: Any, rank: int, world: int):
+        """On the main thread only: it takes over SIGTERM."""
         self.store, self.rank, self.world = store.clone() if hasattr(store, "clone") else store, rank, world
         self.at: Event | None = None
-        self._done = threading.Event()
+        self._done, self._beats = threading.Event(), 0
+        # a main thread that waits for a peer in C++ runs no handler: the wake-up descriptor reaches the watcher anyway
+        self._bell, ring = socket.socketpair()
+        ring.setblocking(False)
+        self._ring = ring
+        self._before = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(ring.fileno())
         self._thread = threading.Thread(target=self._run, name="rldsl-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        """End the watch, and give SIGTERM back."""
         self._done.set()
-        self._thread.join(timeout=2 * BEAT)
+        self._thread.join(timeout=4 * BEAT)
+        signal.set_wakeup_fd(self._before[1])
+        signal.signal(signal.SIGTERM, self._before[0])
+        self._bell.close()
+        self._ring.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say what went wrong, once, and end this process."""
@@ -44,32 +60,47 @@ class Watch:
             traceback.print_exc()
             self._stop((Diagnostic("RL0799", f"internal error (please report): {type(error).__name__}: {error}",
                                    place=self._where()),))
-        until = time.monotonic() + SILENCE + 2 * BEAT  # time for the culprit's own words, or for its silence to show
-        while time.monotonic() < until:
+        self._blame("another rank stopped without a word")
+
+    def _blame(self, otherwise: str) -> NoReturn:
+        """Name the rank whose signs of life stay the same; stop."""
+        before, until = self._signs(), time.monotonic() + SILENCE
+        while time.monotonic() < until:  # time for the culprit's own words, too
+            self._beat()
             if self._failed():
                 self._follow()
-            time.sleep(0.2)
-        silent = [r for r in range(self.world) if r != self.rank and not self._alive(r)]
-        who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}" if silent else "another rank"
-        self._stop((Diagnostic("RL0709", f"{who} stopped without a word", place=self._where(),
-                               help="killed from outside or out of memory? the system's log knows; checkpoints that "
-                                    "were written are whole"),))
+            time.sleep(BEAT / 2)
+        silent = {r: sign for r, sign in self._signs().items() if r != self.rank and before.get(r) == sign}
+        title = otherwise
+        if silent:
+            title = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))} stopped without a word"
+        places = dict.fromkeys(sign.partition("|")[2] for sign in silent.values())
+        self._stop((Diagnostic("RL0709", title, place=", ".join(places) or self._where(), help=(
+            "killed from outside, or out of memory? the system's log knows; " if silent else "")
+            + "checkpoints that were written are whole"),))
 
     def _run(self) -> None:
         try:
-            while not self._done.wait(BEAT):
-                self.store.set(f"{_ALIVE}{self.rank}", str(time.time()))
+            while not self._done.is_set():
+                self._beat()
                 if self._failed():
                     self._follow()
+                if select.select([self._bell], [], [], BEAT)[0] and signal.SIGTERM in self._bell.recv(64):
+                    self._blame("the run was asked to stop (SIGTERM)")
         except Exception:  # the store went away: the main thread meets the same end and reports it
             return
 
-    def _alive(self, rank: int) -> bool:
-        key = f"{_ALIVE}{rank}"
+    def _beat(self) -> None:
+        self._beats += 1
+        self.store.set(f"{_ALIVE}{self.rank}", f"{self._beats}|{self._where()}")
+
+    def _signs(self) -> dict[int, str]:
+        """The latest sign of life of each rank that ever gave one."""
         try:
-            return not self.store.check([key]) or time.time() - float(self.store.get(key)) < SILENCE
+            keys = {r: f"{_ALIVE}{r}" for r in range(self.world)}
+            return {r: self.store.get(key).decode() for r, key in keys.items() if self.store.check([key])}
         except Exception:
-            return True
+            return {}
 
     def _failed(self) -> bool:
         try:
@@ -92,7 +123,7 @@ class Watch:
         if first and diagnostics:
             print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
         if first:
-            time.sleep(2.5 * BEAT if self.world > 1 else 0)  # the store may live in this process; let the others read it
+            time.sleep(3 * BEAT if self.world > 1 else 0)  # the store may live in this process; let the others read it
         _leave()
 
     def _first(self, key: str, value: str = "1") -> bool:

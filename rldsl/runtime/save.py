@@ -2,7 +2,7 @@
 
 Each parameter becomes whole on one owner, and each owner writes its own safetensors file. Everything is written into a
 sibling directory that takes the final name at the end: a crash never leaves a damaged checkpoint under that name.
-Errors: RL0761 the directory cannot be written.
+Errors: RL0706 the directory cannot be written.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _together(group: Any, state: State, work: Any, final: Path) -> None:
     if group is not None:
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     if problem is not None:
-        raise fail("RL0761", f"the checkpoint cannot be written: {problem.strerror or problem}", place=str(final),
+        raise fail("RL0706", f"the checkpoint cannot be written: {problem.strerror or problem}", place=str(final),
                    help="check the path, its permissions and the space left; no earlier checkpoint was touched")
     if int(failed):
         raise Failure([])

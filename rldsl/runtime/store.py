@@ -65,7 +65,15 @@ class Store:
         self._buffers: dict[str, Any] = {}
 
     def put(self, name: str, value: Any) -> None:
+        """Replace a buffer; what is still on its way under that name comes first (a rank that only sends never reads)."""
+        if isinstance(self._buffers.get(name), Pending):
+            self.take(name)
         self._buffers[name] = value
+
+    def settle(self) -> None:
+        """Wait for everything that is on its way."""
+        for name in list(self._buffers):
+            self.take(name)
 
     def take(self, name: str) -> Any:
         """The buffer's contents; waits for what is on its way."""
