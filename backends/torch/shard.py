@@ -56,12 +56,13 @@ class TorchShard:
     def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float,
               loss: LossFn) -> Mapping[str, float]:
         assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
-        packed = [batch(frames, self.device) for frames in minibatch]
+        filled = [i for i, frames in enumerate(minibatch) if any(len(frame) for frame in frames)]
+        packed = [batch(minibatch[i], self.device) for i in filled]
         wanted = {name for names in what for name in names}
 
         def share(i: int, hidden: torch.Tensor) -> torch.Tensor:
             fresh = outputs(self.stage, hidden, packed[i], wanted, temperature)
-            return loss(i, [{name: fresh[name][frame] for name in names} for frame, names in enumerate(what)])
+            return loss(filled[i], [{name: fresh[name][frame] for name in names} for frame, names in enumerate(what)])
 
         self.trainer.clear()
         with self._autocast():

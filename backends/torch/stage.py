@@ -52,6 +52,7 @@ class Stage:
         self.device, self.compute_dtype, self.head_dtype = device, dtype, head_dtype
         self.layers = stage_layers(model.layers, pp.size, pp.index)
         self.config = _config(model)
+        _check_logits(self.config, model)
         whole = _skeleton(self.config)
         self.base: nn.Module = getattr(whole, whole.base_model_prefix)
         text = self.config.get_text_config()
@@ -137,6 +138,16 @@ def _config(model: Model) -> Any:
         raise fail("RL0724", "the config of the model changed since compilation", place=str(file),
                    help="compile the program again")
     return AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
+
+
+def _check_logits(config: Any, model: Model) -> None:
+    """RL0725: families whose forward changes the logits after the head; log-probs would silently be others."""
+    text = config.get_text_config()
+    changed = [n for n in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(text, n, None) not in
+               (None, 1)]
+    if changed and model.kind == "causal_lm":
+        raise fail("RL0725", f"the family {config.model_type} changes its logits after the head", place=model.path,
+                   label=f"{changed[0]}={getattr(text, changed[0])}", help="such heads are not supported yet")
 
 
 def _skeleton(config: Any) -> nn.Module:

@@ -32,7 +32,7 @@ class Watch:
         """On the main thread only: it takes over SIGTERM."""
         self.store, self.rank, self.world = store.clone() if hasattr(store, "clone") else store, rank, world
         self.at: Event | None = None
-        self._done, self._beats = threading.Event(), 0
+        self._done, self._ending, self._beats = threading.Event(), threading.Lock(), 0
         # a main thread that waits for a peer in C++ runs no handler: the wake-up descriptor reaches the watcher anyway
         self._bell, ring = socket.socketpair()
         ring.setblocking(False)
@@ -52,8 +52,13 @@ class Watch:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say what went wrong, once, and end this process."""
-        if isinstance(error, Failure):
+        if isinstance(error, Failure) and error.diagnostics:
             self._stop(error.diagnostics)
+        if isinstance(error, Failure):  # another rank has the words
+            self._blame("a rank failed")
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            self._stop((Diagnostic("RL0707", f"rank {self.rank} is out of memory", place=self._where(),
+                                   help="give the call a larger mesh, more tp or pp, a smaller mbs, or offload=true"),))
         if not lost_contact(error):
             import traceback
 
@@ -116,6 +121,7 @@ class Watch:
         _leave()
 
     def _stop(self, diagnostics: tuple[Diagnostic, ...]) -> NoReturn:
+        self._ending.acquire()  # never released: the first thread to get here ends the process
         try:
             first = self._first(_FAILED, f"{self.rank}|{self._where()}")
         except Exception:  # no store: better said twice than never

@@ -40,6 +40,11 @@ class StepRows:
     lens: dict[str, Lens] = field(default_factory=dict)
     _shards: dict[str, tuple[dict[str, Rows], ...]] = field(default_factory=dict)
 
+    def know(self, frame: str, lens: Lens) -> None:
+        """Lengths that every rank knows. Divisions found before may have weighed others (a frame made in a repeat)."""
+        self.lens[frame] = lens
+        self._shards.clear()
+
     @property
     def frames(self) -> Mapping[str, Frame]:
         return {f.id: f for f in self.plan.frames}

@@ -100,7 +100,7 @@ class State:
         self.store.put(f"{value}@{spread}", Column(ids, sizes, data))
 
     def know_lengths(self, frame: str, lens: Lens) -> None:
-        self.rows.lens[frame] = lens
+        self.rows.know(frame, lens)
         if int(lens.response.sum()):
             self.tokens += int(lens.of("tokens").sum())
 

@@ -22,6 +22,9 @@ def directories(tmp_path_factory):
         "tied": str(make_model(root / "tied", tie_word_embeddings=True)),
         "llama": str(make_model(root / "llama", family="llama", attention_bias=True)),
         "gemma": str(make_model(root / "gemma", family="gemma", head_dim=8)),
+        # scales embeddings and residuals inside its forward
+        "granite": str(make_model(root / "granite", family="granite", embedding_multiplier=12.0,
+                                  residual_multiplier=0.5, attention_multiplier=0.3)),
         "gpt2": str(make_model(root / "gpt2", family="gpt2")),
         "reward": str(make_model(root / "reward", head="reward_model")),
     }
@@ -73,7 +76,7 @@ def _partial(model, rank, dp, tp, pp, trainable=False):
     return build(model, layout, mesh, Axes(**axes), torch.device("cpu"), load=True, trainable=trainable)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "tied", "llama", "gemma"])
+@pytest.mark.parametrize("name", ["qwen3", "tied", "llama", "gemma", "granite"])
 def test_logprobs_equal_transformers_on_every_layout(directories, name):
     expected = reference(directories[name], 0.7)
     for found in run_world(4, _forwards, directories[name], "causal_lm", "logprobs", LAYOUTS, 0.7):

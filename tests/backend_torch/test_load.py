@@ -122,3 +122,8 @@ def test_a_config_that_changed_since_compilation(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     assert "changed" in diagnostic(model).title
+
+
+def test_a_family_that_changes_its_logits_is_refused(tmp_path):
+    found = diagnostic(plan_model(str(make_model(tmp_path / "m", family="granite", logits_scaling=4.0))))
+    assert found.code == "RL0725" and "granite" in found.title

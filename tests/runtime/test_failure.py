@@ -1,0 +1,141 @@
+"""A rank fails, in real worlds under torchrun: the others stop within seconds, with one message and no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rldsl import api
+from rldsl.plan.codec import encode
+from tests.tiny import make_model, make_sums, write_jsonl
+
+PROGRAM = """
+use std.sft (sft)
+param steps = 2
+param path  = "{out}/model"
+data sums = jsonl("sums.jsonl", batch=4, answer="answer")
+model actor = causal_lm("model") train adamw(lr=1e-4)
+flow tuning(steps=steps, seed=1) {
+  batch = sums.next()
+  actor.train(batch, loss=sft()) on mesh(0:2) dp=2
+  every 1 { save actor to path }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("failure")
+    make_model(folder / "model")
+    write_jsonl(folder / "sums.jsonl", make_sums(16))
+    (folder / "p.rlf").write_text(PROGRAM)
+    return folder
+
+
+@pytest.fixture
+def place(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def compiled(**sets: object) -> Path:
+    plan = Path("p.plan")
+    plan.write_bytes(encode(api.compile("p.rlf", sets)))
+    return plan
+
+
+def start(plan: Path, ranks: int = 2) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "-m",
+               "rldsl.run", str(plan), "--out", "out", "--device", "cpu"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """The messages of a run that must have failed."""
+    _, text = process.communicate(timeout=100)
+    assert process.returncode == 1, text
+    assert "Traceback" not in text, text
+    assert text.count("error[") == 1, text
+    return text
+
+
+def test_a_run_leaves_metrics_a_summary_and_a_checkpoint_that_transformers_reads(place: Path) -> None:
+    process = start(compiled())
+    _, text = process.communicate(timeout=100)
+    assert process.returncode == 0, text
+    assert [json.loads(x)["step"] for x in Path("out/metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert json.loads(Path("out/summary.json").read_text())["saved"] == ["out/model"]
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained("out/model")
+    assert sorted(p.name for p in Path("out").iterdir()) == ["metrics.jsonl", "model", "summary.json"]
+
+
+def test_a_killed_rank_is_named_and_the_checkpoint_is_whole(place: Path) -> None:
+    process = start(compiled(steps=2000))
+    until = time.monotonic() + 90
+    while not Path("out/model").is_dir() and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.2)
+    victim = next(p for p in children(process.pid) if "rldsl.run" in p[1] and environment(p[0])["RANK"] == "1")[0]
+    killed = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    text = ended(process)
+    assert time.monotonic() - killed < 20
+    assert "RL0709" in text and "rank 1 stopped without a word" in text and "p.rlf:" in text, text
+    from transformers import AutoModelForCausalLM
+
+    whole = Path("out/model") if Path("out/model").is_dir() else Path("out/.model.old")
+    AutoModelForCausalLM.from_pretrained(whole)
+
+
+def children(pid: int) -> list[tuple[int, str]]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == pid:
+                    found.append((int(entry.name), (entry / "cmdline").read_text().replace("\0", " ")))
+            except OSError:
+                continue
+    return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    return dict(x.split("=", 1) for x in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in x)
+
+
+def test_the_wrong_number_of_ranks(place: Path) -> None:
+    text = ended(start(compiled(), ranks=1))
+    assert "the plan needs 2 ranks, torchrun started 1" in text
+
+
+def test_a_plan_edited_by_hand(place: Path) -> None:
+    plan = compiled()
+    plan.write_bytes(plan.read_bytes().replace(b'"seed":1', b'"seed":2', 1))
+    assert "RL0602" in ended(start(plan))
+
+
+def test_bad_data_is_found_before_the_first_step(place: Path) -> None:
+    plan = compiled()
+    with Path("sums.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1="\n')
+    text = ended(start(plan))
+    assert "sums.jsonl:17" in text
+    assert not Path("out/metrics.jsonl").exists()
+
+
+def test_a_checkpoint_that_cannot_be_written(place: Path) -> None:
+    Path("blocked").write_text("a file, not a directory")
+    text = ended(start(compiled(path="blocked/model")))
+    assert "RL0706" in text and "blocked/model" in text
