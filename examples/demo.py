@@ -20,7 +20,7 @@ from tiny import make_model, make_sums, write_jsonl
 ROOT = Path("runs/arithmetic")
 PROGRAMS = Path(__file__).parent
 HELD_OUT = 500
-STEPS = {"sft": 200, "grpo": 200}
+STEPS = {"sft": 210, "grpo": 160}
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
 
 def prepare() -> None:
     """Data, tokenizer and the random model, as ordinary HuggingFace directories."""
-    rows = make_sums(10_000, seed=0)
+    rows = make_sums(8_100, seed=0, low=10)
     write_jsonl(ROOT / "test.jsonl", rows[:HELD_OUT])
     write_jsonl(ROOT / "train.jsonl", rows[HELD_OUT:])
     make_model(ROOT / "base", characters="0123456789+=", scale=0.0, hidden_size=128, intermediate_size=256,

@@ -7,6 +7,8 @@ forward and a sum backward, out of it a sum forward and the identity backward.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,12 +42,29 @@ class OutOfDivided(torch.autograd.Function):
         return slope, None
 
 
-def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int) -> None:
-    """Give `module` the collectives of a style; nothing to do for "replicated" and "head" or without tp."""
+class Entry:
+    """The way into divided modules that read one input (q, k and v; gate and up): its gradient is summed once."""
+
+    def __init__(self, tp: Axis):
+        self.tp = tp
+        self.seen: weakref.ref | None = None
+        self.made: weakref.ref | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.made() if self.seen is not None and self.seen() is x else None
+        if made is None:
+            made = IntoDivided.apply(x, self.tp)
+            self.seen, self.made = weakref.ref(x), weakref.ref(made)
+        return made
+
+
+def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int, entry: Entry) -> None:
+    """Give `module` the collectives of a style; nothing to do for "replicated" and "head" or without tp. entry: one
+    for all modules of the model."""
     if tp.size == 1:
         return
     if style == "colwise":
-        module.register_forward_pre_hook(lambda _, inputs: (IntoDivided.apply(inputs[0], tp), *inputs[1:]))
+        module.register_forward_pre_hook(lambda _, inputs: (entry(inputs[0]), *inputs[1:]))
     elif style == "rowwise":
         module.forward = lambda x: _rowwise(module, x, tp)
     elif style == "vocab":

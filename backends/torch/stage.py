@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rldsl.backends.torch import attention
 from rldsl.backends.torch.attention import Packing
 from rldsl.backends.torch.load import HEAD, Held
-from rldsl.backends.torch.parallel import divide
+from rldsl.backends.torch.parallel import Entry, divide
 from rldsl.diag import fail
 from rldsl.plan.boxes import holding, local_shape, parameters
 from rldsl.plan.layout import stage_layers
@@ -92,6 +92,7 @@ class Stage:
         output = whole.get_output_embeddings()
         embedding = whole.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
+        entry = Entry(tp)
         for name, (parameter, held) in self.held.items():
             if name == HEAD:
                 continue
@@ -100,7 +101,7 @@ class Stage:
             setattr(module, attribute, self.parameters[name])
             start = held[0].box[0][0]
             if attribute == "weight":
-                divide(module, parameter.spec.style, tp, start)
+                divide(module, parameter.spec.style, tp, start, entry)
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
                 self.head, self.vocab_start = self.parameters[name], start
                 if parameter.spec.split is not None:
