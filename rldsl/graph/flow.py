@@ -90,10 +90,10 @@ class FlowBuilder:
             if fresh:
                 self._bind(s, value, scope)
             return
-        if s.clause is not None:
+        value = self.lower.eval(s.value, scope)
+        if s.clause is not None and not isinstance(value, Bad):
             self.errors.add("RL0212", "only model calls are placed", s.clause.span, "this statement calls no model",
                             help="arithmetic runs where its inputs are; remove `on ...`")
-        value = self.lower.eval(s.value, scope)
         values = value.values if isinstance(value, Several) else (value,)
         if len(values) == len(s.targets) and all(self._free(t) for t in s.targets):
             terms = [(t.name, v) for t, v in zip(s.targets, values) if isinstance(v, Term)]
