@@ -130,10 +130,10 @@ class Stage:
 
 
 def _config(model: Model) -> Any:
-    """The HuggingFace config. Errors: RL0721 there is none, RL0724 it is not the one that was compiled."""
+    """The HuggingFace config. Errors: RL0726 there is none, RL0724 it is not the one that was compiled."""
     file = Path(model.path) / "config.json"
     if not file.is_file():
-        raise fail("RL0721", "no model directory here", place=model.path, label="config.json is missing",
+        raise fail("RL0726", "no model directory here", place=model.path, label="config.json is missing",
                    help="it must be where it was at compilation, relative to the working directory")
     if sha256(file.read_bytes()).hexdigest() != model.config_digest:
         raise fail("RL0724", "the config of the model changed since compilation", place=str(file),

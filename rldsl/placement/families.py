@@ -54,6 +54,7 @@ def describe(path: str, kind: str, span: Span | None = None) -> Family:
     directory = Path(path)
     _check_files(directory, path, kind, span)
     config = _config(directory, path, span)
+    _check_head(config, path, kind, span)
     skeleton = _skeleton(config, path, span)
     text = config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", 1) or 1)
@@ -131,6 +132,15 @@ def _config(directory: Path, path: str, span: Span | None) -> Any:
     except Exception as error:  # transformers raises anything at all on a malformed config
         raise fail("RL0303", f'the config of "{path}" cannot be used', span, _first_line(error),
                    help="config.json must name a model_type that the installed transformers knows") from None
+
+
+def _check_head(config: Any, path: str, kind: str, span: Span | None) -> None:
+    """Value and reward models are saved as sequence classifiers, so the family must have one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    if kind != "causal_lm" and config.model_type not in CLASSIFIERS:
+        raise fail("RL0303", f'"{path}" cannot be a {kind}', span, f"transformers has no classifier of {config.model_type}",
+                   help="take another family for critics and reward models")
 
 
 def _skeleton(config: Any, path: str, span: Span | None) -> Any:

@@ -49,9 +49,11 @@ def peaks(placed: Placed) -> dict[int, Peak]:
             size = params_bytes(model, place.layout, stage, tp)
             if not place.offload:
                 kept[rank][f"parameters of {name} ({place.layout.id})"] = size
-            if model.home == place.layout.id:
-                kept[rank][f"gradients of {name}"] = size
-                kept[rank][f"optimizer state of {name}"] = 8 * size // itemsize(model)
+            if model.home == place.layout.id:  # trained parameters are float32 whatever the model's dtype
+                whole = 4 * size // itemsize(model)
+                kept[rank][f"parameters of {name} ({place.layout.id})"] = whole
+                kept[rank][f"gradients of {name}"] = whole
+                kept[rank][f"optimizer state of {name}"] = 2 * whole
     for n in every:
         place = places[n.id]
         need = _transient(n, place, models[n.model], families[n.model], frames)

@@ -58,7 +58,7 @@ def generate(state: State, event: Generate) -> None:
     lens = state.rows.lens[event.prompts].prompt[asked]
     tokens = state.read(event.reads, f"{event.prompts}.tokens")
     prompts = Packed(rows, lens, torch.zeros_like(lens), _repeated(tokens, asked))
-    made = state.settled(event.model, event.layout).generate(prompts, event.sampling, seed=state.seed,
+    made = state.settled(event.model, event.layout).generate(prompts, event.sampling, seed=state.sampling_seed(event),
                                                              step=state.step - 1, limit=event.mbs)
     whole = Lens(*(torch.zeros(record.count, dtype=torch.int64, device=state.device) for _ in range(2)))
     whole.prompt[rows], whole.response[rows] = lens, made.batch.response_lens

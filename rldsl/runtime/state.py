@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
+from rldsl.plan.model import Data, Frame, Function, Generate, Model, Plan, Spread, Value
+from rldsl.plan.partition import mix
 from rldsl.runtime.backend import Packed, Shard
 from rldsl.runtime.data import Source, open_source
 from rldsl.runtime.exchange import Route
@@ -36,6 +37,7 @@ class State:
     arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     reallocs: dict[int, int] = field(default_factory=dict)  # event -> times
+    drawn: dict[int, int] = field(default_factory=dict)  # generate event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
 
     def __post_init__(self) -> None:
@@ -60,7 +62,15 @@ class State:
     def begin_step(self) -> None:
         self.step += 1
         self.tokens = 0
+        self.drawn.clear()
         self.rows = StepRows(self.plan, self.world, self.step - 1)
+
+    def sampling_seed(self, event: Generate) -> int:
+        """A seed of its own for each generate of the program and each time that it runs in a step: two calls on the
+        same prompts must not draw the same samples. The order of frames is the program's, whatever the placement."""
+        times = self.drawn[event.id] = self.drawn.get(event.id, -1) + 1
+        frame = next(i for i, f in enumerate(self.plan.frames) if f.id == event.frame)
+        return mix(self.seed, frame, times) >> 1  # 63 bits: keys are signed on devices
 
     def shard(self, model: str, layout: str, load: bool = False) -> Shard:
         """This rank's shard, built at its first use."""

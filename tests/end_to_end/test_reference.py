@@ -174,3 +174,22 @@ flow look(steps=1, seed=3) {{
         theirs = torch.cat([reference.response_logprobs(model, s) for s in samples(record)]).mean().item()
     assert metrics["logprob"] == pytest.approx(theirs, abs=1e-5)
     assert AutoTokenizer.from_pretrained(out)("12+3=").input_ids == AutoTokenizer.from_pretrained(base)("12+3=").input_ids
+
+
+def test_two_generates_of_one_step_draw_different_samples(tiny, tmp_path, record):
+    text = f"""
+use py "recorder.py" (digits: gen -> seq)
+data prompts = jsonl("{tiny / 'data/prompts.jsonl'}", batch=8, max_prompt_tokens=16)
+model actor = causal_lm("{tiny / 'models/sft'}")
+flow twice(steps=1, seed=3) {{
+  prompt = prompts.next()
+  a = actor.generate(prompt, max_new_tokens=8)  on mesh(0:1) dp=1
+  b = actor.generate(prompt, max_new_tokens=8)  on mesh(0:1) dp=1
+  metric first  = mean(digits(a))
+  metric second = mean(digits(b))
+}}
+"""
+    run_program(program(tmp_path, "twice", text, record), {}, tmp_path / "run")
+    drawn = samples(record)
+    assert [s.prompt for s in drawn[:8]] == [s.prompt for s in drawn[8:]]
+    assert [s.response for s in drawn[:8]] != [s.response for s in drawn[8:]]
