@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rldsl.diag import fail
+from rldsl.runtime.store import within
 
 NAME = "rldsl"
 
@@ -47,12 +48,6 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def within(lengths: torch.Tensor) -> torch.Tensor:
-    """[sum(lengths)]: 0, 1, ... inside each run."""
-    starts = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
 
 
 class Varlen:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rldsl.backends.torch.attention import Varlen, within
+from rldsl.backends.torch.attention import Varlen
 from rldsl.diag import fail
 from rldsl.runtime.backend import Packed
+from rldsl.runtime.store import within
 
 
 @dataclass(frozen=True, slots=True)

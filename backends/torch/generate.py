@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rldsl.backends.torch.attention import Decode, Prefill, Slab, Varlen, within
+from rldsl.backends.torch.attention import Decode, Prefill, Slab, Varlen
 from rldsl.backends.torch.sampling import choose, uniform
 from rldsl.plan.model import Sampling
 from rldsl.runtime.backend import Axes, Generated, Packed
+from rldsl.runtime.store import within
 
 if TYPE_CHECKING:
     from rldsl.backends.torch.stage import Stage

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Data, Frame, Function, Generate, Model, Plan, Spread, Value
+from rldsl.plan.model import Data, Fetch, Frame, Function, Generate, Model, Plan, Spread, Value
 from rldsl.plan.partition import mix
 from rldsl.runtime.backend import Packed, Shard
 from rldsl.runtime.data import Source, open_source
@@ -37,6 +37,7 @@ class State:
     arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     reallocs: dict[int, int] = field(default_factory=dict)  # event -> times
+    fetched: dict[int, int] = field(default_factory=dict)  # fetch event -> times in the run
     drawn: dict[int, int] = field(default_factory=dict)  # generate event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
 
@@ -64,6 +65,11 @@ class State:
         self.tokens = 0
         self.drawn.clear()
         self.rows = StepRows(self.plan, self.world, self.step - 1)
+
+    def next_batch(self, event: Fetch) -> int:
+        """Which batch of its source a fetch reads now: 0, 1, ... as often as it runs, inside a `repeat` too."""
+        turn = self.fetched[event.id] = self.fetched.get(event.id, -1) + 1
+        return turn
 
     def sampling_seed(self, event: Generate) -> int:
         """A seed of its own for each generate of the program and each time that it runs in a step: two calls on the

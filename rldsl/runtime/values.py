@@ -18,10 +18,10 @@ from rldsl.runtime.state import State
 
 
 def fetch(state: State, event: Fetch) -> None:
-    """The same rows on every participant: read and tokenized, never sent."""
-    source, step = state.source(event.data), state.step - 1
+    """The next rows, the same on every participant: read and tokenized, never sent."""
+    source, turn = state.source(event.data), state.next_batch(event)
     spreads = dict(b.rpartition("@")[::2] for b in event.writes)
-    for name, got in source.step(step, state.seed).items():
+    for name, got in source.step(turn, state.seed).items():
         frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
         lens = Lens(_whole(state, got.prompt_lens), _whole(state, got.response_lens))
         state.know_lengths(frame, lens)
@@ -29,7 +29,7 @@ def fetch(state: State, event: Fetch) -> None:
             ids = torch.arange(len(got.tokens), device=state.device)
             state.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids, torch.cat(got.tokens).to(state.device))
         if f"{frame}.columns" in spreads:
-            state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}", source.columns(step, state.seed))
+            state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}", source.columns(turn, state.seed))
 
 
 def _whole(state: State, lengths: list[int]) -> torch.Tensor:
