@@ -70,6 +70,8 @@ class _Builder(Transformer):
     def names(self, meta: Any, tokens: list[Token]) -> tuple[ast.Ident, ...]:
         return tuple(map(self._ident, tokens))
 
+    imports = names
+
     def param(self, meta: Any, children: list) -> ast.Param:
         return ast.Param(span=self._span(meta), name=self._ident(children[0]), default=children[1])
 

@@ -114,7 +114,7 @@ def test_no_file_and_a_damaged_file(directory):
 
 def test_a_directory_that_is_gone(directory):
     found = diagnostic(replace(plan_model(str(directory)), path=str(directory / "elsewhere")))
-    assert found.code == "RL0721" and "elsewhere" in found.place
+    assert found.code == "RL0726" and "elsewhere" in found.place
 
 
 def test_a_config_that_changed_since_compilation(directory):

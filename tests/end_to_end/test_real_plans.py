@@ -1,0 +1,48 @@
+"""The verifier on plans that the compiler made: as they are, and mutated as in tests/plan."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rldsl import api
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.verify import verify
+from tests.plan.simulator import runs
+from tests.plan.test_verify import faults, mutants
+from tests.tiny import make_all
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    tiny = make_all(tmp_path_factory.mktemp("tiny"))
+    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
+    return {
+        "ppo": api.compile(str(EXAMPLES / "ppo.rlf"), {**sets, "rm": str(tiny / "models/rm"), "batch": 8}),
+        "arithmetic_grpo": api.compile(str(EXAMPLES / "arithmetic_grpo.rlf"), sets),
+        "dpo": api.compile(str(EXAMPLES / "dpo.rlf"), {"base": sets["base"]}),
+    }
+
+
+@pytest.mark.parametrize("name", ["ppo", "arithmetic_grpo", "dpo"])
+def test_a_compiled_plan_verifies_after_a_round_trip(plans, name):
+    plan = decode(encode(plans[name]), name)
+    assert plan == plans[name] and verify(plan).events > 10 and runs(plan)
+
+
+@pytest.mark.parametrize("name", ["ppo", "arithmetic_grpo"])
+def test_mutants_of_a_compiled_plan_are_rejected_or_still_run(plans, name):
+    plan, draw = plans[name], random.Random(11)
+    found: Counter[str] = Counter()
+    for n in range(300):
+        mutant = mutants(plan, draw)
+        wrong = faults(mutant)
+        found.update({d.code for d in wrong} or {"accepted"})
+        if not wrong:
+            assert runs(mutant), f"mutant {n} is accepted and does not run"
+    assert found["accepted"] < 75 and len(found) >= 10, found
