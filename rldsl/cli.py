@@ -5,7 +5,6 @@ Every command imports what it needs when it runs, so that `rlc --help` and `rlc 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -37,28 +36,15 @@ def _colour(stream: Any) -> bool:
 
 def _report(diagnostics: Iterable[Diagnostic], settings: Settings) -> None:
     """Diagnostics to stderr (human) or stdout (for machines)."""
+    from rldsl import report
+
     found = tuple(diagnostics)
     if settings.output == "json":
-        _say(json.dumps({"schema": 1, "diagnostics": [_record(d) for d in found]}))
+        _say(report.to_json(found))
     elif settings.output == "github":
-        for d in found:
-            where = f" file={d.span.file.name},line={d.span.line},col={d.span.column}," if d.span else " "
-            text = f"{d.title}{': ' + d.label if d.label else ''}{'. ' + d.help if d.help else ''}"
-            text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-            _say(f"::{d.severity}{where}title={d.code}::{text}")
+        _say(report.to_github(found))
     else:
-        from rldsl.report import render
-
-        click.echo(render(found, _colour(sys.stderr)).rstrip("\n"), err=True)
-
-
-def _record(d: Diagnostic) -> dict[str, Any]:
-    def place(span: Any) -> dict[str, Any] | None:
-        return None if span is None else {"file": span.file.name, "line": span.line, "column": span.column,
-                                          "start": span.start, "end": span.end}
-    return {"code": d.code, "severity": d.severity, "title": d.title, "place": d.place, "span": place(d.span),
-            "label": d.label, "labels": [{"span": place(x.span), "text": x.text} for x in d.labels],
-            "notes": list(d.notes), "help": d.help}
+        click.echo(report.render(found, _colour(sys.stderr)).rstrip("\n"), err=True)
 
 
 def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
@@ -262,10 +248,11 @@ def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None
 @_place
 @_on
 @click.option("--out", default="runs/out", show_default=True, metavar="DIR", help="Where logs and checkpoints go.")
+@click.option("--trace", metavar="FILE", help="Write the recorded timeline to this file (Chrome trace JSON).")
 @click.option("--nproc", type=click.IntRange(1), help="Processes to start; must be what the plan needs.")
 @click.pass_obj
 def run(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...], out: str,
-        nproc: int | None) -> None:
+        trace: str | None, nproc: int | None) -> None:
     """Compile FILE (or take a plan) and run it on this machine, one process for each rank."""
     def body() -> int:
         import tempfile
@@ -285,20 +272,20 @@ def run(settings: Settings, file: str, sets: dict[str, Any], place: str | None, 
                 Path(path).write_bytes(encode(plan))
             world = plan.header.world
             if nproc not in (None, world):
-                raise fail("RL0096", f"the plan is for {world} ranks, not {nproc}", place=file,
+                raise fail("RL0096", f"the plan is for {world} rank{'s' * (world > 1)}, not {nproc}", place=file,
                            help=f"leave --nproc out, or write --nproc {world}")
-            return _launch(path, world, out)
+            return _launch(path, world, out, trace)
 
     _guarded(settings, body)
 
 
-def _launch(plan: str, world: int, out: str) -> int:
+def _launch(plan: str, world: int, out: str, trace: str | None) -> int:
     """Start the ranks and wait for them; Ctrl-C reaches them too, and they get time to stop."""
     import subprocess
 
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
     command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(world), "-m",
-               "rldsl.run", plan, "--out", out]
+               "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else [])]
     process = subprocess.Popen(command, env=environment)
     try:
         return process.wait()

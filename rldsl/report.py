@@ -28,7 +28,8 @@ def to_github(diagnostics: Iterable[Diagnostic]) -> str:
     for d in diagnostics:
         where = f" file={d.span.file.name},line={d.span.line},col={d.span.column}," if d.span else " "
         text = ". ".join(part for part in (d.title, d.label, d.help) if part)
-        lines.append(f"::{d.severity}{where}title={d.code}::{text}".replace("\n", "%0A"))
+        text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        lines.append(f"::{d.severity}{where}title={d.code}::{text}")
     return "\n".join(lines)
 
 

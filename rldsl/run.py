@@ -10,9 +10,13 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from rldsl.diag import Failure, fail
 from rldsl.report import render
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main() -> None:
@@ -22,10 +26,14 @@ def main() -> None:
         data = _read(arguments.plan)
         _check_world(data, arguments.plan, world)
     except Failure as failure:  # every rank finds the same; one of them says it
-        if rank == 0:
-            print(render(failure.diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
-        sys.exit(1)
+        _stop(failure, say=rank == 0)
     _run(arguments, data, rank, world)
+
+
+def _stop(failure: Failure, say: bool) -> NoReturn:
+    if say:
+        print(render(failure.diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
+    sys.exit(1)
 
 
 def _arguments() -> argparse.Namespace:
@@ -56,8 +64,39 @@ def _check_world(data: bytes, name: str, world: int) -> None:
         check_size(plan, world, name)
 
 
-def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> None:
+def _device(asked: str | None, local: int, ranks: int) -> torch.device:
+    """local: number of this rank among the `ranks` of its machine; it takes the GPU of that number. RL0703: none."""
     import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cpu" or (asked is None and not there):
+        return torch.device("cpu")
+    if ranks > there:
+        raise fail("RL0703", f"{ranks} rank{'s' * (ranks > 1)} of this machine need a GPU each, and it has "
+                   f"{there or 'none'}", place="--device cuda" if asked else "", help="run with `--device cpu`, or on "
+                   "a machine with more GPUs" if there else "run with `--device cpu`")
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _meet(backend: str, rank: int, timeout: timedelta) -> None:
+    """Join the other ranks where torchrun says; without torchrun, a world of one. RL0704: they cannot be reached."""
+    import torch.distributed as dist
+
+    try:
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    except (RuntimeError, ValueError, OSError) as error:  # the library's own errors are RuntimeErrors
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise fail("RL0704", f"rank {rank} cannot join the other ranks: {reason}",
+                   place=f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}",
+                   help="check that every machine reaches this address and that all ranks were started") from None
+
+
+def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> None:
     import torch.distributed as dist
     import transformers
 
@@ -66,15 +105,15 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> N
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=arguments.timeout)
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timeout)
-    else:  # started without torchrun: a world of one
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    try:
+        device = _device(arguments.device, local, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    except Failure as failure:  # the ranks of a machine find the same
+        _stop(failure, say=local == 0)
+    try:
+        _meet("nccl" if device.type == "cuda" else "gloo", rank, timedelta(seconds=arguments.timeout))
+    except Failure as failure:  # no rank knows what another has found: each speaks for itself
+        _stop(failure, say=True)
     watch = Watch(dist.distributed_c10d._get_default_store(), rank, world)
     out = arguments.out or Path("runs") / Path(arguments.plan).stem
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import lcm
 
 from rldsl.diag import fail
 from rldsl.plan.model import Event, Every, Item, Loop, Mesh, Plan, RankClass, Ranges
@@ -25,6 +26,17 @@ def walk(body: Iterable[Item], path: Path = ()) -> Iterator[tuple[Event, Path]]:
             yield from walk(item.body, (*path, item))
         else:
             yield item, path
+
+
+def times(path: Path) -> int:
+    """How often a run executes an event inside these blocks: an `every` counts the turns of the loop around it."""
+    count, trips, period = 1, 1, 1
+    for block in path:
+        if isinstance(block, Loop):
+            count, trips, period = count * (trips // period), block.trips, 1
+        else:
+            period = lcm(period, block.period)
+    return count * (trips // period)
 
 
 def participants(plan: Plan, event: Event) -> tuple[int, ...]:

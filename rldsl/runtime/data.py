@@ -66,6 +66,18 @@ class Source:
         order = self._order(seed, epoch)
         return list(order[first * size : (first + 1) * size])
 
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a sequence: the tokenizer's, and those of a generation config beside it."""
+        from transformers import GenerationConfig
+
+        try:
+            declared = GenerationConfig.from_pretrained(self.data.tokenizer, local_files_only=True).eos_token_id
+        except (OSError, ValueError):  # a directory need not have one
+            declared = None
+        more = declared if isinstance(declared, list) else [declared]
+        return frozenset(i for i in (self.tokenizer.eos_token_id, *more) if i is not None)
+
     def _rows(self, step: int, seed: int) -> tuple[list[int], list[Row]]:
         numbers = self.batch(step, seed)
         return numbers, self.table.read(numbers)
@@ -139,6 +151,10 @@ def load_tokenizer(data: Data) -> Any:
     if not Path(directory).is_dir():
         raise fail("RL0751", "there is no such tokenizer directory", place=directory,
                    help=f"the data `{data.name}` is read with the tokenizer of this model")
+    if not any(f.name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for f in Path(directory).iterdir()):
+        # transformers would make an empty tokenizer of the model's class from config.json alone
+        raise fail("RL0751", "the tokenizer cannot be loaded: this directory has no tokenizer", place=directory,
+                   help="the directory needs the files that `tokenizer.save_pretrained` writes")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its readers meet

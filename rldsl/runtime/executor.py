@@ -21,7 +21,8 @@ from rldsl.plan.project import schedule
 from rldsl.plan.verify import verify
 from rldsl.runtime import calls, values
 from rldsl.runtime.failure import Watch
-from rldsl.runtime.log import log, summarise, write_summary
+from rldsl.runtime.files import check_writable
+from rldsl.runtime.log import METRICS, SUMMARY, log, summarise, write_summary
 from rldsl.runtime.save import save
 from rldsl.runtime.state import State
 from rldsl.runtime.trace import Recorder, now, write
@@ -46,6 +47,7 @@ def execute(data: bytes, name: str, out: str | Path, device: torch.device = torc
     own = schedule(plan.body, plan.meshes, state.world.rank)
     recorder = Recorder(state.world.rank) if trace else None
     _check(state, own)
+    _check_files(state, own, trace)
     begun = time.monotonic()
     _walk(state, own, watch, recorder)
     if recorder is not None:
@@ -72,6 +74,17 @@ def _check(state: State, items: Sequence[Item]) -> None:
             for node in state.programs[event.program].nodes:
                 if node.op == "py":
                     reward.load(state.functions[str(node.attr("function"))])
+
+
+def _check_files(state: State, items: Sequence[Item], trace: str | None) -> None:
+    """That this rank can write the files that it will write."""
+    rank = state.world.rank
+    if any(isinstance(event, Log) and event.to == rank for event in _events(items)):
+        check_writable(state.out / METRICS)
+    if rank == 0:
+        check_writable(state.out / SUMMARY)
+        if trace:
+            check_writable(Path(trace))
 
 
 def _events(items: Sequence[Item]):

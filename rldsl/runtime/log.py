@@ -11,10 +11,12 @@ from typing import TextIO
 import torch
 
 from rldsl.plan.model import Layout, Log, Mesh, Plan, Realloc
-from rldsl.plan.project import events
+from rldsl.plan.project import events, times
 from rldsl.runtime.exchange import post
+from rldsl.runtime.files import written
 from rldsl.runtime.state import State
 
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 FIRST = ("reward", "score", "accuracy", "kl", "loss")  # what a progress line shows first, by the end of the name
 
 
@@ -50,19 +52,22 @@ class Progress:
         line = {"step": state.step, **metrics, "seconds": round(seconds, 4)}
         if state.tokens:
             line["tokens_per_second"] = round(state.tokens / seconds, 1)
-        with (state.out / "metrics.jsonl").open("a" if state.step > 1 else "w") as file:
+        target = state.out / METRICS
+        with written(target), target.open("a" if state.logged else "w") as file:
             file.write(json.dumps(line) + "\n")
+        state.logged = True
         show(sys.stderr, line, state.plan.header.steps)
 
 
 def show(stream: TextIO, line: dict[str, float], steps: int) -> None:
     """On a terminal one line that is written over, otherwise one for each step."""
-    names = [n for n in line if n not in ("step", "seconds")]
+    names = [n for n in line if n not in ("step", "seconds", "tokens_per_second")]
     names.sort(key=lambda n: next((i for i, end in enumerate(FIRST) if n.endswith(end)), len(FIRST)))
-    text = f"step {line['step']:>{len(str(steps))}}/{steps}  " + "  ".join(
-        f"{n.replace('tokens_per_second', 'tokens/s')} {line[n]:.4g}" for n in names[:8])
+    text = f"step {line['step']:>{len(str(steps))}}/{steps}  " + "  ".join(f"{n} {line[n]:.4g}" for n in names[:7])
+    if "tokens_per_second" in line:
+        text += f"  tokens/s {line['tokens_per_second']:.0f}"
     if stream.isatty():
-        print(f"\r\033[K{text[:160]}", end="\n" if line["step"] == steps else "", file=stream, flush=True)
+        print(f"\r\033[K{text}", end="\n" if line["step"] == steps else "", file=stream, flush=True)
     else:
         print(text, file=stream, flush=True)
 
@@ -81,15 +86,16 @@ def summarise(state: State, steps: int, seconds: float) -> dict:
         return layout_text(world.layouts[layout], world.meshes[world.layouts[layout].mesh])
 
     moved = [{"model": e.model, "src": text(e.src), "dst": text(e.dst), "bytes": e.bytes, "messages": e.messages,
-              "because": e.because, "times": steps} for e, _ in events(plan) if isinstance(e, Realloc)]
+              "because": e.because, "times": times(path)} for e, path in events(plan) if isinstance(e, Realloc)]
     return {"reallocs": moved, "saved": state.saved, "steps": steps, "seconds": round(seconds, 3)}
 
 
 def write_summary(plan: Plan, out: Path, summary: dict) -> None:
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    with written(out / SUMMARY):
+        (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     print(f"{plan.header.flow}: {summary['steps']} steps in {summary['seconds']:.1f} s", file=sys.stderr)
     for move in summary["reallocs"]:
-        print(f"  realloc {move['model']}  {move['src']} -> {move['dst']}  {move['bytes']:,} bytes a step: "
+        print(f"  realloc {move['model']}  {move['src']} -> {move['dst']}  {move['times']} x {move['bytes']:,} bytes: "
               f"{move['because']}", file=sys.stderr)
     for path in summary["saved"]:
         print(f"  saved {path}", file=sys.stderr, flush=True)

@@ -2,6 +2,8 @@
 
 Each parameter becomes whole on one owner, and each owner writes its own safetensors file. Everything is written into a
 sibling directory that takes the final name at the end: a crash never leaves a damaged checkpoint under that name.
+A crash between the two renames that replace a checkpoint leaves the earlier one whole as `.NAME.old`; the next save to
+that name begins by giving it its name back.
 Errors: RL0706 the directory cannot be written.
 """
 
@@ -39,7 +41,7 @@ def save(state: State, event: Save) -> None:
     partial = final.parent / f".{final.name}.partial"
     first = state.world.rank == members[0]
 
-    _together(group, state, lambda: _fresh(partial) if first else None, final)
+    _together(group, state, lambda: _fresh(partial, final) if first else None, final)
     _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
     index = {name: names[rank] for name, rank in chosen.items()}
     _together(group, state, lambda: _finish(partial, final, model, shard.export(), index) if first else None, final)
@@ -104,7 +106,14 @@ def _together(group: Any, state: State, work: Any, final: Path) -> None:
         raise Failure([])
 
 
-def _fresh(partial: Path) -> None:
+def _aside(final: Path) -> Path:
+    return final.parent / f".{final.name}.old"
+
+
+def _fresh(partial: Path, final: Path) -> None:
+    """An empty place to write to; and the checkpoint back in its place, when a run ended between the two renames."""
+    if _aside(final).exists() and not final.exists():
+        os.replace(_aside(final), final)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -130,7 +139,7 @@ def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any],
         if file.is_file() and file.name.startswith(kept):
             shutil.copyfile(file, partial / file.name)
     if final.exists():
-        aside = final.parent / f".{final.name}.old"
+        aside = _aside(final)  # POSIX cannot exchange two directories: until the second rename this is the checkpoint
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(final, aside)
         os.replace(partial, final)
@@ -146,7 +155,7 @@ def _config(config: Any, model: Model) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     config = copy.deepcopy(config)
-    config.dtype = torch.float32
+    config.dtype = torch.float32  # what is written are the float32 master weights, whatever the calls computed in
     if model.kind != "causal_lm":
         config.num_labels = 1
         config.architectures = [CLASSIFIERS[config.model_type]]

@@ -36,7 +36,7 @@ class State:
     routes: dict[int, Route] = field(default_factory=dict)
     arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
-    reallocs: dict[int, int] = field(default_factory=dict)  # event -> times
+    logged: bool = False  # whether this rank has written metrics in this run
     fetched: dict[int, int] = field(default_factory=dict)  # fetch event -> times in the run
     drawn: dict[int, int] = field(default_factory=dict)  # generate event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.plan.model import Event
+from rldsl.runtime.files import written
 
 
 @dataclass
@@ -45,5 +46,5 @@ def write(recorder: Recorder, file: Path, device: torch.device) -> None:
     dist.all_gather(every, padded)
     if recorder.rank == 0:
         spans = [s for part, size in zip(every, sizes) for s in json.loads(bytes(part[: int(size)].tolist()))]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"traceEvents": spans, "displayTimeUnit": "ms"}))
+        with written(file):
+            file.write_text(json.dumps({"traceEvents": spans, "displayTimeUnit": "ms"}))

@@ -98,14 +98,17 @@ def _ids(state: State, extent: str, frame: str, views: dict[str, View]) -> torch
 
 
 def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) -> list[dict[str, Any]]:
-    """What a user's function sees of each row: the data columns, and the sequence as text and as token ids."""
+    """What a user's function sees of each row: the data columns, and the sequence as text and as token ids.
+
+    finished: the response is shorter than the most tokens allowed, or its last token ends a sequence. A response that
+    a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone do not tell."""
     record = state.frames[frame]
     columns = next((state.store.take(b) for b in event.reads
                     if b.partition("@")[0].endswith(".columns")
                     and state.frames[state.values[b.rpartition("@")[0]].frame].prompts == record.prompts), None)
     packed = state.packed(frame, state.read(event.reads, f"{frame}.tokens"), rows)
     tokenizer = state.source(record.data).tokenizer
-    ends, found, at = set(tokenizer.all_special_ids), [], 0
+    ends, found, at = state.source(record.data).ends, [], 0
     tokens = packed.tokens.tolist()
     for row, p, r in zip(rows.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist()):
         prompt, completion = tokens[at : at + p], tokens[at + p : at + p + r]
@@ -115,7 +118,7 @@ def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) ->
             "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
             "completion": tokenizer.decode(completion, skip_special_tokens=True),
             "prompt_ids": prompt, "completion_ids": completion,
-            "finished": bool(completion) and completion[-1] in ends,
+            "finished": r < record.max_response_tokens or (r > 0 and completion[-1] in ends),
         })
     return found
 

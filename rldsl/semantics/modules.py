@@ -123,6 +123,7 @@ class Modules:
         name = ident.name
         if name in RESERVED:
             self.errors.add("RL0111", f"`{name}` is built in", ident.span, help="choose another name")
+            module.names[name] = BAD  # its uses stay silent
         elif name in module.names:
             self.errors.add("RL0102", f"`{name}` is bound twice", ident.span,
                             help=f"the first is at {module.bound_at[name]}")

@@ -36,7 +36,8 @@ def unclosed(text: str, position: int) -> int | None:
     """The offset of a `(` or `[` to blame for an error at `position`: one that is open since an earlier line, where the
     error is the first thing on its own line (or the end of the file)."""
     at_end = position >= len(text.rstrip()) - 1
-    stack = [i for i in open_brackets(text, len(text) if at_end else position) if text[i] in "(["]
+    end = len(text) if at_end and text[position : position + 1] != "}" else position  # a last brace is not at fault
+    stack = [i for i in open_brackets(text, end) if text[i] in "(["]
     first = not text[text.rfind("\n", 0, position) + 1 : position].strip()
     return stack[-1] if stack and (at_end or first and "\n" in text[stack[-1] : position]) else None
 

@@ -25,17 +25,17 @@ def compile_program(path: Path, sets: Mapping[str, Any], place: str | None, fold
 
 
 def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | None = None,
-                timeout: float = 240.0) -> Metrics:
-    """The logged metrics of each step. Everything is written under `folder`/out."""
+                timeout: float = 240.0, trace: Path | None = None) -> Metrics:
+    """The logged metrics of each step. Everything is written under `folder`/out, and the timeline to `trace`."""
     folder.mkdir(parents=True, exist_ok=True)
     data = compile_program(path, sets, place, folder)
     world = json.loads(data.splitlines()[0])["world"]
-    run_world(world, _rank, data, str(folder / "out"), os.getcwd(), timeout=timeout)
+    run_world(world, _rank, data, str(folder / "out"), os.getcwd(), str(trace) if trace else None, timeout=timeout)
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
-def _rank(rank: int, data: bytes, out: str, cwd: str) -> None:
+def _rank(rank: int, data: bytes, out: str, cwd: str, trace: str | None) -> None:
     from rldsl.runtime.executor import execute
 
     os.chdir(cwd)
-    execute(data, "test.plan", out)
+    execute(data, "test.plan", out, trace=trace)
