@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -67,7 +68,8 @@ def show(stream: TextIO, line: dict[str, float], steps: int) -> None:
     if "tokens_per_second" in line:
         text += f"  tokens/s {line['tokens_per_second']:.0f}"
     if stream.isatty():
-        print(f"\r\033[K{text}", end="\n" if line["step"] == steps else "", file=stream, flush=True)
+        shown = text[: shutil.get_terminal_size().columns - 1]
+        print(f"\r\033[K{shown}", end="\n" if line["step"] == steps else "", file=stream, flush=True)
     else:
         print(text, file=stream, flush=True)
 

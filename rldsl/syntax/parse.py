@@ -40,12 +40,15 @@ def parse_recovering(source: SourceFile) -> tuple[ast.File, tuple[Diagnostic, ..
     if deep is not None:
         return ast.File(source, ()), (deep,)
     text, found = source.text, []
-    while len(found) < MAX_ERRORS:
+    for _ in range(10 * MAX_ERRORS):
+        if len(found) == MAX_ERRORS:
+            break
         try:
             file = build(_parser().parse(text + "\n"), source, _docs(source.text))
         except UnexpectedInput as error:
             diagnostic, start, position = _diagnose(error, source, text)
-            found.append(diagnostic)
+            if not (found and _between_declarations(error)):  # a broken head leaves its whole block out in the open
+                found.append(diagnostic)
             shorter = blank(text, start, position)
             if shorter == text:
                 break
@@ -70,7 +73,14 @@ def _diagnose(error: UnexpectedInput, source: SourceFile, text: str) -> tuple[Di
     if ended and braces:
         return unclosed_block(Span(source, braces[-1], braces[-1] + 1)), braces[-1], len(text)
     width = max(1, len(str(getattr(error, "token", "")).split("\n")[0]))
-    return explain(error, Span(source, position, min(position + width, max(len(text), position + 1))), text), position, position
+    span = Span(source, position, min(position + width, max(len(text), position + 1)))
+    statement = next((i for i in open_brackets(text, position) if text[i] in "(["), position)  # may begin lines above
+    return explain(error, span, text), statement, position
+
+
+def _between_declarations(error: UnexpectedInput) -> bool:
+    accepted = getattr(error, "accepts", None) or getattr(error, "expected", None) or getattr(error, "allowed", ())
+    return "FLOW" in (accepted or ())
 
 
 class _FreeNewlines:
