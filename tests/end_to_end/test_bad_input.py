@@ -154,7 +154,7 @@ def test_a_reward_with_too_few_values(place: Path) -> None:
 
 
 def test_the_wrong_number_of_processes(place: Path) -> None:
-    says(message("rldsl.cli", "run", "p.rlf", "--nproc", "2"), "RL0096", "p.rlf", "the plan is for 1 ranks, not 2")
+    says(message("rldsl.cli", "run", "p.rlf", "--nproc", "2"), "RL0096", "p.rlf", "the plan is for 1 rank, not 2")
 
 
 def test_no_gpu(place: Path) -> None:
