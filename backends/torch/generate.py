@@ -7,7 +7,8 @@ What is sampled for a row depends on (seed, step, row, position) and the model a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -96,10 +97,8 @@ class StopStrings:
     """Whether a completion ends in one of the stop strings."""
 
     def __init__(self, stop: tuple[str, ...], tokenizer_dir: str):
-        from transformers import AutoTokenizer
-
         self.stop = stop
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
+        self.tokenizer = _tokenizer(tokenizer_dir)
         self.tail = max(map(len, stop)) + 8  # every token has at least a character; 8 more for merges
 
     def hit(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -107,6 +106,13 @@ class StopStrings:
         tails = [row[max(0, n - self.tail) : n] for row, n in zip(tokens.tolist(), lengths.tolist())]
         texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True)
         return torch.tensor([text.endswith(self.stop) for text in texts], dtype=torch.bool, device=tokens.device)
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(directory: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 @torch.no_grad()

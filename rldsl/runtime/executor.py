@@ -74,6 +74,7 @@ def _check(state: State, items: Sequence[Item]) -> None:
             for node in state.programs[event.program].nodes:
                 if node.op == "py":
                     reward.load(state.functions[str(node.attr("function"))])
+                    state.source(state.frames[str(node.attr("frame"))].data)  # its tokenizer makes the texts
 
 
 def _check_files(state: State, items: Sequence[Item], trace: str | None) -> None:

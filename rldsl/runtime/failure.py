@@ -65,10 +65,10 @@ class Watch:
             traceback.print_exc()
             self._stop((Diagnostic("RL0799", f"internal error (please report): {type(error).__name__}: {error}",
                                    place=self._where()),))
-        self._blame("another rank stopped without a word")
+        self._blame("another rank stopped without a word", " ".join(str(error).split())[:300])
 
-    def _blame(self, otherwise: str) -> NoReturn:
-        """Name the rank whose signs of life stay the same; stop."""
+    def _blame(self, otherwise: str, said: str = "") -> NoReturn:
+        """Name the rank whose signs of life stay the same; stop. said: by the communication library."""
         before, until = self._signs(), time.monotonic() + SILENCE
         while time.monotonic() < until:  # time for the culprit's own words, too
             self._beat()
@@ -82,7 +82,7 @@ class Watch:
         places = dict.fromkeys(sign.partition("|")[2] for sign in silent.values())
         self._stop((Diagnostic("RL0709", title, place=", ".join(places) or self._where(), help=(
             "killed from outside, or out of memory? the system's log knows; " if silent else "")
-            + "checkpoints that were written are whole"),))
+            + "checkpoints that were written are whole", notes=(f"the library said: {said}",) if said else ()),))
 
     def _run(self) -> None:
         try:
