@@ -99,11 +99,11 @@ class Slab:
     width: int
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def of(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """like: any [K, T, D] of this layer."""
+    def of(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v: any [K, T, D] of this layer; autocast may give them different dtypes."""
         if layer not in self.layers:
-            shape = (self.slots, like.shape[0], self.width, like.shape[2])
-            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+            keys, values = (x.new_zeros(self.slots, x.shape[0], self.width, x.shape[2]) for x in (k, v))
+            self.layers[layer] = (keys, values)
         return self.layers[layer]
 
 
@@ -117,7 +117,7 @@ class Prefill(Varlen):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
-        keys, values = self.slab.of(layer, k)
+        keys, values = self.slab.of(layer, k, v)
         keys[self.slot, :, self.positions] = k.transpose(0, 1)
         values[self.slot, :, self.positions] = v.transpose(0, 1)
         return super().attend(layer, q, k, v, scale, window)
@@ -134,10 +134,11 @@ class Decode:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
-        keys, values = self.slab.of(layer, k)
+        keys, values = self.slab.of(layer, k, v)
         keys[self.slots, :, self.positions] = k.transpose(0, 1)
         values[self.slots, :, self.positions] = v.transpose(0, 1)
         keys, values = (x[:, :, : self.width] if self.every else x[self.slots, :, : self.width] for x in (keys, values))
+        q, keys = q.to(values.dtype), keys.to(values.dtype)
         seen = self.gap >= 0 if window is None else (self.gap >= 0) & (self.gap < window)
         out = F.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(2), keys, values,
                                              attn_mask=seen[:, None, None, :], scale=scale, enable_gqa=True)

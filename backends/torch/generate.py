@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rldsl.backends.torch.attention import Decode, Prefill, Slab, Varlen
 from rldsl.backends.torch.sampling import choose, uniform
+from rldsl.diag import fail
 from rldsl.plan.model import Sampling
 from rldsl.runtime.backend import Axes, Generated, Packed
 from rldsl.runtime.store import within
@@ -121,6 +122,8 @@ def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, e
     """See `Shard.generate`. limit: slots of the slab (0: one for each sequence)."""
     count, device = len(prompts), prompts.tokens.device
     progress = Progress.start(count, sampling.max_new_tokens, device)
+    if count and int(prompts.prompt_lens.min()) == 0:
+        raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
     if count:
         stops = StopStrings(sampling.stop, tokenizer_dir) if sampling.stop else None
         sampler = Sampler(stage, axes, sampling, seed, step, eos_ids, stops, prompts.rows)

@@ -64,6 +64,7 @@ class Stage:
         self.parameters = {
             name: nn.Parameter(torch.empty(local_shape(p, held), device=device, dtype=dtype), requires_grad=False)
             for name, (p, held) in self.held.items()}
+        _check_head(whole, model)
         self._install(whole, tp)
         self.entry = self._drop_other_layers()
         self.base.eval()
@@ -139,6 +140,14 @@ def _config(model: Model) -> Any:
         raise fail("RL0724", "the config of the model changed since compilation", place=str(file),
                    help="compile the program again")
     return AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
+
+
+def _check_head(whole: nn.Module, model: Model) -> None:
+    """RL0725 for an output embedding with a bias: log-probs are taken from its weight alone."""
+    output = whole.get_output_embeddings()
+    if model.kind == "causal_lm" and getattr(output, "bias", None) is not None:
+        raise fail("RL0725", "the output embedding of this family has a bias", place=model.path,
+                   help="this is not supported yet; families without one (Llama, Qwen, Mistral, Gemma, ...) are")
 
 
 def _check_logits(config: Any, model: Model) -> None:

@@ -127,3 +127,9 @@ def test_a_config_that_changed_since_compilation(directory):
 def test_a_family_that_changes_its_logits_is_refused(tmp_path):
     found = diagnostic(plan_model(str(make_model(tmp_path / "m", family="granite", logits_scaling=4.0))))
     assert found.code == "RL0725" and "granite" in found.title
+
+
+def test_an_output_bias_is_refused(tmp_path):
+    """Phi adds a bias to its logits; leaving it out would give other log-probs without a word."""
+    found = diagnostic(plan_model(str(make_model(tmp_path / "m", family="phi"))))
+    assert found.code == "RL0725" and "bias" in found.title
