@@ -6,7 +6,7 @@ diagnostics; a `CompilerBug` is ours. Nothing here imports torch except `compile
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rldsl.plan.model import Plan
 
 
+# Mistakes of placement that concern one clause alone.
+LOCAL = frozenset({"RL0304", "RL0305", "RL0306", "RL0310", "RL0311", "RL0312", "RL0314"})
+
+
 class CompilerBug(Exception):
     """The compiler contradicts itself: not the user's mistake."""
 
@@ -29,18 +33,25 @@ class CompilerBug(Exception):
 def read_source(path: str) -> SourceFile:
     """The text of a program. Errors: RL0091 no such file, RL0092 not a file, RL0093 not UTF-8."""
     try:
-        return SourceFile(path, Path(path).read_bytes().decode("utf-8"))
+        data = Path(path).read_bytes()
     except FileNotFoundError:
         raise fail("RL0091", f"no such file: {path}", place=path, help=_near(path)) from None
     except IsADirectoryError:
         programs = sorted(p.name for p in Path(path).glob("*.rlf"))
         raise fail("RL0092", f"{path} is a directory, not a program", place=path,
                    help=f"programs in it: {', '.join(programs)}" if programs else "name an .rlf file") from None
-    except UnicodeDecodeError as error:
-        raise fail("RL0093", f"{path} is not UTF-8 text", place=path,
-                   help=f"byte {error.start} is {error.object[error.start]:#04x}; save the file as UTF-8") from None
     except OSError as error:
         raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None
+    return decode(path, data)
+
+
+def decode(name: str, data: bytes) -> SourceFile:
+    """The text of a program from its bytes. Errors: RL0093 not UTF-8."""
+    try:
+        return SourceFile(name, data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise fail("RL0093", f"{name} is not UTF-8 text", place=name,
+                   help=f"byte {error.start} is {error.object[error.start]:#04x}; save the file as UTF-8") from None
 
 
 def _near(path: str) -> str:
@@ -70,13 +81,31 @@ def build_graph(source: SourceFile, sets: Mapping[str, Scalar] | None = None, pl
 def check(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | None = None,
           place: SourceFile | None = None) -> tuple[Diagnostic, ...]:
     """Every mistake that can be found without model directories: syntax, names, types, rules, meshes, degrees."""
-    from rldsl.placement.place import check_graph
+    return tuple(d for d in examine(text, name, sets=sets, place=place) if d.severity == "error")
 
-    try:
-        check_graph(build_graph(SourceFile(name, text), sets, place), place.name if place else "")
-    except Failure as failure:
-        return failure.diagnostics
-    return ()
+
+def examine(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | None = None,
+            place: SourceFile | None = None, read: Callable[[str], str] | None = None) -> tuple[Diagnostic, ...]:
+    """What `check` finds; of a program without mistakes the warnings (RL09xx). read: where imported files come from."""
+    from rldsl.graph.build import attempt, read_text
+    from rldsl.placement.lints import lint as lint_rules
+    from rldsl.placement.place import problems_of
+    from rldsl.semantics.lints import lint
+    from rldsl.syntax.parse import parse_recovering
+
+    parsed = [parse_recovering(f) for f in (SourceFile(name, text), *([place] if place else []))]
+    broken = tuple(d for _, found in parsed for d in found)
+    if broken:
+        return broken
+    files = [file for file, _ in parsed]
+    graph, found = attempt(files[0], dict(sets or {}), files[1] if place else None, read or read_text)
+    if graph is None:
+        return found
+    rules = place.name if place else ""
+    placed = problems_of(graph, rules)
+    if found:  # calls with a mistake are not in the graph, so only what stands at the others can be judged
+        return (*found, *(d for d in placed if d.code in LOCAL))
+    return placed or (*lint(files), *lint_rules(graph, rules))
 
 
 def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,

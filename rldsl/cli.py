@@ -1,4 +1,5 @@
 """`rlc`: the command line. Exit status: 0 ok, 1 errors in the program or the run, 2 usage, 3 a mistake of the compiler.
+Warnings do not count, except with `rlc check --strict`.
 
 Every command imports what it needs when it runs, so that `rlc --help` and `rlc check` stay quick.
 """
@@ -9,12 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
+from rldsl.commands import Usage
 from rldsl.diag import Diagnostic, Failure
 
 BUG = "this is a mistake of the compiler, not of your program: please report it, with the program and this message"
@@ -59,6 +62,8 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
         code = 1
     except KeyboardInterrupt:
         code = 130
+    except Usage as error:
+        raise click.UsageError(str(error)) from None
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
         raise
     except Exception as error:
@@ -84,6 +89,25 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
 def main(context: click.Context, output: str, verbose: bool) -> None:
     """Compile, check, look at and run .rlf programs."""
     context.obj = Settings(output, verbose)
+    if context.invoked_subcommand in ("check", "compile", "fmt", "graph", "run"):
+        from rldsl.syntax.parse import warm
+
+        warm(_cache())
+
+
+def _cache() -> Path:
+    """Where the tables of the grammar are kept between starts."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "rldsl"
+
+
+def _command(body: Callable[..., int | None]) -> click.Command:
+    """A command of `rlc`: what it raises becomes messages, what it returns the exit status."""
+    @wraps(body)
+    def guarded(settings: Settings, **given: Any) -> None:
+        _guarded(settings, lambda: body(settings, **given))
+
+    return main.command()(click.pass_obj(guarded))
 
 
 def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
@@ -96,6 +120,16 @@ def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict
     return found
 
 
+_output = click.option("--output", type=click.Choice(["human", "json", "github"]), expose_value=False,
+                       callback=lambda context, _, value: _choose(context, value), help="How to show errors.")
+
+
+def _choose(context: click.Context, output: str | None) -> None:
+    """`rlc check --output json` means what `rlc --output json check` does."""
+    if output is not None:
+        context.obj = replace(context.obj, output=output)
+
+
 _set = click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets,
                     help="Give a `param` of the program another value.")
 _place = click.option("--place", metavar="FILE", help="A file of `place` rules.")
@@ -103,146 +137,146 @@ _on = click.option("--on", "overrides", multiple=True, metavar="RULE",
                    help='A placement rule, stronger than all others: "actor.train on mesh(0:4) dp=2 tp=2".')
 
 
-@main.command()
+@_command
 @click.argument("file")
 @_set
 @_place
 @_on
+@_output
 @click.option("-o", "target", metavar="PLAN", help="Where the plan goes (default: beside the program, as .plan).")
 @click.option("--emit", type=click.Choice(["graph", "events", "plan"]), help="Print a stage of compilation instead.")
-@click.pass_obj
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
             target: str | None, emit: str | None) -> None:
     """Compile FILE to a verified plan, and show what it will do."""
-    def body() -> None:
-        from rldsl import api
+    from rldsl.commands import compile as work
 
-        if emit == "graph":
-            from rldsl.graph.picture import text
-
-            rules = api.read_source(place) if place else None
-            return _say(text(api.build_graph(api.read_source(file), sets, rules, overrides)))
-        events = api.draft(file, sets, place, overrides)
-        if emit == "events":
-            from rldsl.passes.show import show
-
-            return _say(show(events))
-        compiled = api.finish(events)
-        if emit == "plan":
-            from rldsl.plan.show import show as show_plan
-
-            return _say(show_plan(compiled.plan))
-        from rldsl.plan.codec import encode
-        from rldsl.preview import preview
-
-        data = encode(compiled.plan)
-        path = target or str(Path(file).with_suffix(".plan"))
-        _write(path, data)
-        _say(preview(compiled, file, path, data))
-
-    _guarded(settings, body)
+    _say(work.stage(emit, file, sets, place, overrides) if emit else
+         work.compile(file, sets, place, overrides, target))
 
 
-def _write(path: str, data: bytes) -> None:
-    """All or nothing: a plan is never half written."""
-    from rldsl.diag import fail
-
-    part = Path(f"{path}.part")
-    try:
-        part.write_bytes(data)
-        part.replace(path)
-    except OSError as error:
-        raise fail("RL0094", f"cannot write {path}: {error.strerror}", place=path,
-                   help="choose another place with -o") from None
-
-
-@main.command()
+@_command
 @click.argument("file")
 @_set
 @_place
-@click.pass_obj
-def check(settings: Settings, file: str, sets: dict[str, Any], place: str | None) -> None:
+@_output
+@click.option("--fix", is_flag=True, help="Apply the fixes that are sure, then check again.")
+@click.option("--strict", is_flag=True, help="Warnings count as errors.")
+def check(settings: Settings, file: str, sets: dict[str, Any], place: str | None, fix: bool, strict: bool) -> int:
     """Find the mistakes in FILE without writing a plan; needs no model."""
-    def body() -> int:
-        from rldsl import api
+    from rldsl.commands.check import check
 
-        source = api.read_source(file)
-        found = api.check(source.text, source.name, sets=sets, place=api.read_source(place) if place else None)
-        if found or settings.output == "json":
-            _report(found, settings)
-        elif settings.output == "human":
-            _say(f"{file}: no mistakes found")
-        return int(any(d.severity == "error" for d in found))
+    now = check(file, sets, place, fix)
+    count = len(now.found)
+    if now.mended:
+        click.echo(f"{file}: {now.mended} mistake{'s' * (now.mended > 1)} mended", err=True)
+    if count or settings.output == "json":
+        _report(now.found, settings)
+    if settings.output == "human":
+        if now.sure and not fix:
+            click.echo(f"\n`rlc check --fix {file}` mends {now.sure} of {count}", err=True)
+        if not now.errors:
+            _say(f"{file}: no mistakes found" + (f", {count} warning{'s' * (count > 1)}" if count else ""))
+    return int(now.errors > 0 or strict and count > 0)
 
-    _guarded(settings, body)
+
+@_command
+@click.argument("files", nargs=-1, required=True)
+@click.option("--check", "ask", is_flag=True, help="Write nothing; name what would change, exit with 1 if anything.")
+@click.option("--diff", is_flag=True, help="Write nothing; show what would change.")
+@_output
+def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> int:
+    """Put FILES into the one form: programs, directories of programs, or - (standard input to standard output)."""
+    from rldsl.commands.files import write
+    from rldsl.commands.fmt import SHOWN, STDIN, formatted
+
+    done, broken = formatted(files, sys.stdin.buffer.read() if STDIN in files else b"")
+    if broken:
+        _report(broken, settings)
+    changed = [one for one in done if one.changed]
+    for one in changed if ask or diff else done:
+        if ask or diff:
+            _say(one.diff if diff else one.path)
+        elif one.path == SHOWN:
+            click.echo(one.after, nl=False)
+        elif one.changed:
+            write(one.path, one.after.encode(), "")
+    return int(bool(broken) or ask and bool(changed))
 
 
-@main.command()
+@_command
+@click.argument("name", required=False)
+@click.option("-o", "target", metavar="FILE", help="Where the program goes (default: NAME.rlf; - is standard output).")
+@click.option("--force", is_flag=True, help="Overwrite the program if it is there.")
+@_output
+def new(settings: Settings, name: str | None, target: str | None, force: bool) -> None:
+    """Write a commented program to begin with; without NAME, list what there is."""
+    from rldsl.commands import new as work
+    from rldsl.commands.files import write
+
+    if name is None:
+        return _say(work.listing())
+    if target == "-":
+        return _say(work.program(name))
+    made = work.files(name, target, force)
+    for path, text in made:
+        write(path, text.encode())
+    _say(f"wrote {' and '.join(path for path, _ in made)}; next: rlc check {made[0][0]}")
+
+
+@_command
+@click.argument("code", required=False)
+def explain(settings: Settings, code: str | None) -> None:
+    """What a message means, by its CODE; without one, all codes."""
+    from rldsl import explain as pages
+    from rldsl.explain.show import listing, show
+
+    if code is None:
+        return _say(listing(pages.codes()))
+    page = pages.page(pages.normal(code))
+    if page is None:
+        near = ", ".join(pages.nearest(pages.normal(code)))
+        raise Usage(f"there is no code {code!r}; " + (f"did you mean {near}?" if near else "`rlc explain` lists all"))
+    _say(show(page, _colour(sys.stdout)))
+
+
+@_command
 @click.argument("plan")
 @click.option("--rank", type=int, help="Only what this rank does.")
 @click.option("--event", type=int, help="One event in full.")
-@click.pass_obj
 def show(settings: Settings, plan: str, rank: int | None, event: int | None) -> None:
     """Print PLAN as text."""
-    def body() -> None:
-        from rldsl import api
-        from rldsl.plan.show import show as text
+    from rldsl import api
+    from rldsl.plan.show import show as text
 
-        _say(text(api.read_plan(plan), rank, event))
-
-    _guarded(settings, body)
+    _say(text(api.read_plan(plan), rank, event))
 
 
-@main.command()
+@_command
 @click.argument("plan")
-@click.pass_obj
 def verify(settings: Settings, plan: str) -> None:
     """Prove that PLAN can run."""
-    def body() -> None:
-        from rldsl import api
-        from rldsl.plan.codec import decode, plan_id
-        from rldsl.plan.verify import verify as prove
+    from rldsl import api
+    from rldsl.plan.codec import decode, plan_id
+    from rldsl.plan.verify import verify as prove
 
-        data = api.read_bytes(plan)
-        proof = prove(decode(data, plan))
-        _say(f"ok {plan}  plan {plan_id(data)}  {proof.events} events, {proof.entries} entries: "
-             f"{', '.join(proof.checks)}")
-
-    _guarded(settings, body)
+    data = api.read_bytes(plan)
+    proof = prove(decode(data, plan))
+    _say(f"ok {plan}  plan {plan_id(data)}  {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}")
 
 
-@main.command()
+@_command
 @click.argument("file")
 @_set
 @_place
 @click.option("--format", "form", type=click.Choice(["mermaid", "dot", "svg"]), default="mermaid", show_default=True)
-@click.pass_obj
 def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None, form: str) -> None:
     """Draw the dataflow graph of FILE."""
-    def body() -> None:
-        from rldsl import api
-        from rldsl.diag import fail
-        from rldsl.graph import picture
+    from rldsl.commands.graph import draw
 
-        made = api.build_graph(api.read_source(file), sets, api.read_source(place) if place else None)
-        if form == "mermaid":
-            return _say(picture.mermaid(made))
-        if form == "dot":
-            return _say(picture.dot(made))
-        import shutil
-        import subprocess
-
-        program = shutil.which("dot")
-        if program is None:
-            raise fail("RL0095", "SVG needs Graphviz, and there is no `dot` program here", place=file,
-                       help="install Graphviz, or use --format mermaid or dot")
-        _say(subprocess.run([program, "-Tsvg"], input=picture.dot(made), text=True, capture_output=True,
-                            check=True).stdout)
-
-    _guarded(settings, body)
+    _say(draw(form, file, sets, place))
 
 
-@main.command()
+@_command
 @click.argument("file")
 @_set
 @_place
@@ -250,52 +284,12 @@ def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None
 @click.option("--out", default="runs/out", show_default=True, metavar="DIR", help="Where logs and checkpoints go.")
 @click.option("--trace", metavar="FILE", help="Write the recorded timeline to this file (Chrome trace JSON).")
 @click.option("--nproc", type=click.IntRange(1), help="Processes to start; must be what the plan needs.")
-@click.pass_obj
 def run(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...], out: str,
-        trace: str | None, nproc: int | None) -> None:
+        trace: str | None, nproc: int | None) -> int:
     """Compile FILE (or take a plan) and run it on this machine, one process for each rank."""
-    def body() -> int:
-        import tempfile
+    from rldsl.commands.run import run
 
-        from rldsl import api
-        from rldsl.diag import fail
-        from rldsl.plan.codec import encode
-
-        with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
-            if file.endswith(".plan"):
-                if sets or place or overrides:
-                    raise click.UsageError("a plan is fixed: give --set, --place and --on when compiling it")
-                plan, path = api.read_plan(file), file
-            else:
-                plan = api.compile(file, sets, place, overrides)
-                path = str(Path(folder) / f"{Path(file).stem}.plan")
-                Path(path).write_bytes(encode(plan))
-            world = plan.header.world
-            if nproc not in (None, world):
-                raise fail("RL0096", f"the plan is for {world} rank{'s' * (world > 1)}, not {nproc}", place=file,
-                           help=f"leave --nproc out, or write --nproc {world}")
-            return _launch(path, world, out, trace)
-
-    _guarded(settings, body)
-
-
-def _launch(plan: str, world: int, out: str, trace: str | None) -> int:
-    """Start the ranks and wait for them; Ctrl-C reaches them too, and they get time to stop."""
-    import subprocess
-
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
-    command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(world), "-m",
-               "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else [])]
-    process = subprocess.Popen(command, env=environment)
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        try:
-            process.wait(timeout=15)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.kill()
-            process.wait()
-        return 130
+    return run(file, sets, place, overrides, out, trace, nproc)
 
 
 if __name__ == "__main__":

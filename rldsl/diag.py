@@ -22,10 +22,17 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
+class Fix:
+    """What mends a mistake and is safe to apply unseen: (what to replace, by what), all or none, none overlapping."""
+
+    edits: tuple[tuple[Span, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnostic:
     """One message. `title` is lower case, has no full stop and stands alone; `label` explains the underlined
     span; advice goes in `help` only. `place` replaces the span where there is no source text
-    (a data file's "prompts.jsonl:17", a plan's "event 12")."""
+    (a data file's "prompts.jsonl:17", a plan's "event 12"). `fix`: the advice of `help` as edits, where it is sure."""
 
     code: str
     title: str
@@ -36,6 +43,7 @@ class Diagnostic:
     help: str = ""
     place: str = ""
     severity: Literal["error", "warning"] = "error"
+    fix: Fix | None = None
 
 
 class Failure(Exception):

@@ -11,7 +11,7 @@ from rldsl.passes.draft import call_name
 from rldsl.passes.pipeline import Compiled
 from rldsl.placement.model import degrees_text
 from rldsl.plan.codec import plan_id
-from rldsl.plan.model import (Compute, Event, Free, Generate, Infer, Layout, Lengths, Load, Log, Offload, Onload,
+from rldsl.plan.model import (Collect, Compute, Event, Free, Generate, Infer, Layout, Lengths, Load, Log, Offload, Onload,
                               Plan, Realloc, Train, Transfer)
 from rldsl.plan.project import events
 from rldsl.plan.show import human, ranks_text
@@ -73,11 +73,15 @@ def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:
             case Load() | Offload() | Onload():
                 what, where, size = e.model, layouts[e.layout], ""
             case Realloc():
-                what, where, size = e.model, f"{layouts[e.src]} -> {layouts[e.dst]}", human(e.bytes)
+                what = f"{e.source} -> {e.model}" if e.source else e.model
+                where, size = f"{layouts[e.src]} -> {layouts[e.dst]}", human(e.bytes)
             case Transfer():
-                what, where, size = ", ".join(e.values), f"{spreads[e.src]} -> {spreads[e.dst]}", "ragged"
+                what, where = ", ".join(e.values), f"{spreads[e.src]} -> {spreads[e.dst]}"
+                size = human(e.bytes) if e.bytes >= 0 else "ragged"
             case Lengths():
                 what, where, size = f"{e.frame}.lengths", meshes[e.mesh], human(e.bytes)
+            case Collect():
+                what, where, size = ", ".join(w for _, w in e.values), meshes[e.mesh], ""
             case _:
                 what, where, size = "", meshes[e.mesh], ""
         at = e.at.rsplit(":", 1)[0]

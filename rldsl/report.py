@@ -18,7 +18,8 @@ def render(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
 
 
 def to_json(diagnostics: Iterable[Diagnostic]) -> str:
-    """{"format": 1, "diagnostics": [...]}; lines and columns count from 1."""
+    """{"format": 1, "diagnostics": [...]}; lines and columns count from 1, `start` and `end` are character offsets
+    from 0. `fix`: null, or edits that mend the mistake, to be applied together."""
     return json.dumps({"format": 1, "diagnostics": [_record(d) for d in diagnostics]}, indent=2, ensure_ascii=False)
 
 
@@ -90,6 +91,7 @@ def _record(d: Diagnostic) -> dict:
         "code": d.code, "severity": d.severity, "title": d.title, "place": d.place, "label": d.label,
         "span": _place(d.span), "labels": [{"span": _place(x.span), "text": x.text} for x in d.labels],
         "notes": list(d.notes), "help": d.help,
+        "fix": [{"span": _place(span), "text": text} for span, text in d.fix.edits] if d.fix else None,
     }
 
 

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from rldsl.backends.torch.attention import Decode, Prefill, Slab, Varlen
-from rldsl.backends.torch.sampling import choose, uniform
+from rldsl.backends.torch.sampling import choose
 from rldsl.diag import fail
 from rldsl.plan.model import Sampling
 from rldsl.runtime.backend import Axes, Generated, Packed
+from rldsl.runtime.draws import uniform
 from rldsl.runtime.store import within
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, (parameter, pieces) in held.items():
             stored = _stored_name(name, where)
             if stored is None:
-                if name == HEAD and model.kind == "value_model":
-                    tensors[name].zero_()  # a fresh critic starts at zero
+                if name == HEAD and (model.kind == "value_model" or model.optimizer is not None):
+                    tensors[name].zero_()  # a new head starts at zero
                     continue
                 raise fail("RL0722", f"parameter {name} is not in the checkpoint", place=model.path,
                            help="the weights do not belong to this config.json")

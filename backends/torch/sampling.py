@@ -1,35 +1,11 @@
-"""Which token comes next. Randomness belongs to the sample: a counter-based generator keyed by (seed, step, row,
-position), so that dp, tp, pp, batch order and restarts do not change what is drawn."""
+"""Which token comes next. Randomness belongs to the sample: its numbers are those of `runtime/draws.py`, keyed by (seed,
+step, row, position), so that dp, tp, pp, batch order and restarts do not change what is drawn."""
 
 from __future__ import annotations
 
 import torch
 
 from rldsl.plan.model import Sampling
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
-
-
-_GAMMA, _MIX1, _MIX2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def uniform(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[S] float64 in (0, 1). Each key is mixed in by the finaliser of splitmix64 (Steele, Lea & Flood 2014), in int64
-    arithmetic that wraps, so that every device draws the same."""
-    state = torch.zeros_like(rows)
-    for key in (seed, step, rows, positions):
-        state = (state ^ key) + _GAMMA
-        state = (state ^ _shift(state, 30)) * _MIX1
-        state = (state ^ _shift(state, 27)) * _MIX2
-        state = state ^ _shift(state, 31)
-    return (_shift(state, 11).double() + 0.5) * 2.0**-53
-
-
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right: torch's is arithmetic."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor, forbidden: torch.Tensor | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class TorchShard:
             dist.broadcast(result, src=self.axes.pp.ranks[-1], group=self.axes.pp.group)
         return result
 
-    def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float,
-              loss: LossFn) -> Mapping[str, float]:
+    def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float, loss: LossFn,
+              stop: Callable[[], bool] | None = None) -> Mapping[str, float] | None:
         assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
         filled = [i for i, frames in enumerate(minibatch) if any(len(frame) for frame in frames)]
         packed = [batch(minibatch[i], self.device) for i in filled]
@@ -67,7 +67,11 @@ class TorchShard:
         self.trainer.clear()
         with self._autocast():
             forward_backward(self.stage, self.axes.pp, packed, share)
-        return self.trainer.step()
+        return None if stop is not None and stop() else self.trainer.step()
+
+    def skip(self, updates: int) -> None:
+        assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
+        self.trainer.done += updates
 
     def export(self) -> Mapping[str, Any]:
         return {"config": self.stage.config, "tokenizer": self.model.path}

@@ -3,6 +3,9 @@
 Gradients live in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes: parts
 of one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole
 buffer over dp (a sum: losses carry the global normalisation). The norm counts each element of the model once.
+
+The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), made or
+not: a train call that stops early does not stretch the schedule.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from rldsl.runtime.backend import Axes
 
 
 class Trainer:
-    """Gradient buffer and AdamW state of one shard."""
+    """Gradient buffer and AdamW state of one shard. done: planned updates that are over, those not made too."""
 
     def __init__(self, stage: Stage, model: Model, layout: Layout, mesh: Mesh, axes: Axes):
         assert model.optimizer is not None
@@ -117,7 +120,7 @@ def _sum_in_place(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> 
 
 
 def learning_rate(options: Optimizer, done: int, updates: int) -> float:
-    """Of the update after `done` others, of `updates` in all: linear warm-up, then constant, linear or cosine down to
+    """Of the update after `done` others, of `updates` planned in all: linear warm-up, then constant, linear or cosine down to
     min_lr_ratio * lr at the last update."""
     warmup = options.warmup if options.warmup >= 1 else options.warmup * updates
     if done < warmup:

@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import declare
 from rldsl.graph import model as g
 from rldsl.graph.flow import FlowBuilder
-from rldsl.graph.kinds import kinds
+from rldsl.graph.kinds import ROWS, kinds
+from rldsl.graph.params import param, supplied
+from rldsl.graph.select import prune, tables
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import Frame
 from rldsl.semantics import options
@@ -22,10 +25,11 @@ from rldsl.semantics.levels import Spaces
 from rldsl.semantics.losses import check_body, generic
 from rldsl.semantics.lower import Lower, Scope
 from rldsl.semantics.modules import Modules
-from rldsl.semantics.terms import Term
-from rldsl.semantics.values import DataRef, MeshValue, ModelRef, Module
+from rldsl.semantics.terms import Term, input_
+from rldsl.semantics.values import DataRef, MeshValue, ModelRef, Module, StateRef
 from rldsl.source import Span
 from rldsl.syntax import ast
+from rldsl.syntax.slips import slips
 
 PLACEMENT = (ast.MeshDecl, ast.Place, ast.Cluster, ast.Param)
 
@@ -39,8 +43,21 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
           read: Callable[[str], str] = read_text) -> g.Graph:
     """The graph of a program. sets: values for `param`s. place: a second file with `mesh`, `place`, `cluster` and
     `param` declarations. Raises Failure with all diagnostics (RL01xx, RL02xx)."""
+    graph, found = attempt(file, sets, place, read)
+    if found or graph is None:
+        raise Failure(found)
+    return graph
+
+
+def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = None,
+            read: Callable[[str], str] = read_text) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
+    """The graph and every mistake found. Beside mistakes the graph holds what is right, so that its placement can be
+    looked at too; None where even that would lead to mistakes that are none."""
     from rldsl.syntax.parse import parse
 
+    found = slips(file)
+    if found:
+        return None, found
     errors = Errors()
     modules = Modules(parse, read, errors)
     module = modules.main(file)
@@ -52,8 +69,9 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
             if not isinstance(item, PLACEMENT):
                 errors.add("RL0108", "a placement file holds only `mesh`, `place`, `cluster` and `param`", item.span,
                            help="move this to the program")
-    items = file.items + tuple(i for i in (place.items if place else ()) if isinstance(i, PLACEMENT))
-    top = _Declarations(module, modules, lower, sets, read)
+    more = tuple(i for i in (place.items if place else ()) if isinstance(i, PLACEMENT))
+    items = file.items + more
+    top = _Declarations(module, modules, lower, sets, read, supplied(file.items, more))
     for item in items:
         top.add(item)
     for m, f in modules.files:
@@ -64,46 +82,64 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
         where = flows[1].name.span if flows else Span(file.source, 0, 0)
         errors.add("RL0109", "a program has one flow" if flows else "this program has no flow", where,
                    help="" if flows else "write `flow NAME(steps=...) { ... }`")
-        errors.check()
+        return None, tuple(errors.found)
     flow, scope = flows[0], Scope(module)
     for name, kind in kinds(flow, top.data).items():
         top.data[name] = replace(top.data[name], kind=kind)
-    builder = FlowBuilder(lower, top.models, top.data)
+        unit = top.data[name].unit
+        if unit is not None:
+            options.counts("batch", ROWS[kind], *unit, lower)
+    builder = FlowBuilder(lower, top.models, top.data, top.states)
     given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, lower,
                          scope)
-    body = builder.block(flow.body, Scope(module, scope), "flow")
+    known = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()}
+    body = builder.block(flow.body, Scope(module, scope, known), "flow")
     rules = top.placements()
-    errors.check()
-    assert not isinstance(given, Bad)
+    if isinstance(given, Bad) or any(isinstance(i, ast.Cluster) for i in items) and top.cluster is None:
+        return None, tuple(errors.found)
     used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
-    return g.Graph(
+    values, frames = tuple(builder.values), tuple(lower.spaces.frames.values())
+    if not errors.found:
+        body = prune(body, {v for _, v in builder.metrics})
+        values, frames = tables(body, builder.values, lower.spaces.frames)
+    graph = g.Graph(
         program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
         params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster,
         models=tuple(top.models.values()), data=tuple(top.data.values()),
-        frames=tuple(lower.spaces.frames.values()), values=tuple(builder.values),
+        frames=frames, values=values,
         functions=tuple(f for k, f in modules.functions.items() if k in used), programs=tuple(builder.programs),
-        items=body, metrics=tuple(builder.metrics), rules=rules)
+        items=body, metrics=tuple(builder.metrics), rules=rules,
+        states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)))
+    return graph, tuple(errors.found)
 
 
 class _Declarations:
     """Top-level declarations in program order, each bound in the module as it comes."""
 
     def __init__(self, module: Module, modules: Modules, lower: Lower, sets: Mapping[str, Scalar],
-                 read: Callable[[str], str]):
+                 read: Callable[[str], str], placed: Mapping[str, ast.Param]):
+        self.placed = placed
         self.module, self.modules, self.lower, self.sets, self.read = module, modules, lower, sets, read
         self.scope = Scope(module)
         self.params: list[tuple[str, Scalar]] = []
         self.models: dict[str, g.Model] = {}
         self.data: dict[str, g.Data] = {}
+        self.states: dict[str, g.State] = {}
         self.cluster: g.Cluster | None = None
         self._rules: list[ast.Place] = []
 
     def add(self, item: ast.Declaration) -> None:
         match item:
             case ast.Param():
-                value = declare.param(item, self.sets, self.lower, self.scope)
+                if item.name.name in self.placed and item is self.placed[item.name.name]:
+                    return  # it gave a parameter of the program its value
+                value = param(item, self.sets, self.placed, self.lower, self.scope, self.module.name)
                 self.params.append((item.name.name, value.value if isinstance(value, Term) else ""))
                 self.modules.bind(self.module, item.name, value)
+            case ast.State(name=name):
+                initial = declare.state(item, self.lower, self.scope)
+                self.states[name.name] = g.State(name.name, initial, item.span)
+                self.modules.bind(self.module, name, StateRef(name.name))
             case ast.Cluster():
                 made = declare.cluster(item, self.lower, self.scope, self.read)
                 if not isinstance(made, Bad):
@@ -146,7 +182,7 @@ def _check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module
         if isinstance(item, ast.FnDecl):
             lower.active.append(item)
             scope = generic(item.params, frame, lower, Scope(module))
-            result, _ = lower.body(item.body, scope, item.name.span, "fn")
+            result, _, _ = lower.body(item.body, scope, item.name.span, "fn")
             if result is not None:
                 lower.declared(item, result)
         else:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from rldsl.diag import Label
 from rldsl.graph import model as g
+from rldsl.graph.minibatch import minibatches
 from rldsl.plan.model import Frame, Sampling
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, suggest
@@ -34,7 +36,7 @@ class CallsOfFlow:
         """A call inside an expression: an inference is anonymous, anything else needs a statement of its own."""
         what = cast(ast.Attribute, call.func).name.name
         if isinstance(owner, DataRef) or what in ("generate", "train"):
-            return self.errors.add("RL0212", f"`{what}` inside an expression", call.span,
+            return self.errors.add("RL0212", f"`{what}` inside an expression", call.func.span,
                                    help=f"give it a statement of its own: `name = {call.func.span.text}(...)`"
                                    if what != "train" else "give it a statement of its own")
         return self.make(owner, call, scope, None, None, call.span)
@@ -52,8 +54,8 @@ class CallsOfFlow:
             code = "RL0206" if what.name in known else "RL0112"
             other = [h for h, calls in HEADS.items() if what.name in calls]
             return self.errors.add(code, f"a {owner.kind} has no call `{what.name}`", what.span,
-                                   f"`{owner.name}` is a {owner.kind}", help=f"`{what.name}` needs a {other[0]}"
-                                   if other else suggest(what.name, legal))
+                                   f"`{owner.name}` is a {owner.kind}", labels=self._declared(owner),
+                                   help=f"`{what.name}` needs a {other[0]}" if other else suggest(what.name, legal))
         refs = self._refs(call, what.name, scope)
         if isinstance(refs, Bad):
             return BAD
@@ -64,6 +66,9 @@ class CallsOfFlow:
         if what.name == "generate":
             return self._generate(owner, call, refs[0], scope, target, clause, span)
         return self._infer(owner, what.name, call, refs[0], scope, target, clause, span)
+
+    def _declared(self, owner: ModelRef) -> tuple[Label, ...]:
+        return (Label(self.flow.models[owner.name].span, "declared here"),) if owner.name in self.flow.models else ()
 
     def _refs(self, call: ast.Call, what: str, scope: Scope) -> list[FrameRef] | Bad:
         """The batches given by position."""
@@ -126,7 +131,7 @@ class CallsOfFlow:
         sampling = Sampling(**cast(dict[str, Any], given))
         source = prompts.frame
         frame = self.flow.spaces.add(replace(
-            source, id=target, rows=target, count=source.count * sampling.n, per_prompt=sampling.n,
+            source, id=target, rows=target, of="", turns=1, count=source.count * sampling.n, per_prompt=sampling.n,
             max_response_tokens=sampling.max_new_tokens,
             temperature=1.0 if sampling.greedy else sampling.temperature))
         value = self.flow.value
@@ -165,14 +170,17 @@ class CallsOfFlow:
         given = self._options(options.TRAIN, call, "train", scope, skip=("loss",))
         losses = [a for a in call.args if a.name is not None and a.name.name == "loss"]
         if not losses:
-            return self.errors.add("RL0215", "`train` needs a loss", call.span, help="write `loss=ppo_clip(...)`")
+            return self.errors.add("RL0215", "`train` needs a loss", cast(ast.Attribute, call.func).name.span,
+                                   help="write `loss=ppo_clip(...)`")
         use = self.flow.lower.eval(losses[0].value, scope)
         if not isinstance(use, (LossUse, Bad)):
             help_ = "call it: `loss=name(...)`" if not isinstance(use, Term) else "write it as a `loss` declaration"
             return self.errors.add("RL0203", f"`loss` needs a loss, found {describe(use)}", losses[0].value.span,
                                    help=help_)
         if not owner.trainable:
-            return self.errors.add("RL0207", f"the model `{owner.name}` is frozen", call.span,
+            word = cast(ast.Attribute, call.func).name.span
+            return self.errors.add("RL0207", f"the model `{owner.name}` is frozen", word,
+                                   "only a model with an optimizer is trained", labels=self._declared(owner),
                                    help=f"declare it with an optimizer: `model {owner.name} = ... train adamw(lr=...)`")
         if len(refs) not in (1, 2):
             return self.errors.add("RL0204", f"`train` takes one batch, or two of one row, not {len(refs)}", call.span)
@@ -183,6 +191,9 @@ class CallsOfFlow:
         if refs[0].frame.rows != refs[-1].frame.rows:
             return self.errors.add("RL0202", f"`{refs[0].frame.id}` and `{refs[1].frame.id}` are not two sides of one "
                                    "row", call.span, help="train on `pair.chosen` and `pair.rejected`")
+        parts = minibatches(call, given, refs[0], self.flow.lower, scope)
+        if isinstance(parts, Bad):
+            return BAD
         if target is not None:
             return self.errors.add("RL0212", "`train` has no result", span, help="remove the name before `=`")
         node = self.flow.unique(f"{owner.name}.train")
@@ -197,10 +208,9 @@ class CallsOfFlow:
         self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
         self.flow.programs.append(made.program)
         reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data)])
-        minibatches = cast(int, given["minibatches"])
         self.flow.items.append(g.Train(
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
             model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id, fresh=made.fresh, data=data,
-            outputs=outputs, minibatches=minibatches, epochs=cast(int, given["epochs"]),
-            shuffle=bool(given["shuffle"]) and minibatches > 1))
+            outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
+            shuffle=bool(given["shuffle"]) and parts > 1))
         return BAD

@@ -1,4 +1,4 @@
-"""Declarations of a program: params with --set, cluster, meshes, models, data, place rules.
+"""Declarations of a program: states, cluster, meshes, models, data, place rules.
 
 In: declarations and a Scope. Out: records of the graph, and meanings bound in the module.
 """
@@ -14,47 +14,33 @@ from rldsl.plan.model import Optimizer
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.lower import Lower, Scope
-from rldsl.semantics.terms import Term, const
+from rldsl.semantics.terms import Term
 from rldsl.semantics.values import MeshValue, describe
-from rldsl.source import Span
+from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
 HEADS = ("causal_lm", "value_model", "reward_model")
 FORMATS = ("jsonl", "parquet", "hf")
 
 
-def param(decl: ast.Param, sets: Mapping[str, Scalar], lower: Lower, scope: Scope) -> Term | Bad:
-    """The default, or what --set gave, converted to the default's type."""
-    default = lower.constant(decl.default, scope)
-    if isinstance(default, Bad) or decl.name.name not in sets:
-        return default
-    given, kind = sets[decl.name.name], default.value
-    converted = _convert(given, kind)
-    if converted is None:
-        word = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[type(kind)]
-        return lower.errors.add("RL0205", f"--set {decl.name.name}={given} is not {word}", decl.span,
-                                f"the default is {kind!r}")
-    return const(converted, decl.span)
-
-
-def _convert(given: Scalar, like: Scalar) -> Scalar | None:
-    text = str(given).strip()
-    if isinstance(like, bool):
-        return {"true": True, "false": False}.get(text.lower())
-    if isinstance(like, str):
-        return str(given)
-    if isinstance(given, bool):
-        return None
-    try:
-        return int(text.replace("_", "")) if isinstance(like, int) else float(text)
-    except ValueError:
-        return None
+def state(decl: ast.State, lower: Lower, scope: Scope) -> float:
+    """The initial value; 0 after an error."""
+    value = lower.constant(decl.initial, scope)
+    if isinstance(value, Bad):
+        return 0.0
+    if value.dtype != "f32":
+        lower.errors.add("RL0205", f"the state `{decl.name.name}` must be a number", decl.initial.span,
+                         f"this is {describe(value)}")
+        return 0.0
+    return float(value.value)
 
 
 def unknown_sets(sets: Mapping[str, Scalar], declared: set[str], errors: Errors) -> None:
     for name in sets:
         if name not in declared:
-            errors.add("RL0106", f"--set {name}: the program has no `param {name}`", help=suggest(name, declared))
+            typed = SourceFile("<command line>", f"--set {name}={sets[name]}")
+            errors.add("RL0106", f"the program has no `param {name}`", Span(typed, 6, 6 + len(name)),
+                       help=suggest(name, declared))
 
 
 def named(call: ast.Call, lower: Lower, what: str, positional: int = 0) -> list[tuple[ast.Ident, ast.Expr]]:
@@ -64,14 +50,17 @@ def named(call: ast.Call, lower: Lower, what: str, positional: int = 0) -> list[
     return [(a.name, a.value) for a in call.args if a.name is not None]
 
 
-def _source(call: ast.Call, allowed: tuple[str, ...], word: str, lower: Lower, scope: Scope) -> tuple[str, str] | Bad:
+def _source(call: ast.Expr, allowed: tuple[str, ...], word: str, lower: Lower, scope: Scope) -> tuple[str, str] | Bad:
     """(function, path) of `jsonl("path", ...)` or `causal_lm("path")`."""
+    if not isinstance(call, ast.Call):
+        return lower.errors.add("RL0203", f"a {word} is written `{allowed[0]}(\"path\", ...)`", call.span,
+                                "expected a call")
     name = call.func.name if isinstance(call.func, ast.Name) else ""
     if name not in allowed:
         return lower.errors.add("RL0101", f"unknown {word} `{call.func.span.text}`", call.func.span,
                                 help=suggest(name, allowed))
     if not call.args or call.args[0].name is not None:
-        return lower.errors.add("RL0215", f"`{name}` needs a path", call.span, help=f'write `{name}("path")`')
+        return lower.errors.add("RL0215", f"`{name}` needs a path", call.func.span, help=f'write `{name}("path")`')
     path = lower.constant(call.args[0].value, scope)
     if isinstance(path, Term) and path.dtype != "text":
         return lower.errors.add("RL0205", "a path must be a text", call.args[0].span, f"this is {describe(path)}")
@@ -92,14 +81,16 @@ def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
     return g.Model(decl.name.name, source[0], source[1], optimizer, str(given["dtype"]), decl.span)
 
 
-def adamw(call: ast.Call, lower: Lower, scope: Scope) -> Optimizer | Bad:
+def adamw(call: ast.Expr, lower: Lower, scope: Scope) -> Optimizer | Bad:
+    if not isinstance(call, ast.Call):
+        return lower.errors.add("RL0203", "an optimizer is written `adamw(lr=...)`", call.span, "expected a call")
     name = call.func.name if isinstance(call.func, ast.Name) else call.func.span.text
     if name != "adamw":
         return lower.errors.add("RL0101", f"unknown optimizer `{name}`", call.func.span, help="write `adamw(lr=...)`")
     given = named(call, lower, "`adamw`", 1)
     if call.args and call.args[0].name is None:
         given = [(ast.Ident(name="lr", span=call.args[0].span), call.args[0].value), *given]
-    values = options.read(options.ADAMW, given, "`adamw`", call.span, lower, scope)
+    values = options.read(options.ADAMW, given, "`adamw`", call.func.span, lower, scope)
     return values if isinstance(values, Bad) else Optimizer(**cast(dict[str, Any], values))
 
 
@@ -111,13 +102,14 @@ def data(decl: ast.DataDecl, lower: Lower, scope: Scope) -> g.Data | Bad:
     if source[0] != "jsonl":
         return lower.errors.add("RL0216", f"`{source[0]}` data is not there yet", decl.value.func.span,
                                 help="convert it to JSON lines and use `jsonl`")
-    given = options.read(options.DATA, named(decl.value, lower, "`jsonl`", 1), "`jsonl`", decl.value.span, lower,
-                         scope)
+    written = named(decl.value, lower, "`jsonl`", 1)
+    given = options.read(options.DATA, written, "`jsonl`", decl.value.func.span, lower, scope)
     if isinstance(given, Bad):
         return BAD
     kind = str(given.pop("kind") or "")
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
-    return g.Data(decl.name.name, source[0], source[1], kind, scalars, decl.span)
+    return g.Data(decl.name.name, source[0], source[1], kind, scalars, decl.span,
+                  options.given_unit("batch", written, lower, scope))
 
 
 def cluster(decl: ast.Cluster, lower: Lower, scope: Scope, read: Callable[[str], str]) -> g.Cluster | Bad:
@@ -164,7 +156,11 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
     for option in tree.options:
         bare = isinstance(option.value, ast.Name) and scope.find(option.value.name) is None
         value = option.value.name if bare and option.name.name == "backend" else lower.scalar(option.value, scope)
+        unit = "sequences" if option.name.name == "mbs" else ""
         if isinstance(value, (Bad, tuple)):
+            bad = True
+        elif not bare and options.counts(option.name.name, unit, options.unit_of(option.value, lower, scope),
+                                         option.value.span, lower):
             bad = True
         else:
             found.append((option.name.name, value, option.span))

@@ -7,17 +7,22 @@ Compute; a nested expression that a call needs is its own Compute, just before t
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import cast
 
+from rldsl.diag import Label
 from rldsl.graph import declare
 from rldsl.graph import model as g
 from rldsl.graph.calls import CallsOfFlow
+from rldsl.graph.select import Selections
+from rldsl.graph.sync import sync
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Value
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.levels import depth
 from rldsl.semantics.lower import Lower, Scope
 from rldsl.semantics.modules import RESERVED
+from rldsl.semantics.options import counts
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.semantics.values import DataRef, Meaning, ModelRef, Several, describe
 from rldsl.source import Span
@@ -29,9 +34,9 @@ EXTENT = {"token": "response", "seq": "row", "prompt": "prompt", "batch": "batch
 class FlowBuilder:
     """Walks the flow once. kinds: data source -> kind."""
 
-    def __init__(self, lower: Lower, models: dict[str, g.Model], data: dict[str, g.Data]):
+    def __init__(self, lower: Lower, models: dict[str, g.Model], data: dict[str, g.Data], states: dict[str, g.State]):
         self.lower, self.errors, self.spaces = lower, lower.errors, lower.spaces
-        self.models, self.data = models, data
+        self.models, self.data, self.states = models, data, states
         self.values: list[Value] = []
         self.programs: list[Program] = []
         self.metrics: list[tuple[str, str]] = []
@@ -40,13 +45,16 @@ class FlowBuilder:
         self._bound: dict[str, Span] = {}
         self._shown: set[str] = set()
         self.items: list[g.Item] = []
+        for state in states:
+            self.value(state, "batch", "")
         self.calls = CallsOfFlow(self)
+        self.selections = Selections(self)
         lower.calls = self.calls.nested
 
     # ------------------------------------------------------------------------------------------- statements
 
     def block(self, statements: tuple[ast.Statement, ...], scope: Scope, inside: str) -> tuple[g.Item, ...]:
-        """The items of one block. inside: "flow", "every" or "repeat"."""
+        """The items of one block. inside: "flow", "every", "repeat" or "until"."""
         outer, self.items = self.items, []
         for s in statements:
             self.statement(s, scope, inside)
@@ -55,8 +63,12 @@ class FlowBuilder:
 
     def statement(self, s: ast.Statement, scope: Scope, inside: str) -> None:
         match s:
-            case ast.Assign():
+            case ast.Assign(where=None):
                 self._assign(s, scope)
+            case ast.Assign():
+                self._select(s, scope)
+            case ast.RepeatUntil():
+                self.selections.until(s, scope, inside)
             case ast.Do(value=value):
                 self._do(s, value, scope)
             case ast.Metric(name=name, value=value):
@@ -65,6 +77,11 @@ class FlowBuilder:
                 self._save(s, scope)
             case ast.EveryBlock(period=number) | ast.RepeatBlock(times=number):
                 self._nested(s, number, scope)
+            case ast.Sync() | ast.Ema():
+                sync(self, s, scope)
+            case ast.Stop():
+                self.errors.add("RL0212", "`stop when` outside a loss", s.span,
+                                help="it ends the minibatches of one train call: write it in the loss")
             case _:
                 self.errors.add("RL0212", "`return` outside a function", s.span)
 
@@ -86,6 +103,9 @@ class FlowBuilder:
         if call:
             name = s.targets[0].name
             fresh = self._free(s.targets[0])
+            if not fresh and name not in self.states:
+                self._taken(s.targets[0], scope)
+                return
             value = self.calls.make(*call, scope, name if fresh else None, self.clause(s.clause, scope), s.span)
             if fresh:
                 self._bind(s, value, scope)
@@ -95,12 +115,45 @@ class FlowBuilder:
             self.errors.add("RL0212", "only model calls are placed", s.clause.span, "this statement calls no model",
                             help="arithmetic runs where its inputs are; remove `on ...`")
         values = value.values if isinstance(value, Several) else (value,)
-        if len(values) == len(s.targets) and all(self._free(t) for t in s.targets):
-            terms = [(t.name, v) for t, v in zip(s.targets, values) if isinstance(v, Term)]
-            made = self.compute(terms, s.targets[0].name, s.span)
-            parts = tuple(made.get(t.name, v) for t, v in zip(s.targets, values))
+        if len(values) == len(s.targets) and all(t.name in self.states or self._free(t) for t in s.targets):
+            names = [f"{t.name}'" if t.name in self.states else t.name for t in s.targets]
+            names = [self.anonymous(n) if n.endswith("'") else n for n in names]
+            terms = [(n, v) for n, v in zip(names, values) if isinstance(v, Term)]
+            made = self.compute(terms, names[0], s.span)
+            parts = tuple(made.get(n, v) for n, v in zip(names, values))
             value = parts[0] if len(parts) == 1 else Several(parts)
         self._bind(s, value, scope)
+
+    def _select(self, s: ast.Assign, scope: Scope) -> None:
+        if len(s.targets) != 1 or s.clause is not None:
+            where = s.clause.span if s.clause is not None else s.span
+            self.errors.add("RL0212", "a selection has one name and no placement", where,
+                            help="it runs where its sequences are")
+            return
+        free = self._free(s.targets[0])
+        value = self.selections.where(s, scope, s.targets[0].name if free else None)
+        self._bind(s, value, scope)
+
+    def _write(self, ident: ast.Ident, value: Meaning) -> None:
+        """`state = value`"""
+        if not isinstance(value, Term):
+            if not isinstance(value, Bad):
+                self.errors.add("RL0203", f"the state `{ident.name}` is a number, not {describe(value)}", ident.span)
+        elif value.level != "batch" or value.dtype != "f32":
+            self.errors.add("RL0201", f"the state `{ident.name}` is one number, not {describe(value)}", ident.span,
+                            f"this is {describe(value)}", help="reduce it over the batch, for instance with `mean(x)`")
+        else:
+            held = self.held(value, f"{ident.name}'", ident.span, force=True)
+            self.keep(held, ident.name, ident.span)
+
+    def keep(self, term: Term, name: str, span: Span) -> str:
+        """A Keep of the value `term` as `name`."""
+        if name not in self.states:
+            self.value(name, "batch", "", term.dtype)
+        made = program(self.unique(f"{name} ="), [(name, term)], str(span))
+        self.programs.append(made)
+        self.items.append(g.Keep(id=made.id, reads=(term.name,), writes=(name,), span=span, program=made.id))
+        return name
 
     def _free(self, ident: ast.Ident) -> bool:
         """Whether the name may still be bound in this flow; an already bound one is reported by `_bind`."""
@@ -111,15 +164,24 @@ class FlowBuilder:
         self.lower.assign(s, value, inner)
         for ident in s.targets:
             name = ident.name
+            if name in self.states:
+                self._write(ident, inner.names.get(name, value))
+                continue
             first = self._bound.get(name) or scope.module.bound_at.get(name)
             if name in RESERVED:
                 self.errors.add("RL0111", f"`{name}` is built in", ident.span, help="choose another name")
             elif first is not None:
-                self.errors.add("RL0102", f"`{name}` is bound twice", ident.span, f"the first is at line {first.line}",
-                                help="a name has one value; choose another name")
+                self._taken(ident, scope)
                 continue
             self._bound[name] = ident.span
             scope.names[name] = inner.names.get(name, value)
+
+    def _taken(self, ident: ast.Ident, scope: Scope) -> None:
+        """Say that a name is bound already."""
+        first = self._bound.get(ident.name) or scope.module.bound_at.get(ident.name)
+        self.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span, "the second time",
+                        labels=(Label(first, "the first time"),) if first else (),
+                        help="a name has one value; choose another name")
 
     def _do(self, s: ast.Do, value: ast.Expr, scope: Scope) -> None:
         call = self._call_of(value, scope)
@@ -137,11 +199,14 @@ class FlowBuilder:
             return
         if inside == "every":
             self.errors.add("RL0212", "a metric inside `every`", s.span, help="metrics are logged at every step")
+        elif inside == "until":
+            self.errors.add("RL0212", "a metric inside `repeat ... until`", s.span,
+                            help="put it after the block: its names then stand for all that was collected")
         elif term.level != "batch":
             self.errors.add("RL0201", f"a metric must be one number, not a {term.level} value", value.span,
                             f"this is {describe(term)}", help="reduce it over the batch: `mean(x)`")
         elif name.name in self._shown:
-            self.errors.add("RL0102", f"the metric `{name.name}` is bound twice", name.span)
+            self.errors.add("RL0102", f"the metric `{name.name}` is bound twice", name.span, help="choose another name")
         else:
             self._shown.add(name.name)
             self.metrics.append((name.name, self.held(term, name.name, s.span, force=True).name))
@@ -166,7 +231,7 @@ class FlowBuilder:
         word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
         times = self.lower.constant(number, scope)
         body = self.block(s.body, Scope(scope.module, scope), word)
-        if isinstance(times, Bad):
+        if isinstance(times, Bad) or counts(word, "", times.unit, number.span, self.lower):
             return
         if type(times.value) is not int or times.value < 1:
             self.errors.add("RL0205", f"`{word}` needs a whole number of at least 1", number.span)
@@ -189,7 +254,7 @@ class FlowBuilder:
 
     def held(self, term: Term, hint: str, span: Span, force: bool = False) -> Term:
         """`term` as an input: itself when it already is a value (or a constant), else through a Compute "hint#k"."""
-        if term.op == "input" or (term.constant and not force):
+        if term.op == "input" and not (force and term.name in self.states) or term.constant and not force:
             return term
         name = self.anonymous(hint)
         return self.compute([(name, term)], name, span, force=force)[name]
@@ -200,9 +265,12 @@ class FlowBuilder:
 
     def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False) -> dict[str, Term]:
         """One Compute for all terms that are not yet values; what each name now stands for."""
-        work = [(n, t) for n, t in terms if t.op != "input" and (force or not t.constant)]
+        work = [(n, t) for n, t in terms
+                if (t.op != "input" or t.name in self.states) and (force or not t.constant)]
         if not work:
             return dict(terms)
+        if len({f.prompts for f in self._frames(walk([t for _, t in work]))}) > 1:
+            work = [(n, self._apart(t, {})) for n, t in work]
         made = program(id_, work, str(span))
         below = walk([t for _, t in work])
         frames = self._frames(below)
@@ -216,13 +284,21 @@ class FlowBuilder:
         for name, t in work:
             over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
             self.value(name, t.level, over[0].id if over else "", t.dtype)
-            out[name] = input_(name, t.level, t.space, span, t.dtype)
+            out[name] = input_(name, t.level, t.space, span, t.dtype, t.unit)
         self.programs.append(made)
         self.items.append(g.Compute(
             id=id_, reads=tuple(dict.fromkeys(reads)), writes=tuple(n for n, _ in work), span=span, program=id_,
             frames=tuple(f.id for f in frames), inputs=tuple((i, i) for i in inputs),
             outputs=tuple((n, n) for n, _ in work)))
         return out
+
+    def _apart(self, term: Term, known: dict[int, Term]) -> Term:
+        """`term` with each reduction to batch as a value of its own: rows of unrelated prompts are never divided alike."""
+        if id(term) not in known:
+            args = tuple(self._apart(a, known) for a in term.args)
+            made = term if all(a is b for a, b in zip(args, term.args)) else replace(term, args=args)
+            known[id(term)] = self.held(made, "expr", term.span) if dict(term.attrs).get("to") == "batch" else made
+        return known[id(term)]
 
     def _frames(self, terms: list[Term]) -> list[Frame]:
         """Frames whose rows the terms range over: each token space, then one frame for each space left."""

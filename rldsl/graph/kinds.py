@@ -10,25 +10,31 @@ from rldsl.syntax import ast
 
 ON_ROWS = ("train", "logprobs", "entropy", "values", "score")
 SIDES = ("chosen", "rejected")
+ROWS = {"prompts": "prompts", "answers": "sequences", "pairs": "pairs"}  # kind -> the unit of its rows
 
 
 def kinds(flow: ast.Flow, data: Mapping[str, g.Data]) -> dict[str, str]:
-    """data source -> kind. `.chosen` of a batch means pairs; a call on the rows themselves means answers."""
+    """data source -> kind. `.chosen` of a batch means pairs; a generation from it prompts, whatever else is then done
+    with it by mistake; another call on the rows themselves means answers."""
     trees = list(walk(flow))
     batches = {t.targets[0].name: name for t in trees if isinstance(t, ast.Assign)
                for name in [_source(t.value)] if name in data}
+    for t in trees:  # a selection of a batch is used as the batch is
+        if isinstance(t, ast.Assign) and t.where is not None and isinstance(t.value, ast.Name):
+            if t.value.name in batches:
+                batches[t.targets[0].name] = batches[t.value.name]
     seen: dict[str, set[str]] = {name: set() for name in data}
     for tree in trees:
         match tree:
             case ast.Attribute(value=ast.Name(name=batch), name=ast.Ident(name=side)) if batch in batches:
                 if side in SIDES:
                     seen[batches[batch]].add("pairs")
-            case ast.Call(func=ast.Attribute(name=ast.Ident(name=what)), args=args) if what in ON_ROWS:
+            case ast.Call(func=ast.Attribute(name=ast.Ident(name=what)), args=args) if what in (*ON_ROWS, "generate"):
                 for arg in args:
                     if arg.name is None and isinstance(arg.value, ast.Name) and arg.value.name in batches:
-                        seen[batches[arg.value.name]].add("answers")
-    return {name: d.kind or ("pairs" if "pairs" in seen[name] else "answers" if "answers" in seen[name] else "prompts")
-            for name, d in data.items()}
+                        seen[batches[arg.value.name]].add("answers" if what in ON_ROWS else "prompts")
+    strongest = ("pairs", "prompts", "answers")
+    return {name: d.kind or next((k for k in strongest if k in seen[name]), "prompts") for name, d in data.items()}
 
 
 def _source(value: ast.Expr) -> str:

@@ -31,7 +31,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """options: everything given to the source by name (batch, max_prompt_tokens, shuffle, ...), resolved to scalars."""
+    """options: everything given to the source by name (batch, max_prompt_tokens, shuffle, ...), resolved to scalars.
+    unit: in which `batch` is written, and where, if in one."""
 
     name: str
     format: str
@@ -39,6 +40,7 @@ class Data:
     kind: str
     options: tuple[tuple[str, Scalar], ...]
     span: Span
+    unit: tuple[str, Span] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +133,46 @@ class Compute(Node):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Keep(Node):
+    """A batch-level value reaches every rank under a name that outlives its mesh: a `state`, or the condition that ends
+    a `repeat`. reads: that value; writes: the name."""
+
+    program: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Select(Node):
+    """As plan.Select."""
+
+    frame: str
+    condition: str
+    values: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect(Node):
+    """As plan.Collect."""
+
+    frame: str
+    into: str
+    values: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Save(Node):
     """path: None = the default place."""
 
     model: str
     path: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync(Node):
+    """The parameters of `model` become decay times their own plus 1 - decay times those of `source`."""
+
+    model: str
+    source: str
+    decay: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +189,26 @@ class Repeat:
     span: Span
 
 
-Item = Node | Every | Repeat
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Until:
+    """The body until the value `condition` (made by a Keep in it) is true, at most `most` times."""
+
+    most: int
+    condition: str
+    body: tuple["Item", ...]
+    span: Span
+
+
+Item = Node | Every | Repeat | Until
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """`state name = initial`"""
+
+    name: str
+    initial: float
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +241,4 @@ class Graph:
     items: tuple[Item, ...]
     metrics: tuple[tuple[str, str], ...]
     rules: tuple[Rule, ...]
+    states: tuple[State, ...] = ()

@@ -20,23 +20,28 @@ def nodes(items: tuple[g.Item, ...]) -> Iterator[g.Node]:
             yield from nodes(item.body)
 
 
-def _model(node: g.Node) -> str:
-    return node.model if isinstance(node, (g.Generate, g.Infer, g.Train, g.Save)) else ""
+def _models(node: g.Node) -> tuple[str, ...]:
+    """The models whose parameters a node reads."""
+    match node:
+        case g.Generate() | g.Infer() | g.Train() | g.Save():
+            return (node.model,)
+        case g.Sync():
+            return (node.source, node.model) if node.decay else (node.source,)
+    return ()
 
 
 def edges(graph: g.Graph) -> list[tuple[str, str, str, bool]]:
-    """(from, to, label, parameter version). A model's first calls of a step read the last train of the step before."""
+    """(from, to, label, parameter version). A model's first calls of a step read what the
+    last train or sync of the step before made."""
     every = list(nodes(graph.items))
     writer = {v: n.id for n in every for v in n.writes}
-    found = [(writer[v], n.id, v, False) for n in every for v in n.reads if v in writer]
-    last = {n.model: n.id for n in every if isinstance(n, g.Train)}
-    trained: dict[str, str] = {}
+    found = [(writer[v], n.id, v, False) for n in every for v in n.reads if v in writer and v not in n.writes]
+    last = {n.model: n.id for n in every if isinstance(n, g.Train | g.Sync)}
+    made: dict[str, str] = {}
     for node in every:
-        model = _model(node)
-        if model in last:
-            found.append((trained.get(model, last[model]), node.id, model, True))
-            if isinstance(node, g.Train):
-                trained[model] = node.id
+        found += [(made.get(model, last[model]), node.id, model, True) for model in _models(node) if model in last]
+        if isinstance(node, g.Train | g.Sync):
+            made[node.model] = node.id
     return list(dict.fromkeys(found))
 
 
@@ -53,8 +58,16 @@ def title(node: g.Node) -> tuple[str, str]:
             return f"{model}.train", f"{', '.join(node.frames)}; loss {loss.rpartition('/')[2]}"
         case g.Compute():
             return "compute", ", ".join(node.outputs[i][1] for i in range(len(node.outputs)))
+        case g.Keep(writes=(name,)):
+            return "keep", name
+        case g.Select(frame=frame):
+            return "select", frame
+        case g.Collect(frame=frame, into=into):
+            return "collect", f"{frame} as {into}"
         case g.Save(model=model):
             return f"save {model}", ""
+        case g.Sync(model=model, source=source, decay=decay):
+            return (f"ema {decay:g}" if decay else "sync"), f"{model} from {source}"
     return node.id, ""
 
 
@@ -92,6 +105,7 @@ def text(graph: g.Graph) -> str:
     lines = [f"flow {graph.flow} steps={graph.steps} seed={graph.seed}"]
     lines += [f"model {m.name} = {m.kind}({m.path!r}) {m.dtype}{' trained' if m.optimizer else ''}"
               for m in graph.models]
+    lines += [f"state {s.name} = {s.initial:g}" for s in graph.states]
     lines += [f"data {d.name} = {d.format}({d.path!r}) {d.kind}" for d in graph.data]
     lines += [f"frame {f.id}: {f.count} rows, {f.per_prompt} a prompt, at most {f.max_prompt_tokens} + "
               f"{f.max_response_tokens} tokens, temperature {f.temperature:g}" for f in graph.frames]
@@ -108,6 +122,9 @@ def _block(items: tuple[g.Item, ...], indent: str) -> Iterator[str]:
                 yield from _block(body, indent + "  ")
             case g.Repeat(times=k, body=body):
                 yield f"{indent}repeat {k}"
+                yield from _block(body, indent + "  ")
+            case g.Until(most=k, condition=condition, body=body):
+                yield f"{indent}repeat until {condition}, at most {k}"
                 yield from _block(body, indent + "  ")
             case _:
                 what, on = title(item)

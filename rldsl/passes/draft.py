@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of
-from rldsl.plan.model import (Compute, Event, Every, Frame, Generate, Infer, Item, Layout, Loop, Mesh, Spread, Train,
-                              Transfer, Value)
+from rldsl.plan.model import (Collect, Compute, Event, Every, Fetch, Frame, Generate, Infer, Item, Layout, Loop, Mesh,
+                              Realloc, Select, Spread, State, Train, Transfer, Value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,12 @@ class Draft:
     meshes: Mapping[str, Mesh] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
+    states: tuple[State, ...] = ()
+
+    @property
+    def lasting(self) -> frozenset[str]:
+        """The buffers that live through the whole run, besides parameters."""
+        return frozenset(f"{s.value}@{s.spread}" for s in self.states)
 
     @property
     def frames(self) -> dict[str, Frame]:
@@ -83,20 +89,25 @@ def weighed(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[st
             frames, spreads = [event.frame], [event.spread]
         case Train() | Compute():
             frames, spreads = list(event.frames), [event.spread]
+        case Select():
+            frames, spreads = [draft.frames[event.frame].of], [event.spread]
+            frames += () if event.condition else [event.frame]
         case _:
             return ()
+    known = draft.frames
     for id in spreads:
         spread = draft.spreads.get(id)
-        if spread is not None and spread.unit != "all" and spread.weigh == "tokens":
-            frames += spread.frames
+        if spread is not None and spread.unit != "all":
+            frames += spread.frames if spread.weigh == "tokens" else ()
+            frames += [known[f].partial for f in spread.frames if known[f].partial]
     return tuple(dict.fromkeys(frames))
 
 
 def all_spread(draft: Draft, frame: str) -> str:
     """The spread id under which every rank that needs them holds the lengths (and fetched values) of a frame."""
-    f = draft.frames[frame]
-    generated = any(isinstance(e, Generate) and e.frame == frame for e in events(draft.body))
-    return f"all {frame}" if generated else f"all {f.rows}"
+    fetched = {f for e in events(draft.body) if isinstance(e, Fetch) for f in e.frames}
+    into = {e.into: e.frame for e in events(draft.body) if isinstance(e, Collect)}
+    return f"all {draft.frames[frame].rows}" if into.get(frame, frame) in fetched else f"all {frame}"
 
 
 def uses(draft: Draft, event: Event, values: Mapping[str, Value], whole: Mapping[str, str]) -> tuple[str, ...]:
@@ -114,6 +125,10 @@ def call_name(event: Event) -> str:
             return f"{event.model}.{'score' if event.what == 'scores' else event.what}"
         case Train():
             return f"{event.model}.train"
+        case Select() | Collect():
+            return f"{type(event).__name__.lower()} {event.frame}"
+        case Realloc(source=source) if source:
+            return f"{event.model} from {source}"
         case Compute():
             return event.program if "#" not in event.program else event.outputs[0][1]
         case _:

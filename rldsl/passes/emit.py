@@ -39,7 +39,8 @@ def emit(draft: Draft, peaks: Mapping[int, int], compiler: str) -> Plan:
     return Plan(header, meshes, layouts, spreads, tuple(m for m in models if m.name in used), _data(draft),
                 graph.frames, graph.values, graph.functions, graph.programs,
                 groups(events(body), {x.id: x for x in layouts}, {m.id: m for m in meshes}), body,
-                rank_classes(meshes, body, placed.world, peaks))
+                rank_classes(meshes, body, placed.world, peaks),
+                tuple(replace(s, spread=names[s.spread]) for s in draft.states if s.spread in names))
 
 
 def updates(draft: Draft, model: str) -> int:
@@ -124,5 +125,10 @@ class _Rename:
         return replace(e, **changed)
 
     def block(self, items: Iterable[Item], numbers: "count[int]") -> tuple[Item, ...]:
-        return tuple(replace(i, body=self.block(i.body, numbers)) if isinstance(i, Every | Loop)
+        return tuple(self.loop(i, numbers) if isinstance(i, Loop)
+                     else replace(i, body=self.block(i.body, numbers)) if isinstance(i, Every)
                      else self.event(i, next(numbers)) for i in items)
+
+    def loop(self, i: Loop, numbers: "count[int]") -> Loop:
+        return replace(i, body=self.block(i.body, numbers), until=self.buffer(i.until) if i.until else "",
+                       collects=tuple(map(self.buffer, i.collects)))

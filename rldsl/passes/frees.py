@@ -19,15 +19,17 @@ def frees(draft: Draft) -> Draft:
     whole = {f: all_spread(draft, f) for f in draft.frames}
     meshes: list[Mesh] = []
 
-    def block(items: tuple[Item, ...]) -> tuple[Item, ...]:
-        items = tuple(replace(i, body=block(i.body)) if isinstance(i, Every | Loop) else i for i in items)
-        own = {b for e in items if isinstance(e, Event) for b in e.writes if split(b)[0] not in models}
+    def block(items: tuple[Item, ...], kept: frozenset[str]) -> tuple[Item, ...]:
+        items = tuple(replace(i, body=block(i.body, kept | _held(i))) if isinstance(i, Every | Loop) else i
+                      for i in items)
+        own = {b for i in items for b in _made(i) if split(b)[0] not in models and b not in kept}
         last: dict[str, int] = {}
         for i, item in enumerate(items):
             for e in events([item]):
                 for b in (*uses(draft, e, values, whole), *e.writes):
                     if b in own:
                         last[b] = i
+            last |= {b: i for b in _made(item) if b in own}
         ends: dict[int, list[str]] = defaultdict(list)
         for b, i in last.items():
             ends[i].append(b)
@@ -38,8 +40,17 @@ def frees(draft: Draft) -> Draft:
                 out.append(_free(draft, sorted(ends[i]), item, meshes))
         return tuple(out)
 
-    body = block(draft.body)
+    body = block(draft.body, draft.lasting)
     return replace(draft, body=body).with_meshes(*meshes)
+
+
+def _held(item: Every | Loop) -> frozenset[str]:
+    """What a block's events write and the loop itself looks after."""
+    return frozenset((*item.collects, item.until)) if isinstance(item, Loop) else frozenset()
+
+
+def _made(item: Item) -> tuple[str, ...]:
+    return item.writes if isinstance(item, Event) else item.collects if isinstance(item, Loop) else ()
 
 
 def _free(draft: Draft, buffers: list[str], after: Item, meshes: list[Mesh]) -> Free:
@@ -53,13 +64,13 @@ def check(draft: Draft) -> None:
     """Written in a block = freed in it, once."""
     models = {m.name for m in draft.placed.models}
 
-    def block(items: tuple[Item, ...]) -> None:
+    def block(items: tuple[Item, ...], kept: frozenset[str]) -> None:
         own = [e for e in items if isinstance(e, Event)]
-        wrote = sorted(b for e in own for b in e.writes if split(b)[0] not in models)
+        wrote = sorted(b for i in items for b in _made(i) if split(b)[0] not in models and b not in kept)
         freed = sorted(b for e in own if isinstance(e, Free) for b in e.buffers)
         assert wrote == freed, f"buffers that leak: {set(wrote) ^ set(freed)}"
         for item in items:
             if isinstance(item, Every | Loop):
-                block(item.body)
+                block(item.body, kept | _held(item))
 
-    block(draft.body)
+    block(draft.body, draft.lasting)

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from rldsl.passes.draft import Draft, all_spread, each_block, events, split, weighed
 from rldsl.placement.model import mesh_of
-from rldsl.plan.model import Event, Fetch, Generate, Item, Lengths, Mesh, Spread
-from rldsl.plan.partition import shard_rows
+from rldsl.plan.model import Collect, Event, Fetch, Generate, Item, Lengths, Loop, Mesh, Select, Spread
 
 
 def lengths(draft: Draft) -> Draft:
@@ -25,7 +24,7 @@ def lengths(draft: Draft) -> Draft:
         whole[id] = Spread(id, mesh.id, unit="all")
     draft = draft.with_spreads(*whole.values())
     for e in events(draft.body):
-        if isinstance(e, Generate):
+        if _makes_rows(e):
             spread = whole[all_spread(draft, e.frame)]
             draft = draft.with_meshes(_mesh(draft, spread, e))
 
@@ -35,12 +34,25 @@ def lengths(draft: Draft) -> Draft:
             if isinstance(item, Fetch):
                 out.append(replace(item, mesh=whole[split(item.writes[0])[1]].mesh))
                 continue
+            if isinstance(item, Collect) and not item.mesh:  # lengths that nobody needs go
+                out += [replace(item, mesh=whole[item.dst].mesh)] if item.dst in whole else []
+                continue
             out.append(item)
-            if isinstance(item, Generate):
+            if isinstance(item, Event) and _makes_rows(item):
                 out.append(_exchange(draft, item, whole[all_spread(draft, item.frame)]))
         return tuple(out)
 
-    return replace(draft, body=each_block(draft.body, insert))
+    return replace(draft, body=each_block(each_block(draft.body, insert), _collects))
+
+
+def _collects(items: tuple[Item, ...]) -> tuple[Item, ...]:
+    """Loops that name what their bodies collect, now that it is known."""
+    return tuple(replace(i, collects=tuple(b for e in i.body if isinstance(e, Collect) for b in e.writes))
+                 if isinstance(i, Loop) else i for i in items)
+
+
+def _makes_rows(e: Event) -> bool:
+    return isinstance(e, Generate) or isinstance(e, Select) and bool(e.condition)
 
 
 def _touched(draft: Draft) -> dict[str, set[int]]:
@@ -51,7 +63,7 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
     for e in every:
         if isinstance(e, Fetch):
             touched[split(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
-        if isinstance(e, Generate):
+        if _makes_rows(e):
             touched[all_spread(draft, e.frame)] |= draft.ranks(e.mesh)
         if e.mesh:
             for frame in weighed(draft, e, values):
@@ -60,20 +72,21 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
                 right = split(buffer)[1]
                 if right not in draft.spreads and right not in draft.layouts:
                     touched[right] |= draft.ranks(e.mesh)
+    for e in every:  # what is collected in full is known there turn by turn
+        if isinstance(e, Collect) and not e.mesh and touched.get(e.dst):
+            touched[e.src] |= touched[e.dst]
     return {id: ranks or {0} for id, ranks in touched.items()}
 
 
-def _mesh(draft: Draft, spread: Spread, e: Generate) -> Mesh:
+def _mesh(draft: Draft, spread: Spread, e: Generate | Select) -> Mesh:
     return mesh_of(draft.ranks(spread.mesh) | draft.ranks(e.mesh))
 
 
-def _exchange(draft: Draft, e: Generate, whole: Spread) -> Event:
+def _exchange(draft: Draft, e: Generate | Select, whole: Spread) -> Event:
     mesh = _mesh(draft, whole, e)
     spread, frame = draft.spreads[e.spread], draft.frames[e.frame]
-    layout = draft.layouts[e.layout]
-    shards = shard_rows(spread, layout.dp, [frame], {}, 0, 0)
-    held = sum(len(s[e.frame]) for s in shards) * layout.tp * layout.pp
-    lacking = frame.count * len(mesh.members()) - held
+    layout = draft.layouts[spread.layout]
+    lacking = frame.count * (len(mesh.members()) - layout.tp * layout.pp)  # each row is held by the ranks of a shard
     return Lengths(id=0, mesh=mesh.id, reads=(f"{e.frame}.tokens@{e.spread}",),
                    writes=(f"{e.frame}.lengths@{whole.id}",), at=e.at,
                    because=f"the rows of {e.frame} are divided by their lengths", bytes=8 * lacking,

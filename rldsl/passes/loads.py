@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rldsl.passes.draft import Draft, call_name, each_block, events
 from rldsl.placement.model import Call, degrees_text, nodes
-from rldsl.plan.model import Event, Generate, Infer, Item, Load, Offload, Onload, Save, Train
+from rldsl.plan.model import Event, Generate, Infer, Item, Load, Offload, Onload, Realloc, Save, Train
 
 
 def loads(draft: Draft) -> Draft:
@@ -20,15 +20,25 @@ def loads(draft: Draft) -> Draft:
     homes = {m.name: m for m in draft.placed.models}
     at = {m.name: str(m.span) for m in draft.placed.graph.models}
     for e in events(draft.body):
-        if isinstance(e, Generate | Infer | Train | Save):
-            model = homes[e.model]
-            layout = draft.layouts[model.home or e.layout]
+        for name, used in _copies(e):
+            model = homes[name]
+            layout = draft.layouts[model.home or used]
             because = (f"{'trained' if model.home else 'used'} with {degrees_text(layout.dp, layout.tp, layout.pp)}, "
                        f"from {model.path}")
-            found.setdefault((e.model, layout.id), Load(
-                id=0, mesh=layout.mesh, writes=(f"{e.model}@{layout.id}",), at=at[e.model], because=because,
-                model=e.model, layout=layout.id))
+            found.setdefault((name, layout.id), Load(
+                id=0, mesh=layout.mesh, writes=(f"{name}@{layout.id}",), at=at[name], because=because,
+                model=name, layout=layout.id))
     return replace(draft, setup=(*draft.setup, *found.values()))
+
+
+def _copies(e: Event) -> tuple[tuple[str, str], ...]:
+    """The (model, layout) whose parameters an event works on."""
+    match e:
+        case Generate() | Infer() | Train() | Save():
+            return ((e.model, e.layout),)
+        case Realloc():
+            return ((e.source or e.model, e.src), (e.model, e.dst))
+    return ()
 
 
 def offloads(draft: Draft) -> Draft:
@@ -50,6 +60,11 @@ def offloads(draft: Draft) -> Draft:
             if isinstance(item, Generate | Infer) and (item.model, item.layout) in away:
                 out += [_event(Onload, item, f"{call_name(item)} uses it"), item,
                         _event(Offload, item, "offload=true: in host memory between calls")]
+            elif isinstance(item, Realloc):
+                copies = [c for c in _copies(item) if c in away]
+                out += [_moved(draft, Onload, c, item, f"{call_name(item)} moves its parameters") for c in copies]
+                out.append(item)
+                out += [_moved(draft, Offload, c, item, "offload=true: in host memory between calls") for c in copies]
             else:
                 out.append(item)
         return tuple(out)
@@ -63,3 +78,10 @@ def _event(kind: type[Offload] | type[Onload], e: Generate | Infer | Load, becau
     copy = f"{e.model}@{e.layout}"
     return kind(id=0, mesh=e.mesh, reads=(copy,), writes=(copy,), at=e.at, because=because, model=e.model,
                 layout=e.layout)
+
+
+def _moved(draft: Draft, kind: type[Offload] | type[Onload], copy: tuple[str, str], e: Realloc, because: str) -> Event:
+    model, layout = copy
+    buffer = f"{model}@{layout}"
+    return kind(id=0, mesh=draft.layouts[layout].mesh, reads=(buffer,), writes=(buffer,), at=e.at, because=because,
+                model=model, layout=layout)

@@ -6,12 +6,15 @@ spread that all its readers hold in full), whether or not anything brings it the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rldsl.diag import fail
 from rldsl.graph import model as g
-from rldsl.passes.draft import Draft
-from rldsl.placement.model import Call, Place, Placed, nodes
-from rldsl.plan.model import (Compute, Event, Every, Fetch, Generate, Infer, Item, Layout, Loop, Mesh, Save, Spread,
-                              Train)
+from rldsl.passes.draft import Draft, split
+from rldsl.placement.model import Call, Place, Placed, mesh_of, nodes
+from rldsl.placement.sync import anchors
+from rldsl.plan.model import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Layout, Loop, Mesh, Realloc,
+                              Save, Select, Spread, State, Train)
 
 NOWHERE = ""  # the mesh of a fetch is known when all readers are
 
@@ -19,7 +22,7 @@ NOWHERE = ""  # the mesh of a fetch is known when all readers are
 def lower(placed: Placed) -> Draft:
     worker = _Lower(placed)
     body = worker.block(placed.graph.items)
-    return Draft(placed, body, (), worker.meshes, worker.layouts, worker.spreads)
+    return Draft(placed, body, (), worker.meshes, worker.layouts, worker.spreads, worker.states())
 
 
 def spread_of(node: g.Node, place: Place) -> Spread:
@@ -36,8 +39,15 @@ def spread_of(node: g.Node, place: Place) -> Spread:
                                  node.shuffle))
         case g.Compute() if node.frames:
             return _named(Spread("", mesh, layout, tuple(sorted(node.frames)), "prompt", "tokens"))
+        case g.Collect():  # the same share of every turn, wherever the rows of a turn were made
+            return _named(Spread("", mesh, layout, (node.frame,), "prompt", "slot"))
         case _:
-            return Spread(f"all ranks {mesh}", mesh, unit="all")
+            return on_every_rank(place.mesh)
+
+
+def on_every_rank(mesh: Mesh) -> Spread:
+    """Of values that every rank of a mesh holds in full."""
+    return Spread(f"all ranks {mesh.id}", mesh.id, unit="all")
 
 
 def _named(s: Spread) -> Spread:
@@ -50,13 +60,19 @@ class _Lower:
     def __init__(self, placed: Placed):
         self.placed, self.places = placed, dict(placed.places)
         self.homes = {m.name: m.home for m in placed.models}
+        self.anchors = anchors(placed.graph, self.places, self.homes)
+        self.written: dict[str, str] = {}  # model -> position of what made its version, in program order
         self.values = {v.id: v for v in placed.graph.values}
         self.meshes: dict[str, Mesh] = {}
         self.layouts: dict[str, Layout] = {}
         self.spreads: dict[str, Spread] = {}
+        self.frames = {f.id: f for f in placed.graph.frames}
         self.fetched: dict[str, str] = {}  # value -> its spread
+        self.made: dict[str, str] = {}  # value -> the spread that it was made in
         self.repeats = 0
-        for place in self.places.values():
+        self.world = mesh_of(range(placed.world))
+        self.everywhere = on_every_rank(self.world)  # of states, and of the conditions that end a repeat
+        for place in (*self.places.values(), *self.anchors.values()):
             self.meshes[place.mesh.id] = place.mesh
             self.layouts[place.layout.id] = place.layout
 
@@ -68,9 +84,48 @@ class _Lower:
             elif isinstance(item, g.Repeat):
                 self.repeats += 1
                 out.append(Loop(f"repeat{self.repeats}", item.times, self.block(item.body)))
+            elif isinstance(item, g.Until):
+                self.repeats += 1
+                body = self.block(item.body)
+                collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
+                out.append(Loop(f"repeat{self.repeats}", item.most, body, f"{item.condition}@{self.everywhere.id}", collects))
+            elif isinstance(item, g.Collect):
+                out += self.collect(item) if item.into in self.frames else []
             else:
                 out.append(self.node(item))
+                self.made |= {split(b)[0]: split(b)[1] for b in out[-1].writes}
         return tuple(out)
+
+    def collect(self, node: g.Collect) -> list[Event]:
+        """What every rank holds in full is collected in full, the rest in slots; and the lengths."""
+        place = self.places[node.id]
+        slots = spread_of(node, place)
+        into = _named(replace(slots, frames=(node.into,)))
+        old, new = self.frames[node.frame], self.frames[node.into]
+        fetched = f"{old.id}.tokens" in self.fetched
+        whole = (f"all {old.rows}", f"all {new.rows}") if fetched else (f"all {old.id}", f"all {new.id}")
+        in_full = tuple((v, w) for v, w in node.values if v in self.fetched)
+        divided = tuple((v, w) for v, w in node.values if v not in self.fetched)
+        self.fetched |= {w: whole[1] for _, w in in_full}
+        self.made |= {w: into.id for _, w in divided}
+        out = [self._collect(node, ((f"{old.id}.lengths", f"{new.id}.lengths"),), *whole, NOWHERE,
+                             f"the rows of {new.id} are divided by their lengths")]
+        if in_full:
+            out.append(self._collect(node, in_full, *whole, NOWHERE))
+        if divided:
+            self.spreads |= {slots.id: slots, into.id: into}
+            out.append(self._collect(node, divided, slots.id, into.id, place.mesh.id))
+        return out
+
+    def _collect(self, node: g.Collect, values: tuple[tuple[str, str], ...], src: str, dst: str, mesh: str,
+                 because: str = "") -> Collect:
+        writes = tuple(f"{w}@{dst}" for _, w in values)
+        return Collect(id=0, mesh=mesh, reads=(*(f"{v}@{src}" for v, _ in values), *writes), writes=writes,
+                       at=str(node.span), because=because, frame=node.frame, into=node.into, values=values, src=src,
+                       dst=dst)
+
+    def states(self) -> tuple[State, ...]:
+        return tuple(State(s.name, self.everywhere.id, s.initial) for s in self.placed.graph.states)
 
     def node(self, node: g.Node) -> Event:
         at = str(node.span)
@@ -84,16 +139,23 @@ class _Lower:
             path = node.path if node.path is not None else "{out}/step-{step}/" + node.model
             return Save(id=0, mesh=self.layouts[layout].mesh, reads=(f"{node.model}@{layout}",), at=at,
                         model=node.model, layout=layout, path=path)
+        if isinstance(node, g.Keep):
+            return self.keep(node, at)
+        if isinstance(node, g.Sync):
+            return self.sync(node, at)
         place = self.places[node.id]
-        spread = spread_of(node, place)
+        spread = self._where(node, place)
         self.spreads[spread.id] = spread
-        reads = tuple(f"{v}@{self.fetched.get(v, spread.id)}" for v in node.reads)
+        reads = tuple(f"{v}@{self._at(v, spread.id)}" for v in node.reads)
         writes = tuple(f"{v}@{spread.id}" for v in node.writes)
         common = dict(id=0, mesh=place.mesh.id, at=at, spread=spread.id)
         match node:
             case g.Compute():
                 return Compute(**common, reads=reads, writes=writes, program=node.program, frames=node.frames,
                                inputs=node.inputs, outputs=node.outputs)
+            case g.Select():
+                return Select(**(common | dict(mesh=spread.mesh)), reads=reads, writes=writes, frame=node.frame,
+                              values=node.values, condition=node.condition)
             case g.Generate():
                 return Generate(**common, **self._model(node.model, place), writes=writes,
                                 reads=(self._copy(node.model, place), *reads), prompts=node.prompts, frame=node.frame,
@@ -103,11 +165,48 @@ class _Lower:
                              reads=(self._copy(node.model, place), *reads), frame=node.frame, what=node.what,
                              output=node.writes[0], temperature=node.temperature, mbs=place.mbs)
             case g.Train():
+                self.written[node.model] = at
                 copy = self._copy(node.model, place)
                 return Train(**common, **self._model(node.model, place), reads=(copy, *reads), writes=(copy, *writes),
                              frames=node.frames, loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs,
                              mbs=place.mbs)
         raise AssertionError(f"no event for {type(node).__name__}")
+
+    def keep(self, node: g.Keep, at: str) -> Event:
+        """On every rank: all of them act on a state, and on the end of a repeat."""
+        everywhere = self._everywhere()
+        (value,), (name,) = node.reads, node.writes
+        return Compute(id=0, mesh=everywhere.mesh, at=at, reads=(f"{value}@{self._at(value, everywhere.id)}",),
+                       writes=(f"{name}@{everywhere.id}",), spread=everywhere.id, program=node.program, frames=(),
+                       inputs=((value, value),), outputs=((name, name),))
+
+    def sync(self, node: g.Sync, at: str) -> Event:
+        """Between models; the pass on reallocs finds its moves."""
+        src, dst = self.anchors[node.source].layout.id, self.anchors[node.model].layout.id
+        version = self.written.get(node.source, "")
+        self.written[node.model] = at
+        return Realloc(id=0, mesh=NOWHERE, reads=(f"{node.source}@{src}",), writes=(f"{node.model}@{dst}",), at=at,
+                       model=node.model, src=src, dst=dst, source=node.source, decay=node.decay, version=version)
+
+    def _everywhere(self) -> Spread:
+        self.meshes[self.world.id] = self.world
+        return self.spreads.setdefault(self.everywhere.id, self.everywhere)
+
+    def _at(self, value: str, spread: str) -> str:
+        """The spread in which an event that works on `spread` reads a value."""
+        if any(value == s.name for s in self.placed.graph.states):
+            return self._everywhere().id
+        return self.fetched.get(value, spread)
+
+    def _where(self, node: g.Node, place: Place) -> Spread:
+        """A selection is made where its sequences (or values) are; of what every rank holds in full, as a computation."""
+        if isinstance(node, g.Select):
+            made = self.spreads.get(self.made[node.values[0][0]])
+            if made is not None and made.unit != "all":
+                return made
+            of = self.frames[node.frame].of
+            return _named(Spread("", place.mesh.id, place.layout.id, (of,), "prompt", "tokens"))
+        return spread_of(node, place)
 
     def _model(self, model: str, place: Place) -> dict[str, str]:
         return dict(model=model, layout=place.layout.id)
@@ -119,9 +218,12 @@ class _Lower:
         return next(f.rows for f in self.placed.graph.frames if f.id == node.frames[0])
 
     def _save_layout(self, node: g.Save) -> str:
-        """The home of a trained model; for a frozen one the first layout that it is used in."""
+        """The home of a trained model; for another the layout in which syncs write or read it, or else the first that it
+        is used in."""
         if self.homes[node.model]:
             return self.homes[node.model]
+        if node.model in self.anchors:
+            return self.anchors[node.model].layout.id
         for call in nodes(self.placed.graph.items):
             if isinstance(call, Call) and call.model == node.model:
                 return self.places[call.id].layout.id

@@ -3,8 +3,8 @@
 In: a draft whose blocks are in program order. Out: the same events, each block ordered by list scheduling (Graham 1969)
 on a rough clock: of the events whose inputs are ready, the one that can start first comes first; at equal times
 movement, then program order. So a realloc that only needs last step's parameters stands at the top, and a transfer
-never stands between two calls that could run at the same time. Invariant: reads follow writes, and a buffer is
-overwritten only after its readers.
+never stands between two calls that could run at the same time. Invariant: reads follow writes, a buffer is overwritten
+only after its readers, and a model's new version (by a train or a sync) comes after the calls that use the old one.
 """
 
 from __future__ import annotations
@@ -50,10 +50,23 @@ def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
 def _job(draft: Draft, item: Item, values: Mapping[str, Value], whole: Mapping[str, str]) -> _Job:
     own = list(events([item]))
     rank = 2 if not isinstance(item, Event) else 0 if isinstance(item, MOVEMENT) else 3 if isinstance(item, Log) else 1
-    return _Job(frozenset(b for e in own for b in uses(draft, e, values, whole)),
-                frozenset(b for e in own for b in e.writes),
+    return _Job(frozenset(b for e in own for b in uses(draft, e, values, whole)).union(*(_versions(e)[0] for e in own)),
+                frozenset(b for e in own for b in e.writes).union(*(_versions(e)[1] for e in own)),
                 frozenset(r for m in {e.mesh for e in own} for r in draft.ranks(m)),
                 sum(COST.get(type(e), 1) for e in own), rank)
+
+
+def _versions(e: Event) -> tuple[frozenset[str], frozenset[str]]:
+    """The models whose version an event uses, and makes, under whatever layouts: a call with a copy of the old version
+    comes before the train that makes a new one, though that writes another copy."""
+    match e:
+        case Generate() | Infer() | Save():
+            return frozenset({e.model}), frozenset()
+        case Realloc():
+            return frozenset({e.source or e.model}), frozenset({e.model} if e.source else ())
+        case Train():
+            return frozenset({e.model}), frozenset({e.model})
+    return frozenset(), frozenset()
 
 
 def dependencies(jobs: Sequence[_Job]) -> list[set[int]]:

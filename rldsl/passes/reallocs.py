@@ -3,7 +3,8 @@
 In: a draft. Out: the same with a Realloc before each such call. A copy is current from its load or realloc until the
 next train call of the model; what holds at the top of a loop is what holds on entry and after every trip, so a copy
 that a train call of step i made stale is brought up to date in step i+1. Frozen models are loaded under each layout
-instead. Invariant: every call finds the current version under its layout, and no realloc brings what is current.
+instead. A sync makes a new version of its target, everywhere at once (`syncs.py`).
+Invariant: every call finds the current version under its layout, and no realloc brings what is current.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.passes.draft import Draft, call_name, events, union
+from rldsl.passes.syncs import Syncs
 from rldsl.placement.model import degrees_text
 from rldsl.plan.model import Every, Generate, Infer, Item, Load, Loop, Mesh, Model, Realloc, Train
 from rldsl.plan.movement import MoveSummary, digest, realloc_moves, summary
@@ -25,7 +27,7 @@ def reallocs(draft: Draft) -> Draft:
     while (end := top & worker.block(draft.body, top)[1]) != top:
         top = end
     body, _ = worker.block(draft.body, top)
-    return replace(draft, body=body).with_meshes(*worker.meshes)
+    return replace(draft, body=body).with_meshes(*worker.meshes, *worker.syncs.meshes)
 
 
 class _Reallocs:
@@ -33,6 +35,7 @@ class _Reallocs:
         self.draft, self.models = draft, {m.name: m for m in draft.placed.models}
         self.known: dict[tuple[str, str], tuple[MoveSummary, str]] = {}
         self.meshes: list[Mesh] = []
+        self.syncs = Syncs(draft)
 
     def block(self, items: tuple[Item, ...], current: Copies) -> tuple[tuple[Item, ...], Copies]:
         out: list[Item] = []
@@ -51,6 +54,10 @@ class _Reallocs:
                     top = end
                 body, current = self.block(item.body, top)
                 out.append(replace(item, body=body))
+            elif isinstance(item, Realloc):
+                moves = self.syncs.moves(item, current)
+                out += moves
+                current = frozenset(c for c in current if c[0] != item.model) | {(item.model, m.dst) for m in moves}
             else:
                 if isinstance(item, Generate | Infer | Train):
                     out, current = self._bring(item, out, current)
@@ -83,10 +90,12 @@ class _Reallocs:
 
 
 def check(draft: Draft) -> None:
-    """Each trained model is written by its loads, trains and reallocs only, and reallocs start at its home."""
+    """Each trained model is written by its loads, trains and own reallocs only, and these start at its home."""
     homes = {m.name: m.home for m in draft.placed.models}
     for e in events(draft.body):
-        assert not isinstance(e, Realloc) or (homes[e.model] == e.src != e.dst), f"realloc of {e.model} from {e.src}"
+        if isinstance(e, Realloc) and not e.source and homes[e.model]:
+            assert homes[e.model] == e.src != e.dst, f"realloc of {e.model} from {e.src}"
+        assert not (isinstance(e, Realloc) and e.source and homes[e.model]), f"{e.model} follows {e.source}"
         assert not isinstance(e, Train) or homes[e.model] == e.layout, f"{e.model} is trained away from its home"
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.passes.draft import Draft, call_name, split, union
-from rldsl.plan.model import Event, Every, Item, Loop, Mesh, Transfer
+from rldsl.plan.model import Collect, Event, Every, Item, Loop, Mesh, Transfer
 
 Made = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)
 
 
 def transfers(draft: Draft) -> Draft:
     worker = _Transfers(draft)
-    body = worker.block(draft.body, {}, frozenset())
+    body = worker.block(draft.body, {}, draft.lasting)
     return replace(draft, body=body).with_meshes(*worker.meshes)
 
 
@@ -36,7 +36,11 @@ class _Transfers:
                 if isinstance(item, Loop):  # what a repeat only reads comes once, before it
                     for event in _own_events(item.body):
                         out += self._bring(event, made, here, wanted)
-                out.append(replace(item, body=self.block(item.body, made, frozenset(here))))
+                own = item.collects if isinstance(item, Loop) else ()
+                out.append(replace(item, body=self.block(item.body, made, frozenset(here).union(own))))
+                here.update(own)
+                self.events += 1
+                made |= {value: (spread, self.events) for value, spread in map(split, own)}
                 continue
             out += self._bring(item, made, here, wanted)
             out.append(item)
@@ -74,9 +78,11 @@ class _Transfers:
         because = f"{call_name(reader)} reads {what} on mesh {spreads[dst].mesh}"
         if spreads[src].mesh == spreads[dst].mesh:
             because += " in other shards than it was made"
+        lacking = len(self.draft.ranks(spreads[dst].mesh) - self.draft.ranks(spreads[src].mesh))
+        fixed = all(self.values[v].level == "batch" for v in values)
         return Transfer(id=0, mesh=mesh.id, reads=tuple(f"{v}@{src}" for v in values),
-                        writes=tuple(f"{v}@{dst}" for v in values), at=reader.at, because=because, bytes=-1,
-                        values=values, src=src, dst=dst)
+                        writes=tuple(f"{v}@{dst}" for v in values), at=reader.at, because=because,
+                        bytes=8 * lacking * len(values) if fixed else -1, values=values, src=src, dst=dst)
 
 
 def _own_events(items: tuple[Item, ...]) -> list[Event]:
@@ -102,11 +108,13 @@ def check(draft: Draft) -> None:
         there = set(there)
         for item in items:
             if isinstance(item, Every | Loop):
+                there.update(item.collects if isinstance(item, Loop) else ())
                 block(item.body, there)
                 continue
             for buffer in item.reads:
-                known = split(buffer)[0] in models or buffer in there
+                told = isinstance(item, Collect) and buffer.split("@")[0].endswith(".lengths")  # by the next pass
+                known = split(buffer)[0] in models or buffer in there or told
                 assert known, f"{call_name(item)} reads {buffer} before it exists"
             there.update(item.writes)
 
-    block(draft.body, set())
+    block(draft.body, set(draft.lasting))

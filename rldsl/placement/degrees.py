@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 
-from rldsl.diag import Diagnostic, Failure, Label, fail
+from rldsl.diag import Diagnostic, Failure, Fix, Label, fail
 from rldsl.graph.model import MeshRef
 from rldsl.placement.families import Family
 from rldsl.placement.model import Place, layout_of, mesh_of
@@ -80,8 +81,11 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
     for name, value, span in options:
         if name not in OPTIONS:
             near = get_close_matches(name, OPTIONS, n=1)
-            raise fail("RL0310", f"unknown placement option `{name}`", span, "not an option of a placement",
-                       help=f"did you mean `{near[0]}`?" if near else f"options: {', '.join(OPTIONS)}")
+            at = Span(span.file, span.start, span.start + len(name)) if span.text.startswith(name) else span
+            raise Failure([Diagnostic(
+                "RL0310", f"unknown placement option `{name}`", at, "not an option of a placement",
+                help=f"did you mean `{near[0]}`?" if near else f"options: {', '.join(OPTIONS)}",
+                fix=Fix(((at, near[0]),)) if near and at is not span else None)])
         if name in found:
             raise fail("RL0311", f"`{name}` is given twice", span, "the second time", help="remove one of the two")
         least = 0 if name in ("mbs", "zero") else 1
@@ -140,8 +144,18 @@ def fill(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: 
         raise Failure([Diagnostic(
             "RL0304", "degrees do not fill the mesh", first.to(max(spans, key=lambda s: s.end)), sum_,
             (label,) if label else (), (f"`{call}` runs on mesh {mesh.id}, {size} ranks",),
-            _advice(given, size, missing))])
+            _advice(given, size, missing), fix=_only_one(given, size, written))])
     return given.get("dp", 1), given.get("tp", 1), given.get("pp", 1)
+
+
+def _only_one(given: dict[str, int], size: int, written: dict[str, tuple[Scalar, Span]]) -> Fix | None:
+    """The one degree that another number would make right; None where two could be."""
+    product = prod(given.values())
+    fits = [k for k, v in given.items() if size % (product // v) == 0]
+    if len(fits) != 1 or len(given) < 2 or not written[fits[0]][1].text.startswith(fits[0]):
+        return None
+    (name,) = fits
+    return Fix(((written[name][1], f"{name}={size // (product // given[name])}"),))
 
 
 def _advice(given: dict[str, int], size: int, missing: list[str]) -> str:
@@ -173,8 +187,8 @@ def check_family(family: Family, tp: int, pp: int, spans: dict[str, Span], span:
                        help=f"tp must divide {family.kv_heads} or be a multiple of it")
         if tp > cluster.gpus or cluster.gpus % tp:
             raise fail("RL0309", "a tensor-parallel group reaches beyond a node", at,
-                       f"nodes have {cluster.gpus} devices",
-                       help=f"tp must divide {cluster.gpus}; use pp to go over several nodes")
+                       f"a node has {cluster.gpus} device{'s' * (cluster.gpus > 1)}",
+                       help=f"tp must divide {cluster.gpus}; dp and pp may go over several nodes")
     if pp > 1:
         at = spans.get("pp", span)
         if family.pp_problem:

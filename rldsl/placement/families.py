@@ -21,6 +21,8 @@ from rldsl.source import Span
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 HEAD = "score.weight"
+ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
+         "problem_type", "torch_dtype", "transformers_version", "use_cache")
 KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise", "colwise_gather_output")
 
 
@@ -28,7 +30,8 @@ KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_roww
 class Family:
     """layers, heads, kv_heads: counts. hidden, head_dim, intermediate: sizes. tp_problem, pp_problem: why tensor or
     pipeline parallelism cannot divide this model, "" if it can. tokenizer: sha256 of what decides token ids.
-    itemsize: bytes of a parameter in the directory's own dtype."""
+    itemsize: bytes of a parameter in the directory's own dtype. config: (key, JSON) of what says how the parameters are
+    used, sorted."""
 
     name: str
     path: str
@@ -47,12 +50,14 @@ class Family:
     tokenizer: str
     tp_problem: str = ""
     pp_problem: str = ""
+    config: tuple[tuple[str, str], ...] = ()
 
 
-def describe(path: str, kind: str, span: Span | None = None) -> Family:
-    """The family of the model in directory `path`; kind: "causal_lm", "value_model" or "reward_model"."""
+def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
+    """The family of the model in directory `path`; kind: "causal_lm", "value_model" or "reward_model". trained: a model
+    that is trained may begin with a new head."""
     directory = Path(path)
-    _check_files(directory, path, kind, span)
+    _check_files(directory, path, kind, span, trained)
     config = _config(directory, path, span)
     _check_head(config, path, kind, span)
     skeleton = _skeleton(config, path, span)
@@ -68,13 +73,20 @@ def describe(path: str, kind: str, span: Span | None = None) -> Family:
                   intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden), vocab=int(text.vocab_size),
                   max_positions=int(getattr(text, "max_position_embeddings", 0) or 0), itemsize=itemsize,
                   config_digest=sha256((directory / "config.json").read_bytes()).hexdigest(),
-                  tokenizer=_tokenizer(directory), tp_problem=tp_problem, pp_problem=pp_problem, **sizes)
+                  tokenizer=_tokenizer(directory), tp_problem=tp_problem, pp_problem=pp_problem,
+                  config=_meaning(config), **sizes)
+
+
+def _meaning(config: Any) -> tuple[tuple[str, str], ...]:
+    """What of a config bears on the arithmetic of the model."""
+    return tuple(sorted((k, json.dumps(v, sort_keys=True, default=str)) for k, v in config.to_dict().items()
+                        if k not in ASIDE and not k.endswith(("_token_id", "_dropout", "_pdrop"))))
 
 
 # ------------------------------------------------------------------------------------------------ files
 
 
-def _check_files(directory: Path, path: str, kind: str, span: Span | None) -> None:
+def _check_files(directory: Path, path: str, kind: str, span: Span | None, trained: bool) -> None:
     if not (directory / "config.json").is_file():
         what = "no config.json here" if directory.is_dir() else "no such directory"
         raise fail("RL0301", f'no model directory "{path}"', span, what,
@@ -87,10 +99,10 @@ def _check_files(directory: Path, path: str, kind: str, span: Span | None) -> No
     if not names:
         raise fail("RL0302", f'the model directory "{path}" has no weights', span, "no *.safetensors file",
                    help="save the model with `save_pretrained`, which writes safetensors")
-    if kind == "reward_model" and HEAD not in names:
+    if kind == "reward_model" and not trained and HEAD not in names:
         raise fail("RL0302", f'the reward model "{path}" has no score head', span, f"no tensor {HEAD!r}",
                    help="a reward model is an AutoModelForSequenceClassification with one label; "
-                        "for a fresh head on a language model use `value_model(...)`")
+                        "only one that is trained may begin with a new head")
 
 
 def _tensor_names(directory: Path, path: str, span: Span | None) -> frozenset[str]:

@@ -17,6 +17,7 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Place, Placed, label, nodes
+from rldsl.placement.sync import only_synced
 from rldsl.plan.boxes import itemsize, pieces, volume
 from rldsl.plan.layout import coordinate, stage_layers
 from rldsl.plan.model import Frame, Layout, Model
@@ -43,6 +44,8 @@ def peaks(placed: Placed) -> dict[int, Peak]:
     kept: dict[int, dict[str, int]] = defaultdict(dict)
     spare: dict[int, tuple[int, str]] = defaultdict(lambda: (0, ""))
     layouts = {(n.model, places[n.id].layout.id): places[n.id] for n in every}
+    homes = {m.name: m.home for m in placed.models}
+    layouts |= {(name, place.layout.id): place for name, place in only_synced(placed.graph, places, homes)}
     for (name, _), place in layouts.items():
         model = models[name]
         for rank, (stage, tp) in _coordinates(place).items():

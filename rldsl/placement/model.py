@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rldsl.graph.model import Compute, Every, Generate, Graph, Infer, Item, Node, Repeat, Train
+from rldsl.graph.model import (Collect, Compute, Every, Generate, Graph, Infer, Item, Node, Repeat, Select, Train,
+                               Until)
 from rldsl.placement.families import Family
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.project import to_ranges
@@ -17,6 +18,7 @@ from rldsl.source import Span
 
 METHODS = {"logprobs": "logprobs", "entropy": "entropy", "values": "values", "scores": "score"}
 Call = Generate | Infer | Train
+Local = Compute | Select | Collect  # what runs on values alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def degrees_text(dp: int, tp: int, pp: int) -> str:
 def nodes(items: Iterable[Item]) -> Iterator[Node]:
     """Every node, in program order, those of blocks too."""
     for item in items:
-        if isinstance(item, Every | Repeat):
+        if isinstance(item, Every | Repeat | Until):
             yield from nodes(item.body)
         else:
             yield item

@@ -7,16 +7,19 @@ trained under one layout; a computation's layout is dp=|mesh|.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
+from rldsl.placement import sync
 from rldsl.placement.degrees import Cluster, mesh_ranks, place
 from rldsl.placement.families import Family, describe
-from rldsl.placement.model import Call, Place, Placed, label, layout_of, mesh_of, nodes
-from rldsl.placement.rules import Choice, resolve
+from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of, nodes
+from rldsl.placement.rules import Choice, choose, resolve
 from rldsl.plan.model import Mesh, Model
+from rldsl.source import Span
 
 Describe = Callable[..., Family]
 
@@ -27,18 +30,37 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     choices = resolve(graph, place_file)
     cluster = cluster_of(graph, choices)
     families = _families(graph, describe)
+    sync.check(graph, families)
     _check_tokenizers(graph, families)
     places, homes = _places(graph, choices, families, cluster)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
-    return Placed(graph, tuple(_model(m, families[m.name], homes.get(m.name, "")) for m in graph.models),
+    return Placed(graph, tuple(_model(m, families[m.name], homes.get(m.name, ""), sync.sources(graph, m.name))
+                               for m in graph.models),
                   tuple(families.items()), tuple(places.items()), _tokenizers(graph), cluster.world, cluster.gpus,
                   memory)
 
 
 def check_graph(graph: g.Graph, place_file: str = "") -> None:
     """All checks of placement that need no model directory: rules, meshes, degrees."""
+    problems = problems_of(graph, place_file)
+    if problems:
+        raise Failure(problems)
+
+
+def problems_of(graph: g.Graph, place_file: str = "") -> tuple[Diagnostic, ...]:
+    """What `check_graph` raises."""
+    choices, found = choose(graph, place_file)
+    try:
+        _places(graph, choices, {}, cluster_of(graph, choices))
+    except Failure as failure:
+        return tuple(dict.fromkeys((*found, *failure.diagnostics)))
+    return found
+
+
+def places_of(graph: g.Graph, place_file: str = "") -> dict[str, Place]:
+    """The places of all calls and computations, as far as they are known without model directories."""
     choices = resolve(graph, place_file)
-    _places(graph, choices, {}, cluster_of(graph, choices))
+    return _places(graph, choices, {}, cluster_of(graph, choices))[0]
 
 
 def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str, Family],
@@ -50,6 +72,7 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
     homes = _homes(calls, places)
     places |= _compute_places(every, choices, places, cluster)
     _check_offload(calls, places, homes)
+    sync.anchors(graph, places, homes)
     return places, homes
 
 
@@ -64,12 +87,13 @@ def cluster_of(graph: g.Graph, choices: Mapping[str, Choice]) -> Cluster:
 def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
     found: dict[str, Family] = {}
     problems: list[Diagnostic] = []
-    same: dict[tuple[str, str], Family] = {}
+    same: dict[tuple[str, str, bool], Family] = {}
     for m in graph.models:
+        key = (m.path, m.kind, m.optimizer is not None)
         try:
-            if (m.path, m.kind) not in same:
-                same[m.path, m.kind] = describe(m.path, m.kind, m.span)
-            found[m.name] = same[m.path, m.kind]
+            if key not in same:
+                same[key] = describe(m.path, m.kind, m.span, m.optimizer is not None)
+            found[m.name] = same[key]
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
@@ -80,10 +104,10 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
     return found
 
 
-def _model(m: g.Model, family: Family, home: str) -> Model:
+def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...]) -> Model:
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
     return Model(m.name, m.kind, m.path, dtype, family.params, family.layers, family.config_digest, home,
-                 m.optimizer if home else None)
+                 m.optimizer if home else None, sources=sources)
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -154,11 +178,17 @@ def _homes(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
     return {name: places[node.id].layout.id for name, node in first.items()}
 
 
+def _option(clause: Span | None, name: str) -> Span | None:
+    """Where an option stands in its clause."""
+    found = re.search(rf"\b{name}[ \t]*=[ \t]*\w+", clause.text) if clause else None
+    return Span(clause.file, clause.start + found.start(), clause.start + found.end()) if clause and found else clause
+
+
 def _check_offload(calls: list[Call], places: Mapping[str, Place], homes: Mapping[str, str]) -> None:
     for node in calls:
         if places[node.id].offload and node.model in homes:
-            raise fail("RL0317", f"`{node.model}` is trained, so it cannot be offloaded yet", places[node.id].span,
-                       "offload=true", help="offload is for frozen models, such as a reference or a reward model")
+            raise fail("RL0317", f"`{node.model}` is trained, so it cannot be offloaded yet",
+                       _option(places[node.id].span, "offload"), "it has an optimizer", help="offload is for frozen models, such as a reference or a reward model")
 
 
 # ------------------------------------------------------------------------------------------------ computations
@@ -171,7 +201,7 @@ class _Flow:
     writer: Mapping[str, g.Node]
     every: tuple[g.Node, ...]
 
-    def first_train(self, node: g.Compute) -> g.Train | None:
+    def first_train(self, node: Local) -> g.Train | None:
         """The first train call, in program order, that depends on `node`."""
         depends = set(node.writes)
         for later in self.every:
@@ -181,7 +211,7 @@ class _Flow:
                 depends.update(later.writes)
         return None
 
-    def source(self, node: g.Compute) -> Call | None:
+    def source(self, node: Local) -> Call | None:
         """The nearest call that produced an input of `node`, the last written first."""
         found, todo, seen = [], list(node.reads), set()
         while todo:
@@ -205,7 +235,7 @@ def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], ca
     first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of(range(cluster.world)))
     places: dict[str, Place] = {}
     for node in every:
-        if not isinstance(node, g.Compute):
+        if not isinstance(node, Local):
             continue
         choice = choices.get(node.id)
         if choice is not None and choice.mesh is not None:

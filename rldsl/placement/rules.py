@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from rldsl.diag import Diagnostic, Failure, Label
+from rldsl.diag import Diagnostic, Failure, Fix, Label
 from rldsl.graph.model import Clause, Generate, Graph, Infer, MeshRef, Node, Rule, Train
 from rldsl.placement.model import METHODS, nodes
 from rldsl.plan.expr import Scalar
@@ -36,6 +36,14 @@ class Choice:
 
 def resolve(graph: Graph, place_file: str = "") -> dict[str, Choice]:
     """Choices of all nodes that have one. place_file: the name of the placement file, to tell its rules apart."""
+    found, problems = choose(graph, place_file)
+    if problems:
+        raise Failure(problems)
+    return found
+
+
+def choose(graph: Graph, place_file: str = "") -> tuple[dict[str, Choice], tuple[Diagnostic, ...]]:
+    """The choices, and what is wrong with the rules."""
     every = tuple(nodes(graph.items))
     problems = [d for rule in graph.rules if (d := _unmatched(rule, every))]
     found: dict[str, Choice] = {}
@@ -43,9 +51,7 @@ def resolve(graph: Graph, place_file: str = "") -> dict[str, Choice]:
         clauses = _clauses(node, graph.rules, place_file, problems)
         if clauses:
             found[node.id] = _merge(clauses)
-    if problems:
-        raise Failure(dict.fromkeys(problems))
-    return found
+    return found, tuple(dict.fromkeys(problems))
 
 
 def names_of(node: Node) -> tuple[str, tuple[str, ...]]:
@@ -72,6 +78,17 @@ def specificity(selector: str, node: Node) -> int:
     return (model != "*") + (method != "*")
 
 
+def tier(rule: Rule, place_file: str) -> int:
+    """3 for a rule of the command line, 2 of the placement file, 0 of the program; what stands at the call is 1."""
+    name = rule.span.file.name
+    return 3 if name == COMMAND_LINE else 2 if place_file and name == place_file else 0
+
+
+def clauses_of(node: Node, rules: Iterable[Rule], place_file: str) -> list[Clause]:
+    """The clauses for a node, the strongest first."""
+    return [clause for clause, _ in _clauses(node, rules, place_file, [])]
+
+
 def _clauses(node: Node, rules: Iterable[Rule], place_file: str,
              problems: list[Diagnostic]) -> list[tuple[Clause, str]]:
     """All clauses for a node, the strongest first."""
@@ -81,10 +98,9 @@ def _clauses(node: Node, rules: Iterable[Rule], place_file: str,
     for rule in rules:
         special = specificity(rule.selector, node)
         if special >= 0:
-            name = rule.span.file.name
-            tier = 3 if name == COMMAND_LINE else 2 if place_file and name == place_file else 0
-            why = ("rule of the program", "", "placement file", "command line")[tier]
-            ranked.setdefault((tier, special), []).append((rule.clause, why, rule.span))
+            rank = tier(rule, place_file)
+            why = ("rule of the program", "", "placement file", "command line")[rank]
+            ranked.setdefault((rank, special), []).append((rule.clause, why, rule.span))
     for same in ranked.values():
         if len(same) > 1 and (len([1 for c, _, _ in same if c.mesh]) > 1 or _overlap(c for c, _, _ in same)):
             first, second = same[0][2], same[1][2]
@@ -119,9 +135,20 @@ def _unmatched(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
         return None
     calls = [f"{m}.{w}" for n in every for m, ws in (names_of(n),) for w in ws[:1]]
     known = [f"@{n.id}" for n in every] if rule.selector.startswith("@") else calls
-    near = get_close_matches(rule.selector, known, n=1)
+    near = get_close_matches(rule.selector, sorted(set(known)), n=1)
     advice = f"did you mean `{near[0]}`?" if near else f"the program has: {', '.join(dict.fromkeys(known))}"
-    return Diagnostic("RL0313", f"`{rule.selector}` matches no call of this program", rule.span, "matches nothing",
-                      help=advice)
+    span = _selector(rule)
+    fix = Fix(((span, near[0]),)) if near and span.text.replace(" ", "") == rule.selector else None
+    return Diagnostic("RL0313", f"`{rule.selector}` matches no call of this program", span, "matches nothing",
+                      help=advice, fix=fix)
+
+
+def _selector(rule: Rule) -> Span:
+    """Where the selector stands: between `place` and the clause."""
+    start, stop = rule.span.start + len("place"), rule.clause.span.start
+    text = rule.span.file.text[start:stop]
+    if stop <= start or not text.strip():
+        return rule.span
+    return Span(rule.span.file, start + len(text) - len(text.lstrip()), start + len(text.rstrip()))
 
 

@@ -39,6 +39,7 @@ from rldsl.plan.model import (
     Plan,
     RankClass,
     Spread,
+    State,
     Value,
 )
 
@@ -55,6 +56,7 @@ TABLES: Mapping[str, tuple[type, str]] = {
     "function": (Function, "functions"),
     "program": (Program, "programs"),
     "group": (Group, "groups"),
+    "state": (State, "states"),
     "body": (Loop, "body"),
     "class": (RankClass, "classes"),
 }

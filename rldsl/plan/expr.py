@@ -27,7 +27,8 @@ ELEMENTWISE: dict[str, tuple[int, str]] = {
     "pow": (2, "a ** b"),
     "lt": (2, "a < b"), "le": (2, "a <= b"), "gt": (2, "a > b"), "ge": (2, "a >= b"), "eq": (2, "a == b"),
     "ne": (2, "a != b"), "and": (2, "both"), "or": (2, "either"), "not": (1, "negation"),
-    "exp": (1, "e ** a"), "log": (1, "natural logarithm"), "sqrt": (1, "square root"), "abs": (1, "magnitude"),
+    "exp": (1, "e ** a"), "log": (1, "natural logarithm"), "expm1": (1, "e ** a - 1, exact near 0"),
+    "log1p": (1, "log(1 + a), exact near 0"), "sqrt": (1, "square root"), "abs": (1, "magnitude"),
     "min": (2, "the smaller"), "max": (2, "the larger"),
     "sigmoid": (1, "1 / (1 + exp(-a))"), "logsigmoid": (1, "log(sigmoid(a)), stable"),
     "where": (3, "b where a else c"), "stop_gradient": (1, "a as a constant"),
@@ -36,6 +37,8 @@ ELEMENTWISE: dict[str, tuple[int, str]] = {
 REDUCTIONS: dict[str, tuple[int, str]] = {
     "sum": (1, "sum of a over what is finer than `to`"), "mean": (1, "mean over the elements of a"),
     "amax": (1, "largest"), "amin": (1, "smallest"), "count": (1, "number of elements of a"),
+    "quantile": (2, "to batch alone: the number below which the share b of the elements of a lies, between neighbours "
+                    "by linear interpolation"),
 }
 # Sequence operators work inside each sequence.
 SEQUENCE: dict[str, tuple[int, str]] = {
@@ -47,6 +50,11 @@ SEQUENCE: dict[str, tuple[int, str]] = {
     "discount": (2, "token, batch -> token: y_t = x_t + g * y_{t+1}"),
     "len": (0, "seq: number of response tokens; attribute `frame`"),
 }
+# Random: a number in (0, 1) for each element, drawn from the seed, the step, `call` (which call of the program), the row
+# and the position of the element. attributes `call`, `frame` (at token level).
+RANDOM = ("uniform",)
+# What a loss cannot use: it is not a sum over micro-batches.
+FLOW_ONLY = ("py", "quantile", "uniform")
 # Leaves: `input` (attribute `name`), `const` (attribute `value`), and `py` (a user's Python function;
 # attributes `function` = a key of Plan.functions, `frame` = the sequences whose rows it is called with).
 LEAVES = ("input", "const", "py")
@@ -71,7 +79,8 @@ class Program:
     """Nodes in an order in which arguments come first, and the named results.
 
     For a loss, outputs are "loss" (batch level; affine in batch-level reductions, checked by the compiler, so that
-    each micro-batch may add its local sum over the global count) and one per `metric`.
+    each micro-batch may add its local sum over the global count), one per `metric`, and, if the loss can stop
+    training early, "stop": a condition at batch level, over the whole minibatch.
     """
 
     id: str

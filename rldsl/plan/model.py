@@ -73,7 +73,8 @@ class Spread:
 
     unit: "row" (sequence by sequence), "prompt" (all sequences of a prompt together) or "all" (every rank of `mesh`
     holds every row; `layout` is then ""). weigh: "count" divides numbers evenly in contiguous runs, "tokens" balances
-    token counts. A training spread first divides rows into minibatches by (seed, step, epoch, row), then each
+    token counts, "slot" divides the numbers 0..count-1 evenly whether the rows are there or not (the same in each turn
+    of a frame that has several). A training spread first divides rows into minibatches by (seed, step, epoch, row), then each
     minibatch over the shards. frames: whose lengths weigh; they share a prompt space (unit "prompt") or a row space
     (unit "row"), and the rows of all of them follow the same division.
 
@@ -84,7 +85,7 @@ class Spread:
     layout: str = ""
     frames: tuple[str, ...] = ()
     unit: Literal["row", "prompt", "all"] = "row"
-    weigh: Literal["count", "tokens"] = "tokens"
+    weigh: Literal["count", "tokens", "slot"] = "tokens"
     minibatches: int = 1
     epochs: int = 1
     shuffle: bool = False
@@ -137,7 +138,8 @@ class Optimizer:
 class Model:
     """kind decides the head: logits, one value per token, or one score per sequence. path: a HuggingFace directory.
     dtype: "float32" or "bfloat16". home: the layout that holds the trained parameters and the optimizer state
-    ("" when frozen). updates: optimizer steps in the whole run. config_digest: sha256 of its config.json."""
+    ("" when frozen). updates: optimizer steps planned for the whole run. config_digest: sha256 of its config.json.
+    sources: of a model that is not trained but written by others, the model that each such event takes, in order."""
 
     name: str
     kind: Literal["causal_lm", "value_model", "reward_model"]
@@ -149,6 +151,7 @@ class Model:
     home: str = ""
     optimizer: Optimizer | None = None
     updates: int = 0
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,11 @@ class Data:
 class Frame:
     """count rows; `per_prompt` of them belong to each prompt (row r to prompt r // per_prompt). rows and prompts name
     the index sets: frames with the same `rows` (the two sides of a pair) can be combined sequence by sequence.
-    `at most` lengths in tokens bound memory. temperature: at which its log-probabilities are taken."""
+    `at most` lengths in tokens bound memory. temperature: at which its log-probabilities are taken.
+
+    of: the frame that this one is a selection of; its rows keep their numbers. partial: the frame whose lengths tell
+    which rows there are (a row without tokens is not there); "" when all are. turns: of how many batches, one after
+    the other, a frame consists that a `repeat ... until` collects."""
 
     id: str
     rows: str
@@ -184,6 +191,9 @@ class Frame:
     max_prompt_tokens: int
     max_response_tokens: int
     temperature: float = 1.0
+    of: str = ""
+    partial: str = ""
+    turns: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +218,15 @@ class Function:
     name: str
     sha256: str
     returns: Level = "seq"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A batch-level value that persists over steps, held by every rank of `spread` (unit "all")."""
+
+    value: str
+    spread: str
+    initial: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +306,20 @@ class Transfer(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realloc(Event):
     """Parameters of a model from layout to layout (`plan/movement.py`). messages: boxes sent; digest: sha256 over the
-    expanded moves."""
+    expanded moves.
+
+    source: the model whose parameters under `src` move, where it is another one ("": the model itself). They become a
+    new version of `model`: new = decay * old + (1 - decay) * source in float32, so a copy with decay 0. version: the
+    position of what made the source's version, the last before this in the program ("": nothing before it did)."""
 
     model: str
     src: str
     dst: str
     messages: int = 0
     digest: str = ""
+    source: str = ""
+    decay: float = 0.0
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +369,9 @@ class Infer(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Event):
-    """minibatches * epochs optimizer steps. fresh: program input -> (frame, what), the differentiable outputs of this
+    """minibatches * epochs optimizer steps, or fewer: where the program has an output "stop" that is true of a
+    minibatch, that one makes no step and no other follows. The output "updates" is then the number of steps made.
+    fresh: program input -> (frame, what), the differentiable outputs of this
     model; data: program input -> value. outputs: metric -> value it is written to."""
 
     model: str
@@ -367,6 +395,30 @@ class Compute(Event):
     frames: tuple[str, ...]
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Select(Event):
+    """Of each (value, kept value), the rows of the frame `frame` go from the first to the second; each participant works
+    on its own rows. condition: the seq-level value that says which rows those are, or "" when the lengths of `frame`
+    are known already."""
+
+    spread: str
+    frame: str
+    values: tuple[tuple[str, str], ...]
+    condition: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect(Event):
+    """Of each (value, collected value), the rows of this turn of the loop are appended: row r of turn t (from 0) becomes
+    row t * count + r. A rank holds the same share under `src` and `dst`, so nothing moves."""
+
+    frame: str
+    into: str
+    values: tuple[tuple[str, str], ...]
+    src: str
+    dst: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,17 +448,22 @@ class Free(Event):
 
 EVENTS: dict[str, type[Event]] = {
     c.__name__.lower(): c
-    for c in (Load, Fetch, Lengths, Transfer, Realloc, Offload, Onload, Generate, Infer, Train, Compute, Save, Log, Free)
+    for c in (Load, Fetch, Lengths, Transfer, Realloc, Offload, Onload, Generate, Infer, Train, Compute, Select, Collect,
+              Save, Log, Free)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`trips` runs of the body, the same number on every rank."""
+    """`trips` runs of the body, the same number on every rank. until: a batch-level buffer that the body writes; the loop
+    also ends when it is true, and frees it each turn. collects: buffers that are made empty before the first turn and
+    to which the body appends."""
 
     id: str
     trips: int
     body: tuple["Item", ...]
+    until: str = ""
+    collects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,3 +501,4 @@ class Plan:
     groups: tuple[Group, ...]
     body: tuple[Item, ...]
     classes: tuple[RankClass, ...]
+    states: tuple[State, ...] = ()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 
 from rldsl.plan.boxes import (Box, Parameter, Piece, Share, contains, holding, intersect, itemsize, parameters, shares,
@@ -101,6 +101,18 @@ def rank_moves(moves: Iterable[Move], rank: int) -> tuple[tuple[Move, ...], tupl
     """(sends, receives) of `rank`, in order."""
     moves = tuple(moves)
     return tuple(m for m in moves if m.src == rank), tuple(m for m in moves if m.dst == rank)
+
+
+def stored(model: Model, layout: str) -> str:
+    """The dtype of the parameters under a layout: what is trained stays float32 at its home."""
+    return "float32" if model.home == layout else model.dtype
+
+
+def carried(source: Model, src: str, model: Model, dst: str, decay: float) -> Model:
+    """`model` in the dtype in which parameters of `source` under layout `src` travel to it under `dst`: the narrower of
+    the two, but that of the source where a mean is taken."""
+    both = (stored(source, src),) if decay else (stored(source, src), stored(model, dst))
+    return replace(model, dtype="bfloat16" if "bfloat16" in both else "float32")
 
 
 def summary(moves: Iterable[Move], model: Model) -> MoveSummary:

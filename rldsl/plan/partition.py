@@ -33,7 +33,7 @@ class RowMove:
 # ---------------------------------------------------------------------------------------------------- division
 
 
-def partition(weights: Sequence[int], shards: int, weigh: Literal["count", "tokens"]) -> tuple[Rows, ...]:
+def partition(weights: Sequence[int], shards: int, weigh: Literal["count", "tokens", "slot"]) -> tuple[Rows, ...]:
     """Item numbers for each shard. "count": contiguous runs of even length. "tokens": longest first onto the lightest
     shard, at most 4/3 of the best possible (Graham 1969). Shards stay empty when there are fewer items."""
     assert shards > 0
@@ -93,65 +93,109 @@ def shard_rows(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Length
                step: int) -> tuple[dict[str, Rows], ...]:
     """For each shard, the rows of each of `frames` that it works on (in a training spread, in any minibatch).
 
-    frames: at least those of the spread. Others of the same prompt space follow: a shard has all their rows that
-    belong to its prompts. lengths are read only where tokens weigh. Unit "all" is one shard with every row."""
+    frames: at least those of the spread, and those that these are selected from. Others whose rows or prompts have the
+    same numbers follow: a shard has all their rows that belong to its own. lengths are read only where tokens weigh and
+    of frames that tell which rows there are. Unit "all" is one shard with every row."""
+    known = {f.id: f for f in frames}
     if spread.unit == "all":
-        return ({f.id: tuple(range(f.count)) for f in frames},)
-    first = _weighed(spread, frames)[0]
-    minibatches = [m for epoch in _schedule(spread, dp, frames, lengths, seed, step) for m in epoch]
+        return ({f.id: there(f, known, lengths) for f in frames},)
+    first = _weighed(spread, known)[0]
+    minibatches = [m for epoch in _schedule(spread, dp, known, lengths, seed, step) for m in epoch]
     unions = (sorted({unit for m in minibatches for unit in m[shard]}) for shard in range(dp))
-    return tuple({f.id: _follow(spread.unit, first, f, units) for f in frames} for units in unions)
+    return tuple({f.id: _follow(spread.unit, first, f, units, known, lengths) for f in frames} for units in unions)
 
 
 def train_schedule(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int,
                    step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-    """[epoch][minibatch][shard] -> rows, which are those of every frame of the spread."""
-    first, *others = _weighed(spread, frames)
-    assert all(f.rows == first.rows for f in others), f"the frames of spread {spread.id} do not share rows"
-    return tuple(tuple(tuple(_follow(spread.unit, first, first, units) for units in minibatch) for minibatch in epoch)
-                 for epoch in _schedule(spread, dp, frames, lengths, seed, step))
-
-
-def _weighed(spread: Spread, frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """[epoch][minibatch][shard] -> rows, which are those of every frame of the spread. frames: as for `shard_rows`."""
     known = {f.id: f for f in frames}
+    first, *others = _weighed(spread, known)
+    assert all(f.rows == first.rows for f in others), f"the frames of spread {spread.id} do not share rows"
+    return tuple(tuple(tuple(_follow(spread.unit, first, first, units, known, lengths) for units in minibatch)
+                       for minibatch in epoch) for epoch in _schedule(spread, dp, known, lengths, seed, step))
+
+
+def there(frame: Frame, known: Mapping[str, Frame], lengths: Lengths) -> Rows:
+    """The rows that the frame has: all, or those that the lengths of `frame.partial` tell."""
+    if not frame.partial:
+        return tuple(range(frame.count))
+    tells = lengths[frame.partial]
+    each = frame.count // len(tells)  # completions of each row of selected prompts
+    return tuple(r for r in range(frame.count) if tells[r // each] > 0)
+
+
+def root(frame: Frame, known: Mapping[str, Frame]) -> Frame:
+    """The frame that a selection, or a selection of a selection, was taken from: rows have the same numbers in both."""
+    while frame.of:
+        frame = known[frame.of]
+    return frame
+
+
+def origin(frame: Frame, known: Mapping[str, Frame]) -> str:
+    """The prompt space in which the prompts of `frame` have the same numbers, selected or not."""
+    while frame.of or frame.partial not in ("", frame.id):
+        frame = known[frame.of or frame.partial]
+    return frame.prompts
+
+
+def _weighed(spread: Spread, known: Mapping[str, Frame]) -> tuple[Frame, ...]:
     assert spread.frames and all(f in known for f in spread.frames), f"spread {spread.id}: frames {spread.frames}"
     return tuple(known[f] for f in spread.frames)
 
 
-def _schedule(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int,
+def _schedule(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: Lengths, seed: int,
               step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
     """[epoch][minibatch][shard] -> units (rows or prompts)."""
-    weights = _weights(spread, _weighed(spread, frames), lengths)
+    frames = _weighed(spread, known)
+    if spread.weigh == "slot":
+        return ((_slots(frames[0], spread.unit, dp),),)
+    weights = _weights(spread, frames, known, lengths)
+    numbers = tuple(weights)
     return tuple(
-        tuple(tuple(tuple(units[i] for i in items)
-                    for items in partition([weights[u] for u in units], dp, spread.weigh)) for units in epoch)
-        for epoch in minibatch_rows(len(weights), spread.minibatches, spread.epochs, spread.shuffle, seed, step)
+        tuple(tuple(tuple(numbers[units[i]] for i in items)
+                    for items in partition([weights[numbers[u]] for u in units], dp, spread.weigh)) for units in epoch)
+        for epoch in minibatch_rows(len(numbers), spread.minibatches, spread.epochs, spread.shuffle, seed, step)
     )
 
 
-def _weights(spread: Spread, frames: Sequence[Frame], lengths: Lengths) -> list[int]:
-    """Weight of each unit: tokens over all frames, or 1."""
+def _slots(frame: Frame, unit: str, dp: int) -> tuple[Rows, ...]:
+    """The same units of every turn for a shard, whether they are there or not."""
+    units = frame.count // (frame.per_prompt if unit == "prompt" else 1)
+    turn = units // frame.turns
+    return tuple(tuple(t * turn + u for t in range(frame.turns) for u in run) for run in _runs(tuple(range(turn)), dp))
+
+
+def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame], lengths: Lengths) -> dict[int, int]:
+    """The weight of each unit that is there, ascending: tokens over all frames, or 1."""
     per_unit = [f.per_prompt if spread.unit == "prompt" else 1 for f in frames]
     assert all(f.count % per == 0 for f, per in zip(frames, per_unit)), f"spread {spread.id} cuts a prompt"
-    counts = {f.count // per for f, per in zip(frames, per_unit)}
-    assert len(counts) == 1, f"the frames of spread {spread.id} have different numbers of units"
-    if spread.weigh == "count":
-        return [1] * counts.pop()
-    weights = [0] * counts.pop()
+    assert len({f.count // per for f, per in zip(frames, per_unit)}) == 1, (
+        f"the frames of spread {spread.id} have different numbers of units")
+    weights: dict[int, int] = {}
     for frame, per in zip(frames, per_unit):
+        rows = there(frame, known, lengths)
+        if spread.weigh == "count":
+            weights |= {row // per: 1 for row in rows}
+            continue
         assert len(lengths[frame.id]) == frame.count, f"frame {frame.id}: {len(lengths[frame.id])} lengths"
-        for row, length in enumerate(lengths[frame.id]):
-            weights[row // per] += length
-    return weights
+        for row in rows:
+            weights[row // per] = weights.get(row // per, 0) + lengths[frame.id][row]
+    return dict(sorted(weights.items()))
 
 
-def _follow(unit: str, divided: Frame, frame: Frame, units: Sequence[int]) -> Rows:
+def _follow(unit: str, divided: Frame, frame: Frame, units: Sequence[int], known: Mapping[str, Frame],
+            lengths: Lengths) -> Rows:
     """The rows of `frame` for some units (rows or prompts) of `divided`."""
-    if unit == "row" and frame.rows == divided.rows:
-        return tuple(units)
-    assert frame.prompts == divided.prompts, f"frame {frame.id} shares no prompts with {divided.id}"
-    prompts = units if unit == "prompt" else sorted({row // divided.per_prompt for row in units})
-    return tuple(r for p in prompts for r in range(p * frame.per_prompt, (p + 1) * frame.per_prompt))
+    if unit == "row" and root(frame, known).rows == root(divided, known).rows:
+        rows: Sequence[int] = units
+    else:
+        assert origin(frame, known) == origin(divided, known), f"frame {frame.id} shares no prompts with {divided.id}"
+        prompts = units if unit == "prompt" else sorted({row // divided.per_prompt for row in units})
+        rows = [r for p in prompts for r in range(p * frame.per_prompt, (p + 1) * frame.per_prompt)]
+    if not frame.partial:
+        return tuple(rows)
+    here = set(there(frame, known, lengths))
+    return tuple(r for r in rows if r in here)
 
 
 def micro_batches(rows: Sequence[int], lengths: Sequence[int], limit: int, at_least: int) -> tuple[Rows, ...]:

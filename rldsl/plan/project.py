@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 
 from rldsl.diag import fail
@@ -60,7 +61,7 @@ def _filter(body: Sequence[Item], mine: set[str]) -> tuple[Item, ...]:
             if item.mesh in mine:
                 kept.append(item)
         elif inner := _filter(item.body, mine):
-            kept.append(Loop(item.id, item.trips, inner) if isinstance(item, Loop) else Every(item.period, inner))
+            kept.append(replace(item, body=inner))
     return tuple(kept)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import fail
-from rldsl.plan.model import Event, Every, Item, Loop, Plan
+from rldsl.plan.model import Event, Every, Item, Loop, Model, Plan
 from rldsl.plan.project import class_of, events, participants, schedule, to_ranges
 
 OWN = ("id", "mesh", "reads", "writes", "at", "because", "bytes")
@@ -49,7 +49,7 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
             degrees = " ".join(f"{d}={n}" for d in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(x, d)) > 1)
             yield f"layout {x.id}  mesh {x.mesh}  {degrees or 'one rank'}" + (f" zero={x.zero}" if x.zero else "")
     for m in plan.models:
-        yield f"model {m.name}  {m.kind}  {m.path}  {m.dtype}  " + (f"trained on {m.home}" if m.home else "frozen")
+        yield f"model {m.name}  {m.kind}  {m.path}  {m.dtype}  " + _life(m)
     if rank is not None:
         c = class_of(plan, rank)
         yield (
@@ -62,6 +62,13 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
             yield f"class  ranks {ranks_text(ranks)}  {len(c.events)} events  peak {human(c.peak_bytes)}"
 
 
+def _life(m: Model) -> str:
+    """How the parameters of a model change in a run."""
+    if m.home:
+        return f"trained on {m.home}"
+    return f"follows {', '.join(dict.fromkeys(m.sources))}" if m.sources else "frozen"
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """0,1,2,5 -> "0-2,5"."""
     return ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in to_ranges(ranks))
@@ -71,7 +78,7 @@ def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
     for item in items:
         if isinstance(item, Loop | Every):
             yield (
-                f"{indent}loop {item.id} x{item.trips} {{"
+                f"{indent}loop {item.id} x{item.trips}{f' until {item.until}' if item.until else ''} {{"
                 if isinstance(item, Loop)
                 else f"{indent}every {item.period} {{"
             )

@@ -89,12 +89,18 @@ class Shard(Protocol):
         (position t is predicted from the tokens before t); "scores": [S], taken at the last token. Micro-batches in
         order, results joined. Every rank of the shard returns the same result."""
 
-    def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float,
-              loss: LossFn) -> Mapping[str, float]:
+    def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float, loss: LossFn,
+              stop: Callable[[], bool] | None = None) -> Mapping[str, float] | None:
         """Forward and backward of every micro-batch, one gradient reduction (a *sum* over dp: the loss already carries
         the global normalisation), clipping over all shards, one optimizer step. what: for each frame, the fresh
         outputs that the loss wants. `loss` is called on last-stage ranks only. Returns "grad_norm" (before clipping)
-        and "lr", equal on all ranks. A shard may have no rows at all: it still takes part in every reduction."""
+        and "lr", equal on all ranks. A shard may have no rows at all: it still takes part in every reduction.
+
+        stop: asked once, between the backward passes and the reduction, on every rank alike. When it says yes the
+        gradient is dropped, nothing changes (no weight decay, no moments) and the result is None."""
+
+    def skip(self, updates: int) -> None:
+        """So many planned optimizer steps are not made: the learning-rate schedule passes over them."""
 
     def export(self) -> Mapping[str, Any]:
         """For saving: "config" (the HuggingFace config object) and "tokenizer" (the source directory)."""

@@ -1,21 +1,21 @@
-"""Events on models: load, realloc, offload, onload, generate, infer, train."""
+"""Events on models: load, realloc, offload, onload, generate, infer. Training is in `train.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from rldsl.plan.model import Generate, Infer, Load, Offload, Onload, Realloc, Train
-from rldsl.plan.movement import realloc_moves
+from rldsl.plan.model import Generate, Infer, Load, Offload, Onload, Realloc
+from rldsl.plan.movement import carried, realloc_moves
 from rldsl.plan.partition import micro_batches
 from rldsl.runtime.backend import Packed
-from rldsl.runtime.evaluate import LossRun, View, loss_counts
 from rldsl.runtime.exchange import Place, Route, copies_of, realloc
 from rldsl.runtime.rows import Lens
 from rldsl.runtime.state import State
-from rldsl.runtime.store import Column
+from rldsl.runtime.store import Column, ragged
+
+DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load(state: State, event: Load) -> None:
@@ -23,20 +23,23 @@ def load(state: State, event: Load) -> None:
 
 
 def reallocate(state: State, event: Realloc) -> None:
-    """Issued here, waited for by the first call that uses the new copy."""
-    model, world = state.models[event.model], state.world
+    """Issued here, waited for by the first call that uses the new copy. What both sides still wait for comes first."""
+    model, source, world = state.models[event.model], state.models[event.source or event.model], state.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
     src_mesh, dst_mesh = world.meshes[src.mesh], world.meshes[dst.mesh]
     if event.id not in state.routes:
         moves = realloc_moves(model, src, src_mesh, dst, dst_mesh, state.plan.header.devices_per_node)
         state.routes[event.id] = Route.of(moves, world.rank, copies_of(model, src, src_mesh, dst, dst_mesh, world.rank))
-    here = [(layout, mesh) for layout, mesh in ((src, src_mesh), (dst, dst_mesh)) if world.rank in mesh.members()]
-    places = {layout.id: Place.of(model, layout, mesh, world.rank, state.shard(model.name, layout.id).tensors())
-              for layout, mesh in here}
-    dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-    pending = realloc(state.routes[event.id], places.get(src.id), places.get(dst.id), dtype, state.device, event.id * 16)
-    if (model.name, dst.id) in state.arriving:  # nobody used the copy that came before
-        state.arriving.pop((model.name, dst.id)).finish()
+    sides: list[Place | None] = []
+    for owner, layout, mesh in ((source, src, src_mesh), (model, dst, dst_mesh)):
+        if world.rank in mesh.members():
+            state.shard(owner.name, layout.id)
+            tensors = state.settled(owner.name, layout.id).tensors()
+            sides.append(Place.of(model, layout, mesh, world.rank, tensors))
+        else:
+            sides.append(None)
+    dtype = DTYPE[carried(source, src.id, model, dst.id, event.decay).dtype]
+    pending = realloc(state.routes[event.id], *sides, dtype, state.device, event.id * 16, event.decay)
     state.arriving[model.name, dst.id] = pending
     if world.rank not in dst_mesh.members():
         state.arriving.pop((model.name, dst.id)).finish()
@@ -68,10 +71,9 @@ def generate(state: State, event: Generate) -> None:
 
 def _repeated(tokens: Column, prompts: torch.Tensor) -> torch.Tensor:
     """The tokens of each prompt, as often as it is asked for. prompts ascend."""
-    if not prompts.numel():
-        return tokens.data[:0]
+    at = torch.searchsorted(tokens.ids, prompts)
     starts = tokens.sizes.cumsum(0) - tokens.sizes
-    return torch.cat([tokens.data[starts[p] : starts[p] + tokens.sizes[p]] for p in prompts.tolist()])
+    return tokens.data[ragged(starts, at, tokens.sizes[at])]
 
 
 def infer(state: State, event: Infer) -> None:
@@ -94,68 +96,3 @@ def _by_part(parts: Sequence[torch.Tensor], sizes: torch.Tensor, data: torch.Ten
     counts = [len(p) for p in parts]
     amounts = [int(s.sum()) for s in sizes.split(counts)]
     return zip(parts, sizes.split(counts), data.split(amounts))
-
-
-# ------------------------------------------------------------------------------------------------- training
-
-
-def train(state: State, event: Train) -> None:
-    """minibatches * epochs optimizer steps; metrics are exact over each minibatch and averaged over them."""
-    spread, layout = state.spreads[event.spread], state.world.layouts[event.layout]
-    shard, axes = state.settled(event.model, event.layout), state.world.axes(layout)
-    program, frames = state.programs[event.loss], {f: state.frames[f] for f in event.frames}
-    responses = {f: state.rows.lens[f].response.tolist() for f in event.frames}
-    totals = [sum(x) for x in zip(*(state.rows.lens[f].of("tokens").tolist() for f in event.frames))]
-    tokens = {f: state.read(event.reads, f"{f}.tokens") for f in event.frames}
-    data = {name: state.read(event.reads, value) for name, value in event.data}
-    what = [[kind for _, frame, kind in event.fresh if frame == f] for f in event.frames]
-    runs, steps = [], []
-    for epoch in state.rows.schedule(spread):
-        for minibatch in epoch:
-            run = LossRun(program, loss_counts(program, frames, sorted(r for s in minibatch for r in s), responses))
-            parts = [torch.tensor(p, device=state.device) for p in
-                     micro_batches(minibatch[axes.dp.index], totals, event.mbs, axes.pp.size)]
-            batches = [tuple(state.packed(f, tokens[f], rows) for f in event.frames) for rows in parts]
-
-            def loss(i: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-                views = {f: View(parts[i], parts[i] // frames[f].per_prompt, state.rows.lens[f].response[parts[i]])
-                         for f in event.frames}
-                inputs = {name: fresh[event.frames.index(f)][kind] for name, f, kind in event.fresh}
-                inputs |= {name: _data(state, value, data[name], parts[i]) for name, value in event.data}
-                return run(inputs, views)
-
-            steps.append(shard.train(batches, what, state.frames[event.frames[0]].temperature, loss))
-            runs.append(run)
-    own = axes.tp.index == 0 and axes.pp.index == axes.pp.size - 1
-    metrics = finish(runs, own, axes.mesh.group, state.device)
-    mean = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
-    mean["grad_norm"] = sum(s["grad_norm"] for s in steps) / len(steps)
-    mean["lr"] = steps[-1]["lr"]
-    at = torch.zeros(1, dtype=torch.int64, device=state.device)
-    for name, value in event.outputs:
-        state.write(value, spread.id, at, torch.tensor([mean[name]], dtype=torch.float64, device=state.device))
-
-
-def _data(state: State, value: str, column: Column, rows: torch.Tensor) -> torch.Tensor:
-    record = state.values[value]
-    if record.extent == "batch":
-        return column.data[0]
-    if record.extent == "prompt":
-        rows = (rows // state.frames[record.frame].per_prompt).unique()
-    return column.pick(rows).data
-
-
-def finish(runs: Sequence[LossRun], own: bool, group: object, device: torch.device) -> list[dict[str, float]]:
-    """The metrics of every minibatch, from one all-reduce of sums and one of maxima over the mesh. own: whether this
-    rank's partials count (its rows are on other ranks too)."""
-    table = torch.stack([run.partials(device) for run in runs])
-    sums = runs[0].sums
-    if not own:
-        table[:, :sums] = 0
-        table[:, sums:] = -torch.inf
-    added, largest = table[:, :sums].contiguous(), table[:, sums:].contiguous()
-    if group is not None:
-        dist.all_reduce(added, group=group)
-        if largest.numel():
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return [run.finish(row) for run, row in zip(runs, torch.cat([added, largest], 1))]

@@ -16,19 +16,23 @@ from torch import Tensor
 
 from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.model import Frame
+from rldsl.plan.partition import mix
+from rldsl.runtime.draws import uniform
 from rldsl.runtime.evaluate_ops import Geometry, View, evaluate
 
 __all__ = ["Counts", "LossRun", "View", "loss_counts", "run_compute"]
 
 
 def run_compute(program: Program, inputs: Mapping[str, Tensor], views: Mapping[str, View],
-                frames: Mapping[str, Frame], group: Any, call_py: Callable[[Node], Tensor]) -> dict[str, Tensor]:
+                frames: Mapping[str, Frame], group: Any, call_py: Callable[[Node], Tensor],
+                seed: int = 0, step: int = 0) -> dict[str, Tensor]:
     """The outputs of `program`, each of the level of its node (see `View` for the shapes).
 
     group: the ranks that share the work (None: this one alone). Each row is on exactly one of them, all sequences of a
     prompt on the same. Every rank takes part in every all-reduce, one for each reduction to batch, with or without
-    rows. call_py: the result of a user's function for the rows of the node's frame. Numbers have the widest float
-    type of the inputs (float32 if there is none); batch-level arithmetic runs in float64."""
+    rows. call_py: the result of a user's function for the rows of the node's frame. seed, step: of random numbers.
+    Numbers have the widest float type of the inputs (float32 if there is none); batch-level arithmetic runs in
+    float64."""
     geometry, dtype = Geometry(views, frames), _float_type(inputs)
     done: list[Tensor] = []
     with torch.no_grad():
@@ -38,6 +42,10 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], views: Mapping[s
                 value = _entered(node, inputs, geometry, dtype)
             elif node.op == "py":
                 value = _number(call_py(node).to(geometry.device), dtype)
+            elif node.op == "uniform":
+                value = _drawn(node, geometry, seed, step).to(dtype)
+            elif node.op == "quantile":
+                value = _quantile(args[0], args[1], group)
             elif _to_batch(node):
                 value = _all_reduced(node.op, args[0], group)
             else:
@@ -101,6 +109,47 @@ def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     if extreme:
         return _extremum(op, value)
     return value / count.clamp(min=1) if op == "mean" else value
+
+
+def _quantile(x: Tensor, share: Tensor, group: Any) -> Tensor:
+    """Exact, so every rank gets all elements; 0 of no element at all. share: clipped to [0, 1]."""
+    ordered = _gathered(x.to(torch.float64), group).sort().values
+    if not ordered.numel():
+        return ordered.new_zeros(())
+    at = share.to(torch.float64).clamp(0, 1) * (ordered.numel() - 1)
+    below = at.floor().long()
+    above = (below + 1).clamp(max=ordered.numel() - 1)
+    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+
+
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    """The elements of all ranks: each adds its own to a table of zeros."""
+    if group is None:
+        return x
+    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)
+    mine = dist.get_rank(group)
+    counts[mine] = x.numel()
+    dist.all_reduce(counts, op=dist.ReduceOp.SUM, group=group)
+    start = int(counts[:mine].sum())
+    table = x.new_zeros(int(counts.sum()))
+    table[start : start + x.numel()] = x
+    dist.all_reduce(table, op=dist.ReduceOp.SUM, group=group)
+    return table
+
+
+def _drawn(node: Node, geometry: Geometry, seed: int, step: int) -> Tensor:
+    """Random numbers of the elements of a node; those of other calls are independent."""
+    if node.level == "prompt":
+        rows = geometry.prompts(node.space)
+        positions = torch.zeros_like(rows)
+    else:
+        view = geometry.views[geometry.frame(node.level, node.space)]
+        rows, positions = view.rows, torch.zeros_like(view.rows)
+        if node.level == "token":
+            of = geometry.index("token", node.space, "seq")
+            starts = geometry.ends(node.space) - view.lens
+            rows, positions = rows[of], torch.arange(of.numel(), device=of.device) - starts[of]
+    return uniform(mix(seed, int(node.attr("call") or 0)) >> 1, step, rows, positions)
 
 
 # ----------------------------------------------------------------------------------------------------- losses

@@ -52,7 +52,7 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Colum
     have = {rank: rows.ids(src, value, rank) for rank in src_ranks}
     want = {rank: rows.ids(dst, value, rank) for rank in dst_ranks}
     moves = row_moves(have, want, rows.plan.header.devices_per_node)
-    dtype = DTYPES[value.dtype]
+    dtype = torch.float64 if value.level == "batch" and value.dtype == "f32" else DTYPES[value.dtype]
     sends, receives, arriving = {}, {}, []
     for move in moves:
         ids = torch.tensor(move.rows, device=world.device)
@@ -74,8 +74,7 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Colum
         if kept and held is not None:
             parts.append(held.pick(torch.tensor(kept, device=world.device)))
         if not parts:
-            none = torch.empty(0, dtype=torch.int64, device=world.device)
-            parts = [Column(none, none, torch.empty(0, dtype=dtype, device=world.device))]
+            parts = [Column.none(dtype, world.device)]
         joined = Column.join(parts)
         return Column(joined.ids, joined.sizes, joined.data.to(torch.bool) if value.dtype == "bool" else joined.data)
 
@@ -134,15 +133,19 @@ def copies_of(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: 
 
 @torch.no_grad()
 def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dtype, device: torch.device,
-            tag: int) -> Pending:
-    """Parameters along a route; local copies at once, the rest when it has arrived."""
+            tag: int, decay: float = 0.0) -> Pending:
+    """Parameters along a route; local copies at once, the rest when it has arrived. decay: of what was there before, in a
+    mean with what comes; one element's arithmetic is the same wherever it lies."""
+    def put(target: torch.Tensor, value: torch.Tensor) -> None:
+        target.copy_(target.float() * decay + value.float() * (1 - decay) if decay else value)
+
     sends = {peer: torch.cat([src.view(m.name, m.box).reshape(-1) for m in moves]).to(dtype)
              for peer, moves in route.sends.items()}
     receives = {peer: torch.empty(sum(dst.view(m.name, m.box).numel() for m in moves), dtype=dtype, device=device)
                 for peer, moves in route.receives.items()}
     posted = post(sends, receives, tag)
     for name, box in route.copies:
-        dst.view(name, box).copy_(src.view(name, box))
+        put(dst.view(name, box), src.view(name, box))
 
     def finish() -> None:
         posted.wait()
@@ -151,7 +154,7 @@ def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dty
                 at = 0
                 for move in moves:
                     target = dst.view(move.name, move.box)
-                    target.copy_(receives[peer][at : at + target.numel()].view(target.shape))
+                    put(target, receives[peer][at : at + target.numel()].view(target.shape))
                     at += target.numel()
 
     return Pending(finish)

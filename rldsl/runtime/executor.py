@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from rldsl.diag import fail
 from rldsl.plan.codec import decode
-from rldsl.plan.model import (Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log, Loop,
-                              Offload, Onload, Plan, Realloc, Save, Train, Transfer)
+from rldsl.plan.model import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
+                              Loop, Offload, Onload, Plan, Realloc, Save, Select, Train, Transfer)
 from rldsl.plan.project import schedule
 from rldsl.plan.verify import verify
 from rldsl.runtime import calls, values
@@ -26,12 +26,13 @@ from rldsl.runtime.log import METRICS, SUMMARY, log, summarise, write_summary
 from rldsl.runtime.save import save
 from rldsl.runtime.state import State
 from rldsl.runtime.trace import Recorder, now, write
+from rldsl.runtime.train import train
 from rldsl.runtime.world import check_same_plan, join
 
 HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
     Load: calls.load, Fetch: values.fetch, Lengths: values.lengths, Transfer: values.move, Realloc: calls.reallocate,
-    Offload: calls.offload, Onload: calls.onload, Generate: calls.generate, Infer: calls.infer, Train: calls.train,
-    Compute: values.compute, Save: save, Log: log, Free: values.free,
+    Offload: calls.offload, Onload: calls.onload, Generate: calls.generate, Infer: calls.infer, Train: train,
+    Compute: values.compute, Select: values.select, Collect: values.collect, Save: save, Log: log, Free: values.free,
 }
 
 
@@ -45,6 +46,10 @@ def execute(data: bytes, name: str, out: str | Path, device: torch.device = torc
     check_same_plan(data, device)
     state = State(plan, join(plan, dist.get_rank(), device), _writable(out))
     own = schedule(plan.body, plan.meshes, state.world.rank)
+    for kept in plan.states:
+        if state.holds(f"{kept.value}@{kept.spread}"):
+            at = torch.zeros(1, dtype=torch.int64, device=device)
+            state.write(kept.value, kept.spread, at, torch.tensor([kept.initial], dtype=torch.float64, device=device))
     recorder = Recorder(state.world.rank) if trace else None
     _check(state, own)
     _check_files(state, own, trace)
@@ -112,10 +117,25 @@ def _walk(state: State, items: Sequence[Item], watch: Watch | None, recorder: Re
                 _walk(state, item.body, watch, recorder, turn, depth)
         else:
             assert isinstance(item, Loop)
-            for i in range(1, item.trips + 1):
-                if depth == 0:
-                    state.begin_step()
-                _walk(state, item.body, watch, recorder, i, depth + 1)
+            _loop(state, item, watch, recorder, depth)
+
+
+def _loop(state: State, loop: Loop, watch: Watch | None, recorder: Recorder | None, depth: int) -> None:
+    outer = state.turn
+    for buffer in loop.collects:
+        if state.holds(buffer):
+            values.empty(state, buffer)
+    for i in range(1, loop.trips + 1):
+        state.turn = i - 1
+        if depth == 0:
+            state.begin_step()
+        _walk(state, loop.body, watch, recorder, i, depth + 1)
+        if loop.until:
+            enough = bool(state.store.take(loop.until).data)
+            state.store.free(loop.until)
+            if enough:
+                break
+    state.turn = outer
 
 
 def _finish(state: State, seconds: float) -> None:

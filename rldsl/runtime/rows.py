@@ -5,14 +5,14 @@ In: spreads, frames and row lengths. Out: row numbers, from the pure functions o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from rldsl.plan.layout import coordinate
 from rldsl.plan.model import Frame, Plan, Spread, Value
-from rldsl.plan.partition import Rows, shard_rows, train_schedule
+from rldsl.plan.partition import Rows, origin, shard_rows, train_schedule
 from rldsl.runtime.world import World
 
 
@@ -52,16 +52,19 @@ class StepRows:
     def shards(self, spread: Spread) -> tuple[dict[str, Rows], ...]:
         """[shard][frame] -> rows, for the frames of the spread and those that share their rows or prompts."""
         if spread.id not in self._shards:
-            first = self.frames[spread.frames[0]] if spread.frames else None
-            frames = [f for f in self.plan.frames if first is None or f.prompts == first.prompts]
-            self._shards[spread.id] = shard_rows(spread, self.world.dp(spread), frames, self._totals(spread),
+            known = self.frames
+            of = origin(known[spread.frames[0]], known) if spread.frames else None
+            frames = [f for f in known.values() if of is None or origin(f, known) == of]
+            frames = [f for f in frames if not f.partial or f.partial in self.lens]  # others are not made yet
+            self._shards[spread.id] = shard_rows(spread, self.world.dp(spread), frames, self._totals(spread, frames),
                                                  self.plan.header.seed, self.step)
         return self._shards[spread.id]
 
     def schedule(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
         """[epoch][minibatch][shard] -> rows of a training spread."""
-        frames = [self.frames[f] for f in spread.frames]
-        return train_schedule(spread, self.world.dp(spread), frames, self._totals(spread), self.plan.header.seed, self.step)
+        frames = tuple(self.frames.values())
+        totals = self._totals(spread, [self.frames[f] for f in spread.frames])
+        return train_schedule(spread, self.world.dp(spread), frames, totals, self.plan.header.seed, self.step)
 
     def shard(self, spread: Spread, rank: int) -> int:
         """Which shard of the spread a rank of its mesh works on."""
@@ -75,7 +78,7 @@ class StepRows:
         if value.level == "batch":
             return (0,)
         frame = self.frames[value.frame]
-        rows = self.shards(spread)[self.shard(spread, rank)][frame.id] if spread.unit != "all" else range(frame.count)
+        rows = self.shards(spread)[self.shard(spread, rank) if spread.unit != "all" else 0][frame.id]
         if value.extent == "prompt":
             return tuple(sorted({r // frame.per_prompt for r in rows}))
         return tuple(rows)
@@ -86,7 +89,7 @@ class StepRows:
             return self.lens[value.frame].of(value.extent)[ids]
         return torch.ones_like(ids)
 
-    def _totals(self, spread: Spread) -> dict[str, list[int]]:
-        if spread.weigh == "count":
-            return {}
-        return {f: self.lens[f].of("tokens").tolist() for f in spread.frames}
+    def _totals(self, spread: Spread, frames: Sequence[Frame]) -> dict[str, list[int]]:
+        """Lengths of the frames that weigh, and of those that tell which rows of `frames` there are."""
+        wanted = {f.partial for f in frames if f.partial} | ({*spread.frames} if spread.weigh == "tokens" else set())
+        return {f: self.lens[f].of("tokens").tolist() for f in sorted(wanted)}

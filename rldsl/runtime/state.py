@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Data, Fetch, Frame, Function, Generate, Model, Plan, Spread, Value
+from rldsl.plan.model import Compute, Data, Fetch, Frame, Function, Generate, Model, Plan, Spread, Value
 from rldsl.plan.partition import mix
 from rldsl.runtime.backend import Packed, Shard
 from rldsl.runtime.data import Source, open_source
@@ -19,6 +19,8 @@ from rldsl.runtime.exchange import Route
 from rldsl.runtime.rows import Lens, StepRows
 from rldsl.runtime.store import Column, Pending, Store
 from rldsl.runtime.world import World
+
+RANDOM_NUMBERS = 1 << 32  # keeps the seeds of computations apart from those of frames
 
 
 @dataclass
@@ -30,6 +32,7 @@ class State:
     out: Path
     store: Store = field(default_factory=Store)
     step: int = 0
+    turn: int = 0  # of the innermost loop, from 0
     started: float = field(default_factory=time.monotonic)
     shards: dict[tuple[str, str], Shard] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
@@ -38,7 +41,7 @@ class State:
     saved: list[str] = field(default_factory=list)
     logged: bool = False  # whether this rank has written metrics in this run
     fetched: dict[int, int] = field(default_factory=dict)  # fetch event -> times in the run
-    drawn: dict[int, int] = field(default_factory=dict)  # generate event -> times in this step
+    drawn: dict[int, int] = field(default_factory=dict)  # generate or compute event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
 
     def __post_init__(self) -> None:
@@ -78,6 +81,11 @@ class State:
         frame = next(i for i, f in enumerate(self.plan.frames) if f.id == event.frame)
         return mix(self.seed, frame, times) >> 1  # 63 bits: keys are signed on devices
 
+    def drawing_seed(self, event: Compute) -> int:
+        """A seed for each time that a computation runs in a step; its calls of `uniform` have numbers of their own."""
+        times = self.drawn[event.id] = self.drawn.get(event.id, -1) + 1
+        return mix(self.seed, RANDOM_NUMBERS, times)
+
     def shard(self, model: str, layout: str, load: bool = False) -> Shard:
         """This rank's shard, built at its first use."""
         key = (model, layout)
@@ -105,6 +113,11 @@ class State:
     def my_rows(self, spread: Spread, frame: str) -> torch.Tensor:
         mine = self.rows.shards(spread)[self.rows.shard(spread, self.world.rank)][frame]
         return torch.tensor(mine, dtype=torch.int64, device=self.device)
+
+    def holds(self, buffer: str) -> bool:
+        """Whether this rank is on the mesh of a value's buffer."""
+        mesh = self.spreads[buffer.rpartition("@")[2]].mesh
+        return self.world.rank in self.world.meshes[mesh].members()
 
     def read(self, reads: tuple[str, ...], value: str) -> Any:
         """The buffer among an event's reads that holds `value`."""

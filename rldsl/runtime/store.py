@@ -30,6 +30,17 @@ class Column:
         return Column(ids, sizes, self.data[ragged(self.sizes.cumsum(0) - self.sizes, at, sizes)])
 
     @staticmethod
+    def none(dtype: torch.dtype, device: torch.device) -> "Column":
+        """No rows."""
+        ids = torch.empty(0, dtype=torch.int64, device=device)
+        return Column(ids, ids, torch.empty(0, dtype=dtype, device=device))
+
+    def behind(self, other: "Column", shift: int) -> "Column":
+        """These rows, then those of `other` with `shift` added to their numbers."""
+        return Column(torch.cat([self.ids, other.ids + shift]), torch.cat([self.sizes, other.sizes]),
+                      torch.cat([self.data.to(other.data.dtype), other.data]))
+
+    @staticmethod
     def join(parts: Sequence["Column"]) -> "Column":
         """Disjoint columns as one, ids ascending."""
         if len(parts) == 1:

@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from rldsl.plan.expr import Node
 from rldsl.plan.layout import coordinate
-from rldsl.plan.model import Compute, Fetch, Free, Lengths, Transfer
+from rldsl.plan.model import Collect, Compute, Fetch, Free, Lengths, Select, Transfer
+from rldsl.plan.partition import origin
 from rldsl.runtime import reward
 from rldsl.runtime.evaluate import View, run_compute
-from rldsl.runtime.exchange import transfer
+from rldsl.runtime.exchange import DTYPES, transfer
 from rldsl.runtime.rows import Lens
 from rldsl.runtime.state import State
+from rldsl.runtime.store import Column
 
 
 def fetch(state: State, event: Fetch) -> None:
@@ -78,12 +80,58 @@ def compute(state: State, event: Compute) -> None:
         return reward.call(state.functions[str(node.attr("function"))], rows).to(state.device)
 
     found = run_compute(program, inputs, views, {f: state.frames[f] for f in event.frames},
-                        state.world.group(spread.mesh), call_py)
+                        state.world.group(spread.mesh), call_py, state.drawing_seed(event), state.step - 1)
     for name, value in event.outputs:
         record, data = state.values[value], found[name]
         ids = _ids(state, record.extent, record.frame, views)
         data = data.reshape(-1)
-        state.write(value, spread.id, ids, data if record.dtype == "bool" else data.float())
+        kept = record.dtype == "bool" or record.level == "batch"  # one number a step is worth its eight bytes
+        state.write(value, spread.id, ids, data if kept else data.float())
+
+
+def select(state: State, event: Select) -> None:
+    """The kept rows of what this rank holds under the event's spread."""
+    frame, spread = state.frames[event.frame], state.spreads[event.spread]
+    if event.condition:
+        rows = state.my_rows(spread, frame.of)
+        kept = rows[state.read(event.reads, event.condition).pick(rows).data.to(torch.bool)]
+        whole = state.rows.lens[frame.of]
+        lens = Lens(torch.zeros_like(whole.prompt), torch.zeros_like(whole.response))
+        lens.prompt[kept], lens.response[kept] = whole.prompt[kept], whole.response[kept]
+        state.rows.know(frame.id, lens)  # of the own rows only, until the lengths are exchanged
+    rows = state.my_rows(spread, frame.id)
+    for value, kept_value in event.values:
+        ids = _ids(state, state.values[value].extent, frame.id, {frame.id: View(rows, rows // frame.per_prompt, rows)})
+        state.store.put(f"{kept_value}@{spread.id}", state.read(event.reads, value).pick(ids))
+
+
+def collect(state: State, event: Collect) -> None:
+    """Rows of this turn behind those of the turns before."""
+    frame, into = state.frames[event.frame], state.frames[event.into]
+    for value, collected in event.values:
+        record, name = state.values[value], f"{collected}@{event.dst}"
+        if record.extent == "lengths":
+            lens, now = state.rows.lens[into.id], state.rows.lens[frame.id]
+            here = slice(state.turn * frame.count, (state.turn + 1) * frame.count)
+            lens.prompt[here], lens.response[here] = now.prompt, now.response
+            state.rows.know(into.id, lens)
+        elif record.extent == "columns":
+            state.store.put(name, [*state.store.take(name), *state.store.take(f"{value}@{event.src}")])
+        else:
+            size = frame.count // frame.per_prompt if record.extent == "prompt" else frame.count
+            held = state.store.take(f"{value}@{event.src}")
+            state.store.put(name, state.store.take(name).behind(held, state.turn * size))
+
+
+def empty(state: State, buffer: str) -> None:
+    """A buffer to which a loop will append."""
+    value, _, _ = buffer.rpartition("@")
+    record = state.values[value]
+    count = state.frames[record.frame].count
+    if record.extent == "lengths":
+        state.rows.know(record.frame, Lens(*(torch.zeros(count, dtype=torch.int64, device=state.device)
+                                             for _ in range(2))))
+    state.store.put(buffer, [] if record.extent == "columns" else Column.none(DTYPES[record.dtype], state.device))
 
 
 def _view(state: State, event: Compute, frame: str) -> View:
@@ -103,9 +151,9 @@ def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) ->
     finished: the response is shorter than the most tokens allowed, or its last token ends a sequence. A response that
     a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone do not tell."""
     record = state.frames[frame]
-    columns = next((state.store.take(b) for b in event.reads
-                    if b.partition("@")[0].endswith(".columns")
-                    and state.frames[state.values[b.rpartition("@")[0]].frame].prompts == record.prompts), None)
+    of = origin(record, state.frames)
+    columns = next((state.store.take(b) for b in event.reads if b.rpartition("@")[0].endswith(".columns")
+                    and state.frames[state.values[b.rpartition("@")[0]].frame].prompts == of), None)
     packed = state.packed(frame, state.read(event.reads, f"{frame}.tokens"), rows)
     tokenizer = state.source(record.data).tokenizer
     ends, found, at = state.source(record.data).ends, [], 0

@@ -8,7 +8,7 @@ from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level
 from rldsl.plan.model import Frame
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
-from rldsl.semantics.levels import depth
+from rldsl.semantics.levels import ANY, depth
 from rldsl.semantics.operators import Operators
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import describe
@@ -43,7 +43,7 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
     missing = [p for p in params if p.name.name not in given and p.default is None]
     if missing:
         first = missing[0].name
-        errors.add("RL0215", f"`{name}` needs `{'`, `'.join(p.name.name for p in missing)}`", expr.span,
+        errors.add("RL0215", f"`{name}` needs `{'`, `'.join(p.name.name for p in missing)}`", expr.func.span,
                    "an argument is missing", labels=(Label(first.span, "declared here"),))
         return BAD
     return given
@@ -79,18 +79,19 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, widen: b
         return errors.add("RL0201", f"`{name}` is one number, not a {value.level} value", span,
                           f"this is {describe(value)}", labels=(declared,),
                           help="reduce it over the batch, for instance with `mean(x)`")
-    if param.level.name not in LEVELS:
+    if param.level.name not in (*LEVELS, ANY):
         return errors.add("RL0101", f"unknown level `{param.level.name}`", param.level.span,
-                          help=f"levels: {', '.join(LEVELS)}")
+                          help=f"levels: {', '.join(LEVELS)}, or `{ANY}`")
     level = cast(Level, param.level.name)
     if value.dtype == "text":
         return errors.add("RL0203", f"`{name}` must be a {level} value", span, "this is a text", labels=(declared,))
-    if value.level == level:
+    if value.level == level or param.level.name == ANY:
         return value
     coarser = depth(value.level) < depth(level)
     if coarser and frame is not None and (widen or value.level == "batch"):
-        if ops.spaces.of(frame, value.level) == value.space:
-            return ops.widen(value, level, frame)
+        here = ops.to_space(value, ops.spaces.of(frame, value.level))
+        if here is not None:
+            return ops.widen(here, level, frame)
     if coarser:
         help_ = "`at_end(x)` puts a seq value at the last token" if (value.level, level) == ("seq", "token") else ""
     else:

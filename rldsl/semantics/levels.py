@@ -10,6 +10,8 @@ from rldsl.plan.expr import LEVELS, Level
 from rldsl.plan.model import Frame
 from rldsl.semantics.terms import Term
 
+ANY = "any"  # a parameter or result of a fn that takes every level
+
 
 def depth(level: Level) -> int:
     return LEVELS.index(level)
@@ -44,6 +46,26 @@ class Spaces:
             if self.coarser(finest.level, finest.space, term.level) != term.space:
                 return finest, term
         return finest.level, finest.space
+
+    def above(self, level: Level, space: str) -> str | None:
+        """The space that a selection took `space` from; None for what is not one."""
+        chosen = next((f for f in self.frames.values() if f.of and self.of(f, level) == space), None)
+        return self.of(self.frames[chosen.of], level) if chosen is not None else None
+
+    def selected(self, level: Level, space: str, of: str) -> bool:
+        """Whether `space` is a selection of `of`, perhaps by way of others."""
+        above = self.above(level, space)
+        return above is not None and (above == of or self.selected(level, above, of))
+
+    def counted(self, term: Term) -> str:
+        """What `count` counts in a value: its tokens, its prompts, or its rows, which are pairs where two frames share
+        them and prompts where they have no response. "" for the rows of a function checked by itself."""
+        if term.level != "seq":
+            return {"token": "tokens", "prompt": "prompts", "batch": ""}[term.level]
+        frames = self.over("seq", term.space)
+        if not frames or not frames[0].data:
+            return ""
+        return "pairs" if len(frames) > 1 else "sequences" if frames[0].max_response_tokens else "prompts"
 
     def shown(self, term: Term) -> str:
         """The frame or frames that a value ranges over, for messages."""

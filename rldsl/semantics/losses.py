@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import cast
 
 from rldsl.diag import Label
-from rldsl.plan.expr import Program
+from rldsl.plan.expr import FLOW_ONLY, Program
 from rldsl.plan.model import Frame
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
+from rldsl.semantics.levels import ANY
 from rldsl.semantics.lower import Lower, Scope
 from rldsl.semantics.terms import Term, const, input_, program, walk
-from rldsl.semantics.values import LossUse
+from rldsl.semantics.units import WHOLE
+from rldsl.semantics.values import LossUse, describe
 from rldsl.syntax import ast
 
 # head -> its differentiable outputs (what -> level), the main one first
@@ -25,10 +27,14 @@ OUTPUTS: dict[str, dict[str, str]] = {
     "reward_model": {"scores": "seq"},
 }
 
+STOP = "stop"  # the output of a loss's program that tells whether training ends here
+UPDATES = "updates"  # the metric of a train call that may end early: how many optimizer steps it made
+
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """fresh: (input, frame, what). data: the arguments that the program reads, by input."""
+    """fresh: (input, frame, what). data: the arguments that the program reads, by input. metrics: of the train call,
+    besides those that each has."""
 
     program: Program
     fresh: tuple[tuple[str, str, str], ...]
@@ -40,15 +46,16 @@ def lower_loss(use: LossUse, head: str, frames: tuple[Frame, ...], id_: str, low
     """The loss of one train call."""
     decl, errors = use.ref.decl, lower.errors
     fresh = _fresh(decl, head, frames, use, errors)
-    inputs = {name: input_(name, t.level, t.space, t.span, t.dtype) if not t.constant else t
-              for name, t in use.args.items()}
+    args: dict[str, Term] = {}
     for name, term in use.args.items():
-        spaces = [s for f in frames for s in (f.id, f.rows, f.prompts, "")]
-        if term.space not in spaces:
+        here = next((t for f in frames for t in [lower.ops.to_space(term, lower.spaces.of(f, term.level))] if t), None)
+        if here is None:
             errors.add("RL0202", f"`{name}` ranges over {lower.spaces.shown(term)}, and the loss over "
                        + " and ".join(f"`{f.id}`" for f in frames), use.spans[name])
             return BAD
-    data = accept(decl.data, inputs, use.spans, lower.ops, widen=True, frame=frames[0] if len(frames) == 1 else None)
+        args[name] = here
+    inputs = {name: t if t.constant else _given(name, t) for name, t in args.items()}
+    data = _data(decl, inputs, use, frames, lower)
     if isinstance(fresh, Bad) or isinstance(data, Bad):
         return BAD
     spaces_of = {f.id: f for f in frames}
@@ -66,32 +73,79 @@ def lower_loss(use: LossUse, head: str, frames: tuple[Frame, ...], id_: str, low
         return BAD
     made = program(id_, outputs, str(use.span))
     read = set(made.inputs())
-    return Lowered(made, fresh, tuple((n, t) for n, t in use.args.items() if n in read),
-                   tuple(n for n, _ in outputs[1:]))
+    return Lowered(made, fresh, tuple((n, t) for n, t in args.items() if n in read),
+                   tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]))
+
+
+def _given(name: str, term: Term) -> Term:
+    """The input that stands for data of the flow: a count of it is one of the whole batch, not of a minibatch."""
+    unit = term.unit + WHOLE if term.unit and term.level == "batch" else term.unit
+    return input_(name, term.level, term.space, term.span, term.dtype, unit)
+
+
+def _data(decl: ast.LossDecl, inputs: dict[str, Term], use: LossUse, frames: tuple[Frame, ...],
+          lower: Lower) -> dict[str, Term] | Bad:
+    """The arguments at the levels that the loss declares. Two batches of one row share sequences, and not tokens."""
+    tokens = tuple(p for p in decl.data if p.level is not None and p.level.name == "token")
+    rest = tuple(p for p in decl.data if p not in tokens)
+    one = frames[0] if len(frames) == 1 else None
+    parts = [accept(params, inputs, use.spans, lower.ops, widen=True, frame=frame)
+             for params, frame in ((rest, frames[0]), (tokens, one))]
+    merged: dict[str, Term] = {}
+    for part in parts:
+        if isinstance(part, Bad):
+            return BAD
+        merged |= part
+    return merged
 
 
 def check_body(decl: ast.LossDecl, scope: Scope, fresh: set[str], lower: Lower) -> list[tuple[str, Term]] | Bad:
-    """Evaluate the body and prove it exact. The result: ("loss", term), then the metrics."""
+    """Evaluate the body and prove it exact. The result: ("loss", term), the metrics, then ("stop", whether one of the
+    conditions holds) if there are any."""
     before = len(lower.errors.found)
-    result, metrics = lower.body(decl.body, scope, decl.name.span, "loss")
+    lower.ops.in_loss = True
+    result, metrics, stops = lower.body(decl.body, scope, decl.name.span, "loss")
+    stop = _stop(stops, lower)
+    lower.ops.in_loss = False
     if result is None:
         return BAD
     if len(result) != 1:
         return lower.errors.add("RL0204", f"a loss returns one value, not {len(result)}", decl.name.span)
     outputs = [("loss", result[0])]
     for ident, term in metrics:
-        if ident.name in [n for n, _ in outputs] or ident.name in ("grad_norm", "lr"):
+        if ident.name == STOP:
+            lower.errors.add("RL0102", "a metric cannot be called `stop`", ident.span,
+                             help="the name belongs to `stop when`; choose another")
+        elif ident.name in [n for n, _ in outputs] or ident.name in ("grad_norm", "lr", *([UPDATES] if stops else [])):
+            also = " and, as it can stop, `updates`" if stops else ""
             lower.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span,
-                             help="every train call has the metrics `loss`, `grad_norm` and `lr`")
+                             help=f"every train call has the metrics `loss`, `grad_norm` and `lr`{also}")
         outputs.append((ident.name, term))
     for name, term in outputs:
         if term.level != "batch":
             kind = "loss" if name == "loss" else "metric"
-            lower.errors.add("RL0201", f"a {kind} must be one number, not a {term.level} value", term.span,
+            lower.errors.add("RL0201", f"a {kind} must be one number, not a {term.level} value", term.at,
                              f"this is a {term.level} value", help="reduce it over the batch, for instance `mean(x)`")
+    outputs += [(STOP, stop)] if stop is not None else []
     if len(lower.errors.found) == before:
         _exact(outputs, fresh, lower.errors)
     return BAD if len(lower.errors.found) > before else outputs
+
+
+def _stop(conditions: list[Term], lower: Lower) -> Term | None:
+    """Whether one of the conditions of `stop when` holds; None without any, or after an error."""
+    found: Term | None = None
+    for term in conditions:
+        if term.dtype != "bool":
+            lower.errors.add("RL0203", "`stop when` needs a condition", term.at, f"this is {describe(term)}",
+                             help="compare it with something, for instance `stop when mean(ratio) > 5`")
+        elif term.level != "batch":
+            lower.errors.add("RL0201", f"`stop when` needs one condition for the minibatch, not a {term.level} value",
+                             term.at, f"this is {describe(term)}", help="reduce it first, for instance `max(x) > 5`")
+        else:
+            both = term if found is None else lower.ops.apply("or", (found, term), term.span)
+            found = both if isinstance(both, Term) else found
+    return found
 
 
 def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUse,
@@ -159,6 +213,10 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
     if term.op == "py":
         errors.add("RL0210", "a Python function inside a loss", term.span, help="call it in the flow")
         return None
+    if term.op in FLOW_ONLY:
+        errors.add("RL0210", f"`{term.op}` inside a loss", term.span, "it is of the whole batch, not of a micro-batch",
+                   help="compute it in the flow and pass the result")
+        return None
     if dict(term.attrs).get("to") is not None:
         to = dict(term.attrs)["to"]
         if to == "prompt":
@@ -176,8 +234,8 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
     if term.level != "batch":
         if worst >= AFFINE:
             culprit = next(a for a, b in zip(term.args, below) if b >= AFFINE)
-            errors.add("RL0209", "a reduction over the batch is used again for each element", culprit.span,
-                       "its value is known only after all micro-batches",
+            errors.add("RL0209", "a reduction over the batch is used again for each element", culprit.at,
+                       "its value is known only after all micro-batches", labels=culprit.origin,
                        help="use data computed in the flow instead")
             return None
         return worst
@@ -203,13 +261,13 @@ def generic(params: tuple[ast.Parameter, ...], frame: Frame, lower: Lower, scope
     """Parameters as inputs over one frame; plain ones with a default are that constant."""
     for p in params:
         value: Term | Bad
-        level = lower.level(p.level) if p.level else "batch"
+        level = "batch" if p.level is None else "token" if p.level.name == ANY else lower.level(p.level)
         if p.level is None and p.default is not None:
             value = lower.constant(p.default, scope)
         elif level is None:
             value = BAD
         else:
             value = input_(p.name.name, level, lower.spaces.of(frame, level), p.span)
-        lower.bind(p.name, const(value.value, p.span) if isinstance(value, Term) and value.constant else
+        lower.bind(p.name, const(value.value, p.span, value.unit) if isinstance(value, Term) and value.constant else
                    cast(Term, value), scope)
     return scope

@@ -6,6 +6,7 @@ no calls left but those of models, which `calls` (given by the flow) takes over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -14,13 +15,17 @@ from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.semantics.arguments import accept, bind
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
-from rldsl.semantics.levels import Spaces, depth
+from rldsl.semantics.levels import ANY, Spaces, depth
+from rldsl.semantics.modules import homes
 from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, UNARY_CALLS, Operators
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, LossUse, Meaning, MeshValue, ModelRef,
-                                    Module, Pairs, PyRef, Several, describe)
+                                    Module, Pairs, PyRef, Several, StateRef, describe)
 from rldsl.source import Span
 from rldsl.syntax import ast
+
+
+MOST_RANKS = 4_194_304  # of a cluster: beyond it a range is a slip
 
 
 @dataclass(slots=True)
@@ -61,7 +66,11 @@ class Lower:
 
     def eval(self, expr: ast.Expr, scope: Scope) -> Meaning:
         match expr:
-            case ast.Number(value=value) | ast.String(value=value) | ast.Bool(value=value):
+            case ast.Number(value=value) if value == math.inf:
+                return self.errors.add("RL0214", "this number is too large", expr.span)
+            case ast.Number(value=value, unit=unit):
+                return const(value, expr.span, unit)
+            case ast.String(value=value) | ast.Bool(value=value):
                 return const(value, expr.span)
             case ast.ListOf(items=items):
                 values = [self.constant(i, scope) for i in items]
@@ -89,6 +98,8 @@ class Lower:
         if isinstance(value, (Term, Bad)):
             return value
         help_ = "take one of its values, for instance `.logprobs`" if isinstance(value, FrameRef) else ""
+        if isinstance(value, StateRef):
+            help_ = "it has a value in the flow alone: pass that as an argument"
         return self.errors.add("RL0203", f"expected a value, found {describe(value)}", expr.span, help=help_)
 
     def constant(self, expr: ast.Expr, scope: Scope) -> Term | Bad:
@@ -103,12 +114,20 @@ class Lower:
         if found is None:
             found = self.prelude.names.get(expr.name)
         if found is not None:
-            # a leaf is underlined where it is used, arithmetic where it is written
-            return replace(found, span=expr.span) if isinstance(found, Term) and not found.args else found
-        known = scope.known() | set(self.prelude.names) | NAMES
+            if isinstance(found, Term):  # a leaf is computed nowhere else
+                found = replace(found, used=expr.span) if found.args else replace(found, span=expr.span)
+            return found
         label = "built-in functions are called: put arguments after it" if expr.name in NAMES else "not bound here"
-        return self.errors.add("RL0101", f"unknown name `{expr.name}`", expr.span, label,
-                               help=suggest(expr.name, known - {expr.name}))
+        return self.errors.unknown(scope.module.name, expr.name, expr.span, label,
+                                   lambda: self.advice(expr.name, scope))
+
+    def advice(self, name: str, scope: Scope) -> str:
+        """What may have been meant by an unknown name."""
+        there = homes(name)
+        if there:
+            return f"it is in the library: `use std.{there[0]} ({name})`"
+        own = scope.known() - {name}
+        return suggest(name, own | set(self.prelude.names) | NAMES - {name}, own)
 
     def attribute(self, expr: ast.Attribute, scope: Scope) -> Meaning:
         owner, what = self.eval(expr.value, scope), expr.name.name
@@ -180,9 +199,9 @@ class Lower:
             if len(numbers) < 2:
                 return BAD
             a, b = numbers
-            if not (type(a) is int and type(b) is int and 0 <= a < b):
+            if not (type(a) is int and type(b) is int and 0 <= a < b <= MOST_RANKS):
                 return self.errors.add("RL0205", "an empty or impossible range", arg.value.span,
-                                       help="`a:b` holds a, a+1, ..., b-1 and needs 0 <= a < b")
+                                       help=f"`a:b` holds a, a+1, ..., b-1 and needs 0 <= a < b <= {MOST_RANKS:_}")
             pairs.append((a, b))
         if len(pairs) not in (1, 2):
             return self.errors.add("RL0204", f"`mesh` takes one or two ranges, not {len(pairs)}", expr.span)
@@ -198,24 +217,34 @@ class Lower:
                 unbiased = self.constant(arg.value, scope)
             else:
                 return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
-        least, most = {"clip": (3, 3), "where": (3, 3), "discount": (2, 2), "at_end": (1, 2), "min": (1, 2),
+        least, most = {"clip": (3, 3), "where": (3, 3), "discount": (2, 2), "over": (2, 2), "quantile": (2, 2), "choice": (2, 99), "at_end": (1, 2), "min": (1, 2),
                        "max": (1, 2)}.get(name, (1, 1))
         if not least <= len(args) <= most:
             wanted = str(least) if least == most else f"{least} or {most}"
             return self.errors.add("RL0204", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
-                                   f"not {len(args)}", expr.span)
+                                   f"not {len(args)}", expr.func.span)
         if any(isinstance(a, Bad) for a in (*args, unbiased)):
             return BAD
         reducing = name in REDUCERS and len(args) == 1
         if expr.by is not None and not reducing:
             return self.errors.add("RL0107", f"`{name}` takes no `by` here", expr.by.span,
                                    help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
-        if name in ("len", "next", "prev", "last", "at_end", "cumsum", "discount"):
+        if name in ("len", "next", "prev", "last", "at_end", "cumsum", "discount", "over"):
             return self.ops.sequence(name, args, expr.span)
+        if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
+            args = [self.ops.sequence("len", [args[0].chosen if isinstance(args[0], Pairs) else args[0]], expr.span)]
         for arg, tree in zip(args, (a for a in expr.args if a.name is None)):
             if not isinstance(arg, Term):
-                return self.errors.add("RL0203", f"`{name}` needs values, found {describe(arg)}", tree.span)
+                return self.errors.add("RL0203", f"`{name}` needs values, found {describe(arg)}", tree.span,
+                                       help="take one of its values, for instance `.logprobs`"
+                                       if isinstance(arg, FrameRef) and arg.kind == "generated" else "")
         terms = cast(tuple[Term, ...], tuple(args))
+        if name == "choice":
+            return self.choice(terms, expr)
+        if name == "quantile":
+            return self.ops.quantile(terms[0], terms[1], expr.span)
+        if name == "uniform":
+            return self.ops.uniform(terms[0], expr.span)
         if reducing:
             to = self.level(expr.by) if expr.by else "batch"
             flag = unbiased.value if isinstance(unbiased, Term) else True
@@ -225,6 +254,19 @@ class Lower:
             return BAD if isinstance(low, Bad) else self.ops.apply("min", (low, terms[2]), expr.span)
         assert name in UNARY_CALLS or name in ("where", "min", "max")
         return self.ops.apply(name, terms, expr.span)
+
+    def choice(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
+        """choice(word, "a", "b"): the word, which must be one of the others; known at compile time."""
+        wrong = next((t for t in terms if not (t.constant and t.dtype == "text")), None)
+        if wrong is not None:
+            return self.errors.add("RL0211", "`choice` needs texts that are known at compile time", wrong.span,
+                                   f"this is {describe(wrong)}")
+        words = [str(t.value) for t in terms[1:]]
+        if terms[0].value in words:
+            return terms[0]
+        near = suggest(str(terms[0].value), words)
+        return self.errors.add("RL0205", f'"{terms[0].value}" is none of the words allowed here', terms[0].span,
+                               help=near if near.startswith("did") else f"one of: {', '.join(words)}")
 
     def level(self, ident: ast.Ident) -> Level | None:
         if ident.name in LEVELS:
@@ -246,7 +288,8 @@ class Lower:
                                        tree.span, help="pass the generated batch and its prompts")
         frames = [a.frame for a in args if isinstance(a, FrameRef)]
         for other, tree in zip(frames[1:], expr.args[1:]):
-            if other.prompts != frames[0].prompts:
+            if other.prompts != frames[0].prompts and not self.spaces.selected("prompt", frames[0].prompts,
+                                                                              other.prompts):
                 return self.errors.add("RL0202", f"`{other.id}` is not where `{frames[0].id}` comes from", tree.span)
         space = self.spaces.of(frames[0], ref.returns)
         return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
@@ -284,8 +327,8 @@ class Lower:
             return BAD
         inner = Scope(ref.module, names=dict(values))
         self.active.append(decl)
-        self.errors.trail.append(expr.span)
-        result, _ = self.body(decl.body, inner, decl.name.span, "fn")
+        self.errors.trail.append(expr.func.span)
+        result, _, _ = self.body(decl.body, inner, decl.name.span, "fn")
         self.errors.trail.pop()
         self.active.pop()
         if result is None:
@@ -302,6 +345,8 @@ class Lower:
                             decl.name.span)
             return False
         for value, ident in zip(result, decl.returns):
+            if ident.name == ANY:
+                continue
             level = self.level(ident)
             if level is not None and depth(value.level) > depth(level):
                 self.errors.add("RL0201", f"`{name}` declares {level} and returns {describe(value)}", ident.span,
@@ -313,12 +358,14 @@ class Lower:
         bound = self.arguments(ref.decl, ref.decl.data, ref.module, expr, scope)
         if isinstance(bound, Bad) or ref.decl.name.name in ref.module.broken:
             return BAD
-        return LossUse(ref, bound[0], bound[1], expr.span)
+        return LossUse(ref, bound[0], bound[1], expr.func.span)
 
     def body(self, statements: tuple[ast.Statement, ...], scope: Scope, span: Span,
-             kind: str) -> tuple[tuple[Term, ...] | None, list[tuple[ast.Ident, Term]]]:
-        """Statements of a fn or loss: the returned values (None after an error) and the metrics."""
+             kind: str) -> tuple[tuple[Term, ...] | None, list[tuple[ast.Ident, Term]], list[Term]]:
+        """Statements of a fn or loss: the returned values (None after an error), the metrics, and the conditions of
+        `stop when`."""
         metrics: list[tuple[ast.Ident, Term]] = []
+        stops: list[Term] = []
         result: tuple[Term, ...] | None = None
         returned = False
         for s in statements:
@@ -331,6 +378,10 @@ class Lower:
                     term = self.term(value, scope)
                     if isinstance(term, Term):
                         metrics.append((name, term))
+                case ast.Stop(condition=condition) if kind == "loss":
+                    term = self.term(condition, scope)
+                    if isinstance(term, Term):
+                        stops.append(term)
                 case ast.Return(values=values):
                     returned = True
                     many = [self.eval(v, scope) for v in values]
@@ -345,7 +396,7 @@ class Lower:
                                     help="model calls, metrics of data, `save` and blocks stand in the flow")
         if not returned:
             self.errors.add("RL0212", f"this {kind} returns nothing", span, help="end it with `return ...`")
-        return result, metrics
+        return result, metrics, stops
 
     def assign(self, s: ast.Assign, value: Meaning, scope: Scope) -> tuple[Meaning, ...]:
         """Bind the targets in this block; returns their values."""
@@ -361,7 +412,7 @@ class Lower:
 
     def bind(self, ident: ast.Ident, value: Meaning, scope: Scope) -> None:
         if ident.name in scope.names:
-            self.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span, "bound before",
+            self.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span, "the second time",
                             help="a name has one value; choose another name")
             return
         scope.names[ident.name] = value

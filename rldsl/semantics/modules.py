@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast as python
 import os
+import re
 from collections.abc import Callable
 from hashlib import sha256
 from importlib import resources
 from typing import cast
 
-from rldsl.diag import Failure
+from rldsl.diag import Failure, Label
 from rldsl.plan.expr import LEVELS, Level
 from rldsl.plan.model import Function
 from rldsl.semantics.errors import BAD, Errors, suggest
@@ -21,6 +22,7 @@ from rldsl.semantics.operators import NAMES
 from rldsl.semantics.values import FnRef, LossRef, Meaning, Module, PyRef
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
+from rldsl.syntax.slips import slips
 
 Parse = Callable[[SourceFile], ast.File]
 Read = Callable[[str], str]
@@ -40,6 +42,12 @@ def beside(importer: str, path: str) -> str:
 def library() -> list[str]:
     """The modules of the standard library."""
     return sorted(p.name[:-4] for p in resources.files(LIBRARY).iterdir() if p.name.endswith(".rlf"))
+
+
+def homes(name: str) -> list[str]:
+    """The modules of the standard library that declare the function or loss `name`."""
+    texts = {m: (resources.files(LIBRARY) / f"{m}.rlf").read_text("utf-8") for m in library()}
+    return [m for m, text in texts.items() if re.search(rf"^(fn|loss) {re.escape(name)}\b", text, re.MULTILINE)]
 
 
 class Modules:
@@ -66,7 +74,8 @@ class Modules:
         key = f"std/{module[4:]}.rlf" if standard else beside(importer, module)
         if key in self._open:
             circle = " -> ".join([*self._open[self._open.index(key):], key])
-            self.errors.add("RL0105", "modules import each other in a circle", span, circle)
+            self.errors.add("RL0105", "modules import each other in a circle", span, circle,
+                            help="move what both need into a third file")
             return None
         if key in self._loaded:
             return self._loaded[key]
@@ -78,7 +87,7 @@ class Modules:
             if standard:
                 if module[4:] not in library():
                     self.errors.add("RL0103", f"there is no module `{module}`", span,
-                                    help=suggest(module[4:], library()))
+                                    help=suggest(module, [f"std.{m}" for m in library()]))
                     return None
                 text = (resources.files(LIBRARY) / f"{module[4:]}.rlf").read_text("utf-8")
             else:
@@ -90,6 +99,7 @@ class Modules:
         self._loaded[key] = None
         try:
             file = self.parse(SourceFile(key, text))
+            self.errors.found += slips(file)
         except Failure as failure:
             self.errors.take(failure)
             return None
@@ -125,23 +135,27 @@ class Modules:
             self.errors.add("RL0111", f"`{name}` is built in", ident.span, help="choose another name")
             module.names[name] = BAD  # its uses stay silent
         elif name in module.names:
-            self.errors.add("RL0102", f"`{name}` is bound twice", ident.span,
-                            help=f"the first is at {module.bound_at[name]}")
+            first = module.bound_at.get(name)
+            self.errors.add("RL0102", f"`{name}` is bound twice", ident.span, "the second time",
+                            labels=(Label(first, "the first time"),) if first else (), help="choose another name")
         else:
             module.names[name] = value
             module.bound_at[name] = ident.span
 
     def _use(self, module: Module, use: ast.Use) -> None:
-        other = self._module(use.module, module.name, use.span)
+        other = self._module(use.module, module.name, _path(use.span))
         for ident in use.names:
             if other is None:
                 self.bind(module, ident, BAD)
             elif ident.name in other.names:
                 self.bind(module, ident, other.names[ident.name])
             else:
-                self.errors.add("RL0104", f"`{use.module}` has no `{ident.name}`", ident.span,
-                                help=suggest(ident.name, other.names))
+                advice = suggest(ident.name, other.names)
+                self.errors.add("RL0104", f"`{use.module}` has no `{ident.name}`", ident.span, help=advice)
                 self.bind(module, ident, BAD)
+                meant = getattr(advice, "word", "")  # what the rest of the program then uses
+                if meant and meant not in module.names and meant not in [n.name for n in use.names]:
+                    module.names[meant] = other.names[meant]
 
     def _use_py(self, module: Module, use: ast.UsePy) -> None:
         path = beside(module.name, use.path)
@@ -151,11 +165,11 @@ class Modules:
             digest = sha256(text.encode()).hexdigest()
             tree = python.parse(text)
         except (OSError, UnicodeDecodeError) as error:
-            self.errors.add("RL0110", f"cannot read the Python file `{path}`", use.span, _reason(error),
+            self.errors.add("RL0110", f"cannot read the Python file `{path}`", _path(use.span), _reason(error),
                             help="paths are relative to the .rlf file")
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
-            self.errors.add("RL0110", f"`{path}` is not valid Python", use.span,
+            self.errors.add("RL0110", f"`{path}` is not valid Python", _path(use.span),
                             f"line {line}: {getattr(error, 'msg', error)}" if line else str(error))
         defined = {n.name for n in tree.body if isinstance(n, python.FunctionDef)} if tree else set()
         for fn in use.functions:
@@ -175,6 +189,12 @@ class Modules:
                     key = f"{path}:{key}"
                 self.functions[key] = Function(key, path, fn.name.name, digest, cast(Level, level))
                 self.bind(module, fn.name, PyRef(key, tuple(p.name for p in fn.params), cast(Level, level)))
+
+
+def _path(use: Span) -> Span:
+    """The module's name or path in a `use`."""
+    found = re.match(r"use\s+(?:py\s+)?(\S+|\"[^\"]*\")", use.text)
+    return Span(use.file, use.start + found.start(1), use.start + found.end(1)) if found else use
 
 
 def _reason(error: Exception) -> str:

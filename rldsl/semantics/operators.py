@@ -5,9 +5,12 @@ In: typed arguments. Out: a Term made of exactly the operators of plan/expr.py, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rldsl.diag import Label
 from rldsl.plan.expr import Level
 from rldsl.plan.model import Frame
+from rldsl.semantics import units
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import Spaces, depth
 from rldsl.semantics.terms import Term, const, fold
@@ -16,19 +19,26 @@ from rldsl.source import Span
 
 INFIX = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
          "==": "eq", "!=": "ne", "and": "and", "or": "or"}
-UNARY_CALLS = ("exp", "log", "sqrt", "abs", "sigmoid", "logsigmoid", "stop_gradient")
+UNARY_CALLS = ("exp", "log", "expm1", "log1p", "sqrt", "abs", "sigmoid", "logsigmoid", "stop_gradient")
 REDUCERS = ("sum", "mean", "std", "var", "count", "min", "max")
 NAMES = frozenset({*UNARY_CALLS, *REDUCERS, "clip", "where", "next", "prev", "last", "at_end", "cumsum", "discount",
-                   "len"})
+                   "len", "over", "choice", "quantile", "uniform"})
 BOOLEAN = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"})
 
 
+Narrow = Callable[[Term, str], Term]  # a value, and the space of a selection: the value of the selected rows
+
+
 class Operators:
-    """Builds terms over the frames of `spaces`."""
+    """Builds terms over the frames of `spaces`. narrow: given by the flow, where selections are made. in_loss: whether
+    what is built belongs to a loss, which sees one minibatch."""
 
     def __init__(self, spaces: Spaces, errors: Errors):
         self.spaces = spaces
         self.errors = errors
+        self.narrow: Narrow | None = None
+        self.in_loss = False
+        self.draws = 0  # calls of `uniform` so far
 
     # ------------------------------------------------------------------------------------------ elementwise
 
@@ -36,32 +46,61 @@ class Operators:
         """An elementwise operator, with broadcasting and folding."""
         if not self._types(op, args, span):
             return BAD
+        clash = units.clash(op, args)
+        if clash is not None:
+            return units.report(clash, span, self.errors)
+        unit = units.result(op, args)
         if all(a.constant for a in args):
             try:
-                return const(fold(op, args), span)
+                return const(fold(op, args), span, unit)
             except (ArithmeticError, ValueError) as error:
                 return self.errors.add("RL0214", "this constant has no value", span, str(error))
         met = self.spaces.join(args)
-        if isinstance(met[0], Term):
-            return self._mixed(met, span)  # type: ignore[arg-type]
+        while isinstance(met[0], Term):
+            fewer = self._narrowed(args, *met)  # type: ignore[arg-type]
+            if fewer is None:
+                return self._mixed(met, span)  # type: ignore[arg-type]
+            args = fewer
+            met = self.spaces.join(args)
         level, space = met
         if op == "where" and args[0].constant:
             chosen = args[1] if args[0].value else args[2]
             if (chosen.level, chosen.space) == (level, space):
                 return chosen
         dtype = "bool" if op in BOOLEAN else args[-1].dtype if op in ("where", "stop_gradient") else "f32"
-        return Term(op, args, level, str(space), dtype, span)
+        return Term(op, args, level, str(space), dtype, span, unit=unit)
+
+    def _narrowed(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
+        """`args` with one of a and b cut down to the selection that the other ranges over; None where neither is one."""
+        meeting = self.spaces.coarser(a.level, a.space, b.level)
+        if self.spaces.selected(b.level, meeting, b.space):
+            old, new = b, self.to_space(b, meeting)
+        else:
+            chosen = next((f for f in self.spaces.frames.values() if f.of and self.spaces.of(f, b.level) == b.space
+                           and self.spaces.selected(a.level, self.spaces.of(f, a.level), a.space)), None)
+            if chosen is None:
+                return None
+            old, new = a, self.to_space(a, self.spaces.of(chosen, a.level))
+        return None if new is None else tuple(new if t is old else t for t in args)
+
+    def to_space(self, x: Term, space: str) -> Term | None:
+        """x itself, or its values for the rows of the selection `space`; None where it does not range over them."""
+        if x.level == "batch" or x.space == space:
+            return x
+        if self.narrow is None or not self.spaces.selected(x.level, space, x.space):
+            return None
+        return self.narrow(x, space)
 
     def _types(self, op: str, args: tuple[Term, ...], span: Span) -> bool:
         for arg in args:
             if arg.dtype == "text" and not (op in ("add", "eq", "ne") and all(a.dtype == "text" for a in args)):
-                self.errors.add("RL0203", "arithmetic on a text", arg.span, "this is a text")
+                self.errors.add("RL0203", "arithmetic on a text", arg.at, "this is a text")
                 return False
         kinds = [a.dtype == "bool" for a in args]
         if op in ("and", "or", "not") and not all(kinds) or op == "where" and not kinds[0]:
             wrong = args[kinds.index(False)]
             word = "where" if op == "where" else op
-            self.errors.add("RL0203", f"`{word}` needs a condition", wrong.span, "this is a number",
+            self.errors.add("RL0203", f"`{word}` needs a condition", wrong.at, "this is a number",
                             help="compare it with something, for instance `x > 0`")
             return False
         if op == "where" and kinds[1] != kinds[2]:
@@ -78,8 +117,8 @@ class Operators:
         return self.errors.add(
             "RL0202", f"values of {self.spaces.shown(a)} and {self.spaces.shown(b)} cannot be combined", span,
             "these range over different frames",
-            labels=(Label(a.span, f"{a.level} value of {self.spaces.shown(a)}"),
-                    Label(b.span, f"{b.level} value of {self.spaces.shown(b)}")),
+            labels=(Label(a.at, f"{a.level} value of {self.spaces.shown(a)}"),
+                    Label(b.at, f"{b.level} value of {self.spaces.shown(b)}")),
             help="reduce both to a level that they share, for instance with `sum(x by seq)` or `mean(x)`")
 
     # ------------------------------------------------------------------------------------------- reductions
@@ -88,14 +127,15 @@ class Operators:
         """`name(x by to)`. Standard deviation and variance become sums: sum((x-mean)^2) / max(count-1, 1)."""
         if depth(to) >= depth(x.level):
             what = "a constant" if x.constant else f"a {x.level} value"
-            return self.errors.add("RL0208", f"`{name}` by {to} of {what}", x.span,
+            return self.errors.add("RL0208", f"{what} has no `{name}` by {to}", x.at,
                                    f"nothing is finer than {to} here", help="a reduction goes from a finer level to "
                                    "a coarser one: batch < prompt < seq < token")
         if name in ("std", "var"):
             return self._variance(name, x, to, span, unbiased)
         op = {"min": "amin", "max": "amax"}.get(name, name)
         space = self.spaces.coarser(x.level, x.space, to)
-        return Term(op, (x,), to, space, "f32", span, (("to", to),))
+        unit = units.reduced(name, x.unit, self.spaces.counted(x), to == "batch", self.in_loss)
+        return Term(op, (x,), to, space, "f32", span, (("to", to),), unit=unit)
 
     def _variance(self, name: str, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
         def go(op: str, *args: Term | Bad) -> Term | Bad:
@@ -112,6 +152,27 @@ class Operators:
         var = go("div", total, number)
         return go("sqrt", var) if name == "std" else var
 
+    def quantile(self, x: Term, share: Term, span: Span) -> Term | Bad:
+        """The number below which `share` of the elements of x lie."""
+        if x.level == "batch":
+            return self.errors.add("RL0208", "one number has no quantile", x.at, f"this is {describe(x)}",
+                                   labels=x.origin, help="it is taken over the elements of a finer value")
+        if share.level != "batch":
+            return self.errors.add("RL0201", "the share of `quantile` must be one number", share.at,
+                                   f"this is {describe(share)}")
+        if share.constant and not 0 <= float(share.value) <= 1:
+            return self.errors.add("RL0205", "the share of `quantile` is between 0 and 1", share.at)
+        return Term("quantile", (x, share), "batch", "", "f32", span, (("to", "batch"),), unit=x.unit)
+
+    def uniform(self, x: Term, span: Span) -> Term | Bad:
+        """A random number for each element of x; each call of the program has its own."""
+        if x.level == "batch":
+            return self.errors.add("RL0201", "`uniform` needs a value of rows", x.at, f"this is {describe(x)}",
+                                   help="it gives each prompt, sequence or token of its argument a random number")
+        self.draws += 1
+        frame = (("frame", x.space),) if x.level == "token" else ()
+        return Term("uniform", (), x.level, x.space, "f32", span, (("call", self.draws), *frame))
+
     # -------------------------------------------------------------------------------------------- sequences
 
     def sequence(self, name: str, args: list[Meaning], span: Span) -> Term | Bad:
@@ -119,30 +180,34 @@ class Operators:
             ref = args[0]
             if not isinstance(ref, FrameRef):
                 return self._kind("len", "sequences, such as a generated batch", ref, span)
-            return Term("len", (), "seq", ref.frame.rows, "f32", span, (("frame", ref.frame.id),))
+            return Term("len", (), "seq", ref.frame.rows, "f32", span, (("frame", ref.frame.id),), unit="tokens")
         x = args[0]
         if not isinstance(x, Term):
             return self._kind(name, "a value", x, span)
         if name == "at_end":
             return self._at_end(x, args[1:], span)
+        if name == "over":
+            return self._over(x, args[1], span)
         if x.level != "token":
-            return self.errors.add("RL0201", f"`{name}` needs a token value", x.span, f"this is {describe(x)}",
-                                   help="`at_end(x)` puts a seq value at the last token" if x.level == "seq" else "")
+            return self.errors.add("RL0201", f"`{name}` needs a token value", x.at, f"this is {describe(x)}",
+                                   labels=x.origin, help="`at_end(x)` puts a seq value at the last token"
+                                   if x.level == "seq" else "")
         if name == "discount":
             g = args[1]
             if not isinstance(g, Term):
                 return self._kind("discount", "a number as its second argument", g, span)
             if g.level != "batch":
-                return self.errors.add("RL0201", "the factor of `discount` must be one number", g.span,
+                return self.errors.add("RL0201", "the factor of `discount` must be one number", g.at,
                                        f"this is {describe(g)}")
             return Term("discount", (x, g), "token", x.space, "f32", span)
         if name == "last":
-            return Term("last", (x,), "seq", self.spaces.coarser("token", x.space, "seq"), x.dtype, span)
-        return Term(name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span)
+            return Term("last", (x,), "seq", self.spaces.coarser("token", x.space, "seq"), x.dtype, span, unit=x.unit)
+        return Term(name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span, unit=x.unit)
 
     def _at_end(self, x: Term, rest: list[Meaning], span: Span) -> Term | Bad:
         if x.level != "seq":
-            return self.errors.add("RL0201", "`at_end` needs a seq value", x.span, f"this is {describe(x)}")
+            return self.errors.add("RL0201", "`at_end` needs a seq value", x.at, f"this is {describe(x)}",
+                                   labels=x.origin)
         frames = self.spaces.over("seq", x.space)
         if rest:
             if not isinstance(rest[0], FrameRef):
@@ -152,7 +217,19 @@ class Operators:
             names = ", ".join(f"`{f.id}`" for f in self.spaces.over("seq", x.space))
             return self.errors.add("RL0202", f"`at_end` cannot tell which sequences are meant: {names}", span,
                                    help="name them: `at_end(x, pair.chosen)`")
-        return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),))
+        return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
+
+    def _over(self, x: Term, ref: Meaning, span: Span) -> Term | Bad:
+        """The values of x for the rows of a selection."""
+        if not isinstance(ref, FrameRef):
+            return self._kind("over", "sequences as its second argument", ref, span)
+        here = self.to_space(x, self.spaces.of(ref.frame, x.level))
+        if here is None or x.level == "batch":
+            return self.errors.add("RL0202", f"this {x.level} value does not range over `{ref.frame.id}`", x.at,
+                                   f"it ranges over {self.spaces.shown(x)}",
+                                   help=f"`over(x, {ref.frame.id})` takes a value of what `{ref.frame.id}` was selected "
+                                   "from")
+        return here
 
     def _kind(self, name: str, wanted: str, got: Meaning, span: Span) -> Bad:
         if isinstance(got, Bad):
@@ -167,7 +244,7 @@ class Operators:
         if x.dtype == "bool":
             never = Term("lt", (zero, const(0.0, x.span)), zero.level, zero.space, "bool", x.span)
             return Term("or", (x, never), zero.level, zero.space, "bool", x.span)
-        return Term("add", (x, zero), zero.level, zero.space, "f32", x.span)
+        return Term("add", (x, zero), zero.level, zero.space, "f32", x.span, unit=x.unit)
 
     def _zeros(self, level: Level, frame: Frame, span: Span) -> Term:
         length = Term("len", (), "seq", frame.rows, "f32", span, (("frame", frame.id),))

@@ -9,6 +9,8 @@ from typing import Literal
 from rldsl.plan.expr import Scalar
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.terms import Term
+from rldsl.semantics.units import differ
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -31,6 +33,7 @@ class Opt:
     below: bool = False
     choices: tuple[str, ...] = ()
     needed: bool = False
+    unit: str = ""  # what it counts; "rows": prompts, sequences or pairs, for the caller to judge
 
     def range(self) -> str:
         parts = []
@@ -51,18 +54,20 @@ ADAMW = {
 MODEL = {"dtype": Opt("text", "float32", choices=("float32", "bfloat16"))}
 COLUMNS = ("prompt", "answer", "chosen", "rejected")
 DATA = {
-    "batch": Opt("int", low=1, needed=True), "max_prompt_tokens": Opt("int", 512, 1),
-    "max_answer_tokens": Opt("int", 512, 1), "shuffle": Opt("bool", True),
+    "batch": Opt("int", low=1, needed=True, unit="rows"), "max_prompt_tokens": Opt("int", 512, 1, unit="tokens"),
+    "max_answer_tokens": Opt("int", 512, 1, unit="tokens"), "shuffle": Opt("bool", True),
     "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), **{c: Opt("text", c) for c in COLUMNS},
 }
 GENERATE = {
-    "n": Opt("int", 1, 1), "max_new_tokens": Opt("int", 256, 1), "min_new_tokens": Opt("int", 0, 0),
+    "n": Opt("int", 1, 1, unit="sequences"), "max_new_tokens": Opt("int", 256, 1, unit="tokens"),
+    "min_new_tokens": Opt("int", 0, 0, unit="tokens"),
     "temperature": Opt("float", 1.0, 0, above=True), "top_p": Opt("float", 1.0, 0, 1, above=True),
     "top_k": Opt("int", 0, 0), "greedy": Opt("bool", False), "stop": Opt("texts", ()),
 }
-TRAIN = {"minibatches": Opt("int", 1, 1), "epochs": Opt("int", 1, 1), "shuffle": Opt("bool", True)}
+TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit="rows"), "epochs": Opt("int", 1, 1),
+         "shuffle": Opt("bool", True)}
 FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0)}
-CLUSTER = {"nodes": Opt("int", 1, 1), "gpus": Opt("int", low=1, needed=True),
+CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256, needed=True),
            "memory_gb": Opt("float", 80.0, 0, above=True)}
 
 
@@ -74,8 +79,15 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
     bad = False
     for ident, expr in given:
         name = ident.name
+        if not name:
+            lower.errors.add("RL0204", f"{what} takes its options by name", ident.span,
+                             help=f"write `option=value`; options: {', '.join(table)}")
+            bad = True
+            continue
         if name not in table:
-            lower.errors.add("RL0107", f"{what} has no option `{name}`", ident.span, help=suggest(name, table))
+            advice = suggest(name, table)
+            lower.errors.add("RL0107", f"{what} has no option `{name}`", ident.span, help=advice)
+            seen.add(getattr(advice, "word", ""))  # then it is not missing, but misspelt
             bad = True
             continue
         if name in seen:
@@ -87,12 +99,38 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
             continue
         value = lower.scalar(expr, scope)
         checked = BAD if isinstance(value, Bad) else check(name, option, value, expr.span, lower)
+        if not isinstance(checked, Bad) and option.unit != "rows":
+            checked = counts(name, option.unit, unit_of(expr, lower, scope), expr.span, lower) or checked
         bad |= isinstance(checked, Bad)
         out[name] = None if isinstance(checked, Bad) else checked
     missing = [k for k, o in table.items() if o.needed and k not in seen]
     if missing:
         lower.errors.add("RL0215", f"{what} needs `{'`, `'.join(missing)}`", span, help=f"write `{missing[0]}=...`")
     return BAD if bad or missing else out
+
+
+def unit_of(expr: ast.Expr, lower: Lower, scope: Scope) -> str:
+    """The unit of a sound constant expression."""
+    terms = [lower.eval(e, scope) for e in (expr.items if isinstance(expr, ast.ListOf) else (expr,))]
+    return next((t.unit for t in terms if isinstance(t, Term) and t.unit), "")
+
+
+def given_unit(name: str, given: list[tuple[ast.Ident, ast.Expr]], lower: Lower,
+               scope: Scope) -> tuple[str, Span] | None:
+    """The unit with which the option `name` was given, and where; None where it has none."""
+    found = [(unit_of(e, lower, scope), e.span) for i, e in given if i.name == name]
+    return found[0] if found and found[0][0] else None
+
+
+def counts(name: str, unit: str, given: str, span: Span, lower: Lower) -> Bad | None:
+    """RL0218 where an option that counts `unit` ("": a plain number) is given in another. None where it fits."""
+    if not differ(given, unit) and not (given and not unit):
+        return None
+    title = f"`{name}` counts {unit}, not {given}" if unit else f"`{name}` is a plain number, not a count of {given}"
+    help_ = f"write it in {unit}, or without a unit" if unit else "remove the unit"
+    if name == "minibatches":
+        help_ = f"it is how many minibatches there are; for their size write `minibatch={span.text}`"
+    return lower.errors.add("RL0218", title, span, f"this is in {given}", help=help_)
 
 
 def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span, lower: Lower) -> Value | Bad:

@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rldsl.diag import Label
 from rldsl.plan.expr import Level, Node, Program, Scalar
 from rldsl.source import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
-    """One value. op, attrs, level, space: as plan.expr.Node. dtype: "f32", "bool", or "text" (constants only)."""
+    """One value. op, attrs, level, space: as plan.expr.Node. dtype: "f32", "bool", or "text" (constants only). span:
+    where it is computed; used: the name that stands for it, where it does."""
 
     op: str
     args: tuple["Term", ...]
@@ -25,6 +27,18 @@ class Term:
     dtype: str
     span: Span
     attrs: tuple[tuple[str, Scalar], ...] = ()
+    used: Span | None = None
+    unit: str = ""  # what it counts, as in semantics/units.py
+
+    @property
+    def at(self) -> Span:
+        """What a message about this value underlines."""
+        return self.used or self.span
+
+    @property
+    def origin(self) -> tuple[Label, ...]:
+        """The second place of such a message: where a name got the value."""
+        return (Label(self.span, "computed here"),) if self.used else ()
 
     @property
     def constant(self) -> bool:
@@ -41,27 +55,35 @@ class Term:
         return str(dict(self.attrs)["name"])
 
 
-def const(value: Scalar, span: Span) -> Term:
+def const(value: Scalar, span: Span, unit: str = "") -> Term:
     dtype = "bool" if isinstance(value, bool) else "text" if isinstance(value, str) else "f32"
-    return Term("const", (), "batch", "", dtype, span, (("value", value),))
+    return Term("const", (), "batch", "", dtype, span, (("value", value),), unit=unit)
 
 
-def input_(name: str, level: Level, space: str, span: Span, dtype: str = "f32") -> Term:
-    return Term("input", (), level, space, dtype, span, (("name", name),))
+def input_(name: str, level: Level, space: str, span: Span, dtype: str = "f32", unit: str = "") -> Term:
+    return Term("input", (), level, space, dtype, span, (("name", name),), unit=unit)
 
 
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
+def _power(a: float, b: float) -> Scalar:
+    """Whole numbers of a million digits are never meant, and take minutes."""
+    if abs(a) > 1 and b * math.log(abs(a)) > LARGEST:
+        raise OverflowError("the result is too large")
+    return a**b
+
+
+LARGEST = 700.0  # the logarithm of the largest number, about that of floats
 # How operators act on constants; the elementwise operators of plan.expr.
 FOLD: dict[str, Callable[..., Scalar]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
-    "neg": lambda a: -a, "pow": lambda a, b: a**b,
+    "neg": lambda a: -a, "pow": _power,
     "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
     "and": lambda a, b: a and b, "or": lambda a, b: a or b, "not": lambda a: not a,
-    "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "abs": abs, "min": min, "max": max,
+    "exp": math.exp, "log": math.log, "expm1": math.expm1, "log1p": math.log1p, "sqrt": math.sqrt, "abs": abs, "min": min, "max": max,
     "sigmoid": _sigmoid, "logsigmoid": lambda a: min(a, 0.0) - math.log1p(math.exp(-abs(a))),
     "where": lambda c, a, b: a if c else b, "stop_gradient": lambda a: a,
 }
@@ -70,7 +92,8 @@ FOLD: dict[str, Callable[..., Scalar]] = {
 def fold(op: str, args: Sequence[Term]) -> Scalar:
     """The result on constants. ArithmeticError or ValueError where there is none."""
     result = FOLD[op](*(a.value for a in args))
-    if isinstance(result, complex) or (isinstance(result, float) and not math.isfinite(result)):
+    if isinstance(result, complex) or (isinstance(result, float) and not math.isfinite(result)) or (
+            isinstance(result, int) and result.bit_length() > 1000):
         raise ValueError("no finite real result")
     return result
 

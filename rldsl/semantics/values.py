@@ -47,6 +47,13 @@ class DataRef:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRef:
+    """A `state` outside the flow, where it has no value."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Several:
     """Results of a function that returns more than one."""
 
@@ -101,7 +108,7 @@ class Module:
     broken: set[str] = field(default_factory=set)
 
 
-Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | Several | MeshValue | FnRef | LossRef | LossUse
+Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | StateRef | Several | MeshValue | FnRef | LossRef | LossUse
            | PyRef | Bad)
 
 
@@ -122,6 +129,8 @@ def describe(value: Meaning) -> str:
             return f"the model `{name}`"
         case DataRef(name=name):
             return f"the data `{name}`"
+        case StateRef(name=name):
+            return f"the state `{name}`"
         case Several(values=values):
             return f"{len(values)} values"
         case MeshValue():

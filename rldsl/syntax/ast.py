@@ -24,9 +24,10 @@ class Ident(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number(Tree):
-    """value: int or float as written (1_000, 1e-6, 4k, 2M)."""
+    """value: int or float as written (1_000, 1e-6, 4k, 2M). unit: "prompts", "sequences", "pairs", "tokens" or ""."""
 
     value: int | float
+    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +125,11 @@ class Clause(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assign(Tree):
-    """targets = value [on ...]"""
+    """targets = value [where condition] [on ...]"""
 
     targets: tuple[Ident, ...]
     value: Expr
+    where: Expr | None = None
     clause: Clause | None = None
 
 
@@ -176,7 +178,42 @@ class RepeatBlock(Tree):
     body: tuple["Statement", ...]
 
 
-Statement = Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatUntil(Tree):
+    """repeat { ... } until condition max most"""
+
+    body: tuple["Statement", ...]
+    condition: Expr
+    most: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(Tree):
+    """stop when condition     (in a loss: no further optimizer step of this train call)"""
+
+    condition: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync(Tree):
+    """sync target from source [every K]"""
+
+    target: Ident
+    source: Ident
+    period: Expr | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ema(Tree):
+    """ema target from source decay [every K]"""
+
+    target: Ident
+    source: Ident
+    decay: Expr
+    period: Expr | None = None
+
+
+Statement = Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | Stop | Sync | Ema
 
 # ---------------------------------------------------------------------------------------- declarations
 
@@ -215,10 +252,19 @@ class UsePy(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param(Tree):
-    """param name = default"""
+    """param name [: type] [= default]     without a default it must be set"""
 
     name: Ident
-    default: Expr
+    type: Ident | None
+    default: Expr | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State(Tree):
+    """state name = initial"""
+
+    name: Ident
+    initial: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +333,7 @@ class Flow(Tree):
     body: tuple[Statement, ...]
 
 
-Declaration = (Use | UsePy | Param | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl | Place | Flow)
+Declaration = (Use | UsePy | Param | State | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl | Place | Flow)
 
 
 @dataclass(frozen=True, slots=True)

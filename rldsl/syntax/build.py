@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ast as python
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from lark import Token, Transformer, Tree, v_args
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\"}
 _SUFFIX = {"k": 1_000, "M": 1_000_000}
 
 
@@ -20,7 +22,9 @@ def build(tree: Tree, source: SourceFile, docs: dict[int, str]) -> ast.File:
 
 
 def number(text: str) -> int | float:
-    """12, 1_000, 1e-6, 4k, 2M."""
+    """12, 1_000, 1e-6, 4k, 2M; infinity where it is too large for a float."""
+    if len(text) > 300:
+        return math.inf
     scale = _SUFFIX.get(text[-1], 1)
     digits = text.rstrip("kM").replace("_", "")
     value = float(digits) if any(c in digits for c in ".eE") else int(digits)
@@ -73,7 +77,12 @@ class _Builder(Transformer):
     imports = names
 
     def param(self, meta: Any, children: list) -> ast.Param:
-        return ast.Param(span=self._span(meta), name=self._ident(children[0]), default=children[1])
+        name, type_, default = children
+        return ast.Param(span=self._span(meta), name=self._ident(name), type=self._ident(type_) if type_ else None,
+                         default=default)
+
+    def state(self, meta: Any, children: list) -> ast.State:
+        return ast.State(span=self._span(meta), name=self._ident(children[0]), initial=children[1])
 
     def cluster(self, meta: Any, children: list) -> ast.Cluster:
         path = _text(children[0]) if isinstance(children[0], Token) else None
@@ -129,7 +138,8 @@ class _Builder(Transformer):
         return tuple(children)
 
     def assign(self, meta: Any, children: list) -> ast.Assign:
-        return ast.Assign(span=self._span(meta), targets=children[0], value=children[1], clause=children[2])
+        targets, value, where, clause = children
+        return ast.Assign(span=self._span(meta), targets=targets, value=value, where=where, clause=clause)
 
     def do(self, meta: Any, children: list) -> ast.Do:
         return ast.Do(span=self._span(meta), value=children[0], clause=children[1])
@@ -148,6 +158,22 @@ class _Builder(Transformer):
 
     def repeat(self, meta: Any, children: list) -> ast.RepeatBlock:
         return ast.RepeatBlock(span=self._span(meta), times=children[0], body=children[1])
+
+    def repeat_until(self, meta: Any, children: list) -> ast.RepeatUntil:
+        body, condition, most = children
+        return ast.RepeatUntil(span=self._span(meta), body=body, condition=condition, most=most)
+
+    def stop(self, meta: Any, children: list) -> ast.Stop:
+        return ast.Stop(span=self._span(meta), condition=children[0])
+
+    def sync(self, meta: Any, children: list) -> ast.Sync:
+        target, source, period = children
+        return ast.Sync(span=self._span(meta), target=self._ident(target), source=self._ident(source), period=period)
+
+    def ema(self, meta: Any, children: list) -> ast.Ema:
+        target, source, decay, period = children
+        return ast.Ema(span=self._span(meta), target=self._ident(target), source=self._ident(source), decay=decay,
+                       period=period)
 
     def clause(self, meta: Any, children: list) -> ast.Clause:
         mesh = None if isinstance(children[0], ast.Option) else children[0]
@@ -170,8 +196,8 @@ class _Builder(Transformer):
     def negative(self, meta: Any, children: list) -> ast.Unary:
         return ast.Unary(span=self._span(meta), op="-", operand=children[-1])
 
-    def number(self, meta: Any, children: list[Token]) -> ast.Number:
-        return ast.Number(span=self._span(meta), value=number(children[0]))
+    def number(self, meta: Any, children: list) -> ast.Number:
+        return ast.Number(span=self._span(meta), value=number(children[0]), unit=str(children[1] or ""))
 
     def string(self, meta: Any, children: list[Token]) -> ast.String:
         return ast.String(span=self._span(meta), value=_text(children[0]))
@@ -206,5 +232,5 @@ class _Builder(Transformer):
 
 
 def _text(token: Token) -> str:
-    """The value of a string literal, escapes resolved."""
-    return python.literal_eval(str(token))
+    """The value of a string literal. A backslash before another character than those of _ESCAPES is itself."""
+    return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[0]), str(token)[1:-1], flags=re.DOTALL)

@@ -1,21 +1,18 @@
-"""Syntax errors in words of the language. Every code of syntax (RL00xx below 0090) stands in CODES."""
+"""Syntax errors in words of the language (RL0001 to RL0007): what stands here, what was expected, and the mend of the
+slips that people make, as a fix where it is sure.
+"""
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from difflib import get_close_matches
+
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput
 
-from rldsl.diag import Diagnostic
+from rldsl.diag import Diagnostic, Fix, Label
 from rldsl.source import Span
-
-CODES = {
-    "RL0001": "something else was expected here",
-    "RL0002": "a string is not closed",
-    "RL0003": "a character that has no meaning",
-    "RL0004": "a block is not closed",
-    "RL0005": "a bracket is not closed",
-    "RL0006": "a brace that closes nothing",
-    "RL0007": "too deeply nested",
-}
+from rldsl.syntax.recover import visible
 
 # Terminals as a reader would call them. What is not listed is a keyword and is shown as it is written.
 WORDS = {
@@ -26,32 +23,86 @@ WORDS = {
 }
 OPERATORS = {"OR", "AND", "COMPARE", "PLUS", "SLASH", "POWER"}
 VALUE = {"NAME", "NUMBER", "STRING", "LPAR", "LSQB"}  # together: any expression
+DECLARATIONS = ("use", "param", "state", "cluster", "mesh", "data", "model", "fn", "loss", "place", "flow")
+PLACEMENT = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "offload", "backend")
+STATEMENTS = {"METRIC", "SAVE", "EVERY", "REPEAT", "RETURN"}
+
+# What other languages write -> (what to write here, whether that may be put in its place unseen).
+CHARACTERS = {
+    "&": ("and", "&&"), "|": ("or", "||"), "!": ("not ", "!"), "^": ("**", "^"),
+    **{c: ('"', c) for c in "“”„‟«»"},
+}
+FOREIGN = {
+    "def": "a function is written `fn name(x: token) -> token { return ... }`",
+    "if": "to choose between values write `where(condition, a, b)`",
+    "else": "to choose between values write `where(condition, a, b)`",
+    "for": "write `repeat 4 { ... }`; arithmetic ranges over the whole batch by itself",
+    "while": "write `repeat { ... } until condition max 4`",
+    "import": "write `use std.ppo (gae)`, or `use py \"file.py\" (f: gen -> seq)`",
+    "from": "write `use std.ppo (gae)`", "class": "a program has no classes; see docs/language.md",
+    "lambda": "declare it: `fn name(x: token) -> token { return ... }`", "let": "write `name = value`",
+    "var": "write `name = value`", "const": "write `name = value`, or `param name = value`",
+    "function": "a function is written `fn name(x: token) -> token { return ... }`",
+    "print": "to log a number write `metric name = value`",
+}
 
 
 def explain(error: UnexpectedInput, span: Span, text: str) -> Diagnostic:
-    """One diagnostic: what stands here, what was expected, and the mend of common slips."""
+    """One diagnostic for an error at `span` of `text`."""
     if isinstance(error, UnexpectedCharacters):
-        character = text[span.start : span.start + 1]
-        if character == '"':
-            return Diagnostic("RL0002", "string is not closed", span, "opened here", help='end it with `"` on this line')
-        help = 'strings stand in double quotes: `"..."`' if character == "'" else ""
-        return Diagnostic("RL0003", f"`{character}` has no meaning here", span, "not part of the language", help=help)
+        return _character(span, text)
     accepted = set(getattr(error, "accepts", None) or getattr(error, "expected", ()) or ())
     token = getattr(error, "token", None)
-    if token is not None and token.type == "RBRACE" and "RBRACE" not in accepted and not VALUE & accepted:
-        return Diagnostic("RL0006", "`}` closes nothing", span, "no block is open here", help="remove it")
-    found = WORDS.get(token.type, f"`{token}`") if token is not None and token.type in ("_NL", "$END") else f"`{token}`"
-    return Diagnostic("RL0001", f"{found} is not expected here", span, f"expected {expected(accepted)}",
-                      help=_mend(str(token), accepted, text[span.start - 1 : span.start]))
+    kind, word = (token.type, str(token)) if token is not None else ("", "")
+    if kind == "RBRACE" and "RBRACE" not in accepted and not VALUE & accepted and not STATEMENTS & accepted:
+        return Diagnostic("RL0006", "`}` closes nothing", span, "no block is open here", help="remove it",
+                          fix=Fix(((span, ""),)))
+    if accepted == {"EQUAL"} and (two := _two_words(span, text)):
+        return two
+    found = WORDS[kind] if kind in ("_NL", "$END") else f"`{word}`"
+    help_, fix = _mend(word, accepted, span, text)
+    return Diagnostic("RL0001", f"{found} is not expected here", span, f"expected {expected(accepted)}", help=help_,
+                      fix=fix)
 
 
-def unclosed_bracket(span: Span) -> Diagnostic:
+def _two_words(span: Span, text: str) -> Diagnostic | None:
+    """`x = a b`: the grammar takes `b` for an option of a placement, and misses its `=`. Two names in a row are meant
+    by nobody; a word of another language at the head of the line explains them."""
+    line = text[text.rfind("\n", 0, span.start) + 1 : span.start]
+    last = re.search(r"[\w\])\"][ \t]+([A-Za-z_]\w*)[ \t]*$", line)
+    head = re.match(r"[ \t{]*([A-Za-z_]\w*)", line)
+    start = span.start - len(line)
+    if head and head[1] in FOREIGN:
+        return Diagnostic("RL0001", f"`{head[1]}` is not expected here",
+                          Span(span.file, start + head.start(1), start + head.end(1)), "expected a statement",
+                          help=f"the language has no `{head[1]}`: {FOREIGN[head[1]]}")
+    if not last or get_close_matches(last[1], PLACEMENT, n=1, cutoff=0.7):
+        return None
+    return Diagnostic("RL0001", f"`{last[1]}` is not expected here",
+                      Span(span.file, start + last.start(1), start + last.end(1)),
+                      "expected an operator or the end of the line")
+
+
+def unclosed_bracket(span: Span, text: str) -> Diagnostic:
+    """The line of the bracket is whole but for its partner: then that goes to the end of the line."""
     close = {"(": ")", "[": "]"}[span.text]
-    return Diagnostic("RL0005", f"`{span.text}` is not closed", span, "opened here", help=f"add `{close}`")
+    stop = text.find("\n", span.start)
+    line = visible(text)[span.start : stop if stop >= 0 else len(text)].rstrip()
+    sure = line[-1].isalnum() or line[-1] in "_)]\"" or text[span.start + len(line) - 1] == '"'
+    end = Span(span.file, span.start + len(line), span.start + len(line))
+    inside = [c for c in line if c in "()[]{}"]
+    fix = Fix(((end, close),)) if sure and inside.count(span.text) == inside.count(close) + 1 else None
+    return Diagnostic("RL0005", f"`{span.text}` is not closed", span, "opened here", help=f"add `{close}`", fix=fix)
 
 
-def unclosed_block(span: Span) -> Diagnostic:
-    return Diagnostic("RL0004", "block is not closed", span, "opened here; the file ends first", help="add `}`")
+def unclosed_block(span: Span, next_: Span | None, sure: bool) -> Diagnostic:
+    """next_: where the next declaration begins; None at the end of the file. sure: a brace at the end mends it."""
+    end = Span(span.file, len(span.file.text), len(span.file.text))
+    text = span.file.text
+    fix = Fix(((end, "}\n" if text.endswith("\n") else "\n}\n"),)) if sure else None
+    labels = (Label(next_, "this begins inside the block"),) if next_ else ()
+    label = "opened here" if next_ else "opened here; the file ends first"
+    return Diagnostic("RL0004", "block is not closed", span, label, labels, help="add `}`", fix=fix)
 
 
 def too_deep(span: Span) -> Diagnostic:
@@ -60,12 +111,15 @@ def too_deep(span: Span) -> Diagnostic:
 
 def expected(accepted: set[str]) -> str:
     """The terminals that may stand here, an expression and operators as one word each."""
-    rest = set(accepted)
+    rest = accepted - {"UNIT"}
     words = []
-    if VALUE <= rest:
-        words, rest = ["a value"], rest - VALUE - {"MINUS", "NOT"}
+    if {"FLOW", "MODEL"} <= rest:
+        return "a declaration"
+    elif VALUE <= rest:
+        words, rest = ["a statement" if STATEMENTS & rest else "a value"], rest - VALUE - {"MINUS", "NOT"}
+        rest = {t for t in rest if t in WORDS} if words == ["a statement"] else rest
     elif OPERATORS & rest:
-        rest -= {"STAR", "MINUS", "LPAR", "LSQB", "DOT"}
+        rest = rest - {"STAR", "MINUS", "LPAR", "LSQB", "DOT"}
     words += sorted({"an operator" if t in OPERATORS else WORDS.get(t, f"`{t.lower()}`") for t in rest})
     if len(words) > 7:
         words = [w for w in words if w != "an operator"][:6] + ["…"]
@@ -74,13 +128,83 @@ def expected(accepted: set[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _mend(token: str, accepted: set[str], before: str) -> str:
-    if token == "=" and before == "=" or token == "==":
-        return "one `=` binds a name; `==` compares"
+def _character(span: Span, text: str) -> Diagnostic:
+    """A character that no word of the language begins with."""
+    c = text[span.start : span.start + 1]
+    line_end = text.find("\n", span.start)
+    rest = text[span.start : line_end if line_end >= 0 else len(text)]
+    if c == '"':
+        plain = re.fullmatch(r'"([\w./\- ]*[\w./\-])([)\],]*[ \t\r]*)', rest)  # a path, then only closing brackets
+        below = text[span.start + len(rest) + 1 :].split("\n", 1)[0]
+        plain = plain if below.count('"') % 2 == 0 else None  # the text may end on the next line
+        at = span.start + plain.end(1) if plain else 0
+        return Diagnostic("RL0002", "string is not closed", span, "opened here", help='end it with `"` on this line',
+                          fix=Fix(((Span(span.file, at, at), '"'),)) if plain else None)
+    if c == "'":
+        quoted = re.match(r"'([^'\"\\\n]*)'", rest)
+        ends = [span.start, span.start + quoted.end() - 1] if quoted else []
+        return Diagnostic("RL0003", "`'` has no meaning here", span, "not part of the language",
+                          help='strings stand in double quotes: `"..."`',
+                          fix=Fix(tuple((Span(span.file, i, i + 1), '"') for i in ends)) if ends else None)
+    if not c.isprintable() or unicodedata.category(c) in ("Zs", "Cf"):
+        fix = Fix(((span, " " if unicodedata.category(c) == "Zs" else ""),))
+        return Diagnostic("RL0003", f"the invisible character U+{ord(c):04X} has no meaning here", span,
+                          unicodedata.name(c, "a control character").lower(), help="delete it", fix=fix)
+    word, written = CHARACTERS.get(c, ("", ""))
+    if word == '"':
+        marks = [span.start + i for i, x in enumerate(rest) if x in "“”„‟«»"]
+        return Diagnostic("RL0003", f"`{c}` has no meaning here", span, "not part of the language",
+                          help='strings stand in straight double quotes: `"..."`',
+                          fix=Fix(tuple((Span(span.file, i, i + 1), '"') for i in marks)) if len(marks) == 2 else None)
+    if word and rest.startswith(written):
+        whole = Span(span.file, span.start, span.start + len(written))
+        return Diagnostic("RL0003", f"`{written}` has no meaning here", whole, "not part of the language",
+                          help=f"write `{word.strip()}`", fix=Fix(((whole, word),)))
+    help_ = "write it as a fraction: 95% is 0.95" if c == "%" else ""
+    return Diagnostic("RL0003", f"`{c}` has no meaning here", span, "not part of the language", help=help_)
+
+
+def _mend(token: str, accepted: set[str], span: Span, text: str) -> tuple[str, Fix | None]:
+    """(advice, and what to do where it is sure)"""
+    before = text[: span.start].rstrip(" \t")
+    back = Span(span.file, span.start - 1, span.end)
+    if token == "=" and text[span.start - 1 : span.start] == "=":
+        return "one `=` binds a name; `==` compares", Fix(((back, "="),))
+    if token == "==":
+        return "one `=` binds a name; `==` compares", Fix(((span, "="),)) if "EQUAL" in accepted else None
+    if token == "=" and before[-1:] == ":" and before.endswith(":"):
+        return "write `name = value`", None
+    if token == "=" and before[-1:] in "+-*/":
+        return "a name has one value: bind the sum to a new name", None
+    if token == "=" and "__ANON_0" in accepted:
+        both = Span(span.file, span.start, span.end + 1)
+        return "write `->`", Fix(((both, "->"),)) if both.text == "=>" else None
     if token == "=" and "COMPARE" in accepted:
-        return "`=` binds a name; compare with `==`"
-    if token in ("if", "for", "while", "def", "import", "class"):
-        return f"the language has no `{token}`; see docs/language.md"
-    if "COMMA" in accepted and "RPAR" in accepted and token.isidentifier():
-        return "is a `,` missing before it?"
-    return ""
+        return "`=` binds a name; compare with `==`", Fix(((span, "=="),))
+    if token == "/" and before[-1:] == "/":
+        return "comments begin with `#`", Fix(((back, "#"),))
+    if token == "/" and text[span.start : span.start + 2] in ("//", "/*"):
+        return "comments begin with `#`", None
+    if token == ";" and not text[span.end :].split("\n", 1)[0].strip():
+        return "the end of the line ends a statement; remove it", Fix(((span, ""),))
+    if token == ":" and "EQUAL" in accepted:
+        walrus = text[span.end : span.end + 1] == "="
+        return "write `=`", Fix(((Span(span.file, span.start, span.end + walrus), "="),))
+    if token == "[":
+        return "values have no elements; reduce them, for instance with `mean(x by prompt)`", None
+    if token in FOREIGN and "WHEN" not in accepted:
+        return f"the language has no `{token}`: {FOREIGN[token]}" if token != "from" else FOREIGN[token], None
+    if not token.isidentifier():
+        return "", None
+    words = {t.lower() for t in accepted if t not in WORDS and t not in OPERATORS}
+    if len(accepted) == 1 and words:
+        only = words.pop()
+        return f"write `{only}`", Fix(((span, only),))
+    near = get_close_matches(token, sorted(words | {"data"} if "DATA" in accepted else words), n=1, cutoff=0.6)
+    if near and {"FLOW", "MODEL"} & accepted:
+        return f"did you mean `{near[0]}`?", Fix(((span, near[0]),))
+    if "COMMA" in accepted and {"RPAR", "RSQB"} & accepted:
+        named = re.match(r"[ \t]*=(?!=)", text[span.end :])
+        at = Span(span.file, len(before), len(before))
+        return "is a `,` missing before it?", Fix(((at, ","),)) if named else None
+    return "", None

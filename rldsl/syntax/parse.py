@@ -6,23 +6,26 @@ them and one mistake gives one message.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 
 from lark import Lark, Token
 from lark.exceptions import UnexpectedInput, UnexpectedToken
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.source import SourceFile, Span
-from rldsl.syntax import ast
+from rldsl.syntax import ast, table
 from rldsl.syntax.build import build
-from rldsl.syntax.errors import explain, too_deep, unclosed_block, unclosed_bracket
-from rldsl.syntax.recover import blank, open_brackets, unclosed, visible
+from rldsl.syntax.errors import DECLARATIONS, explain, too_deep, unclosed_block, unclosed_bracket
+from rldsl.syntax.recover import (blank, blank_lines, first_in_a_block, open_brackets, unclosed, unclosed_brace,
+                                  visible)
 
 MAX_ERRORS = 20
 MAX_DEPTH = 60  # brackets in brackets; far above any program, far below Python's recursion limit
+_DECLARATION = re.compile(rf"^({'|'.join(DECLARATIONS)})[ \t]+[\w@*\"]", re.MULTILINE)
 _COMMENT_BLOCK = re.compile(r"(?:^[ \t]*#[^\n]*\n)+", re.MULTILINE)
 
 
@@ -46,10 +49,9 @@ def parse_recovering(source: SourceFile) -> tuple[ast.File, tuple[Diagnostic, ..
         try:
             file = build(_parser().parse(text + "\n"), source, _docs(source.text))
         except UnexpectedInput as error:
-            diagnostic, start, position = _diagnose(error, source, text)
-            if not (found and _between_declarations(error)):  # a broken head leaves its whole block out in the open
+            diagnostic, shorter = _diagnose(error, source, text)
+            if not _follows(diagnostic, error, found):
                 found.append(diagnostic)
-            shorter = blank(text, start, position)
             if shorter == text:
                 break
             text = shorter
@@ -60,27 +62,37 @@ def parse_recovering(source: SourceFile) -> tuple[ast.File, tuple[Diagnostic, ..
     return ast.File(source, ()), tuple(found)
 
 
-def _diagnose(error: UnexpectedInput, source: SourceFile, text: str) -> tuple[Diagnostic, int, int]:
-    """The message, and the range of text whose lines are at fault."""
+def _diagnose(error: UnexpectedInput, source: SourceFile, text: str) -> tuple[Diagnostic, str]:
+    """The message, and the text without what is at fault."""
     position = _position(error, text)
     bracket = unclosed(text, position)
     if bracket is not None:  # the line of the error itself may be all right
         before = text.rfind("\n", 0, position)
         end = before if bracket < before else position
-        return unclosed_bracket(Span(source, bracket, bracket + 1)), bracket, end
+        return unclosed_bracket(Span(source, bracket, bracket + 1), text), blank(text, bracket, end)
     ended = isinstance(error, UnexpectedToken) and error.token.type == "$END" or position >= len(text.rstrip())
-    braces = [i for i in open_brackets(text, len(text)) if text[i] == "{"]
-    if ended and braces:
-        return unclosed_block(Span(source, braces[-1], braces[-1] + 1)), braces[-1], len(text)
+    brace = unclosed_brace(text, len(text))
+    if ended and brace is not None and any(text[i] == "{" for i in open_brackets(text, len(text))):
+        sure = [i for i in open_brackets(text, len(text)) if text[i] == "{"] == [brace]
+        return unclosed_block(Span(source, brace, brace + 1), None, sure), blank(text, brace, len(text))
+    shown = visible(text)
+    head = first_in_a_block(shown, _DECLARATION.finditer(shown, 0, position))
+    brace = unclosed_brace(text, head.start()) if head else None
+    if head and brace is not None:  # a declaration inside a block: the block should have ended before
+        message = unclosed_block(Span(source, brace, brace + 1), Span(source, head.start(1), head.end(1)), False)
+        return message, blank_lines(text, brace, head.start())
     width = max(1, len(str(getattr(error, "token", "")).split("\n")[0]))
     span = Span(source, position, min(position + width, max(len(text), position + 1)))
     statement = next((i for i in open_brackets(text, position) if text[i] in "(["), position)  # may begin lines above
-    return explain(error, span, text), statement, position
+    return explain(error, span, text), blank(text, statement, position)
 
 
-def _between_declarations(error: UnexpectedInput) -> bool:
+def _follows(diagnostic: Diagnostic, error: UnexpectedInput, found: list[Diagnostic]) -> bool:
+    """Whether the error is most likely a consequence of those found: a broken head leaves its whole block out in the
+    open, and where the file ends inside a block it ends inside all blocks around it."""
     accepted = getattr(error, "accepts", None) or getattr(error, "expected", None) or getattr(error, "allowed", ())
-    return "FLOW" in (accepted or ())
+    ended = [d for d in found if d.code == "RL0004" and not d.labels]
+    return bool(found) and "FLOW" in (accepted or ()) or bool(ended) and diagnostic.code == "RL0004"
 
 
 class _FreeNewlines:
@@ -102,9 +114,54 @@ def grammar() -> str:
     return resources.files("rldsl.grammar").joinpath("rlf.lark").read_text(encoding="utf-8")
 
 
-@lru_cache(maxsize=1)
+def warm(folder: Path) -> None:
+    """Take the parser's tables from `folder`, or put them there: a start of the compiler is then twice as quick. A
+    folder that cannot be read or written changes nothing."""
+    text = grammar()
+    file = folder / f"grammar-{table.key(text)[:16]}.json"
+    try:
+        found = table.load(file.read_text("utf-8"), text, _FreeNewlines())
+    except (OSError, UnicodeDecodeError):
+        found = None
+    if found is not None:
+        _MADE.append(found)
+        return
+    part = file.with_suffix(f".{os.getpid()}.part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(table.dump(_parser(), text), "utf-8")
+        part.replace(file)  # whole or not at all: others may be reading
+    except OSError:
+        pass
+
+
+def accepted(before: str) -> tuple[str, ...]:
+    """The keywords that may follow a text, by the parser's own state. A statement before that is broken is passed over;
+    nothing is known inside a string or a comment."""
+    text, words = before, []
+    for _ in range(MAX_ERRORS):
+        parser = _parser().parse_interactive(text)
+        try:
+            parser.exhaust_lexer()
+        except UnexpectedInput as error:
+            shorter = _diagnose(error, SourceFile("", text), text)[1]
+            if shorter == text:
+                return ()
+            text = shorter
+        else:
+            taken = parser.accepts()
+            words = [t.pattern.value for t in _parser().terminals if t.name in taken]
+            break
+    return tuple(w for w in words if w.isalpha())
+
+
+_MADE: list[Lark] = []  # the parser, once there is one: it depends on nothing but the grammar
+
+
 def _parser() -> Lark:
-    return Lark(grammar(), parser="lalr", propagate_positions=True, maybe_placeholders=True, postlex=_FreeNewlines())
+    if not _MADE:
+        _MADE.append(table.make(grammar(), _FreeNewlines()))
+    return _MADE[0]
 
 
 def _position(error: UnexpectedInput, text: str) -> int:

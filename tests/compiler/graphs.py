@@ -86,7 +86,7 @@ def _input(name: str, level, space: str) -> Node:
     return Node("input", (), level, space, (("name", name),))
 
 
-def family(path: str = "sft", kind: str = "causal_lm", span=None, *, heads=4, kv_heads=2, layers=4, tokenizer="t",
+def family(path: str = "sft", kind: str = "causal_lm", span=None, trained=False, *, heads=4, kv_heads=2, layers=4, tokenizer="t",
            tp_problem="", pp_problem="", hidden=16) -> Family:
     """A family described without files."""
     layer = lambda n, shape, dim: ParamSpec(f"model.layers.{{}}.{n}.weight", shape, "layer", layers,  # noqa: E731

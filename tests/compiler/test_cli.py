@@ -155,7 +155,7 @@ def test_internal_error(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise AssertionError("an invariant")
 
-    monkeypatch.setattr(api, "check", broken)
+    monkeypatch.setattr(api, "examine", broken)
     text = bad(rlc("check", "p.rlf"), 3)
     assert "report" in text and "an invariant" in text
     assert "Traceback" in rlc("-v", "check", "p.rlf").output

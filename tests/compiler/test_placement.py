@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from rldsl import explain
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.placement import memory
-from rldsl.placement.codes import CODES
 from rldsl.placement.place import check_graph, place_graph
 from rldsl.placement.rules import COMMAND_LINE
 from rldsl.source import SourceFile, Span
@@ -20,7 +20,7 @@ def refused(graph: g.Graph, describe=family, place_file: str = "") -> Diagnostic
     with pytest.raises(Failure) as caught:
         place_graph(graph, place_file, describe)
     (first, *_) = caught.value.diagnostics
-    assert first.code in CODES and first.title and first.help, first
+    assert first.code in explain.codes() and first.title and first.help, first
     return first
 
 
@@ -111,14 +111,14 @@ def test_unknown_option_is_suggested() -> None:
 
 def test_tensor_parallelism_against_the_model() -> None:
     graph = ppo({"gen": on(1, 0, 8, tp=8)})
-    describe = lambda path, kind, span=None: family(path, kind, heads=24, kv_heads=3, hidden=48)  # noqa: E731
+    describe = lambda path, kind, span=None, trained=False: family(path, kind, heads=24, kv_heads=3, hidden=48)  # noqa: E731
     assert "3 key-value heads" in refused(graph, describe).label
-    d = refused(graph, lambda p, k, span=None: family(p, k, tp_problem="its config declares no tensor-parallel plan"))
+    d = refused(graph, lambda p, k, span=None, trained=False: family(p, k, tp_problem="its config declares no tensor-parallel plan"))
     assert d.code == "RL0307" and "declares no" in d.label and "tp=1" in d.help
-    d = refused(ppo({"gen": on(1, 0, 8, pp=2)}), lambda p, k, span=None: family(p, k, pp_problem="none"))
+    d = refused(ppo({"gen": on(1, 0, 8, pp=2)}), lambda p, k, span=None, trained=False: family(p, k, pp_problem="none"))
     assert d.code == "RL0308"
     two = g.Cluster(2, 4, 80.0)
-    eight = lambda p, k, span=None: family(p, k, heads=8, kv_heads=8)  # noqa: E731
+    eight = lambda p, k, span=None, trained=False: family(p, k, heads=8, kv_heads=8)  # noqa: E731
     assert refused(ppo({"gen": on(1, 0, 8, tp=8)}, cluster=two), eight).code == "RL0309"
 
 
@@ -144,7 +144,7 @@ def test_one_home() -> None:
 
 
 def test_tokenizers_must_agree() -> None:
-    d = refused(ppo(), lambda p, k, span=None: family(p, k, tokenizer=p))
+    d = refused(ppo(), lambda p, k, span=None, trained=False: family(p, k, tokenizer=p))
     assert d.code == "RL0316" and '"rm"' in d.label
 
 

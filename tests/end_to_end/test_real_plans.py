@@ -26,16 +26,17 @@ def plans(tmp_path_factory):
         "ppo": api.compile(str(EXAMPLES / "ppo.rlf"), {**sets, "rm": str(tiny / "models/rm"), "batch": 8}),
         "arithmetic_grpo": api.compile(str(EXAMPLES / "arithmetic_grpo.rlf"), sets),
         "dpo": api.compile(str(EXAMPLES / "dpo.rlf"), {"base": sets["base"]}),
+        "dynamic": api.compile(str(Path(__file__).with_name("dynamic.rlf")), sets),
     }
 
 
-@pytest.mark.parametrize("name", ["ppo", "arithmetic_grpo", "dpo"])
+@pytest.mark.parametrize("name", ["ppo", "arithmetic_grpo", "dpo", "dynamic"])
 def test_a_compiled_plan_verifies_after_a_round_trip(plans, name):
     plan = decode(encode(plans[name]), name)
     assert plan == plans[name] and verify(plan).events > 10 and runs(plan)
 
 
-@pytest.mark.parametrize("name", ["ppo", "arithmetic_grpo"])
+@pytest.mark.parametrize("name", ["ppo", "arithmetic_grpo", "dynamic"])
 def test_mutants_of_a_compiled_plan_are_rejected_or_still_run(plans, name):
     plan, draw = plans[name], random.Random(11)
     found: Counter[str] = Counter()

@@ -118,7 +118,7 @@ def test_ppo_page_of_the_design() -> None:
     assert train.minibatches == 4 and train.shuffle
     assert node(made, "adv").writes == ("adv", "ret")
     assert train.clause is not None and train.clause.mesh is not None and train.clause.mesh.devices == (0, 4)
-    assert [p for p, _ in made.sources] == ["main.rlf", "std/ppo.rlf", "std/prelude.rlf"]
+    assert [p for p, _ in made.sources] == ["main.rlf", "std/ppo.rlf", "std/policy.rlf", "std/prelude.rlf"]
 
 
 def test_every_program_uses_only_the_operators_of_the_plan_and_reads_what_exists() -> None:

@@ -1,9 +1,10 @@
 """A second opinion on a plan, as plain as can be: every rank steps through its class's list, and an event happens when
-all its participants are at it. Knows nothing of `rldsl.plan.verify`. Loops run twice and `every` always."""
+all its participants are at it. Knows nothing of `rldsl.plan.verify`. Loops run twice and `every` always. What a loop
+collects is there when it is first appended to, and what ends a loop is gone at once."""
 
 from __future__ import annotations
 
-from rldsl.plan.model import Event, Every, Free, Item, Log, Loop, Plan, Realloc, Train, Transfer
+from rldsl.plan.model import Collect, Compute, Event, Every, Free, Item, Lengths, Log, Loop, Plan, Realloc, Train, Transfer
 
 
 def runs(plan: Plan) -> bool:
@@ -32,6 +33,14 @@ def runs(plan: Plan) -> bool:
         lists[r] = [i for i in order if i not in looped] + 2 * [i for i in order if i in looped]
         position[r] = 0
     held: dict[int, dict[str, int]] = {r: {} for r in lists}
+    states = {f"{s.value}@{s.spread}" for s in plan.states}
+    for b in states:
+        for r in mesh[home[b.rpartition("@")[2]]]:
+            held[r][b] = 0
+    loops = list(blocks(plan.body))
+    special = (states, {b for x in loops for b in x.collects}, {x.until for x in loops} - {""})
+    if not all(appended(x) for x in loops):
+        return False
     version: dict[str, int] = {}
     while any(position[r] < len(lists[r]) for r in lists):
         ready = None
@@ -43,12 +52,24 @@ def runs(plan: Plan) -> bool:
                     and r in mesh[e.mesh]
                 ):
                     ready = e
-        if ready is None or not happens(ready, mesh, home, held, version, plan):
+        if ready is None or not happens(ready, mesh, home, held, version, plan, special):
             return False
         for r in mesh[ready.mesh]:
             position[r] += 1
     values = {v.id for v in plan.values}
-    return not any(b.rpartition("@")[0] in values for h in held.values() for b in h)
+    return not any(b.rpartition("@")[0] in values and b not in states for h in held.values() for b in h)
+
+
+def blocks(items):
+    for item in items:
+        if isinstance(item, Loop | Every):
+            yield from [item] if isinstance(item, Loop) else []
+            yield from blocks(item.body)
+
+
+def appended(loop: Loop) -> bool:
+    """Every collected buffer is appended to once a turn, and nothing else is."""
+    return sorted(b for e in loop.body if isinstance(e, Collect) for b in e.writes) == sorted(loop.collects)
 
 
 def collect(item: Item, into: list[Event]) -> None:
@@ -59,15 +80,22 @@ def collect(item: Item, into: list[Event]) -> None:
         into.append(item)
 
 
-def happens(e: Event, mesh, home, held, version, plan: Plan) -> bool:
+def happens(e: Event, mesh, home, held, version, plan: Plan, special) -> bool:
+    states, collects, until = special
+    if isinstance(e, Collect):
+        for b in e.reads:
+            for r in mesh[home[b.rpartition("@")[2]]] if b in collects else ():
+                held[r].setdefault(b, 0)
     parameters = {m.name for m in plan.models}
     here = mesh[e.mesh]
     for b in e.reads:
         where = mesh[home[b.rpartition("@")[2]]]
         if isinstance(e, Log):
             needing = {min(where)}
-        elif isinstance(e, Transfer | Realloc):
+        elif isinstance(e, Transfer | Realloc | Lengths):
             needing = where
+        elif isinstance(e, Collect):
+            needing = where & here
         else:
             needing = here
         model = b.rpartition("@")[0]
@@ -84,7 +112,10 @@ def happens(e: Event, mesh, home, held, version, plan: Plan) -> bool:
         if model in parameters:
             version[model] = version.get(model, 0) + isinstance(e, Train)
         for r in mesh[home[b.rpartition("@")[2]]]:
-            if r not in here or b in held[r] and model not in parameters:
+            again = b in states and isinstance(e, Compute) or b in collects and isinstance(e, Collect)
+            if r not in here or b in held[r] and model not in parameters and not again:
                 return False
+            if b in until:
+                continue
             held[r][b] = version.get(model, 0)
     return True

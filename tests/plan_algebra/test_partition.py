@@ -234,3 +234,55 @@ def test_equal_holders_share_the_load():
 def test_a_row_that_nobody_holds_is_caught():
     with pytest.raises(AssertionError):
         row_moves({0: (0,)}, {1: (0, 1)}, 8)
+
+
+# -------------------------------------------------------------------------------- frames with rows that are not there
+
+KEPT = Frame("kept", "kept", "kept", 12, 3, "d", 8, 8, of="gen", partial="kept")
+WHOLE = Frame("gen", "gen", "prompt", 12, 3, "d", 8, 8)
+MORE = Frame("more", "more", "kept", 24, 6, "d", 8, 8, partial="kept")
+
+
+@given(st.lists(st.integers(0, 9), min_size=12, max_size=12), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_a_selection_is_divided_like_any_batch(lengths, dp, minibatches, shuffle):
+    """Every row that is there is in one shard and one minibatch of an epoch; no other is anywhere."""
+    here = [r for r, n in enumerate(lengths) if n]
+    known = (WHOLE, KEPT)
+    spread = Spread("s", "m", "L", ("kept",), "row", "tokens", minibatches, 2, shuffle)
+    for epoch in train_schedule(spread, dp, known, {"kept": lengths}, 3, 4):
+        assert sorted(r for minibatch in epoch for shard in minibatch for r in shard) == here
+        assert len(epoch) == minibatches and all(len(m) == dp for m in epoch)
+    by_prompt = shard_rows(Spread("s", "m", "L", ("kept",), "prompt", "tokens"), dp, known, {"kept": lengths}, 0, 0)
+    assert sorted(r for shard in by_prompt for r in shard["kept"]) == here
+    assert all(len({i for i, s in enumerate(by_prompt) if r in s["gen"]}) == 1 for r in here)
+
+
+@given(st.lists(st.integers(0, 9), min_size=12, max_size=12), st.integers(1, 5))
+def test_a_selection_lies_where_its_rows_lie(lengths, dp):
+    """In a spread over the whole frame, the kept rows of a shard are among its own; what was generated from kept
+    prompts follows them."""
+    shards = shard_rows(Spread("s", "m", "L", ("gen",), "prompt", "count"), dp, (WHOLE, KEPT, MORE), {"kept": lengths}, 0, 0)
+    for shard in shards:
+        assert set(shard["kept"]) == {r for r in shard["gen"] if lengths[r]}
+        assert set(shard["more"]) == {r for k in shard["kept"] for r in (2 * k, 2 * k + 1)}
+
+
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_slots_are_the_same_in_every_turn(dp, turns):
+    one = Frame("g", "g", "p", 12, 3, "d", 8, 8)
+    all_ = Frame("g.all", "g.all", "p.all", 12 * turns, 3, "d", 8, 8, partial="g.all", turns=turns)
+    there_ = {"g.all": [1] * (12 * turns)}
+    slots = shard_rows(Spread("s", "m", "L", ("g",), "prompt", "slot"), dp, (one,), {}, 0, 0)
+    whole = shard_rows(Spread("s", "m", "L", ("g.all",), "prompt", "slot"), dp, (all_,), there_, 0, 0)
+    for a, b in zip(slots, whole):
+        assert b["g.all"] == tuple(sorted(t * 12 + r for t in range(turns) for r in a["g"]))
+
+
+def test_a_selection_of_nothing():
+    spread = Spread("s", "m", "L", ("kept",), "row", "tokens", 2)
+    assert train_schedule(spread, 2, (WHOLE, KEPT), {"kept": [0] * 12}, 0, 0) == ((((), ()), ((), ())),)
+
+
+def test_rows_of_a_selection_need_its_lengths():
+    with pytest.raises(KeyError):
+        shard_rows(Spread("s", "m", "L", ("kept",), "row", "count"), 2, (WHOLE, KEPT), {}, 0, 0)

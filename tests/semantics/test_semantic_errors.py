@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 
 import pytest
 
-import rldsl
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph.build import build
-from rldsl.semantics.codes import CODES
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 
@@ -60,7 +56,7 @@ FLOWS = [
     ("x = gen.logprob", "RL0112", "logprob", "`logprobs`"),
     ("x = judge.values(gen)", "RL0206", "values", "value_model"),
     ("x = actor.generat(p)", "RL0112", "generat", "`generate`"),
-    ("ref.train(gen, loss=ppo_clip(old=lp, adv=lp))", "RL0207", "ref.train(gen, loss=ppo_clip(old=lp, adv=lp))",
+    ("ref.train(gen, loss=ppo_clip(old=lp, adv=lp))", "RL0207", "train",
      "frozen"),
     ("a, b = gae(s, lp)", "RL0201", "s", "at_end"),
     ("x = sum(s by token)", "RL0208", "s", "nothing is finer"),
@@ -68,10 +64,10 @@ FLOWS = [
     ("metric m = lp", "RL0201", "lp", "one number"),
     ("x = next(s)", "RL0201", "s", "at_end"),
     ("x = at_end(lp)", "RL0201", "lp", "seq"),
-    ("x = gae(lp)", "RL0215", "gae(lp)", "`v`"),
+    ("x = gae(lp)", "RL0215", "gae", "`v`"),
     ("x, y, z = gae(lp, lp)", "RL0204", "x, y, z = gae(lp, lp)", "3 names"),
     ("x, y = gae(lp, lp, gama=1)", "RL0107", "gama", "`gamma`"),
-    ("x = clip(lp, 1)", "RL0204", "clip(lp, 1)", "3"),
+    ("x = clip(lp, 1)", "RL0204", "clip", "3"),
     ("x = where(lp, 1, 2)", "RL0203", "lp", "condition"),
     ("x = lp + \"a\"", "RL0203", '"a"', "text"),
     ("x = 1 / 0", "RL0214", "1 / 0", "no value"),
@@ -87,11 +83,11 @@ FLOWS = [
     ("g2 = actor.generate(p, max_tokens=4)", "RL0107", "max_tokens", "`max_new_tokens`"),
     ("g2 = actor.generate(p, n=lp)", "RL0211", "lp", "constant"),
     ("g2 = actor.generate(gen)", "RL0213", "gen", "needs prompts"),
-    ("actor.train(gen)", "RL0215", "actor.train(gen)", "loss"),
+    ("actor.train(gen)", "RL0215", "train", "loss"),
     ("actor.train(gen, loss=lp)", "RL0203", "lp", "loss"),
-    ("actor.train(gen, loss=value_clip(old=lp, ret=lp))", "RL0206", "value_clip(old=lp, ret=lp)", "no output `values`"),
+    ("actor.train(gen, loss=value_clip(old=lp, ret=lp))", "RL0206", "value_clip", "no output `values`"),
     ("actor.train(gen, loss=sft(), epochs=0)", "RL0205", "0", "at least 1"),
-    ("x = 1 + ref.generate(p)", "RL0212", "ref.generate(p)", "of its own"),
+    ("x = 1 + ref.generate(p)", "RL0212", "ref.generate", "of its own"),
     ("x = mean(mesh(0:2))", "RL0203", "mesh(0:2)", "mesh"),
     ("g2 = actor.generate(p) on mesh(2:2)", "RL0205", "2:2", "range"),
     ("return lp", "RL0212", "return lp", "outside"),
@@ -187,10 +183,3 @@ def test_one_flow(source: str) -> None:
     with pytest.raises(Failure) as caught:
         build(parse(SourceFile("main.rlf", source)), {}, read=read)
     assert [d.code for d in caught.value.diagnostics] == ["RL0109"]
-
-
-def test_every_code_in_use_is_in_the_table() -> None:
-    root = Path(rldsl.__file__).parent
-    used = {c for part in ("semantics", "graph") for f in (root / part).glob("*.py")
-            for c in re.findall(r"RL\d{4}", f.read_text()) if f.name != "codes.py"}
-    assert used == set(CODES)

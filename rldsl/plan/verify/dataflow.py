@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import Compute, Event, Every, Free, Generate, Infer, Item, Lengths, Log, Loop, Train, Transfer
+from rldsl.plan.model import (Collect, Compute, Event, Every, Free, Generate, Infer, Item, Lengths, Log, Loop, Select,
+                              Train, Transfer)
 from rldsl.plan.verify.tables import Tables, name, problem, split
 
 ANYONE = ""
@@ -41,10 +42,12 @@ def check(t: Tables) -> Iterator[Diagnostic]:
             inside[rank].add(place)
     for rank, mine in enumerate(inside):
         alike[frozenset(mine)].append(rank)
+    lasting = {f"{s.value}@{s.spread}" for s in t.plan.states}
     found: dict[tuple[str, str, int], tuple[Event, set[int]]] = {}
     for mine, ranks in alike.items():
-        story = _Story(mine, steps)
+        story = _Story(mine, steps, {b: t.spreads[split(b)[1]].mesh for b in _held(t)}, lasting)
         story.run(t.plan.body)
+        story.live -= lasting
         if story.live and story.last is not None:
             story.say("RL0516", f"{', '.join(sorted(story.live))} is never freed", story.last)
         for code, title, event in story.found:
@@ -53,12 +56,23 @@ def check(t: Tables) -> Iterator[Diagnostic]:
         yield problem(code, title, event, ranks=ranks)
 
 
-class _Story:
-    """One rank's buffers along its schedule."""
+def _held(t: Tables) -> Iterator[str]:
+    """Buffers that come to life, or end, otherwise than by events."""
+    yield from (f"{s.value}@{s.spread}" for s in t.plan.states)
+    for _, path in t.events:
+        for block in path:
+            if isinstance(block, Loop):
+                yield from (*block.collects, *filter(None, (block.until,)))
 
-    def __init__(self, mine: frozenset[str], steps: Mapping[int, Step]):
-        self.mine, self.steps = mine, steps
-        self.live: set[str] = set()
+
+class _Story:
+    """One rank's buffers along its schedule. places: buffers that loops and states look after -> their mesh. lasting:
+    those of states."""
+
+    def __init__(self, mine: frozenset[str], steps: Mapping[int, Step], places: Mapping[str, str], lasting: set[str]):
+        self.mine, self.steps, self.places = mine, steps, places
+        self.live: set[str] = {b for b in lasting if places[b] in mine}
+        self.rewritten = set(lasting)
         self.last: Event | None = None
         self.found: list[tuple[str, str, Event]] = []
 
@@ -67,12 +81,31 @@ class _Story:
 
     def run(self, body: tuple[Item, ...]) -> None:
         for item in body:
-            if isinstance(item, Loop | Every):
+            if isinstance(item, Loop):
+                self._loop(item)
+            elif isinstance(item, Every):
                 before = set(self.live)
                 self.run(item.body)
                 self._same(before, item)
             elif item.mesh in self.mine:
                 self._event(self.steps[item.id])
+
+    def _loop(self, loop: Loop) -> None:
+        mine = {b for b in loop.collects if self.places[b] in self.mine}
+        if mine & self.live and self.last is not None:
+            again = ", ".join(sorted(mine & self.live))
+            self.say("RL0514", f"loop {loop.id} collects into {again}, which is there already", self.last)
+        self.live |= mine
+        self.rewritten |= mine
+        before = set(self.live)
+        last = self.last
+        self.run(loop.body)
+        if loop.until and self.last is not None and self.last is not last:  # a rank without events is not in the loop
+            if loop.until not in self.live:
+                self.say("RL0513", f"loop {loop.id} ends by {loop.until}, which is not there", self.last)
+            self.live.discard(loop.until)
+        self._same(before, loop)
+        self.rewritten -= mine
 
     def _same(self, before: set[str], block: Loop | Every) -> None:
         if self.live == before or self.last is None:
@@ -100,9 +133,14 @@ class _Story:
                 live.discard(buffer)
         for buffer, place in step.writes:
             if place in mine:
-                if buffer in live:
+                if buffer in live and not (buffer in self.rewritten and _may_rewrite(event)):
                     self.say("RL0514", f"{name(event)} writes {buffer} again before it is freed", event)
                 live.add(buffer)
+
+
+def _may_rewrite(e: Event) -> bool:
+    """Collect appends; a computation on every rank sets a state anew."""
+    return isinstance(e, Collect | Compute)
 
 
 def _step(t: Tables, e: Event) -> Step:
@@ -117,6 +155,8 @@ def _step(t: Tables, e: Event) -> Step:
         where = {b: f"first of {mesh(b)}" for b in reads}
     elif isinstance(e, Transfer):
         where = {b: t.spreads[e.src].mesh if split(b)[1] == e.src else ANYONE for b in reads}
+    elif isinstance(e, Collect):
+        where = {b: t.spreads[e.dst].mesh for b in reads}
     elif isinstance(e, Lengths):
         where = {b: t.spreads[e.spread].mesh for b in reads}
     else:
@@ -139,9 +179,12 @@ def _weighed(t: Tables, e: Event) -> set[str]:
             spreads, frames = (e.spread,), {*e.frames}
         case Generate():
             spreads, frames = (e.spread,), {e.prompts}
+        case Select():
+            spreads, frames = (e.spread,), {t.frames[e.frame].of} | (set() if e.condition else {e.frame})
         case _:
             return set()
-    return frames | {f for s in spreads if t.spreads[s].weigh == "tokens" for f in t.spreads[s].frames}
+    frames |= {f for s in spreads if t.spreads[s].weigh == "tokens" for f in t.spreads[s].frames}
+    return frames | {p for s in spreads for f in t.spreads[s].frames if (p := t.frames[f].partial)}
 
 
 def _lengths(t: Tables, frame: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import (
+    Collect,
     Compute,
     Event,
     Fetch,
@@ -24,10 +25,12 @@ from rldsl.plan.model import (
     Onload,
     Realloc,
     Save,
+    Select,
     Train,
     Transfer,
     Value,
 )
+from rldsl.plan.verify import rows
 from rldsl.plan.verify.tables import Tables, name, problem, split
 
 HEAD = {"logprobs": "causal_lm", "entropy": "causal_lm", "values": "value_model", "scores": "reward_model"}
@@ -45,6 +48,9 @@ def check(t: Tables) -> Iterator[Diagnostic]:
             )
         yield from _fields(t, event)
     yield from _rows(t)
+    yield from rows.loops(t.plan.body)
+    if stray := [e for e in t.plan.body if isinstance(e, Collect)]:
+        yield problem("RL0519", "a collect outside every loop", *stray)
 
 
 def wanted_ranks(t: Tables, e: Event) -> frozenset[int]:
@@ -56,8 +62,10 @@ def wanted_ranks(t: Tables, e: Event) -> frozenset[int]:
             return t.layout_ranks(e.src) | t.layout_ranks(e.dst)
         case Transfer():
             return t.spread_ranks(e.src) | t.spread_ranks(e.dst)
-        case Compute():
+        case Compute() | Select():
             return t.spread_ranks(e.spread)
+        case Collect():
+            return t.spread_ranks(e.dst)
         case Lengths():
             return _on(t, e.writes) | t.spread_ranks(e.spread)
         case Fetch():
@@ -91,9 +99,7 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
             if not ({*e.reads} <= copy and {*e.writes} <= copy):
                 yield problem("RL0614", f"{name(e)} may touch {e.model}@{e.layout} only", e)
         case Realloc():
-            yield from _exactly(e, (f"{e.model}@{e.src}",), (f"{e.model}@{e.dst}",))
-            if e.src == e.dst:
-                yield problem("RL0615", f"{name(e)} goes from layout {e.src} to itself", e)
+            yield from _realloc(t, e)
         case Fetch():
             yield from _fetch(t, e)
         case Lengths():
@@ -112,6 +118,8 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
             yield from _train(t, e)
         case Compute():
             yield from _compute(t, e)
+        case Select() | Collect():
+            yield from rows.check(t, e)
         case Log():
             if {*e.reads} != {b for _, b in e.metrics} or e.writes or not e.metrics:
                 yield problem("RL0614", f"{name(e)} must read exactly the buffers of its metrics", e)
@@ -124,6 +132,19 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
                 yield problem("RL0614", f"{name(e)} must free distinct buffers and touch no other", e)
             if models := [b for b in e.buffers if split(b)[0] in t.models]:
                 yield problem("RL0615", f"{name(e)} frees parameters ({', '.join(models)}); use offload", e)
+
+
+def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
+    source, copy = e.source or e.model, f"{e.model}@{e.dst}"
+    yield from _exactly(e, (f"{source}@{e.src}", *([copy] if e.decay else [])), (copy,))
+    if e.src == e.dst and not e.source:
+        yield problem("RL0615", f"{name(e)} goes from layout {e.src} to itself", e)
+    if e.source == e.model or not 0 <= e.decay <= 1 or not e.source and (e.decay or e.version):
+        yield problem("RL0615", f"{name(e)} takes {e.source or 'no other model'} with decay {e.decay}, version "
+                      f"{e.version!r}", e)
+    mine, other = t.models[e.model], t.models[source]
+    if (mine.kind, mine.layers, mine.params) != (other.kind, other.layers, other.params):
+        yield problem("RL0615", f"{name(e)}: {e.model} has other parameters than {source}", e)
 
 
 def _exactly(e: Event, reads: tuple[str, ...], writes: tuple[str, ...]) -> Iterator[Diagnostic]:
@@ -201,7 +222,7 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     ):
         yield problem("RL0614", f"{name(e)} must write all rows on every rank of its mesh", e)
     for f in e.frames:
-        if t.frames[f].data != e.data or t.frames[f].count != t.data[e.data].batch:
+        if t.frames[f].partial or t.frames[f].data != e.data or t.frames[f].count != t.data[e.data].batch:
             yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
 
 
@@ -251,7 +272,8 @@ def _generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         t, e, {f"{e.frame}.tokens"}, {f"{e.frame}.{x}" for x in ("logprobs", "finished", "lengths")}, e.spread
     )
     f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
-    if (f.count, f.per_prompt, f.prompts, f.data) != (p.count * s.n, p.per_prompt * s.n, p.prompts, p.data):
+    if (f.count, f.per_prompt, f.prompts, f.data, f.partial) != (p.count * s.n, p.per_prompt * s.n, p.prompts, p.data,
+                                                                p.partial):
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
     if f.temperature != s.temperature or f.max_response_tokens < s.max_new_tokens:
         yield problem(
@@ -302,10 +324,11 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
 def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     must = {v for _, v in e.inputs}
     sources = {t.frames[f].data for f in e.frames}
-    columns = {v.id for v in t.plan.values if v.extent == "columns" and t.frames[v.frame].data in sources}
     for node in t.programs[e.program].nodes:
         if node.op == "py":
-            must |= {f"{node.attr('frame')}.tokens"} | columns
+            of = rows.origin(t, str(node.attr("frame")))
+            must |= {f"{node.attr('frame')}.tokens"}
+            must |= {v.id for v in t.plan.values if v.extent == "columns" and t.frames[v.frame].prompts == of}
     kin = {f.id for f in t.plan.frames if f.data in sources}
     yield from _reads(t, e, must, _own(*kin), e.spread)
     yield from _writes(t, e, {v for _, v in e.outputs}, set(), e.spread)
@@ -324,5 +347,6 @@ def _divides(t: Tables, v: Value, spread: str) -> bool:
     s = t.spreads[spread]
     if s.unit == "all" or v.level == "batch" or not s.frames:
         return True
-    frame, first = t.frames[v.frame], t.frames[s.frames[0]]
-    return frame.rows == first.rows or (s.unit == "prompt" or v.level == "prompt") and frame.prompts == first.prompts
+    if rows.root(t, v.frame).rows == rows.root(t, s.frames[0]).rows:
+        return True
+    return (s.unit == "prompt" or v.level == "prompt") and rows.origin(t, v.frame) == rows.origin(t, s.frames[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.expr import ELEMENTWISE, LEAVES, LEVELS, REDUCTIONS, SEQUENCE, Node, Program
+from rldsl.plan.expr import ELEMENTWISE, FLOW_ONLY, LEAVES, LEVELS, RANDOM, REDUCTIONS, SEQUENCE, Node, Program
 from rldsl.plan.model import Compute, Event, Train, Value
 from rldsl.plan.verify.tables import Tables, name, problem
 
@@ -52,9 +52,9 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
         return f"arguments {node.args} do not come before it"
     args = [program.nodes[a] for a in node.args]
     arity = {**ELEMENTWISE, **REDUCTIONS, **SEQUENCE}.get(node.op)
-    if arity is None and node.op not in LEAVES:
+    if arity is None and node.op not in (*LEAVES, *RANDOM):
         return "no such operator"
-    if arity is not None and arity[0] != len(args) or node.op in ("input", "const") and args:
+    if arity is not None and arity[0] != len(args) or node.op in ("input", "const", *RANDOM) and args:
         return f"{len(args)} arguments"
     if not _has_space(t, node.level, node.space):
         return f"space {node.space!r} is none of level {node.level}"
@@ -63,6 +63,8 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
     if node.op in REDUCTIONS:
         if node.attr("to") != node.level or LEVELS.index(node.level) > LEVELS.index(args[0].level):
             return f"reduces {args[0].level} to {node.attr('to')}, result at {node.level}"
+        if node.op == "quantile" and (node.level, args[1].level) != ("batch", "batch"):
+            return "a quantile is one number, of the batch, and so is its share"
         return _broadcast(t, node, args[0])
     if node.op in SEQUENCE:
         wanted = SHAPES[node.op]
@@ -78,6 +80,8 @@ def _leaf(t: Tables, node: Node) -> str:
         return "an input without a name"
     if node.op == "const" and node.attr("value") is None:
         return "a constant without a value"
+    if node.op == "uniform" and (node.level == "batch" or not isinstance(node.attr("call"), int)):
+        return "random numbers belong to elements and to a call"
     if node.op == "py":
         function = t.functions.get(str(node.attr("function")))
         if function is None or node.attr("frame") not in t.frames:
@@ -142,15 +146,30 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
                 yield problem(
                     "RL0617", f"{name(e)}: input {input} is {node.level} over {node.space}, not {what} of {frame}", e
                 )
+    for op in sorted({n.op for n in program.nodes} & {*FLOW_ONLY}):
+        yield problem("RL0617", f"{name(e)}: program {program.id} has {op}, which no micro-batch can add up", e)
     outputs = dict(program.outputs)
     if "loss" not in outputs:
         yield problem("RL0617", f"{name(e)}: program {program.id} has no output named loss", e)
     for output, index in outputs.items():
         if 0 <= index < len(program.nodes) and program.nodes[index].level != "batch":
             yield problem("RL0617", f"{name(e)}: output {output} of {program.id} is not at batch level", e)
+    if "stop" in outputs and not _condition(program, outputs["stop"]):
+        yield problem("RL0617", f"{name(e)}: output stop of {program.id} is not a condition", e)
+    known = outputs.keys() - {"stop"} | {"grad_norm", "lr"} | ({"updates"} if "stop" in outputs else set())
     for metric, _ in e.outputs:
-        if metric not in outputs.keys() | {"grad_norm", "lr"}:
+        if metric not in known:
             yield problem("RL0617", f"{name(e)}: program {program.id} has no metric {metric}", e)
+
+
+def _condition(program: Program, index: int) -> bool:
+    """Whether a node is true or false, so far as its operator tells."""
+    node = program.nodes[index] if 0 <= index < len(program.nodes) else None
+    if node is None or node.op == "const":
+        return node is None or isinstance(node.attr("value"), bool)
+    if node.op in ("where", "stop_gradient"):
+        return all(_condition(program, a) for a in node.args[-2:])
+    return node.op in ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "input")
 
 
 def _bound(t: Tables, e: Event, program: Program, given: set[str], count: int) -> Iterator[Diagnostic]:

@@ -23,11 +23,11 @@ Received = dict[tuple[str, int], list[tuple[Box, int]]]  # (parameter, destinati
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
-    known: dict[tuple[str, str, str], tuple[int, int, str, list[tuple[str, int]]]] = {}
+    known: dict[tuple[str, str, str, str, bool], tuple[int, int, str, list[tuple[str, int]]]] = {}
     for event, _ in t.events:
         if not isinstance(event, Realloc):
             continue
-        key = (event.model, event.src, event.dst)
+        key = (event.model, event.source, event.src, event.dst, event.decay > 0)
         if key not in known:
             known[key] = _expand(t, event)
         total, messages, digest, gaps = known[key]
@@ -52,7 +52,8 @@ def _expand(t: Tables, e: Realloc) -> tuple[int, int, str, list[tuple[str, int]]
     moves = movement.realloc_moves(
         model, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh], t.plan.header.devices_per_node
     )
-    total = movement.summary(moves, model)
+    source = t.models[e.source or e.model]
+    total = movement.summary(moves, movement.carried(source, e.src, model, e.dst, e.decay))
     return total.bytes, total.messages, movement.digest(moves), list(_gaps(t, e, model, moves))
 
 

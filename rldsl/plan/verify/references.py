@@ -13,6 +13,7 @@ from math import prod
 from rldsl.diag import Diagnostic
 from rldsl.plan.expr import LEVELS
 from rldsl.plan.model import (
+    Collect,
     Compute,
     Event,
     Every,
@@ -33,6 +34,7 @@ from rldsl.plan.model import (
     ParamSpec,
     Realloc,
     Save,
+    Select,
     Spread,
     Train,
     Transfer,
@@ -54,7 +56,7 @@ def check(t: Tables) -> Iterator[Diagnostic]:
     for model in t.plan.models:
         yield from _model(t, model)
     yield from _values(t)
-    yield from _blocks(t.plan.body, inside=False)
+    yield from _blocks(t, t.plan.body, inside=False)
     for event, _ in t.events:
         yield from _event(t, event)
 
@@ -72,6 +74,7 @@ def _unique(t: Tables) -> Iterator[Diagnostic]:
         ("function", [x.id for x in p.functions]),
         ("program", [x.id for x in p.programs]),
         ("group", [x.id for x in p.groups]),
+        ("state", [x.value for x in p.states]),
         ("loop", loops),
     ):
         for id, count in Counter(ids).items():
@@ -142,6 +145,9 @@ def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
         )
     if m.dtype not in ("float32", "bfloat16"):
         yield _bad("RL0612", f"{where} has dtype {m.dtype}; expected float32 or bfloat16")
+    yield from (_unknown("model", x, where) for x in dict.fromkeys(m.sources) if x not in t.models)
+    if m.home and m.sources:
+        yield _bad("RL0612", f"{where} is trained and follows {m.sources[0]}")
     if m.layers < 1:
         yield _bad("RL0612", f"{where} has {m.layers} layers")
     if len({p.name for p in m.params}) != len(m.params):
@@ -170,6 +176,21 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
             yield _unknown("data source", f.data, f"frame {f.id}")
         if f.count < 1 or f.per_prompt < 1 or f.count % f.per_prompt or not f.rows or not f.prompts:
             yield _bad("RL0612", f"frame {f.id} has {f.count} rows, {f.per_prompt} a prompt")
+        yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.of, f.partial) if x and x not in t.frames)
+        if f.turns < 1 or f.count // max(f.per_prompt, 1) % max(f.turns, 1):
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.turns} turns")
+        elif f.partial in t.frames and f.count % t.frames[f.partial].count:
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, of which {f.partial} cannot tell")
+        if _circle(t, f.id):
+            yield _bad("RL0612", f"frame {f.id} comes from itself")
+    for s in t.plan.states:
+        v = t.values.get(s.value)
+        if v is None or v.level != "batch" or v.dtype != "f32":
+            yield _bad("RL0612", f"state {s.value} is no number at batch level")
+        if s.spread not in t.spreads:
+            yield _unknown("spread", s.spread, f"state {s.value}")
+        elif t.spreads[s.spread].unit != "all":
+            yield _bad("RL0612", f"state {s.value} is in spread {s.spread}, which divides rows")
     for v in t.plan.values:
         if v.frame not in t.frames and (v.frame or v.extent != "batch"):
             yield _unknown("frame", v.frame, f"value {v.id}")
@@ -180,6 +201,15 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
             yield _bad("RL0612", f"function {f.id} returns level {f.returns}")
 
 
+def _circle(t: Tables, frame: str) -> bool:
+    seen: set[str] = set()
+    while frame in t.frames and frame not in seen:
+        seen.add(frame)
+        f = t.frames[frame]
+        frame = f.of or (f.partial if f.partial != frame else "")
+    return bool(frame) and frame in t.frames
+
+
 def _loops(items: Sequence[Item]) -> Iterator[Loop]:
     for item in items:
         if isinstance(item, Loop | Every):
@@ -187,16 +217,22 @@ def _loops(items: Sequence[Item]) -> Iterator[Loop]:
             yield from _loops(item.body)
 
 
-def _blocks(items: Sequence[Item], inside: bool) -> Iterator[Diagnostic]:
+def _blocks(t: Tables, items: Sequence[Item], inside: bool) -> Iterator[Diagnostic]:
     for item in items:
         if isinstance(item, Loop):
             if item.trips < 0:
                 yield _bad("RL0612", f"loop {item.id} runs {item.trips} times")
-            yield from _blocks(item.body, True)
+            for buffer in (*item.collects, *filter(None, (item.until,))):
+                left, right = split(buffer)
+                if left not in t.values or right not in t.spreads:
+                    yield _bad("RL0610", f"loop {item.id} names no buffer of the plan: {buffer!r}")
+            if item.until and not inside:
+                yield _bad("RL0612", f"loop {item.id} counts the steps of the run and cannot end early")
+            yield from _blocks(t, item.body, True)
         elif isinstance(item, Every):
             if item.period < 1 or not inside:
                 yield _bad("RL0612", f"every {item.period}: expected a period of at least 1, inside a loop")
-            yield from _blocks(item.body, inside)
+            yield from _blocks(t, item.body, inside)
 
 
 def _event(t: Tables, e: Event) -> Iterator[Diagnostic]:
@@ -214,6 +250,7 @@ def _event(t: Tables, e: Event) -> Iterator[Diagnostic]:
         case Realloc():
             yield from need("model", t.models, e.model)
             yield from need("layout", t.layouts, e.src, e.dst)
+            yield from need("model", t.models, *filter(None, (e.source,)))
         case Fetch():
             yield from need("data source", t.data, e.data)
             yield from need("frame", t.frames, *e.frames)
@@ -236,6 +273,14 @@ def _event(t: Tables, e: Event) -> Iterator[Diagnostic]:
             yield from need("program", t.programs, e.program)
             yield from need("frame", t.frames, *e.frames)
             yield from need("value", t.values, *(v for _, v in (*e.inputs, *e.outputs)))
+        case Select():
+            yield from need("frame", t.frames, e.frame)
+            yield from need("spread", t.spreads, e.spread)
+            yield from need("value", t.values, *(v for pair in e.values for v in pair), *filter(None, (e.condition,)))
+        case Collect():
+            yield from need("frame", t.frames, e.frame, e.into)
+            yield from need("spread", t.spreads, e.src, e.dst)
+            yield from need("value", t.values, *(v for pair in e.values for v in pair))
         case Log():
             buffers |= {b for _, b in e.metrics}
             if not 0 <= e.to < t.plan.header.world:

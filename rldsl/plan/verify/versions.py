@@ -1,15 +1,16 @@
 """Every call uses the current version of its model, on the device.
 
-In: tables with sound references, classes and operations. Out: diagnostics RL0520 (not loaded), RL0521 (stale), RL0522
+In: tables with sound references, classes and operations. Out: diagnostics RL0520 (not loaded), RL0521 (stale), RL0528
+(not the version, or not the events, that the plan declares for a model that follows others), RL0522
 (realloc without need), RL0523 (load twice or in a loop), RL0524 (train or realloc of the wrong layout or a frozen
 model), RL0525 (offload and onload do not alternate). A copy is `model@layout`. Load makes it current, Train makes
-its own copy the only current one, Realloc makes its destination current. What holds at the top of a loop is what
-holds on entry and
-after an iteration too.
+its own copy the only current one, and so does a Realloc from another model; a Realloc of the model itself makes its
+destination current. What holds at the top of a loop is what holds on entry and after an iteration too.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ def check(t: Tables) -> Iterator[Diagnostic]:
     found: list[Diagnostic] = []
     _run(t, t.plan.body, State(), found)
     yield from found
+    yield from _declared(t)
     built = {
         (e.model, e.dst if isinstance(e, Realloc) else e.layout) for e, _ in t.events if isinstance(e, Load | Realloc)
     }
@@ -55,6 +57,30 @@ def check(t: Tables) -> Iterator[Diagnostic]:
                     ranks=t.event_ranks(event),
                 )
             loaded.add(copy)
+
+
+def _declared(t: Tables) -> Iterator[Diagnostic]:
+    """Each model is written by the others that it follows, in that order, from the versions that the events declare: of
+    the source, what the last event before it in the list made."""
+    made: dict[str, str] = {}
+    written: dict[str, list[str]] = defaultdict(list)
+    for e, _ in t.events:
+        if isinstance(e, Realloc) and e.source:
+            if e.version != made.get(e.source, ""):
+                yield problem(
+                    "RL0528",
+                    f"{name(e)} says that it takes the version of {e.source} made "
+                    f"{'at ' + e.version if e.version else 'before the step'}, but it comes after the one made "
+                    + (f"at {made[e.source]}" if made.get(e.source) else "before the step"),
+                    e,
+                    ranks=t.event_ranks(e),
+                )
+            written[e.model].append(e.source)
+        if isinstance(e, Train) or isinstance(e, Realloc) and e.source:
+            made[e.model] = e.at
+    for m in t.plan.models:
+        if tuple(written[m.name]) != m.sources:
+            yield problem("RL0528", f"model {m.name} follows {list(m.sources)}, but is written from {written[m.name]}")
 
 
 def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic]) -> State:
@@ -90,10 +116,11 @@ def _after(e: Event, s: State) -> State:
     match e:
         case Load():
             return replace(s, current=s.current | {(e.model, e.layout)})
-        case Realloc():
+        case Realloc(source=""):
             return replace(s, current=s.current | {(e.model, e.dst)})
-        case Train():
-            return replace(s, current=frozenset(c for c in s.current if c[0] != e.model) | {(e.model, e.layout)})
+        case Train() | Realloc():
+            copy = (e.model, e.layout if isinstance(e, Train) else e.dst)
+            return replace(s, current=frozenset(c for c in s.current if c[0] != e.model) | {copy})
         case Offload():
             return replace(s, away=s.away | {(e.model, e.layout)})
         case Onload():
@@ -107,7 +134,7 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
         case Generate() | Infer() | Save() | Train():
             used = ((e.model, e.layout),)
         case Realloc():
-            used = ((e.model, e.src),)
+            used = ((e.source or e.model, e.src), *([(e.model, e.dst)] if e.decay else []))
         case Offload() | Onload():
             copy = (e.model, e.layout)
             if (copy in s.away) != isinstance(e, Onload):
@@ -115,26 +142,27 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
             return
         case _:
             return
-    home = t.models[e.model].home
+    home, follows = t.models[e.model].home, bool(t.models[e.model].sources)
     for model, layout in used:
         if (model, layout) not in s.current:
-            stale = bool(home) and (model, home) in s.current
+            there = sorted(x for m, x in s.current if m == model) if t.models[model].sources else []
+            there += [x for x in [t.models[model].home] if x and (model, x) in s.current]
             yield problem(
-                "RL0521" if stale else "RL0520",
+                "RL0521" if there else "RL0520",
                 f"{name(e)} uses {model}@{layout}, which "
-                + ("is not the current version" if stale else "is not there: nothing loads it"),
+                + ("is not the current version" if there else "is not there: nothing loads it"),
                 e,
                 ranks=ranks,
-                help=f"a realloc from {model}@{home} must come before" if stale else "",
+                help=f"a realloc from {model}@{there[0]} must come before" if there else "",
             )
         if (model, layout) in s.away:
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
     if isinstance(e, Realloc):
-        if (e.model, e.dst) in s.current:
+        if not e.source and (e.model, e.dst) in s.current:
             yield problem("RL0522", f"{name(e)} brings {e.model}@{e.dst}, which is current already", e, ranks=ranks)
         if (e.model, e.dst) in s.away:
             yield problem("RL0525", f"{name(e)} writes {e.model}@{e.dst}, which is offloaded", e, ranks=ranks)
-        if not home or e.dst == home:
+        if home and e.dst == home or not home and not follows:
             yield problem(
                 "RL0524",
                 f"{name(e)} overwrites the home of {e.model}"

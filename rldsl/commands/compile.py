@@ -1,0 +1,43 @@
+"""`rlc compile`: a program -> its plan in a file and what it will do, or one stage of compilation, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from rldsl import api
+from rldsl.commands.files import write
+from rldsl.plan.expr import Scalar
+
+Stage = Literal["graph", "events", "plan"]
+
+
+def stage(emit: Stage, file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str]) -> str:
+    """One stage of compilation as text; nothing is written."""
+    if emit == "graph":
+        from rldsl.graph.picture import text
+
+        rules = api.read_source(place) if place else None
+        return text(api.build_graph(api.read_source(file), sets, rules, overrides))
+    events = api.draft(file, sets, place, overrides)
+    if emit == "events":
+        from rldsl.passes.show import show
+
+        return show(events)
+    from rldsl.plan.show import show as show_plan
+
+    return show_plan(api.finish(events).plan)
+
+
+def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str],
+            target: str | None) -> str:
+    """Write the plan to `target` or beside the program; returns the preview."""
+    from rldsl.plan.codec import encode
+    from rldsl.preview import preview
+
+    compiled = api.compile_all(file, sets, place, overrides)
+    data = encode(compiled.plan)
+    path = target or str(Path(file).with_suffix(".plan"))
+    write(path, data)
+    return preview(compiled, file, path, data)

@@ -1,0 +1,28 @@
+"""`rlc graph`: the dataflow graph as a picture."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Literal
+
+from rldsl import api
+from rldsl.diag import fail
+from rldsl.graph import picture
+from rldsl.plan.expr import Scalar
+
+
+def draw(form: Literal["mermaid", "dot", "svg"], file: str, sets: Mapping[str, Scalar], place: str | None) -> str:
+    """The text of the picture. Error: RL0095 SVG without Graphviz."""
+    made = api.build_graph(api.read_source(file), sets, api.read_source(place) if place else None)
+    if form == "mermaid":
+        return picture.mermaid(made)
+    if form == "dot":
+        return picture.dot(made)
+    program = shutil.which("dot")
+    if program is None:
+        raise fail("RL0095", "SVG needs Graphviz, and there is no `dot` program here", place=file,
+                   help="install Graphviz, or use --format mermaid or dot")
+    return subprocess.run([program, "-Tsvg"], input=picture.dot(made), text=True, capture_output=True,
+                          check=True).stdout

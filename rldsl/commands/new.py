@@ -1,0 +1,44 @@
+"""`rlc new`: a starter as files.
+
+In: the name of a starter, and where it shall go. Out: what to write, in order. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from rldsl import starters
+from rldsl.commands import Usage
+from rldsl.diag import fail
+
+
+def files(name: str, target: str | None, force: bool) -> list[tuple[str, str]]:
+    """(path, text): the program, then the Python beside it that is not there yet, which is never overwritten.
+    target: a file, a directory, or None for NAME.rlf here. Error: RL0094 the program exists already."""
+    path = target or f"{name}.rlf"
+    if Path(path).is_dir():
+        path = str(Path(path) / f"{name}.rlf")
+    text = program(name, path)
+    if Path(path).exists() and not force:
+        raise fail("RL0094", f"cannot write {path}: it exists already", place=path,
+                   help="choose another place with -o, or overwrite it with --force")
+    beside = ((str(Path(path).parent / file), content) for file, content in starters.used(name))
+    return [(path, text), *(pair for pair in beside if not Path(pair[0]).exists())]
+
+
+def program(name: str, path: str = "") -> str:
+    """The text of a starter; the commands in its comments name `path`."""
+    names = starters.names()
+    if name not in names:
+        near = get_close_matches(name.lower().replace("-", "_"), names, n=1)
+        raise Usage(f"there is no starter {name!r}; "
+                    + (f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"))
+    return starters.text(name).replace(f"{name}.rlf", path or f"{name}.rlf")
+
+
+def listing() -> str:
+    """Every starter with its line."""
+    names = starters.names()
+    width = max(map(len, names))
+    return "\n".join(f"{name:{width}}  {starters.line(name)}" for name in names)

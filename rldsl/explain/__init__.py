@@ -1,0 +1,105 @@
+"""What every code means: one page for each, `pages/RLxxxx.md`, and this loader.
+
+In: a code. Out: its page. A page begins with `# RLxxxx: title`, then plain text. Programs in it stand in fences:
+
+    ```rlf broken            a program that gives exactly this code
+    ```rlf mended            the same without the mistake
+    ```rlf NAME, ```py NAME  another file that the examples need, beside them
+    ```rlf broken --set lr=fast --place rules.rlf    options of `rlc check`, as one would type them
+    ```rlf broken compile    a mistake that `rlc compile` finds and `rlc check` cannot, as it needs the models
+                             (models/tiny, and models/small with fewer layers)
+
+A code is never given a second meaning, and a page is the only place that lists it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+_TITLE = re.compile(r"# (RL\d{4}): (.+)\n")
+_FENCE = re.compile(r"^```(\w+)(?: +([^\n]*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+RANGES = {
+    "RL00": "syntax and files", "RL01": "names", "RL02": "types", "RL03": "placement", "RL04": "memory",
+    "RL05": "schedule", "RL06": "plan files", "RL07": "run time", "RL09": "lints",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One program of a page. role: "broken" or "mended". options: arguments of the command line. compile: whether it
+    takes `rlc compile` to see the mistake."""
+
+    role: str
+    text: str
+    options: tuple[str, ...] = ()
+    compile: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """text: all of it, as written. files: (name, text) of what the examples need beside them."""
+
+    code: str
+    title: str
+    text: str
+    examples: tuple[Example, ...]
+    files: tuple[tuple[str, str], ...]
+
+
+def page(code: str) -> Page | None:
+    """The page of a code ("RL0304"), if there is one."""
+    if code not in codes():
+        return None
+    return parse(_text(code))
+
+
+@lru_cache(maxsize=1)
+def codes() -> dict[str, str]:
+    """Every code with its title, in order."""
+    names = sorted(p.name.removesuffix(".md") for p in _pages().iterdir() if p.name.endswith(".md"))
+    return {name: parse(_text(name)).title for name in names}
+
+
+def nearest(code: str) -> tuple[str, ...]:
+    """Codes that may have been meant: those of the same range, by their number."""
+    if not re.fullmatch(r"RL\d{4}", code):
+        return ()
+    same = [c for c in codes() if c[:4] == code[:4]]
+    return tuple(sorted(same, key=lambda c: (abs(int(c[2:]) - int(code[2:])), c))[:3])
+
+
+def normal(word: str) -> str:
+    """A code as people type it ("rl304", "0304") in its one form."""
+    digits = word.strip().upper().removeprefix("RL")
+    return f"RL{digits:0>4}" if digits.isdecimal() else word.strip()
+
+
+def parse(text: str) -> Page:
+    """A page from its text. ValueError where it is not of the form above."""
+    head = _TITLE.match(text)
+    if head is None:
+        raise ValueError(f"a page begins with `# RLxxxx: title`, not {text[:40]!r}")
+    examples: list[Example] = []
+    files: list[tuple[str, str]] = []
+    for fence in _FENCE.finditer(text):
+        words = shlex.split(fence[2] or "")
+        if words and words[0] in ("broken", "mended"):
+            needs = words[1:2] == ["compile"]
+            examples.append(Example(words[0], fence[3], tuple(words[1 + needs:]), needs))
+        elif words:
+            files.append((words[0], fence[3]))
+    return Page(head[1], head[2], text, tuple(examples), tuple(files))
+
+
+def _pages() -> Traversable:
+    return resources.files(__name__) / "pages"
+
+
+def _text(code: str) -> str:
+    return (_pages() / f"{code}.md").read_text("utf-8")

@@ -1,0 +1,53 @@
+"""How many minibatches a `train` call makes: given as `minibatches=`, or by the size of one, `minibatch=`.
+
+In: the options of the call and the batch. Out: a count that divides the rows of the batch evenly. A size is in rows:
+sequences, or pairs for pairs; in prompts it stands for all sequences of so many prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isqrt
+from typing import cast
+
+from rldsl.semantics.errors import Bad
+from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.options import Value, unit_of
+from rldsl.semantics.units import differ
+from rldsl.semantics.values import FrameRef
+from rldsl.syntax import ast
+
+UNITS = {"generated": ("sequences", "prompts"), "answers": ("sequences",), "pairs": ("pairs",)}  # the first is a row
+
+
+def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, lower: Lower, scope: Scope) -> int | Bad:
+    """Errors: RL0205 does not divide, RL0213 the size of the batch is not known, RL0215 both options, RL0218 unit."""
+    size = cast("int | None", given["minibatch"])
+    if size is None:
+        return cast(int, given["minibatches"])
+    args = {a.name.name: a for a in call.args if a.name is not None}
+    tree, frame, add = args["minibatch"], batch.frame, lower.errors.add
+    if "minibatches" in args:
+        return add("RL0215", "`minibatch` and `minibatches` say the same twice", tree.span,
+                   help="give one of them: the size of a minibatch, or how many there are")
+    legal = UNITS[batch.kind]
+    unit = unit_of(tree.value, lower, scope) or legal[0]
+    if all(differ(unit, u) for u in legal):
+        return add("RL0218", f"`minibatch` of `{frame.id}` counts {' or '.join(legal)}, not {unit}", tree.value.span,
+                   f"this is in {unit}", help=f"write it in {legal[0]}")
+    if frame.partial:
+        return add("RL0213", "`minibatch` needs a batch of known size", tree.value.span,
+                   f"how many sequences `{frame.id}` has is known only at run time",
+                   help="give their number instead: `minibatches=4`")
+    rows = frame.count // frame.per_prompt if unit == "prompts" else frame.count
+    if rows % size:
+        return add("RL0205", f"a minibatch of {size} {unit} does not divide the {rows} {unit} of `{frame.id}`",
+                   tree.value.span, help=f"nearest: {' or '.join(map(str, _nearest(rows, size)))}")
+    return rows // size
+
+
+def _nearest(rows: int, size: int) -> list[int]:
+    """The largest divisor of `rows` below `size` and the smallest above it (exact up to 10^12 rows)."""
+    small = [d for d in range(1, min(isqrt(rows), 1_000_000) + 1) if rows % d == 0]
+    divisors = sorted({*small, *(rows // d for d in small)})
+    return [d for d in divisors if d < size][-1:] + [d for d in divisors if d > size][:1]

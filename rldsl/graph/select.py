@@ -1,0 +1,231 @@
+"""Selections and collections: batches whose number of rows is known only at run time.
+
+In: `kept = gen where ...` and `repeat { ... } until ... max N`. Out: frames that say where they come from, Select,
+Collect and Until items. A selected frame keeps the row numbers of the frame that it was taken from, so a value of that
+frame has the same number for the same row in both. A collected frame is the frames of all turns, one after the other.
+Invariant: a value is used over a smaller frame only by way of a Select that made a value of that frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from rldsl.graph import model as g
+from rldsl.plan.expr import Level
+from rldsl.plan.model import Frame, Value
+from rldsl.semantics.errors import BAD, Bad
+from rldsl.semantics.lower import Scope
+from rldsl.semantics.options import counts
+from rldsl.semantics.terms import Term, input_
+from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
+from rldsl.syntax import ast
+
+if TYPE_CHECKING:
+    from rldsl.graph.flow import FlowBuilder
+
+STANDARD = ("tokens", "logprobs", "finished")
+
+
+class Selections:
+    def __init__(self, flow: "FlowBuilder"):
+        self.flow, self.errors, self.spaces = flow, flow.errors, flow.spaces
+        flow.lower.ops.narrow = self.narrow
+
+    # ------------------------------------------------------------------------------------------- selections
+
+    def where(self, s: ast.Assign, scope: Scope, target: str | None) -> Meaning:
+        """`target = value where condition`. target: None when the name cannot be bound."""
+        assert s.where is not None
+        value, condition = self.flow.lower.eval(s.value, scope), self.flow.lower.term(s.where, scope)
+        if isinstance(value, Bad) or isinstance(condition, Bad):
+            return BAD
+        if not isinstance(value, (FrameRef, Pairs)):
+            return self.errors.add("RL0203", f"`where` selects sequences, found {describe(value)}", s.value.span,
+                                   help="for a value write `where(condition, a, b)`, or select the sequences first")
+        refs = (value,) if isinstance(value, FrameRef) else (value.chosen, value.rejected)
+        held = self._condition(condition, refs[0].frame, s.where)
+        if held is None or target is None:
+            return BAD
+        made = [self._selected(ref, target, held.name, s) for ref in refs]
+        return made[0] if len(made) == 1 else Pairs(made[0], made[1])
+
+    def _condition(self, term: Term, frame: Frame, tree: ast.Expr) -> Term | None:
+        """The condition as a seq value of `frame`."""
+        if term.dtype != "bool":
+            self.errors.add("RL0203", "`where` needs a condition", tree.span, f"this is {describe(term)}",
+                            help="compare it with something, for instance `std(r by prompt) > 0`")
+        elif term.level in ("batch", "token"):
+            help_ = "for instance `where mean(x by seq) > 0`" if term.level == "token" else ""
+            self.errors.add("RL0201", f"whole prompts or sequences are kept, not by a {term.level} value", tree.span,
+                            f"this is {describe(term)}", help=help_)
+        else:
+            here = self.flow.lower.ops.to_space(term, self.spaces.of(frame, term.level))
+            if here is None:
+                self.errors.add("RL0202", f"the condition ranges over {self.spaces.shown(term)}, not over "
+                                f"`{frame.id}`", tree.span)
+                return None
+            wide = here if here.level == "seq" else self.flow.lower.ops.widen(here, "seq", frame)
+            return self.flow.held(wide, "where", tree.span)
+        return None
+
+    def _selected(self, ref: FrameRef, target: str, condition: str, s: ast.Assign) -> FrameRef:
+        old = ref.frame
+        side = f".{old.id.rpartition('.')[2]}" if old.id != old.rows and old.id.startswith(f"{old.rows}.") else ""
+        frame = self.spaces.add(replace(old, id=target + side, rows=target, prompts=target, of=old.id,
+                                        partial=target + side))
+        values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
+                  for x in STANDARD for v in self._of(f"{old.id}.{x}")]
+        self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
+        self.flow.columns[target] = self.flow.columns[old.prompts]
+        self.flow.items.append(g.Select(
+            id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=s.span,
+            writes=tuple(w for _, w in values), frame=frame.id, condition=condition, values=tuple(values)))
+        return FrameRef(frame, ref.kind)
+
+    def _of(self, id: str) -> list[Value]:
+        return [v for v in self.flow.values if v.id == id]
+
+    def narrow(self, term: Term, space: str) -> Term:
+        """The values of `term` for the rows of the selection that has `space`."""
+        held = self.flow.held(term, "expr", term.span)
+        frame = next(f for f in self.spaces.frames.values() if f.of and self.spaces.of(f, term.level) == space)
+        name = self.flow.unique(f"{held.name}|{frame.id}")
+        self.flow.value(name, term.level, frame.id, term.dtype)
+        self.flow.items.append(g.Select(id=name, reads=(held.name,), writes=(name,), span=term.span, frame=frame.id,
+                                        condition="", values=((held.name, name),)))
+        return input_(name, term.level, space, term.span, term.dtype, term.unit)
+
+    # ------------------------------------------------------------------------------------------ collections
+
+    def until(self, s: ast.RepeatUntil, scope: Scope, inside: str) -> None:
+        """The block, what it collects, and the condition over what was collected so far."""
+        if inside not in ("flow", "every"):
+            self.errors.add("RL0212", "`repeat ... until` inside another `repeat`", s.span)
+            return
+        most = self.flow.lower.constant(s.most, scope)
+        before = set(self.spaces.frames)
+        inner = Scope(scope.module, scope)
+        outer, self.flow.items = self.flow.items, []
+        for statement in s.body:
+            self.flow.statement(statement, inner, "until")
+        for node in _nodes(tuple(self.flow.items)):
+            if isinstance(node, g.Train | g.Save):
+                self.errors.add("RL0212", "this does not belong in a `repeat ... until`", node.span,
+                                "how often it runs is known only at run time",
+                                help="collect first, then train on what was collected")
+        ok = isinstance(most, Term) and type(most.value) is int and most.value >= 1
+        if isinstance(most, Term) and counts("max", "", most.unit, s.most.span, self.flow.lower):
+            ok = False
+        elif not ok and isinstance(most, Term):
+            self.errors.add("RL0205", "`max` needs a whole number of at least 1", s.most.span)
+        if ok:
+            turns = cast(int, cast(Term, most).value)
+            after = self._collected(inner, before, turns, s)
+            now = {n: v for n, v in inner.names.items() if isinstance(v, Term) and v.level == "batch"}
+            condition = self.flow.lower.term(s.condition, Scope(scope.module, scope, now | after))
+            if isinstance(condition, Term) and (condition.dtype != "bool" or condition.level != "batch"):
+                self.errors.add("RL0203", "`until` needs one condition for the whole batch", s.condition.span,
+                                f"this is {describe(condition)}", help="for instance `until count(kept) >= 512`")
+            elif isinstance(condition, Term):
+                held = self.flow.held(condition, "until", s.condition.span, force=True)
+                name = self.flow.keep(held, self.flow.anonymous("enough"), s.condition.span)
+                outer.append(g.Until(most=turns, condition=name, body=tuple(self.flow.items), span=s.span))
+                scope.names.update(after)
+        self.flow.items = outer
+
+    def _collected(self, inner: Scope, before: set[str], turns: int, s: ast.RepeatUntil) -> dict[str, Meaning]:
+        """What the names of the block stand for after it, and the Collect items at its end."""
+        new = [f for f in self.spaces.frames.values() if f.id not in before]
+        fetched = {f.prompts for f in new if f.id == f.prompts or f.id.startswith(f"{f.prompts}.")}
+        if any(f.prompts not in fetched for f in new):
+            self.errors.add("RL0212", "a `repeat ... until` whose prompts come from outside", s.span,
+                            help="fetch them in it: `prompt = prompts.next()`")
+        whole = {f.id: self.spaces.add(replace(
+            f, id=f"{f.id}.all", rows=f"{f.rows}.all", prompts=f"{f.prompts}.all", count=f.count * turns, turns=turns,
+            of=f"{f.of}.all" if f.of and f.of not in before else "", partial=f"{f.id}.all")) for f in new}
+        values = [v for v in self.flow.values if v.frame in whole and v.extent != "lengths"]
+        for frame in new:
+            into = whole[frame.id]
+            self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths")
+            pairs = [(v.id, self.flow.value(self._renamed(v, frame), v.level, into.id, v.dtype, v.extent))
+                     for v in values if v.frame == frame.id]
+            columns = self.flow.columns[frame.prompts]
+            self.flow.columns[into.prompts] = f"{columns.removesuffix('.columns')}.all.columns"
+            self.flow.items.append(g.Collect(
+                id=self.flow.unique(into.id), reads=tuple(v for v, _ in pairs), writes=tuple(w for _, w in pairs),
+                span=s.span, frame=frame.id, into=into.id, values=tuple(pairs)))
+        return {name: found for name, value in inner.names.items() for found in [self._after(value, whole)] if found}
+
+    def _renamed(self, v: Value, frame: Frame) -> str:
+        """gen.tokens -> gen.all.tokens; r -> r.all."""
+        own = f"{frame.id}."
+        return f"{frame.id}.all.{v.id.removeprefix(own)}" if v.id.startswith(own) else f"{v.id}.all"
+
+    def _after(self, value: Meaning, whole: dict[str, Frame]) -> Meaning | None:
+        match value:
+            case FrameRef(frame=frame, kind=kind):
+                return FrameRef(whole[frame.id], kind) if frame.id in whole else value
+            case Pairs(chosen=a, rejected=b):
+                return Pairs(FrameRef(whole[a.frame.id], a.kind), FrameRef(whole[b.frame.id], b.kind))
+            case Term(op="input", level=level) if level != "batch":
+                record = next(v for v in self.flow.values if v.id == value.name)
+                if record.frame not in whole:
+                    return value
+                frame = whole[record.frame]
+                name = self._renamed(record, self.spaces.frames[record.frame])
+                return input_(name, level, self.spaces.of(frame, level), value.span, value.dtype, value.unit)
+            case Term() if value.constant:
+                return value
+        return None
+
+
+def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
+    """Without the values that selections and collections make and nothing reads. used: values that are logged."""
+    nodes = _nodes(items)
+    chosen = [n for n in nodes if isinstance(n, g.Select | g.Collect)]
+    reads = used | {v for n in nodes if n not in chosen for v in n.reads}
+    reads |= {n.condition for n in chosen if isinstance(n, g.Select)}
+    while True:
+        more = reads | {v for n in chosen for v, w in n.values if _needed(n, w, reads)}
+        if more == reads:
+            return _pruned(items, reads)
+        reads = more
+
+
+def _needed(node: g.Select | g.Collect, made: str, reads: set[str]) -> bool:
+    """Tokens of a new selection stay: the exchange of its lengths begins at them."""
+    return made in reads or isinstance(node, g.Select) and bool(node.condition) and made.endswith(".tokens")
+
+
+def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
+    out: list[g.Item] = []
+    for item in items:
+        if isinstance(item, g.Every | g.Repeat | g.Until):
+            item = replace(item, body=_pruned(item.body, reads))
+        elif isinstance(item, g.Select | g.Collect):
+            pairs = tuple((v, w) for v, w in item.values if _needed(item, w, reads))
+            condition = (item.condition,) if isinstance(item, g.Select) and item.condition else ()
+            item = replace(item, values=pairs, reads=(*condition, *(v for v, _ in pairs)),
+                           writes=tuple(w for _, w in pairs))
+            if isinstance(item, g.Select) and not pairs:
+                continue
+        out.append(item)
+    return tuple(out)
+
+
+def tables(items: tuple[g.Item, ...], values: list[Value],
+           frames: dict[str, Frame]) -> tuple[tuple[Value, ...], tuple[Frame, ...]]:
+    """The values and frames that the items still name. A Collect alone does not keep a frame."""
+    nodes = _nodes(items)
+    made = {w for n in nodes for w in (*n.reads, *n.writes)}
+    held = {v.frame for v in values if v.id in made} | {f for n in nodes if isinstance(n, g.Compute) for f in n.frames}
+    for frame in reversed(list(frames.values())):  # what a selection was taken from comes before it
+        if frame.id in held:
+            held |= {frame.of, frame.partial}
+    return (tuple(v for v in values if v.id in made or v.extent == "lengths" and v.frame in held),
+            tuple(f for f in frames.values() if f.id in held))
+
+
+def _nodes(items: tuple[g.Item, ...]) -> list[g.Node]:
+    return [n for i in items for n in (_nodes(i.body) if isinstance(i, g.Every | g.Repeat | g.Until) else [i])]

@@ -1,0 +1,62 @@
+"""All that is known about one text: its tree, its names, its mistakes, its facts. Made once for each version.
+
+In: a path, a text, and the files around it. Out: an `Analysis`, for a broken text too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rldsl import api
+from rldsl.diag import Diagnostic, Failure
+from rldsl.graph.build import attempt
+from rldsl.lsp.facts import Facts, facts
+from rldsl.lsp.index import Index
+from rldsl.lsp.library import Library
+from rldsl.placement.place import places_of
+from rldsl.source import SourceFile
+from rldsl.syntax import ast
+from rldsl.syntax.parse import parse_recovering
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """diagnostics: those of this file alone. A text without a flow (a module, a placement file) has no facts."""
+
+    source: SourceFile
+    file: ast.File
+    index: Index
+    facts: Facts
+    diagnostics: tuple[Diagnostic, ...]
+
+
+def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) -> Analysis:
+    """read: a text by its path, as the compiler wants it (raises OSError)."""
+    source = SourceFile(path, text)
+    file, broken = parse_recovering(source)
+    made = files.of(path, text, file)
+    program = any(isinstance(i, ast.Flow) for i in file.items)
+    if broken or not program:
+        found = broken or _alone(file, read)
+        return Analysis(source, file, made, Facts(), _own(found, source))
+    found = api.examine(text, path, read=read)
+    graph, _ = attempt(file, {}, None, read)
+    known = Facts()
+    if graph is not None:
+        try:
+            known = facts(graph, places_of(graph))
+        except Failure:
+            known = facts(graph, {})
+    return Analysis(source, file, made, known, _own(found, source))
+
+
+def _alone(file: ast.File, read: Callable[[str], str]) -> tuple[Diagnostic, ...]:
+    """Mistakes of a file that holds no flow: that it holds none is not one of them."""
+    if any(isinstance(i, ast.Place) for i in file.items):
+        return ()
+    return tuple(d for d in attempt(file, {}, None, read)[1] if d.code != "RL0109")
+
+
+def _own(found: tuple[Diagnostic, ...], source: SourceFile) -> tuple[Diagnostic, ...]:
+    return tuple(d for d in found if d.span is not None and d.span.file.name == source.name)

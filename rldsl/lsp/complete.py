@@ -1,0 +1,129 @@
+"""What can stand at a place in a text that is being written.
+
+In: the text before the place, the index of the file, the facts. Out: `Item`s, the likeliest kind first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rldsl.graph.calls import HEADS
+from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
+from rldsl.lsp.describe import signature
+from rldsl.lsp.facts import Facts
+from rldsl.lsp.index import Index, Symbol
+from rldsl.lsp.library import Library
+from rldsl.plan.expr import LEVELS
+from rldsl.semantics import options
+from rldsl.semantics.modules import library
+from rldsl.syntax import ast
+from rldsl.syntax.parse import accepted
+from rldsl.syntax.recover import open_brackets, visible
+
+DEGREES = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "pipeline stages",
+           "mbs": "most sequences in a micro-batch (0: all)", "offload": "host memory between calls"}
+TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "jsonl": options.DATA,
+          "causal_lm": options.MODEL, "value_model": options.MODEL, "reward_model": options.MODEL}
+FIELDS = {"generated": {"logprobs": "token: of the sampled tokens", "finished": "seq: ended by itself"},
+          "pairs": {"chosen": "the better side", "rejected": "the worse side"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """kind: "keyword", "function", "method", "variable", "option", "field", "module", "class" or "level"."""
+
+    text: str
+    kind: str
+    detail: str = ""
+    doc: str = ""
+
+
+def complete(text: str, offset: int, index: Index, facts: Facts, files: Library) -> list[Item]:
+    """Everything that fits, whatever has been typed of the word already."""
+    start = offset
+    while start and (text[start - 1].isalnum() or text[start - 1] == "_"):
+        start -= 1
+    before = text[:start]
+    written = before[before.rfind("\n") + 1 :]
+    line = visible(written)
+    if written.count('"') % 2 or written.count("#") > line.count("#"):  # in a string or a comment
+        return []
+    if re.search(r"\buse\s+std\.$", line):
+        return [Item(m, "module") for m in library() if m != "prelude"]
+    if used := re.search(r"\buse\s+(std\.\w+|\"[^\"]*\")\s*\(([^)]*)$", written):
+        names = files.names(used[1].strip('"'), index.file.source.name)
+        return [Item(n, "function") for n in names if n not in re.findall(r"\w+", used[2])]
+    if owner := re.search(r"([A-Za-z_]\w*)\s*\.\s*$", line):
+        return list(_members(owner[1], index, facts, start))
+    if re.search(r"\bby\s+$", line):
+        return [Item(x, "level") for x in LEVELS[:3]]
+    scope = index.scope(start)
+    if re.search(r"\bon\s+$", line):
+        meshes = [Item(s.name, "variable", "mesh") for s in scope.values() if s.kind == "mesh"]
+        return [*meshes, Item("mesh", "function", *FUNCTIONS["mesh"])]
+    if re.search(r"\bon\s+(mesh\([^)]*\)|\w+)(\s+\w+=\S+)*\s+$", line):
+        return [Item(f"{n}=", "option", d) for n, d in DEGREES.items()]
+    return [*_options(text, start, scope), *_words(before), *_names(scope), *_builtins()]
+
+
+def _members(name: str, index: Index, facts: Facts, offset: int) -> Iterator[Item]:
+    symbol = index.scope(offset).get(name)
+    if symbol is None:
+        return
+    if isinstance(symbol.tree, ast.ModelDecl) and isinstance(symbol.tree.value.func, ast.Name):
+        for call in HEADS.get(symbol.tree.value.func.name, ()):
+            if call != "train" or symbol.tree.optimizer is not None:
+                yield Item(call, "method", *CALLS[call])
+    elif symbol.kind == "data":
+        yield Item("next", "method", *CALLS["next"])
+    elif isinstance(symbol.tree, ast.Assign):
+        source = symbol.tree.value.span.text
+        kind = "generated" if ".generate(" in source or f"{name}.logprobs" in facts.levels else \
+            "pairs" if f"{name}.chosen" in facts.batches else ""
+        yield from (Item(n, "field", d) for n, d in FIELDS.get(kind, {}).items())
+
+
+def _options(text: str, offset: int, scope: dict[str, Symbol]) -> Iterator[Item]:
+    """Options of the call around the place."""
+    found = call_at(text, offset)
+    if found is None:
+        return
+    name, given = found
+    if name in scope and scope[name].kind in ("fn", "loss"):
+        for word in signature(scope[name])[1]:
+            key = re.split(r"[:=\s]", word)[0]
+            if key not in given:
+                yield Item(f"{key}=", "option", word)
+        return
+    for key, option in TABLES.get(name, {}).items():
+        if key not in given:
+            yield Item(f"{key}=", "option", f"default {option.default!r}" if not option.needed else "needed")
+    if name == "train" and "loss" not in given:
+        yield Item("loss=", "option", "needed")
+
+
+def call_at(text: str, offset: int) -> tuple[str, tuple[str, ...]] | None:
+    """The function whose brackets are open at an offset, and the options given so far."""
+    for at in reversed(open_brackets(text, offset)):
+        name = re.search(r"([A-Za-z_]\w*)\s*$", text[:at])
+        if text[at] == "(" and name:
+            return name[1], tuple(re.findall(r"(\w+)\s*=(?!=)", text[at:offset]))
+    return None
+
+
+def _words(before: str) -> Iterator[Item]:
+    """Keywords that the grammar takes here."""
+    return (Item(w, "keyword") for w in accepted(before))
+
+
+def _names(scope: dict[str, Symbol]) -> Iterable[Item]:
+    kinds = {"fn": "function", "loss": "function", "python": "function", "model": "class", "data": "class"}
+    for s in scope.values():
+        detail = signature(s)[0] if s.kind in ("fn", "loss", "python") else s.kind
+        yield Item(s.name, kinds.get(s.kind, "variable"), detail, getattr(s.tree, "doc", ""))
+
+
+def _builtins() -> Iterable[Item]:
+    return (Item(n, "function", sig, doc) for n, (sig, doc) in (FUNCTIONS | CONSTRUCTORS).items())

@@ -1,0 +1,63 @@
+"""What an editor says about a name: a line of code and a sentence or two, as Markdown.
+
+In: a symbol, and the facts about its program. Out: texts.
+"""
+
+from __future__ import annotations
+
+from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
+from rldsl.lsp.facts import Facts, layout_text
+from rldsl.lsp.index import Symbol
+from rldsl.syntax import ast
+
+
+def signature(symbol: Symbol) -> tuple[str, tuple[str, ...]]:
+    """A function as it is called, and its parameters: "gae(r: token, v: token, lam = 0.95) -> (token, token)"."""
+    tree = symbol.tree
+    match tree:
+        case ast.FnDecl(params=params, returns=returns):
+            words = tuple(p.span.text for p in params)
+            back = ", ".join(r.name for r in returns)
+            tail = f" -> ({back})" if len(returns) > 1 else f" -> {back}" if returns else ""
+            return f"{symbol.name}({', '.join(words)}){tail}", words
+        case ast.LossDecl(fresh=fresh, data=data):
+            words = tuple(p.span.text for p in data)
+            return f"{symbol.name}({', '.join(words)})", words
+        case ast.PyFunction(params=params, returns=level):
+            words = tuple(p.name for p in params)
+            return f"{symbol.name}({', '.join(words)}) -> {level.name}", words
+    return symbol.name, ()
+
+
+def hover(symbol: Symbol, facts: Facts) -> str:
+    """Markdown."""
+    tree = symbol.tree
+    match tree:
+        case ast.FnDecl(doc=doc):
+            return _page(f"fn {signature(symbol)[0]}", doc)
+        case ast.LossDecl(doc=doc, fresh=fresh):
+            outputs = ", ".join(p.span.text for p in fresh)
+            return _page(f"loss {signature(symbol)[0]}", doc, f"of the outputs `{outputs}` of the model being trained")
+        case ast.PyFunction():
+            return _page(f"py {signature(symbol)[0]}", "A Python function, called with the rows of a batch.")
+        case ast.Parameter():
+            return _page(tree.span.text, f"parameter of `{symbol.inside}`")
+        case ast.Assign() if symbol.kind == "value":
+            shown = facts.shown(symbol.name)
+            call = next((c for c in facts.calls if c.span == tree.span), None)
+            return _page(tree.span.text, shown, f"on {layout_text(call.place)}" if call else "")
+        case ast.Metric():
+            return _page(tree.span.text, "logged at every step")
+        case ast.Flow(name=name, options=options):
+            return _page(f"flow {name.name}({', '.join(o.span.text for o in options)})", "the dataflow of one step")
+    return _page(tree.span.text.splitlines()[0], {"state": "a number that lives through the run"}.get(symbol.kind, ""))
+
+
+def word(name: str, called_on: bool) -> str:
+    """The hover of a word of the language; "" for any other. called_on: it stands behind a dot."""
+    table = CALLS if called_on else FUNCTIONS | CONSTRUCTORS
+    return _page(*table[name]) if name in table else ""
+
+
+def _page(code: str, *texts: str) -> str:
+    return "\n\n".join([f"```rlf\n{code}\n```", *(t for t in texts if t)])

@@ -1,0 +1,72 @@
+"""What the compiler knows of a program while it is being written: levels of values, kinds of batches, places of calls.
+
+In: the graph of the program, or None while it has none. Out: `Facts`, by the names that the user wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rldsl.graph import model as g
+from rldsl.placement.model import Call, Place, label, nodes
+from rldsl.source import Span
+
+
+@dataclass(frozen=True, slots=True)
+class CallFact:
+    """span: of the statement. clause: the placement as written, if any. given: the degrees that it names."""
+
+    name: str
+    span: Span
+    place: Place
+    clause: Span | None
+    given: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """levels: value -> (level, frame). batches: frame -> its kind and size, in words."""
+
+    levels: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    batches: Mapping[str, str] = field(default_factory=dict)
+    calls: tuple[CallFact, ...] = ()
+
+    def shown(self, name: str) -> str:
+        """"token value of gen", "batch of ...", or ""."""
+        if name in self.batches:
+            return self.batches[name]
+        if name in self.levels:
+            level, frame = self.levels[name]
+            return f"{level} value" + (f" of {frame}" if frame and level != "batch" else "")
+        return ""
+
+
+def facts(graph: g.Graph | None, places: Mapping[str, Place]) -> Facts:
+    if graph is None:
+        return Facts()
+    levels = {v.id: (v.level, v.frame) for v in graph.values}
+    every = list(nodes(graph.items))
+    batches: dict[str, str] = {}
+    for frame in graph.frames:
+        rows = f"{frame.count} sequences" if frame.max_response_tokens else f"{frame.count} prompts"
+        some = "at most " if frame.partial else ""
+        each = f", {frame.per_prompt} a prompt" if frame.per_prompt > 1 else ""
+        batches[frame.id] = (f"batch of {some}{rows}{each}, at most {frame.max_prompt_tokens} + "
+                             f"{frame.max_response_tokens} tokens")
+    calls = tuple(_call(n, places[n.id]) for n in every if isinstance(n, Call) and n.id in places)
+    return Facts(levels, batches, calls)
+
+
+def _call(node: Call, place: Place) -> CallFact:
+    clause = node.clause
+    given = tuple(name for name, _, _ in clause.options) if clause is not None else ()
+    return CallFact(label(node), node.span, place, clause.span if clause else None, given)
+
+
+def layout_text(place: Place) -> str:
+    """"ranks 0-7, dp=4 pp=2"."""
+    ranks = ", ".join(f"{a}-{b - 1}" if b > a + 1 else str(a) for a, b in place.mesh.ranks)
+    x = place.layout
+    degrees = " ".join(f"{n}={d}" for n, d in (("dp", x.dp), ("tp", x.tp), ("pp", x.pp)) if d > 1)
+    return f"rank{'s' if len(place.mesh.members()) > 1 else ''} {ranks}" + (f", {degrees}" if degrees else "")

@@ -1,0 +1,260 @@
+"""Who is who in a file: every name that is bound, and every place where it is used.
+
+In: a syntax tree, perhaps of a broken text, and a way to the index of an imported file. Out: an `Index`. Nothing is
+judged here; a name that is bound nowhere has no occurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """kind: "param", "state", "mesh", "data", "model", "fn", "loss", "flow", "python", "parameter", "local", "value"
+    or "metric". span: of its name where it is bound. tree: what binds it. inside: the fn, loss or flow around it."""
+
+    name: str
+    kind: str
+    span: Span
+    tree: ast.Tree
+    inside: str = ""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What makes it itself: the file and the place."""
+        return self.span.file.name, self.span.start
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    span: Span
+    symbol: Symbol
+    binds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """symbols: those bound in this file. names: what another file may import from it."""
+
+    file: ast.File
+    symbols: tuple[Symbol, ...]
+    occurrences: tuple[Occurrence, ...]
+    names: dict[str, Symbol]
+
+    def at(self, offset: int) -> Occurrence | None:
+        """The name at an offset, or just before it."""
+        found = [o for o in self.occurrences if o.span.start <= offset <= o.span.end]
+        return min(found, key=lambda o: o.span.end - o.span.start, default=None)
+
+    def uses(self, symbol: Symbol) -> tuple[Occurrence, ...]:
+        return tuple(o for o in self.occurrences if o.symbol.key == symbol.key)
+
+    def scope(self, offset: int) -> dict[str, Symbol]:
+        """The names that can be used at an offset: those of the file, of its imports, and of the body around it."""
+        around = next((i.name.name for i in self.file.items if isinstance(i, ast.FnDecl | ast.LossDecl | ast.Flow)
+                       and i.span.start <= offset <= i.span.end), None)
+        own = {s.name: s for s in self.symbols
+               if s.inside == around and around is not None and s.span.start < offset and s.kind != "metric"}
+        return {**self.names, **own}
+
+
+Importer = Callable[[str, str], Index | None]  # (module, the file that imports it) -> its index
+
+
+def index(file: ast.File, importer: Importer) -> Index:
+    walker = _Walker(file, importer)
+    for item in file.items:
+        walker.declare(item)
+    for item in file.items:
+        walker.body(item)
+    return Index(file, tuple(walker.symbols), tuple(walker.occurrences), walker.module)
+
+
+class _Walker:
+    def __init__(self, file: ast.File, importer: Importer):
+        self.file, self.importer = file, importer
+        self.symbols: list[Symbol] = []
+        self.occurrences: list[Occurrence] = []
+        self.module: dict[str, Symbol] = {}
+        self.local: dict[str, Symbol] = {}
+        self.inside = ""
+
+    # --------------------------------------------------------------------------------------------- binding
+
+    def bind(self, ident: ast.Ident, kind: str, tree: ast.Tree) -> Symbol:
+        symbol = Symbol(ident.name, kind, ident.span, tree, self.inside)
+        self.symbols.append(symbol)
+        self.occurrences.append(Occurrence(ident.span, symbol, True))
+        (self.local if self.inside else self.module).setdefault(ident.name, symbol)
+        return symbol
+
+    def see(self, name: str, span: Span) -> Symbol | None:
+        symbol = self.local.get(name) or self.module.get(name)
+        if symbol is not None:
+            self.occurrences.append(Occurrence(span, symbol))
+        return symbol
+
+    def declare(self, item: ast.Declaration) -> None:
+        match item:
+            case ast.Use(module=module, names=names):
+                other = self.importer(module, self.file.source.name)
+                for ident in names:
+                    symbol = other.names.get(ident.name) if other is not None else None
+                    if symbol is not None:
+                        self.occurrences.append(Occurrence(ident.span, symbol))
+                        self.module.setdefault(ident.name, symbol)
+            case ast.UsePy(functions=functions):
+                for function in functions:
+                    self.bind(function.name, "python", function)
+            case ast.Param():
+                self.bind(item.name, "param", item)
+            case ast.State():
+                self.bind(item.name, "state", item)
+            case ast.MeshDecl():
+                self.bind(item.name, "mesh", item)
+            case ast.DataDecl():
+                self.bind(item.name, "data", item)
+            case ast.ModelDecl():
+                self.bind(item.name, "model", item)
+            case ast.FnDecl():
+                self.bind(item.name, "fn", item)
+            case ast.LossDecl():
+                self.bind(item.name, "loss", item)
+            case ast.Flow():
+                self.bind(item.name, "flow", item)
+
+    # ---------------------------------------------------------------------------------------------- bodies
+
+    def body(self, item: ast.Declaration) -> None:
+        self.local = {}
+        match item:
+            case ast.FnDecl(name=name, params=params, body=body):
+                self._function(name.name, params, body)
+            case ast.LossDecl(name=name, fresh=fresh, data=data, body=body):
+                self._function(name.name, fresh + data, body)
+            case ast.Flow(name=name, options=options, body=body):
+                for option in options:
+                    self.expr(option.value)
+                self.inside = name.name
+                self._statements(body, "value")
+                self.inside = ""
+            case ast.Place(clause=clause):
+                self._selector(item)
+                self._clause(clause)
+            case ast.Use() | ast.UsePy():
+                pass
+            case _:
+                for tree in _children(item):
+                    self.expr(tree)
+
+    def _function(self, name: str, params: tuple[ast.Parameter, ...], body: tuple[ast.Statement, ...]) -> None:
+        for p in params:
+            if p.default is not None:
+                self.expr(p.default)
+        self.inside = name
+        for p in params:
+            self.bind(p.name, "parameter", p)
+        self._statements(body, "local")
+        self.inside = ""
+
+    def _selector(self, place: ast.Place) -> None:
+        start = place.span.start + len("place")
+        text = place.span.file.text
+        while text[start : start + 1].isspace() or text[start : start + 1] == "@":
+            start += 1
+        word = place.selector.lstrip("@").split(".")[0]
+        flows = [s for s in self.symbols if s.kind == "value" and s.name == word]
+        if place.selector.startswith("@") and flows:
+            self.occurrences.append(Occurrence(Span(place.span.file, start, start + len(word)), flows[0]))
+        else:
+            self.see(word, Span(place.span.file, start, start + len(word)))
+
+    def _statements(self, body: tuple[ast.Statement, ...], kind: str) -> None:
+        for s in body:
+            match s:
+                case ast.Assign(targets=targets, value=value, where=where, clause=clause):
+                    self.expr(value)
+                    if where is not None:
+                        self.expr(where)
+                    for ident in targets:
+                        known = self.module.get(ident.name)
+                        if known is not None and known.kind == "state":
+                            self.see(ident.name, ident.span)
+                        else:
+                            self.bind(ident, kind, s)
+                    self._clause(clause)
+                case ast.Do(value=value, clause=clause):
+                    self.expr(value)
+                    self._clause(clause)
+                case ast.Metric(name=name, value=value):
+                    self.expr(value)
+                    symbol = Symbol(name.name, "metric", name.span, s, self.inside)
+                    self.symbols.append(symbol)
+                    self.occurrences.append(Occurrence(name.span, symbol, True))
+                case ast.Save(models=models, path=path):
+                    for ident in models:
+                        self.see(ident.name, ident.span)
+                    if path is not None:
+                        self.expr(path)
+                case ast.Sync(target=target, source=source) | ast.Ema(target=target, source=source):
+                    self.see(target.name, target.span)
+                    self.see(source.name, source.span)
+                    for tree in _children(s):
+                        self.expr(tree)
+                case ast.EveryBlock(period=number, body=inner) | ast.RepeatBlock(times=number, body=inner):
+                    self.expr(number)
+                    self._statements(inner, kind)
+                case ast.RepeatUntil(body=inner, condition=condition, most=most):
+                    self._statements(inner, kind)
+                    self.expr(condition)
+                    self.expr(most)
+                case _:
+                    for tree in _children(s):
+                        self.expr(tree)
+
+    def _clause(self, clause: ast.Clause | None) -> None:
+        if clause is not None:
+            for tree in _children(clause):
+                self.expr(tree)
+            for option in clause.options:
+                self.expr(option.value)
+
+    def expr(self, tree: ast.Tree) -> None:
+        if isinstance(tree, ast.Name):
+            self.see(tree.name, tree.span)
+            return
+        if isinstance(tree, ast.Call):
+            self.expr(tree.func)
+            called = self.local.get(tree.func.name) or self.module.get(tree.func.name) \
+                if isinstance(tree.func, ast.Name) else None
+            for arg in tree.args:
+                self.expr(arg.value)
+                parameter = _parameter(called, arg.name.name) if called and arg.name else None
+                if parameter is not None and arg.name is not None:
+                    self.occurrences.append(Occurrence(arg.name.span, parameter))
+            return
+        for child in _children(tree):
+            self.expr(child)
+
+
+def _parameter(called: Symbol, name: str) -> Symbol | None:
+    tree = called.tree
+    params = tree.params if isinstance(tree, ast.FnDecl) else tree.data if isinstance(tree, ast.LossDecl) else ()
+    for p in params:
+        if p.name.name == name:
+            return Symbol(name, "parameter", p.name.span, p, called.name)
+    return None
+
+
+def _children(tree: ast.Tree) -> Iterator[ast.Tree]:
+    """The expressions directly below a node."""
+    for name in tree.__dataclass_fields__:
+        value = getattr(tree, name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, ast.Expr | ast.Option) and not isinstance(item, ast.Ident):
+                yield item.value if isinstance(item, ast.Option) else item

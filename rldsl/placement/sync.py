@@ -1,0 +1,98 @@
+"""Models that follow others (`sync`, `ema`): whether the two agree, and where the target's new version is made.
+
+In: a graph, families, and the places of its calls. Out: diagnostics RL0321 and RL0319, and for each model that a sync
+names one place. A new version is made there; copies under other layouts get it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from rldsl.diag import Diagnostic, Failure, Label, fail
+from rldsl.graph import model as g
+from rldsl.placement.families import Family
+from rldsl.placement.model import Call, Place, nodes
+
+
+def syncs(graph: g.Graph) -> tuple[g.Sync, ...]:
+    return tuple(n for n in nodes(graph.items) if isinstance(n, g.Sync))
+
+
+def sources(graph: g.Graph, model: str) -> tuple[str, ...]:
+    """The models that `model` follows, one for each statement, in program order."""
+    return tuple(n.source for n in syncs(graph) if n.model == model)
+
+
+def check(graph: g.Graph, families: Mapping[str, Family]) -> None:
+    """RL0321 where the parameters of target and source, or the configs that say what they mean, differ."""
+    models = {m.name: m for m in graph.models}
+    problems: list[Diagnostic] = []
+    for n in syncs(graph):
+        mine, other = families[n.model], families[n.source]
+        why = _difference(n.model, mine, n.source, other)
+        if why:
+            problems.append(Diagnostic(
+                "RL0321", f"`{n.model}` and `{n.source}` are different models", n.span, why,
+                (Label(models[n.model].span, f'"{mine.path}"'), Label(models[n.source].span, f'"{other.path}"')),
+                help="parameters move between models of one architecture and size"))
+    if problems:
+        raise Failure(dict.fromkeys(problems))
+
+
+def _difference(model: str, mine: Family, source: str, other: Family) -> str:
+    """What differs first, or ""."""
+    def told(what: str, a: object, b: object) -> str:
+        return f"{what}: {a} in `{model}`, {b} in `{source}`"
+
+    for what, a, b in (("family", mine.name, other.name), ("layers", mine.layers, other.layers)):
+        if a != b:
+            return told(what, a, b)
+    shapes = [{p.name: " × ".join(map(str, p.shape)) for p in f.params} for f in (mine, other)]
+    for name in dict.fromkeys([*shapes[0], *shapes[1]]):
+        if shapes[0].get(name) != shapes[1].get(name):
+            return told(name, *(s.get(name, "not there") for s in shapes))
+    if mine.params != other.params:
+        return "tensor and pipeline parallelism divide them differently"
+    a, b = dict(mine.config), dict(other.config)
+    key = next((k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)), "")
+    return told(f"{key} in config.json", a.get(key, "not set"), b.get(key, "not set")) if key else ""
+
+
+def anchors(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, Place]:
+    """Model -> where a sync reads or writes it. A trained model: its home. A target: under the layout of its source, if
+    it is used under that one, else its first call's, else (it is only saved) where its source is."""
+    used: dict[str, list[Place]] = {}
+    for n in nodes(graph.items):
+        if isinstance(n, Call):
+            used.setdefault(n.model, []).append(places[n.id])
+    found = {m: next(p for p in used[m] if p.layout.id == home) for m, home in homes.items() if home and m in used}
+    waiting = syncs(graph)
+    named = {x for n in waiting for x in (n.model, n.source)}
+    while waiting:
+        later = tuple(n for n in waiting if not _settle(n, used, found))
+        if len(later) == len(waiting):
+            n = later[0]
+            raise fail("RL0319", f"`{n.model}` follows `{n.source}`, but no call uses either", n.span,
+                       "nothing loads these models", help="remove the statement, or use the models")
+        waiting = later
+    return {m: place for m, place in found.items() if m in named}
+
+
+def _settle(n: g.Sync, used: Mapping[str, list[Place]], found: dict[str, Place]) -> bool:
+    """Find the places of both models; False where neither is known yet."""
+    own, others = used.get(n.model, []), used.get(n.source, [])
+    source = found.get(n.source) or next(iter(others), None)
+    same = [p for p in own if source is not None and p.layout == source.layout]
+    target = found.get(n.model) or next(iter([*same, *own]), source and replace(source, offload=False))
+    if target is None:
+        return False
+    found.setdefault(n.model, target)
+    found.setdefault(n.source, source or replace(target, offload=False))
+    return True
+
+
+def only_synced(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> Iterable[tuple[str, Place]]:
+    """Copies that only syncs need: (model, place)."""
+    of_calls = {(n.model, places[n.id].layout) for n in nodes(graph.items) if isinstance(n, Call)}
+    return [(m, p) for m, p in anchors(graph, places, homes).items() if (m, p.layout) not in of_calls]

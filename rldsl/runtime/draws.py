@@ -1,0 +1,30 @@
+"""Random numbers that belong to an element of the batch: in: a seed, a step, row numbers, positions; out: uniform numbers
+that are the same under every placement, batch order and restart."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+_GAMMA, _MIX1, _MIX2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def uniform(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[S] float64 in (0, 1). Each key is mixed in by the finaliser of splitmix64 (Steele, Lea & Flood 2014), in int64
+    arithmetic that wraps, so that every device draws the same."""
+    state = torch.zeros_like(rows)
+    for key in (seed, step, rows, positions):
+        state = (state ^ key) + _GAMMA
+        state = (state ^ _shift(state, 30)) * _MIX1
+        state = (state ^ _shift(state, 27)) * _MIX2
+        state = state ^ _shift(state, 31)
+    return (_shift(state, 11).double() + 0.5) * 2.0**-53
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right: torch's is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

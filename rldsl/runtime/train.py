@@ -1,0 +1,125 @@
+"""The train event: minibatches, their exact metrics, and stopping early.
+
+In: rows, values and the loss program of a train call. Out: a changed model, and the metrics of the call.
+Invariant: every rank makes the same optimizer steps, and stops at the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from rldsl.plan.model import Train
+from rldsl.plan.partition import Rows, micro_batches
+from rldsl.runtime.evaluate import LossRun, View, loss_counts
+from rldsl.runtime.state import State
+from rldsl.runtime.store import Column
+
+STOP = "stop"  # the output of a loss that tells whether training ends here
+
+
+def train(state: State, event: Train) -> None:
+    """minibatches * epochs optimizer steps; metrics are exact over each minibatch and averaged over them. A selection
+    may leave fewer rows than minibatches: an empty one makes no step, and without any step all metrics are 0.
+
+    A loss that can stop is asked after the backward passes of each minibatch, over all its rows; when it says yes, that
+    minibatch makes no step and no later one runs. Its own metrics count, its "grad_norm" and "lr" do not exist."""
+    spread, layout = state.spreads[event.spread], state.world.layouts[event.layout]
+    shard, axes = state.settled(event.model, event.layout), state.world.axes(layout)
+    outputs = dict(state.programs[event.loss].outputs)
+    own = axes.tp.index == 0 and axes.pp.index == axes.pp.size - 1
+    call = _Call(state, event)
+    runs: list[LossRun] = []
+    metrics: list[dict[str, float]] = []
+    steps: list[Mapping[str, float]] = []
+
+    def stop() -> bool:
+        metrics.extend(finish(runs[-1:], own, axes.mesh.group, state.device))
+        return bool(metrics[-1][STOP])
+
+    stopped = False
+    for minibatch in chain.from_iterable(state.rows.schedule(spread)):
+        if stopped or not any(minibatch):
+            shard.skip(1)
+            continue
+        run, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size)
+        runs.append(run)
+        step = shard.train(batches, call.what, call.temperature, loss, stop if STOP in outputs else None)
+        if step is None:
+            stopped = True
+            shard.skip(1)
+        else:
+            steps.append(step)
+    if runs and STOP not in outputs:
+        metrics = finish(runs, own, axes.mesh.group, state.device)
+    mean = {name: _mean([m[name] for m in metrics]) for name in outputs}
+    mean["grad_norm"] = _mean([s["grad_norm"] for s in steps])
+    mean["lr"] = steps[-1]["lr"] if steps else 0.0
+    mean["updates"] = mean["updates"] if "updates" in outputs else float(len(steps))
+    at = torch.zeros(1, dtype=torch.int64, device=state.device)
+    for name, value in event.outputs:
+        state.write(value, spread.id, at, torch.tensor([mean[name]], dtype=torch.float64, device=state.device))
+
+
+class _Call:
+    """What the minibatches of one train call have in common."""
+
+    def __init__(self, state: State, event: Train):
+        self.state, self.event, self.program = state, event, state.programs[event.loss]
+        self.frames = {f: state.frames[f] for f in event.frames}
+        self.temperature = self.frames[event.frames[0]].temperature
+        self.what = [[kind for _, frame, kind in event.fresh if frame == f] for f in event.frames]
+        lens = {f: state.rows.lens[f] for f in event.frames}
+        self.lens, self.responses = lens, {f: x.response.tolist() for f, x in lens.items()}
+        self.totals = [sum(x) for x in zip(*(x.of("tokens").tolist() for x in lens.values()))]
+        self.tokens = {f: state.read(event.reads, f"{f}.tokens") for f in event.frames}
+        self.data = {name: state.read(event.reads, value) for name, value in event.data}
+
+    def minibatch(self, rows: Sequence[Rows], shard: int, pp: int):
+        """rows: of each dp shard. The run that finds loss and metrics, this shard's micro-batches, and their loss."""
+        state, event, frames = self.state, self.event, self.frames
+        run = LossRun(self.program, loss_counts(self.program, frames, sorted(r for s in rows for r in s),
+                                                self.responses))
+        parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows[shard], self.totals, event.mbs, pp)]
+        batches = [tuple(state.packed(f, self.tokens[f], part) for f in event.frames) for part in parts]
+
+        def loss(i: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+            views = {f: View(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]])
+                     for f in event.frames}
+            inputs = {name: fresh[event.frames.index(f)][kind] for name, f, kind in event.fresh}
+            inputs |= {name: _data(state, value, self.data[name], parts[i]) for name, value in event.data}
+            return run(inputs, views)
+
+        return run, batches, loss
+
+
+def _mean(found: Sequence[float]) -> float:
+    return sum(found) / len(found) if found else 0.0
+
+
+def _data(state: State, value: str, column: Column, rows: torch.Tensor) -> torch.Tensor:
+    record = state.values[value]
+    if record.extent == "batch":
+        return column.data[0]
+    if record.extent == "prompt":
+        rows = (rows // state.frames[record.frame].per_prompt).unique()
+    return column.pick(rows).data
+
+
+def finish(runs: Sequence[LossRun], own: bool, group: object, device: torch.device) -> list[dict[str, float]]:
+    """The metrics of every minibatch, from one all-reduce of sums and one of maxima over the mesh. own: whether this
+    rank's partials count (its rows are on other ranks too)."""
+    table = torch.stack([run.partials(device) for run in runs])
+    sums = runs[0].sums
+    if not own:
+        table[:, :sums] = 0
+        table[:, sums:] = -torch.inf
+    added, largest = table[:, :sums].contiguous(), table[:, sums:].contiguous()
+    if group is not None:
+        dist.all_reduce(added, group=group)
+        if largest.numel():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return [run.finish(row) for run, row in zip(runs, torch.cat([added, largest], 1))]

@@ -1,0 +1,116 @@
+"""Warnings about a program without mistakes: what is most likely a slip, though it means something.
+
+In: the syntax trees of the program and of its placement file. Out: diagnostics of severity "warning": RL0901 a name
+that nothing uses, RL0903 equality with a number that arithmetic seldom hits, RL0904 a model that follows one which
+never changes. Rules of placement have their own (placement/lints.py). A name that begins with `_` may stay unused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from rldsl.diag import Diagnostic, Label
+from rldsl.syntax import ast
+
+Body = tuple[ast.Statement, ...]
+
+
+def lint(files: Sequence[ast.File]) -> tuple[Diagnostic, ...]:
+    """The warnings, in the order of the text."""
+    found = [d for f in files for d in (*_declared(f, files), *_bound(f), *_equalities(f), *_follows(f))]
+    order = {id(f.source): i for i, f in enumerate(files)}
+    return tuple(sorted(found, key=lambda d: (order[id(d.span.file)], d.span.start)))  # type: ignore[union-attr]
+
+
+def _declared(file: ast.File, files: Sequence[ast.File]) -> list[Diagnostic]:
+    """Names of the file itself that are used in no file."""
+    per_item = {id(item): set(_uses(item)) for f in files for item in f.items}
+    used = Counter(name for names in per_item.values() for name in names)
+    found: list[Diagnostic] = []
+    for item in file.items:
+        match item:
+            case ast.Use(names=names):
+                found += [_unused(n, "imported here") for n in names if n.name not in used]
+            case ast.UsePy(functions=functions):
+                found += [_unused(fn.name, "imported here") for fn in functions if fn.name.name not in used]
+            case ast.FnDecl(name=name) | ast.LossDecl(name=name):
+                if used[name.name] == (name.name in per_item[id(item)]):  # by no other
+                    found.append(_unused(name, "declared here"))
+            case (ast.Param(name=name) | ast.State(name=name) | ast.MeshDecl(name=name) | ast.DataDecl(name=name)
+                  | ast.ModelDecl(name=name)) if name.name not in used:
+                found.append(_unused(name, "declared here"))
+    return [d for d in found if not d.title.startswith("`_")]
+
+
+def _bound(file: ast.File) -> list[Diagnostic]:
+    """Names bound in a flow, function or loss that nothing there reads. Of `a, b = f(x)` one may stay unused."""
+    states = {i.name.name for i in file.items if isinstance(i, ast.State)}
+    found: list[Diagnostic] = []
+    for item in file.items:
+        if not isinstance(item, (ast.Flow, ast.FnDecl, ast.LossDecl)):
+            continue
+        used = set(_uses(item))
+        for node in _walk(item):
+            if isinstance(node, ast.Assign) and not any(
+                    t.name in used or t.name in states or t.name.startswith("_") for t in node.targets):
+                found.append(_unused(node.targets[0], "bound here"))
+    return found
+
+
+def _unused(ident: ast.Ident, label: str) -> Diagnostic:
+    meant = f", or call it `_{ident.name}` to say that this is meant" if label != "imported here" else ""
+    return Diagnostic("RL0901", f"`{ident.name}` is never used", ident.span, label, help=f"remove it{meant}",
+                      severity="warning")
+
+
+def _equalities(file: ast.File) -> Iterator[Diagnostic]:
+    for item in file.items:
+        for node in _walk(item):
+            if isinstance(node, ast.Binary) and node.op in ("==", "!="):
+                for side, other in ((node.left, node.right), (node.right, node.left)):
+                    if isinstance(side, ast.Number) and isinstance(side.value, float) and not side.value.is_integer():
+                        yield Diagnostic(
+                            "RL0903", f"`{node.op}` with {side.span.text} compares rounded numbers", node.span,
+                            "arithmetic seldom gives exactly this number", (Label(side.span, "not a whole number"),),
+                            help=f"compare with a margin: `abs({other.span.text} - {side.span.text}) < 1e-6`",
+                            severity="warning")
+
+
+def _follows(file: ast.File) -> Iterator[Diagnostic]:
+    """Models that take the parameters of others, none of which ever change."""
+    moves = [n for item in file.items for n in _walk(item) if isinstance(n, (ast.Sync, ast.Ema))]
+    declared = {i.name.name: i for i in file.items if isinstance(i, ast.ModelDecl)}
+    changing = {name for name, d in declared.items() if d.optimizer is not None} | {m.target.name for m in moves}
+    lively = {m.target.name for m in moves if m.source.name in changing}
+    for m in moves:
+        if m.target.name not in lively and m.source.name in declared:
+            yield Diagnostic("RL0904", f"`{m.source.name}` never changes, so `{m.target.name}` has nothing to follow",
+                             m.source.span, "neither trained nor written by a `sync`",
+                             (Label(declared[m.source.name].span, "declared here"),),
+                             help="take the parameters of a model that is trained", severity="warning")
+
+
+def _uses(tree: ast.Tree) -> Iterator[str]:
+    """Every name that is read somewhere in `tree`."""
+    for node in _walk(tree):
+        match node:
+            case ast.Name(name=name):
+                yield name
+            case ast.Save(models=models):
+                yield from (m.name for m in models)
+            case ast.Sync(target=target, source=source) | ast.Ema(target=target, source=source):
+                yield from (target.name, source.name)
+
+
+def _walk(node: object) -> Iterator[ast.Tree]:
+    """The tree's nodes, a parent before its children."""
+    if isinstance(node, tuple):
+        for part in node:
+            yield from _walk(part)
+    elif isinstance(node, ast.Tree):
+        yield node
+        for f in fields(node):
+            if f.name != "span":
+                yield from _walk(getattr(node, f.name))

@@ -1,0 +1,79 @@
+"""Units of counts: prompts, sequences, pairs and tokens, of a minibatch or of the whole batch.
+
+In: an operator and its arguments. Out: the unit of the result, or the two arguments that do not fit. A value without a
+unit ("") fits any. A unit is a word, and inside a loss perhaps "WORD of a minibatch" (counted by the loss) or "WORD of
+the whole batch" (counted in the flow and passed as data); the bare word fits both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rldsl.diag import Label
+from rldsl.semantics.errors import Bad, Errors
+from rldsl.semantics.terms import Term
+from rldsl.source import Span
+
+UNITS = ("prompts", "sequences", "pairs", "tokens")
+MINIBATCH, WHOLE = " of a minibatch", " of the whole batch"
+# op -> which arguments must count the same
+SAME = {"add": (0, 1), "sub": (0, 1), "min": (0, 1), "max": (0, 1), "where": (1, 2), "lt": (0, 1), "le": (0, 1),
+        "gt": (0, 1), "ge": (0, 1), "eq": (0, 1), "ne": (0, 1)}
+KEPT = ("add", "sub", "min", "max", "where", "neg", "abs", "stop_gradient")
+
+
+def word(unit: str) -> str:
+    """prompts, sequences, pairs, tokens or ""."""
+    return unit.removesuffix(MINIBATCH).removesuffix(WHOLE)
+
+
+def differ(a: str, b: str) -> bool:
+    """Whether values of these units cannot be added or compared."""
+    if not a or not b or a == b:
+        return False
+    return word(a) != word(b) or (word(a) != a and word(b) != b)
+
+
+def clash(op: str, args: Sequence[Term]) -> tuple[Term, Term] | None:
+    """The two arguments of `op` that cannot meet, if there are any."""
+    if op not in SAME:
+        return None
+    a, b = (args[i] for i in SAME[op])
+    return (a, b) if differ(a.unit, b.unit) else None
+
+
+def result(op: str, args: Sequence[Term]) -> str:
+    """The unit of `op(args)`, whose arguments fit: counts stay counts in sums, and times or over a plain number."""
+    if op in KEPT:
+        units = [args[i].unit for i in SAME[op]] if op in SAME else [args[0].unit]
+        return max(units, key=len)  # the one that says most
+    if op == "mul":
+        units = [a.unit for a in args if a.unit]
+        return units[0] if len(units) == 1 else ""
+    return args[0].unit if op == "div" and not args[1].unit else ""
+
+
+def reduced(name: str, unit: str, counted: str, to_batch: bool, in_loss: bool) -> str:
+    """The unit of a reduction. counted: what `count` counts. A loss sees one minibatch, so its totals are of that."""
+    found = counted if name == "count" else unit if name in ("sum", "mean", "min", "max") else ""
+    total = name in ("count", "sum") and to_batch and in_loss
+    return found + MINIBATCH if total and word(found) == found and found else found
+
+
+def report(pair: tuple[Term, Term], span: Span, errors: Errors) -> Bad:
+    """RL0218 with both places and both units."""
+    a, b = pair
+    if word(a.unit) == word(b.unit):
+        mine, theirs = (a, b) if a.unit.endswith(MINIBATCH) else (b, a)
+        help_ = (f"{_quoted(mine)} counts the {word(a.unit)} of the minibatch that the loss sees, and "
+                 f"{_quoted(theirs)} those of the whole batch, as the flow passes it; count both in the loss, "
+                 "or divide one by the other")
+    else:
+        help_ = "count the same on both sides; a number without a unit fits any, and a quotient of two units is a ratio"
+    return errors.add("RL0218", f"{a.unit} and {b.unit} do not fit together", span, "one number of two units",
+                      labels=(Label(a.span, a.unit), Label(b.span, b.unit)), help=help_)
+
+
+def _quoted(term: Term) -> str:
+    text = " ".join(term.span.text.split())
+    return f"`{text}`" if len(text) <= 40 else "one"

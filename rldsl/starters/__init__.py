@@ -1,0 +1,36 @@
+"""Programs to begin with: NAME.rlf, each formatted, commented and right as it stands, and the Python that they use.
+
+In: a name. Out: texts. The first line of a starter says in a sentence what it is.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+_USED = re.compile(r'^use py "([^"]+)"', re.MULTILINE)
+
+
+def names() -> tuple[str, ...]:
+    """All starters, by name."""
+    return tuple(sorted(f.name.removesuffix(".rlf") for f in resources.files(__package__).iterdir()
+                        if f.name.endswith(".rlf")))
+
+
+def text(name: str) -> str:
+    """The program."""
+    return _read(f"{name}.rlf")
+
+
+def line(name: str) -> str:
+    """What it is, in one line."""
+    return text(name).split("\n", 1)[0].removeprefix("# ")
+
+
+def used(name: str) -> tuple[tuple[str, str], ...]:
+    """(file, text) of the Python that it uses, which belongs beside it."""
+    return tuple((file, _read(file)) for file in _USED.findall(text(name)))
+
+
+def _read(file: str) -> str:
+    return resources.files(__package__).joinpath(file).read_text("utf-8")

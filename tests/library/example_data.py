@@ -1,0 +1,26 @@
+"""Tiny models and data under the names that the examples have by default, and how an example is shrunk to fit them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rldsl import api
+from rldsl.syntax import ast
+from rldsl.syntax.parse import parse
+from tests.tiny import make_all, make_pairs, make_sums, write_jsonl
+
+SMALL = {"steps": 2, "batch": 8, "tokens": 6, "wanted": 8, "buffer": 2}  # of the params that an example has
+
+
+def make_data(root: Path) -> Path:
+    """models/sft, models/rm, data/prompts.jsonl, data/pairs.jsonl, data/answers.jsonl. Prompts differ in length."""
+    make_all(root)
+    write_jsonl(root / "data/answers.jsonl", make_sums(64))
+    write_jsonl(root / "data/pairs.jsonl", make_pairs(64))
+    return root
+
+
+def small(path: Path) -> dict[str, int]:
+    """What --set makes a quick program of an example."""
+    names = {i.name.name for i in parse(api.read_source(str(path))).items if isinstance(i, ast.Param)}
+    return {n: v for n, v in SMALL.items() if n in names}

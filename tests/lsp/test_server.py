@@ -1,0 +1,322 @@
+"""The language server with a real client, over its standard streams."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import pytest_lsp
+from lsprotocol import types as t
+from pytest_lsp import ClientServerConfig, LanguageClient, client_capabilities
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROGRAM = '''use std.grpo (group_norm, grpo_free)
+use "mine.rlf" (double)
+use py "rewards.py" (exact: gen -> seq)
+
+# größer 🙂 than ascii
+param base = "models/sft"
+
+data prompts = jsonl("p.jsonl", batch=8)
+
+model actor = causal_lm(base) train adamw(lr=1e-6)
+model ref   = causal_lm(base)
+
+flow run(steps=3) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=4)   on mesh(0:8) pp=2
+  reward = double(exact(gen))
+  lp     = ref.logprobs(gen)
+  metric reward = mean(reward + 0 * mean(lp by seq))
+  actor.train(gen, loss=grpo_free(old=gen.logprobs, adv=group_norm(reward)))   on mesh(0:8) tp=2
+}
+'''
+MINE = "# Twice.\nfn double(x: seq) -> seq {\n  return 2 * x\n}\n"
+
+
+@pytest_lsp.fixture(scope="module", loop_scope="module", config=ClientServerConfig(server_command=[sys.executable, "-m", "rldsl.lsp"]))
+async def client(lsp_client: LanguageClient, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("workspace")
+    (folder / "rewards.py").write_text("def exact(rows):\n    return [0.0 for _ in rows]\n")
+    (folder / "mine.rlf").write_text(MINE)
+    lsp_client.folder, lsp_client.versions = folder, {}
+    await lsp_client.initialize_session(t.InitializeParams(
+        capabilities=client_capabilities("visual-studio-code"),
+        workspace_folders=[t.WorkspaceFolder(folder.as_uri(), "workspace")]))
+    yield
+    await lsp_client.shutdown_session()
+
+
+def put(client: LanguageClient, text: str, name: str = "main.rlf") -> str:
+    """Open a text that is not saved; its uri."""
+    uri = (client.folder / name).as_uri()
+    if uri in client.versions:
+        client.text_document_did_close(t.DidCloseTextDocumentParams(t.TextDocumentIdentifier(uri)))
+    version = client.versions[uri] = client.versions.get(uri, 0) + 1
+    client.text_document_did_open(t.DidOpenTextDocumentParams(t.TextDocumentItem(uri, "rlf", version, text)))
+    return uri
+
+
+def change(client: LanguageClient, uri: str, text: str) -> None:
+    client.versions[uri] += 1
+    client.text_document_did_change(t.DidChangeTextDocumentParams(
+        t.VersionedTextDocumentIdentifier(client.versions[uri], uri),
+        [t.TextDocumentContentChangeWholeDocument(text)]))
+
+
+async def diagnostics(client: LanguageClient, uri: str) -> list[t.Diagnostic]:
+    """Those of the newest version, once the server shows them."""
+    async with asyncio.timeout(30):
+        while True:
+            found = await client.wait_for_notification(t.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)
+            if (found.uri, found.version) == (uri, client.versions[uri]):
+                return list(found.diagnostics)
+
+
+def place(text: str, word: str, nth: int = 1, after: bool = False) -> t.Position:
+    """The position of the nth occurrence of a word, in UTF-16 units."""
+    at = -1
+    for _ in range(nth):
+        at = text.index(word, at + 1)
+    at += len(word) if after else 0
+    start = text.rfind("\n", 0, at) + 1
+    return t.Position(text.count("\n", 0, at), len(text[start:at].encode("utf-16-le")) // 2)
+
+
+def cut(text: str, range_: t.Range) -> str:
+    """The text of a range, on one line."""
+    line = text.split("\n")[range_.start.line].encode("utf-16-le")
+    return line[2 * range_.start.character : 2 * range_.end.character].decode("utf-16-le")
+
+
+def doc(uri: str) -> t.TextDocumentIdentifier:
+    return t.TextDocumentIdentifier(uri)
+
+
+async def completions(client: LanguageClient, text: str, after: str, nth: int = 1) -> list[str]:
+    uri = put(client, text)
+    found = await client.text_document_completion_async(
+        t.CompletionParams(doc(uri), place(text, after, nth, after=True)))
+    return [i.label for i in (found or [])]
+
+
+# -------------------------------------------------------------------------------------------- diagnostics
+
+
+async def test_a_right_program_has_no_diagnostics(client: LanguageClient) -> None:
+    assert await diagnostics(client, put(client, PROGRAM)) == []
+
+
+async def test_a_mistake_is_shown_where_it_is_and_goes_when_it_is_mended(client: LanguageClient) -> None:
+    wrong = PROGRAM.replace("mean(reward +", "mean(rewarb +")
+    uri = put(client, wrong)
+    (found,) = await diagnostics(client, uri)
+    assert found.code == "RL0101" and cut(wrong, found.range) == "rewarb"
+    change(client, uri, PROGRAM)
+    assert await diagnostics(client, uri) == []
+
+
+async def test_a_broken_text_has_syntax_errors_and_still_a_shape(client: LanguageClient) -> None:
+    text = PROGRAM.replace("prompt = prompts.next()", "prompt = = prompts.next()")
+    uri = put(client, text)
+    found = await diagnostics(client, uri)
+    assert [d.code for d in found] == ["RL0001"]
+    shape = await client.text_document_document_symbol_async(t.DocumentSymbolParams(doc(uri)))
+    assert "actor" in [s.name for s in shape]
+
+
+async def test_positions_are_utf16(client: LanguageClient) -> None:
+    text = 'param a = "🙂🙂" + nothing\n' + PROGRAM
+    (found,) = [d for d in await diagnostics(client, put(client, text)) if d.code == "RL0101"]
+    assert (found.range.start.character, found.range.end.character) == (19, 26)
+    assert cut(text, found.range) == "nothing"
+
+
+async def test_changes_come_together(client: LanguageClient) -> None:
+    """Three quick changes are looked at once, as the last one left the text."""
+    uri = put(client, PROGRAM)
+    await diagnostics(client, uri)
+    for text in (PROGRAM + "x", PROGRAM + "xy", PROGRAM + "# fine\n"):
+        change(client, uri, text)
+    assert await diagnostics(client, uri) == []
+
+
+async def test_an_unsaved_neighbour_counts(client: LanguageClient) -> None:
+    put(client, MINE.replace("double", "triple"), "mine.rlf")
+    found = await diagnostics(client, put(client, PROGRAM))
+    assert [d.code for d in found] == ["RL0104"]
+    put(client, MINE, "mine.rlf")
+
+
+# --------------------------------------------------------------------------------------------- completion
+
+
+@pytest.mark.parametrize("after, nth, some, none", [
+    ("actor.", 1, {"generate", "logprobs", "train"}, {"values", "score", "metric"}),
+    ("ref.", 1, {"generate", "logprobs"}, {"train", "values"}),
+    ("gen.", 1, {"logprobs", "finished"}, {"chosen"}),
+    ("prompts.", 1, {"next"}, {"generate"}),
+    ("actor.generate(prompt, ", 1, {"n=", "max_new_tokens=", "temperature="}, {"minibatches=", "loss="}),
+    ("grpo_free(old=gen.logprobs, ", 1, {"adv=", "eps="}, {"old=", "n="}),
+    ("flow run(steps=3) {\n  ", 1, {"metric", "every", "actor", "mean"}, {"model", "until"}),
+    ("causal_lm(base) ", 1, {"train"}, {"until"}),
+    ("on ", 1, {"mesh"}, {"mean", "dp="}),
+    ("mesh(0:8) ", 1, {"dp=", "tp=", "pp="}, {"mean"}),
+    ("use std.grpo (", 1, {"group_norm", "grpo"}, {"ppo_clip"}),
+    ("use std.", 1, {"ppo", "grpo", "dpo"}, {"prelude"}),
+])
+async def test_completion(client: LanguageClient, after: str, nth: int, some: set[str], none: set[str]) -> None:
+    found = set(await completions(client, PROGRAM, after, nth))
+    assert some <= found and not none & found, found
+
+
+async def test_levels_after_by(client: LanguageClient) -> None:
+    text = PROGRAM.replace("lp by seq", "lp by ")
+    assert await completions(client, text, "lp by ") == ["batch", "prompt", "seq"]
+
+
+async def test_nothing_in_comments_and_texts(client: LanguageClient) -> None:
+    assert await completions(client, PROGRAM, "# gr") == []
+    assert await completions(client, PROGRAM, 'param base = "mod') == []
+
+
+async def test_names_bound_later_are_not_offered(client: LanguageClient) -> None:
+    found = await completions(client, PROGRAM, "gen    = ")
+    assert "prompt" in found and "reward" not in found
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+async def hover(client: LanguageClient, text: str, word: str, nth: int = 1) -> str:
+    found = await client.text_document_hover_async(t.HoverParams(doc(put(client, text)), place(text, word, nth)))
+    return found.contents.value if found else ""
+
+
+@pytest.mark.parametrize("word, nth, some", [
+    ("group_norm", 2, "advantage of a sequence"), ("grpo_free", 1, "loss grpo_free("), ("reward +", 1, "seq value of gen"),
+    ("gen.logprobs", 1, "batch of 32 sequences, 4 a prompt"), ("gen    =", 1, "ranks 0-7, dp=4 pp=2"),
+    ("generate", 1, "completions of each prompt"), ("mean", 1, "The mean"), ("actor.gen", 1, "model actor"),
+    ("double", 2, "Twice."), ("adamw", 1, "decoupled weight decay"), ("exact", 2, "Python function"),
+])
+async def test_hover(client: LanguageClient, word: str, nth: int, some: str) -> None:
+    assert some in await hover(client, PROGRAM, word, nth)
+
+
+async def test_hover_says_nothing_of_nothing(client: LanguageClient) -> None:
+    assert await hover(client, PROGRAM, "größer") == ""
+
+
+async def test_signature_help(client: LanguageClient) -> None:
+    at = place(PROGRAM, "old=gen.logprobs, ", after=True)
+    found = await client.text_document_signature_help_async(t.SignatureHelpParams(doc(put(client, PROGRAM)), at))
+    assert found.signatures[0].label.startswith("grpo_free(old: token, adv: token") and found.active_parameter == 1
+
+
+async def test_inlay_hints(client: LanguageClient) -> None:
+    whole = t.Range(t.Position(0, 0), t.Position(99, 0))
+    found = await client.text_document_inlay_hint_async(t.InlayHintParams(doc(put(client, PROGRAM)), whole))
+    assert {": seq", ": token", " dp=4"} <= {str(h.label) for h in found}
+
+
+async def test_code_lenses_name_places(client: LanguageClient) -> None:
+    found = await client.text_document_code_lens_async(t.CodeLensParams(doc(put(client, PROGRAM))))
+    assert "actor.train: ranks 0-7, dp=4 tp=2" in [c.command.title for c in found]
+
+
+async def test_semantic_tokens_cover_the_names(client: LanguageClient) -> None:
+    found = (await client.text_document_semantic_tokens_full_async(t.SemanticTokensParams(doc(put(client, PROGRAM))))).data
+    line = unit = 0
+    words: dict[str, set[int]] = {}
+    for i in range(0, len(found), 5):
+        lines, units, length, kind, _ = found[i : i + 5]
+        line, unit = line + lines, units if lines else unit + units
+        words.setdefault(cut(PROGRAM, t.Range(t.Position(line, unit), t.Position(line, unit + length))), set()).add(kind)
+    assert words["actor"] == {3} and words["gen"] == {0} and words["double"] == {2} and words["adv"] == {1}
+
+
+async def test_folding_and_outline(client: LanguageClient) -> None:
+    uri = put(client, PROGRAM)
+    folds = await client.text_document_folding_range_async(t.FoldingRangeParams(doc(uri)))
+    assert (12, 18) in {(f.start_line, f.end_line) for f in folds}
+    shape = await client.text_document_document_symbol_async(t.DocumentSymbolParams(doc(uri)))
+    assert [s.name for s in shape] == ["exact", "base", "prompts", "actor", "ref", "run"]
+    assert [c.name for c in shape[-1].children] == ["prompt", "gen", "reward", "lp", "reward"]
+
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+async def test_definition_here_next_door_and_in_the_library(client: LanguageClient) -> None:
+    uri = put(client, PROGRAM)
+
+    async def go(word: str, nth: int) -> tuple[str, int]:
+        found = await client.text_document_definition_async(t.DefinitionParams(doc(uri), place(PROGRAM, word, nth)))
+        return Path(found.uri).name, found.range.start.line
+
+    assert await go("gen.logprobs", 1) == ("main.rlf", 14)
+    assert await go("double", 2) == ("mine.rlf", 1)
+    assert (await go("group_norm", 2))[0] == "grpo.rlf"
+    assert (await go("adv=", 1))[0] == "grpo.rlf"
+
+
+async def test_references_and_rename_across_files(client: LanguageClient) -> None:
+    uri = put(client, PROGRAM)
+    at = t.TextDocumentPositionParams(doc(uri), place(PROGRAM, "double", 2))
+    found = await client.text_document_references_async(
+        t.ReferenceParams(t.ReferenceContext(True), at.text_document, at.position))
+    assert sorted((Path(x.uri).name, x.range.start.line) for x in found) == [("main.rlf", 1), ("main.rlf", 15),
+                                                                           ("mine.rlf", 1)]
+    edit = await client.text_document_rename_async(t.RenameParams(at.text_document, at.position, "twice"))
+    assert sorted((Path(u).name, len(e)) for u, e in edit.changes.items()) == [("main.rlf", 2), ("mine.rlf", 1)]
+    value = await client.text_document_rename_async(t.RenameParams(doc(uri), place(PROGRAM, "gen.logprobs"), "g"))
+    assert len(value.changes[uri]) == 5
+
+
+async def test_what_cannot_be_renamed(client: LanguageClient) -> None:
+    uri = put(client, PROGRAM)
+    library = t.PrepareRenameParams(doc(uri), place(PROGRAM, "group_norm", 2))
+    assert await client.text_document_prepare_rename_async(library) is None
+    spaces = t.RenameParams(doc(uri), place(PROGRAM, "gen.logprobs"), "two words")
+    assert await client.text_document_rename_async(spaces) is None
+
+
+async def test_workspace_symbols(client: LanguageClient) -> None:
+    put(client, PROGRAM)
+    found = await client.workspace_symbol_async(t.WorkspaceSymbolParams("DOUB"))
+    assert [s.name for s in found] == ["double"]
+
+
+# ------------------------------------------------------------------------------------------------ mending
+
+
+async def test_formatting(client: LanguageClient) -> None:
+    text = PROGRAM.replace("reward = double", "reward=double")
+    (edit,) = await client.text_document_formatting_async(
+        t.DocumentFormattingParams(doc(put(client, text)), t.FormattingOptions(2, True)))
+    assert "reward = double(exact(gen))" in edit.new_text
+    broken = put(client, PROGRAM + "flow (", "broken.rlf")
+    assert not await client.text_document_formatting_async(
+        t.DocumentFormattingParams(doc(broken), t.FormattingOptions(2, True)))
+
+
+async def test_a_fix_is_offered(client: LanguageClient) -> None:
+    text = PROGRAM.replace("actor.generate", "actor.generat")
+    uri = put(client, text)
+    await diagnostics(client, uri)
+    at = place(text, "generat")
+    found = await client.text_document_code_action_async(
+        t.CodeActionParams(doc(uri), t.Range(at, at), t.CodeActionContext([])))
+    assert [e.new_text for a in found for e in a.edit.changes[uri]] == ["generate"]
+
+
+async def test_answers_are_quick(client: LanguageClient) -> None:
+    """Not a measurement: forty answers on one page do not add up to seconds."""
+    uri = put(client, PROGRAM)
+    at = place(PROGRAM, "gen.logprobs")
+    async with asyncio.timeout(20):
+        for _ in range(40):
+            await client.text_document_hover_async(t.HoverParams(doc(uri), at))

@@ -1,0 +1,208 @@
+"""Selections and collections against the same thing written with weights, and over placements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.selection.programs import folder, numbers, run
+
+PLACES = {
+    "one rank": "place *.* on mesh(0:1)",
+    "dp": "place *.* on mesh(0:2) dp=2",
+    "tp and pp": "place actor.generate on mesh(0:4) dp=2 tp=2\nplace actor.train on mesh(0:4) dp=2 pp=2",
+    "apart": "place actor.generate on mesh(0:2) tp=2\nplace actor.train on mesh(2:4) dp=2 mbs=1",
+}
+
+GENERATE = "  prompt = prompts.next()\n  gen = actor.generate(prompt, n=4, max_new_tokens=6)\n"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("selection"))
+
+
+def close(a: list[dict[str, float]], b: list[dict[str, float]], tolerance: float = 1e-5) -> None:
+    assert len(a) == len(b)
+    for x, y in zip(a, b):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert abs(x[key] - y[key]) <= tolerance * (1 + abs(y[key])), (key, x[key], y[key])
+
+
+def both(base: Path, condition: str) -> None:
+    """Training on the kept sequences = training on all of them with weight 0 or N / n."""
+    start = GENERATE + f"  r = parity(gen)\n  q = spread(gen)\n  chosen = {condition}\n"
+    kept = run(base, start + """
+  kept = gen where chosen
+  metric n = count(len(kept))
+  metric reward = mean(over(q, kept))
+  metric length = mean(len(kept))
+  metric logprob = mean(kept.logprobs)
+  actor.train(kept, loss=pg(adv=q, weight=1.0))""")
+    weighed = run(base, start + """
+  w = where(chosen, 1, 0) + 0 * q
+  n = sum(w)
+  t = where(w > 0, 1, 0) + 0 * gen.logprobs
+  metric n = n
+  metric reward = sum(q * w) / n
+  metric length = sum(len(gen) * w) / n
+  metric logprob = sum(gen.logprobs * t) / sum(t)
+  actor.train(gen, loss=pg(adv=q, weight=w * count(w) / n))""")
+    assert 0 < kept[0]["n"] < 16
+    close(numbers(kept), numbers(weighed))
+
+
+def test_whole_prompts_are_kept(base: Path) -> None:
+    both(base, "std(r by prompt) > 0.55")
+
+
+def test_sequences_are_kept(base: Path) -> None:
+    both(base, "q == max(q by prompt)")
+
+
+SELECT = GENERATE + """
+  r = parity(gen)
+  q = spread(gen)
+  adv = group_norm(q)
+  kept = gen where std(r by prompt) > 0.55
+  best = kept where q >= mean(over(q, kept) by prompt)
+  lp = actor.logprobs(best)
+  again = spread(best)
+  metric kept = count(len(kept))
+  metric best = count(len(best))
+  metric prompts = count(count(again by prompt))
+  metric gap = mean(abs(lp - best.logprobs))
+  metric same = mean(abs(again - q))
+  metric number = mean(column(best))
+  actor.train(best, loss=pg(adv=adv, weight=1 / len(best)), minibatches=3, epochs=2)"""
+
+
+def test_a_selection_of_a_selection_on_every_placement(base: Path) -> None:
+    """Row numbers, rewards, columns and log-probs of a selection belong together wherever they are."""
+    found = {name: numbers(run(base, SELECT, place=place)) for name, place in PLACES.items()}
+    first = found["one rank"]
+    assert 0 < first[0]["best"] < first[0]["kept"] < 16
+    assert first[0]["same"] == 0 and first[0]["gap"] < 1e-4
+    for name, metrics in found.items():
+        close(metrics, first, 1e-4)
+
+
+def test_fewer_rows_than_minibatches(base: Path) -> None:
+    body = GENERATE + """
+  q = spread(gen)
+  kept = gen where q == max(over(q, gen) by prompt)
+  none = gen where q > 2
+  metric n = count(len(none))
+  actor.train(kept, loss=pg(adv=1, weight=1), minibatches=8)
+  actor.train(none, loss=pg(adv=1, weight=1), minibatches=2)""".replace("over(q, gen)", "q")
+    for place in ("one rank", "dp"):
+        last = run(base, body, place=PLACES[place])[-1]
+        assert last["n"] == 0 and last["actor#2/loss"] == 0 and last["actor#2/lr"] == 0
+        assert last["actor/grad_norm"] > 0
+
+
+def test_answers_and_pairs_can_be_selected(base: Path) -> None:
+    answers = """
+  row = answers.next()
+  long = row where len(row) > 2
+  metric n = count(len(long))
+  metric shortest = min(len(long))
+  actor.train(long, loss=nll())"""
+    pairs = """
+  pair = pairs.next()
+  far = pair where len(pair.chosen) - len(pair.rejected) > 2
+  metric n = count(len(far.chosen))
+  metric both = count(len(far.rejected))
+  metric least = min(len(far.chosen) - len(far.rejected))
+  actor.train(far.chosen, far.rejected, loss=margin())"""
+    for body, key, least in ((answers, "shortest", 3), (pairs, "least", 4)):
+        one, two = (numbers(run(base, body, place=PLACES[p])) for p in ("one rank", "dp"))
+        close(two, one)
+        assert one[0][key] == least and 0 < one[0]["n"] < 6
+        assert one[0].get("both", one[0]["n"]) == one[0]["n"]
+
+
+def test_generation_goes_on_from_selected_prompts(base: Path) -> None:
+    body = """
+  prompt = prompts.next()
+  first = actor.generate(prompt, n=3, max_new_tokens=4)
+  hard = prompt where mean(parity(first) by prompt) < 0.5
+  more = actor.generate(hard, n=2, max_new_tokens=4)
+  metric prompts = count(count(parity(more) by prompt))
+  metric rows = count(len(more))
+  metric number = mean(column(more))
+  actor.train(more, loss=nll())"""
+    found = [numbers(run(base, body, place=PLACES[p], batch=6)) for p in ("one rank", "dp", "apart")]
+    assert 0 < found[0][0]["prompts"] < 6 and found[0][0]["rows"] == 2 * found[0][0]["prompts"]
+    for other in found[1:]:
+        close(other, found[0], 1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- repeat until
+
+
+def collecting(turns: int, until: str = "count(len(gen)) > 1000") -> str:
+    return f"""
+  repeat {{
+    prompt = prompts.next()
+    gen = actor.generate(prompt, n=2, max_new_tokens=5, greedy=true)
+    q = spread(gen)
+  }} until {until} max {turns}
+  metric n = count(len(gen))
+  metric reward = mean(q)
+  metric number = mean(column(gen))
+  metric spread = mean(std(q + column(gen) by prompt))
+  lp = actor.logprobs(gen)
+  actor.train(gen, loss=pg(adv=q, weight=1), minibatches=2)
+  metric lp = mean(lp)"""
+
+
+def test_three_batches_collected_are_one_batch_of_three(base: Path) -> None:
+    whole = """
+  prompt = prompts.next()
+  gen = actor.generate(prompt, n=2, max_new_tokens=5, greedy=true)
+  q = spread(gen)
+  metric n = count(len(gen))
+  metric reward = mean(q)
+  metric number = mean(column(gen))
+  metric spread = mean(std(q + column(gen) by prompt))
+  lp = actor.logprobs(gen)
+  actor.train(gen, loss=pg(adv=q, weight=1), minibatches=2)
+  metric lp = mean(lp)"""
+    first = numbers(run(base, whole, batch=12))
+    for place in PLACES.values():
+        close(numbers(run(base, collecting(3), batch=4, place=place)), first, 1e-4)
+
+
+def test_the_condition_ends_the_loop_on_every_rank(base: Path) -> None:
+    """Two turns of four are enough for seven; the data goes on where it stopped."""
+    found = [numbers(run(base, collecting(5, "count(len(gen)) >= 14"), place=p)) for p in PLACES.values()]
+    assert [step["n"] for step in found[0]] == [16, 16]
+    assert found[0][0]["number"] == sum(range(8)) / 8 and found[0][1]["number"] == sum(range(8, 16)) / 8
+    for other in found[1:]:
+        close(other, found[0], 1e-4)
+
+
+def test_dynamic_sampling(base: Path) -> None:
+    """DAPO: groups with one reward only are thrown away until there are enough (arXiv:2503.14476, section 3.2)."""
+    body = """
+  repeat {
+    prompt = prompts.next()
+    gen = actor.generate(prompt, n=3, max_new_tokens=4)
+    r = parity(gen)
+    adv = group_norm(r)
+    kept = gen where std(r by prompt) > 0
+  } until count(len(kept)) >= 18 max 4
+  metric kept = count(len(kept))
+  metric all = count(len(gen))
+  metric least = min(std(over(r, kept) by prompt))
+  metric mean = mean(over(adv, kept))
+  actor.train(kept, loss=pg(adv=adv, weight=1), minibatches=2)"""
+    found = {name: numbers(run(base, body, place=place)) for name, place in PLACES.items()}
+    first = found["one rank"]
+    assert all(step["kept"] >= 18 or step["all"] == 48 for step in first)
+    assert all(step["least"] > 0 and abs(step["mean"]) < 1e-5 for step in first)
+    for metrics in found.values():
+        close(metrics, first, 1e-4)
