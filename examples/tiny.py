@@ -84,13 +84,29 @@ def make_pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
             for row in make_sums(count, seed)]
 
 
+def make_rated(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs with a margin: how far off the rejected sum is."""
+    rows = make_pairs(count, seed)
+    return [row | {"margin": (int(row["rejected"]) - int(row["chosen"])) / 100} for row in rows]
+
+
+def make_labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Answers that are right (label 1) or wrong (0), each with an answer to the next prompt."""
+    rows = make_pairs(count, seed)
+    answers = [row["chosen"] if i % 2 else row["rejected"] for i, row in enumerate(rows)]
+    return [{"prompt": row["prompt"], "answer": answers[i], "mismatched": answers[i - 1], "label": i % 2}
+            for i, row in enumerate(rows)]
+
+
 def make_all(root: str | Path, **overrides: Any) -> Path:
     """Everything that the examples name by default, under `root`."""
     root = Path(root)
-    make_model(root / "models/sft", **overrides)
+    for seed, name in enumerate(("sft", "base", "teacher")):
+        make_model(root / "models" / name, seed=seed, **overrides)
     make_model(root / "models/rm", head="reward_model", seed=1, **overrides)
-    write_jsonl(root / "data/prompts.jsonl", make_sums(256))
-    write_jsonl(root / "data/pairs.jsonl", make_pairs(256))
+    for name, rows in (("prompts", make_sums(256)), ("answers", make_sums(256)), ("pairs", make_pairs(256)),
+                       ("rated_pairs", make_rated(256)), ("labelled", make_labelled(256))):
+        write_jsonl(root / "data" / f"{name}.jsonl", rows)
     return root
 
 

@@ -105,9 +105,11 @@ class CallsOfFlow:
                                              self.flow.value(f"{s}.lengths", "seq", s, "i64", "lengths"))]
         writes.append(self.flow.value(f"{sides[0]}.columns", "seq", sides[0], "text", "columns"))
         self.flow.columns[target] = writes[-1]
+        level = "prompt" if data.kind == "prompts" else "seq"
+        writes += [self.flow.value(f"{sides[0]}.{n}", level, sides[0]) for n in data.numbers]
         self.flow.items.append(g.Fetch(id=self.flow.unique(target), reads=(), writes=tuple(writes), span=span,
                                        data=owner.name, frames=tuple(sides)))
-        refs = [FrameRef(f, data.kind) for f in frames]
+        refs = [FrameRef(f, data.kind, data.numbers, sides[0]) for f in frames]
         return Pairs(refs[0], refs[1]) if len(refs) == 2 else refs[0]
 
     def _options(self, table: dict[str, options.Opt], call: ast.Call, what: str, scope: Scope,

@@ -21,6 +21,7 @@ from rldsl.syntax import ast
 
 HEADS = ("causal_lm", "value_model", "reward_model")
 FORMATS = ("jsonl", "parquet", "hf")
+FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected")  # what a batch has anyway
 
 
 def state(decl: ast.State, lower: Lower, scope: Scope) -> float:
@@ -107,9 +108,15 @@ def data(decl: ast.DataDecl, lower: Lower, scope: Scope) -> g.Data | Bad:
     if isinstance(given, Bad):
         return BAD
     kind = str(given.pop("kind") or "")
+    numbers = cast(tuple[str, ...], given.pop("numbers"))
+    for name in numbers:
+        if not name.isidentifier() or name in FIELDS or numbers.count(name) > 1:
+            return lower.errors.add("RL0205", f"the column `{name}` cannot be a value", decl.value.span,
+                                    "it is named twice" if numbers.count(name) > 1 else "",
+                                    help="a column of numbers needs a name of its own, made of letters, digits and `_`")
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
     return g.Data(decl.name.name, source[0], source[1], kind, scalars, decl.span,
-                  options.given_unit("batch", written, lower, scope))
+                  options.given_unit("batch", written, lower, scope), numbers)
 
 
 def cluster(decl: ast.Cluster, lower: Lower, scope: Scope, read: Callable[[str], str]) -> g.Cluster | Bad:

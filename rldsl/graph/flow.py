@@ -6,47 +6,33 @@ Compute; a nested expression that a call needs is its own Compute, just before t
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-from typing import cast
-
 from rldsl.diag import Label
 from rldsl.graph import declare
 from rldsl.graph import model as g
 from rldsl.graph.calls import CallsOfFlow
+from rldsl.graph.computations import Computations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
-from rldsl.plan.expr import Program
-from rldsl.plan.model import Frame, Value
 from rldsl.semantics.errors import Bad
-from rldsl.semantics.levels import depth
 from rldsl.semantics.lower import Lower, Scope
 from rldsl.semantics.modules import RESERVED
 from rldsl.semantics.options import counts
-from rldsl.semantics.terms import Term, input_, program, walk
+from rldsl.semantics.terms import Term
 from rldsl.semantics.values import DataRef, Meaning, ModelRef, Several, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
 
-EXTENT = {"token": "response", "seq": "row", "prompt": "prompt", "batch": "batch"}
 
-
-class FlowBuilder:
-    """Walks the flow once. kinds: data source -> kind."""
+class FlowBuilder(Computations):
+    """Walks the flow once. metrics: (shown name, value)."""
 
     def __init__(self, lower: Lower, models: dict[str, g.Model], data: dict[str, g.Data], states: dict[str, g.State]):
-        self.lower, self.errors, self.spaces = lower, lower.errors, lower.spaces
-        self.models, self.data, self.states = models, data, states
-        self.values: list[Value] = []
-        self.programs: list[Program] = []
+        self.lower, self.errors = lower, lower.errors
+        super().__init__(lower.spaces, states)
+        self.models, self.data = models, data
         self.metrics: list[tuple[str, str]] = []
-        self.columns: dict[str, str] = {}  # prompt space -> value that holds the data columns
-        self._counts: Counter[str] = Counter()
         self._bound: dict[str, Span] = {}
         self._shown: set[str] = set()
-        self.items: list[g.Item] = []
-        for state in states:
-            self.value(state, "batch", "")
         self.calls = CallsOfFlow(self)
         self.selections = Selections(self)
         lower.calls = self.calls.nested
@@ -146,15 +132,6 @@ class FlowBuilder:
             held = self.held(value, f"{ident.name}'", ident.span, force=True)
             self.keep(held, ident.name, ident.span)
 
-    def keep(self, term: Term, name: str, span: Span) -> str:
-        """A Keep of the value `term` as `name`."""
-        if name not in self.states:
-            self.value(name, "batch", "", term.dtype)
-        made = program(self.unique(f"{name} ="), [(name, term)], str(span))
-        self.programs.append(made)
-        self.items.append(g.Keep(id=made.id, reads=(term.name,), writes=(name,), span=span, program=made.id))
-        return name
-
     def _free(self, ident: ast.Ident) -> bool:
         """Whether the name may still be bound in this flow; an already bound one is reported by `_bind`."""
         return ident.name not in self._bound and ident.name not in self.models and ident.name not in self.data
@@ -239,73 +216,3 @@ class FlowBuilder:
             self.items.append(g.Every(period=times.value, body=body, span=s.span))
         else:
             self.items.append(g.Repeat(times=times.value, body=body, span=s.span))
-
-    # ---------------------------------------------------------------------------------------------- values
-
-    def unique(self, base: str) -> str:
-        """base, then base#2, base#3, ..."""
-        self._counts[base] += 1
-        return base if self._counts[base] == 1 else f"{base}#{self._counts[base]}"
-
-    def anonymous(self, hint: str) -> str:
-        """hint#1, hint#2, ..."""
-        self._counts[f"{hint}#"] += 1
-        return f"{hint}#{self._counts[f'{hint}#']}"
-
-    def held(self, term: Term, hint: str, span: Span, force: bool = False) -> Term:
-        """`term` as an input: itself when it already is a value (or a constant), else through a Compute "hint#k"."""
-        if term.op == "input" and not (force and term.name in self.states) or term.constant and not force:
-            return term
-        name = self.anonymous(hint)
-        return self.compute([(name, term)], name, span, force=force)[name]
-
-    def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "") -> str:
-        self.values.append(Value(id_, frame, level, extent or EXTENT[level], dtype))  # type: ignore[arg-type]
-        return id_
-
-    def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False) -> dict[str, Term]:
-        """One Compute for all terms that are not yet values; what each name now stands for."""
-        work = [(n, t) for n, t in terms
-                if (t.op != "input" or t.name in self.states) and (force or not t.constant)]
-        if not work:
-            return dict(terms)
-        if len({f.prompts for f in self._frames(walk([t for _, t in work]))}) > 1:
-            work = [(n, self._apart(t, {})) for n, t in work]
-        made = program(id_, work, str(span))
-        below = walk([t for _, t in work])
-        frames = self._frames(below)
-        inputs = made.inputs()
-        reads = list(inputs)
-        for t in below:
-            if t.op == "py":
-                frame = self.spaces.frames[str(dict(t.attrs)["frame"])]
-                reads += [f"{frame.id}.tokens", self.columns[frame.prompts]]
-        out = dict(terms)
-        for name, t in work:
-            over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
-            self.value(name, t.level, over[0].id if over else "", t.dtype)
-            out[name] = input_(name, t.level, t.space, span, t.dtype, t.unit)
-        self.programs.append(made)
-        self.items.append(g.Compute(
-            id=id_, reads=tuple(dict.fromkeys(reads)), writes=tuple(n for n, _ in work), span=span, program=id_,
-            frames=tuple(f.id for f in frames), inputs=tuple((i, i) for i in inputs),
-            outputs=tuple((n, n) for n, _ in work)))
-        return out
-
-    def _apart(self, term: Term, known: dict[int, Term]) -> Term:
-        """`term` with each reduction to batch as a value of its own: rows of unrelated prompts are never divided alike."""
-        if id(term) not in known:
-            args = tuple(self._apart(a, known) for a in term.args)
-            made = term if all(a is b for a, b in zip(args, term.args)) else replace(term, args=args)
-            known[id(term)] = self.held(made, "expr", term.span) if dict(term.attrs).get("to") == "batch" else made
-        return known[id(term)]
-
-    def _frames(self, terms: list[Term]) -> list[Frame]:
-        """Frames whose rows the terms range over: each token space, then one frame for each space left."""
-        named = [str(dict(t.attrs)["frame"]) for t in terms if dict(t.attrs).get("frame")]
-        named += [t.space for t in terms if t.level == "token"]
-        frames = [f for f in self.spaces.frames.values() if f.id in named]
-        for t in sorted(terms, key=lambda t: -depth(t.level)):
-            if t.level in ("seq", "prompt") and not any(self.spaces.of(f, t.level) == t.space for f in frames):
-                frames.append(self.spaces.over(t.level, t.space)[0])
-        return cast(list[Frame], frames)

@@ -41,6 +41,7 @@ class Data:
     options: tuple[tuple[str, Scalar], ...]
     span: Span
     unit: tuple[str, Span] | None = None
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

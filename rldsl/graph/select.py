@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from rldsl.graph import model as g
-from rldsl.plan.expr import Level
 from rldsl.plan.model import Frame, Value
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.lower import Scope
@@ -81,7 +80,7 @@ class Selections:
         self.flow.items.append(g.Select(
             id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=s.span,
             writes=tuple(w for _, w in values), frame=frame.id, condition=condition, values=tuple(values)))
-        return FrameRef(frame, ref.kind)
+        return replace(ref, frame=frame)
 
     def _of(self, id: str) -> list[Value]:
         return [v for v in self.flow.values if v.id == id]
@@ -164,10 +163,10 @@ class Selections:
 
     def _after(self, value: Meaning, whole: dict[str, Frame]) -> Meaning | None:
         match value:
-            case FrameRef(frame=frame, kind=kind):
-                return FrameRef(whole[frame.id], kind) if frame.id in whole else value
+            case FrameRef():
+                return self._whole(value, whole)
             case Pairs(chosen=a, rejected=b):
-                return Pairs(FrameRef(whole[a.frame.id], a.kind), FrameRef(whole[b.frame.id], b.kind))
+                return Pairs(self._whole(a, whole), self._whole(b, whole))
             case Term(op="input", level=level) if level != "batch":
                 record = next(v for v in self.flow.values if v.id == value.name)
                 if record.frame not in whole:
@@ -178,6 +177,10 @@ class Selections:
             case Term() if value.constant:
                 return value
         return None
+
+    def _whole(self, ref: FrameRef, whole: dict[str, Frame]) -> FrameRef:
+        base = whole[ref.base].id if ref.base in whole else ref.base
+        return replace(ref, frame=whole.get(ref.frame.id, ref.frame), base=base)
 
 
 def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:

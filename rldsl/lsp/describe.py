@@ -20,7 +20,7 @@ def signature(symbol: Symbol) -> tuple[str, tuple[str, ...]]:
             back = ", ".join(r.name for r in returns)
             tail = f" -> ({back})" if len(returns) > 1 else f" -> {back}" if returns else ""
             return f"{symbol.name}({', '.join(words)}){tail}", words
-        case ast.LossDecl(fresh=fresh, data=data):
+        case ast.LossDecl(data=data):
             words = tuple(p.span.text for p in data)
             return f"{symbol.name}({', '.join(words)})", words
         case ast.PyFunction(params=params, returns=level):

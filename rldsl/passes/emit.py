@@ -70,7 +70,7 @@ def _source(d: g.Data, tokenizer: str) -> Data:
     columns = tuple((c, str(given.get(c, c))) for c in COLUMNS[d.kind])
     answers = 0 if d.kind == "prompts" else int(given.get("max_answer_tokens", 0))
     return Data(d.name, d.format, d.path, d.kind, int(given["batch"]), columns, tokenizer,  # type: ignore[arg-type]
-                bool(given.get("shuffle", True)), int(given.get("max_prompt_tokens", 0)), answers)
+                bool(given.get("shuffle", True)), int(given.get("max_prompt_tokens", 0)), answers, d.numbers)
 
 
 # ------------------------------------------------------------------------------------------------ tables

@@ -158,7 +158,7 @@ class Model:
 class Data:
     """A data source. kind: "prompts" (column `prompt`), "answers" (`prompt`, `answer`) or "pairs" (`prompt`,
     `chosen`, `rejected`); all further columns reach Python functions. batch: rows (prompts, or pairs) per step.
-    tokenizer: the model directory whose tokenizer reads it."""
+    tokenizer: the model directory whose tokenizer reads it. numbers: columns that are values: one number a row."""
 
     name: str
     format: str
@@ -170,6 +170,7 @@ class Data:
     shuffle: bool = True
     max_prompt_tokens: int = 0
     max_answer_tokens: int = 0
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

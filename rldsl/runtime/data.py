@@ -136,7 +136,7 @@ def column(data: Data, role: str) -> str:
 
 def open_source(data: Data, steps_needed: int) -> Source:
     """Check the file and load its tokenizer. Raises a Failure when either cannot be used."""
-    table = scan(data.path, {role: column(data, role) for role in ROLES[data.kind]})
+    table = scan(data.path, {role: column(data, role) for role in ROLES[data.kind]}, data.numbers)
     if len(table) < data.batch:
         raise fail("RL0748", f"this data file has {len(table)} rows, and a batch needs {data.batch}", place=data.path,
                    help=f"add rows, or declare `batch={len(table)}` or less")

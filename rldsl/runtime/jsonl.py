@@ -12,7 +12,7 @@ import codecs
 import json
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from rldsl.diag import Diagnostic, Failure, fail
 
 Row = dict[str, Any]
+LARGEST = 3.4e38  # a float32
 SHOWN = 5  # errors in full; the others are counted
 
 
@@ -52,8 +53,9 @@ class Table:
         return found
 
 
-def scan(path: str, columns: Mapping[str, str]) -> Table:
+def scan(path: str, columns: Mapping[str, str], numbers: Sequence[str] = ()) -> Table:
     """Read and check the whole file once. columns: role ("prompt", "answer", "chosen", "rejected") -> column name.
+    numbers: columns that hold a finite number, or true or false, in every row.
     Raises a Failure with the first errors, each with its line, and the number of the others."""
     offsets, lines = array("Q"), array("Q")
     errors: list[Diagnostic] = []
@@ -64,7 +66,7 @@ def scan(path: str, columns: Mapping[str, str]) -> Table:
             start, offset = offset, offset + len(raw)
             if not raw.strip():
                 continue
-            found = check_line(raw, f"{path}:{number}", columns)
+            found = check_line(raw, f"{path}:{number}", columns, numbers)
             room = max(0, SHOWN - len(errors))
             errors += found[:room]
             more += len(found[room:])
@@ -79,7 +81,7 @@ def scan(path: str, columns: Mapping[str, str]) -> Table:
     return Table(path, offsets, lines, stamp)
 
 
-def check_line(raw: bytes, place: str, columns: Mapping[str, str]) -> list[Diagnostic]:
+def check_line(raw: bytes, place: str, columns: Mapping[str, str], numbers: Sequence[str] = ()) -> list[Diagnostic]:
     """What is wrong with one line."""
     try:
         row = json.loads(_text(raw))
@@ -94,8 +96,21 @@ def check_line(raw: bytes, place: str, columns: Mapping[str, str]) -> list[Diagn
     if not isinstance(row, dict):
         return [Diagnostic("RL0745", f"this line is {_kind(row)}, not an object", place=place,
                            help='each line is one object, such as {"prompt": "2+2="}')]
-    found = (_check_column(row, role, name, place) for role, name in columns.items())
+    found = [_check_column(row, role, name, place) for role, name in columns.items()]
+    found += [_check_number(row, name, place) for name in numbers]
     return [d for d in found if d is not None]
+
+
+def _check_number(row: Row, name: str, place: str) -> Diagnostic | None:
+    if name not in row:
+        there = ", ".join(f"`{k}`" for k in row) or "none"
+        return Diagnostic("RL0746", f"the column `{name}` is missing", place=place, notes=(f"columns here: {there}",),
+                          help="every row needs it, as the data declaration says with `numbers=`")
+    value = row[name]
+    if not isinstance(value, (int, float)) or abs(value) > LARGEST or value != value:
+        kind = "not a finite number" if isinstance(value, (int, float)) else f"{_kind(value)}, not a number"
+        return Diagnostic("RL0747", f"the column `{name}` is {kind}", place=place)
+    return None
 
 
 def _check_column(row: Row, role: str, name: str, place: str) -> Diagnostic | None:

@@ -90,7 +90,8 @@ class _Call:
             views = {f: View(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]])
                      for f in event.frames}
             inputs = {name: fresh[event.frames.index(f)][kind] for name, f, kind in event.fresh}
-            inputs |= {name: _data(state, value, self.data[name], parts[i]) for name, value in event.data}
+            inputs |= {name: _data(state, value, self.data[name], parts[i], frames[event.frames[0]].per_prompt)
+                       for name, value in event.data}
             return run(inputs, views)
 
         return run, batches, loss
@@ -100,12 +101,14 @@ def _mean(found: Sequence[float]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def _data(state: State, value: str, column: Column, rows: torch.Tensor) -> torch.Tensor:
+def _data(state: State, value: str, column: Column, rows: torch.Tensor, per_prompt: int) -> torch.Tensor:
+    """The entries of some rows. per_prompt: rows of a prompt in the frame that is trained on; the value may be of its
+    prompts."""
     record = state.values[value]
     if record.extent == "batch":
         return column.data[0]
     if record.extent == "prompt":
-        rows = (rows // state.frames[record.frame].per_prompt).unique()
+        rows = (rows // per_prompt).unique()
     return column.pick(rows).data
 
 

@@ -30,6 +30,10 @@ def fetch(state: State, event: Fetch) -> None:
         if f"{frame}.tokens" in spreads:
             ids = torch.arange(len(got.tokens), device=state.device)
             state.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids, torch.cat(got.tokens).to(state.device))
+        for number in state.data[event.data].numbers:
+            if f"{frame}.{number}" in spreads:
+                data = torch.tensor([float(row[number]) for row in source.columns(turn, state.seed)], device=state.device)
+                state.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], torch.arange(len(data)), data)
         if f"{frame}.columns" in spreads:
             state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}", source.columns(turn, state.seed))
 
@@ -142,7 +146,15 @@ def _view(state: State, event: Compute, frame: str) -> View:
 def _ids(state: State, extent: str, frame: str, views: dict[str, View]) -> torch.Tensor:
     if extent == "batch":
         return torch.zeros(1, dtype=torch.int64, device=state.device)
-    return views[frame].prompts.unique() if extent == "prompt" else views[frame].rows
+    view = views[frame] if frame in views else views[_kin(state, extent, frame, views)]
+    return view.prompts.unique() if extent == "prompt" else view.rows
+
+
+def _kin(state: State, extent: str, frame: str, views: dict[str, View]) -> str:
+    """A frame at hand that has the same prompts, or the same rows, as one that is not."""
+    of = state.frames[frame]
+    return next(f for f in views if (state.frames[f].prompts == of.prompts if extent == "prompt"
+                                     else state.frames[f].rows == of.rows))
 
 
 def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) -> list[dict[str, Any]]:

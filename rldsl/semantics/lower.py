@@ -14,18 +14,16 @@ from typing import cast
 from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.semantics.arguments import accept, bind
+from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.levels import ANY, Spaces, depth
 from rldsl.semantics.modules import homes
-from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, UNARY_CALLS, Operators
+from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, Operators
 from rldsl.semantics.terms import Term, const
-from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, LossUse, Meaning, MeshValue, ModelRef,
-                                    Module, Pairs, PyRef, Several, StateRef, describe)
+from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, LossUse, Meaning, ModelRef, Module,
+                                    Pairs, PyRef, Several, StateRef, describe)
 from rldsl.source import Span
 from rldsl.syntax import ast
-
-
-MOST_RANKS = 4_194_304  # of a cluster: beyond it a range is a slip
 
 
 @dataclass(slots=True)
@@ -59,6 +57,7 @@ class Lower:
         self.errors = errors
         self.prelude = prelude
         self.ops = Operators(spaces, errors)
+        self.builtins = Builtins(self)
         self.calls: Calls | None = None
         self.active: list[ast.FnDecl] = []
 
@@ -137,6 +136,10 @@ class Lower:
                 return BAD
             case Pairs(chosen=chosen, rejected=rejected):
                 fields = {"chosen": chosen, "rejected": rejected}
+                if what in chosen.numbers:
+                    return self.number(chosen, what, expr.span)
+            case FrameRef(numbers=numbers) if what in numbers:
+                return self.number(owner, what, expr.span)
             case FrameRef(frame=f, kind="generated"):
                 fields = {"logprobs": Term("input", (), "token", f.id, "f32", expr.span,
                                            (("name", f"{f.id}.logprobs"),)),
@@ -144,10 +147,21 @@ class Lower:
                                            (("name", f"{f.id}.finished"),))}
         if what in fields:
             return fields[what]
-        help_ = suggest(what, fields)
+        first = owner.chosen if isinstance(owner, Pairs) else owner
+        help_ = suggest(what, [*fields, *(first.numbers if isinstance(first, FrameRef) else ())])
+        if isinstance(first, FrameRef) and first.kind != "generated" and not help_:
+            help_ = f'a column of the data is a value when it is declared: `numbers=["{what}"]`'
         if isinstance(owner, ModelRef):
             help_ = f"call it: `{owner.name}.{what}(...)`"
         return self.errors.add("RL0112", f"{describe(owner)} has no value `{what}`", expr.name.span, help=help_)
+
+    def number(self, ref: FrameRef, column: str, span: Span) -> Term:
+        """A column of data: one number for each prompt, or for each sequence of a batch with answers."""
+        level: Level = "prompt" if ref.kind == "prompts" else "seq"
+        base = self.spaces.frames[ref.base]
+        made = Term("input", (), level, self.spaces.of(base, level), "f32", span, (("name", f"{base.id}.{column}"),))
+        here = self.ops.to_space(made, self.spaces.of(ref.frame, level))
+        return made if here is None else here
 
     # ------------------------------------------------------------------------------------------------ calls
 
@@ -168,9 +182,9 @@ class Lower:
         name = expr.func.name
         found = scope.find(name)
         if found is None and name in NAMES:
-            return self.builtin(name, expr, scope)
+            return self.builtins.call(name, expr, scope)
         if found is None and name == "mesh":
-            return self.mesh(expr, scope)
+            return self.builtins.mesh(expr, scope)
         target = self.name(expr.func, scope)
         if expr.by is not None and not isinstance(target, Bad):
             return self.errors.add("RL0107", f"`{name}` takes no `by`", expr.by.span,
@@ -187,86 +201,6 @@ class Lower:
                     self.eval(arg.value, scope)
                 return BAD
         return self.errors.add("RL0203", f"{describe(target)} cannot be called", expr.func.span)
-
-    def mesh(self, expr: ast.Call, scope: Scope) -> MeshValue | Bad:
-        """mesh(a:b) or mesh(n0:n1, d0:d1)."""
-        pairs: list[tuple[int, int]] = []
-        for arg in expr.args:
-            if not isinstance(arg.value, ast.Range):
-                return self.errors.add("RL0203", "`mesh` takes ranges", arg.span, help="write `mesh(0:8)`")
-            ends = [self.constant(e, scope) for e in (arg.value.start, arg.value.stop)]
-            numbers = [e.value for e in ends if isinstance(e, Term)]
-            if len(numbers) < 2:
-                return BAD
-            a, b = numbers
-            if not (type(a) is int and type(b) is int and 0 <= a < b <= MOST_RANKS):
-                return self.errors.add("RL0205", "an empty or impossible range", arg.value.span,
-                                       help=f"`a:b` holds a, a+1, ..., b-1 and needs 0 <= a < b <= {MOST_RANKS:_}")
-            pairs.append((a, b))
-        if len(pairs) not in (1, 2):
-            return self.errors.add("RL0204", f"`mesh` takes one or two ranges, not {len(pairs)}", expr.span)
-        return MeshValue(pairs[0] if len(pairs) == 2 else None, pairs[-1], expr.span)
-
-    def builtin(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
-        args: list[Meaning] = []
-        unbiased: Term | Bad | None = None
-        for arg in expr.args:
-            if arg.name is None:
-                args.append(self.eval(arg.value, scope))
-            elif name in ("std", "var") and arg.name.name == "unbiased":
-                unbiased = self.constant(arg.value, scope)
-            else:
-                return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
-        least, most = {"clip": (3, 3), "where": (3, 3), "discount": (2, 2), "over": (2, 2), "quantile": (2, 2), "choice": (2, 99), "at_end": (1, 2), "min": (1, 2),
-                       "max": (1, 2)}.get(name, (1, 1))
-        if not least <= len(args) <= most:
-            wanted = str(least) if least == most else f"{least} or {most}"
-            return self.errors.add("RL0204", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
-                                   f"not {len(args)}", expr.func.span)
-        if any(isinstance(a, Bad) for a in (*args, unbiased)):
-            return BAD
-        reducing = name in REDUCERS and len(args) == 1
-        if expr.by is not None and not reducing:
-            return self.errors.add("RL0107", f"`{name}` takes no `by` here", expr.by.span,
-                                   help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
-        if name in ("len", "next", "prev", "last", "at_end", "cumsum", "discount", "over"):
-            return self.ops.sequence(name, args, expr.span)
-        if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
-            args = [self.ops.sequence("len", [args[0].chosen if isinstance(args[0], Pairs) else args[0]], expr.span)]
-        for arg, tree in zip(args, (a for a in expr.args if a.name is None)):
-            if not isinstance(arg, Term):
-                return self.errors.add("RL0203", f"`{name}` needs values, found {describe(arg)}", tree.span,
-                                       help="take one of its values, for instance `.logprobs`"
-                                       if isinstance(arg, FrameRef) and arg.kind == "generated" else "")
-        terms = cast(tuple[Term, ...], tuple(args))
-        if name == "choice":
-            return self.choice(terms, expr)
-        if name == "quantile":
-            return self.ops.quantile(terms[0], terms[1], expr.span)
-        if name == "uniform":
-            return self.ops.uniform(terms[0], expr.span)
-        if reducing:
-            to = self.level(expr.by) if expr.by else "batch"
-            flag = unbiased.value if isinstance(unbiased, Term) else True
-            return BAD if to is None else self.ops.reduce(name, terms[0], to, expr.span, bool(flag))
-        if name == "clip":
-            low = self.ops.apply("max", terms[:2], expr.span)
-            return BAD if isinstance(low, Bad) else self.ops.apply("min", (low, terms[2]), expr.span)
-        assert name in UNARY_CALLS or name in ("where", "min", "max")
-        return self.ops.apply(name, terms, expr.span)
-
-    def choice(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
-        """choice(word, "a", "b"): the word, which must be one of the others; known at compile time."""
-        wrong = next((t for t in terms if not (t.constant and t.dtype == "text")), None)
-        if wrong is not None:
-            return self.errors.add("RL0211", "`choice` needs texts that are known at compile time", wrong.span,
-                                   f"this is {describe(wrong)}")
-        words = [str(t.value) for t in terms[1:]]
-        if terms[0].value in words:
-            return terms[0]
-        near = suggest(str(terms[0].value), words)
-        return self.errors.add("RL0205", f'"{terms[0].value}" is none of the words allowed here', terms[0].span,
-                               help=near if near.startswith("did") else f"one of: {', '.join(words)}")
 
     def level(self, ident: ast.Ident) -> Level | None:
         if ident.name in LEVELS:

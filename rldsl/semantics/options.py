@@ -56,7 +56,7 @@ COLUMNS = ("prompt", "answer", "chosen", "rejected")
 DATA = {
     "batch": Opt("int", low=1, needed=True, unit="rows"), "max_prompt_tokens": Opt("int", 512, 1, unit="tokens"),
     "max_answer_tokens": Opt("int", 512, 1, unit="tokens"), "shuffle": Opt("bool", True),
-    "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), **{c: Opt("text", c) for c in COLUMNS},
+    "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), "numbers": Opt("texts", ()), **{c: Opt("text", c) for c in COLUMNS},
 }
 GENERATE = {
     "n": Opt("int", 1, 1, unit="sequences"), "max_new_tokens": Opt("int", 256, 1, unit="tokens"),

@@ -22,10 +22,13 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class FrameRef:
-    """kind: "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs"."""
+    """kind: "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs". numbers: the columns of
+    data that are values, which are those of the fetched frame `base`."""
 
     frame: Frame
     kind: str
+    numbers: tuple[str, ...] = ()
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lark import Lark, Token, Tree
+from lark import Lark, Tree
 
 from rldsl.syntax.parse import _FreeNewlines, grammar
 

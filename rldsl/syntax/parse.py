@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from lark import Lark, Token
-from lark.exceptions import UnexpectedInput, UnexpectedToken
+from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.source import SourceFile, Span
@@ -55,7 +55,7 @@ def parse_recovering(source: SourceFile) -> tuple[ast.File, tuple[Diagnostic, ..
             if shorter == text:
                 break
             text = shorter
-        except RecursionError:  # a very long chain of operators: the tree is walked recursively
+        except (RecursionError, VisitError):  # a very long chain of operators: the tree is walked recursively
             return ast.File(source, ()), (*found, too_deep(Span(source, 0, min(1, len(text)))))
         else:
             return file, tuple(found)

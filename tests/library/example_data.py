@@ -7,17 +7,14 @@ from pathlib import Path
 from rldsl import api
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse
-from tests.tiny import make_all, make_pairs, make_sums, write_jsonl
+from tests.tiny import make_all
 
 SMALL = {"steps": 2, "batch": 8, "tokens": 6, "wanted": 8, "buffer": 2}  # of the params that an example has
 
 
 def make_data(root: Path) -> Path:
-    """models/sft, models/rm, data/prompts.jsonl, data/pairs.jsonl, data/answers.jsonl. Prompts differ in length."""
-    make_all(root)
-    write_jsonl(root / "data/answers.jsonl", make_sums(64))
-    write_jsonl(root / "data/pairs.jsonl", make_pairs(64))
-    return root
+    """The models and data that the examples name. Prompts differ in length."""
+    return make_all(root)
 
 
 def small(path: Path) -> dict[str, int]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rldsl.diag import Failure
 from tests.library.harness import Batch, Given, run_fn

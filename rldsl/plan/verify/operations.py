@@ -212,7 +212,8 @@ def _writes(t: Tables, e: Event, must: set[str], may: set[str], spread: str, cop
 def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     must = {f"{f}.{part}" for f in e.frames for part in ("tokens", "lengths")}
     values = [split(b)[0] for b in e.writes]
-    if e.reads or not must <= {*values} <= must | {f"{f}.columns" for f in e.frames} or len({*values}) != len(values):
+    more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
+    if e.reads or not must <= {*values} <= must | more or len({*values}) != len(values):
         yield problem("RL0614", f"{name(e)} must read nothing and write tokens and lengths of {', '.join(e.frames)}", e)
     if any(
         split(b)[1] not in t.spreads

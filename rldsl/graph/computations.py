@@ -1,0 +1,113 @@
+"""Values of a flow and the computations that make them.
+
+In: Terms. Out: Value, Program and Compute records. Invariant: a Compute reads values of one prompt space, so that its
+rows can be divided in one way; what ranges over several is made of reductions that are values of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import cast
+
+from rldsl.graph import model as g
+from rldsl.plan.expr import Program
+from rldsl.plan.model import Frame, Value
+from rldsl.semantics.levels import Spaces, depth
+from rldsl.semantics.terms import Term, input_, program, walk
+from rldsl.source import Span
+
+EXTENT = {"token": "response", "seq": "row", "prompt": "prompt", "batch": "batch"}
+
+
+class Computations:
+    """items: those of the block being built. columns: prompt space -> the value that holds its data columns."""
+
+    def __init__(self, spaces: Spaces, states: Iterable[str]):
+        self.spaces = spaces
+        self.states = frozenset(states)
+        self.values: list[Value] = []
+        self.programs: list[Program] = []
+        self.columns: dict[str, str] = {}
+        self.items: list[g.Item] = []
+        self._counts: Counter[str] = Counter()
+        for state in states:
+            self.value(state, "batch", "")
+
+    def unique(self, base: str) -> str:
+        """base, then base#2, base#3, ..."""
+        self._counts[base] += 1
+        return base if self._counts[base] == 1 else f"{base}#{self._counts[base]}"
+
+    def anonymous(self, hint: str) -> str:
+        """hint#1, hint#2, ..."""
+        self._counts[f"{hint}#"] += 1
+        return f"{hint}#{self._counts[f'{hint}#']}"
+
+    def held(self, term: Term, hint: str, span: Span, force: bool = False) -> Term:
+        """`term` as an input: itself when it already is a value (or a constant), else through a Compute "hint#k"."""
+        if term.op == "input" and not (force and term.name in self.states) or term.constant and not force:
+            return term
+        name = self.anonymous(hint)
+        return self.compute([(name, term)], name, span, force=force)[name]
+
+    def value(self, id_: str, level: str, frame: str, dtype: str = "f32", extent: str = "") -> str:
+        self.values.append(Value(id_, frame, level, extent or EXTENT[level], dtype))  # type: ignore[arg-type]
+        return id_
+
+    def compute(self, terms: list[tuple[str, Term]], id_: str, span: Span, force: bool = False) -> dict[str, Term]:
+        """One Compute for all terms that are not yet values; what each name now stands for."""
+        work = [(n, t) for n, t in terms
+                if (t.op != "input" or t.name in self.states) and (force or not t.constant)]
+        if not work:
+            return dict(terms)
+        if len({f.prompts for f in self._frames(walk([t for _, t in work]))}) > 1:
+            work = [(n, self._apart(t, {})) for n, t in work]
+        made = program(id_, work, str(span))
+        below = walk([t for _, t in work])
+        frames = self._frames(below)
+        inputs = made.inputs()
+        reads = list(inputs)
+        for t in below:
+            if t.op == "py":
+                frame = self.spaces.frames[str(dict(t.attrs)["frame"])]
+                reads += [f"{frame.id}.tokens", self.columns[frame.prompts]]
+        out = dict(terms)
+        for name, t in work:
+            over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]
+            self.value(name, t.level, over[0].id if over else "", t.dtype)
+            out[name] = input_(name, t.level, t.space, span, t.dtype, t.unit)
+        self.programs.append(made)
+        self.items.append(g.Compute(
+            id=id_, reads=tuple(dict.fromkeys(reads)), writes=tuple(n for n, _ in work), span=span, program=id_,
+            frames=tuple(f.id for f in frames), inputs=tuple((i, i) for i in inputs),
+            outputs=tuple((n, n) for n, _ in work)))
+        return out
+
+    def _apart(self, term: Term, known: dict[int, Term]) -> Term:
+        """`term` with each reduction to batch as a value of its own: rows of unrelated prompts are never divided alike."""
+        if id(term) not in known:
+            args = tuple(self._apart(a, known) for a in term.args)
+            made = term if all(a is b for a, b in zip(args, term.args)) else replace(term, args=args)
+            known[id(term)] = self.held(made, "expr", term.span) if dict(term.attrs).get("to") == "batch" else made
+        return known[id(term)]
+
+    def _frames(self, terms: list[Term]) -> list[Frame]:
+        """Frames whose rows the terms range over: each token space, then one frame for each space left."""
+        named = [str(dict(t.attrs)["frame"]) for t in terms if dict(t.attrs).get("frame")]
+        named += [t.space for t in terms if t.level == "token"]
+        frames = [f for f in self.spaces.frames.values() if f.id in named]
+        for t in sorted(terms, key=lambda t: -depth(t.level)):
+            if t.level in ("seq", "prompt") and not any(self.spaces.of(f, t.level) == t.space for f in frames):
+                frames.append(self.spaces.over(t.level, t.space)[0])
+        return cast(list[Frame], frames)
+
+    def keep(self, term: Term, name: str, span: Span) -> str:
+        """A Keep of the value `term` as `name`."""
+        if name not in self.states:
+            self.value(name, "batch", "", term.dtype)
+        made = program(self.unique(f"{name} ="), [(name, term)], str(span))
+        self.programs.append(made)
+        self.items.append(g.Keep(id=made.id, reads=(term.name,), writes=(name,), span=span, program=made.id))
+        return name

@@ -1,0 +1,107 @@
+"""Calls of what the language has built in: which arguments they take, and which operator they become.
+
+In: a call and its scope. Out: a Meaning; BAD where a message was given.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from rldsl.semantics.errors import BAD, Bad, suggest
+from rldsl.semantics.operators import REDUCERS, UNARY_CALLS
+from rldsl.semantics.terms import Term
+from rldsl.semantics.values import FrameRef, Meaning, MeshValue, Pairs, describe
+from rldsl.syntax import ast
+
+if TYPE_CHECKING:
+    from rldsl.semantics.lower import Lower, Scope
+
+MOST_RANKS = 4_194_304  # of a cluster: beyond it a range is a slip
+# name -> (least, most) arguments by position; all others take one
+ARITY = {"clip": (3, 3), "where": (3, 3), "discount": (2, 2), "over": (2, 2), "quantile": (2, 2), "choice": (2, 99),
+         "at_end": (1, 2), "min": (1, 2), "max": (1, 2)}
+SEQUENCES = ("len", "next", "prev", "last", "at_end", "cumsum", "discount", "over")
+
+
+class Builtins:
+    def __init__(self, lower: "Lower"):
+        self.lower, self.errors = lower, lower.errors
+
+    def mesh(self, expr: ast.Call, scope: "Scope") -> MeshValue | Bad:
+        """mesh(a:b) or mesh(n0:n1, d0:d1)."""
+        pairs: list[tuple[int, int]] = []
+        for arg in expr.args:
+            if not isinstance(arg.value, ast.Range):
+                return self.errors.add("RL0203", "`mesh` takes ranges", arg.span, help="write `mesh(0:8)`")
+            ends = [self.lower.constant(e, scope) for e in (arg.value.start, arg.value.stop)]
+            numbers = [e.value for e in ends if isinstance(e, Term)]
+            if len(numbers) < 2:
+                return BAD
+            a, b = numbers
+            if not (type(a) is int and type(b) is int and 0 <= a < b <= MOST_RANKS):
+                return self.errors.add("RL0205", "an empty or impossible range", arg.value.span,
+                                       help=f"`a:b` holds a, a+1, ..., b-1 and needs 0 <= a < b <= {MOST_RANKS:_}")
+            pairs.append((a, b))
+        if len(pairs) not in (1, 2):
+            return self.errors.add("RL0204", f"`mesh` takes one or two ranges, not {len(pairs)}", expr.span)
+        return MeshValue(pairs[0] if len(pairs) == 2 else None, pairs[-1], expr.span)
+
+    def call(self, name: str, expr: ast.Call, scope: "Scope") -> Meaning:
+        args: list[Meaning] = []
+        unbiased: Term | Bad | None = None
+        for arg in expr.args:
+            if arg.name is None:
+                args.append(self.lower.eval(arg.value, scope))
+            elif name in ("std", "var") and arg.name.name == "unbiased":
+                unbiased = self.lower.constant(arg.value, scope)
+            else:
+                return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
+        least, most = ARITY.get(name, (1, 1))
+        if not least <= len(args) <= most:
+            wanted = str(least) if least == most else f"{least} or {most}"
+            return self.errors.add("RL0204", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
+                                   f"not {len(args)}", expr.func.span)
+        if any(isinstance(a, Bad) for a in (*args, unbiased)):
+            return BAD
+        reducing = name in REDUCERS and len(args) == 1
+        if expr.by is not None and not reducing:
+            return self.errors.add("RL0107", f"`{name}` takes no `by` here", expr.by.span,
+                                   help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
+        if name in SEQUENCES:
+            return self.lower.ops.sequence(name, args, expr.span)
+        if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
+            args = [self.lower.ops.sequence("len", [args[0].chosen if isinstance(args[0], Pairs) else args[0]], expr.span)]
+        for arg, tree in zip(args, (a for a in expr.args if a.name is None)):
+            if not isinstance(arg, Term):
+                return self.errors.add("RL0203", f"`{name}` needs values, found {describe(arg)}", tree.span,
+                                       help="take one of its values, for instance `.logprobs`"
+                                       if isinstance(arg, FrameRef) and arg.kind == "generated" else "")
+        terms = cast(tuple[Term, ...], tuple(args))
+        if name == "choice":
+            return self.choice(terms, expr)
+        if name == "quantile":
+            return self.lower.ops.quantile(terms[0], terms[1], expr.span)
+        if name == "uniform":
+            return self.lower.ops.uniform(terms[0], expr.span)
+        if reducing:
+            to = self.lower.level(expr.by) if expr.by else "batch"
+            flag = unbiased.value if isinstance(unbiased, Term) else True
+            return BAD if to is None else self.lower.ops.reduce(name, terms[0], to, expr.span, bool(flag))
+        if name == "clip":
+            low = self.lower.ops.apply("max", terms[:2], expr.span)
+            return BAD if isinstance(low, Bad) else self.lower.ops.apply("min", (low, terms[2]), expr.span)
+        assert name in UNARY_CALLS or name in ("where", "min", "max")
+        return self.lower.ops.apply(name, terms, expr.span)
+
+    def choice(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
+        """choice(word, "a", "b"): the word, which must be one of the others; known at compile time."""
+        wrong = next((t for t in terms if not (t.constant and t.dtype == "text")), None)
+        if wrong is not None:
+            return self.errors.add("RL0211", "`choice` needs texts that are known at compile time", wrong.span,
+                                   f"this is {describe(wrong)}")
+        words = [str(t.value) for t in terms[1:]]
+        if terms[0].value in words:
+            return terms[0]
+        near = suggest(str(terms[0].value), words)
+        return self.errors.add("RL0205", f'"{terms[0].value}" is none of the words allowed here', terms[0].span,
+                               help=near if near.startswith("did") else f"one of: {', '.join(words)}")
