@@ -155,28 +155,40 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 
 
 @_command
-@click.argument("file")
+@click.argument("files", nargs=-1, required=True)
 @_set
 @_place
 @_output
 @click.option("--fix", is_flag=True, help="Apply the fixes that are sure, then check again.")
 @click.option("--strict", is_flag=True, help="Warnings count as errors.")
-def check(settings: Settings, file: str, sets: dict[str, Any], place: str | None, fix: bool, strict: bool) -> int:
-    """Find the mistakes in FILE without writing a plan; needs no model."""
+def check(settings: Settings, files: tuple[str, ...], sets: dict[str, Any], place: str | None, fix: bool,
+          strict: bool) -> int:
+    """Find the mistakes in FILES without writing a plan; needs no model."""
     from rldsl.commands.check import check
 
-    now = check(file, sets, place, fix)
-    count = len(now.found)
-    if now.mended:
-        click.echo(f"{file}: {now.mended} mistake{'s' * (now.mended > 1)} mended", err=True)
-    if count or settings.output == "json":
-        _report(now.found, settings)
-    if settings.output == "human":
+    done = {file: check(file, sets, place, fix) for file in dict.fromkeys(files)}
+    found = tuple(d for now in done.values() for d in now.found)
+    for file, now in done.items():
+        if now.mended:
+            click.echo(f"{file}: {now.mended} mistake{'s' * (now.mended > 1)} mended", err=True)
+    if found or settings.output == "json":
+        _report(found, settings)
+    for file, now in done.items() if settings.output == "human" else ():
         if now.sure and not fix:
-            click.echo(f"\n`rlc check --fix {file}` mends {now.sure} of {count}", err=True)
+            click.echo(f"\n`rlc check --fix {file}` mends {now.sure} of {len(now.found)}", err=True)
         if not now.errors:
+            count = len(now.found)
             _say(f"{file}: no mistakes found" + (f", {count} warning{'s' * (count > 1)}" if count else ""))
-    return int(now.errors > 0 or strict and count > 0)
+    return int(any(now.errors > 0 for now in done.values()) or strict and bool(found))
+
+
+@_command
+def lsp(settings: Settings) -> int:
+    """Speak to an editor: the language server, on standard input and output."""
+    from rldsl.commands.lsp import serve
+
+    serve()
+    return 0
 
 
 @_command

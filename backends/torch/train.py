@@ -55,9 +55,11 @@ class Trainer:
         self.flat.zero_()
 
     def step(self) -> dict[str, float]:
-        """Reduce, clip, update. "grad_norm" is before clipping."""
+        """Reduce, clip, update. "grad_norm" is before clipping; where it is not finite nothing is updated."""
         self._reduce()
         norm = self._norm()
+        if not math.isfinite(norm):
+            return {"grad_norm": norm, "lr": 0.0}
         limit = self.options.clip_grad
         if limit and norm > limit:
             self.flat.mul_(limit / (norm + 1e-6))

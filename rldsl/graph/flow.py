@@ -16,7 +16,7 @@ from rldsl.graph.sync import sync
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.lower import Lower, Scope
 from rldsl.semantics.modules import RESERVED
-from rldsl.semantics.options import counts
+from rldsl.semantics.options import whole
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import DataRef, Meaning, ModelRef, Several, describe
 from rldsl.source import Span
@@ -206,13 +206,8 @@ class FlowBuilder(Computations):
 
     def _nested(self, s: ast.EveryBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
         word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
-        times = self.lower.constant(number, scope)
+        times = whole(word, number, self.lower, scope)
         body = self.block(s.body, Scope(scope.module, scope), word)
-        if isinstance(times, Bad) or counts(word, "", times.unit, number.span, self.lower):
-            return
-        if type(times.value) is not int or times.value < 1:
-            self.errors.add("RL0205", f"`{word}` needs a whole number of at least 1", number.span)
-        elif word == "every":
-            self.items.append(g.Every(period=times.value, body=body, span=s.span))
-        else:
-            self.items.append(g.Repeat(times=times.value, body=body, span=s.span))
+        if times is not None:
+            self.items.append(g.Every(period=times, body=body, span=s.span) if word == "every"
+                              else g.Repeat(times=times, body=body, span=s.span))

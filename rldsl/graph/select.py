@@ -9,13 +9,13 @@ Invariant: a value is used over a smaller frame only by way of a Select that mad
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
 from rldsl.plan.model import Frame, Value
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.lower import Scope
-from rldsl.semantics.options import counts
+from rldsl.semantics.options import whole
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
 from rldsl.syntax import ast
@@ -102,24 +102,18 @@ class Selections:
         if inside not in ("flow", "every"):
             self.errors.add("RL0212", "`repeat ... until` inside another `repeat`", s.span)
             return
-        most = self.flow.lower.constant(s.most, scope)
+        turns = whole("max", s.most, self.flow.lower, scope)
         before = set(self.spaces.frames)
         inner = Scope(scope.module, scope)
         outer, self.flow.items = self.flow.items, []
         for statement in s.body:
             self.flow.statement(statement, inner, "until")
         for node in _nodes(tuple(self.flow.items)):
-            if isinstance(node, g.Train | g.Save):
+            if isinstance(node, g.Train | g.Save | g.Sync):
                 self.errors.add("RL0212", "this does not belong in a `repeat ... until`", node.span,
                                 "how often it runs is known only at run time",
                                 help="collect first, then train on what was collected")
-        ok = isinstance(most, Term) and type(most.value) is int and most.value >= 1
-        if isinstance(most, Term) and counts("max", "", most.unit, s.most.span, self.flow.lower):
-            ok = False
-        elif not ok and isinstance(most, Term):
-            self.errors.add("RL0205", "`max` needs a whole number of at least 1", s.most.span)
-        if ok:
-            turns = cast(int, cast(Term, most).value)
+        if turns is not None:
             after = self._collected(inner, before, turns, s)
             now = {n: v for n, v in inner.names.items() if isinstance(v, Term) and v.level == "batch"}
             condition = self.flow.lower.term(s.condition, Scope(scope.module, scope, now | after))

@@ -13,6 +13,7 @@ from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.lower import Scope
+from rldsl.semantics.options import whole
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import ModelRef, describe
 from rldsl.syntax import ast
@@ -25,7 +26,7 @@ def sync(flow: "FlowBuilder", s: ast.Sync | ast.Ema, scope: Scope) -> None:
     """Append the items of one statement to the flow."""
     target, source = _model(flow, s.target, scope), _model(flow, s.source, scope)
     decay = _decay(flow, s.decay, scope) if isinstance(s, ast.Ema) else 0.0
-    period = _period(flow, s.period, scope) if s.period is not None else 1
+    period = whole("every", s.period, flow.lower, scope) if s.period is not None else 1
     if target is None or source is None or decay is None or period is None or not _fit(flow, s, target, source):
         return
     word = "ema" if isinstance(s, ast.Ema) else "sync"
@@ -52,16 +53,6 @@ def _decay(flow: "FlowBuilder", tree: ast.Expr, scope: Scope) -> float | None:
                         help="0.99 keeps 99 parts of the old parameters and takes one of the new")
         return None
     return float(value.value)
-
-
-def _period(flow: "FlowBuilder", tree: ast.Expr, scope: Scope) -> int | None:
-    value = flow.lower.constant(tree, scope)
-    if not isinstance(value, Term):
-        return None
-    if type(value.value) is not int or value.value < 1:
-        flow.errors.add("RL0205", "`every` needs a whole number of at least 1", tree.span)
-        return None
-    return value.value
 
 
 def _fit(flow: "FlowBuilder", s: ast.Sync | ast.Ema, target: ModelRef, source: ModelRef) -> bool:

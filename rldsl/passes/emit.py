@@ -16,7 +16,7 @@ from rldsl.passes.draft import Draft, events, split
 from rldsl.passes.groups import groups
 from rldsl.plan.model import (FORMAT, Data, Event, Every, Free, Header, Item, Layout, Log, Loop, Mesh, Plan, Spread,
                               Train)
-from rldsl.plan.project import rank_classes
+from rldsl.plan.project import rank_classes, times, walk
 
 COLUMNS = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}
 
@@ -44,20 +44,10 @@ def emit(draft: Draft, peaks: Mapping[int, int], compiler: str) -> Plan:
 
 
 def updates(draft: Draft, model: str) -> int:
-    """Optimizer steps of `model` in the whole run."""
-    def block(items: Iterable[Item], times: int) -> int:
-        total = 0
-        for item in items:
-            if isinstance(item, Every):
-                total += block(item.body, times // item.period)
-            elif isinstance(item, Loop):
-                total += block(item.body, times * item.trips)
-            elif isinstance(item, Train) and item.model == model:
-                spread = draft.spreads[item.spread]
-                total += times * spread.minibatches * spread.epochs
-        return total
-
-    return block(draft.body, draft.placed.graph.steps)
+    """Optimizer steps of `model` in the whole run; of a `repeat ... until` as if it never ended early."""
+    steps = Loop("steps", draft.placed.graph.steps, draft.body)
+    trains = ((e, times(path)) for e, path in walk((steps,)) if isinstance(e, Train) and e.model == model)
+    return sum(count * draft.spreads[e.spread].minibatches * draft.spreads[e.spread].epochs for e, count in trains)
 
 
 def _data(draft: Draft) -> tuple[Data, ...]:

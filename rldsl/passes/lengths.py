@@ -75,6 +75,14 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
     for e in every:  # what is collected in full is known there turn by turn
         if isinstance(e, Collect) and not e.mesh and touched.get(e.dst):
             touched[e.src] |= touched[e.dst]
+    sources: dict[str, list[str]] = defaultdict(list)
+    for e in every:
+        if isinstance(e, Fetch):
+            sources[e.data].append(split(e.writes[0])[1])
+    for ids in sources.values():  # who reads a source takes part in each of its fetches, to know which batch is next
+        together = set().union(*(touched[id] for id in ids))
+        for id in ids:
+            touched[id] = together or {0}
     return {id: ranks or {0} for id, ranks in touched.items()}
 
 

@@ -82,19 +82,21 @@ class _Lower:
             if isinstance(item, g.Every):
                 out.append(Every(item.period, self.block(item.body)))
             elif isinstance(item, g.Repeat):
-                self.repeats += 1
-                out.append(Loop(f"repeat{self.repeats}", item.times, self.block(item.body)))
+                out.append(Loop(self.loop(), item.times, self.block(item.body)))
             elif isinstance(item, g.Until):
-                self.repeats += 1
-                body = self.block(item.body)
+                name, body = self.loop(), self.block(item.body)
                 collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
-                out.append(Loop(f"repeat{self.repeats}", item.most, body, f"{item.condition}@{self.everywhere.id}", collects))
+                out.append(Loop(name, item.most, body, f"{item.condition}@{self.everywhere.id}", collects))
             elif isinstance(item, g.Collect):
                 out += self.collect(item) if item.into in self.frames else []
             else:
                 out.append(self.node(item))
                 self.made |= {split(b)[0]: split(b)[1] for b in out[-1].writes}
         return tuple(out)
+
+    def loop(self) -> str:
+        self.repeats += 1
+        return f"repeat{self.repeats}"
 
     def collect(self, node: g.Collect) -> list[Event]:
         """What every rank holds in full is collected in full, the rest in slots; and the lengths."""
@@ -201,7 +203,7 @@ class _Lower:
     def _where(self, node: g.Node, place: Place) -> Spread:
         """A selection is made where its sequences (or values) are; of what every rank holds in full, as a computation."""
         if isinstance(node, g.Select):
-            made = self.spreads.get(self.made[node.values[0][0]])
+            made = self.spreads.get(self.made.get(node.values[0][0], ""))
             if made is not None and made.unit != "all":
                 return made
             of = self.frames[node.frame].of

@@ -40,6 +40,18 @@ def times(path: Path) -> int:
     return count * (trips // period)
 
 
+def last_step(path: Path) -> int:
+    """The last iteration of the outermost loop in which an event inside these blocks runs; 0 if it never does. An `every`
+    counts the turns of the loop around it."""
+    outer, *within = path or (Loop("", 1, ()),)
+    assert isinstance(outer, Loop)
+    period = 1
+    while within and isinstance(within[0], Every):
+        period = lcm(period, within.pop(0).period)
+    runs = not within or times(tuple(within)) > 0
+    return outer.trips - outer.trips % period if runs else 0
+
+
 def participants(plan: Plan, event: Event) -> tuple[int, ...]:
     """The ranks that take part in `event`, in mesh order."""
     for mesh in plan.meshes:

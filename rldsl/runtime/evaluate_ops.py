@@ -114,7 +114,8 @@ _NUMBERS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "pow": torch.pow,
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
     "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "abs": torch.abs, "min": torch.minimum,
-    "max": torch.maximum, "expm1": torch.expm1, "log1p": torch.log1p, "sigmoid": torch.sigmoid, "logsigmoid": functional.logsigmoid,
+    "max": torch.maximum, "expm1": torch.expm1, "log1p": torch.log1p, "sigmoid": torch.sigmoid,
+    "logsigmoid": functional.logsigmoid,
 }
 _TRUTHS: dict[str, Callable[..., Tensor]] = {
     "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,

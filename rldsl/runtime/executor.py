@@ -17,12 +17,12 @@ from rldsl.diag import fail
 from rldsl.plan.codec import decode
 from rldsl.plan.model import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
                               Loop, Offload, Onload, Plan, Realloc, Save, Select, Train, Transfer)
-from rldsl.plan.project import schedule
+from rldsl.plan.project import last_step, schedule, walk
 from rldsl.plan.verify import verify
 from rldsl.runtime import calls, values
 from rldsl.runtime.failure import Watch
 from rldsl.runtime.files import check_writable
-from rldsl.runtime.log import METRICS, SUMMARY, log, summarise, write_summary
+from rldsl.runtime.log import METRICS, SUMMARY, end_step, log, summarise, write_summary
 from rldsl.runtime.save import save
 from rldsl.runtime.state import State
 from rldsl.runtime.trace import Recorder, now, write
@@ -130,6 +130,8 @@ def _loop(state: State, loop: Loop, watch: Watch | None, recorder: Recorder | No
         if depth == 0:
             state.begin_step()
         _walk(state, loop.body, watch, recorder, i, depth + 1)
+        if depth == 0:
+            end_step(state)
         if loop.until:
             enough = bool(state.store.take(loop.until).data)
             state.store.free(loop.until)
@@ -153,17 +155,6 @@ def _finish(state: State, seconds: float) -> None:
 
 def _saved_paths(state: State) -> list[str]:
     """The last directory that each save event wrote; worked out from the plan, since rank 0 may not have taken part."""
-    found: dict[str, None] = {}
-
-    def visit(items: Sequence[Item], trips: int, period: int) -> None:
-        for item in items:
-            if isinstance(item, Save) and trips >= period:
-                last = trips - trips % period
-                found[item.path.replace("{out}", str(state.out)).replace("{step}", str(last))] = None
-            elif isinstance(item, Every):
-                visit(item.body, trips, item.period)
-            elif isinstance(item, Loop):
-                visit(item.body, item.trips, 1)
-
-    visit(state.plan.body, 1, 1)
-    return list(found)
+    found = {item.path.replace("{out}", str(state.out)).replace("{step}", str(last_step(path)))
+             for item, path in walk(state.plan.body) if isinstance(item, Save) and last_step(path)}
+    return sorted(found)

@@ -39,25 +39,28 @@ def log(state: State, event: Log) -> None:
         receives[rank] = torch.cat(mine) if mine else torch.empty(0)
         found = {name: value for peer, names in by_rank.items()
                  for (name, _), value in zip(names, receives[peer].tolist())}
-        Progress.record(state, {name: found[name] for name, _ in event.metrics})
+        for name, _ in event.metrics:
+            state.metrics.setdefault(name, []).append(found[name])
 
 
-class Progress:
-    """One line for a person, one for a program."""
-
-    @staticmethod
-    def record(state: State, metrics: dict[str, float]) -> None:
-        now = time.monotonic()
-        seconds = max(now - state.started, 1e-9)
-        state.started = now
-        line = {"step": state.step, **metrics, "seconds": round(seconds, 4)}
-        if state.tokens:
-            line["tokens_per_second"] = round(state.tokens / seconds, 1)
-        target = state.out / METRICS
-        with written(target), target.open("a" if state.logged else "w") as file:
-            file.write(json.dumps(line) + "\n")
-        state.logged = True
-        show(sys.stderr, line, state.plan.header.steps)
+def end_step(state: State) -> None:
+    """What was logged in this step, as one line for a program and one for a person. What came several times (a train in
+    a `repeat`) counts by its mean."""
+    if not state.metrics:
+        return
+    now = time.monotonic()
+    seconds = max(now - state.started, 1e-9)
+    means = {name: sum(found) / len(found) for name, found in state.metrics.items()}
+    line = {"step": state.step, **means, "seconds": round(seconds, 4)}
+    state.started = now
+    state.metrics.clear()
+    if state.tokens:
+        line["tokens_per_second"] = round(state.tokens / seconds, 1)
+    target = state.out / METRICS
+    with written(target), target.open("a" if state.logged else "w") as file:
+        file.write(json.dumps(line) + "\n")
+    state.logged = True
+    show(sys.stderr, line, state.plan.header.steps)
 
 
 def show(stream: TextIO, line: dict[str, float], steps: int) -> None:

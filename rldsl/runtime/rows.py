@@ -57,7 +57,7 @@ class StepRows:
             frames = [f for f in known.values() if of is None or origin(f, known) == of]
             frames = [f for f in frames if not f.partial or f.partial in self.lens]  # others are not made yet
             self._shards[spread.id] = shard_rows(spread, self.world.dp(spread), frames, self._totals(spread, frames),
-                                                 self.plan.header.seed, self.step)
+                                                 self.plan.header.seed, self.step, tuple(known.values()))
         return self._shards[spread.id]
 
     def schedule(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:

@@ -39,8 +39,9 @@ class State:
     routes: dict[int, Route] = field(default_factory=dict)
     arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # of this step, as they came
     logged: bool = False  # whether this rank has written metrics in this run
-    fetched: dict[int, int] = field(default_factory=dict)  # fetch event -> times in the run
+    fetched: dict[str, int] = field(default_factory=dict)  # data source -> batches read in the run
     drawn: dict[int, int] = field(default_factory=dict)  # generate or compute event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
 
@@ -70,8 +71,9 @@ class State:
         self.rows = StepRows(self.plan, self.world, self.step - 1)
 
     def next_batch(self, event: Fetch) -> int:
-        """Which batch of its source a fetch reads now: 0, 1, ... as often as it runs, inside a `repeat` too."""
-        turn = self.fetched[event.id] = self.fetched.get(event.id, -1) + 1
+        """Which batch of its source a fetch reads now: 0, 1, ... The ranks that read a source take part in each of its
+        fetches, so that they count alike."""
+        turn = self.fetched[event.data] = self.fetched.get(event.data, -1) + 1
         return turn
 
     def sampling_seed(self, event: Generate) -> int:
@@ -130,7 +132,7 @@ class State:
 
     def know_lengths(self, frame: str, lens: Lens) -> None:
         self.rows.know(frame, lens)
-        if int(lens.response.sum()):
+        if not self.frames[frame].of and int(lens.response.sum()):  # a selection's tokens are those of another frame
             self.tokens += int(lens.of("tokens").sum())
 
     def packed(self, frame: str, tokens: Column, rows: torch.Tensor) -> Packed:

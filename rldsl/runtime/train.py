@@ -6,12 +6,14 @@ Invariant: every rank makes the same optimizer steps, and stops at the same one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 
+from rldsl.diag import fail
 from rldsl.plan.model import Train
 from rldsl.plan.partition import Rows, micro_batches
 from rldsl.runtime.evaluate import LossRun, View, loss_counts
@@ -52,6 +54,7 @@ def train(state: State, event: Train) -> None:
             stopped = True
             shard.skip(1)
         else:
+            _check_finite(event, step["grad_norm"])
             steps.append(step)
     if runs and STOP not in outputs:
         metrics = finish(runs, own, axes.mesh.group, state.device)
@@ -62,6 +65,14 @@ def train(state: State, event: Train) -> None:
     at = torch.zeros(1, dtype=torch.int64, device=state.device)
     for name, value in event.outputs:
         state.write(value, spread.id, at, torch.tensor([mean[name]], dtype=torch.float64, device=state.device))
+
+
+def _check_finite(event: Train, norm: float) -> None:
+    """The norm is known on every rank, before anything is updated."""
+    if not math.isfinite(norm):
+        raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,
+                   notes=(f"loss: {event.loss.rpartition('/')[2]}; nothing was updated",),
+                   help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its data")
 
 
 class _Call:

@@ -50,18 +50,20 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
 
 
 def accept(params: tuple[ast.Parameter, ...], values: dict[str, Term], spans: dict[str, Span], ops: Operators, *,
-           widen: bool, frame: Frame | None = None) -> dict[str, Term] | Bad:
+           widen: bool, frames: tuple[Frame, ...] = ()) -> dict[str, Term] | Bad:
     """Check each value against the level of its parameter. One number stands for any level; with `widen`, every
-    coarser value does. `frame`: over what to repeat it; by default the finest argument decides."""
+    coarser value does. frames: over what to repeat it; by default the finest argument decides. Two sides of a row
+    share sequences, and not tokens."""
+    frame = frames[0] if frames else None
     if frame is None and values:
         finest = max(values.values(), key=lambda t: depth(t.level))
-        frames = ops.spaces.over(finest.level, finest.space)
-        frame = frames[0] if frames else None
+        frame = next(iter(ops.spaces.over(finest.level, finest.space)), None)
     out: dict[str, Term] = {}
     bad = False
     for param in params:
         name = param.name.name
-        result = _fit(param, values[name], spans[name], ops, widen, frame)
+        tokens = param.level is not None and param.level.name == "token"
+        result = _fit(param, values[name], spans[name], ops, widen, None if tokens and len(frames) > 1 else frame)
         if isinstance(result, Bad):
             bad = True
         else:

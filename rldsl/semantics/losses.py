@@ -55,7 +55,7 @@ def lower_loss(use: LossUse, head: str, frames: tuple[Frame, ...], id_: str, low
             return BAD
         args[name] = here
     inputs = {name: t if t.constant else _given(name, t) for name, t in args.items()}
-    data = _data(decl, inputs, use, frames, lower)
+    data = accept(decl.data, inputs, use.spans, lower.ops, widen=True, frames=frames)
     if isinstance(fresh, Bad) or isinstance(data, Bad):
         return BAD
     spaces_of = {f.id: f for f in frames}
@@ -81,22 +81,6 @@ def _given(name: str, term: Term) -> Term:
     """The input that stands for data of the flow: a count of it is one of the whole batch, not of a minibatch."""
     unit = term.unit + WHOLE if term.unit and term.level == "batch" else term.unit
     return input_(name, term.level, term.space, term.span, term.dtype, unit)
-
-
-def _data(decl: ast.LossDecl, inputs: dict[str, Term], use: LossUse, frames: tuple[Frame, ...],
-          lower: Lower) -> dict[str, Term] | Bad:
-    """The arguments at the levels that the loss declares. Two batches of one row share sequences, and not tokens."""
-    tokens = tuple(p for p in decl.data if p.level is not None and p.level.name == "token")
-    rest = tuple(p for p in decl.data if p not in tokens)
-    one = frames[0] if len(frames) == 1 else None
-    parts = [accept(params, inputs, use.spans, lower.ops, widen=True, frame=frame)
-             for params, frame in ((rest, frames[0]), (tokens, one))]
-    merged: dict[str, Term] = {}
-    for part in parts:
-        if isinstance(part, Bad):
-            return BAD
-        merged |= part
-    return merged
 
 
 def check_body(decl: ast.LossDecl, scope: Scope, fresh: set[str], lower: Lower) -> list[tuple[str, Term]] | Bad:

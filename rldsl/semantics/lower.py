@@ -59,7 +59,7 @@ class Lower:
         self.ops = Operators(spaces, errors)
         self.builtins = Builtins(self)
         self.calls: Calls | None = None
-        self.active: list[ast.FnDecl] = []
+        self.active: list[ast.FnDecl | ast.LossDecl] = []
 
     # ------------------------------------------------------------------------------------------ expressions
 
@@ -241,12 +241,23 @@ class Lower:
         bad = False
         for param in params:
             tree = given.get(param.name.name)
-            value = self.term(tree, scope) if tree else self.constant(cast(ast.Expr, param.default), Scope(module))
+            value = self.term(tree, scope) if tree else self.default(decl, param, module)
             if isinstance(value, Bad):
                 bad = True
                 continue
             values[param.name.name], spans[param.name.name] = value, tree.span if tree else expr.span
         return BAD if bad else (values, spans)
+
+    def default(self, decl: ast.FnDecl | ast.LossDecl, param: ast.Parameter, module: Module) -> Term | Bad:
+        """The default of a parameter, which may call other functions."""
+        assert param.default is not None
+        if any(decl is d for d in self.active):
+            return self.errors.add("RL0217", f"`{decl.name.name}` calls itself", param.default.span,
+                                   help="functions are inlined, so they cannot be recursive")
+        self.active.append(decl)
+        value = self.constant(param.default, Scope(module))
+        self.active.pop()
+        return value
 
     def inline(self, ref: FnRef, expr: ast.Call, scope: Scope) -> Meaning:
         decl, name = ref.decl, ref.decl.name.name

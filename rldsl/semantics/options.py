@@ -133,6 +133,17 @@ def counts(name: str, unit: str, given: str, span: Span, lower: Lower) -> Bad | 
     return lower.errors.add("RL0218", title, span, f"this is in {given}", help=help_)
 
 
+def whole(word: str, tree: ast.Expr, lower: Lower, scope: Scope) -> int | None:
+    """The number after `every`, `repeat` or `max`: whole, at least 1, in no unit; None after an error."""
+    value = lower.constant(tree, scope)
+    if isinstance(value, Bad) or counts(word, "", value.unit, tree.span, lower):
+        return None
+    if type(value.value) is not int or value.value < 1:
+        lower.errors.add("RL0205", f"`{word}` needs a whole number of at least 1", tree.span)
+        return None
+    return value.value
+
+
 def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span, lower: Lower) -> Value | Bad:
     """One value against its row: type, then range or choice."""
     typed = _typed(option.kind, value)

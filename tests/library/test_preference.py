@@ -39,7 +39,8 @@ def averaged(terms: list[Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------ the papers, sequence by sequence
 
 
-def dpo(w: Seqs, l: Seqs, rw: Seqs, rl: Seqs, beta=0.1, smoothing=0.0, offset=None, reduce=torch.sum, nll=0.0) -> Tensor:
+def dpo(w: Seqs, l: Seqs, rw: Seqs, rl: Seqs, beta=0.1, smoothing=0.0, offset=None, reduce=torch.sum,
+        nll=0.0) -> Tensor:
     """Rafailov et al. 2023, equation 7; smoothing: Mitchell 2023, equation 3."""
     terms = []
     for i in range(len(w)):
@@ -99,6 +100,7 @@ def distill(y: Seqs, old: Seqs, teacher: Seqs, gamma=0.0) -> Tensor:
 
 
 def sft(y: Seqs) -> Tensor:
+    """Ouyang et al. 2022, section 3.5."""
     return -torch.cat(y).sum() / sum(len(x) for x in y)
 
 
@@ -130,8 +132,9 @@ def margins(b: Batch) -> dict[str, Given | float]:
 
 
 CASES = {
-    "sft": Case("std.sft", "sft()", sft, kind="gen"),
-    "dpo": Case("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=0.3)", lambda c, r, d: dpo(c, r, d["rw"], d["rl"], 0.3), refs),
+    "sft": Case("std.sft", "sft()", lambda y, d: sft(y), kind="gen"),
+    "dpo": Case("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=0.3)",
+                lambda c, r, d: dpo(c, r, d["rw"], d["rl"], 0.3), refs),
     "dpo_offset": Case("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, offset=m)",
                        lambda c, r, d: dpo(c, r, d["rw"], d["rl"], offset=d["m"]), lambda b: refs(b) | margins(b)),
     "dpo_average": Case("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, average=true, smoothing=0.2, nll=0.5)",
@@ -180,17 +183,19 @@ def parts(b: Batch, value: Given | float, data: Tensor | None = None) -> Seqs | 
     return list(data.split(b.lens[value.frame])) if value.level == "token" else data
 
 
-def expected(case: Case, b: Batch, fresh: dict[str, Given], data: dict[str, Given | float]) -> tuple[Tensor, dict[str, Tensor]]:
+def expected(case: Case, b: Batch, fresh: dict[str, Given],
+             data: dict[str, Given | float]) -> tuple[Tensor, dict[str, Tensor]]:
     """The reference's value and gradients."""
     leaves = {n: g.data.clone().requires_grad_(True) for n, g in fresh.items()}
     args = [parts(b, fresh[n], x) for n, x in leaves.items()]
     known = {n: parts(b, v) for n, v in data.items()}
-    loss = case.reference(*args, known) if case.reference is not sft else sft(*args)
+    loss = case.reference(*args, known)
     loss.backward()
     return loss.detach(), {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
 
 
-def agree(case: Case, b: Batch, fresh: dict[str, Given], data: dict[str, Given | float], dp: int = 1, mbs: int = 0) -> None:
+def agree(case: Case, b: Batch, fresh: dict[str, Given], data: dict[str, Given | float], dp: int = 1,
+          mbs: int = 0) -> None:
     done = run_loss(case.module, case.call, b, fresh, head="reward_model" if case.kind == "scores" else "causal_lm",
                     dp=dp, mbs=mbs, **data)
     loss, grads = expected(case, b, fresh, data)
@@ -261,7 +266,8 @@ def test_equal_sides_have_no_margin(name: str) -> None:
     data = {"rw": b.logprobs(5, W), "rl": Given("token", L, b.logprobs(5, W).data)} if case.data is refs else {}
     fresh = {"chosen": left, "rejected": left if left.level == "seq" else Given("token", L, left.data)}
     agree(case, b, fresh, data)
-    done = run_loss(case.module, case.call, b, fresh, head="reward_model" if left.level == "seq" else "causal_lm", **data)
+    head = "reward_model" if left.level == "seq" else "causal_lm"
+    done = run_loss(case.module, case.call, b, fresh, head=head, **data)
     assert done.metrics["accuracy"] == 0 and abs(done.metrics.get("margin", 0)) < 1e-12
 
 
@@ -270,7 +276,8 @@ def test_a_margin_of_zero_is_none() -> None:
     fresh = fresh_of(CASES["reward_model"], b)
     zero = b.given("seq", [0.0] * b.rows)
     plain = run_loss("std.reward_model", "reward_model()", b, fresh, head="reward_model")
-    assert run_loss("std.reward_model", "reward_model(margin=m)", b, fresh, head="reward_model", m=zero).loss == plain.loss
+    done = run_loss("std.reward_model", "reward_model(margin=m)", b, fresh, head="reward_model", m=zero)
+    assert done.loss == plain.loss
 
 
 # ------------------------------------------------------------------------------------------------ functions of the flow
@@ -294,7 +301,8 @@ def test_the_baseline_is_data() -> None:
     del data["z0"]
     made = run_loss("std.kto", "kto(ref=ref, label=label, z0=kto_baseline(y, ref))", b, fresh, **data)
     z0 = run_fn("std.kto", "kto_baseline(y, ref)", b, y=data["y"], ref=data["ref"]).item()
-    same = run_loss("std.kto", "kto(ref=ref, label=label, z0=z0)", b, fresh, ref=data["ref"], label=data["label"], z0=z0)
+    given = {"ref": data["ref"], "label": data["label"], "z0": z0}
+    same = run_loss("std.kto", "kto(ref=ref, label=label, z0=z0)", b, fresh, **given)
     assert torch.equal(made.grads["logprobs"], same.grads["logprobs"]) and made.loss == same.loss
 
 
@@ -455,8 +463,8 @@ def test_real_reward_modelling() -> None:
     groups = [0, 2, 5, 6, 7]  # where the pairs of a prompt begin
     size = torch.cat([torch.full((stop - start,), float(stop - start)) for start, stop in pairwise(groups)]).double()
     theirs = -(torch.nn.functional.logsigmoid(w - l) / size).sum()
-    done = run_loss("std.reward_model", ALONE["ReaL reward"], b, fresh, head="reward_model", wt=b.given("seq", 1 / size),
-                    pairs=7.0)
+    done = run_loss("std.reward_model", ALONE["ReaL reward"], b, fresh, head="reward_model",
+                    wt=b.given("seq", 1 / size), pairs=7.0)
     torch.testing.assert_close(done.loss, theirs.item(), **TIGHT)
 
 
@@ -465,9 +473,11 @@ def test_real_reward_modelling() -> None:
 
 @pytest.mark.parametrize(("module", "call", "code"), [
     ("std.dpo", "dpo(ref_chosen=rw)", "RL0215"), ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, gamma=1)", "RL0107"),
-    ("std.dpo", "dpo(ref_chosen=rl, ref_rejected=rw)", "RL0202"), ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=0)", "RL0202"),
+    ("std.dpo", "dpo(ref_chosen=rl, ref_rejected=rw)", "RL0202"),
+    ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=0)", "RL0202"),
     ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, offset=rw)", "RL0201"),
-    ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=m)", "RL0201"), ("std.simpo", "simpo(average=true)", "RL0107"),
+    ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=m)", "RL0201"),
+    ("std.simpo", "simpo(average=true)", "RL0107"),
     ("std.reward_model", "reward_model()", "RL0201"), ("std.kto", "kto(ref=rw, label=m, z0=0)", "RL0204"),
 ])
 def test_a_wrong_call_is_told(module: str, call: str, code: str) -> None:

@@ -37,7 +37,7 @@ flow run(steps=3) {
 MINE = "# Twice.\nfn double(x: seq) -> seq {\n  return 2 * x\n}\n"
 
 
-@pytest_lsp.fixture(scope="module", loop_scope="module", config=ClientServerConfig(server_command=[sys.executable, "-m", "rldsl.lsp"]))
+@pytest_lsp.fixture(scope="module", loop_scope="module", config=ClientServerConfig(server_command=[str(Path(sys.executable).with_name("rlc")), "lsp"]))
 async def client(lsp_client: LanguageClient, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("workspace")
     (folder / "rewards.py").write_text("def exact(rows):\n    return [0.0 for _ in rows]\n")

@@ -206,3 +206,45 @@ def test_dynamic_sampling(base: Path) -> None:
     assert all(step["least"] > 0 and abs(step["mean"]) < 1e-5 for step in first)
     for metrics in found.values():
         close(metrics, first, 1e-4)
+
+
+@pytest.mark.parametrize("use", [
+    "actor.train(kept, loss=nll())",
+    "metric m = mean(spread(kept))\n  actor.train(kept, loss=nll())",
+    "lp = actor.logprobs(kept)\n  metric m = mean(lp)\n  actor.train(kept, loss=nll(), minibatches=2)",
+    "easy = prompt where mean(parity(gen) by prompt) >= 0.5\n  more = actor.generate(easy, max_new_tokens=3)\n"
+    "  actor.train(more, loss=nll())",
+])
+def test_what_was_collected_may_be_used_alone(base: Path, use: str) -> None:
+    """Nothing else of the frames that a collected selection was taken from needs to be read after the loop."""
+    body = f"""
+  repeat {{
+    prompt = prompts.next()
+    gen = actor.generate(prompt, n=3, max_new_tokens=4)
+    kept = gen where spread(gen) > 0.3
+  }} until count(kept) >= 14 max 3
+  metric n = count(kept)
+  {use}"""
+    found = [numbers(run(base, body, place=PLACES[p])) for p in ("one rank", "apart", "tp and pp")]
+    assert found[0][0]["n"] > 0
+    for other in found[1:]:
+        close(other, found[0], 1e-4)
+
+
+def test_loops_in_loops(base: Path) -> None:
+    """A `repeat` in a collecting loop; several fetches of one source go on where the last one stopped."""
+    body = """
+  first = prompts.next()
+  repeat {
+    prompt = prompts.next()
+    gen = actor.generate(prompt, max_new_tokens=3)
+    repeat 2 { tries = tries + 1 }
+  } until count(gen) >= 8 max 3
+  g = actor.generate(first, max_new_tokens=3)
+  metric first = mean(column(g))
+  metric later = mean(column(gen))
+  metric tries = tries
+  actor.train(g, loss=nll())"""
+    for place in ("one rank", "apart"):
+        found = run(base, body, top="state tries = 0", place=PLACES[place])
+        assert [(m["first"], m["later"], m["tries"]) for m in found] == [(1.5, 7.5, 4), (13.5, 19.5, 8)]
