@@ -23,7 +23,8 @@ from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.losses import check_body, generic
-from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.lower import Lower
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import Modules
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import DataRef, MeshValue, ModelRef, Module, StateRef
@@ -180,11 +181,11 @@ def _check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module
         lower.spaces.add(frame)
         before = len(errors.found)
         if isinstance(item, ast.FnDecl):
-            lower.active.append(item)
+            lower.functions.active.append(item)
             scope = generic(item.params, frame, lower, Scope(module))
-            result, _, _ = lower.body(item.body, scope, item.name.span, "fn")
+            result, _, _ = lower.functions.body(item.body, scope, item.name.span, "fn")
             if result is not None:
-                lower.declared(item, result)
+                lower.functions.declared(item, result)
         else:
             scope = generic(item.fresh + item.data, frame, lower, Scope(module))
             check_body(item, scope, {p.name.name for p in item.fresh}, lower)

@@ -12,7 +12,7 @@ from rldsl.plan.model import Frame, Sampling
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.losses import lower_loss
-from rldsl.semantics.lower import Scope
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import DataRef, FrameRef, LossUse, Meaning, ModelRef, Pairs, describe
 from rldsl.source import Span

@@ -13,7 +13,8 @@ from rldsl.plan.expr import Scalar
 from rldsl.plan.model import Optimizer
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
-from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.lower import Lower
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import MeshValue, describe
 from rldsl.source import SourceFile, Span

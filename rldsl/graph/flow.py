@@ -14,7 +14,8 @@ from rldsl.graph.computations import Computations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
 from rldsl.semantics.errors import Bad
-from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.lower import Lower
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import RESERVED
 from rldsl.semantics.options import whole
 from rldsl.semantics.terms import Term
@@ -33,6 +34,7 @@ class FlowBuilder(Computations):
         self.metrics: list[tuple[str, str]] = []
         self._bound: dict[str, Span] = {}
         self._shown: set[str] = set()
+        self._turns: int | None = None  # of the `repeat` around
         self.calls = CallsOfFlow(self)
         self.selections = Selections(self)
         lower.calls = self.calls.nested
@@ -138,7 +140,7 @@ class FlowBuilder(Computations):
 
     def _bind(self, s: ast.Assign, value: Meaning, scope: Scope) -> None:
         inner = Scope(scope.module)
-        self.lower.assign(s, value, inner)
+        self.lower.functions.assign(s, value, inner)
         for ident in s.targets:
             name = ident.name
             if name in self.states:
@@ -174,9 +176,7 @@ class FlowBuilder(Computations):
         term = self.lower.term(value, scope)
         if isinstance(term, Bad):
             return
-        if inside == "every":
-            self.errors.add("RL0212", "a metric inside `every`", s.span, help="metrics are logged at every step")
-        elif inside == "until":
+        if inside == "until":
             self.errors.add("RL0212", "a metric inside `repeat ... until`", s.span,
                             help="put it after the block: its names then stand for all that was collected")
         elif term.level != "batch":
@@ -207,7 +207,13 @@ class FlowBuilder(Computations):
     def _nested(self, s: ast.EveryBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
         word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
         times = whole(word, number, self.lower, scope)
+        if word == "every" and times and self._turns and times > self._turns:
+            self.errors.add("RL0205", f"`every {times}` never runs here", number.span,
+                            f"the `repeat` around it has {self._turns} turns, which it counts",
+                            help="put it outside the `repeat` to count steps")
+        outer, self._turns = self._turns, times if word == "repeat" else self._turns
         body = self.block(s.body, Scope(scope.module, scope), word)
+        self._turns = outer
         if times is not None:
             self.items.append(g.Every(period=times, body=body, span=s.span) if word == "every"
                               else g.Repeat(times=times, body=body, span=s.span))

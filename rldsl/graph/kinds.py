@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 
 from rldsl.graph import model as g
 from rldsl.syntax import ast
@@ -16,7 +15,7 @@ ROWS = {"prompts": "prompts", "answers": "sequences", "pairs": "pairs"}  # kind 
 def kinds(flow: ast.Flow, data: Mapping[str, g.Data]) -> dict[str, str]:
     """data source -> kind. `.chosen` of a batch means pairs; a generation from it prompts, whatever else is then done
     with it by mistake; another call on the rows themselves means answers."""
-    trees = list(walk(flow))
+    trees = list(ast.walk(flow))
     batches = {t.targets[0].name: name for t in trees if isinstance(t, ast.Assign)
                for name in [_source(t.value)] if name in data}
     for t in trees:  # a selection of a batch is used as the batch is
@@ -43,15 +42,3 @@ def _source(value: ast.Expr) -> str:
         case ast.Call(func=ast.Attribute(value=ast.Name(name=name), name=ast.Ident(name="next"))):
             return name
     return ""
-
-
-def walk(tree: object) -> Iterator[ast.Tree]:
-    """Every node of a tree."""
-    if isinstance(tree, tuple):
-        for item in tree:
-            yield from walk(item)
-    elif isinstance(tree, ast.Tree) and is_dataclass(tree):
-        yield tree
-        for field in fields(tree):
-            if field.name != "span":
-                yield from walk(getattr(tree, field.name))

@@ -10,6 +10,7 @@ plan's own types. The graph names no rank: placement clauses ride along unresolv
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rldsl.plan.expr import Program, Scalar
@@ -201,6 +202,15 @@ class Until:
 
 
 Item = Node | Every | Repeat | Until
+
+
+def nodes(items: Iterable[Item]) -> Iterator[Node]:
+    """Every node, in program order, those of blocks too."""
+    for item in items:
+        if isinstance(item, Every | Repeat | Until):
+            yield from nodes(item.body)
+        else:
+            yield item
 
 
 @dataclass(frozen=True, slots=True)

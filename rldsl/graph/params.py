@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from rldsl.diag import Label
 from rldsl.plan.expr import Scalar
 from rldsl.semantics.errors import BAD, Bad, suggest
-from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.lower import Lower
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.units import UNITS, differ
 from rldsl.source import SourceFile, Span

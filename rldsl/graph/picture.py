@@ -11,15 +11,6 @@ from collections.abc import Iterator
 from rldsl.graph import model as g
 
 
-def nodes(items: tuple[g.Item, ...]) -> Iterator[g.Node]:
-    """Every node, blocks included, in program order."""
-    for item in items:
-        if isinstance(item, g.Node):
-            yield item
-        else:
-            yield from nodes(item.body)
-
-
 def _models(node: g.Node) -> tuple[str, ...]:
     """The models whose parameters a node reads."""
     match node:
@@ -33,7 +24,7 @@ def _models(node: g.Node) -> tuple[str, ...]:
 def edges(graph: g.Graph) -> list[tuple[str, str, str, bool]]:
     """(from, to, label, parameter version). A model's first calls of a step read what the
     last train or sync of the step before made."""
-    every = list(nodes(graph.items))
+    every = list(g.nodes(graph.items))
     writer = {v: n.id for n in every for v in n.writes}
     found = [(writer[v], n.id, v, False) for n in every for v in n.reads if v in writer and v not in n.writes]
     last = {n.model: n.id for n in every if isinstance(n, g.Train | g.Sync)}
@@ -73,9 +64,9 @@ def title(node: g.Node) -> tuple[str, str]:
 
 def mermaid(graph: g.Graph) -> str:
     """A Mermaid flowchart."""
-    ids = {n.id: f"n{i}" for i, n in enumerate(nodes(graph.items))}
+    ids = {n.id: f"n{i}" for i, n in enumerate(g.nodes(graph.items))}
     lines = ["flowchart TD"]
-    for node in nodes(graph.items):
+    for node in g.nodes(graph.items):
         what, on = title(node)
         text = "<br/>".join(p.replace('"', "#quot;") for p in (node.id, what, on) if p)
         shape = ("([", "])") if isinstance(node, g.Compute) else ("[(", ")]") if isinstance(node, g.Fetch) else "[]"
@@ -90,7 +81,7 @@ def dot(graph: g.Graph) -> str:
     """A DOT digraph."""
     quote = lambda s: json.dumps(s, ensure_ascii=False)  # noqa: E731
     lines = [f"digraph {quote(graph.flow)} {{", '  node [shape=box, fontname="sans-serif"];']
-    for node in nodes(graph.items):
+    for node in g.nodes(graph.items):
         shape = "ellipse" if isinstance(node, g.Compute) else "cylinder" if isinstance(node, g.Fetch) else "box"
         label = "\n".join(p for p in (node.id, *title(node)) if p)
         lines.append(f"  {quote(node.id)} [label={quote(label)}, shape={shape}];")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rldsl.graph import model as g
 from rldsl.plan.model import Frame, Value
 from rldsl.semantics.errors import BAD, Bad
-from rldsl.semantics.lower import Scope
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.options import whole
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
@@ -99,7 +99,9 @@ class Selections:
 
     def until(self, s: ast.RepeatUntil, scope: Scope, inside: str) -> None:
         """The block, what it collects, and the condition over what was collected so far."""
+        names = {t.name: BAD for a in ast.walk(s.body) if isinstance(a, ast.Assign) for t in a.targets}
         if inside not in ("flow", "every"):
+            scope.names.update(names)  # their uses stay silent
             self.errors.add("RL0212", "`repeat ... until` inside another `repeat`", s.span)
             return
         turns = whole("max", s.most, self.flow.lower, scope)
@@ -108,7 +110,7 @@ class Selections:
         outer, self.flow.items = self.flow.items, []
         for statement in s.body:
             self.flow.statement(statement, inner, "until")
-        for node in _nodes(tuple(self.flow.items)):
+        for node in g.nodes(self.flow.items):
             if isinstance(node, g.Train | g.Save | g.Sync):
                 self.errors.add("RL0212", "this does not belong in a `repeat ... until`", node.span,
                                 "how often it runs is known only at run time",
@@ -125,6 +127,8 @@ class Selections:
                 name = self.flow.keep(held, self.flow.anonymous("enough"), s.condition.span)
                 outer.append(g.Until(most=turns, condition=name, body=tuple(self.flow.items), span=s.span))
                 scope.names.update(after)
+                names = {}
+        scope.names.update(names)
         self.flow.items = outer
 
     def _collected(self, inner: Scope, before: set[str], turns: int, s: ast.RepeatUntil) -> dict[str, Meaning]:
@@ -179,7 +183,7 @@ class Selections:
 
 def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
     """Without the values that selections and collections make and nothing reads. used: values that are logged."""
-    nodes = _nodes(items)
+    nodes = list(g.nodes(items))
     chosen = [n for n in nodes if isinstance(n, g.Select | g.Collect)]
     reads = used | {v for n in nodes if n not in chosen for v in n.reads}
     reads |= {n.condition for n in chosen if isinstance(n, g.Select)}
@@ -214,7 +218,7 @@ def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
 def tables(items: tuple[g.Item, ...], values: list[Value],
            frames: dict[str, Frame]) -> tuple[tuple[Value, ...], tuple[Frame, ...]]:
     """The values and frames that the items still name. A Collect alone does not keep a frame."""
-    nodes = _nodes(items)
+    nodes = list(g.nodes(items))
     made = {w for n in nodes for w in (*n.reads, *n.writes)}
     held = {v.frame for v in values if v.id in made} | {f for n in nodes if isinstance(n, g.Compute) for f in n.frames}
     for frame in reversed(list(frames.values())):  # what a selection was taken from comes before it
@@ -222,7 +226,3 @@ def tables(items: tuple[g.Item, ...], values: list[Value],
             held |= {frame.of, frame.partial}
     return (tuple(v for v in values if v.id in made or v.extent == "lengths" and v.frame in held),
             tuple(f for f in frames.values() if f.id in held))
-
-
-def _nodes(items: tuple[g.Item, ...]) -> list[g.Node]:
-    return [n for i in items for n in (_nodes(i.body) if isinstance(i, g.Every | g.Repeat | g.Until) else [i])]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.semantics.errors import Bad
-from rldsl.semantics.lower import Scope
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.options import whole
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import ModelRef, describe

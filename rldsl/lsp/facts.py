@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rldsl.graph import model as g
-from rldsl.placement.model import Call, Place, label, nodes
+from rldsl.placement.model import Call, Place, label
 from rldsl.source import Span
 
 
@@ -46,7 +46,7 @@ def facts(graph: g.Graph | None, places: Mapping[str, Place]) -> Facts:
     if graph is None:
         return Facts()
     levels = {v.id: (v.level, v.frame) for v in graph.values}
-    every = list(nodes(graph.items))
+    every = list(g.nodes(graph.items))
     batches: dict[str, str] = {}
     for frame in graph.frames:
         rows = f"{frame.count} sequences" if frame.max_response_tokens else f"{frame.count} prompts"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rldsl.graph.model import nodes
 from rldsl.passes.draft import Draft, call_name, each_block, events
-from rldsl.placement.model import Call, degrees_text, nodes
+from rldsl.placement.model import Call, degrees_text
 from rldsl.plan.model import Event, Generate, Infer, Item, Load, Offload, Onload, Realloc, Save, Train
 
 

@@ -11,10 +11,27 @@ from dataclasses import replace
 from rldsl.diag import fail
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, split
-from rldsl.placement.model import Call, Place, Placed, mesh_of, nodes
+from rldsl.placement.model import Call, Place, Placed, mesh_of
 from rldsl.placement.sync import anchors
-from rldsl.plan.model import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Layout, Loop, Mesh, Realloc,
-                              Save, Select, Spread, State, Train)
+from rldsl.plan.model import (
+    Collect,
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Generate,
+    Infer,
+    Item,
+    Layout,
+    Loop,
+    Mesh,
+    Realloc,
+    Save,
+    Select,
+    Spread,
+    State,
+    Train,
+)
 
 NOWHERE = ""  # the mesh of a fetch is known when all readers are
 
@@ -226,7 +243,7 @@ class _Lower:
             return self.homes[node.model]
         if node.model in self.anchors:
             return self.anchors[node.model].layout.id
-        for call in nodes(self.placed.graph.items):
+        for call in g.nodes(self.placed.graph.items):
             if isinstance(call, Call) and call.model == node.model:
                 return self.places[call.id].layout.id
         raise fail("RL0319", f"`{node.model}` is saved, but no call uses it", node.span, "nothing loads this model",

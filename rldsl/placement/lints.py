@@ -7,8 +7,7 @@ file or the command line overrides is no slip: each rule is judged among those o
 from __future__ import annotations
 
 from rldsl.diag import Diagnostic, Label
-from rldsl.graph.model import Clause, Compute, Graph, Node, Rule
-from rldsl.placement.model import nodes
+from rldsl.graph.model import Clause, Compute, Graph, Node, Rule, nodes
 from rldsl.placement.rules import clauses_of, specificity, tier
 
 

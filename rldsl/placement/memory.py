@@ -16,7 +16,7 @@ from functools import cache
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.placement.families import Family
-from rldsl.placement.model import Call, Place, Placed, label, nodes
+from rldsl.placement.model import Call, Place, Placed, label
 from rldsl.placement.sync import only_synced
 from rldsl.plan.boxes import itemsize, pieces, volume
 from rldsl.plan.layout import coordinate, stage_layers
@@ -38,7 +38,7 @@ class Peak:
 
 def peaks(placed: Placed) -> dict[int, Peak]:
     """The peak of every rank of the world."""
-    every = [n for n in nodes(placed.graph.items) if isinstance(n, Call)]
+    every = [n for n in g.nodes(placed.graph.items) if isinstance(n, Call)]
     places, models = dict(placed.places), {m.name: m for m in placed.models}
     families, frames = dict(placed.families), {f.id: f for f in placed.graph.frames}
     kept: dict[int, dict[str, int]] = defaultdict(dict)

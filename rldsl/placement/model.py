@@ -6,11 +6,10 @@ a table; `passes/emit.py` gives them short ids at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rldsl.graph.model import (Collect, Compute, Every, Generate, Graph, Infer, Item, Node, Repeat, Select, Train,
-                               Until)
+from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Select, Train
 from rldsl.placement.families import Family
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.project import to_ranges
@@ -63,15 +62,6 @@ def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, backend: str = 
 def degrees_text(dp: int, tp: int, pp: int) -> str:
     """"dp=4 pp=2"; "dp=1" when nothing is divided."""
     return " ".join(f"{n}={d}" for n, d in (("dp", dp), ("tp", tp), ("pp", pp)) if d > 1) or "dp=1"
-
-
-def nodes(items: Iterable[Item]) -> Iterator[Node]:
-    """Every node, in program order, those of blocks too."""
-    for item in items:
-        if isinstance(item, Every | Repeat | Until):
-            yield from nodes(item.body)
-        else:
-            yield item
 
 
 def label(node: Node) -> str:

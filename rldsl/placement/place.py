@@ -16,7 +16,7 @@ from rldsl.graph import model as g
 from rldsl.placement import sync
 from rldsl.placement.degrees import Cluster, mesh_ranks, place
 from rldsl.placement.families import Family, describe
-from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of, nodes
+from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
 from rldsl.placement.rules import Choice, choose, resolve
 from rldsl.plan.model import Mesh, Model
 from rldsl.source import Span
@@ -66,7 +66,7 @@ def places_of(graph: g.Graph, place_file: str = "") -> dict[str, Place]:
 def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str, Family],
             cluster: Cluster) -> tuple[dict[str, Place], dict[str, str]]:
     """(places of all calls and computations, homes of the trained models)"""
-    every = tuple(nodes(graph.items))
+    every = tuple(g.nodes(graph.items))
     calls = [n for n in every if isinstance(n, Call)]
     places = _call_places(calls, choices, families, cluster)
     homes = _homes(calls, places)
@@ -256,7 +256,7 @@ def _readers(graph: g.Graph) -> dict[str, list[str]]:
     """Fetched frame (or one generated from it) -> the models that read its tokens, in program order."""
     root = {f.id: f.data or f.id for f in graph.frames}
     readers: dict[str, list[str]] = {}
-    for node in nodes(graph.items):
+    for node in g.nodes(graph.items):
         frames = {g.Generate: lambda n: (n.prompts, n.frame), g.Infer: lambda n: (n.frame,),
                   g.Train: lambda n: n.frames}.get(type(node))
         for frame in frames(node) if frames else ():

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from rldsl.diag import Diagnostic, Failure, Fix, Label
-from rldsl.graph.model import Clause, Generate, Graph, Infer, MeshRef, Node, Rule, Train
-from rldsl.placement.model import METHODS, nodes
+from rldsl.graph.model import Clause, Generate, Graph, Infer, MeshRef, Node, Rule, Train, nodes
+from rldsl.placement.model import METHODS
 from rldsl.plan.expr import Scalar
 from rldsl.source import Span
 

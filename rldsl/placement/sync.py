@@ -12,11 +12,11 @@ from dataclasses import replace
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
 from rldsl.placement.families import Family
-from rldsl.placement.model import Call, Place, nodes
+from rldsl.placement.model import Call, Place
 
 
 def syncs(graph: g.Graph) -> tuple[g.Sync, ...]:
-    return tuple(n for n in nodes(graph.items) if isinstance(n, g.Sync))
+    return tuple(n for n in g.nodes(graph.items) if isinstance(n, g.Sync))
 
 
 def sources(graph: g.Graph, model: str) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def anchors(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str
     """Model -> where a sync reads or writes it. A trained model: its home. A target: under the layout of its source, if
     it is used under that one, else its first call's, else (it is only saved) where its source is."""
     used: dict[str, list[Place]] = {}
-    for n in nodes(graph.items):
+    for n in g.nodes(graph.items):
         if isinstance(n, Call):
             used.setdefault(n.model, []).append(places[n.id])
     found = {m: next(p for p in used[m] if p.layout.id == home) for m, home in homes.items() if home and m in used}
@@ -94,5 +94,5 @@ def _settle(n: g.Sync, used: Mapping[str, list[Place]], found: dict[str, Place])
 
 def only_synced(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> Iterable[tuple[str, Place]]:
     """Copies that only syncs need: (model, place)."""
-    of_calls = {(n.model, places[n.id].layout) for n in nodes(graph.items) if isinstance(n, Call)}
+    of_calls = {(n.model, places[n.id].layout) for n in g.nodes(graph.items) if isinstance(n, Call)}
     return [(m, p) for m, p in anchors(graph, places, homes).items() if (m, p.layout) not in of_calls]

@@ -177,7 +177,7 @@ class Data:
 class Frame:
     """count rows; `per_prompt` of them belong to each prompt (row r to prompt r // per_prompt). rows and prompts name
     the index sets: frames with the same `rows` (the two sides of a pair) can be combined sequence by sequence.
-    `at most` lengths in tokens bound memory. temperature: at which its log-probabilities are taken.
+    max_prompt_tokens and max_response_tokens bound memory. temperature: at which its log-probabilities are taken.
 
     of: the frame that this one is a selection of; its rows keep their numbers. partial: the frame whose lengths tell
     which rows there are (a row without tokens is not there); "" when all are. turns: of how many batches, one after
@@ -289,7 +289,7 @@ class Fetch(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths(Event):
-    """Row lengths of a frame, from the ranks of `spread` to every participant. Fixed size: 8 bytes a row."""
+    """Row lengths of a frame, from the ranks of `spread` to every participant. Fixed size: 16 bytes a row."""
 
     frame: str
     spread: str

@@ -2,14 +2,14 @@
 
 In: the syntax trees of the program and of its placement file. Out: diagnostics of severity "warning": RL0901 a name
 that nothing uses, RL0903 equality with a number that arithmetic seldom hits, RL0904 a model that follows one which
-never changes. Rules of placement have their own (placement/lints.py). A name that begins with `_` may stay unused.
+never changes, RL0905 a `repeat ... until` whose condition its block does not touch, RL0906 a flow that does nothing.
+Rules of placement have their own (placement/lints.py). A name that begins with `_` may stay unused.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 
 from rldsl.diag import Diagnostic, Label
 from rldsl.syntax import ast
@@ -19,7 +19,7 @@ Body = tuple[ast.Statement, ...]
 
 def lint(files: Sequence[ast.File]) -> tuple[Diagnostic, ...]:
     """The warnings, in the order of the text."""
-    found = [d for f in files for d in (*_declared(f, files), *_bound(f), *_equalities(f), *_follows(f))]
+    found = [d for f in files for d in (*_declared(f, files), *_bound(f), *_equalities(f), *_follows(f), *_still(f))]
     order = {id(f.source): i for i, f in enumerate(files)}
     return tuple(sorted(found, key=lambda d: (order[id(d.span.file)], d.span.start)))  # type: ignore[union-attr]
 
@@ -52,7 +52,7 @@ def _bound(file: ast.File) -> list[Diagnostic]:
         if not isinstance(item, (ast.Flow, ast.FnDecl, ast.LossDecl)):
             continue
         used = set(_uses(item))
-        for node in _walk(item):
+        for node in ast.walk(item):
             if isinstance(node, ast.Assign) and not any(
                     t.name in used or t.name in states or t.name.startswith("_") for t in node.targets):
                 found.append(_unused(node.targets[0], "bound here"))
@@ -67,7 +67,7 @@ def _unused(ident: ast.Ident, label: str) -> Diagnostic:
 
 def _equalities(file: ast.File) -> Iterator[Diagnostic]:
     for item in file.items:
-        for node in _walk(item):
+        for node in ast.walk(item):
             if isinstance(node, ast.Binary) and node.op in ("==", "!="):
                 for side, other in ((node.left, node.right), (node.right, node.left)):
                     if isinstance(side, ast.Number) and isinstance(side.value, float) and not side.value.is_integer():
@@ -80,21 +80,38 @@ def _equalities(file: ast.File) -> Iterator[Diagnostic]:
 
 def _follows(file: ast.File) -> Iterator[Diagnostic]:
     """Models that take the parameters of others, none of which ever change."""
-    moves = [n for item in file.items for n in _walk(item) if isinstance(n, (ast.Sync, ast.Ema))]
+    moves = [n for item in file.items for n in ast.walk(item) if isinstance(n, (ast.Sync, ast.Ema))]
     declared = {i.name.name: i for i in file.items if isinstance(i, ast.ModelDecl)}
-    changing = {name for name, d in declared.items() if d.optimizer is not None} | {m.target.name for m in moves}
-    lively = {m.target.name for m in moves if m.source.name in changing}
+    changing = {name for name, d in declared.items() if d.optimizer is not None}
+    while more := {m.target.name for m in moves if m.source.name in changing} - changing:
+        changing |= more
     for m in moves:
-        if m.target.name not in lively and m.source.name in declared:
+        if m.target.name not in changing and m.source.name in declared:
             yield Diagnostic("RL0904", f"`{m.source.name}` never changes, so `{m.target.name}` has nothing to follow",
                              m.source.span, "neither trained nor written by a `sync`",
                              (Label(declared[m.source.name].span, "declared here"),),
                              help="take the parameters of a model that is trained", severity="warning")
 
 
+def _still(file: ast.File) -> Iterator[Diagnostic]:
+    """Loops and flows in which nothing happens."""
+    for item in file.items:
+        if isinstance(item, ast.Flow) and not item.body:
+            yield Diagnostic("RL0906", "this flow does nothing", item.name.span, "its block is empty",
+                             help="write the step in it, from `prompt = prompts.next()` on", severity="warning")
+        for node in ast.walk(item):
+            if isinstance(node, ast.RepeatUntil):
+                bound = {t.name for s in ast.walk(node.body) if isinstance(s, ast.Assign) for t in s.targets}
+                if not bound.intersection(_uses(node.condition)):
+                    yield Diagnostic("RL0905", "this condition is the same in every turn", node.condition.span,
+                                     "it reads nothing that the block makes",
+                                     help="ask for what is collected, for instance `count(kept) >= 512`",
+                                     severity="warning")
+
+
 def _uses(tree: ast.Tree) -> Iterator[str]:
     """Every name that is read somewhere in `tree`."""
-    for node in _walk(tree):
+    for node in ast.walk(tree):
         match node:
             case ast.Name(name=name):
                 yield name
@@ -102,15 +119,3 @@ def _uses(tree: ast.Tree) -> Iterator[str]:
                 yield from (m.name for m in models)
             case ast.Sync(target=target, source=source) | ast.Ema(target=target, source=source):
                 yield from (target.name, source.name)
-
-
-def _walk(node: object) -> Iterator[ast.Tree]:
-    """The tree's nodes, a parent before its children."""
-    if isinstance(node, tuple):
-        for part in node:
-            yield from _walk(part)
-    elif isinstance(node, ast.Tree):
-        yield node
-        for f in fields(node):
-            if f.name != "span":
-                yield from _walk(getattr(node, f.name))

@@ -15,7 +15,8 @@ from rldsl.plan.model import Frame
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import ANY
-from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.lower import Lower
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const, input_, program, walk
 from rldsl.semantics.units import WHOLE
 from rldsl.semantics.values import LossUse, describe
@@ -88,7 +89,7 @@ def check_body(decl: ast.LossDecl, scope: Scope, fresh: set[str], lower: Lower) 
     conditions holds) if there are any."""
     before = len(lower.errors.found)
     lower.ops.in_loss = True
-    result, metrics, stops = lower.body(decl.body, scope, decl.name.span, "loss")
+    result, metrics, stops = lower.functions.body(decl.body, scope, decl.name.span, "loss")
     stop = _stop(stops, lower)
     lower.ops.in_loss = False
     if result is None:
@@ -252,6 +253,6 @@ def generic(params: tuple[ast.Parameter, ...], frame: Frame, lower: Lower, scope
             value = BAD
         else:
             value = input_(p.name.name, level, lower.spaces.of(frame, level), p.span)
-        lower.bind(p.name, const(value.value, p.span, value.unit) if isinstance(value, Term) and value.constant else
+        lower.functions.bind(p.name, const(value.value, p.span, value.unit) if isinstance(value, Term) and value.constant else
                    cast(Term, value), scope)
     return scope

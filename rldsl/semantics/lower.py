@@ -8,42 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import cast
 
-from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
-from rldsl.semantics.arguments import accept, bind
 from rldsl.semantics.builtins import Builtins
+from rldsl.semantics.functions import Functions
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
-from rldsl.semantics.levels import ANY, Spaces, depth
+from rldsl.semantics.levels import Spaces
 from rldsl.semantics.modules import homes
 from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, Operators
 from rldsl.semantics.terms import Term, const
-from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, LossUse, Meaning, ModelRef, Module,
-                                    Pairs, PyRef, Several, StateRef, describe)
+from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, Meaning, ModelRef, Module,
+                                    Pairs, PyRef, StateRef, describe)
 from rldsl.source import Span
 from rldsl.syntax import ast
-
-
-@dataclass(slots=True)
-class Scope:
-    """Names in sight: those of this block, of the enclosing ones, then of the module."""
-
-    module: Module
-    parent: "Scope | None" = None
-    names: dict[str, Meaning] = field(default_factory=dict)
-
-    def find(self, name: str) -> Meaning | None:
-        scope: Scope | None = self
-        while scope is not None:
-            if name in scope.names:
-                return scope.names[name]
-            scope = scope.parent
-        return self.module.names.get(name)
-
-    def known(self) -> set[str]:
-        return set(self.names) | (self.parent.known() if self.parent else set(self.module.names))
 
 
 Calls = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
@@ -58,8 +38,8 @@ class Lower:
         self.prelude = prelude
         self.ops = Operators(spaces, errors)
         self.builtins = Builtins(self)
+        self.functions = Functions(self)
         self.calls: Calls | None = None
-        self.active: list[ast.FnDecl | ast.LossDecl] = []
 
     # ------------------------------------------------------------------------------------------ expressions
 
@@ -191,9 +171,9 @@ class Lower:
                                    help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
         match target:
             case FnRef():
-                return self.inline(target, expr, scope)
+                return self.functions.inline(target, expr, scope)
             case LossRef():
-                return self.loss_use(target, expr, scope)
+                return self.functions.loss_use(target, expr, scope)
             case PyRef():
                 return self.python(target, expr, scope)
             case Bad():
@@ -227,140 +207,6 @@ class Lower:
                 return self.errors.add("RL0202", f"`{other.id}` is not where `{frames[0].id}` comes from", tree.span)
         space = self.spaces.of(frames[0], ref.returns)
         return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
-
-    # ------------------------------------------------------------------------------- functions and losses
-
-    def arguments(self, decl: ast.FnDecl | ast.LossDecl, params: tuple[ast.Parameter, ...], module: Module,
-                  expr: ast.Call, scope: Scope) -> tuple[dict[str, Term], dict[str, Span]] | Bad:
-        """Arguments and defaults by parameter name, levels not yet checked."""
-        given = bind(decl.name.name, params, expr, self.errors)
-        if isinstance(given, Bad):
-            return BAD
-        values: dict[str, Term] = {}
-        spans: dict[str, Span] = {}
-        bad = False
-        for param in params:
-            tree = given.get(param.name.name)
-            value = self.term(tree, scope) if tree else self.default(decl, param, module)
-            if isinstance(value, Bad):
-                bad = True
-                continue
-            values[param.name.name], spans[param.name.name] = value, tree.span if tree else expr.span
-        return BAD if bad else (values, spans)
-
-    def default(self, decl: ast.FnDecl | ast.LossDecl, param: ast.Parameter, module: Module) -> Term | Bad:
-        """The default of a parameter, which may call other functions."""
-        assert param.default is not None
-        if any(decl is d for d in self.active):
-            return self.errors.add("RL0217", f"`{decl.name.name}` calls itself", param.default.span,
-                                   help="functions are inlined, so they cannot be recursive")
-        self.active.append(decl)
-        value = self.constant(param.default, Scope(module))
-        self.active.pop()
-        return value
-
-    def inline(self, ref: FnRef, expr: ast.Call, scope: Scope) -> Meaning:
-        decl, name = ref.decl, ref.decl.name.name
-        bound = self.arguments(decl, decl.params, ref.module, expr, scope)
-        if isinstance(bound, Bad) or name in ref.module.broken:
-            return BAD
-        if decl in self.active:
-            return self.errors.add("RL0217", f"`{name}` calls itself", expr.span,
-                                   help="functions are inlined, so they cannot be recursive")
-        values = accept(decl.params, *bound, self.ops, widen=False)
-        if isinstance(values, Bad):
-            return BAD
-        inner = Scope(ref.module, names=dict(values))
-        self.active.append(decl)
-        self.errors.trail.append(expr.func.span)
-        result, _, _ = self.body(decl.body, inner, decl.name.span, "fn")
-        self.errors.trail.pop()
-        self.active.pop()
-        if result is None:
-            return BAD
-        if not self.declared(decl, result):
-            return BAD
-        return result[0] if len(result) == 1 else Several(result)
-
-    def declared(self, decl: ast.FnDecl, result: tuple[Term, ...]) -> bool:
-        """Whether the results are what `-> (...)` says."""
-        name = decl.name.name
-        if decl.returns and len(decl.returns) != len(result):
-            self.errors.add("RL0204", f"`{name}` returns {len(result)} values and declares {len(decl.returns)}",
-                            decl.name.span)
-            return False
-        for value, ident in zip(result, decl.returns):
-            if ident.name == ANY:
-                continue
-            level = self.level(ident)
-            if level is not None and depth(value.level) > depth(level):
-                self.errors.add("RL0201", f"`{name}` declares {level} and returns {describe(value)}", ident.span,
-                                labels=(Label(value.span, f"a {value.level} value"),))
-                return False
-        return True
-
-    def loss_use(self, ref: LossRef, expr: ast.Call, scope: Scope) -> LossUse | Bad:
-        bound = self.arguments(ref.decl, ref.decl.data, ref.module, expr, scope)
-        if isinstance(bound, Bad) or ref.decl.name.name in ref.module.broken:
-            return BAD
-        return LossUse(ref, bound[0], bound[1], expr.func.span)
-
-    def body(self, statements: tuple[ast.Statement, ...], scope: Scope, span: Span,
-             kind: str) -> tuple[tuple[Term, ...] | None, list[tuple[ast.Ident, Term]], list[Term]]:
-        """Statements of a fn or loss: the returned values (None after an error), the metrics, and the conditions of
-        `stop when`."""
-        metrics: list[tuple[ast.Ident, Term]] = []
-        stops: list[Term] = []
-        result: tuple[Term, ...] | None = None
-        returned = False
-        for s in statements:
-            match s:
-                case _ if returned:
-                    self.errors.add("RL0212", "nothing can follow `return`", s.span)
-                case ast.Assign(clause=None):
-                    self.assign(s, self.eval(s.value, scope), scope)
-                case ast.Metric(name=name, value=value) if kind == "loss":
-                    term = self.term(value, scope)
-                    if isinstance(term, Term):
-                        metrics.append((name, term))
-                case ast.Stop(condition=condition) if kind == "loss":
-                    term = self.term(condition, scope)
-                    if isinstance(term, Term):
-                        stops.append(term)
-                case ast.Return(values=values):
-                    returned = True
-                    many = [self.eval(v, scope) for v in values]
-                    flat = [v for m in many for v in (m.values if isinstance(m, Several) else (m,))]
-                    for value in flat:
-                        if not isinstance(value, (Term, Bad)):
-                            self.errors.add("RL0203", f"a {kind} returns values, not {describe(value)}", s.span)
-                    terms = tuple(v for v in flat if isinstance(v, Term))
-                    result = terms if len(terms) == len(flat) else None
-                case _:
-                    self.errors.add("RL0212", f"this statement does not belong in a {kind}", s.span,
-                                    help="model calls, metrics of data, `save` and blocks stand in the flow")
-        if not returned:
-            self.errors.add("RL0212", f"this {kind} returns nothing", span, help="end it with `return ...`")
-        return result, metrics, stops
-
-    def assign(self, s: ast.Assign, value: Meaning, scope: Scope) -> tuple[Meaning, ...]:
-        """Bind the targets in this block; returns their values."""
-        values: tuple[Meaning, ...] = value.values if isinstance(value, Several) else (value,)
-        if isinstance(value, Bad):
-            values = (BAD,) * len(s.targets)
-        elif len(values) != len(s.targets):
-            self.errors.add("RL0204", f"{len(s.targets)} names for {len(values)} values", s.span)
-            values = (BAD,) * len(s.targets)
-        for ident, v in zip(s.targets, values):
-            self.bind(ident, v, scope)
-        return values
-
-    def bind(self, ident: ast.Ident, value: Meaning, scope: Scope) -> None:
-        if ident.name in scope.names:
-            self.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span, "the second time",
-                            help="a name has one value; choose another name")
-            return
-        scope.names[ident.name] = value
 
     def scalar(self, expr: ast.Expr, scope: Scope) -> Scalar | tuple[Scalar, ...] | Bad:
         """The value of a constant expression, or of a list of them."""

@@ -8,7 +8,8 @@ from typing import Literal
 
 from rldsl.plan.expr import Scalar
 from rldsl.semantics.errors import BAD, Bad, suggest
-from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.lower import Lower
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.units import differ
 from rldsl.source import Span

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 from rldsl.source import SourceFile, Span
 
@@ -340,3 +341,15 @@ Declaration = (Use | UsePy | Param | State | Cluster | MeshDecl | DataDecl | Mod
 class File:
     source: SourceFile
     items: tuple[Declaration, ...]
+
+
+def walk(node: object) -> Iterator[Tree]:
+    """The nodes of a tree, or of several, a parent before its children."""
+    if isinstance(node, tuple):
+        for part in node:
+            yield from walk(part)
+    elif isinstance(node, Tree):
+        yield node
+        for field in fields(node):
+            if field.name != "span":
+                yield from walk(getattr(node, field.name))

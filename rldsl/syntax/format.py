@@ -124,7 +124,7 @@ def _aligned(rows: list[_Row]) -> list[str]:
             more = {i: longest - len(texts[i]) for i in cells}
             if mark in _INSIDE and any(widths[i] + more[i] > room for i in cells):
                 more = dict.fromkeys(cells, 0)
-            for i, (gap, text) in cells.items():
-                texts[i] += " " * (more[i] + gap) + text
+            for i, (before, text) in cells.items():
+                texts[i] += " " * (more[i] + before) + text
                 widths[i] += more[i]
     return texts

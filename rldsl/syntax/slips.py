@@ -7,7 +7,6 @@ and `f(n: 4)` as a range; what people meant by them in other places is said here
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from difflib import get_close_matches
 
 from rldsl.diag import Diagnostic, Fix
@@ -18,7 +17,7 @@ from rldsl.syntax.errors import FOREIGN, PLACEMENT
 
 def slips(file: ast.File) -> tuple[Diagnostic, ...]:
     """In the order of the text."""
-    return tuple(d for node in _walk(file.items) for d in _of(node))
+    return tuple(d for node in ast.walk(file.items) for d in _of(node))
 
 
 def _of(node: ast.Tree) -> Iterator[Diagnostic]:
@@ -57,14 +56,3 @@ def _placement(option: ast.Option) -> bool:
     """An option of a placement, or one that is misspelt: that has its own message."""
     name = option.name.name
     return name in PLACEMENT or (len(name) > 1 and bool(get_close_matches(name, PLACEMENT, n=1, cutoff=0.7)))
-
-
-def _walk(node: object) -> Iterator[ast.Tree]:
-    if isinstance(node, tuple):
-        for part in node:
-            yield from _walk(part)
-    elif isinstance(node, ast.Tree):
-        yield node
-        for f in fields(node):
-            if f.name != "span":
-                yield from _walk(getattr(node, f.name))

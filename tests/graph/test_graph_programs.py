@@ -10,7 +10,7 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.graph.build import build
-from rldsl.graph.picture import dot, edges, mermaid, nodes, text
+from rldsl.graph.picture import dot, edges, mermaid, text
 from rldsl.plan.expr import ELEMENTWISE, LEAVES, REDUCTIONS, SEQUENCE
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
@@ -101,12 +101,12 @@ def graph(source: str, **sets: object) -> g.Graph:
 
 
 def node(made: g.Graph, id_: str) -> g.Node:
-    return next(n for n in nodes(made.items) if n.id == id_)
+    return next(n for n in g.nodes(made.items) if n.id == id_)
 
 
 def test_ppo_page_of_the_design() -> None:
     made = graph(PPO, lr="2e-6")
-    assert [n.id for n in nodes(made.items)] == ["prompt", "gen", "score", "ref_lp", "v", "r", "adv", "critic.train",
+    assert [n.id for n in g.nodes(made.items)] == ["prompt", "gen", "score", "ref_lp", "v", "r", "adv", "critic.train",
                                                  "expr#1", "actor.train", "actor.save", "critic.save"]
     assert dict(made.params) == {"base": "models/sft", "lr": 2e-6}
     assert made.models[0].optimizer is not None and made.models[0].optimizer.lr == 2e-6
@@ -131,7 +131,7 @@ def test_every_program_uses_only_the_operators_of_the_plan_and_reads_what_exists
         values = {v.id for v in made.values}
         assert len(values) == len(made.values)
         seen: set[str] = set()
-        for n in nodes(made.items):
+        for n in g.nodes(made.items):
             assert set(n.reads) <= seen
             seen |= set(n.writes)
         assert seen <= values and {v for _, v in made.metrics} <= seen
@@ -190,7 +190,7 @@ def test_placement_file_adds_meshes_and_rules_only() -> None:
 def test_pictures_name_every_node_and_dash_versions() -> None:
     made = graph(PPO)
     for picture in (mermaid(made), dot(made), text(made)):
-        assert all(n.id in picture for n in nodes(made.items))
+        assert all(n.id in picture for n in g.nodes(made.items))
     assert ("actor.train", "gen", "actor", True) in edges(made)  # the version of the step before
     assert ("r", "adv", "r", False) in edges(made)
     assert "-.->" in mermaid(made) and "style=dashed" in dot(made)

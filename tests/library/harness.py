@@ -32,7 +32,8 @@ from rldsl.runtime.evaluate import LossRun, View, loss_counts, run_compute
 from rldsl.semantics.errors import BAD, Errors
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.losses import lower_loss
-from rldsl.semantics.lower import Lower, Scope
+from rldsl.semantics.lower import Lower
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import Modules
 from rldsl.semantics.terms import Term, input_, program
 from rldsl.semantics.values import FrameRef, LossUse, Meaning, Pairs, Several

@@ -474,7 +474,7 @@ def test_real_reward_modelling() -> None:
 @pytest.mark.parametrize(("module", "call", "code"), [
     ("std.dpo", "dpo(ref_chosen=rw)", "RL0215"), ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, gamma=1)", "RL0107"),
     ("std.dpo", "dpo(ref_chosen=rl, ref_rejected=rw)", "RL0202"),
-    ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=0)", "RL0202"),
+    ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=0)", "RL0201"),
     ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, offset=rw)", "RL0201"),
     ("std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=m)", "RL0201"),
     ("std.simpo", "simpo(average=true)", "RL0107"),

@@ -71,6 +71,8 @@ def test_fine(body: str) -> None:
     ("repeat {\nrepeat {\n" + GEN + "} until mean(n) > 3 max 2\n} until beta > 1 max 2",
      [("RL0212", 2, "repeat {\n" + GEN + "} until mean(n) > 3 max 2")]),
     ("repeat {\n" + GEN + "a.train(g, loss=l(w=n))\n} until mean(n) > 3 max 2", [("RL0212", 5, "a.train(g, loss=l(w=n))")]),
+    ("repeat {\n" + GEN + "} until mean(n) max 3\nmetric m2 = mean(n)\na.train(g, loss=l(w=n))", [("RL0203", 5, "mean(n)")]),
+    ("repeat 3 { every 4 { beta = 1 } }", [("RL0205", 1, "4")]),
     ("p = d.next()\nrepeat {\ng = a.generate(p)\n} until count(len(g)) > 3 max 2",
      [("RL0212", 2, "repeat {\ng = a.generate(p)\n} until count(len(g)) > 3 max 2")]),
 ])
