@@ -80,8 +80,8 @@ def make_sums(count: int, seed: int = 0, low: int = 0, high: int = 100) -> list[
 def make_pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
     """Preference pairs: the right sum is chosen, a wrong one (of some other length, at times) rejected."""
     draw = random.Random(seed + 1)
-    return [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": str(int(row["answer"]) + draw.randint(1, 99))}
-            for row in make_sums(count, seed)]
+    sums = [(row["prompt"], row["answer"]) for row in make_sums(count, seed)]
+    return [{"prompt": p, "chosen": right, "rejected": str(int(right) + draw.randint(1, 99))} for p, right in sums]
 
 
 def make_rated(count: int, seed: int = 0) -> list[dict[str, Any]]:

@@ -294,14 +294,15 @@ def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None
 @_place
 @_on
 @click.option("--out", default="runs/out", show_default=True, metavar="DIR", help="Where logs and checkpoints go.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in OUT.")
 @click.option("--trace", metavar="FILE", help="Write the recorded timeline to this file (Chrome trace JSON).")
 @click.option("--nproc", type=click.IntRange(1), help="Processes to start; must be what the plan needs.")
 def run(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...], out: str,
-        trace: str | None, nproc: int | None) -> int:
+        resume: bool, trace: str | None, nproc: int | None) -> int:
     """Compile FILE (or take a plan) and run it on this machine, one process for each rank."""
     from rldsl.commands.run import run
 
-    return run(file, sets, place, overrides, out, trace, nproc)
+    return run(file, sets, place, overrides, out, trace, nproc, resume)
 
 
 if __name__ == "__main__":

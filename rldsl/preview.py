@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 from rldsl.passes.draft import call_name
 from rldsl.passes.pipeline import Compiled
-from rldsl.placement.model import degrees_text
 from rldsl.plan.codec import plan_id
-from rldsl.plan.model import (Collect, Compute, Event, Free, Generate, Infer, Layout, Lengths, Load, Log, Offload, Onload,
-                              Plan, Realloc, Train, Transfer)
+from rldsl.plan.events import (Collect, Compute, Event, Free, Generate, Infer, Lengths, Load, Log, Offload, Onload,
+                               Realloc, Train, Transfer)
+from rldsl.plan.model import Plan
 from rldsl.plan.project import events
-from rldsl.plan.show import human, ranks_text
+from rldsl.plan.show import human
+from rldsl.plan.texts import degrees_of, ranks_text
 
 WIDTH = 120
 Call = Generate | Infer | Train
@@ -42,7 +43,7 @@ def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
     layouts = {x.id: x for x in plan.layouts}
     for mesh in plan.meshes:
         here = [e for e in every if e.mesh == mesh.id]
-        calls = [f"{call_name(e)} {_degrees(layouts[e.layout])}" for e in here if isinstance(e, Call)]
+        calls = [f"{call_name(e)} {degrees_of(layouts[e.layout])}" for e in here if isinstance(e, Call)]
         calls += [call_name(e) for e in here if isinstance(e, Compute)]
         if not calls:
             continue
@@ -58,10 +59,6 @@ def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
                 head, joined = " " * len(head), call
             text = joined
         yield head + text + tail
-
-
-def _degrees(x: Layout) -> str:
-    return degrees_text(x.dp, x.tp, x.pp)
 
 
 def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:

@@ -40,6 +40,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rldsl.run", description=__doc__)
     parser.add_argument("plan")
     parser.add_argument("--out", help="directory for metrics, checkpoints and the summary (default: runs/PLAN)")
+    parser.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from the newest checkpoint of --out, or "
+                        "of another run, or from one checkpoint")
     parser.add_argument("--trace", help="write the recorded timeline to this file (Chrome trace JSON)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another")
@@ -117,7 +119,9 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> N
     watch = Watch(dist.distributed_c10d._get_default_store(), rank, world)
     out = arguments.out or Path("runs") / Path(arguments.plan).stem
     try:
-        execute(data, arguments.plan, out, device, arguments.trace, watch)
+        execute(data, arguments.plan, out, device, arguments.trace, watch,
+                (arguments.resume or out) if arguments.resume is not None else None,
+                int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rldsl.backends.torch.attention import Decode, Prefill, Slab, Varlen
 from rldsl.backends.torch.sampling import choose
 from rldsl.diag import fail
-from rldsl.plan.model import Sampling
+from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import Axes, Generated, Packed
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.store import within

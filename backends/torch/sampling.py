@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from rldsl.plan.model import Sampling
+from rldsl.plan.events import Sampling
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor, forbidden: torch.Tensor | None,

@@ -15,7 +15,8 @@ from rldsl.backends.torch.outputs import outputs
 from rldsl.backends.torch.pipeline import forward, forward_backward
 from rldsl.backends.torch.stage import Stage
 from rldsl.backends.torch.train import Trainer
-from rldsl.plan.model import Layout, Mesh, Model, Sampling
+from rldsl.plan.events import Sampling
+from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed
 
 
@@ -55,7 +56,7 @@ class TorchShard:
 
     def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float, loss: LossFn,
               stop: Callable[[], bool] | None = None) -> Mapping[str, float] | None:
-        assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
+        trainer = self._trained()
         filled = [i for i, frames in enumerate(minibatch) if any(len(frame) for frame in frames)]
         packed = [batch(minibatch[i], self.device) for i in filled]
         wanted = {name for names in what for name in names}
@@ -64,14 +65,22 @@ class TorchShard:
             fresh = outputs(self.stage, hidden, packed[i], wanted, temperature)
             return loss(filled[i], [{name: fresh[name][frame] for name in names} for frame, names in enumerate(what)])
 
-        self.trainer.clear()
+        trainer.clear()
         with self._autocast():
             forward_backward(self.stage, self.axes.pp, packed, share)
-        return None if stop is not None and stop() else self.trainer.step()
+        return None if stop is not None and stop() else trainer.step()
 
     def skip(self, updates: int) -> None:
-        assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
-        self.trainer.done += updates
+        self._trained().done += updates
+
+    def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        return self._trained().moments(list(self.stage.parameters))
+
+    def progress(self) -> Mapping[str, int]:
+        return self._trained().progress()
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        self._trained().resume(progress)
 
     def export(self) -> Mapping[str, Any]:
         return {"config": self.stage.config, "tokenizer": self.model.path}
@@ -79,6 +88,10 @@ class TorchShard:
     def to(self, device: torch.device) -> None:
         for parameter in self.stage.parameters.values():
             parameter.data = parameter.data.to(device)
+
+    def _trained(self) -> Trainer:
+        assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
+        return self.trainer
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)

@@ -11,7 +11,7 @@ not: a train call that stops early does not stretch the schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,27 @@ class Trainer:
         self.adam.step()
         self.done += 1
         return {"grad_norm": norm, "lr": rate}
+
+    def moments(self, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """By the optimizer's own names, then by parameter; zeros before the first step."""
+        found: dict[str, dict[str, torch.Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
+        for name, parameter in zip(names, self.parameters):
+            state = self.adam.state[parameter]
+            if not state:
+                state |= {"step": torch.tensor(0.0), **{kind: torch.zeros_like(parameter) for kind in found}}
+            for kind in found:
+                found[kind][name] = state[kind]
+        return found
+
+    def progress(self) -> dict[str, int]:
+        """done: as above; made: steps of the optimizer."""
+        made = (int(state["step"]) for state in self.adam.state.values() if state)
+        return {"done": self.done, "made": next(made, 0)}
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        self.done = progress["done"]
+        for state in self.adam.state.values():
+            state["step"].fill_(progress["made"])
 
     def _reduce(self) -> None:
         tp, pp, dp = self.axes.tp, self.axes.pp, self.axes.dp

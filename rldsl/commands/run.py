@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,8 @@ from rldsl.plan.expr import Scalar
 
 
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str,
-        trace: str | None, nproc: int | None) -> int:
-    """The exit status of the ranks. Error: RL0096 another number of processes than the plan needs."""
+        trace: str | None, nproc: int | None, resume: bool = False) -> int:
+    """resume: go on from the newest checkpoint in `out`. The exit status of the ranks. Error: RL0096 another number of processes than the plan needs."""
     with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
         if file.endswith(".plan"):
             if sets or place or overrides:
@@ -32,15 +33,17 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
         if nproc not in (None, world):
             raise fail("RL0096", f"the plan is for {world} rank{'s' * (world > 1)}, not {nproc}", place=file,
                        help=f"leave --nproc out, or write --nproc {world}")
-        return _launch(path, world, out, trace)
+        return _launch(path, world, out, trace, resume)
 
 
-def _launch(plan: str, world: int, out: str, trace: str | None) -> int:
-    """Start the ranks and wait for them; Ctrl-C reaches them too, and they get time to stop."""
+def _launch(plan: str, world: int, out: str, trace: str | None, resume: bool) -> int:
+    """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop."""
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
     command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(world), "-m",
-               "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else [])]
+               "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else []),
+               *(["--resume"] if resume else [])]
     process = subprocess.Popen(command, env=environment)
+    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     try:
         return process.wait()
     except KeyboardInterrupt:

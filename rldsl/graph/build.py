@@ -16,13 +16,12 @@ from rldsl.graph import model as g
 from rldsl.graph.flow import FlowBuilder
 from rldsl.graph.kinds import ROWS, kinds
 from rldsl.graph.params import param, supplied
-from rldsl.graph.select import prune, tables
+from rldsl.graph.prune import prune, tables
 from rldsl.plan.expr import Scalar
-from rldsl.plan.model import Frame
 from rldsl.semantics import options
+from rldsl.semantics.alone import check_alone
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import Spaces
-from rldsl.semantics.losses import check_body, generic
 from rldsl.semantics.lower import Lower
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import Modules
@@ -76,7 +75,7 @@ def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None =
     for item in items:
         top.add(item)
     for m, f in modules.files:
-        _check_alone(m, f, errors, prelude)
+        check_alone(m, f, errors, prelude)
     declare.unknown_sets(sets, {p for p, _ in top.params}, errors)
     flows = [i for i in file.items if isinstance(i, ast.Flow)]
     if len(flows) != 1:
@@ -110,7 +109,8 @@ def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None =
         frames=frames, values=values,
         functions=tuple(f for k, f in modules.functions.items() if k in used), programs=tuple(builder.programs),
         items=body, metrics=tuple(builder.metrics), rules=rules,
-        states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)))
+        states=tuple(s for s in top.states.values() if any(v.id == s.name for v in values)),
+        checkpoint=builder.checkpoint)
     return graph, tuple(errors.found)
 
 
@@ -168,26 +168,3 @@ class _Declarations:
     def placements(self) -> tuple[g.Rule, ...]:
         made = [(r, declare.clause(r.clause, self.lower, self.scope)) for r in self._rules]
         return tuple(g.Rule(r.selector, c, r.span) for r, c in made if not isinstance(c, Bad))
-
-
-def _check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module) -> None:
-    """Check the bodies of functions and losses by themselves, over one generic frame. A broken one is marked, so that
-    its mistake is told once, and not at each call."""
-    frame = Frame("rows", "rows", "prompts", 1, 1, "", 0, 0)
-    for item in file.items:
-        if not isinstance(item, (ast.FnDecl, ast.LossDecl)):
-            continue
-        lower = Lower(Spaces(), errors, prelude)
-        lower.spaces.add(frame)
-        before = len(errors.found)
-        if isinstance(item, ast.FnDecl):
-            lower.functions.active.append(item)
-            scope = generic(item.params, frame, lower, Scope(module))
-            result, _, _ = lower.functions.body(item.body, scope, item.name.span, "fn")
-            if result is not None:
-                lower.functions.declared(item, result)
-        else:
-            scope = generic(item.fresh + item.data, frame, lower, Scope(module))
-            check_body(item, scope, {p.name.name for p in item.fresh}, lower)
-        if len(errors.found) > before:
-            module.broken.add(item.name.name)

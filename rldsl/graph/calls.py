@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.graph.minibatch import minibatches
-from rldsl.plan.model import Frame, Sampling
+from rldsl.plan.events import Sampling
+from rldsl.plan.heads import CALLS, OUTPUTS
+from rldsl.plan.model import Frame
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.losses import lower_loss
@@ -20,12 +22,6 @@ from rldsl.syntax import ast
 
 if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
-
-# call -> (what an Infer computes, level)
-INFER = {"logprobs": ("logprobs", "token"), "entropy": ("entropy", "token"), "values": ("values", "token"),
-         "score": ("scores", "seq")}
-HEADS = {"causal_lm": ("generate", "logprobs", "entropy", "train"), "value_model": ("values", "train"),
-         "reward_model": ("score", "train")}
 
 
 class CallsOfFlow:
@@ -48,11 +44,11 @@ class CallsOfFlow:
         what = func.name
         if isinstance(owner, DataRef):
             return self._next(owner, what, call, target, span)
-        legal = HEADS[owner.kind]
+        legal = CALLS[owner.kind]
         if what.name not in legal:
-            known = {c for calls in HEADS.values() for c in calls}
+            known = {c for calls in CALLS.values() for c in calls}
             code = "RL0206" if what.name in known else "RL0112"
-            other = [h for h, calls in HEADS.items() if what.name in calls]
+            other = [h for h, calls in CALLS.items() if what.name in calls]
             return self.errors.add(code, f"a {owner.kind} has no call `{what.name}`", what.span,
                                    f"`{owner.name}` is a {owner.kind}", labels=self._declared(owner),
                                    help=f"`{what.name}` needs a {other[0]}" if other else suggest(what.name, legal))
@@ -83,8 +79,10 @@ class CallsOfFlow:
                 continue
             bad = True
             if not isinstance(value, Bad):
-                help_ = "take one side: `.chosen` or `.rejected`" if isinstance(value, Pairs) else ""
-                self.errors.add("RL0203", f"`{what}` takes sequences, found {describe(value)}", arg.span, help=help_)
+                takes, side = ("prompts", 'load them with `kind="prompts"`') if what == "generate" else \
+                    ("sequences", "take one side: `.chosen` or `.rejected`")
+                self.errors.add("RL0203", f"`{what}` takes {takes}, found {describe(value)}", arg.span,
+                                help=side if isinstance(value, Pairs) else "")
         return BAD if bad else refs
 
     def _next(self, owner: DataRef, what: ast.Ident, call: ast.Call, target: str | None, span: Span) -> Meaning:
@@ -121,12 +119,13 @@ class CallsOfFlow:
                   clause: g.Clause | None, span: Span) -> Meaning:
         given = self._options(options.GENERATE, call, "generate", scope)
         if prompts.kind != "prompts":
-            return self.errors.add("RL0213", "`generate` needs prompts", call.args[0].span,
-                                   f"this is a batch of {prompts.kind}", help='load them with `kind="prompts"`')
+            return self._responded(owner, prompts, call.args[0].span)
         if isinstance(given, Bad):
             return BAD
         if cast(int, given["min_new_tokens"]) > cast(int, given["max_new_tokens"]):
-            return self.errors.add("RL0205", "`min_new_tokens` is larger than `max_new_tokens`", call.span)
+            return self.errors.add("RL0205", "`min_new_tokens` is larger than `max_new_tokens`", call.func.span,
+                                   f"{given['min_new_tokens']} > {given['max_new_tokens']}",
+                                   help="no response could be that long and that short: raise `max_new_tokens`")
         if target is None:
             return self.errors.add("RL0212", "the result of `generate` is not used", span,
                                    help="bind it: `gen = ...`")
@@ -146,6 +145,21 @@ class CallsOfFlow:
             model=owner.name, prompts=source.id, frame=target, sampling=sampling))
         return FrameRef(frame, "generated")
 
+    def _responded(self, owner: ModelRef, ref: FrameRef, span: Span) -> Bad:
+        """`generate` on sequences that have responses: say where prompts are to be had."""
+        if ref.kind != "generated":
+            return self.errors.add("RL0213", "`generate` needs prompts", span,
+                                   f"`{span.text}` holds prompts with their answers",
+                                   help='load them with `kind="prompts"`')
+        origin = ref.frame
+        while origin.of:
+            origin = self.flow.spaces.frames[origin.of]
+        prompts = origin.prompts.removesuffix(".all")  # a collection keeps the names of its block
+        again = f"`{owner.name}.generate({prompts})`" if origin is ref.frame else \
+            f"`p2 = {prompts} where ...`, then `{owner.name}.generate(p2)`"
+        return self.errors.add("RL0213", f"`{span.text}` has responses already", span, "`generate` continues prompts",
+                               help=f"generate from its prompts: {again}")
+
     def _responses(self, ref: FrameRef, what: str, span: Span) -> bool:
         if ref.kind == "prompts":
             self.errors.add("RL0213", f"`{what}` needs sequences with a response", span,
@@ -157,15 +171,15 @@ class CallsOfFlow:
         given = self._options({}, call, name, scope)
         if not self._responses(ref, name, call.args[0].span) or isinstance(given, Bad):
             return BAD
-        what, level = INFER[name]
+        output = next(o for o in OUTPUTS[owner.kind] if o.call == name)
         frame = ref.frame
         if target is None:
             target = self.flow.anonymous("expr")
-        self.flow.value(target, level, frame.id)
+        self.flow.value(target, output.level, frame.id)
         self.flow.items.append(g.Infer(
             id=self.flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
-            model=owner.name, frame=frame.id, what=what, temperature=frame.temperature))
-        return input_(target, cast(Any, level), self.flow.spaces.of(frame, cast(Any, level)), span)
+            model=owner.name, frame=frame.id, what=output.what, temperature=frame.temperature))
+        return input_(target, output.level, self.flow.spaces.of(frame, output.level), span)
 
     def _train(self, owner: ModelRef, call: ast.Call, refs: list[FrameRef], scope: Scope, target: str | None,
                clause: g.Clause | None, span: Span) -> Meaning:

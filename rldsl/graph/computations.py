@@ -86,7 +86,8 @@ class Computations:
         return out
 
     def _apart(self, term: Term, known: dict[int, Term]) -> Term:
-        """`term` with each reduction to batch as a value of its own: rows of unrelated prompts are never divided alike."""
+        """`term` with each reduction to batch as a value of its own: rows of unrelated prompts are never divided
+        alike."""
         if id(term) not in known:
             args = tuple(self._apart(a, known) for a in term.args)
             made = term if all(a is b for a, b in zip(args, term.args)) else replace(term, args=args)

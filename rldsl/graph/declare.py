@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from rldsl.graph import model as g
 from rldsl.plan.expr import Scalar
+from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Optimizer
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
@@ -20,7 +21,6 @@ from rldsl.semantics.values import MeshValue, describe
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
-HEADS = ("causal_lm", "value_model", "reward_model")
 FORMATS = ("jsonl", "parquet", "hf")
 FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected")  # what a batch has anyway
 
@@ -32,7 +32,7 @@ def state(decl: ast.State, lower: Lower, scope: Scope) -> float:
         return 0.0
     if value.dtype != "f32":
         lower.errors.add("RL0205", f"the state `{decl.name.name}` must be a number", decl.initial.span,
-                         f"this is {describe(value)}")
+                         f"this is {describe(value)}", help=f"for instance `state {decl.name.name} = 0.1`")
         return 0.0
     return float(value.value)
 
@@ -65,12 +65,13 @@ def _source(call: ast.Expr, allowed: tuple[str, ...], word: str, lower: Lower, s
         return lower.errors.add("RL0215", f"`{name}` needs a path", call.func.span, help=f'write `{name}("path")`')
     path = lower.constant(call.args[0].value, scope)
     if isinstance(path, Term) and path.dtype != "text":
-        return lower.errors.add("RL0205", "a path must be a text", call.args[0].span, f"this is {describe(path)}")
+        return lower.errors.add("RL0205", "a path must be a text", call.args[0].span, f"this is {describe(path)}",
+                                 help='texts stand in double quotes: `"path"`')
     return (name, str(path.value)) if isinstance(path, Term) else BAD
 
 
 def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
-    source = _source(decl.value, HEADS, "model", lower, scope)
+    source = _source(decl.value, tuple(OUTPUTS), "model", lower, scope)
     if isinstance(source, Bad):
         return BAD
     given = options.read(options.MODEL, named(decl.value, lower, f"`{source[0]}`", 1), f"`{source[0]}`",

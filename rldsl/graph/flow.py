@@ -6,6 +6,8 @@ Compute; a nested expression that a call needs is its own Compute, just before t
 
 from __future__ import annotations
 
+from typing import cast
+
 from rldsl.diag import Label
 from rldsl.graph import declare
 from rldsl.graph import model as g
@@ -13,7 +15,8 @@ from rldsl.graph.calls import CallsOfFlow
 from rldsl.graph.computations import Computations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
-from rldsl.semantics.errors import Bad
+from rldsl.semantics import options
+from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.lower import Lower
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import RESERVED
@@ -34,6 +37,7 @@ class FlowBuilder(Computations):
         self.metrics: list[tuple[str, str]] = []
         self._bound: dict[str, Span] = {}
         self._shown: set[str] = set()
+        self.checkpoint: g.Checkpoint | None = None
         self._turns: int | None = None  # of the `repeat` around
         self.calls = CallsOfFlow(self)
         self.selections = Selections(self)
@@ -67,13 +71,15 @@ class FlowBuilder(Computations):
                 self._nested(s, number, scope)
             case ast.Sync() | ast.Ema():
                 sync(self, s, scope)
+            case ast.Checkpoint():
+                self._checkpoint(s, scope, inside)
             case ast.Stop():
                 self.errors.add("RL0212", "`stop when` outside a loss", s.span,
                                 help="it ends the minibatches of one train call: write it in the loss")
             case _:
                 self.errors.add("RL0212", "`return` outside a function", s.span)
 
-    def _call_of(self, value: ast.Expr, scope: Scope) -> tuple[ModelRef | DataRef, ast.Call] | None:
+    def call_of(self, value: ast.Expr, scope: Scope) -> tuple[ModelRef | DataRef, ast.Call] | None:
         """The model or data call that a statement consists of."""
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
             if isinstance(value.func.value, ast.Name):
@@ -87,7 +93,7 @@ class FlowBuilder(Computations):
         return None if isinstance(made, Bad) else made
 
     def _assign(self, s: ast.Assign, scope: Scope) -> None:
-        call = self._call_of(s.value, scope)
+        call = self.call_of(s.value, scope)
         if call:
             name = s.targets[0].name
             fresh = self._free(s.targets[0])
@@ -113,13 +119,14 @@ class FlowBuilder(Computations):
         self._bind(s, value, scope)
 
     def _select(self, s: ast.Assign, scope: Scope) -> None:
-        if len(s.targets) != 1 or s.clause is not None:
+        if self.selections.of_a_call(s, scope):
+            value: Meaning = BAD
+        elif len(s.targets) != 1 or s.clause is not None:
             where = s.clause.span if s.clause is not None else s.span
-            self.errors.add("RL0212", "a selection has one name and no placement", where,
-                            help="it runs where its sequences are")
-            return
-        free = self._free(s.targets[0])
-        value = self.selections.where(s, scope, s.targets[0].name if free else None)
+            value = self.errors.add("RL0212", "a selection has one name and no placement", where,
+                                    help="it runs where its sequences are")
+        else:
+            value = self.selections.where(s, scope, s.targets[0].name if self._free(s.targets[0]) else None)
         self._bind(s, value, scope)
 
     def _write(self, ident: ast.Ident, value: Meaning) -> None:
@@ -163,7 +170,7 @@ class FlowBuilder(Computations):
                         help="a name has one value; choose another name")
 
     def _do(self, s: ast.Do, value: ast.Expr, scope: Scope) -> None:
-        call = self._call_of(value, scope)
+        call = self.call_of(value, scope)
         if call:
             self.calls.make(*call, scope, None, self.clause(s.clause, scope), s.span)
             return
@@ -203,6 +210,19 @@ class FlowBuilder(Computations):
                                          model=ref.name, path=where))
             elif not isinstance(ref, Bad):
                 self.errors.add("RL0203", f"only models are saved, not {describe(ref)}", ident.span)
+
+    def _checkpoint(self, s: ast.Checkpoint, scope: Scope, inside: str) -> None:
+        period = whole("every", s.period, self.lower, scope)
+        given = options.read(options.CHECKPOINT, [(o.name, o.value) for o in s.options], "`checkpoint`", s.span,
+                             self.lower, scope)
+        if inside != "flow":
+            self.errors.add("RL0212", "`checkpoint` inside a block", s.span,
+                            help="it saves the whole run after a step: write it in the flow itself")
+        elif self.checkpoint is not None:
+            self.errors.add("RL0212", "a second `checkpoint`", s.span,
+                            labels=(Label(self.checkpoint.span, "the first"),), help="one says how often, and how many")
+        elif period is not None and not isinstance(given, Bad):
+            self.checkpoint = g.Checkpoint(period, cast(int, given["keep"]), s.span)
 
     def _nested(self, s: ast.EveryBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
         word = "every" if isinstance(s, ast.EveryBlock) else "repeat"

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rldsl.plan.expr import Program, Scalar
-from rldsl.plan.model import Frame, Function, Optimizer, Sampling, Value
+from rldsl.plan.events import Sampling
+from rldsl.plan.model import Frame, Function, Optimizer, Value
 from rldsl.source import Span
 
 
@@ -223,6 +224,15 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`checkpoint every K keep=N`: the full state of the run after every K-th step; the last N are kept."""
+
+    every: int
+    keep: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     nodes: int
     gpus: int
@@ -253,3 +263,4 @@ class Graph:
     metrics: tuple[tuple[str, str], ...]
     rules: tuple[Rule, ...]
     states: tuple[State, ...] = ()
+    checkpoint: Checkpoint | None = None

@@ -13,6 +13,7 @@ from rldsl.diag import Label
 from rldsl.plan.expr import Scalar
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.lower import Lower
+from rldsl.semantics.options import shown
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.units import UNITS, differ
@@ -75,7 +76,7 @@ def _default(name: str, tree: ast.Expr, kind: type | None, lower: Lower, scope: 
     typed = fit(kind, value.value)
     if typed is None:
         return lower.errors.add("RL0205", f"`{name}` must be {SHOWN[kind]}", tree.span,
-                                f"this is {_shown(value.value)}")
+                                f"this is {shown(value.value)}")
     return const(typed, value.span, value.unit)
 
 
@@ -85,7 +86,7 @@ def _given(decl: ast.Param, given: Scalar, kind: type | None, default: Term | No
     like = kind or (type(default.value) if default is not None else str)
     converted, unit = convert(given, like)
     if converted is None:
-        because = f"the default is {_shown(default.value)}" if kind is None and default is not None else \
+        because = f"the default is {shown(default.value)}" if kind is None and default is not None else \
             f"declared {decl.type.name}" if decl.type is not None else ""
         return lower.errors.add("RL0205", f"--set {name}={given} is not {SHOWN[like]}", _typed(name, given),
                                 labels=(Label(decl.span, because),))
@@ -133,10 +134,3 @@ def _typed(name: str, given: Scalar) -> Span:
     """The value where it stands on the command line."""
     text = f"--set {name}={given}"
     return Span(SourceFile("<command line>", text), text.index("=") + 1, len(text))
-
-
-def _shown(value: Scalar) -> str:
-    """As one writes it in a program."""
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(value).lower() if isinstance(value, bool) else repr(value)

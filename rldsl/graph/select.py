@@ -8,6 +8,7 @@ Invariant: a value is used over a smaller frame only by way of a Select that mad
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from rldsl.semantics.scope import Scope
 from rldsl.semantics.options import whole
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
+from rldsl.source import Span
 from rldsl.syntax import ast
 
 if TYPE_CHECKING:
@@ -49,6 +51,26 @@ class Selections:
         made = [self._selected(ref, target, held.name, s) for ref in refs]
         return made[0] if len(made) == 1 else Pairs(made[0], made[1])
 
+    def of_a_call(self, s: ast.Assign, scope: Scope) -> bool:
+        """Say that `gen = actor.generate(prompt) where ...` is two statements. True where it stood there."""
+        called = self.flow.call_of(s.value, scope)
+        if called is None or s.where is None or not isinstance(called[1].func, ast.Attribute):
+            return False
+        what = called[1].func.name.name
+        if what not in ("generate", "next"):
+            return False
+        name = s.targets[0].name
+        call, condition = (" ".join(t.span.text.split()) for t in (s.value, s.where))
+        call += f" {s.clause.span.text}" if s.clause is not None else ""
+        made, kept = (name, "kept" if scope.find("kept") is None else f"{name}_kept")
+        if name == "kept":
+            made, kept = "gen", name
+        condition = re.sub(rf"\b{name}\b", made, condition)
+        self.errors.add("RL0212", f"`{what}` and a selection in one statement", called[1].func.span,
+                        "a selection takes sequences that have a name",
+                        help=f"write two lines: `{made} = {call}`, then `{kept} = {made} where {condition}`")
+        return True
+
     def _condition(self, term: Term, frame: Frame, tree: ast.Expr) -> Term | None:
         """The condition as a seq value of `frame`."""
         if term.dtype != "bool":
@@ -62,7 +84,8 @@ class Selections:
             here = self.flow.lower.ops.to_space(term, self.spaces.of(frame, term.level))
             if here is None:
                 self.errors.add("RL0202", f"the condition ranges over {self.spaces.shown(term)}, not over "
-                                f"`{frame.id}`", tree.span)
+                                f"`{frame.id}`", tree.span,
+                                help=f"compute it from `{frame.id}` itself, for instance `len({frame.id}) > 8`")
                 return None
             wide = here if here.level == "seq" else self.flow.lower.ops.widen(here, "seq", frame)
             return self.flow.held(wide, "where", tree.span)
@@ -102,7 +125,9 @@ class Selections:
         names = {t.name: BAD for a in ast.walk(s.body) if isinstance(a, ast.Assign) for t in a.targets}
         if inside not in ("flow", "every"):
             scope.names.update(names)  # their uses stay silent
-            self.errors.add("RL0212", "`repeat ... until` inside another `repeat`", s.span)
+            self.errors.add("RL0212", "`repeat ... until` inside another `repeat`", _head(s),
+                            help="join the two conditions: `until a and b max N`" if inside == "until" else
+                            "write it in the flow itself; for more turns give the flow more steps")
             return
         turns = whole("max", s.most, self.flow.lower, scope)
         before = set(self.spaces.frames)
@@ -136,7 +161,7 @@ class Selections:
         new = [f for f in self.spaces.frames.values() if f.id not in before]
         fetched = {f.prompts for f in new if f.id == f.prompts or f.id.startswith(f"{f.prompts}.")}
         if any(f.prompts not in fetched for f in new):
-            self.errors.add("RL0212", "a `repeat ... until` whose prompts come from outside", s.span,
+            self.errors.add("RL0212", "a `repeat ... until` whose prompts come from outside", _head(s),
                             help="fetch them in it: `prompt = prompts.next()`")
         whole = {f.id: self.spaces.add(replace(
             f, id=f"{f.id}.all", rows=f"{f.rows}.all", prompts=f"{f.prompts}.all", count=f.count * turns, turns=turns,
@@ -181,48 +206,6 @@ class Selections:
         return replace(ref, frame=whole.get(ref.frame.id, ref.frame), base=base)
 
 
-def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
-    """Without the values that selections and collections make and nothing reads. used: values that are logged."""
-    nodes = list(g.nodes(items))
-    chosen = [n for n in nodes if isinstance(n, g.Select | g.Collect)]
-    reads = used | {v for n in nodes if n not in chosen for v in n.reads}
-    reads |= {n.condition for n in chosen if isinstance(n, g.Select)}
-    while True:
-        more = reads | {v for n in chosen for v, w in n.values if _needed(n, w, reads)}
-        if more == reads:
-            return _pruned(items, reads)
-        reads = more
-
-
-def _needed(node: g.Select | g.Collect, made: str, reads: set[str]) -> bool:
-    """Tokens of a new selection stay: the exchange of its lengths begins at them."""
-    return made in reads or isinstance(node, g.Select) and bool(node.condition) and made.endswith(".tokens")
-
-
-def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
-    out: list[g.Item] = []
-    for item in items:
-        if isinstance(item, g.Every | g.Repeat | g.Until):
-            item = replace(item, body=_pruned(item.body, reads))
-        elif isinstance(item, g.Select | g.Collect):
-            pairs = tuple((v, w) for v, w in item.values if _needed(item, w, reads))
-            condition = (item.condition,) if isinstance(item, g.Select) and item.condition else ()
-            item = replace(item, values=pairs, reads=(*condition, *(v for v, _ in pairs)),
-                           writes=tuple(w for _, w in pairs))
-            if isinstance(item, g.Select) and not pairs:
-                continue
-        out.append(item)
-    return tuple(out)
-
-
-def tables(items: tuple[g.Item, ...], values: list[Value],
-           frames: dict[str, Frame]) -> tuple[tuple[Value, ...], tuple[Frame, ...]]:
-    """The values and frames that the items still name. A Collect alone does not keep a frame."""
-    nodes = list(g.nodes(items))
-    made = {w for n in nodes for w in (*n.reads, *n.writes)}
-    held = {v.frame for v in values if v.id in made} | {f for n in nodes if isinstance(n, g.Compute) for f in n.frames}
-    for frame in reversed(list(frames.values())):  # what a selection was taken from comes before it
-        if frame.id in held:
-            held |= {frame.of, frame.partial}
-    return (tuple(v for v in values if v.id in made or v.extent == "lengths" and v.frame in held),
-            tuple(f for f in frames.values() if f.id in held))
+def _head(s: ast.RepeatUntil) -> Span:
+    """The word `repeat`."""
+    return Span(s.span.file, s.span.start, s.span.start + len("repeat"))

@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
     "over": ("over(x, kept)", "The values of x for the rows of a selection."),
     "choice": ("choice(word, \"a\", \"b\")", "The word, which must be one of the others; known at compile time."),
     "quantile": ("quantile(x, q)", "The value below which the share q of all elements of the batch lies."),
-    "uniform": ("uniform(x)", "A random number in [0, 1) for each element of x, the same on every placement."),
+    "uniform": ("uniform(x)", "A random number in (0, 1) for each element of x, the same on every placement."),
     "mesh": ("mesh(a:b) or mesh(n0:n1, d0:d1)", "A range of ranks; or nodes by devices."),
 }
 

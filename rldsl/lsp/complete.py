@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rldsl.graph.calls import HEADS
+from rldsl.plan import heads
 from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
 from rldsl.lsp.describe import signature
 from rldsl.lsp.facts import Facts
@@ -38,6 +38,16 @@ class Item:
     kind: str
     detail: str = ""
     doc: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallAt:
+    """A call that is being written. given: its options so far. position: of the argument, from 0; option: its name."""
+
+    name: str
+    given: tuple[str, ...]
+    position: int
+    option: str
 
 
 def complete(text: str, offset: int, index: Index, facts: Facts, files: Library) -> list[Item]:
@@ -73,7 +83,7 @@ def _members(name: str, index: Index, facts: Facts, offset: int) -> Iterator[Ite
     if symbol is None:
         return
     if isinstance(symbol.tree, ast.ModelDecl) and isinstance(symbol.tree.value.func, ast.Name):
-        for call in HEADS.get(symbol.tree.value.func.name, ()):
+        for call in heads.CALLS.get(symbol.tree.value.func.name, ()):
             if call != "train" or symbol.tree.optimizer is not None:
                 yield Item(call, "method", *CALLS[call])
     elif symbol.kind == "data":
@@ -90,7 +100,7 @@ def _options(text: str, offset: int, scope: dict[str, Symbol]) -> Iterator[Item]
     found = call_at(text, offset)
     if found is None:
         return
-    name, given = found
+    name, given = found.name, found.given
     if name in scope and scope[name].kind in ("fn", "loss"):
         for word in signature(scope[name])[1]:
             key = re.split(r"[:=\s]", word)[0]
@@ -99,18 +109,35 @@ def _options(text: str, offset: int, scope: dict[str, Symbol]) -> Iterator[Item]
         return
     for key, option in TABLES.get(name, {}).items():
         if key not in given:
-            yield Item(f"{key}=", "option", f"default {option.default!r}" if not option.needed else "needed")
+            yield Item(f"{key}=", "option", "needed" if option.needed else _default(option))
     if name == "train" and "loss" not in given:
         yield Item("loss=", "option", "needed")
 
 
-def call_at(text: str, offset: int) -> tuple[str, tuple[str, ...]] | None:
-    """The function whose brackets are open at an offset, and the options given so far."""
+def _default(option: options.Opt) -> str:
+    return "" if option.default is None else f"default {options.shown(option.default)}"
+
+
+def call_at(text: str, offset: int) -> CallAt | None:
+    """The call whose brackets are open at an offset."""
     for at in reversed(open_brackets(text, offset)):
         name = re.search(r"([A-Za-z_]\w*)\s*$", text[:at])
         if text[at] == "(" and name:
-            return name[1], tuple(re.findall(r"(\w+)\s*=(?!=)", text[at:offset]))
+            parts = _outside_brackets(visible(text)[at + 1 : offset]).split(",")
+            options = [re.match(r"\s*(\w+)\s*=(?!=)", p) for p in parts]
+            last = options[-1]
+            return CallAt(name[1], tuple(o[1] for o in options if o), len(parts) - 1, last[1] if last else "")
     return None
+
+
+def _outside_brackets(text: str) -> str:
+    """`text` without what stands in brackets of its own."""
+    depth, kept = 0, []
+    for c in text:
+        depth += c in "([{"
+        kept.append("" if depth else c)
+        depth -= c in ")]}"
+    return "".join(kept)
 
 
 def _words(before: str) -> Iterator[Item]:

@@ -6,7 +6,8 @@ In: a symbol, and the facts about its program. Out: texts.
 from __future__ import annotations
 
 from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
-from rldsl.lsp.facts import Facts, layout_text
+from rldsl.lsp.facts import Facts
+from rldsl.plan.texts import layout_text
 from rldsl.lsp.index import Symbol
 from rldsl.syntax import ast
 
@@ -45,7 +46,7 @@ def hover(symbol: Symbol, facts: Facts) -> str:
         case ast.Assign() if symbol.kind == "value":
             shown = facts.shown(symbol.name)
             call = next((c for c in facts.calls if c.span == tree.span), None)
-            return _page(tree.span.text, shown, f"on {layout_text(call.place)}" if call else "")
+            return _page(tree.span.text, shown, f"on {layout_text(call.place.layout, call.place.mesh)}" if call else "")
         case ast.Metric():
             return _page(tree.span.text, "logged at every step")
         case ast.Flow(name=name, options=options):

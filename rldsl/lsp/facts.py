@@ -62,11 +62,3 @@ def _call(node: Call, place: Place) -> CallFact:
     clause = node.clause
     given = tuple(name for name, _, _ in clause.options) if clause is not None else ()
     return CallFact(label(node), node.span, place, clause.span if clause else None, given)
-
-
-def layout_text(place: Place) -> str:
-    """"ranks 0-7, dp=4 pp=2"."""
-    ranks = ", ".join(f"{a}-{b - 1}" if b > a + 1 else str(a) for a, b in place.mesh.ranks)
-    x = place.layout
-    degrees = " ".join(f"{n}={d}" for n, d in (("dp", x.dp), ("tp", x.tp), ("pp", x.pp)) if d > 1)
-    return f"rank{'s' if len(place.mesh.members()) > 1 else ''} {ranks}" + (f", {degrees}" if degrees else "")

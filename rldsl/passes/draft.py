@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of
-from rldsl.plan.model import (Collect, Compute, Event, Every, Fetch, Frame, Generate, Infer, Item, Layout, Loop, Mesh,
-                              Realloc, Select, Spread, State, Train, Transfer, Value)
+from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Loop, Realloc, Select,
+                               Train, Transfer)
+from rldsl.plan.model import Frame, Layout, Mesh, Spread, State, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,6 @@ class Draft:
 
     def with_spreads(self, *spreads: Spread) -> "Draft":
         return replace(self, spreads={**self.spreads, **{s.id: s for s in spreads}})
-
-
-def split(buffer: str) -> tuple[str, str]:
-    """"gen.tokens@s2" -> ("gen.tokens", "s2")."""
-    left, _, right = buffer.partition("@")
-    return left, right
 
 
 def events(items: Iterable[Item]) -> Iterator[Event]:

@@ -12,10 +12,10 @@ from itertools import count
 from typing import Any
 
 from rldsl.graph import model as g
-from rldsl.passes.draft import Draft, events, split
+from rldsl.passes.draft import Draft, events
 from rldsl.passes.groups import groups
-from rldsl.plan.model import (FORMAT, Data, Event, Every, Free, Header, Item, Layout, Log, Loop, Mesh, Plan, Spread,
-                              Train)
+from rldsl.plan.events import Event, Every, Free, Item, Log, Loop, Train, split
+from rldsl.plan.model import FORMAT, Data, Header, Layout, Mesh, Plan, Spread
 from rldsl.plan.project import rank_classes, times, walk
 
 COLUMNS = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}

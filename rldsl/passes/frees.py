@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from rldsl.passes.draft import Draft, all_spread, call_name, events, split, union, uses
-from rldsl.plan.model import Event, Every, Free, Item, Loop, Mesh
+from rldsl.passes.draft import Draft, all_spread, call_name, events, union, uses
+from rldsl.plan.events import Event, Every, Free, Item, Loop, split
+from rldsl.plan.model import Mesh
 
 
 def frees(draft: Draft) -> Draft:

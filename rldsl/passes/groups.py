@@ -1,14 +1,15 @@
 """Communicators: what the runtime must create at start-up. In: events and tables. Out: Group records, deduplicated.
 
 Layouts of calls need "tp", "pp" and "dp" where the degree is above 1, and "mesh" when they have several ranks; Lengths,
-Compute and Save need their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
+Compute, Save and Checkpoint need their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rldsl.plan.model import (Compute, Event, Generate, Group, Infer, Layout, Lengths, Load, Mesh, Save, Train)
+from rldsl.plan.events import Checkpoint, Compute, Event, Generate, Infer, Lengths, Load, Save, Train
+from rldsl.plan.model import Group, Layout, Mesh
 
 AXES = ("tp", "pp", "dp")
 
@@ -22,6 +23,6 @@ def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mappi
             keys |= {(axis, layout.id, ""): None for axis in AXES if getattr(layout, axis) > 1}
             if len(meshes[layout.mesh].members()) > 1:
                 keys["mesh", layout.id, ""] = None
-        elif isinstance(e, Lengths | Compute | Save) and len(meshes[e.mesh].members()) > 1:
+        elif isinstance(e, Lengths | Compute | Save | Checkpoint) and len(meshes[e.mesh].members()) > 1:
             keys["mesh", "", e.mesh] = None
     return tuple(Group(f"g{i}", *key) for i, key in enumerate(keys))  # type: ignore[arg-type]

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from rldsl.passes.draft import Draft, all_spread, each_block, events, split, weighed
+from rldsl.passes.draft import Draft, all_spread, each_block, events, weighed
 from rldsl.placement.model import mesh_of
-from rldsl.plan.model import Collect, Event, Fetch, Generate, Item, Lengths, Loop, Mesh, Select, Spread
+from rldsl.plan.events import Collect, Event, Fetch, Generate, Item, Lengths, Loop, Select, split
+from rldsl.plan.model import Mesh, Spread
 
 
 def lengths(draft: Draft) -> Draft:

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from rldsl.graph.model import nodes
 from rldsl.passes.draft import Draft, call_name, each_block, events
-from rldsl.placement.model import Call, degrees_text
-from rldsl.plan.model import Event, Generate, Infer, Item, Load, Offload, Onload, Realloc, Save, Train
+from rldsl.placement.model import Call
+from rldsl.plan.events import Event, Generate, Infer, Item, Load, Offload, Onload, Realloc, Save, Train
+from rldsl.plan.texts import degrees_of
 
 
 def loads(draft: Draft) -> Draft:
@@ -24,7 +25,7 @@ def loads(draft: Draft) -> Draft:
         for name, used in _copies(e):
             model = homes[name]
             layout = draft.layouts[model.home or used]
-            because = (f"{'trained' if model.home else 'used'} with {degrees_text(layout.dp, layout.tp, layout.pp)}, "
+            because = (f"{'trained' if model.home else 'used'} with {degrees_of(layout)}, "
                        f"from {model.path}")
             found.setdefault((name, layout.id), Load(
                 id=0, mesh=layout.mesh, writes=(f"{name}@{layout.id}",), at=at[name], because=because,
@@ -51,8 +52,8 @@ def offloads(draft: Draft) -> Draft:
             copy = (n.model, places[n.id].layout.id)
             wish[copy] = wish.get(copy, True) and places[n.id].offload
     for e in events(draft.body):
-        if isinstance(e, Save):
-            wish[e.model, e.layout] = False
+        if isinstance(e, Save) or draft.placed.graph.checkpoint and isinstance(e, Realloc) and e.source:
+            wish[e.model, e.layout if isinstance(e, Save) else e.dst] = False  # it is written from the device
     away = {copy for copy, wished in wish.items() if wished}
 
     def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rldsl.passes.draft import Draft, each_block, split
+from rldsl.passes.draft import Draft, each_block
 from rldsl.placement.model import mesh_of
-from rldsl.plan.model import Event, Item, Log, Mesh, Transfer
+from rldsl.plan.events import Event, Item, Log, Transfer, split
+from rldsl.plan.model import Mesh
 
 TO = 0  # the rank that prints
 

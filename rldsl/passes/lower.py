@@ -10,28 +10,12 @@ from dataclasses import replace
 
 from rldsl.diag import fail
 from rldsl.graph import model as g
-from rldsl.passes.draft import Draft, split
+from rldsl.passes.draft import Draft
 from rldsl.placement.model import Call, Place, Placed, mesh_of
 from rldsl.placement.sync import anchors
-from rldsl.plan.model import (
-    Collect,
-    Compute,
-    Event,
-    Every,
-    Fetch,
-    Generate,
-    Infer,
-    Item,
-    Layout,
-    Loop,
-    Mesh,
-    Realloc,
-    Save,
-    Select,
-    Spread,
-    State,
-    Train,
-)
+from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Loop, Realloc, Save,
+                               Select, Train, split)
+from rldsl.plan.model import Layout, Mesh, Spread, State
 
 NOWHERE = ""  # the mesh of a fetch is known when all readers are
 
@@ -218,7 +202,8 @@ class _Lower:
         return self.fetched.get(value, spread)
 
     def _where(self, node: g.Node, place: Place) -> Spread:
-        """A selection is made where its sequences (or values) are; of what every rank holds in full, as a computation."""
+        """A selection is made where its sequences (or values) are; of what every rank holds in full, as a
+        computation."""
         if isinstance(node, g.Select):
             made = self.spreads.get(self.made.get(node.values[0][0], ""))
             if made is not None and made.unit != "all":
@@ -237,8 +222,8 @@ class _Lower:
         return next(f.rows for f in self.placed.graph.frames if f.id == node.frames[0])
 
     def _save_layout(self, node: g.Save) -> str:
-        """The home of a trained model; for another the layout in which syncs write or read it, or else the first that it
-        is used in."""
+        """The home of a trained model; for another the layout in which syncs write or read it, or else the first that
+        it is used in."""
         if self.homes[node.model]:
             return self.homes[node.model]
         if node.model in self.anchors:

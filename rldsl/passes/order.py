@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rldsl.passes.draft import Draft, all_spread, events, uses
-from rldsl.plan.model import (Compute, Event, Every, Fetch, Generate, Infer, Item, Lengths, Log, Loop, Realloc, Save,
-                              Train, Transfer, Value)
+from rldsl.plan.events import (Compute, Event, Every, Fetch, Generate, Infer, Item, Lengths, Log, Loop, Realloc, Save,
+                               Train, Transfer)
+from rldsl.plan.model import Value
 
 # How long things take against each other; only the order of start times matters.
 COST: Mapping[type, int] = {Generate: 300, Train: 300, Infer: 100, Compute: 10, Save: 50, Realloc: 20}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rldsl.passes import frees, loads, log, order, reallocs, transfers
+from rldsl.passes import checkpoint, frees, loads, log, order, reallocs, transfers
 from rldsl.passes.draft import Draft
 from rldsl.passes.emit import emit
 from rldsl.passes.lengths import lengths
@@ -43,7 +43,7 @@ def run(placed: Placed) -> Draft:
     order.check(before, draft)
     draft = frees.frees(draft)
     frees.check(draft)
-    return draft
+    return checkpoint.checkpoint(draft)
 
 
 def finish(draft: Draft, peaks: Mapping[int, Peak], compiler: str) -> Compiled:

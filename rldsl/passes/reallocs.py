@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from rldsl.passes.draft import Draft, call_name, events, union
 from rldsl.passes.syncs import Syncs
-from rldsl.placement.model import degrees_text
-from rldsl.plan.model import Every, Generate, Infer, Item, Load, Loop, Mesh, Model, Realloc, Train
+from rldsl.plan.events import Every, Generate, Infer, Item, Load, Loop, Realloc, Train
+from rldsl.plan.model import Mesh, Model
 from rldsl.plan.movement import MoveSummary, digest, realloc_moves, summary
+from rldsl.plan.texts import degrees_of
 
 Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current version
 
@@ -82,8 +83,8 @@ class _Reallocs:
         total, sha = self.known[model.name, dst.id]
         mesh = union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
-        because = (f"{call_name(e)} runs with {degrees_text(dst.dp, dst.tp, dst.pp)} on {dst.mesh}, training with "
-                   f"{degrees_text(src.dp, src.tp, src.pp)} on {src.mesh}")
+        because = (f"{call_name(e)} runs with {degrees_of(dst)} on {dst.mesh}, training with "
+                   f"{degrees_of(src)} on {src.mesh}")
         return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
                        at=e.at, because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
                        messages=total.messages, digest=sha)

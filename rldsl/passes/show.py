@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rldsl.passes.draft import Draft, call_name
-from rldsl.plan.model import Every, Free, Item, Loop
+from rldsl.plan.events import Every, Free, Item, Loop
 
 
 def show(draft: Draft) -> str:

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rldsl.passes.draft import Draft, events, union
-from rldsl.placement.model import degrees_text
-from rldsl.plan.model import Layout, Load, Mesh, Model, Realloc
+from rldsl.plan.events import Load, Realloc
+from rldsl.plan.model import Mesh, Model
 from rldsl.plan.movement import carried, digest, realloc_moves, stored, summary
+from rldsl.plan.texts import degrees_of
 
 
 class Syncs:
@@ -41,7 +42,7 @@ class Syncs:
 
     def _follow(self, e: Realloc, layout: str) -> Realloc:
         src, dst = self.draft.layouts[e.dst], self.draft.layouts[layout]
-        because = f"{said(e)}: {_text(src)} -> {_text(dst)}, where {e.model} is used too"
+        because = f"{said(e)}: {degrees_of(src)} -> {degrees_of(dst)}, where {e.model} is used too"
         return self._filled(Realloc(id=0, mesh="", at=e.at, because=because, model=e.model, src=src.id, dst=dst.id))
 
     def _filled(self, e: Realloc) -> Realloc:
@@ -57,7 +58,7 @@ class Syncs:
         known, mesh = self.known[key], union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
         old = (f"{e.model}@{e.dst}",) if e.decay else ()
-        because = e.because or f"{said(e)}: {_text(src)} -> {_text(dst)}"
+        because = e.because or f"{said(e)}: {degrees_of(src)} -> {degrees_of(dst)}"
         return replace(e, mesh=mesh.id, reads=(f"{source.name}@{e.src}", *old), writes=(f"{e.model}@{e.dst}",),
                        bytes=known.bytes, messages=known.messages, digest=known.digest, because=because)
 
@@ -65,7 +66,3 @@ class Syncs:
 def said(e: Realloc) -> str:
     """The statement, as it is written."""
     return f"`ema {e.model} from {e.source} {e.decay:g}`" if e.decay else f"`sync {e.model} from {e.source}`"
-
-
-def _text(x: Layout) -> str:
-    return degrees_text(x.dp, x.tp, x.pp)

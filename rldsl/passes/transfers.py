@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rldsl.passes.draft import Draft, call_name, split, union
-from rldsl.plan.model import Collect, Event, Every, Item, Loop, Mesh, Transfer
+from rldsl.passes.draft import Draft, call_name, union
+from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split
+from rldsl.plan.model import Mesh
 
 Made = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)
 
@@ -112,7 +113,7 @@ def check(draft: Draft) -> None:
                 block(item.body, there)
                 continue
             for buffer in item.reads:
-                told = isinstance(item, Collect) and buffer.split("@")[0].endswith(".lengths")  # by the next pass
+                told = isinstance(item, Collect) and split(buffer)[0].endswith(".lengths")  # by the next pass
                 known = split(buffer)[0] in models or buffer in there or told
                 assert known, f"{call_name(item)} reads {buffer} before it exists"
             there.update(item.writes)

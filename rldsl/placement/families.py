@@ -151,7 +151,8 @@ def _check_head(config: Any, path: str, kind: str, span: Span | None) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     if kind != "causal_lm" and config.model_type not in CLASSIFIERS:
-        raise fail("RL0303", f'"{path}" cannot be a {kind}', span, f"transformers has no classifier of {config.model_type}",
+        raise fail("RL0303", f'"{path}" cannot be a {kind}', span,
+                   f"transformers has no classifier of {config.model_type}",
                    help="take another family for critics and reward models")
 
 

@@ -13,6 +13,7 @@ from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Se
 from rldsl.placement.families import Family
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.project import to_ranges
+from rldsl.plan.texts import degrees_text
 from rldsl.source import Span
 
 METHODS = {"logprobs": "logprobs", "entropy": "entropy", "values": "values", "scores": "score"}
@@ -57,11 +58,6 @@ def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, backend: str = 
     degrees = degrees_text(dp, tp, pp)
     return Layout(" ".join(filter(None, (mesh.id, degrees, "" if backend == "torch" else backend))), mesh.id, dp=dp,
                   tp=tp, pp=pp, backend=backend)
-
-
-def degrees_text(dp: int, tp: int, pp: int) -> str:
-    """"dp=4 pp=2"; "dp=1" when nothing is divided."""
-    return " ".join(f"{n}={d}" for n, d in (("dp", dp), ("tp", tp), ("pp", pp)) if d > 1) or "dp=1"
 
 
 def label(node: Node) -> str:

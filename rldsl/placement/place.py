@@ -188,7 +188,8 @@ def _check_offload(calls: list[Call], places: Mapping[str, Place], homes: Mappin
     for node in calls:
         if places[node.id].offload and node.model in homes:
             raise fail("RL0317", f"`{node.model}` is trained, so it cannot be offloaded yet",
-                       _option(places[node.id].span, "offload"), "it has an optimizer", help="offload is for frozen models, such as a reference or a reward model")
+                       _option(places[node.id].span, "offload"), "it has an optimizer",
+                       help="offload is for frozen models, such as a reference or a reward model")
 
 
 # ------------------------------------------------------------------------------------------------ computations

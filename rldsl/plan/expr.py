@@ -50,8 +50,8 @@ SEQUENCE: dict[str, tuple[int, str]] = {
     "discount": (2, "token, batch -> token: y_t = x_t + g * y_{t+1}"),
     "len": (0, "seq: number of response tokens; attribute `frame`"),
 }
-# Random: a number in (0, 1) for each element, drawn from the seed, the step, `call` (which call of the program), the row
-# and the position of the element. attributes `call`, `frame` (at token level).
+# Random: a number in (0, 1) for each element, drawn from the seed, the step, `call` (which call of the program), the
+# row and the position of the element. attributes `call`, `frame` (at token level).
 RANDOM = ("uniform",)
 # What a loss cannot use: it is not a sum over micro-batches.
 FLOW_ONLY = ("py", "quantile", "uniform")

@@ -94,8 +94,8 @@ def shard_rows(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Length
     """For each shard, the rows of each of `frames` that it works on (in a training spread, in any minibatch).
 
     frames: at least those of the spread. Others whose rows or prompts have the same numbers follow: a shard has all
-    their rows that belong to its own. every: more frames, to look up what those were selected from. lengths are read only
-    where tokens weigh and of frames that tell which rows there are. Unit "all" is one shard with every row."""
+    their rows that belong to its own. every: more frames, to look up what those were selected from. lengths are read
+    only where tokens weigh and of frames that tell which rows there are. Unit "all" is one shard with every row."""
     known = {f.id: f for f in (*every, *frames)}
     if spread.unit == "all":
         return ({f.id: there(f, known, lengths) for f in frames},)

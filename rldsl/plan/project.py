@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import lcm
 
 from rldsl.diag import fail
-from rldsl.plan.model import Event, Every, Item, Loop, Mesh, Plan, RankClass, Ranges
+from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.model import Mesh, Plan, RankClass, Ranges
 
 Path = tuple[Loop | Every, ...]  # the blocks around an event, outermost first
 
@@ -41,8 +42,8 @@ def times(path: Path) -> int:
 
 
 def last_step(path: Path) -> int:
-    """The last iteration of the outermost loop in which an event inside these blocks runs; 0 if it never does. An `every`
-    counts the turns of the loop around it."""
+    """The last iteration of the outermost loop in which an event inside these blocks runs; 0 if it never does. An
+    `every` counts the turns of the loop around it."""
     outer, *within = path or (Loop("", 1, ()),)
     assert isinstance(outer, Loop)
     period = 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import fail
-from rldsl.plan.model import Event, Every, Item, Loop, Model, Plan
-from rldsl.plan.project import class_of, events, participants, schedule, to_ranges
+from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.model import Model, Plan
+from rldsl.plan.project import class_of, events, participants, schedule
+from rldsl.plan.texts import ranks_text
 
 OWN = ("id", "mesh", "reads", "writes", "at", "because", "bytes")
 
@@ -67,11 +69,6 @@ def _life(m: Model) -> str:
     if m.home:
         return f"trained on {m.home}"
     return f"follows {', '.join(dict.fromkeys(m.sources))}" if m.sources else "frozen"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """0,1,2,5 -> "0-2,5"."""
-    return ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in to_ranges(ranks))
 
 
 def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from rldsl.plan.model import Layout, Mesh, Model, Sampling
+from rldsl.plan.events import Sampling
+from rldsl.plan.model import Layout, Mesh, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,16 @@ class Shard(Protocol):
 
     def skip(self, updates: int) -> None:
         """So many planned optimizer steps are not made: the learning-rate schedule passes over them."""
+
+    def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Of a trained shard: the optimizer's state by its name ("exp_avg"), each shaped as `tensors()`. Writing into it
+        changes the optimizer."""
+
+    def progress(self) -> Mapping[str, int]:
+        """Of a trained shard: counts that the schedule and the optimizer go by, equal on all ranks."""
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        """Go on from these counts."""
 
     def export(self) -> Mapping[str, Any]:
         """For saving: "config" (the HuggingFace config object) and "tokenizer" (the source directory)."""

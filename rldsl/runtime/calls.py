@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rldsl.plan.model import Generate, Infer, Load, Offload, Onload, Realloc
+from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
 from rldsl.plan.movement import carried, realloc_moves
 from rldsl.plan.partition import micro_batches
 from rldsl.runtime.backend import Packed
@@ -19,7 +19,13 @@ DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load(state: State, event: Load) -> None:
-    state.shard(event.model, event.layout, load=True)
+    """From the directory of the model, or from the checkpoint that the run goes on from."""
+    held, found = (event.model, event.layout), state.resume
+    if found is None or not found.has(event.model):
+        state.shard(*held, load=True)
+        return
+    model, layout = state.models[event.model], state.world.layouts[event.layout]
+    found.fill(model, layout, state.world.meshes[layout.mesh], state.world.rank, state.shard(*held))
 
 
 def reallocate(state: State, event: Realloc) -> None:

@@ -1,9 +1,11 @@
-"""Random numbers that belong to an element of the batch: in: a seed, a step, row numbers, positions; out: uniform numbers
-that are the same under every placement, batch order and restart."""
+"""Random numbers that belong to an element of the batch: in: a seed, a step, row numbers, positions; out: uniform
+numbers that are the same under every placement, batch order and restart."""
 
 from __future__ import annotations
 
 import torch
+
+BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1: a draw above it would be rounded to 1 there
 
 
 def _signed(x: int) -> int:
@@ -14,17 +16,28 @@ _GAMMA, _MIX1, _MIX2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x9
 
 
 def uniform(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[S] float64 in (0, 1). Each key is mixed in by the finaliser of splitmix64 (Steele, Lea & Flood 2014), in int64
-    arithmetic that wraps, so that every device draws the same."""
+    """[S] float64 strictly inside (0, 1), also after a cast to float32."""
+    return inside(bits(seed, step, rows, positions))
+
+
+def bits(seed: int, step: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[S] int64, all 64 bits random. Each key is mixed in by the finaliser of splitmix64 (Steele, Lea & Flood 2014), in
+    int64 arithmetic that wraps, so that every device draws the same."""
     state = torch.zeros_like(rows)
     for key in (seed, step, rows, positions):
         state = (state ^ key) + _GAMMA
         state = (state ^ _shift(state, 30)) * _MIX1
         state = (state ^ _shift(state, 27)) * _MIX2
         state = state ^ _shift(state, 31)
-    return (_shift(state, 11).double() + 0.5) * 2.0**-53
+    return state
 
 
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+def inside(state: torch.Tensor) -> torch.Tensor:
+    """64 random bits -> the middle of one of 2**52 equal parts of (0, 1). It has 53 bits, so float64 holds it as it is;
+    the last 2**-25 of the range is drawn as `BELOW_ONE`."""
+    return ((_shift(state, 12).double() + 0.5) * 2.0**-52).clamp(max=BELOW_ONE)
+
+
+def _shift(x: torch.Tensor, n: int) -> torch.Tensor:
     """Logical shift to the right: torch's is arithmetic."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> n) & ((1 << (64 - n)) - 1)

@@ -134,8 +134,8 @@ def copies_of(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: 
 @torch.no_grad()
 def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dtype, device: torch.device,
             tag: int, decay: float = 0.0) -> Pending:
-    """Parameters along a route; local copies at once, the rest when it has arrived. decay: of what was there before, in a
-    mean with what comes; one element's arithmetic is the same wherever it lies."""
+    """Parameters along a route; local copies at once, the rest when it has arrived. decay: of what was there before, in
+    a mean with what comes; one element's arithmetic is the same wherever it lies."""
     def put(target: torch.Tensor, value: torch.Tensor) -> None:
         target.copy_(target.float() * decay + value.float() * (1 - decay) if decay else value)
 

@@ -6,6 +6,7 @@ to this rank; every wait is either inside an event or at the first read of what 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,17 +15,21 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import fail
-from rldsl.plan.codec import decode
-from rldsl.plan.model import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
-                              Loop, Offload, Onload, Plan, Realloc, Save, Select, Train, Transfer)
-from rldsl.plan.project import last_step, schedule, walk
+from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
+                               Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer)
+from rldsl.plan.project import schedule
 from rldsl.plan.verify import verify
 from rldsl.runtime import calls, values
+from rldsl.runtime.checkpoint import begin, checkpoint, facts, finish, found
 from rldsl.runtime.failure import Watch
 from rldsl.runtime.files import check_writable
-from rldsl.runtime.log import METRICS, SUMMARY, end_step, log, summarise, write_summary
+from rldsl.runtime.log import METRICS, end_step, log
+from rldsl.runtime.resume import Resume
+from rldsl.runtime.resume import resume as read
 from rldsl.runtime.save import save
 from rldsl.runtime.state import State
+from rldsl.runtime.summary import SUMMARY, summarise, write_summary
 from rldsl.runtime.trace import Recorder, now, write
 from rldsl.runtime.train import train
 from rldsl.runtime.world import check_same_plan, join
@@ -32,13 +37,17 @@ from rldsl.runtime.world import check_same_plan, join
 HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
     Load: calls.load, Fetch: values.fetch, Lengths: values.lengths, Transfer: values.move, Realloc: calls.reallocate,
     Offload: calls.offload, Onload: calls.onload, Generate: calls.generate, Infer: calls.infer, Train: train,
-    Compute: values.compute, Select: values.select, Collect: values.collect, Save: save, Log: log, Free: values.free,
+    Compute: values.compute, Select: values.select, Collect: values.collect, Save: save,
+    Checkpoint: checkpoint, Log: log, Free: values.free,
 }
 
 
 def execute(data: bytes, name: str, out: str | Path, device: torch.device = torch.device("cpu"),
-            trace: str | None = None, watch: Watch | None = None) -> None:
-    """Run a plan as rank dist.get_rank(). name: of the plan file, for messages. trace: file for the timeline.
+            trace: str | None = None, watch: Watch | None = None, resume: str | Path | None = None,
+            again: bool = False) -> None:
+    """Run a plan as rank dist.get_rank(). name: of the plan file, for messages. trace: file for the timeline. resume: a
+    checkpoint, or the directory of a run, to go on from. again: torchrun has started this run before, so a checkpoint of
+    it is taken where there is one.
 
     Everything that can be checked is checked before the first step: the plan, the data, the functions."""
     plan = decode(data, name)
@@ -46,10 +55,14 @@ def execute(data: bytes, name: str, out: str | Path, device: torch.device = torc
     check_same_plan(data, device)
     state = State(plan, join(plan, dist.get_rank(), device), _writable(out))
     own = schedule(plan.body, plan.meshes, state.world.rank)
+    if any(isinstance(e, Checkpoint) for e in _events(own)):
+        begin(state, plan_id(data), watch)
+    state.resume = _resumed(state, resume, again)
     for kept in plan.states:
         if state.holds(f"{kept.value}@{kept.spread}"):
             at = torch.zeros(1, dtype=torch.int64, device=device)
-            state.write(kept.value, kept.spread, at, torch.tensor([kept.initial], dtype=torch.float64, device=device))
+            value = state.resume.states.get(kept.value, kept.initial) if state.resume else kept.initial
+            state.write(kept.value, kept.spread, at, torch.tensor([value], dtype=torch.float64, device=device))
     recorder = Recorder(state.world.rank) if trace else None
     _check(state, own)
     _check_files(state, own, trace)
@@ -58,6 +71,19 @@ def execute(data: bytes, name: str, out: str | Path, device: torch.device = torc
     if recorder is not None:
         write(recorder, Path(trace), device)
     _finish(state, time.monotonic() - begun)
+
+
+def _resumed(state: State, asked: str | Path | None, again: bool) -> Resume | None:
+    """Where the run goes on; the state takes over the counts of that place."""
+    if asked is None and found(state.out) and not again:
+        raise fail("RL0763", "this directory holds the checkpoints of another run", place=str(state.out),
+                   help="`--resume` goes on from the last one; `--out` names another directory")
+    if asked is None and not found(state.out):
+        return None
+    held = read(Path(asked or state.out), facts(state.plan), state.device)
+    state.step = held.step
+    state.fetched.update(held.data)
+    return held
 
 
 def _writable(out: str | Path) -> Path:
@@ -125,13 +151,15 @@ def _loop(state: State, loop: Loop, watch: Watch | None, recorder: Recorder | No
     for buffer in loop.collects:
         if state.holds(buffer):
             values.empty(state, buffer)
-    for i in range(1, loop.trips + 1):
+    for i in range(1 + (state.step if depth == 0 else 0), loop.trips + 1):
         state.turn = i - 1
         if depth == 0:
             state.begin_step()
         _walk(state, loop.body, watch, recorder, i, depth + 1)
         if depth == 0:
             end_step(state)
+            if state.stopped:
+                break
         if loop.until:
             enough = bool(state.store.take(loop.until).data)
             state.store.free(loop.until)
@@ -145,16 +173,10 @@ def _finish(state: State, seconds: float) -> None:
     state.store.settle()
     for key in list(state.arriving):
         state.settled(*key)
+    if state.writer is not None:
+        finish(state)
     dist.barrier()
     if state.world.rank == 0:
-        plan: Plan = state.plan
-        saved = _saved_paths(state)
-        state.saved[:] = saved
-        write_summary(plan, state.out, summarise(state, plan.header.steps, seconds))
-
-
-def _saved_paths(state: State) -> list[str]:
-    """The last directory that each save event wrote; worked out from the plan, since rank 0 may not have taken part."""
-    found = {item.path.replace("{out}", str(state.out)).replace("{step}", str(last_step(path)))
-             for item, path in walk(state.plan.body) if isinstance(item, Save) and last_step(path)}
-    return sorted(found)
+        if state.stopped:
+            print(f"stopped after step {state.step}, as asked; `--resume` goes on from there", file=sys.stderr, flush=True)
+        write_summary(state.plan, state.out, summarise(state.plan, state.out, state.step, seconds))

@@ -18,7 +18,7 @@ import time
 from typing import Any, NoReturn
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.plan.model import Event
+from rldsl.plan.events import Event
 from rldsl.report import render
 
 BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as dead
@@ -32,6 +32,7 @@ class Watch:
         """On the main thread only: it takes over SIGTERM."""
         self.store, self.rank, self.world = store.clone() if hasattr(store, "clone") else store, rank, world
         self.at: Event | None = None
+        self.waits, self.asked = False, False  # a run with checkpoints ends by itself, after the step; asked: SIGTERM came
         self._done, self._ending, self._beats = threading.Event(), threading.Lock(), 0
         # a main thread that waits for a peer in C++ runs no handler: the wake-up descriptor reaches the watcher anyway
         self._bell, ring = socket.socketpair()
@@ -91,7 +92,9 @@ class Watch:
                 if self._failed():
                     self._follow()
                 if select.select([self._bell], [], [], BEAT)[0] and signal.SIGTERM in self._bell.recv(64):
-                    self._blame("the run was asked to stop (SIGTERM)")
+                    if not self.waits:
+                        self._blame("the run was asked to stop (SIGTERM)")
+                    self.asked = True
         except Exception:  # the store went away: the main thread meets the same end and reports it
             return
 
@@ -117,7 +120,8 @@ class Watch:
         """Stop because another rank failed; one of those that follow says so."""
         rank, _, where = self.store.get(_FAILED).decode().partition("|")
         if self._first(_SAID):
-            print(f"all ranks stopped: rank {rank} failed{f' at {where}' if where else ''}", file=sys.stderr, flush=True)
+            at = f" at {where}" if where else ""
+            print(f"all ranks stopped: rank {rank} failed{at}", file=sys.stderr, flush=True)
         _leave()
 
     def _stop(self, diagnostics: tuple[Diagnostic, ...]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Metrics of each step to one rank, its progress line and `metrics.jsonl`; a summary at the end."""
+"""Metrics of each step to one rank, its progress line and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import TextIO
 
 import torch
 
-from rldsl.plan.model import Layout, Log, Mesh, Plan, Realloc
-from rldsl.plan.project import events, times
+from rldsl.plan.events import Log, split
 from rldsl.runtime.exchange import post
 from rldsl.runtime.files import written
 from rldsl.runtime.state import State
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS = "metrics.jsonl"
 FIRST = ("reward", "score", "accuracy", "kl", "loss")  # what a progress line shows first, by the end of the name
 
 
@@ -25,7 +24,7 @@ def log(state: State, event: Log) -> None:
     """The first rank of each buffer's mesh sends its numbers, in one message, to rank `event.to`."""
     by_rank: dict[int, list[tuple[str, str]]] = {}
     for name, buffer in event.metrics:
-        spread = state.spreads[buffer.rpartition("@")[2]]
+        spread = state.spreads[split(buffer)[1]]
         by_rank.setdefault(state.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
     rank, sends, receives = state.world.rank, {}, {}
     mine = [state.store.take(b).data.reshape(-1)[:1].double() for _, b in by_rank.get(rank, ())]
@@ -57,10 +56,19 @@ def end_step(state: State) -> None:
     if state.tokens:
         line["tokens_per_second"] = round(state.tokens / seconds, 1)
     target = state.out / METRICS
-    with written(target), target.open("a" if state.logged else "w") as file:
+    if not state.logged:
+        _begin(target, state.step)
+        state.logged = True
+    with written(target), target.open("a") as file:
         file.write(json.dumps(line) + "\n")
-    state.logged = True
     show(sys.stderr, line, state.plan.header.steps)
+
+
+def _begin(file: Path, step: int) -> None:
+    """The lines of the steps before this one, where the run goes on; an empty file where it begins."""
+    with written(file):
+        before = file.read_text().splitlines(True) if step > 1 and file.exists() else []
+        file.write_text("".join(line for line in before if line.endswith("\n") and json.loads(line)["step"] < step))
 
 
 def show(stream: TextIO, line: dict[str, float], steps: int) -> None:
@@ -75,32 +83,3 @@ def show(stream: TextIO, line: dict[str, float], steps: int) -> None:
         print(f"\r\033[K{shown}", end="\n" if line["step"] == steps else "", file=stream, flush=True)
     else:
         print(text, file=stream, flush=True)
-
-
-def layout_text(layout: Layout, mesh: Mesh) -> str:
-    ranks = ",".join(f"{a}:{b}" for a, b in mesh.ranks)
-    degrees = " ".join(f"{n}={getattr(layout, n)}" for n in ("dp", "tp", "pp") if getattr(layout, n) > 1)
-    return f"mesh({ranks}) {degrees}".strip()
-
-
-def summarise(state: State, steps: int, seconds: float) -> dict:
-    """What a run moved and saved."""
-    world, plan = state.world, state.plan
-
-    def text(layout: str) -> str:
-        return layout_text(world.layouts[layout], world.meshes[world.layouts[layout].mesh])
-
-    moved = [{"model": e.model, "src": text(e.src), "dst": text(e.dst), "bytes": e.bytes, "messages": e.messages,
-              "because": e.because, "times": times(path)} for e, path in events(plan) if isinstance(e, Realloc)]
-    return {"reallocs": moved, "saved": state.saved, "steps": steps, "seconds": round(seconds, 3)}
-
-
-def write_summary(plan: Plan, out: Path, summary: dict) -> None:
-    with written(out / SUMMARY):
-        (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"{plan.header.flow}: {summary['steps']} steps in {summary['seconds']:.1f} s", file=sys.stderr)
-    for move in summary["reallocs"]:
-        print(f"  realloc {move['model']}  {move['src']} -> {move['dst']}  {move['times']} x {move['bytes']:,} bytes: "
-              f"{move['because']}", file=sys.stderr)
-    for path in summary["saved"]:
-        print(f"  saved {path}", file=sys.stderr, flush=True)

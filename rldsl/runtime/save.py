@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.boxes import local_slice, parameters
-from rldsl.plan.model import Model, Save
+from rldsl.plan.events import Save
+from rldsl.plan.model import Model
 from rldsl.plan.movement import gather_moves, owners
 from rldsl.runtime.exchange import Place, Route, post
 from rldsl.runtime.state import State
@@ -45,8 +46,6 @@ def save(state: State, event: Save) -> None:
     _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
     index = {name: names[rank] for name, rank in chosen.items()}
     _together(group, state, lambda: _finish(partial, final, model, shard.export(), index) if first else None, final)
-    if str(final) not in state.saved:
-        state.saved.append(str(final))
 
 
 def _file(i: int, count: int) -> str:

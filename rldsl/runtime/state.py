@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Compute, Data, Fetch, Frame, Function, Generate, Model, Plan, Spread, Value
+from rldsl.plan.events import Compute, Fetch, Generate, split
+from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
 from rldsl.plan.partition import mix
 from rldsl.runtime.backend import Packed, Shard
 from rldsl.runtime.data import Source, open_source
@@ -19,6 +21,10 @@ from rldsl.runtime.exchange import Route
 from rldsl.runtime.rows import Lens, StepRows
 from rldsl.runtime.store import Column, Pending, Store
 from rldsl.runtime.world import World
+
+if TYPE_CHECKING:
+    from rldsl.runtime.checkpoint import Writer
+    from rldsl.runtime.resume import Resume
 
 RANDOM_NUMBERS = 1 << 32  # keeps the seeds of computations apart from those of frames
 
@@ -38,12 +44,15 @@ class State:
     sources: dict[str, Source] = field(default_factory=dict)
     routes: dict[int, Route] = field(default_factory=dict)
     arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
-    saved: list[str] = field(default_factory=list)
     metrics: dict[str, list[float]] = field(default_factory=dict)  # of this step, as they came
     logged: bool = False  # whether this rank has written metrics in this run
     fetched: dict[str, int] = field(default_factory=dict)  # data source -> batches read in the run
     drawn: dict[int, int] = field(default_factory=dict)  # generate or compute event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
+    resume: "Resume | None" = None
+    writer: "Writer | None" = None  # of checkpoints
+    stop_asked: Callable[[], bool] = lambda: False  # whether this rank was asked to end the run (SIGTERM)
+    stopped: bool = False  # all ranks have agreed to
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -118,12 +127,12 @@ class State:
 
     def holds(self, buffer: str) -> bool:
         """Whether this rank is on the mesh of a value's buffer."""
-        mesh = self.spreads[buffer.rpartition("@")[2]].mesh
+        mesh = self.spreads[split(buffer)[1]].mesh
         return self.world.rank in self.world.meshes[mesh].members()
 
     def read(self, reads: tuple[str, ...], value: str) -> Any:
         """The buffer among an event's reads that holds `value`."""
-        return self.store.take(next(b for b in reads if b.rpartition("@")[0] == value))
+        return self.store.take(next(b for b in reads if split(b)[0] == value))
 
     def write(self, value: str, spread: str, ids: torch.Tensor, data: torch.Tensor) -> None:
         """ids: ascending row or prompt numbers ([0] at batch level)."""

@@ -76,7 +76,8 @@ class Store:
         self._buffers: dict[str, Any] = {}
 
     def put(self, name: str, value: Any) -> None:
-        """Replace a buffer; what is still on its way under that name comes first (a rank that only sends never reads)."""
+        """Replace a buffer; what is still on its way under that name comes first (a rank that only sends never
+        reads)."""
         if isinstance(self._buffers.get(name), Pending):
             self.take(name)
         self._buffers[name] = value

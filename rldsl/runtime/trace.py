@@ -1,4 +1,5 @@
-"""The recorded timeline: when each rank ran each event, as Chrome trace JSON (Perfetto and chrome://tracing read it)."""
+"""The recorded timeline: when each rank ran each event, as Chrome trace JSON, which Perfetto and chrome://tracing
+read."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rldsl.plan.model import Event
+from rldsl.plan.events import Event
 from rldsl.runtime.files import written
 
 
@@ -24,8 +25,8 @@ class Recorder:
     def add(self, event: Event, step: int, begin: float, end: float) -> None:
         op = type(event).__name__.lower()
         self.spans.append({
-            "name": f"{op} {getattr(event, 'model', '') or getattr(event, 'program', '')}".strip(), "cat": op, "ph": "X",
-            "pid": self.rank, "tid": 0, "ts": begin * 1e6, "dur": (end - begin) * 1e6,
+            "name": f"{op} {getattr(event, 'model', '') or getattr(event, 'program', '')}".strip(), "cat": op,
+            "ph": "X", "pid": self.rank, "tid": 0, "ts": begin * 1e6, "dur": (end - begin) * 1e6,
             "args": {"event": event.id, "at": event.at, "step": step, "because": event.because}})
 
 

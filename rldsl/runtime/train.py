@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import fail
-from rldsl.plan.model import Train
+from rldsl.plan.events import Train
+from rldsl.plan.heads import STOP, UPDATES
 from rldsl.plan.partition import Rows, micro_batches
 from rldsl.runtime.evaluate import LossRun, View, loss_counts
 from rldsl.runtime.state import State
 from rldsl.runtime.store import Column
-
-STOP = "stop"  # the output of a loss that tells whether training ends here
 
 
 def train(state: State, event: Train) -> None:
@@ -61,7 +60,7 @@ def train(state: State, event: Train) -> None:
     mean = {name: _mean([m[name] for m in metrics]) for name in outputs}
     mean["grad_norm"] = _mean([s["grad_norm"] for s in steps])
     mean["lr"] = steps[-1]["lr"] if steps else 0.0
-    mean["updates"] = mean["updates"] if "updates" in outputs else float(len(steps))
+    mean[UPDATES] = mean[UPDATES] if UPDATES in outputs else float(len(steps))
     at = torch.zeros(1, dtype=torch.int64, device=state.device)
     for name, value in event.outputs:
         state.write(value, spread.id, at, torch.tensor([mean[name]], dtype=torch.float64, device=state.device))
@@ -72,7 +71,8 @@ def _check_finite(event: Train, norm: float) -> None:
     if not math.isfinite(norm):
         raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,
                    notes=(f"loss: {event.loss.rpartition('/')[2]}; nothing was updated",),
-                   help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its data")
+                   help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its "
+                        "data")
 
 
 class _Call:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rldsl.plan.expr import Node
 from rldsl.plan.layout import coordinate
-from rldsl.plan.model import Collect, Compute, Fetch, Free, Lengths, Select, Transfer
+from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Transfer, split
 from rldsl.plan.partition import origin
 from rldsl.runtime import reward
 from rldsl.runtime.evaluate import View, run_compute
@@ -22,7 +22,7 @@ from rldsl.runtime.store import Column
 def fetch(state: State, event: Fetch) -> None:
     """The next rows, the same on every participant: read and tokenized, never sent."""
     source, turn = state.source(event.data), state.next_batch(event)
-    spreads = dict(b.rpartition("@")[::2] for b in event.writes)
+    spreads = dict(split(b) for b in event.writes)
     for name, got in source.step(turn, state.seed).items():
         frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
         lens = Lens(_whole(state, got.prompt_lens), _whole(state, got.response_lens))
@@ -32,7 +32,8 @@ def fetch(state: State, event: Fetch) -> None:
             state.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids, torch.cat(got.tokens).to(state.device))
         for number in state.data[event.data].numbers:
             if f"{frame}.{number}" in spreads:
-                data = torch.tensor([float(row[number]) for row in source.columns(turn, state.seed)], device=state.device)
+                data = torch.tensor([float(row[number]) for row in source.columns(turn, state.seed)],
+                                    device=state.device)
                 state.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], torch.arange(len(data)), data)
         if f"{frame}.columns" in spreads:
             state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}", source.columns(turn, state.seed))
@@ -129,7 +130,7 @@ def collect(state: State, event: Collect) -> None:
 
 def empty(state: State, buffer: str) -> None:
     """A buffer to which a loop will append."""
-    value, _, _ = buffer.rpartition("@")
+    value, _ = split(buffer)
     record = state.values[value]
     count = state.frames[record.frame].count
     if record.extent == "lengths":
@@ -164,8 +165,8 @@ def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) ->
     a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone do not tell."""
     record = state.frames[frame]
     of = origin(record, state.frames)
-    columns = next((state.store.take(b) for b in event.reads if b.rpartition("@")[0].endswith(".columns")
-                    and state.frames[state.values[b.rpartition("@")[0]].frame].prompts == of), None)
+    columns = next((state.store.take(b) for b in event.reads if split(b)[0].endswith(".columns")
+                    and state.frames[state.values[split(b)[0]].frame].prompts == of), None)
     packed = state.packed(frame, state.read(event.reads, f"{frame}.tokens"), rows)
     tokenizer = state.source(record.data).tokenizer
     ends, found, at = state.source(record.data).ends, [], 0

@@ -35,7 +35,7 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
                 bad = True
                 continue
         if key in given:
-            errors.add("RL0215", f"`{key}` is given twice", arg.span)
+            errors.add("RL0215", f"`{key}` is given twice", arg.span, help="remove one of the two")
             bad = True
         given[key] = arg.value
     if bad:
@@ -44,7 +44,8 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
     if missing:
         first = missing[0].name
         errors.add("RL0215", f"`{name}` needs `{'`, `'.join(p.name.name for p in missing)}`", expr.func.span,
-                   "an argument is missing", labels=(Label(first.span, "declared here"),))
+                   "an argument is missing", labels=(Label(first.span, "declared here"),),
+                   help=f"write `{first.name}=...`")
         return BAD
     return given
 

@@ -70,7 +70,8 @@ class Builtins:
         if name in SEQUENCES:
             return self.lower.ops.sequence(name, args, expr.span)
         if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
-            args = [self.lower.ops.sequence("len", [args[0].chosen if isinstance(args[0], Pairs) else args[0]], expr.span)]
+            rows = args[0].chosen if isinstance(args[0], Pairs) else args[0]
+            args = [self.lower.ops.sequence("len", [rows], expr.span)]
         for arg, tree in zip(args, (a for a in expr.args if a.name is None)):
             if not isinstance(arg, Term):
                 return self.errors.add("RL0203", f"`{name}` needs values, found {describe(arg)}", tree.span,

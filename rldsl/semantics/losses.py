@@ -7,29 +7,19 @@ Invariant: "loss" is affine in batch-level reductions of fresh values, so its gr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from rldsl.diag import Label
 from rldsl.plan.expr import FLOW_ONLY, Program
+from rldsl.plan.heads import LEVEL_OF, OUTPUTS, STOP, UPDATES
 from rldsl.plan.model import Frame
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
-from rldsl.semantics.levels import ANY
 from rldsl.semantics.lower import Lower
 from rldsl.semantics.scope import Scope
-from rldsl.semantics.terms import Term, const, input_, program, walk
+from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.semantics.units import WHOLE
 from rldsl.semantics.values import LossUse, describe
 from rldsl.syntax import ast
-
-# head -> its differentiable outputs (what -> level), the main one first
-OUTPUTS: dict[str, dict[str, str]] = {
-    "causal_lm": {"logprobs": "token", "entropy": "token"}, "value_model": {"values": "token"},
-    "reward_model": {"scores": "seq"},
-}
-
-STOP = "stop"  # the output of a loss's program that tells whether training ends here
-UPDATES = "updates"  # the metric of a train call that may end early: how many optimizer steps it made
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +52,9 @@ def lower_loss(use: LossUse, head: str, frames: tuple[Frame, ...], id_: str, low
     spaces_of = {f.id: f for f in frames}
     scope = Scope(use.ref.module, names=dict(data))
     for name, frame, what in fresh:
-        level = OUTPUTS[head][what]
+        level = LEVEL_OF[what]
         f = spaces_of[frame]
-        scope.names[name] = input_(name, level, lower.spaces.of(f, level), decl.span)  # type: ignore[arg-type]
+        scope.names[name] = input_(name, level, lower.spaces.of(f, level), decl.span)
     errors.trail.append(use.span)
     try:
         outputs = check_body(decl, scope, {n for n, _, _ in fresh}, lower)
@@ -135,7 +125,7 @@ def _stop(conditions: list[Term], lower: Lower) -> Term | None:
 
 def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUse,
            errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
-    has = OUTPUTS[head]
+    has = {o.what: o.level for o in OUTPUTS[head]}
     if not decl.fresh:
         return errors.add("RL0204", f"the loss `{decl.name.name}` takes no output of the model", use.span,
                           labels=(Label(decl.span, "declared here"),),
@@ -184,7 +174,7 @@ def _exact(outputs: list[tuple[str, Term]], fresh: set[str], errors: Errors) -> 
     name, loss = outputs[0]
     if state[id(loss)] == NONLINEAR:
         errors.add("RL0209", "a loss must be a sum of batch-level reductions", breaks[id(loss)].span,
-                   "this is not linear in them, so micro-batches would not add up",
+                   "this is not linear in its reductions, so micro-batches would not add up",
                    help="move the arithmetic inside the reduction, or compute constants in the flow")
     elif state[id(loss)] == PURE:
         errors.add("RL0209", "this loss does not depend on the model being trained", loss.span)
@@ -240,19 +230,3 @@ def _linear(term: Term, below: list[int], worst: int) -> int:
         case "where":
             return AFFINE if below[0] == PURE else NONLINEAR
     return NONLINEAR
-
-
-def generic(params: tuple[ast.Parameter, ...], frame: Frame, lower: Lower, scope: Scope) -> Scope:
-    """Parameters as inputs over one frame; plain ones with a default are that constant."""
-    for p in params:
-        value: Term | Bad
-        level = "batch" if p.level is None else "token" if p.level.name == ANY else lower.level(p.level)
-        if p.level is None and p.default is not None:
-            value = lower.constant(p.default, scope)
-        elif level is None:
-            value = BAD
-        else:
-            value = input_(p.name.name, level, lower.spaces.of(frame, level), p.span)
-        lower.functions.bind(p.name, const(value.value, p.span, value.unit) if isinstance(value, Term) and value.constant else
-                   cast(Term, value), scope)
-    return scope

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import cast
 
 from rldsl.plan.expr import LEVELS, Level, Scalar
+from rldsl.plan.heads import OUTPUTS
 from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.functions import Functions
 from rldsl.semantics.scope import Scope
@@ -21,12 +22,12 @@ from rldsl.semantics.modules import homes
 from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, Operators
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, Meaning, ModelRef, Module,
-                                    Pairs, PyRef, StateRef, describe)
+                                    Pairs, PyRef, Several, StateRef, describe)
 from rldsl.source import Span
 from rldsl.syntax import ast
 
-
 Calls = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
+VALUES = frozenset(o.call for outputs in OUTPUTS.values() for o in outputs)  # what a call of a model gives
 
 
 class Lower:
@@ -68,7 +69,8 @@ class Lower:
             case ast.Call():
                 return self.call(expr, scope)
             case ast.Range():
-                return self.errors.add("RL0203", "a range outside `mesh(...)`", expr.span)
+                return self.errors.add("RL0203", "a range outside `mesh(...)`", expr.span,
+                                       help="a range stands for ranks: `mesh(0:8)`")
         raise AssertionError(expr)
 
     def term(self, expr: ast.Expr, scope: Scope) -> Term | Bad:
@@ -85,7 +87,8 @@ class Lower:
         value = self.term(expr, scope)
         if isinstance(value, Term) and not value.constant:
             return self.errors.add("RL0211", "a constant is required here", expr.span,
-                                   f"this is {describe(value)}, known only at run time")
+                                   f"this is {describe(value)}, known only at run time",
+                                   help="write a number or a text, or the name of a `param`")
         return value
 
     def name(self, expr: ast.Name, scope: Scope) -> Meaning:
@@ -129,11 +132,14 @@ class Lower:
             return fields[what]
         first = owner.chosen if isinstance(owner, Pairs) else owner
         help_ = suggest(what, [*fields, *(first.numbers if isinstance(first, FrameRef) else ())])
+        if isinstance(owner, FrameRef):
+            help_ = _made_by_a_call(owner, what, expr.value.span.text) or help_
         if isinstance(first, FrameRef) and first.kind != "generated" and not help_:
             help_ = f'a column of the data is a value when it is declared: `numbers=["{what}"]`'
         if isinstance(owner, ModelRef):
             help_ = f"call it: `{owner.name}.{what}(...)`"
-        return self.errors.add("RL0112", f"{describe(owner)} has no value `{what}`", expr.name.span, help=help_)
+        has = "have" if isinstance(owner, (FrameRef, Several)) else "has"
+        return self.errors.add("RL0112", f"{describe(owner)} {has} no value `{what}`", expr.name.span, help=help_)
 
     def number(self, ref: FrameRef, column: str, span: Span) -> Term:
         """A column of data: one number for each prompt, or for each sequence of a batch with answers."""
@@ -155,8 +161,12 @@ class Lower:
                 return self.calls(owner, expr, scope)
             if isinstance(owner, Bad):
                 return BAD
-            return self.errors.add("RL0112", f"{describe(owner)} has no call `{expr.func.name.name}`",
-                                   expr.func.name.span)
+            what = expr.func.name.name
+            help_ = f"a model is called: `model.{what}({expr.func.value.span.text})`" if what in VALUES | {"generate"} \
+                and isinstance(owner, (FrameRef, Pairs)) else ""
+            has = "have" if isinstance(owner, (FrameRef, Several)) else "has"
+            return self.errors.add("RL0112", f"{describe(owner)} {has} no call `{what}`", expr.func.name.span,
+                                   help=help_)
         if not isinstance(expr.func, ast.Name):
             return self.errors.add("RL0203", "this cannot be called", expr.func.span)
         name = expr.func.name
@@ -215,3 +225,12 @@ class Lower:
             return tuple(t.value for t in items.items) if isinstance(items, Items) else BAD
         term = self.constant(expr, scope)
         return term.value if isinstance(term, Term) else BAD
+
+
+def _made_by_a_call(ref: FrameRef, what: str, name: str) -> str:
+    """Advice where `name.what` is what a call of a model gives; "" for any other word."""
+    if ref.kind == "prompts" and what in VALUES | {"finished"}:
+        return f"prompts have no responses yet: generate first, `gen = model.generate({name})`"
+    if what in VALUES:
+        return f"a model gives it: `x = model.{what}({name})`"
+    return ""

@@ -71,7 +71,8 @@ class Operators:
         return Term(op, args, level, str(space), dtype, span, unit=unit)
 
     def _narrowed(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
-        """`args` with one of a and b cut down to the selection that the other ranges over; None where neither is one."""
+        """`args` with one of a and b cut down to the selection that the other ranges over; None where neither is
+        one."""
         meeting = self.spaces.coarser(a.level, a.space, b.level)
         if self.spaces.selected(b.level, meeting, b.space):
             old, new = b, self.to_space(b, meeting)
@@ -116,7 +117,7 @@ class Operators:
         a, b = pair
         return self.errors.add(
             "RL0202", f"values of {self.spaces.shown(a)} and {self.spaces.shown(b)} cannot be combined", span,
-            "these range over different frames",
+            "these are values of different batches",
             labels=(Label(a.at, f"{a.level} value of {self.spaces.shown(a)}"),
                     Label(b.at, f"{b.level} value of {self.spaces.shown(b)}")),
             help="reduce both to a level that they share, for instance with `sum(x by seq)` or `mean(x)`")
@@ -227,8 +228,8 @@ class Operators:
         if here is None or x.level == "batch":
             return self.errors.add("RL0202", f"this {x.level} value does not range over `{ref.frame.id}`", x.at,
                                    f"it ranges over {self.spaces.shown(x)}",
-                                   help=f"`over(x, {ref.frame.id})` takes a value of what `{ref.frame.id}` was selected "
-                                   "from")
+                                   help=f"`over(x, {ref.frame.id})` takes a value of what `{ref.frame.id}` was "
+                                   "selected from")
         return here
 
     def _kind(self, name: str, wanted: str, got: Meaning, span: Span) -> Bad:

@@ -57,7 +57,8 @@ COLUMNS = ("prompt", "answer", "chosen", "rejected")
 DATA = {
     "batch": Opt("int", low=1, needed=True, unit="rows"), "max_prompt_tokens": Opt("int", 512, 1, unit="tokens"),
     "max_answer_tokens": Opt("int", 512, 1, unit="tokens"), "shuffle": Opt("bool", True),
-    "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), "numbers": Opt("texts", ()), **{c: Opt("text", c) for c in COLUMNS},
+    "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), "numbers": Opt("texts", ()),
+    **{c: Opt("text", c) for c in COLUMNS},
 }
 GENERATE = {
     "n": Opt("int", 1, 1, unit="sequences"), "max_new_tokens": Opt("int", 256, 1, unit="tokens"),
@@ -67,6 +68,7 @@ GENERATE = {
 }
 TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit="rows"), "epochs": Opt("int", 1, 1),
          "shuffle": Opt("bool", True)}
+CHECKPOINT = {"keep": Opt("int", 2, 1)}
 FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0)}
 CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256, needed=True),
            "memory_gb": Opt("float", 80.0, 0, above=True)}
@@ -92,7 +94,7 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
             bad = True
             continue
         if name in seen:
-            lower.errors.add("RL0215", f"`{name}` is given twice", ident.span)
+            lower.errors.add("RL0215", f"`{name}` is given twice", ident.span, help="remove one of the two")
         seen.add(name)
         option = table[name]
         if isinstance(expr, ast.Name) and expr.name in option.choices and scope.find(expr.name) is None:
@@ -140,21 +142,32 @@ def whole(word: str, tree: ast.Expr, lower: Lower, scope: Scope) -> int | None:
     if isinstance(value, Bad) or counts(word, "", value.unit, tree.span, lower):
         return None
     if type(value.value) is not int or value.value < 1:
-        lower.errors.add("RL0205", f"`{word}` needs a whole number of at least 1", tree.span)
+        lower.errors.add("RL0205", f"`{word}` needs a whole number of at least 1", tree.span,
+                         f"this is {shown(value.value)}")
         return None
     return value.value
+
+
+def shown(value: Value) -> str:
+    """A constant as one writes it in a program: true, "x", [0.9, 0.99]."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(shown(v) for v in value)}]"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span, lower: Lower) -> Value | Bad:
     """One value against its row: type, then range or choice."""
     typed = _typed(option.kind, value)
     if isinstance(typed, Bad):
-        return lower.errors.add("RL0205", f"`{name}` must be {SHOWN[option.kind]}", span, f"this is {value!r}")
+        return lower.errors.add("RL0205", f"`{name}` must be {SHOWN[option.kind]}", span, f"this is {shown(value)}")
     if option.choices and typed not in option.choices:
-        return lower.errors.add("RL0205", f"`{name}` cannot be {value!r}", span,
+        return lower.errors.add("RL0205", f"`{name}` cannot be {shown(value)}", span,
                                 help=f"one of: {', '.join(option.choices)}")
     if option.kind == "floats" and name == "betas" and isinstance(typed, tuple) and len(typed) != 2:
-        return lower.errors.add("RL0205", "`betas` must be two numbers", span)
+        return lower.errors.add("RL0205", "`betas` must be two numbers", span, f"this is {shown(typed)}",
+                                help="write `betas=[0.9, 0.999]`")
     for number in typed if isinstance(typed, tuple) else (typed,):
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             low = number > option.low if option.above else number >= option.low

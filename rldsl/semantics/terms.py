@@ -83,7 +83,8 @@ FOLD: dict[str, Callable[..., Scalar]] = {
     "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
     "and": lambda a, b: a and b, "or": lambda a, b: a or b, "not": lambda a: not a,
-    "exp": math.exp, "log": math.log, "expm1": math.expm1, "log1p": math.log1p, "sqrt": math.sqrt, "abs": abs, "min": min, "max": max,
+    "exp": math.exp, "log": math.log, "expm1": math.expm1, "log1p": math.log1p, "sqrt": math.sqrt, "abs": abs,
+    "min": min, "max": max,
     "sigmoid": _sigmoid, "logsigmoid": lambda a: min(a, 0.0) - math.log1p(math.exp(-abs(a))),
     "where": lambda c, a, b: a if c else b, "stop_gradient": lambda a: a,
 }

@@ -22,8 +22,8 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class FrameRef:
-    """kind: "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs". numbers: the columns of
-    data that are values, which are those of the fetched frame `base`."""
+    """kind: "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs". numbers: the columns
+    of data that are values, which are those of the fetched frame `base`."""
 
     frame: Frame
     kind: str
@@ -111,8 +111,8 @@ class Module:
     broken: set[str] = field(default_factory=set)
 
 
-Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | StateRef | Several | MeshValue | FnRef | LossRef | LossUse
-           | PyRef | Bad)
+Meaning = (Term | Items | FrameRef | Pairs | ModelRef | DataRef | StateRef | Several | MeshValue | FnRef | LossRef
+           | LossUse | PyRef | Bad)
 
 
 def describe(value: Meaning) -> str:
@@ -124,8 +124,8 @@ def describe(value: Meaning) -> str:
             return f"a {level} value"
         case Items():
             return "a list"
-        case FrameRef(frame=frame):
-            return f"the sequences `{frame.id}`"
+        case FrameRef(frame=frame, kind=kind):
+            return f"the {'prompts' if kind == 'prompts' else 'sequences'} `{frame.id}`"
         case Pairs():
             return "a batch of pairs"
         case ModelRef(name=name):

@@ -214,7 +214,16 @@ class Ema(Tree):
     period: Expr | None = None
 
 
-Statement = Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | Stop | Sync | Ema
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Tree):
+    """checkpoint every K [keep=N]"""
+
+    period: Expr
+    options: tuple[Option, ...]
+
+
+Statement = (Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | Stop | Sync | Ema
+             | Checkpoint)
 
 # ---------------------------------------------------------------------------------------- declarations
 
@@ -334,7 +343,8 @@ class Flow(Tree):
     body: tuple[Statement, ...]
 
 
-Declaration = (Use | UsePy | Param | State | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl | Place | Flow)
+Declaration = (Use | UsePy | Param | State | Cluster | MeshDecl | DataDecl | ModelDecl | FnDecl | LossDecl | Place
+               | Flow)
 
 
 @dataclass(frozen=True, slots=True)

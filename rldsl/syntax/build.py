@@ -175,6 +175,9 @@ class _Builder(Transformer):
         return ast.Ema(span=self._span(meta), target=self._ident(target), source=self._ident(source), decay=decay,
                        period=period)
 
+    def checkpoint(self, meta: Any, children: list) -> ast.Checkpoint:
+        return ast.Checkpoint(span=self._span(meta), period=children[0], options=tuple(children[1:]))
+
     def clause(self, meta: Any, children: list) -> ast.Clause:
         mesh = None if isinstance(children[0], ast.Option) else children[0]
         return ast.Clause(span=self._span(meta), mesh=mesh, options=tuple(children[mesh is not None :]))

@@ -12,7 +12,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput
 
 from rldsl.diag import Diagnostic, Fix, Label
 from rldsl.source import Span
-from rldsl.syntax.recover import visible
+from rldsl.syntax.recover import open_brackets, visible
 
 # Terminals as a reader would call them. What is not listed is a keyword and is shown as it is written.
 WORDS = {
@@ -25,6 +25,7 @@ OPERATORS = {"OR", "AND", "COMPARE", "PLUS", "SLASH", "POWER"}
 VALUE = {"NAME", "NUMBER", "STRING", "LPAR", "LSQB"}  # together: any expression
 DECLARATIONS = ("use", "param", "state", "cluster", "mesh", "data", "model", "fn", "loss", "place", "flow")
 PLACEMENT = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "offload", "backend")
+UNITS = ("prompts", "sequences", "pairs", "tokens")
 STATEMENTS = {"METRIC", "SAVE", "EVERY", "REPEAT", "RETURN"}
 
 # What other languages write -> (what to write here, whether that may be put in its place unseen).
@@ -80,7 +81,8 @@ def _two_words(span: Span, text: str) -> Diagnostic | None:
         return None
     return Diagnostic("RL0001", f"`{last[1]}` is not expected here",
                       Span(span.file, start + last.start(1), start + last.end(1)),
-                      "expected an operator or the end of the line")
+                      "expected an operator or the end of the line",
+                      help=_rlf(last[1], line[: last.start(1)].rstrip(), False))
 
 
 def unclosed_bracket(span: Span, text: str) -> Diagnostic:
@@ -147,9 +149,11 @@ def _character(span: Span, text: str) -> Diagnostic:
                           help='strings stand in double quotes: `"..."`',
                           fix=Fix(tuple((Span(span.file, i, i + 1), '"') for i in ends)) if ends else None)
     if not c.isprintable() or unicodedata.category(c) in ("Zs", "Cf"):
-        fix = Fix(((span, " " if unicodedata.category(c) == "Zs" else ""),))
+        space = unicodedata.category(c) == "Zs"
         return Diagnostic("RL0003", f"the invisible character U+{ord(c):04X} has no meaning here", span,
-                          unicodedata.name(c, "a control character").lower(), help="delete it", fix=fix)
+                          unicodedata.name(c, "a control character").lower(),
+                          help="put an ordinary space in its place" if space else "delete it",
+                          fix=Fix(((span, " " if space else ""),)))
     word, written = CHARACTERS.get(c, ("", ""))
     if word == '"':
         marks = [span.start + i for i, x in enumerate(rest) if x in "“”„‟«»"]
@@ -164,9 +168,35 @@ def _character(span: Span, text: str) -> Diagnostic:
     return Diagnostic("RL0003", f"`{c}` has no meaning here", span, "not part of the language", help=help_)
 
 
+def _rlf(token: str, line: str, inside: bool) -> str:
+    """Advice on a form of the language that stands in the wrong place. line: its line up to `token`. inside: in round
+    or square brackets."""
+    name = re.search(r"(?<![\w.])([A-Za-z_]\w*)$", line)
+    if token == "where":
+        given = name[1] if name else "gen"
+        return f"a selection is a statement of its own: `kept = {given} where ...`; then use `kept`"
+    if token in UNITS and line and (line[-1].isalnum() or line[-1] in "_)"):
+        return f"a unit follows a number: `param {name[1] if name else 'size'} = 8 {token}`"
+    ema = re.match(r"[ \t{]*ema[ \t]+(\w+)[ \t]+from[ \t]+(\w+)[ \t]*(every|[A-Za-z_]\w*)?$", line)
+    if ema and (ema[3] in (None, "every") or token == "="):
+        return f"it needs a decay: `ema {ema[1]} from {ema[2]} 0.99{' every ...' * (ema[3] == 'every')}`"
+    option = re.search(r"([A-Za-z_]\w*)[ \t]*=$", line)
+    if option and (token.strip() in ("", ")", ",", "}") or "\n" in token):
+        return f"give `{option[1]}` a value: `{option[0]}{' ' * (option[0][-2] == ' ')}...`"
+    ranks = re.search(r"\bmesh\([ \t]*(\d+)$", line)
+    if ranks and token.isdigit():
+        return f"a range of ranks is written `mesh({ranks[1]}:{token})`"
+    if token == "," and not inside and re.match(r"[ \t{]*[A-Za-z_]\w*([ \t]*,[ \t]*[A-Za-z_]\w*)*[ \t]*=(?!=)", line):
+        return "give each value a statement of its own: `name = value`"
+    return ""
+
+
 def _mend(token: str, accepted: set[str], span: Span, text: str) -> tuple[str, Fix | None]:
     """(advice, and what to do where it is sure)"""
     before = text[: span.start].rstrip(" \t")
+    inside = any(text[i] in "([" for i in open_brackets(text, span.start)[-1:])
+    if told := _rlf(token, before[before.rfind("\n") + 1 :], inside):
+        return told, None
     back = Span(span.file, span.start - 1, span.end)
     if token == "=" and text[span.start - 1 : span.start] == "=":
         return "one `=` binds a name; `==` compares", Fix(((back, "="),))

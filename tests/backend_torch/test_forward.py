@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rldsl.plan.model import Sampling
+from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
 from tests.tiny import make_model
 from tests.world import run_world

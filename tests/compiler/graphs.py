@@ -5,7 +5,8 @@ from __future__ import annotations
 from rldsl.graph import model as g
 from rldsl.placement.families import Family
 from rldsl.plan.expr import Node, Program
-from rldsl.plan.model import Frame, Optimizer, ParamSpec, Sampling, Split, Value
+from rldsl.plan.events import Sampling
+from rldsl.plan.model import Frame, Optimizer, ParamSpec, Split, Value
 from rldsl.source import SourceFile, Span
 
 FILE = SourceFile("ppo.rlf", "\n".join(f"line {i} of the program, long enough to be underlined" for i in range(60)))

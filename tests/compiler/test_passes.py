@@ -15,7 +15,8 @@ from rldsl.passes import frees, order, pipeline, reallocs, transfers
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.lower import lower
 from rldsl.placement.place import place_graph
-from rldsl.plan import model as p
+from rldsl.plan import events as p
+from rldsl.plan.model import Plan
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.project import walk
 from rldsl.preview import preview
@@ -26,15 +27,15 @@ def drafted(graph: g.Graph) -> Draft:
     return pipeline.run(place_graph(graph, "", family))
 
 
-def compiled(graph: g.Graph) -> p.Plan:
+def compiled(graph: g.Graph) -> Plan:
     return api.finish(drafted(graph)).plan
 
 
-def of(plan: p.Plan, kind: type) -> list:
+def of(plan: Plan, kind: type) -> list:
     return [e for e, _ in walk(plan.body) if isinstance(e, kind)]
 
 
-def inserted(plan: p.Plan) -> list[p.Event]:
+def inserted(plan: Plan) -> list[p.Event]:
     return [e for e, _ in walk(plan.body) if e.because]
 
 
@@ -142,7 +143,7 @@ def test_preview_fits() -> None:
 
 
 def test_size_follows_the_program_and_not_the_ranks() -> None:
-    def wide(n: int) -> p.Plan:
+    def wide(n: int) -> Plan:
         meshes = {"gen": on(1, 0, n, tp=2, pp=2), "score": on(2, 0, 8, dp=8), "actor.train": on(8, 0, n // 2, pp=2)}
         return compiled(ppo(meshes, cluster=g.Cluster(n // 8, 8, 80.0)))
     small, large = encode(wide(16)), encode(wide(256))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.end_to_end.programs import run_program
+from tests.end_to_end.programs import Metrics, run_program
 from tests.tiny import make_all
 
 PROGRAM = """
@@ -24,15 +26,41 @@ flow turns(steps=2, seed=3) {{
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_repeat_runs(ranks, tmp_path_factory, tmp_path, monkeypatch, shared={}):
-    monkeypatch.chdir(shared.setdefault("tiny", tmp_path_factory.mktemp("tiny")))
-    if not (shared["tiny"] / "models").exists():
-        make_all(shared["tiny"])
-    program = tmp_path / "turns.rlf"
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def logged(tiny: Path) -> dict[int, Metrics]:
+    """The metrics of a run on one rank, and of one on two."""
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(tiny)
+        return {ranks: run_turns(tiny, ranks) for ranks in (1, 2)}
+
+
+def run_turns(tiny: Path, ranks: int) -> Metrics:
+    program = tiny / f"turns-{ranks}.rlf"
     program.write_text(PROGRAM.format(ranks=ranks))
-    lines = run_program(program, {}, tmp_path / "run")
-    assert (tmp_path / "run/out/step-2/actor/config.json").is_file()
+    return run_program(program, {}, tiny / f"run-{ranks}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_turn_has_rows_and_samples_of_its_own(logged: dict[int, Metrics], ranks: int) -> None:
+    lines = logged[ranks]
     assert len({line["r"] for line in lines}) == len(lines) >= 2
-    shared[ranks] = [line["r"] for line in lines]
-    assert shared[ranks] == pytest.approx(shared[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_counts_steps(tiny: Path, logged: dict[int, Metrics], ranks: int) -> None:
+    saved = {p.parent.name for p in (tiny / f"run-{ranks}/out").glob("step-*/actor")}
+    assert saved == {"step-2"}
+    assert (tiny / f"run-{ranks}/out/step-2/actor/config.json").is_file()
+
+
+def test_two_ranks_log_what_one_does(logged: dict[int, Metrics]) -> None:
+    one, two = ([line["r"] for line in logged[ranks]] for ranks in (1, 2))
+    assert two == pytest.approx(one, rel=1e-4)
+    assert two != pytest.approx(one[1:] + one[:1], rel=1e-4), "the comparison can fail"

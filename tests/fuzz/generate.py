@@ -187,6 +187,8 @@ class _Text:
         if kind == 9:
             return f"save {self.listed(self.name, 1, 3)}" + (f" to {self.expr()}" if self.chance(0.3) else "")
         if kind == 10:
+            if self.chance(0.3):
+                return f"checkpoint every {self.one('2', 'a')}" + (" keep=3" if self.chance(0.5) else "")
             return f"stop when {self.expr()}"
         if kind == 11:
             return f"sync {self.name()} from {self.name()}" + self.period()
@@ -441,7 +443,7 @@ class _Sense:
             frame = self.any("frame", "gen")
             return [f"{self.fresh('frame', 'kept')} = {frame} where {condition}"]
         if kind == 13:
-            return [one(["sync ref from actor every 10", "ema ref from actor 0.99", "save actor, critic"])]
+            return [one(["sync ref from actor every 10", "ema ref from actor 0.99", "save actor, critic", "checkpoint every 10 keep=2"])]
         if kind == 14 and "state" in self.known:
             return [f"{self.any('state', 's')} = {self.value('batch')}"]
         if kind == 15 and "fn" in self.known:

@@ -198,7 +198,7 @@ async def hover(client: LanguageClient, text: str, word: str, nth: int = 1) -> s
 
 @pytest.mark.parametrize("word, nth, some", [
     ("group_norm", 2, "advantage of a sequence"), ("grpo_free", 1, "loss grpo_free("), ("reward +", 1, "seq value of gen"),
-    ("gen.logprobs", 1, "batch of 32 sequences, 4 a prompt"), ("gen    =", 1, "ranks 0-7, dp=4 pp=2"),
+    ("gen.logprobs", 1, "batch of 32 sequences, 4 a prompt"), ("gen    =", 1, "on mesh(0:8) dp=4 pp=2"),
     ("generate", 1, "completions of each prompt"), ("mean", 1, "The mean"), ("actor.gen", 1, "model actor"),
     ("double", 2, "Twice."), ("adamw", 1, "decoupled weight decay"), ("exact", 2, "Python function"),
 ])
@@ -208,6 +208,48 @@ async def test_hover(client: LanguageClient, word: str, nth: int, some: str) -> 
 
 async def test_hover_says_nothing_of_nothing(client: LanguageClient) -> None:
     assert await hover(client, PROGRAM, "größer") == ""
+
+
+NESTED = '''use std.ppo (ppo_clip)
+fn three(a: any, b: any, c = 1) -> any {{ return a }}
+fn h(x: token) -> token {{
+  y = {}
+}}
+'''
+
+
+@pytest.mark.parametrize("written, label, active", [
+    ("three(x", "three(", 0),
+    ("three(x, ", "three(", 1),
+    ("three(three(x, x), ", "three(", 1),          # the commas of an inner call are its own
+    ("three(clip(x, 0, 1), x, ", "three(", 2),
+    ("three(x, [1, 2, ", "three(", 1),             # a list is one argument
+    ("three((x + 1), ", "three(", 1),
+    ("three(x, c=", "three(", 2),                  # by its name
+    ("three(x, x, 1, 1, ", "three(", 2),           # never beyond the last
+    ("three(three(x, x), three(x", "three(", 0),   # the innermost call that is open
+    ("ppo_clip(adv=three(x, x), eps=", "ppo_clip(", 2),
+])
+async def test_signature_help_counts_the_arguments_of_its_own_call(client: LanguageClient, written: str, label: str,
+                                                                   active: int) -> None:
+    text = NESTED.format(written)
+    at = place(text, written, after=True)
+    found = await client.text_document_signature_help_async(t.SignatureHelpParams(doc(put(client, text)), at))
+    assert found is not None
+    assert (found.signatures[0].label[: len(label)], found.active_parameter) == (label, active)
+
+
+@pytest.mark.parametrize("written", ["three(x, x)", "x + 1", "(x, "])
+async def test_no_signature_outside_a_call(client: LanguageClient, written: str) -> None:
+    text = NESTED.format(written)
+    at = place(text, written, after=True)
+    assert await client.text_document_signature_help_async(t.SignatureHelpParams(doc(put(client, text)), at)) is None
+
+
+async def test_options_of_an_inner_call_are_not_those_of_the_outer_one(client: LanguageClient) -> None:
+    written = "n=max(min_new_tokens=3), "
+    found = await completions(client, PROGRAM.replace("n=4)", written, 1), written)
+    assert "min_new_tokens=" in found and "n=" not in found
 
 
 async def test_signature_help(client: LanguageClient) -> None:
@@ -224,7 +266,7 @@ async def test_inlay_hints(client: LanguageClient) -> None:
 
 async def test_code_lenses_name_places(client: LanguageClient) -> None:
     found = await client.text_document_code_lens_async(t.CodeLensParams(doc(put(client, PROGRAM))))
-    assert "actor.train: ranks 0-7, dp=4 tp=2" in [c.command.title for c in found]
+    assert "actor.train: mesh(0:8) dp=4 tp=2" in [c.command.title for c in found]
 
 
 async def test_semantic_tokens_cover_the_names(client: LanguageClient) -> None:

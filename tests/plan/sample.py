@@ -6,38 +6,10 @@ from dataclasses import replace
 
 from rldsl.plan import movement
 from rldsl.plan.expr import Node, Program
-from rldsl.plan.model import (
-    FORMAT,
-    Compute,
-    Data,
-    Every,
-    Fetch,
-    Frame,
-    Free,
-    Function,
-    Generate,
-    Group,
-    Header,
-    Infer,
-    Layout,
-    Lengths,
-    Load,
-    Log,
-    Loop,
-    Mesh,
-    Model,
-    Optimizer,
-    ParamSpec,
-    Plan,
-    Realloc,
-    Sampling,
-    Save,
-    Split,
-    Spread,
-    Train,
-    Transfer,
-    Value,
-)
+from rldsl.plan.events import (Compute, Every, Fetch, Free, Generate, Infer, Lengths, Load, Log, Loop, Realloc,
+                               Sampling, Save, Train, Transfer)
+from rldsl.plan.model import (FORMAT, Data, Frame, Function, Group, Header, Layout, Mesh, Model, Optimizer, ParamSpec,
+                              Plan, Split, Spread, Value)
 from rldsl.plan.project import rank_classes
 
 

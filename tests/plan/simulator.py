@@ -4,7 +4,8 @@ collects is there when it is first appended to, and what ends a loop is gone at 
 
 from __future__ import annotations
 
-from rldsl.plan.model import Collect, Compute, Event, Every, Free, Item, Lengths, Log, Loop, Plan, Realloc, Train, Transfer
+from rldsl.plan.events import Collect, Compute, Event, Every, Free, Item, Lengths, Log, Loop, Realloc, Train, Transfer
+from rldsl.plan.model import Plan
 
 
 def runs(plan: Plan) -> bool:

@@ -12,7 +12,8 @@ import pytest
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan import movement
-from rldsl.plan.model import Every, Event, Item, Loop, Offload, Onload, Plan, RankClass
+from rldsl.plan.events import Every, Event, Item, Loop, Offload, Onload
+from rldsl.plan.model import Plan, RankClass
 from rldsl.plan.project import class_of, events, participants, rank_classes, schedule, walk
 from rldsl.plan.show import human, show
 from rldsl.plan.verify import verify
@@ -302,7 +303,8 @@ def test_show():
 
 def test_a_hundred_thousand_entries_verify_quickly():
     """1,024 ranks in 1,024 classes (peaks differ), each with 98 events."""
-    from rldsl.plan.model import Fetch, Free, Mesh, Spread
+    from rldsl.plan.events import Fetch, Free
+    from rldsl.plan.model import Mesh, Spread
 
     p, world, count = grpo(), 1024, 49
     body: list[Item] = []

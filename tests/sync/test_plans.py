@@ -13,7 +13,8 @@ from rldsl.diag import Failure
 from rldsl.graph import picture
 from rldsl.plan import movement
 from rldsl.plan.codec import decode, encode
-from rldsl.plan.model import Event, Infer, Item, Load, Loop, Offload, Onload, Plan, Realloc, Train
+from rldsl.plan.events import Event, Infer, Item, Load, Loop, Offload, Onload, Realloc, Train
+from rldsl.plan.model import Plan
 from rldsl.plan.project import rank_classes, walk
 from rldsl.plan.show import show
 from rldsl.plan.verify import verify

@@ -12,7 +12,9 @@ from hypothesis import given, settings, strategies as st
 from rldsl import api
 from rldsl.report import render
 from rldsl.source import SourceFile
+from rldsl.syntax.errors import UNITS
 from rldsl.syntax.parse import parse_recovering
+from tests.editors.words import units
 
 ROOT = Path(__file__).parents[2]
 HEAD = 'data d = jsonl("d.jsonl", batch=4)\nmodel m = causal_lm("m") train adamw(lr=1e-3)\nmodel r = causal_lm("m")\n'
@@ -105,6 +107,37 @@ CASES = {
     "frozen_in_library_use": "use std.ppo (ppo_clip)\n" + flow(
         *GEN, "r.train(g, loss=ppo_clip(old=g.logprobs, adv=g.logprobs))"),
 }
+CASES |= {
+    # batches: what they are, and what is made of them
+    "generate_from_sequences": flow(*GEN, "h = m.generate(g)"),
+    "generate_from_a_selection": flow(*GEN, "kept = g where len(g) > 3", "h = m.generate(kept)"),
+    "generate_from_answers": 'data a = jsonl("a.jsonl", batch=4, kind="answers")\n' + flow(
+        "b = a.next()", "h = m.generate(b)"),
+    "value_of_prompts": flow("p = d.next()", "metric x = mean(p.logprobs)"),
+    "value_of_a_call": flow(*GEN, "metric x = mean(g.entropy)"),
+    "value_misspelt": flow(*GEN, "metric x = mean(g.logprob)"),
+    "call_of_a_batch": flow(*GEN, "x = g.logprobs(m)"),
+    "selection_of_a_call": flow("p = d.next()", "gen = m.generate(p) where len(gen) > 3", "metric n = mean(len(gen))"),
+    "selection_in_a_call": "use std.sft (sft)\n" + flow(*GEN, "m.train(g where len(g) > 3, loss=sft())"),
+    "selection_after_a_call": "use std.sft (sft)\n" + flow(*GEN, "m.train(g, loss=sft()) where len(g) > 3"),
+    "repeat_in_repeat_until": flow("repeat {", "repeat {", *GEN, "} until mean(len(g)) > 3 max 2",
+                                   "} until 2 > 1 max 3"),
+    "repeat_until_in_repeat": flow("repeat 3 {", "repeat {", *GEN, "} until mean(len(g)) > 3 max 2", "}"),
+    # forms of the language in the wrong place
+    "unit_after_a_name": "param bs = 8\n" + flow(*GEN).replace("batch=4", "batch=bs sequences"),
+    "ema_without_decay": flow(*GEN, "ema r from m"),
+    "ema_without_decay_every": flow(*GEN, "ema r from m every 10"),
+    "ema_with_named_decay": flow(*GEN, "ema r from m decay=0.99"),
+    "two_values_at_once": flow(*GEN, "a, b = mean(len(g)), 3"),
+    "option_without_value": flow("p = d.next()", "g = m.generate(p, n=, top_p=0.9)"),
+    # constants as a program writes them
+    "true_for_a_number": flow("p = d.next()", "g = m.generate(p, n=true)"),
+    "text_for_a_number": flow("p = d.next()", 'g = m.generate(p, n="4")'),
+    "list_for_a_condition": flow("p = d.next()", 'g = m.generate(p, greedy=["x", true])'),
+    "word_that_is_no_choice": 'model z = causal_lm("z", dtype="float16")\n' + flow(*GEN),
+    "shortest_beyond_longest": flow("p = d.next()", "g = m.generate(p, min_new_tokens=9, max_new_tokens=3)"),
+    "number_known_at_run_time": flow(*GEN, "h = m.generate(p, temperature=mean(g.logprobs))"),
+}
 SEVERAL = {"two_errors": 2}
 
 
@@ -126,6 +159,27 @@ def stable(text: str) -> str:
 
 def test_the_pages_around_the_mistakes_are_right():
     assert not api.check(flow(*GEN, "metric n = mean(len(g))"), "page.rlf")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_message_speaks_python(name):
+    """None of its constants or lists stands in a message outside the program's own text."""
+    for d in api.check(CASES[name], "page.rlf"):
+        told = " ".join((d.title, d.label, d.help, *(x.text for x in d.labels)))
+        assert not re.search(r"\b(True|False|None)\b|'\w+'|\(\)|\bframes?\b", told), told
+
+
+@pytest.mark.parametrize(("line", "advice"), [
+    ("x = f(a,,b)", "statement of its own"), ("x = mean(len(g),, 3)", "statement of its own"),
+    ("ema r from m 0.9 0.8", "decay"), ("x = g 8", "unit"), ("x = where(len(g) > 3, 1)", "selection"),
+    ("x = mean(len(g)) on mesh(0:4 8)", "mesh(0:8)"), ("x == ", "give")])
+def test_advice_that_does_not_fit_is_not_given(line, advice):
+    found = api.check(flow(*GEN, line), "page.rlf")
+    assert found and not any(advice in d.help for d in found)
+
+
+def test_units_are_those_of_the_grammar():
+    assert set(UNITS) == units()
 
 
 PROGRAMS = [p.read_text() for p in (*ROOT.glob("examples/*.rlf"), *ROOT.glob("stdlib/*.rlf"))]

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import (Collect, Compute, Event, Every, Free, Generate, Infer, Item, Lengths, Log, Loop, Select,
-                              Train, Transfer)
-from rldsl.plan.verify.tables import Tables, name, problem, split
+from rldsl.plan.events import (Collect, Compute, Event, Every, Free, Generate, Infer, Item, Lengths, Log, Loop, Select,
+                               Train, Transfer, split)
+from rldsl.plan.verify.tables import Tables, name, problem
 
 ANYONE = ""
 

@@ -2,8 +2,9 @@
 
 In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed: for each layout of
 a Load, Generate, Infer or Train the axes tp, pp and dp with a degree above 1, and "mesh" when it has several ranks; for
-Lengths, Compute and Save the mesh of the event when it has several. Transfers, reallocs and logs are point to point
-and use the group of all ranks. Groups are created at start-up, in their order, so declared means declared before use.
+Lengths, Compute, Save and Checkpoint the mesh of the event when it has several. Transfers, reallocs and logs are point
+to point and use the group of all ranks. Groups are created at start-up, in their order, so declared means declared
+before use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import Compute, Event, Generate, Group, Infer, Lengths, Load, Save, Train
+from rldsl.plan.events import Checkpoint, Compute, Event, Generate, Infer, Lengths, Load, Save, Train
+from rldsl.plan.model import Group
 from rldsl.plan.verify.tables import Tables, name, problem
 
 Key = tuple[str, str, str]  # (axis, layout, mesh); the mesh is "" where a layout is named
@@ -49,7 +51,7 @@ def _needs(t: Tables, e: Event) -> Iterator[Key]:
                     yield axis, layout.id, ""
             if len(t.ranks[layout.mesh]) > 1:
                 yield "mesh", layout.id, ""
-        case Lengths() | Compute() | Save():
+        case Lengths() | Compute() | Save() | Checkpoint():
             if len(t.event_ranks(e)) > 1:
                 yield "mesh", "", e.mesh
 

@@ -9,31 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import (
-    Collect,
-    Compute,
-    Event,
-    Fetch,
-    Free,
-    Generate,
-    Infer,
-    Layout,
-    Lengths,
-    Load,
-    Log,
-    Offload,
-    Onload,
-    Realloc,
-    Save,
-    Select,
-    Train,
-    Transfer,
-    Value,
-)
+from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
+                               Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.heads import HEAD_OF
+from rldsl.plan.model import Layout, Value
 from rldsl.plan.verify import rows
-from rldsl.plan.verify.tables import Tables, name, problem, split
+from rldsl.plan.verify.tables import Tables, name, problem
 
-HEAD = {"logprobs": "causal_lm", "entropy": "causal_lm", "values": "value_model", "scores": "reward_model"}
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
@@ -72,6 +54,8 @@ def wanted_ranks(t: Tables, e: Event) -> frozenset[int]:
             return _on(t, e.writes)
         case Free():
             return _on(t, e.buffers)
+        case Checkpoint():
+            return frozenset(range(t.plan.header.world))
         case Log():  # others of the buffers' meshes may be there too: they have nothing to do
             least = {e.to} | {t.meshes[_mesh_of(t, b)].members()[0] for _, b in e.metrics}
             most = _on(t, (b for _, b in e.metrics)) | {e.to}
@@ -120,6 +104,8 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
             yield from _compute(t, e)
         case Select() | Collect():
             yield from rows.check(t, e)
+        case Checkpoint():
+            yield from _checkpoint(t, e)
         case Log():
             if {*e.reads} != {b for _, b in e.metrics} or e.writes or not e.metrics:
                 yield problem("RL0614", f"{name(e)} must read exactly the buffers of its metrics", e)
@@ -132,6 +118,22 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
                 yield problem("RL0614", f"{name(e)} must free distinct buffers and touch no other", e)
             if models := [b for b in e.buffers if split(b)[0] in t.models]:
                 yield problem("RL0615", f"{name(e)} frees parameters ({', '.join(models)}); use offload", e)
+
+
+def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
+    """It stands at the end of a step, and reads what the next step takes over: no more, no less."""
+    steps = t.plan.body[-1] if t.plan.body else None
+    if not isinstance(steps, Loop) or not steps.body or steps.body[-1] is not e:
+        yield problem("RL0529", f"{name(e)} does not stand at the end of the step", e)
+    if e.every < 1 or e.keep < 1:
+        yield problem("RL0529", f"{name(e)} is due every {e.every} steps and keeps {e.keep}", e)
+    must = {f"{m.name}@{m.home}" for m in t.plan.models if m.home}
+    must |= {f"{s.value}@{s.spread}" for s in t.plan.states}
+    follow = {m.name for m in t.plan.models if m.sources}
+    copies = [split(b)[0] for b in e.reads if split(b)[0] in follow and split(b)[1] in t.layouts]
+    if {b for b in e.reads if split(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
+        yield problem("RL0529", f"{name(e)} must read {', '.join(sorted(must | follow)) or 'nothing'} and nothing else, "
+                      f"but reads {', '.join(e.reads) or 'nothing'}", e)
 
 
 def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
@@ -296,11 +298,11 @@ def _infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
             f"{name(e)}: {e.what} of frame {e.frame} do not fit value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
             e,
         )
-    if t.models[e.model].kind != HEAD[e.what]:
+    if t.models[e.model].kind != HEAD_OF[e.what]:
         yield problem(
-            "RL0615", f"{name(e)}: {e.what} need a {HEAD[e.what]}, but {e.model} is a {t.models[e.model].kind}", e
+            "RL0615", f"{name(e)}: {e.what} need a {HEAD_OF[e.what]}, but {e.model} is a {t.models[e.model].kind}", e
         )
-    if HEAD[e.what] == "causal_lm" and e.temperature != t.frames[e.frame].temperature:
+    if HEAD_OF[e.what] == "causal_lm" and e.temperature != t.frames[e.frame].temperature:
         yield problem(
             "RL0615",
             f"{name(e)} runs at temperature {e.temperature}, frame {e.frame} was sampled at "
@@ -316,7 +318,7 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     yield from _reads(t, e, must, _own(*e.frames), e.spread, copy)
     yield from _writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
     for _, frame, what in e.fresh:
-        if frame not in e.frames or HEAD.get(what) != t.models[e.model].kind:
+        if frame not in e.frames or HEAD_OF.get(what) != t.models[e.model].kind:
             yield problem("RL0615", f"{name(e)}: {e.model} has no fresh {what} of frame {frame}", e)
     if not e.frames or any(t.values[v].level != "batch" for _, v in e.outputs):
         yield problem("RL0615", f"{name(e)} needs a frame, and outputs at batch level", e)

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.expr import ELEMENTWISE, FLOW_ONLY, LEAVES, LEVELS, RANDOM, REDUCTIONS, SEQUENCE, Node, Program
-from rldsl.plan.model import Compute, Event, Train, Value
+from rldsl.plan.events import Compute, Event, Train
+from rldsl.plan.heads import LEVEL_OF, STOP, UPDATES
+from rldsl.plan.model import Value
 from rldsl.plan.verify.tables import Tables, name, problem
 
 # Sequence operators: levels of the arguments -> level of the result.
@@ -24,7 +26,6 @@ SHAPES = {
     "discount": (("token", "batch"), "token"),
     "len": ((), "seq"),
 }
-WHAT = {"logprobs": "token", "entropy": "token", "values": "token", "scores": "seq"}
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
@@ -137,11 +138,11 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
         yield from _fits(t, e, program, input, t.values[value])
     for node in program.nodes:
         for input, frame, what in e.fresh:
-            space = t.frames[frame].rows if WHAT.get(what) == "seq" else frame
+            space = t.frames[frame].rows if LEVEL_OF.get(what) == "seq" else frame
             if (
                 node.op == "input"
                 and node.attr("name") == input
-                and (node.level, node.space) != (WHAT.get(what), space)
+                and (node.level, node.space) != (LEVEL_OF.get(what), space)
             ):
                 yield problem(
                     "RL0617", f"{name(e)}: input {input} is {node.level} over {node.space}, not {what} of {frame}", e
@@ -154,9 +155,9 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     for output, index in outputs.items():
         if 0 <= index < len(program.nodes) and program.nodes[index].level != "batch":
             yield problem("RL0617", f"{name(e)}: output {output} of {program.id} is not at batch level", e)
-    if "stop" in outputs and not _condition(program, outputs["stop"]):
+    if STOP in outputs and not _condition(program, outputs[STOP]):
         yield problem("RL0617", f"{name(e)}: output stop of {program.id} is not a condition", e)
-    known = outputs.keys() - {"stop"} | {"grad_norm", "lr"} | ({"updates"} if "stop" in outputs else set())
+    known = outputs.keys() - {STOP} | {"grad_norm", "lr"} | ({UPDATES} if STOP in outputs else set())
     for metric, _ in e.outputs:
         if metric not in known:
             yield problem("RL0617", f"{name(e)}: program {program.id} has no metric {metric}", e)

@@ -15,7 +15,8 @@ from math import prod
 
 from rldsl.diag import Diagnostic
 from rldsl.plan import boxes, movement
-from rldsl.plan.model import Model, Realloc
+from rldsl.plan.events import Realloc
+from rldsl.plan.model import Model
 from rldsl.plan.verify.tables import Tables, name, problem
 
 Box = tuple[tuple[int, int], ...]

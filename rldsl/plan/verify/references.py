@@ -12,34 +12,10 @@ from math import prod
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.expr import LEVELS
-from rldsl.plan.model import (
-    Collect,
-    Compute,
-    Event,
-    Every,
-    Fetch,
-    Free,
-    Generate,
-    Infer,
-    Item,
-    Layout,
-    Lengths,
-    Load,
-    Log,
-    Loop,
-    Mesh,
-    Model,
-    Offload,
-    Onload,
-    ParamSpec,
-    Realloc,
-    Save,
-    Select,
-    Spread,
-    Train,
-    Transfer,
-)
-from rldsl.plan.verify.tables import Tables, name, problem, split
+from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
+                               Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Spread
+from rldsl.plan.verify.tables import Tables, name, problem
 
 LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
 

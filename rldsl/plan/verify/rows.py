@@ -1,8 +1,9 @@
 """Selections and collections: which rows a value has is a matter of its frame, and every rank knows it.
 
 In: tables with sound references, a Select or Collect. Out: diagnostics RL0614 (reads and writes), RL0615 (fields that
-contradict each other) and RL0519 (a loop does not collect what it says). Rules: a selection keeps the row numbers of the frame that it is taken from, so value and kept
-value stand in one spread; what is collected is divided alike in every turn, so that appending moves nothing.
+contradict each other) and RL0519 (a loop does not collect what it says). Rules: a selection keeps the row numbers of
+the frame that it is taken from, so value and kept value stand in one spread; what is collected is divided alike in
+every turn, so that appending moves nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import Collect, Every, Frame, Item, Loop, Select, Spread
-from rldsl.plan.verify.tables import Tables, name, problem, split
+from rldsl.plan.events import Collect, Every, Item, Loop, Select, split
+from rldsl.plan.model import Frame, Spread
+from rldsl.plan.verify.tables import Tables, name, problem
 
 
 def root(t: Tables, frame: str) -> Frame:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import Event
+from rldsl.plan.events import Event
 from rldsl.plan.verify.tables import Tables, class_ranks, name, problem, say
 
 

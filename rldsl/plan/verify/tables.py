@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Data, Event, Frame, Function, Layout, Mesh, Model, Plan, RankClass, Spread, Value
+from rldsl.plan.events import Event
+from rldsl.plan.model import Data, Frame, Function, Layout, Mesh, Model, Plan, RankClass, Spread, Value
 from rldsl.plan.project import Path, to_ranges, walk
 
 
@@ -65,12 +66,6 @@ def mesh_ranks(mesh: Mesh, world: int) -> frozenset[int]:
 
 def class_ranks(c: RankClass, world: int) -> tuple[int, ...]:
     return tuple(r for start, stop in c.ranks for r in range(max(start, 0), min(stop, world)))
-
-
-def split(buffer: str) -> tuple[str, str]:
-    """ "gen.tokens@s2" -> ("gen.tokens", "s2")."""
-    left, _, right = buffer.rpartition("@")
-    return left, right
 
 
 def name(event: Event) -> str:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.model import Event, Generate, Infer, Item, Load, Loop, Offload, Onload, Realloc, Save, Train
+from rldsl.plan.events import (Checkpoint, Event, Generate, Infer, Item, Load, Loop, Offload, Onload, Realloc, Save,
+                               Train, split)
 from rldsl.plan.verify.tables import Tables, name, problem
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
@@ -135,6 +136,8 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
             used = ((e.model, e.layout),)
         case Realloc():
             used = ((e.source or e.model, e.src), *([(e.model, e.dst)] if e.decay else []))
+        case Checkpoint():
+            used = tuple(split(b) for b in e.reads if split(b)[0] in t.models)
         case Offload() | Onload():
             copy = (e.model, e.layout)
             if (copy in s.away) != isinstance(e, Onload):
@@ -142,7 +145,6 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
             return
         case _:
             return
-    home, follows = t.models[e.model].home, bool(t.models[e.model].sources)
     for model, layout in used:
         if (model, layout) not in s.current:
             there = sorted(x for m, x in s.current if m == model) if t.models[model].sources else []
@@ -158,6 +160,7 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
         if (model, layout) in s.away:
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
     if isinstance(e, Realloc):
+        home, follows = t.models[e.model].home, bool(t.models[e.model].sources)
         if not e.source and (e.model, e.dst) in s.current:
             yield problem("RL0522", f"{name(e)} brings {e.model}@{e.dst}, which is current already", e, ranks=ranks)
         if (e.model, e.dst) in s.away:
@@ -171,10 +174,10 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
                 e,
                 ranks=ranks,
             )
-    if isinstance(e, Train) and e.layout != home:
+    if isinstance(e, Train) and e.layout != t.models[e.model].home:
         yield problem(
             "RL0524",
-            f"{name(e)} trains {e.model} under {e.layout}, but its home is {home or 'nowhere: it is frozen'}",
+            f"{name(e)} trains {e.model} under {e.layout}, but its home is {t.models[e.model].home or 'nowhere: it is frozen'}",
             e,
             ranks=ranks,
         )

@@ -1,0 +1,58 @@
+"""Without what nothing reads: values that selections and collections make for every value that could be used.
+
+In: the items, values and frames of a flow. Out: those that are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rldsl.graph import model as g
+from rldsl.plan.model import Frame, Value
+
+
+def prune(items: tuple[g.Item, ...], used: set[str]) -> tuple[g.Item, ...]:
+    """Without the values that selections and collections make and nothing reads. used: values that are logged."""
+    nodes = list(g.nodes(items))
+    chosen = [n for n in nodes if isinstance(n, g.Select | g.Collect)]
+    reads = used | {v for n in nodes if n not in chosen for v in n.reads}
+    reads |= {n.condition for n in chosen if isinstance(n, g.Select)}
+    while True:
+        more = reads | {v for n in chosen for v, w in n.values if _needed(n, w, reads)}
+        if more == reads:
+            return _pruned(items, reads)
+        reads = more
+
+
+def _needed(node: g.Select | g.Collect, made: str, reads: set[str]) -> bool:
+    """Tokens of a new selection stay: the exchange of its lengths begins at them."""
+    return made in reads or isinstance(node, g.Select) and bool(node.condition) and made.endswith(".tokens")
+
+
+def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
+    out: list[g.Item] = []
+    for item in items:
+        if isinstance(item, g.Every | g.Repeat | g.Until):
+            item = replace(item, body=_pruned(item.body, reads))
+        elif isinstance(item, g.Select | g.Collect):
+            pairs = tuple((v, w) for v, w in item.values if _needed(item, w, reads))
+            condition = (item.condition,) if isinstance(item, g.Select) and item.condition else ()
+            item = replace(item, values=pairs, reads=(*condition, *(v for v, _ in pairs)),
+                           writes=tuple(w for _, w in pairs))
+            if isinstance(item, g.Select) and not pairs:
+                continue
+        out.append(item)
+    return tuple(out)
+
+
+def tables(items: tuple[g.Item, ...], values: list[Value],
+           frames: dict[str, Frame]) -> tuple[tuple[Value, ...], tuple[Frame, ...]]:
+    """The values and frames that the items still name. A Collect alone does not keep a frame."""
+    nodes = list(g.nodes(items))
+    made = {w for n in nodes for w in (*n.reads, *n.writes)}
+    held = {v.frame for v in values if v.id in made} | {f for n in nodes if isinstance(n, g.Compute) for f in n.frames}
+    for frame in reversed(list(frames.values())):  # what a selection was taken from comes before it
+        if frame.id in held:
+            held |= {frame.of, frame.partial}
+    return (tuple(v for v in values if v.id in made or v.extent == "lengths" and v.frame in held),
+            tuple(f for f in frames.values() if f.id in held))

@@ -1,0 +1,128 @@
+"""What helps to understand a text: hover, hints, symbols; and from a name to where it is bound and used.
+
+In: a Server, and how it takes a handler. Out: nothing; its handlers answer from the newest analysis.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lsprotocol import types as t
+
+from rldsl.lsp import outline, tokens
+from rldsl.lsp.describe import hover, word
+from rldsl.lsp.hints import hints
+from rldsl.lsp.index import Symbol
+from rldsl.lsp.session import Feature, Server, uri_of
+from rldsl.plan.texts import layout_text
+
+SYMBOLS = {"fn": t.SymbolKind.Function, "loss": t.SymbolKind.Function, "flow": t.SymbolKind.Module,
+           "model": t.SymbolKind.Class, "data": t.SymbolKind.Class, "mesh": t.SymbolKind.Array,
+           "param": t.SymbolKind.Constant, "state": t.SymbolKind.Variable, "python": t.SymbolKind.Function,
+           "metric": t.SymbolKind.Event}
+
+
+def reading(server: Server, feature: Feature) -> None:
+    """Register the handlers."""
+    _showing(server, feature)
+    _finding(server, feature)
+
+
+def _showing(server: Server, feature: Feature) -> None:
+    """What helps to understand a text."""
+
+    @feature(t.TEXT_DOCUMENT_HOVER)
+    def hovering(params: t.HoverParams) -> t.Hover | None:
+        analysis, found = server.at(params)
+        if found is not None:
+            text = hover(found.symbol, analysis.facts)
+            return t.Hover(t.MarkupContent(t.MarkupKind.Markdown, text), server.range(found.span))
+        at = server.offset(analysis, params.position)
+        span = outline.word_at(analysis.source, at)
+        text = word(span.text, analysis.source.text[: span.start].rstrip().endswith("."))
+        return t.Hover(t.MarkupContent(t.MarkupKind.Markdown, text), server.range(span)) if text else None
+
+    @feature(t.TEXT_DOCUMENT_INLAY_HINT)
+    def inlay(params: t.InlayHintParams) -> list[t.InlayHint]:
+        analysis = server.analysis(params.text_document.uri)
+        lines = server.lines(analysis.source)
+        first, last = lines.offset(params.range.start.line, 0), lines.offset(params.range.end.line + 1, 0)
+        return [t.InlayHint(t.Position(*lines.position(at)), text, t.InlayHintKind.Type)
+                for at, text in hints(analysis) if first <= at <= last]
+
+    @feature(t.TEXT_DOCUMENT_CODE_LENS)
+    def lens(params: t.CodeLensParams) -> list[t.CodeLens]:
+        analysis = server.analysis(params.text_document.uri)
+        own = [c for c in analysis.facts.calls if c.span.file == analysis.source]
+        return [t.CodeLens(server.range(c.span),
+                           t.Command(f"{c.name}: {layout_text(c.place.layout, c.place.mesh)}", "")) for c in own]
+
+    @feature(t.TEXT_DOCUMENT_SEMANTIC_TOKENS_FULL, t.SemanticTokensLegend(list(tokens.TYPES), list(tokens.MODIFIERS)))
+    def semantic(params: t.SemanticTokensParams) -> t.SemanticTokens:
+        analysis = server.analysis(params.text_document.uri)
+        return t.SemanticTokens(tokens.encode(analysis.index, server.lines(analysis.source)))
+
+    @feature(t.TEXT_DOCUMENT_FOLDING_RANGE)
+    def folding(params: t.FoldingRangeParams) -> list[t.FoldingRange]:
+        analysis = server.analysis(params.text_document.uri)
+        return [t.FoldingRange(a, b, kind=t.FoldingRangeKind.Comment if comment else None)
+                for a, b, comment in outline.folds(analysis.source.text)]
+
+    @feature(t.TEXT_DOCUMENT_DOCUMENT_SYMBOL)
+    def symbols(params: t.DocumentSymbolParams) -> list[t.DocumentSymbol]:
+        def shown(node: outline.Node) -> t.DocumentSymbol:
+            kind = SYMBOLS.get(node.symbol.kind, t.SymbolKind.Variable)
+            return t.DocumentSymbol(node.symbol.name, kind, server.range(node.span), server.range(node.symbol.span),
+                                    detail=node.symbol.kind, children=[shown(c) for c in node.children])
+
+        return [shown(n) for n in outline.outline(server.analysis(params.text_document.uri).index)]
+
+
+def _finding(server: Server, feature: Feature) -> None:
+    """From a name to where it is bound and used."""
+
+    @feature(t.TEXT_DOCUMENT_DEFINITION)
+    def definition(params: t.DefinitionParams) -> t.Location | None:
+        _, found = server.at(params)
+        return server.location(found.symbol.span) if found is not None else None
+
+    @feature(t.TEXT_DOCUMENT_REFERENCES)
+    def references(params: t.ReferenceParams) -> list[t.Location]:
+        _, found = server.at(params)
+        every = server.everywhere(found.symbol) if found is not None else []
+        return [server.location(o.span) for o in every if params.context.include_declaration or not o.binds]
+
+    @feature(t.TEXT_DOCUMENT_DOCUMENT_HIGHLIGHT)
+    def highlight(params: t.DocumentHighlightParams) -> list[t.DocumentHighlight]:
+        analysis, found = server.at(params)
+        uses = analysis.index.uses(found.symbol) if found is not None else ()
+        return [t.DocumentHighlight(server.range(o.span)) for o in uses if o.span.file == analysis.source]
+
+    @feature(t.TEXT_DOCUMENT_PREPARE_RENAME)
+    def may_rename(params: t.PrepareRenameParams) -> t.Range | None:
+        _, found = server.at(params)
+        return server.range(found.span) if found is not None and _ours(found.symbol) else None
+
+    @feature(t.TEXT_DOCUMENT_RENAME, t.RenameOptions(prepare_provider=True))
+    def rename(params: t.RenameParams) -> t.WorkspaceEdit | None:
+        _, found = server.at(params)
+        if found is None or not _ours(found.symbol) or not outline.is_name(params.new_name):
+            return None
+        changes: dict[str, list[t.TextEdit]] = {}
+        for o in server.everywhere(found.symbol):
+            changes.setdefault(uri_of(o.span.file.name), []).append(t.TextEdit(server.range(o.span), params.new_name))
+        return t.WorkspaceEdit(changes)
+
+    @feature(t.WORKSPACE_SYMBOL)
+    def workspace(params: t.WorkspaceSymbolParams) -> list[t.SymbolInformation]:
+        wanted = params.query.lower()
+        return [t.SymbolInformation(server.location(s.span), s.name, SYMBOLS.get(s.kind, t.SymbolKind.Variable))
+                for i in server.indices() for s in i.symbols if not s.inside and wanted in s.name.lower()]
+
+
+def _ours(symbol: Symbol) -> bool:
+    """Names of the standard library are not ours to change; a metric is a text of the log."""
+    from importlib import resources
+
+    library = Path(str(resources.files("rldsl.stdlib"))).resolve()
+    return library not in Path(symbol.span.file.name).resolve().parents

@@ -1,0 +1,103 @@
+"""The server's state: the texts that an editor has open, what is known of them, and the protocol's places in them.
+
+In: uris and positions of an editor. Out: analyses of the newest texts, and ranges, locations and diagnostics for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lsprotocol import types as t
+from pygls import uris
+from pygls.lsp.server import LanguageServer
+
+from rldsl.diag import Diagnostic
+from rldsl.lsp.analysis import Analysis, analyse
+from rldsl.lsp.index import Index, Occurrence, Symbol
+from rldsl.lsp.library import Library, read_file
+from rldsl.lsp.text import Lines
+from rldsl.source import SourceFile, Span
+
+Feature = Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]
+
+
+class Server(LanguageServer):
+    """One for each editor. analyses: path -> (text, what is known of it)."""
+
+    def __init__(self) -> None:
+        try:
+            number = version("rldsl")
+        except PackageNotFoundError:
+            number = "0"
+        super().__init__("rlc lsp", number)
+        self.files = Library(self._text)
+        self.analyses: dict[str, Analysis] = {}
+        self.waiting: dict[str, asyncio.Task[None]] = {}
+
+    def _text(self, path: str) -> str | None:
+        """A file as the editor has it, else as it is saved."""
+        open_ = {path_of(uri): d for uri, d in self.workspace.text_documents.items()}
+        found = open_.get(str(Path(path).resolve()))
+        return found.source if found is not None else read_file(path)
+
+    def read(self, path: str) -> str:
+        text = self._text(path)
+        if text is None:
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return text
+
+    def analysis(self, uri: str) -> Analysis:
+        text, path = self.workspace.get_text_document(uri).source, path_of(uri)
+        known = self.analyses.get(path)
+        if known is None or known.source.text != text:
+            known = self.analyses[path] = analyse(path, text, self.files, self.read)
+        return known
+
+    def lines(self, source: SourceFile) -> Lines:
+        encoding = str(getattr(self.workspace.position_encoding, "value", self.workspace.position_encoding))
+        return Lines(source.text, encoding)
+
+    def range(self, span: Span) -> t.Range:
+        lines = self.lines(span.file)
+        return t.Range(t.Position(*lines.position(span.start)), t.Position(*lines.position(span.end)))
+
+    def location(self, span: Span) -> t.Location:
+        return t.Location(uri_of(span.file.name), self.range(span))
+
+    def offset(self, analysis: Analysis, position: t.Position) -> int:
+        return self.lines(analysis.source).offset(position.line, position.character)
+
+    def at(self, params: Any) -> tuple[Analysis, Occurrence | None]:
+        analysis = self.analysis(params.text_document.uri)
+        return analysis, analysis.index.at(self.offset(analysis, params.position))
+
+    def everywhere(self, symbol: Symbol) -> list[Occurrence]:
+        """All uses of a symbol, in every .rlf of the workspace that could see it."""
+        found = {(o.span.file.name, o.span.start): o for i in self.indices() for o in i.uses(symbol)}
+        return [found[key] for key in sorted(found)]
+
+    def indices(self) -> list[Index]:
+        paths = {path_of(uri) for uri in self.workspace.text_documents}
+        for folder in self.workspace.folders.values():
+            paths |= {str(p) for p in Path(path_of(folder.uri)).rglob("*.rlf") if ".venv" not in p.parts}
+        return [self.files.of(p, text) for p in sorted(paths) if (text := self._text(p)) is not None]
+
+
+def path_of(uri: str) -> str:
+    return str(Path(uris.to_fs_path(uri) or uri).resolve())
+
+
+def uri_of(path: str) -> str:
+    return uris.from_fs_path(str(Path(path).resolve())) or path
+
+
+def diagnostic(server: Server, d: Diagnostic) -> t.Diagnostic:
+    assert d.span is not None
+    text = d.title + (f": {d.label}" if d.label else "") + (f"\nhelp: {d.help}" if d.help else "")
+    related = [t.DiagnosticRelatedInformation(server.location(label.span), label.text) for label in d.labels]
+    severity = t.DiagnosticSeverity.Error if d.severity == "error" else t.DiagnosticSeverity.Warning
+    return t.Diagnostic(server.range(d.span), text, severity, d.code, source="rlc", related_information=related or None)

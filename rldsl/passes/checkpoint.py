@@ -1,0 +1,26 @@
+"""Checkpoint: the end of every step of a program that has one.
+
+In: an ordered draft with frees. Out: the same with one Checkpoint after everything else. Invariant: it reads what the
+next step takes over from this one: trained models at home, models that follow others, and states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rldsl.passes.draft import Draft, events
+from rldsl.placement.model import mesh_of
+from rldsl.plan.events import Checkpoint, Realloc, Train
+
+
+def checkpoint(draft: Draft) -> Draft:
+    asked = draft.placed.graph.checkpoint
+    if asked is None:
+        return draft
+    trained = {f"{e.model}@{e.layout}" for e in events(draft.body) if isinstance(e, Train)}
+    follow = {e.model: f"{e.model}@{e.dst}" for e in events(draft.body) if isinstance(e, Realloc) and e.source}
+    states = [f"{s.value}@{s.spread}" for s in draft.states if s.spread in draft.spreads]
+    mesh = mesh_of(range(draft.placed.world))
+    last = Checkpoint(id=0, mesh=mesh.id, reads=(*sorted(trained), *(b for _, b in sorted(follow.items())), *states),
+                      at=str(asked.span), every=asked.every, keep=asked.keep)
+    return replace(draft, body=(*draft.body, last)).with_meshes(mesh)

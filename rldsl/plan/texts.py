@@ -1,0 +1,27 @@
+"""How ranks and layouts are written for a person, the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rldsl.plan.model import Layout, Mesh
+from rldsl.plan.project import to_ranges
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """0,1,2,5 -> "0-2,5"."""
+    return ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in to_ranges(ranks))
+
+
+def degrees_text(dp: int = 1, tp: int = 1, pp: int = 1) -> str:
+    """"dp=4 pp=2"; "dp=1" when nothing is divided."""
+    return " ".join(f"{n}={d}" for n, d in (("dp", dp), ("tp", tp), ("pp", pp)) if d > 1) or "dp=1"
+
+
+def degrees_of(layout: Layout) -> str:
+    return degrees_text(layout.dp, layout.tp, layout.pp)
+
+
+def layout_text(layout: Layout, mesh: Mesh) -> str:
+    """As it is written after `on`: "mesh(0:8) dp=4 pp=2"."""
+    return f"mesh({','.join(f'{a}:{b}' for a, b in mesh.ranks)}) {degrees_of(layout)}"

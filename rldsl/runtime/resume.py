@@ -1,0 +1,143 @@
+"""Going on where a checkpoint was made, under the same layouts or others.
+
+In: a run's directory, or that of one checkpoint. Out: a `Resume`, equal on all ranks: the newest checkpoint whose files
+are all as they were written. Each rank reads the boxes that it needs, by intersection, whatever ranks wrote them.
+Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from rldsl.diag import Failure, fail
+from rldsl.plan.boxes import Box, holding, intersect, local_slice, parameters, subtract
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.runtime.backend import Shard
+from rldsl.runtime.checkpoint import FORMAT, MANIFEST, digest, found
+
+Stored = list[tuple[Box, Path, str]]  # box, file, key in it
+
+
+@dataclass(frozen=True)
+class Resume:
+    """step: the last one that the checkpoint contains. states, data, models: as in its manifest."""
+
+    path: Path
+    step: int
+    states: Mapping[str, float]
+    data: Mapping[str, int]
+    models: Mapping[str, Mapping[str, int]]
+    stored: Mapping[str, Stored] = field(repr=False)
+
+    def has(self, model: str) -> bool:
+        return any(key.startswith(f"{model}|") for key in self.stored)
+
+    @torch.no_grad()
+    def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:
+        """The parameters of a shard and, at home, its optimizer."""
+        parts = {"param": shard.tensors(), **(shard.moments() if model.home == layout.id else {})}
+        with ExitStack() as stack:
+            open_files: dict[Path, Any] = {}
+            for parameter in parameters(model):
+                dim = parameter.spec.split.dim if parameter.spec.split else 0
+                for piece in holding(parameter, model.layers, layout, mesh, rank):
+                    for part, tensors in parts.items():
+                        target = tensors[parameter.name][local_slice(piece, piece.box, dim)]
+                        name = f"{model.name}|{part}|{parameter.name}"
+                        for common, (box, file, key) in self._cover(name, piece.box):
+                            if file not in open_files:
+                                open_files[file] = stack.enter_context(safe_open(file, framework="pt"))
+                            value = open_files[file].get_slice(key)[_inside(common, box)]
+                            target[_inside(common, piece.box)].copy_(value)
+        if model.home == layout.id:
+            shard.resume(self.models[model.name])
+
+    def _cover(self, name: str, box: Box) -> list[tuple[Box, tuple[Box, Path, str]]]:
+        """Boxes that make up `box`, each with a stored one that contains it."""
+        found: list[tuple[Box, tuple[Box, Path, str]]] = []
+        lacking = [box]
+        for entry in self.stored.get(name, ()):
+            found += [(part, entry) for b in lacking if (part := intersect(b, entry[0])) is not None]
+            lacking = [rest for b in lacking for rest in subtract(b, entry[0])]
+        if lacking:
+            raise fail("RL0762", f"the checkpoint does not hold all of {name.replace('|', ' ')}", place=str(self.path),
+                       help="it belongs to a model of another shape; start a new run")
+        return found
+
+
+def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resume:
+    """asked: a checkpoint, or a run's directory, of which the newest good one counts. header: what the plan says of its
+    program (`facts`). All ranks call it together."""
+    whole = (asked / MANIFEST).is_file()
+    candidates = [asked] if whole else list(reversed(found(asked)))
+    if not candidates:
+        raise fail("RL0760", "there is no checkpoint to resume from", place=str(asked),
+                   help="`checkpoint every K` in the flow writes them; without `--resume` the run starts anew")
+    notes: list[str] = []
+    for path in candidates:
+        problem = _damage(path)
+        failed = torch.tensor(float(bool(problem)), device=device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if not failed.item():
+            return _read(path, header)
+        if problem:
+            notes.append(f"{path}: {problem}")
+            print(f"warning: the checkpoint {path} is damaged ({problem})"
+                  + ("" if whole else "; the one before it is taken"), file=sys.stderr, flush=True)
+    if not notes:
+        raise Failure([])  # another rank has the words
+    raise fail("RL0761", "no checkpoint is whole", place=str(asked), notes=tuple(notes),
+               help="copy one from a backup, or start anew without `--resume`")
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with this rank's share of the files; "" if nothing."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            return f"format {manifest['format']}, expected {FORMAT}"
+        mine = list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]
+        for name, said in mine:
+            file = path / Path(name).name
+            if not file.is_file() or file.stat().st_size != said["bytes"] or digest(file) != said["sha256"]:
+                return f"{name} is not as it was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    return ""
+
+
+def _read(path: Path, header: Mapping[str, Any]) -> Resume:
+    manifest = json.loads((path / MANIFEST).read_text())
+    stored: dict[str, Stored] = defaultdict(list)
+    for name in manifest["files"]:
+        file = path / Path(name).name
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():
+                owner, _, box = key.rpartition("|")
+                stored[owner].append((_box(box), file, key))
+    if dist.get_rank() == 0:
+        for what in header:
+            if manifest.get(what) != json.loads(json.dumps(header[what])):
+                print(f"note: the {what} of the program changed since this checkpoint was made", file=sys.stderr,
+                      flush=True)
+    return Resume(path, int(manifest["step"]), manifest["states"], manifest["data"], manifest["models"], stored)
+
+
+def _box(text: str) -> Box:
+    return tuple((int(a), int(b)) for a, _, b in (part.partition(":") for part in text.split(",")))
+
+
+def _inside(common: Box, box: Box) -> tuple[slice, ...]:
+    """Where a part of `box` lies in it."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box))
