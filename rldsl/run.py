@@ -116,12 +116,15 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> N
         _meet("nccl" if device.type == "cuda" else "gloo", rank, timedelta(seconds=arguments.timeout))
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
         _stop(failure, say=True)
-    watch = Watch(dist.distributed_c10d._get_default_store(), rank, world)
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    # what ranks left in the store before torchrun started them again is not for these
+    store = dist.PrefixStore(f"start {start}", dist.distributed_c10d._get_default_store())
+    watch = Watch(store, rank, world)
     out = arguments.out or Path("runs") / Path(arguments.plan).stem
     try:
         execute(data, arguments.plan, out, device, arguments.trace, watch,
                 (arguments.resume or out) if arguments.resume is not None else None,
-                int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)
+                start)
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:

@@ -69,13 +69,14 @@ def facts(plan: Plan) -> dict[str, Any]:
     return {"sources": dict(header.sources), "params": dict(header.params), "seed": header.seed}
 
 
-def begin(state: State, plan: str, watch: Any = None) -> None:
-    """Before the first step: every rank gets its writer. watch: knows whether this rank was asked to stop."""
+def begin(state: State, plan: str, start: int = 0, watch: Any = None) -> None:
+    """Before the first step: every rank gets its writer. start: how often the run was started before. watch: knows whether this rank was asked to stop."""
     store = dist.distributed_c10d._get_default_store()
     store = store.clone() if hasattr(store, "clone") else store  # a thread of its own uses it
+    store = dist.PrefixStore(f"{_KEY} {start}", store)
     if state.world.rank == 0:
-        store.set(f"{_KEY}/token", token_hex(4))
-    token = store.get(f"{_KEY}/token").decode()
+        store.set("token", token_hex(4))
+    token = store.get("token").decode()
     state.writer = Writer(state.out, plan, facts(state.plan), store, state.world.rank, dist.get_world_size(), token)
     if watch is not None:
         watch.waits, state.stop_asked = True, lambda: watch.asked
@@ -169,7 +170,7 @@ class Writer:
             self.problem = str(getattr(error, "strerror", None) or error)
             report = {"problem": self.problem}
         try:
-            self.store.set(f"{_KEY}/{step}/{self.rank}", json.dumps(report))
+            self.store.set(f"{step}/{self.rank}", json.dumps(report))
             if self.rank == 0:
                 self._commit(step, keep, partial, final)
         except Exception as error:
@@ -187,8 +188,8 @@ class Writer:
     def _commit(self, step: int, keep: int, partial: Path, final: Path) -> None:
         reports = []
         for rank in range(self.world):
-            reports.append(json.loads(self.store.get(f"{_KEY}/{step}/{rank}")))
-            self.store.delete_key(f"{_KEY}/{step}/{rank}")
+            reports.append(json.loads(self.store.get(f"{step}/{rank}")))
+            self.store.delete_key(f"{step}/{rank}")
         if any("problem" in r for r in reports):
             shutil.rmtree(partial, ignore_errors=True)
             return

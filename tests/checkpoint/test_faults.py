@@ -21,7 +21,7 @@ from tests.tiny import make_all
 from tests.world import _enter, context
 
 HERE = Path(__file__).parent
-KILLS = 30
+KILLS, STEPS = 30, 80
 PLACE = """cluster nodes=1 gpus=2
 place actor.* on mesh(0:2) tp=2
 place slow.* on mesh(0:2) dp=2
@@ -39,49 +39,50 @@ def plan(tiny: Path, folder: Path, **sets: object) -> bytes:
     return compile_program(HERE / "small.rlf", given, PLACE, folder)
 
 
-def attempt(data: bytes, out: Path, seconds: float | None, victim: int) -> bool:
-    """One start of two ranks, of which `victim` is killed after a while; whether it was. The other one then loses
-    contact, and is ended as torchrun does."""
+def attempt(data: bytes, out: Path, steps: int, moment: float) -> None:
+    """One start of two ranks. Once it has written `steps` more checkpoints, and `moment` seconds later, one of them is
+    killed; the other then loses contact, and is ended as torchrun does. Or, with `steps` below 0, the run goes to its end."""
     ctx = context()
     with tempfile.TemporaryDirectory() as place:
         ours, theirs = ctx.Pipe(duplex=False)
-        arguments = (data, str(out), None, 0, True, os.getcwd())
+        arguments = (data, str(out), None, 0, 1, os.getcwd())
         ranks = [ctx.Process(target=_enter, args=(r, 2, f"{place}/store", theirs, _rank, arguments), daemon=True)
                  for r in range(2)]
+        before = newest(out)
         for process in ranks:
             process.start()
-        ranks[victim].join(seconds)
-        killed = ranks[victim].is_alive()
-        if killed:
-            os.kill(ranks[victim].pid, signal.SIGKILL)
-            ranks[1 - victim].join(1.0)
+        if steps >= 0:
+            victim = ranks[int(moment * 1000) % 2]
+            while victim.is_alive() and newest(out) < before + steps:
+                time.sleep(0.005)
+            victim.join(moment)
+            assert victim.is_alive(), "a rank ended by itself"
+            os.kill(victim.pid, signal.SIGKILL)
+            ranks[ranks[0] is victim].join(0.2)
         for process in ranks:
-            if killed:
+            if steps >= 0:
                 process.kill()
             process.join(60)
         ours.close()
-    return killed
+
+
+def newest(out: Path) -> int:
+    return max((int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")), default=0)
 
 
 def test_ranks_killed_thirty_times(tiny: Path, tmp_path: Path) -> None:
-    """The moments are random; that the run also gets on shows in the steps, and that kills hit every phase in the
-    directories that were left without a name."""
-    data = plan(tiny, tmp_path, steps=40)
+    """At random moments: of the start, of a step, of the writing of a checkpoint."""
+    data = plan(tiny, tmp_path, steps=STEPS)
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert set(run(data, whole)) == {""}
     draw = random.Random(5)
-    begun = time.monotonic()
-    assert not attempt(data, tmp_path / "timing", None, 0)
-    alone = time.monotonic() - begun
-    kills = 0
-    while kills < KILLS:  # mostly early, so that the run is not over before thirty of them
-        kills += attempt(data, out, draw.uniform(0.05, 0.45) * alone, draw.randrange(2))
-        if (out / "checkpoints/step-000040").exists():
-            break
-    assert kills >= KILLS, "the run was over too soon for this test"
-    assert not attempt(data, out, None, 0)
+    for _ in range(KILLS):
+        attempt(data, out, draw.choice([0, 0, 1]), draw.uniform(0, 0.5))
+    assert 10 < newest(out) < STEPS, "the run neither stood still nor was it over"
+    attempt(data, out, -1, 0)
     assert lines(out) == lines(whole)
-    mine, theirs = held(out / "checkpoints/step-000040"), held(whole / "checkpoints/step-000040")
+    name = f"checkpoints/step-{STEPS:06d}"
+    mine, theirs = held(out / name), held(whole / name)
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in theirs)
 
 
@@ -118,7 +119,7 @@ def test_sigterm_saves_and_ends_well(tiny: Path, tmp_path: Path) -> None:
 
 def test_torchrun_restarts_by_itself(tiny: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    data = plan(tiny, tmp_path, steps=60)
+    data = plan(tiny, tmp_path, steps=20)
     assert set(run(data, whole)) == {""}
     process = launched(data, tmp_path, "--max-restarts", "2")
     until_step(tmp_path, 3)
@@ -127,4 +128,4 @@ def test_torchrun_restarts_by_itself(tiny: Path, tmp_path: Path) -> None:
     _, text = process.communicate(timeout=120)
     assert process.returncode == 0, text
     assert lines(tmp_path / "out") == lines(whole)
-    assert json.loads((tmp_path / "out/summary.json").read_text())["steps"] == 60
+    assert json.loads((tmp_path / "out/summary.json").read_text())["steps"] == 20
