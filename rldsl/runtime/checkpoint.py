@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.plan.boxes import Box, local_slice, parameters, shares
+from rldsl.plan.boxes import Box, Parameter, Piece, local_slice, parameters, shares
 from rldsl.plan.events import Checkpoint, split
-from rldsl.plan.model import Plan
+from rldsl.plan.model import Layout, Mesh, Model, Plan
 from rldsl.plan.project import events
 from rldsl.runtime.log import end_step
 from rldsl.runtime.state import State
@@ -112,15 +112,22 @@ def _tensors(state: State, event: Checkpoint) -> dict[str, torch.Tensor]:
             continue
         shard = state.settled(name, layout)
         parts = {"param": shard.tensors(), **(shard.moments() if model.home == layout else {})}
-        for i, parameter in enumerate(parameters(model)):
-            held = [s for s in shares(parameter, model.layers, where, mesh) if s.ranks[i % len(s.ranks)] == rank]
+        if (name, layout) not in state.writer.mine:
+            state.writer.mine[name, layout] = mine(model, where, mesh, rank)
+        for parameter, piece in state.writer.mine[name, layout]:
             dim = parameter.spec.split.dim if parameter.spec.split else 0
-            for piece in (p for s in held for p in s.pieces):
-                for part, tensors in parts.items():
-                    view = tensors[parameter.name][local_slice(piece, piece.box, dim)]
-                    key = f"{name}|{part}|{parameter.name}|{box_text(piece.box)}"
-                    found[key] = view.detach().to("cpu", copy=True).contiguous()
+            for part, tensors in parts.items():
+                view = tensors[parameter.name][local_slice(piece, piece.box, dim)]
+                key = f"{name}|{part}|{parameter.name}|{box_text(piece.box)}"
+                found[key] = view.detach().to("cpu", copy=True).contiguous()
     return found
+
+
+def mine(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
+    """The pieces that a rank writes: of those who hold the same, each writes every so many parameters."""
+    return tuple((parameter, piece) for i, parameter in enumerate(parameters(model))
+                 for share in shares(parameter, model.layers, layout, mesh)
+                 if share.ranks[i % len(share.ranks)] == rank for piece in share.pieces)
 
 
 def _facts(state: State, event: Checkpoint) -> dict[str, Any]:
@@ -141,6 +148,7 @@ class Writer:
         self.out, self.plan, self.header, self.store = out, plan, header, store
         self.rank, self.world, self.token = rank, world, token
         self.problem: str | None = None
+        self.mine: dict[tuple[str, str], tuple[tuple[Parameter, Piece], ...]] = {}  # model, layout -> what it writes of it
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:

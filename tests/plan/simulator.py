@@ -4,7 +4,8 @@ collects is there when it is first appended to, and what ends a loop is gone at 
 
 from __future__ import annotations
 
-from rldsl.plan.events import Collect, Compute, Event, Every, Free, Item, Lengths, Log, Loop, Realloc, Train, Transfer
+from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Every, Free, Item, Lengths, Log, Loop, Realloc,
+                               Train, Transfer)
 from rldsl.plan.model import Plan
 
 
@@ -93,7 +94,7 @@ def happens(e: Event, mesh, home, held, version, plan: Plan, special) -> bool:
         where = mesh[home[b.rpartition("@")[2]]]
         if isinstance(e, Log):
             needing = {min(where)}
-        elif isinstance(e, Transfer | Realloc | Lengths):
+        elif isinstance(e, Transfer | Realloc | Lengths | Checkpoint):
             needing = where
         elif isinstance(e, Collect):
             needing = where & here
