@@ -86,9 +86,13 @@ def _meet(backend: str, rank: int, timeout: timedelta) -> None:
     """Join the other ranks where torchrun says; without torchrun, a world of one. RL0704: they cannot be reached."""
     import torch.distributed as dist
 
+    from rldsl.runtime.meet import prefix
+
     try:
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            found, _, world = next(dist.rendezvous("env://", timeout=timeout))
+            start = dist.PrefixStore(prefix(dist.PrefixStore("rldsl", found), rank, world, timeout), found)
+            dist.init_process_group(backend, store=start, rank=rank, world_size=world, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     except (RuntimeError, ValueError, OSError) as error:  # the library's own errors are RuntimeErrors
@@ -116,15 +120,12 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> N
         _meet("nccl" if device.type == "cuda" else "gloo", rank, timedelta(seconds=arguments.timeout))
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
         _stop(failure, say=True)
-    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    # what ranks left in the store before torchrun started them again is not for these
-    store = dist.PrefixStore(f"start {start}", dist.distributed_c10d._get_default_store())
-    watch = Watch(store, rank, world)
+    watch = Watch(dist.distributed_c10d._get_default_store(), rank, world)
     out = arguments.out or Path("runs") / Path(arguments.plan).stem
     try:
         execute(data, arguments.plan, out, device, arguments.trace, watch,
                 (arguments.resume or out) if arguments.resume is not None else None,
-                start)
+                int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:

@@ -69,11 +69,11 @@ def facts(plan: Plan) -> dict[str, Any]:
     return {"sources": dict(header.sources), "params": dict(header.params), "seed": header.seed}
 
 
-def begin(state: State, plan: str, start: int = 0, watch: Any = None) -> None:
-    """Before the first step: every rank gets its writer. start: how often the run was started before. watch: knows whether this rank was asked to stop."""
+def begin(state: State, plan: str, watch: Any = None) -> None:
+    """Before the first step: every rank gets its writer. watch: knows whether this rank was asked to stop."""
     store = dist.distributed_c10d._get_default_store()
     store = store.clone() if hasattr(store, "clone") else store  # a thread of its own uses it
-    store = dist.PrefixStore(f"{_KEY} {start}", store)
+    store = dist.PrefixStore(_KEY, store)
     if state.world.rank == 0:
         store.set("token", token_hex(4))
     token = store.get("token").decode()

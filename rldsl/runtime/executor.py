@@ -44,10 +44,10 @@ HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
 
 def execute(data: bytes, name: str, out: str | Path, device: torch.device = torch.device("cpu"),
             trace: str | None = None, watch: Watch | None = None, resume: str | Path | None = None,
-            start: int = 0) -> None:
+            again: bool = False) -> None:
     """Run a plan as rank dist.get_rank(). name: of the plan file, for messages. trace: file for the timeline. resume: a
-    checkpoint, or the directory of a run, to go on from. start: how often torchrun has started this run before; then a
-    checkpoint of it is taken where there is one.
+    checkpoint, or the directory of a run, to go on from. again: torchrun has started this run before, so a checkpoint of
+    it is taken where there is one.
 
     Everything that can be checked is checked before the first step: the plan, the data, the functions."""
     plan = decode(data, name)
@@ -56,8 +56,8 @@ def execute(data: bytes, name: str, out: str | Path, device: torch.device = torc
     state = State(plan, join(plan, dist.get_rank(), device), _writable(out))
     own = schedule(plan.body, plan.meshes, state.world.rank)
     if any(isinstance(e, Checkpoint) for e in _events(own)):
-        begin(state, plan_id(data), start, watch)
-    state.resume = _resumed(state, resume, start > 0)
+        begin(state, plan_id(data), watch)
+    state.resume = _resumed(state, resume, again)
     for kept in plan.states:
         if state.holds(f"{kept.value}@{kept.spread}"):
             at = torch.zeros(1, dtype=torch.int64, device=device)

@@ -39,21 +39,21 @@ class Asker:
         return self.seen >= self.after
 
 
-def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0, start: int = 0) -> list[str]:
+def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0, again: bool = False) -> list[str]:
     """The codes of the messages of each rank, "" where all went well. stop_after: steps after which rank 1 (or 0, of one)
     is asked to stop."""
     world = json.loads(plan.splitlines()[0])["world"]
-    return run_world(world, _rank, plan, str(out), str(resume) if resume else None, stop_after, start, os.getcwd())
+    return run_world(world, _rank, plan, str(out), str(resume) if resume else None, stop_after, again, os.getcwd())
 
 
-def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int, start: int, cwd: str) -> str:
+def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int, again: bool, cwd: str) -> str:
     from rldsl.runtime.executor import execute
 
     os.chdir(cwd)
     last = int(os.environ["WORLD_SIZE"]) - 1
     watch: Any = Asker(stop_after) if stop_after and rank == last else None
     try:
-        execute(plan, "test.plan", out, watch=watch, resume=resume, start=start)
+        execute(plan, "test.plan", out, watch=watch, resume=resume, again=again)
     except Failure as failure:
         return " ".join(d.code for d in failure.diagnostics) or "another rank"
     return ""

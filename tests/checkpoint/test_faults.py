@@ -45,7 +45,7 @@ def attempt(data: bytes, out: Path, steps: int, moment: float) -> None:
     ctx = context()
     with tempfile.TemporaryDirectory() as place:
         ours, theirs = ctx.Pipe(duplex=False)
-        arguments = (data, str(out), None, 0, 1, os.getcwd())
+        arguments = (data, str(out), None, 0, True, os.getcwd())
         ranks = [ctx.Process(target=_enter, args=(r, 2, f"{place}/store", theirs, _rank, arguments), daemon=True)
                  for r in range(2)]
         before = newest(out)

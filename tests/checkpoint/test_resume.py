@@ -90,7 +90,7 @@ def test_lines_after_the_checkpoint_are_not_doubled(tiny: Path, tmp_path: Path, 
     made = plan(tiny, tmp_path / "plan", TWO, every_k=4)
     assert set(run(made, tmp_path)) == {""}
     assert steps(tmp_path) == ["step-000004"] and len(lines(tmp_path)) == 6
-    assert set(run(made, tmp_path, start=1)) == {""}
+    assert set(run(made, tmp_path, again=True)) == {""}
     assert lines(tmp_path) == lines(whole)
 
 

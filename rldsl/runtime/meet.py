@@ -1,0 +1,53 @@
+"""The ranks of one start find each other in a store that may hold what ranks of earlier starts left there.
+
+torchrun starts ranks again in the store of the start before, and its counts of restarts differ between machines. So
+each rank comes with a word of its own, rank 0 proposes the words that it sees, and when every rank has found its own word in
+the same proposal, these are the ranks of this start: the proposal's digest is the prefix of all that follows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from hashlib import sha256
+from secrets import token_hex
+from typing import Any
+
+PAUSE = 0.02  # seconds between two looks
+
+
+def prefix(store: Any, rank: int, world: int, timeout: timedelta) -> str:
+    """The same on all ranks of this start, and on no others. TimeoutError: one of them did not come."""
+    mine, end = token_hex(8), time.monotonic() + timeout.total_seconds()
+    store.set(_word(rank), mine)
+    while time.monotonic() < end:
+        if rank == 0:
+            _propose(store, world)
+        words = _get(store, ["proposal"])
+        if words is not None:
+            found = words[0].split(",")
+            name = sha256(words[0].encode()).hexdigest()[:16]
+            if len(found) == world and found[rank] == mine:
+                store.set(f"{name}/{rank}", "here")
+                if _get(store, [f"{name}/{r}" for r in range(world)] if rank == 0 else [f"{name}/go"]) is not None:
+                    if rank == 0:
+                        store.set(f"{name}/go", "go")
+                    return name
+        time.sleep(PAUSE)
+    raise TimeoutError(f"not all of {world} ranks came within {timeout.total_seconds():g} s")
+
+
+def _propose(store: Any, world: int) -> None:
+    words = _get(store, [_word(r) for r in range(world)])
+    if words is not None and _get(store, ["proposal"]) != [",".join(words)]:
+        store.set("proposal", ",".join(words))
+
+
+def _word(rank: int) -> str:
+    return f"word/{rank}"
+
+
+def _get(store: Any, keys: Sequence[str]) -> list[str] | None:
+    """Their values; None while one is missing. `get` alone would wait."""
+    return [v.decode() for v in store.multi_get(list(keys))] if store.check(list(keys)) else None

@@ -1,0 +1,63 @@
+"""Ranks of one start find each other, whatever ranks of earlier starts left in the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from rldsl.runtime.meet import prefix
+
+LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
+
+
+def meet(store: dist.Store, ranks: dict[int, float], world: int, timeout: timedelta = LONG) -> dict[int, object]:
+    """Each rank after so many seconds, in a thread of its own: its prefix, or its error."""
+    found: dict[int, object] = {}
+
+    def one(rank: int, after: float) -> None:
+        time.sleep(after)
+        try:
+            found[rank] = prefix(store, rank, world, timeout)
+        except TimeoutError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=x) for x in ranks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("late", [None, 0, 1, 2])
+def test_starts_one_after_the_other_have_prefixes_of_their_own(late: int | None) -> None:
+    store = dist.HashStore()
+    seen = set()
+    for _ in range(3):
+        found = meet(store, {rank: 0.1 * (rank == late) for rank in range(3)}, 3)
+        assert len(set(found.values())) == 1
+        seen |= set(found.values())
+    assert len(seen) == 3 and all(isinstance(x, str) for x in seen)
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_rank_that_died_on_its_way_and_came_again(dead: int) -> None:
+    """Of a start that never met, words are left; the next start must not take them for its own."""
+    store = dist.HashStore()
+    assert meet(store, {0: 0, 1: 0, 2: 0}, 3)
+    assert all(isinstance(x, TimeoutError) for x in meet(store, {r: 0 for r in range(3) if r != dead}, 3, SHORT).values())
+    found = meet(store, {dead: 0, **{r: 0.05 for r in range(3) if r != dead}}, 3)
+    assert len(set(found.values())) == 1 and isinstance(found[0], str)
+
+
+def test_one_rank_meets_itself() -> None:
+    assert isinstance(prefix(dist.HashStore(), 0, 1, LONG), str)
+
+
+def test_who_never_comes_is_waited_for_no_longer_than_asked() -> None:
+    with pytest.raises(TimeoutError, match="2 ranks"):
+        prefix(dist.HashStore(), 0, 2, SHORT)
