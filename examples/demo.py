@@ -49,7 +49,8 @@ def rlc(program: str, out: Path, **sets: object) -> None:
     """Compile and run one program; stop the demo when it fails."""
     options = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     print(f"\n$ rlc run {PROGRAMS.name}/{program} {' '.join(options)} --out {out}", flush=True)
-    command = [sys.executable, "-m", "rldsl.cli", "run", str(PROGRAMS / program), *options, "--out", str(out)]
+    command = [sys.executable, "-m", "rldsl.cli", "run", str(PROGRAMS / program), *options, "--out", str(out),
+               "--overwrite"]
     code = subprocess.run(command).returncode
     if code:
         sys.exit(code)

@@ -104,8 +104,8 @@ def make_all(root: str | Path, **overrides: Any) -> Path:
     for seed, name in enumerate(("sft", "base", "teacher")):
         make_model(root / "models" / name, seed=seed, **overrides)
     make_model(root / "models/rm", head="reward_model", seed=1, **overrides)
-    for name, rows in (("prompts", make_sums(256)), ("answers", make_sums(256)), ("pairs", make_pairs(256)),
-                       ("rated_pairs", make_rated(256)), ("labelled", make_labelled(256))):
+    for name, rows in (("prompts", make_sums(256)), ("heldout", make_sums(32, seed=1)), ("answers", make_sums(256)),
+                       ("pairs", make_pairs(256)), ("rated_pairs", make_rated(256)), ("labelled", make_labelled(256))):
         write_jsonl(root / "data" / f"{name}.jsonl", rows)
     return root
 

@@ -255,12 +255,17 @@ def explain(settings: Settings, code: str | None) -> None:
 @click.argument("plan")
 @click.option("--rank", type=int, help="Only what this rank does.")
 @click.option("--event", type=int, help="One event in full.")
-def show(settings: Settings, plan: str, rank: int | None, event: int | None) -> None:
+@click.option("--paths", "touched", is_flag=True, help="Only what a run reads, which Python it runs, where it writes.")
+def show(settings: Settings, plan: str, rank: int | None, event: int | None, touched: bool) -> None:
     """Print PLAN as text."""
     from rldsl import api
+    from rldsl.plan import paths
     from rldsl.plan.show import show as text
 
-    _say(text(api.read_plan(plan), rank, event))
+    if touched and (rank, event) != (None, None):
+        raise Usage("--paths is of the whole plan: leave --rank and --event out")
+    found = api.read_plan(plan)
+    _say(paths.text(paths.paths(found)) if touched else text(found, rank, event))
 
 
 @_command
@@ -297,12 +302,55 @@ def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in OUT.")
 @click.option("--trace", metavar="FILE", help="Write the recorded timeline to this file (Chrome trace JSON).")
 @click.option("--nproc", type=click.IntRange(1), help="Processes to start; must be what the plan needs.")
+@click.option("--reward-workers", type=click.IntRange(0), metavar="N", help="Processes in which each rank calls Python "
+              "functions; 0: in its own, without a limit.")
+@click.option("--reward-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="That a Python function "
+              "may take for one row (default: 60).")
+@click.option("--allow-write", multiple=True, metavar="DIR", help="Let the program save models there too, outside --out and "
+              "the working directory.")
+@click.option("--overwrite", is_flag=True, help="Remove the run that OUT holds.")
+@click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too, under OUT/tensorboard.")
+@click.option("--wandb", is_flag=False, flag_value="online", type=click.Choice(["offline", "online"]),
+              help="Write the metrics for Weights & Biases too (without a value: online).")
+@click.option("--log-samples", type=click.IntRange(0), default=0, metavar="N", help="Write so many sampled sequences "
+              "of each step as text, under OUT/samples.")
+@click.option("--plain", is_flag=True, help="Show a line for each step, even on a terminal.")
 def run(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...], out: str,
-        resume: bool, trace: str | None, nproc: int | None) -> int:
+        resume: bool, trace: str | None, nproc: int | None, reward_workers: int | None, reward_timeout: float | None,
+        allow_write: tuple[str, ...], overwrite: bool, tensorboard: bool, wandb: str | None, log_samples: int,
+        plain: bool) -> int:
     """Compile FILE (or take a plan) and run it on this machine, one process for each rank."""
     from rldsl.commands.run import run
 
-    return run(file, sets, place, overrides, out, trace, nproc, resume)
+    numbers = {"--reward-workers": reward_workers, "--reward-timeout": reward_timeout, "--wandb": wandb,
+               "--log-samples": log_samples or None}
+    flags = {"--tensorboard": tensorboard, "--plain": plain}
+    return run(file, sets, place, overrides, out, trace, nproc, resume, overwrite,
+               [*(f"{option}={value}" for option, value in numbers.items() if value is not None),
+                *(option for option, given in flags.items() if given),
+                *(f"--allow-write={directory}" for directory in allow_write)])
+
+
+@_command
+@click.argument("folder", metavar="[DIR]", default="runs")
+def runs(settings: Settings, folder: str) -> None:
+    """List the runs below DIR (default: runs): how far each is, and its last reward."""
+    from rldsl.commands.runs import listing
+
+    _say(listing(folder))
+
+
+@_command
+@click.argument("folders", metavar="RUN_DIR...", nargs=-1, required=True)
+@click.option("-o", "target", metavar="FILE", help="An .svg or .png file (default: metrics.svg in the first RUN_DIR).")
+@click.option("--metric", "patterns", multiple=True, metavar="NAME", help='A metric, or some: "actor/*".')
+def plot(settings: Settings, folders: tuple[str, ...], target: str | None, patterns: tuple[str, ...]) -> None:
+    """Draw the metrics of a run, or of several over each other: reward, KL, loss, lengths."""
+    from rldsl.commands.plot import plot
+
+    target = target or str(Path(folders[0]) / "metrics.svg")
+    names = plot(folders, target, patterns)
+    _say(f"wrote {target}: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class RlfLexer(RegexLexer):
              bygroups(Keyword.Declaration, Whitespace, Name.Variable), "inside"),
             (r"(cluster|place)(\s+)", bygroups(Keyword.Declaration, Whitespace), "inside"),
             (rf"(metric)(\s+)({NAME})", bygroups(Keyword, Whitespace, Name.Variable), "inside"),
-            (r"(return|save|every|repeat|stop|sync|ema|checkpoint)\b(?!\s*[=,.])", Keyword, "inside"),
+            (r"(return|save|every|repeat|eval|stop|sync|ema|checkpoint)\b(?!\s*[=,.])", Keyword, "inside"),
             (r"", Whitespace, "inside"),
         ],
         "inside": [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -17,6 +18,9 @@ from rldsl.report import render
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
+
+GRACE = 20.0  # seconds in which a rank says what all of them have found
 
 
 def main() -> None:
@@ -33,6 +37,8 @@ def main() -> None:
 def _stop(failure: Failure, say: bool) -> NoReturn:
     if say:
         print(render(failure.diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
+    else:  # torchrun ends all ranks as soon as one has failed: the one that speaks must be the first
+        time.sleep(GRACE)
     sys.exit(1)
 
 
@@ -45,7 +51,44 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trace", help="write the recorded timeline to this file (Chrome trace JSON)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another")
+    parser.add_argument("--reward-workers", type=_count, metavar="N", help="processes in which each rank calls Python "
+                        "functions; 0: in its own, without a limit (default: as many as there are cores for it, 8 at most)")
+    parser.add_argument("--reward-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="that a Python function "
+                        "may take for one row (default: 60)")
+    parser.add_argument("--allow-write", action="append", default=[], metavar="DIR", help="let the plan save models there "
+                        "too, outside --out and the working directory (may be repeated)")
+    parser.add_argument("--allow-changed-python", action="store_true", help="run Python functions though their files "
+                        "changed since the plan was compiled")
+    parser.add_argument("--overwrite", action="store_true", help="remove what an earlier run left in --out")
+    parser.add_argument("--tensorboard", action="store_true", help="write the metrics for TensorBoard too")
+    parser.add_argument("--wandb", nargs="?", const="online", default="", choices=("offline", "online"),
+                        help="write the metrics for Weights & Biases too (default: online)")
+    parser.add_argument("--log-samples", type=_count, default=0, metavar="N", help="write so many sampled sequences "
+                        "of each step as text")
+    parser.add_argument("--plain", action="store_true", help="show a line for each step, even on a terminal")
+    parser.add_argument("--command", help=argparse.SUPPRESS)  # what the user typed, when it was not this
     return parser.parse_args()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError("it must be 0, 1, 2, ...")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError("it must be a positive number")
+    return seconds
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(path: str) -> bytes:
@@ -82,19 +125,24 @@ def _device(asked: str | None, local: int, ranks: int) -> torch.device:
     return device
 
 
-def _meet(backend: str, rank: int, timeout: timedelta) -> None:
-    """Join the other ranks where torchrun says; without torchrun, a world of one. RL0704: they cannot be reached."""
+def _meet(backend: str, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Join the other ranks where torchrun says; without torchrun, a world of one. Returns the store of all starts of this
+    run, and whether an earlier one began it. RL0704: the others cannot be reached."""
     import torch.distributed as dist
 
-    from rldsl.runtime.meet import prefix
+    from rldsl.runtime.meet import prefix, started_before
 
     try:
-        if "MASTER_ADDR" in os.environ:
-            found, _, world = next(dist.rendezvous("env://", timeout=timeout))
-            start = dist.PrefixStore(prefix(dist.PrefixStore("rldsl", found), rank, world, timeout), found)
-            dist.init_process_group(backend, store=start, rank=rank, world_size=world, timeout=timeout)
-        else:
+        if "MASTER_ADDR" not in os.environ:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            return dist.HashStore(), False
+        found, _, world = next(dist.rendezvous("env://", timeout=timeout))
+        run = dist.PrefixStore("rldsl", found)
+        name = prefix(run, rank, world, timeout)
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        again = started_before(run, dist.PrefixStore(f"{name}/start", run), rank, world, restarted)
+        dist.init_process_group(backend, store=dist.PrefixStore(name, found), rank=rank, world_size=world, timeout=timeout)
+        return run, again
     except (RuntimeError, ValueError, OSError) as error:  # the library's own errors are RuntimeErrors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise fail("RL0704", f"rank {rank} cannot join the other ranks: {reason}",
@@ -108,6 +156,11 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> N
 
     from rldsl.runtime.executor import execute
     from rldsl.runtime.failure import Watch
+    from rldsl.runtime.meet import begun
+    from rldsl.runtime.metrics.record import claim
+    from rldsl.runtime.metrics.report import Asked
+    from rldsl.runtime.metrics.tee import tee
+    from rldsl.runtime.options import Options
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -117,20 +170,32 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> N
     except Failure as failure:  # the ranks of a machine find the same
         _stop(failure, say=local == 0)
     try:
-        _meet("nccl" if device.type == "cuda" else "gloo", rank, timedelta(seconds=arguments.timeout))
+        run, again = _meet("nccl" if device.type == "cuda" else "gloo", rank, timedelta(seconds=arguments.timeout))
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
         _stop(failure, say=True)
     watch = Watch(dist.distributed_c10d._get_default_store(), rank, world)
-    out = arguments.out or Path("runs") / Path(arguments.plan).stem
+    out = Path(arguments.out or Path("runs") / Path(arguments.plan).stem)
+    workers = arguments.reward_workers
+    if workers is None:
+        workers = min(8, max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    resume = (arguments.resume or out) if arguments.resume is not None else None
+    asked = Asked(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain,
+                  (arguments.command,) if arguments.command else tuple(sys.argv))
+    screen = sys.stderr
     try:
-        execute(data, arguments.plan, out, device, arguments.trace, watch,
-                (arguments.resume or out) if arguments.resume is not None else None,
-                int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)
+        goes_on = claim(out, resume, again, arguments.overwrite, rank)
+        if rank == 0:
+            begun(run)
+        sys.stderr = tee(screen, out, rank, goes_on)
+        options = Options(arguments.trace, resume, again, workers, arguments.reward_timeout,
+                          tuple(arguments.allow_write), arguments.allow_changed_python, asked)
+        execute(data, arguments.plan, out, device, watch, options)
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:
         watch.fail(error)
     watch.close()
+    sys.stderr = screen
     dist.destroy_process_group()
 
 

@@ -6,10 +6,10 @@ import torch
 
 from rldsl.backends.torch.shard import TorchShard
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, Shard
+from rldsl.runtime.backend import Axes, Pool, Shard
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
-          trainable: bool) -> Shard:
+          trainable: bool, pool: Pool | None = None) -> Shard:
     """See `rldsl.runtime.backend.Build`."""
-    return TorchShard(model, layout, mesh, axes, device, load, trainable)
+    return TorchShard(model, layout, mesh, axes, device, load, trainable, pool)

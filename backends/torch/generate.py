@@ -114,7 +114,7 @@ class StopStrings:
 def _tokenizer(directory: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 @torch.no_grad()

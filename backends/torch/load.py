@@ -7,17 +7,19 @@ Errors: RL0721 a file is missing or damaged, RL0722 a parameter is missing, RL07
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from rldsl.diag import fail
-from rldsl.plan.boxes import Parameter, Piece, local_slice
+from rldsl.plan.boxes import Parameter, Piece, local_shape, local_slice
 from rldsl.plan.model import Model
+from rldsl.runtime.backend import Pool
 
 HEAD = "score.weight"
 Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
@@ -26,39 +28,64 @@ Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
 @torch.no_grad()
 def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill `tensors` (parameter name -> local tensor) from the directory `model.path`."""
+    if not held:
+        return
     where = _files(model.path)
     with ExitStack() as stack:
         open_files: dict[Path, safe_open] = {}
         for name, (parameter, pieces) in held.items():
-            stored = _stored_name(name, where)
-            if stored is None:
+            key = _stored_name(name, where)
+            if key is None:
                 if name == HEAD and (model.kind == "value_model" or model.optimizer is not None):
                     tensors[name].zero_()  # a new head starts at zero
                     continue
                 raise fail("RL0722", f"parameter {name} is not in the checkpoint", place=model.path,
                            help="the weights do not belong to this config.json")
-            file = where[stored]
+            file = where[key]
             if file not in open_files:
-                open_files[file] = stack.enter_context(_open(file))
-            source = _slice(open_files[file], stored, file)
-            if tuple(source.get_shape()) != parameter.spec.shape:
-                raise fail("RL0723", f"{name} has shape {tuple(source.get_shape())}, the config says "
-                           f"{parameter.spec.shape}", place=str(file), help="weights and config.json do not match")
-            dim = parameter.spec.split.dim if parameter.spec.split else 0
-            for piece in pieces:
-                part = source[tuple(slice(a, b) for a, b in piece.box)]
-                tensors[name][local_slice(piece, piece.box, dim)].copy_(part)
+                open_files[file] = stack.enter_context(open_file(file))
+            fill(tensors[name], parameter, pieces, stored(open_files[file], key, file), file)
 
 
-def _slice(reader: safe_open, stored: str, file: Path) -> Any:
+def fill(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path) -> None:
+    """The pieces of a parameter from its slice in a file."""
+    if tuple(source.get_shape()) != parameter.spec.shape:
+        raise fail("RL0723", f"{parameter.name} has shape {tuple(source.get_shape())}, the config says "
+                   f"{parameter.spec.shape}", place=str(file), help="weights and config do not match")
+    dim = parameter.spec.split.dim if parameter.spec.split else 0
+    for piece in pieces:
+        part = source[tuple(slice(a, b) for a, b in piece.box)]
+        target[local_slice(piece, piece.box, dim)].copy_(part)
+
+
+def allot(path: str, held: Held, dtype: torch.dtype, device: torch.device,
+          pool: Pool | None) -> tuple[dict[str, nn.Parameter], Held]:
+    """Local tensors, and which of them must still be read. pool: where tensors that nothing writes are shared with the
+    shards that hold the same slices of the same directory; None: all are this shard's own."""
+    found: dict[str, nn.Parameter] = {}
+    unread: dict[str, tuple[Parameter, tuple[Piece, ...]]] = {}
+    for name, (parameter, pieces) in held.items():
+        key = (path, name, str(dtype), tuple(p.box for p in pieces))
+        tensor = pool.get(key) if pool is not None else None
+        if tensor is None:
+            tensor = torch.empty(local_shape(parameter, pieces), device=device, dtype=dtype)
+            unread[name] = (parameter, pieces)
+            if pool is not None:
+                pool[key] = tensor
+        found[name] = nn.Parameter(tensor, requires_grad=False)
+    return found, unread
+
+
+def stored(reader: safe_open, key: str, file: Path) -> Any:
+    """A tensor of a file, of which slices can be read."""
     try:
-        return reader.get_slice(stored)
+        return reader.get_slice(key)
     except SafetensorError:
-        raise fail("RL0722", f"parameter {stored} is not in the file that the index names", place=str(file),
+        raise fail("RL0722", f"parameter {key} is not in the file that the index names", place=str(file),
                    help="copy the whole directory again") from None
 
 
-def _open(file: Path) -> safe_open:
+def open_file(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -72,8 +99,11 @@ def _files(path: str) -> dict[str, Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found = json.loads(index.read_text())["weight_map"].items()
+            if far := next((file for _, file in found if Path(file).name != file), None):
+                raise ValueError(f"{far!r} is not a file of this directory")
+            return {name: directory / file for name, file in found}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise fail("RL0721", f"cannot read the index of the weights: {error}", place=str(index),
                        help="the file is damaged; copy it again") from None
     return dict(_names(directory))
@@ -84,7 +114,7 @@ def _names(directory: Path) -> Iterator[tuple[str, Path]]:
     if not files:
         raise fail("RL0721", "no weights here", place=str(directory), help="expected *.safetensors files")
     for file in files:
-        with _open(file) as reader:
+        with open_file(file) as reader:
             yield from ((name, file) for name in reader.keys())
 
 

@@ -51,7 +51,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, from_logprobs, from_entropy):
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
         temperature, tp, vocab_start, want_entropy, chunk = ctx.rest
-        to_hidden, to_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        to_hidden, to_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:  # a head that is not trained is as large as the others
+            to_weight = torch.zeros_like(weight)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, temperature)
@@ -63,7 +65,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 slope -= from_entropy[part, None] * share * (logits - (normaliser - entropy)[part, None])
             slope = (slope / temperature).to(hidden.dtype)
             to_hidden[part] = slope @ weight.to(hidden.dtype)
-            to_weight += (slope.T @ hidden[part]).to(weight.dtype)
+            if to_weight is not None:
+                to_weight += (slope.T @ hidden[part]).to(weight.dtype)
         return _reduce(to_hidden, dist.ReduceOp.SUM, tp), to_weight, *[None] * 6
 
 

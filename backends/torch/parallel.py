@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from rldsl.backends.torch.lora import Adapter
 from rldsl.runtime.backend import Axis
 
 
@@ -58,15 +59,19 @@ class Entry:
         return made
 
 
-def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int, entry: Entry) -> None:
+def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int, entry: Entry,
+           adapter: Adapter | None = None) -> None:
     """Give `module` the collectives of a style; nothing to do for "replicated" and "head" or without tp. entry: one
-    for all modules of the model."""
+    for all modules of the model. adapter: what is added to the module's product, before its collectives."""
+    if adapter is not None and (style != "rowwise" or tp.size == 1):
+        plain = module.forward
+        module.forward = lambda x: plain(x) + adapter(x)
     if tp.size == 1:
         return
     if style == "colwise":
         module.register_forward_pre_hook(lambda _, inputs: (entry(inputs[0]), *inputs[1:]))
     elif style == "rowwise":
-        module.forward = lambda x: _rowwise(module, x, tp)
+        module.forward = lambda x: _rowwise(module, x, tp, adapter)
     elif style == "vocab":
         if module.padding_idx is not None:  # its row gets no gradient; here it has another number, or is elsewhere
             at = module.padding_idx - vocab_start
@@ -74,9 +79,10 @@ def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int, entry: Ent
         module.forward = lambda ids: _embed(module, ids, tp, vocab_start)
 
 
-def _rowwise(module: nn.Module, x: torch.Tensor, tp: Axis) -> torch.Tensor:
+def _rowwise(module: nn.Module, x: torch.Tensor, tp: Axis, adapter: Adapter | None) -> torch.Tensor:
     """The bias is whole on every rank and added once, after the sum."""
-    out = OutOfDivided.apply(F.linear(x, module.weight), tp)
+    part = F.linear(x, module.weight)
+    out = OutOfDivided.apply(part if adapter is None else part + adapter(x), tp)
     return out if module.bias is None else out + module.bias
 
 

@@ -11,26 +11,29 @@ import torch.distributed as dist
 from rldsl.backends.torch import load as checkpoint
 from rldsl.backends.torch.batch import batch
 from rldsl.backends.torch.generate import generate
+from rldsl.backends.torch.lora import begin
 from rldsl.backends.torch.outputs import outputs
 from rldsl.backends.torch.pipeline import forward, forward_backward
 from rldsl.backends.torch.stage import Stage
 from rldsl.backends.torch.train import Trainer
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed
+from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed, Pool
 
 
 class TorchShard:
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load: bool,
-                 trainable: bool):
+                 trainable: bool, pool: Pool | None = None):
         self.model, self.axes, self.device = model, axes, device
         self.half = model.dtype == "bfloat16"
         # trained parameters stay float32 and run under autocast; others are stored as the model says
-        home = trainable or not self.half
-        self.stage = Stage(model, layout, mesh, axes, device, torch.float32 if home else torch.bfloat16,
-                           torch.bfloat16 if self.half else torch.float32)
-        if load:
-            checkpoint.load(model, self.stage.held, self.stage.parameters)
+        said = torch.bfloat16 if self.half else torch.float32
+        self.stage = Stage(model, layout, mesh, axes, device, torch.float32 if trainable else said, said, pool)
+        checkpoint.load(model, self.stage.unread_base, self.stage.base)
+        if load and model.lora is not None:
+            begin(model, self.stage.held, self.stage.parameters)
+        elif load:
+            checkpoint.load(model, self.stage.unread, self.stage.parameters)
         self.trainer = Trainer(self.stage, model, layout, mesh, axes) if trainable else None
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -86,7 +89,7 @@ class TorchShard:
         return {"config": self.stage.config, "tokenizer": self.model.path}
 
     def to(self, device: torch.device) -> None:
-        for parameter in self.stage.parameters.values():
+        for parameter in (*self.stage.parameters.values(), *self.stage.base.values()):
             parameter.data = parameter.data.to(device)
 
     def _trained(self) -> Trainer:
@@ -103,11 +106,12 @@ class TorchShard:
         if not hasattr(self, "_ends"):
             found: set[int] = set()
             try:
-                declared = GenerationConfig.from_pretrained(self.model.path).eos_token_id
+                declared = GenerationConfig.from_pretrained(self.model.path, local_files_only=True).eos_token_id
             except OSError:
                 declared = None
             for ids in (declared, self.stage.config.eos_token_id,
-                        AutoTokenizer.from_pretrained(self.model.path, local_files_only=True).eos_token_id):
+                        AutoTokenizer.from_pretrained(self.model.path, local_files_only=True,
+                                                      trust_remote_code=False).eos_token_id):
                 found |= {ids} if isinstance(ids, int) else set(ids or ())
             self._ends = sorted(found)
         return self._ends

@@ -7,7 +7,7 @@ pass-through modules, so that the family's forward runs unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -19,13 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rldsl.backends.torch import attention
 from rldsl.backends.torch.attention import Packing
-from rldsl.backends.torch.load import HEAD, Held
+from rldsl.backends.torch.load import HEAD, Held, allot
+from rldsl.backends.torch.lora import adapters
 from rldsl.backends.torch.parallel import Entry, divide
 from rldsl.diag import fail
-from rldsl.plan.boxes import holding, local_shape, parameters
+from rldsl.plan.boxes import Parameter, each, holding, parameters
 from rldsl.plan.layout import stage_layers
+from rldsl.plan.lora import module_of
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, Axis
+from rldsl.runtime.backend import Axes, Axis, Pool
 
 
 class Elsewhere(nn.Module):
@@ -42,32 +44,39 @@ class Stage:
     """first, last: place in the pipeline. hidden: size H. head: [V_local, H] local rows of the output embedding on the
     last stage of a causal_lm, from row `vocab_start` of `vocab`; head_axis: over which ranks its rows are divided.
     score: [1, H] on the last stage of a value or reward model. compute_dtype: of hidden states between stages, that of
-    the parameters (autocast keeps the residual stream in it). parameters: HF name -> local parameter."""
+    the weights (autocast keeps the residual stream in it). parameters: HF name -> local parameter, of what has
+    versions; base: of what has none, besides. unread, unread_base: those of them whose values are not there yet."""
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
-                 head_dtype: torch.dtype):
+                 head_dtype: torch.dtype, pool: Pool | None = None):
         attention.register()
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
-        self.device, self.compute_dtype, self.head_dtype = device, dtype, head_dtype
+        self.device, self.head_dtype = device, head_dtype
+        self.compute_dtype = head_dtype if model.base else dtype
         self.layers = stage_layers(model.layers, pp.size, pp.index)
         self.config = _config(model)
         _check_logits(self.config, model)
         whole = _skeleton(self.config)
-        self.base: nn.Module = getattr(whole, whole.base_model_prefix)
+        self.body: nn.Module = getattr(whole, whole.base_model_prefix)
         text = self.config.get_text_config()
         self.hidden, self.vocab = int(text.hidden_size), int(text.vocab_size)
 
         rank = axes.mesh.ranks[axes.mesh.index]
-        pieces = ((p, holding(p, model.layers, layout, mesh, rank)) for p in parameters(model))
-        self.held: Held = {p.name: (p, held) for p, held in pieces if held}
-        self.parameters = {
-            name: nn.Parameter(torch.empty(local_shape(p, held), device=device, dtype=dtype), requires_grad=False)
-            for name, (p, held) in self.held.items()}
+
+        def here(wanted: Iterable[Parameter]) -> Held:
+            pieces = ((p, holding(p, model.layers, layout, mesh, rank)) for p in wanted)
+            return {p.name: (p, held) for p, held in pieces if held}
+
+        self.held = here(parameters(model))
+        constant = not (model.home or model.sources or model.base)
+        self.parameters, self.unread = allot(model.path, self.held, dtype, device, pool if constant else None)
+        self.base_held = here(each(model.base, model.layers))
+        self.base, self.unread_base = allot(model.path, self.base_held, self.compute_dtype, device, pool)
         _check_head(whole, model)
-        self._install(whole, tp)
+        self._install(whole, model, tp)
         self.entry = self._drop_other_layers()
-        self.base.eval()
+        self.body.eval()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
                 hidden: torch.Tensor | None) -> torch.Tensor:
@@ -80,12 +89,12 @@ class Stage:
             given = dict(inputs_embeds=hidden[None])
             self.entry.arriving = hidden[None]
         try:
-            out = self.base(**given, **rest).last_hidden_state[0]
+            out = self.body(**given, **rest).last_hidden_state[0]
         finally:
             self.entry.arriving = None
         return out.to(self.head_dtype if self.last else self.compute_dtype)
 
-    def _install(self, whole: nn.Module, tp: Axis) -> None:
+    def _install(self, whole: nn.Module, model: Model, tp: Axis) -> None:
         """Put local parameters into the modules, with their collectives."""
         self.head: torch.Tensor | None = None
         self.score: torch.Tensor | None = self.parameters.get(HEAD)
@@ -93,40 +102,41 @@ class Stage:
         output = whole.get_output_embeddings()
         embedding = whole.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
-        entry = Entry(tp)
-        for name, (parameter, held) in self.held.items():
-            if name == HEAD:
+        entry, added = Entry(tp), adapters(model, self.parameters)
+        local = {**self.base, **self.parameters}
+        for name, (parameter, held) in {**self.base_held, **self.held}.items():
+            if name == HEAD or module_of(name):
                 continue
             path, _, attribute = name.rpartition(".")
             module = whole.get_submodule(path)
-            setattr(module, attribute, self.parameters[name])
+            setattr(module, attribute, local[name])
             start = held[0].box[0][0]
             if attribute == "weight":
-                divide(module, parameter.spec.style, tp, start, entry)
+                divide(module, parameter.spec.style, tp, start, entry, added.get(path))
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
-                self.head, self.vocab_start = self.parameters[name], start
+                self.head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
                     self.head_axis = tp
         self._move_buffers()
 
     def _move_buffers(self) -> None:
-        for module in self.base.modules():
+        for module in self.body.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
 
     def _drop_other_layers(self) -> Elsewhere:
         """Pass-through modules in place of what this stage does not hold; returns the way in."""
-        mine = {id(p) for p in self.parameters.values()}
+        mine = {id(p) for p in (*self.parameters.values(), *self.base.values())}
         entry = Elsewhere()
-        embedding = self.base.get_input_embeddings()
-        for name, child in list(self.base.named_children()):
+        embedding = self.body.get_input_embeddings()
+        for name, child in list(self.body.named_children()):
             if isinstance(child, nn.ModuleList):
                 for i in range(len(child)):
                     if i not in self.layers:
                         child[i] = entry if i == self.layers.start - 1 else Elsewhere()
             elif child is not embedding and any(True for _ in child.parameters()):
                 if not any(id(p) in mine for p in child.parameters()):
-                    setattr(self.base, name, nn.Identity())
+                    setattr(self.body, name, nn.Identity())
         return entry
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,11 +16,19 @@ from rldsl.commands import Usage
 from rldsl.diag import fail
 from rldsl.plan.codec import encode
 from rldsl.plan.expr import Scalar
+from rldsl.runtime.metrics.record import refuse
 
 
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str,
-        trace: str | None, nproc: int | None, resume: bool = False) -> int:
-    """resume: go on from the newest checkpoint in `out`. The exit status of the ranks. Error: RL0096 another number of processes than the plan needs."""
+        trace: str | None, nproc: int | None, resume: bool = False, overwrite: bool = False,
+        options: Sequence[str] = ()) -> int:
+    """resume: go on from the newest checkpoint in `out`. overwrite: remove the run that is there. options: further ones
+    of `rldsl.run`. The exit status of the ranks. Errors: RL0096 another number of processes than the plan needs; RL0763,
+    RL0781 there is a run already."""
+    if resume and overwrite:
+        raise Usage("--resume goes on with what is there and --overwrite removes it: give one of them")
+    if not (resume or overwrite):
+        refuse(Path(out))
     with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
         if file.endswith(".plan"):
             if sets or place or overrides:
@@ -33,15 +42,16 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
         if nproc not in (None, world):
             raise fail("RL0096", f"the plan is for {world} rank{'s' * (world > 1)}, not {nproc}", place=file,
                        help=f"leave --nproc out, or write --nproc {world}")
-        return _launch(path, world, out, trace, resume)
+        more = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else []), *options]
+        return _launch(path, world, out, trace, more)
 
 
-def _launch(plan: str, world: int, out: str, trace: str | None, resume: bool) -> int:
+def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequence[str]) -> int:
     """Start the ranks and wait for them; Ctrl-C reaches them too, SIGTERM is passed on, and they get time to stop."""
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))} | os.environ
     command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(world), "-m",
                "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else []),
-               *(["--resume"] if resume else [])]
+               "--command", shlex.join(["rlc", *sys.argv[1:]]), *options]
     process = subprocess.Popen(command, env=environment)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.graph import declare
+from rldsl.graph import declare, lora
 from rldsl.graph import model as g
 from rldsl.graph.flow import FlowBuilder
 from rldsl.graph.kinds import ROWS, kinds
@@ -94,6 +94,7 @@ def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None =
                          scope)
     known = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()}
     body = builder.block(flow.body, Scope(module, scope, known), "flow")
+    lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
     rules = top.placements()
     if isinstance(given, Bad) or any(isinstance(i, ast.Cluster) for i in items) and top.cluster is None:
         return None, tuple(errors.found)
@@ -102,6 +103,7 @@ def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None =
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics})
         values, frames = tables(body, builder.values, lower.spaces.frames)
+        frames = tuple(sorted(frames, key=lambda f: f.id in builder.evaluations.frames))  # their seeds: by position
     graph = g.Graph(
         program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
         params=tuple(top.params), sources=tuple(modules.sources), cluster=top.cluster,

@@ -9,7 +9,7 @@ from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.graph.minibatch import minibatches
 from rldsl.plan.events import Sampling
-from rldsl.plan.heads import CALLS, OUTPUTS
+from rldsl.plan.heads import CALLS, OUTPUTS, SKIPPED
 from rldsl.plan.model import Frame
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, suggest
@@ -91,14 +91,15 @@ class CallsOfFlow:
                                    help=f"write `{owner.name}.next()`")
         if call.args:
             return self.errors.add("RL0204", "`next` takes no arguments", call.args[0].span)
-        if target is None:
+        if not self.flow.evaluations.may_fetch(owner.name, span) or target is None:
             return BAD
         data = self.flow.data[owner.name]
         given = dict(data.options)
         sides = [f"{target}.chosen", f"{target}.rejected"] if data.kind == "pairs" else [target]
         answer = 0 if data.kind == "prompts" else int(given["max_answer_tokens"])
         frames = [self.flow.spaces.add(Frame(side, target, target, int(given["batch"]), 1, owner.name,
-                                             int(given["max_prompt_tokens"]), answer)) for side in sides]
+                                             int(given["max_prompt_tokens"]), answer,
+                                             partial=side if self.flow.evaluations.inside else "")) for side in sides]
         writes = [w for s in sides for w in (self.flow.value(f"{s}.tokens", "token", s, "i64", "tokens"),
                                              self.flow.value(f"{s}.lengths", "seq", s, "i64", "lengths"))]
         writes.append(self.flow.value(f"{sides[0]}.columns", "seq", sides[0], "text", "columns"))
@@ -219,8 +220,9 @@ class CallsOfFlow:
             return BAD
         data = tuple((n, self.flow.held(t, "expr", use.spans[n]).name) for n, t in made.data)
         shown = node.replace(".train", "", 1)
+        skips = given["nonfinite"] == "skip"
         outputs = tuple((m, self.flow.value(f"{node}/{m}", "batch", ""))
-                        for m in ("loss", "grad_norm", "lr", *made.metrics))
+                        for m in ("loss", "grad_norm", "lr", *made.metrics, *([SKIPPED] if skips else [])))
         self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
         self.flow.programs.append(made.program)
         reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data)])
@@ -228,5 +230,5 @@ class CallsOfFlow:
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
             model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id, fresh=made.fresh, data=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
-            shuffle=bool(given["shuffle"]) and parts > 1))
+            shuffle=bool(given["shuffle"]) and parts > 1, nonfinite=str(given["nonfinite"])))
         return BAD

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from rldsl.graph import lora as adapters
 from rldsl.graph import model as g
 from rldsl.plan.expr import Scalar
 from rldsl.plan.heads import OUTPUTS
@@ -74,14 +75,17 @@ def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
     source = _source(decl.value, tuple(OUTPUTS), "model", lower, scope)
     if isinstance(source, Bad):
         return BAD
-    given = options.read(options.MODEL, named(decl.value, lower, f"`{source[0]}`", 1), f"`{source[0]}`",
-                         decl.value.span, lower, scope)
+    assert isinstance(decl.value, ast.Call)  # or `_source` had said so
+    call, lora = adapters.taken(decl.value, lower, scope)
+    what = f"`{source[0]}`"
+    given = options.read(options.MODEL, named(call, lower, what, 1), what, call.span, lower, scope)
     optimizer: Optimizer | None | Bad = None
     if decl.optimizer is not None:
         optimizer = adamw(decl.optimizer, lower, scope)
-    if isinstance(given, Bad) or isinstance(optimizer, Bad):
+    if isinstance(given, Bad) or isinstance(optimizer, Bad) or isinstance(lora, Bad):
         return BAD
-    return g.Model(decl.name.name, source[0], source[1], optimizer, str(given["dtype"]), decl.span)
+    return g.Model(decl.name.name, source[0], source[1], optimizer, str(given["dtype"]), decl.span, lora,
+                   next((a.span for a in decl.value.args if a not in call.args), None))
 
 
 def adamw(call: ast.Expr, lower: Lower, scope: Scope) -> Optimizer | Bad:
@@ -102,11 +106,8 @@ def data(decl: ast.DataDecl, lower: Lower, scope: Scope) -> g.Data | Bad:
     source = _source(decl.value, FORMATS, "data source", lower, scope)
     if isinstance(source, Bad):
         return BAD
-    if source[0] != "jsonl":
-        return lower.errors.add("RL0216", f"`{source[0]}` data is not there yet", decl.value.func.span,
-                                help="convert it to JSON lines and use `jsonl`")
-    written = named(decl.value, lower, "`jsonl`", 1)
-    given = options.read(options.DATA, written, "`jsonl`", decl.value.func.span, lower, scope)
+    written = named(decl.value, lower, f"`{source[0]}`", 1)
+    given = options.read(options.DATA, written, f"`{source[0]}`", decl.value.func.span, lower, scope)
     if isinstance(given, Bad):
         return BAD
     kind = str(given.pop("kind") or "")

@@ -13,6 +13,7 @@ from rldsl.graph import declare
 from rldsl.graph import model as g
 from rldsl.graph.calls import CallsOfFlow
 from rldsl.graph.computations import Computations
+from rldsl.graph.evaluation import Evaluations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
 from rldsl.semantics import options
@@ -41,6 +42,7 @@ class FlowBuilder(Computations):
         self._turns: int | None = None  # of the `repeat` around
         self.calls = CallsOfFlow(self)
         self.selections = Selections(self)
+        self.evaluations = Evaluations(self)
         lower.calls = self.calls.nested
 
     # ------------------------------------------------------------------------------------------- statements
@@ -61,6 +63,8 @@ class FlowBuilder(Computations):
                 self._select(s, scope)
             case ast.RepeatUntil():
                 self.selections.until(s, scope, inside)
+            case ast.EvalBlock():
+                self.evaluations.block(s, scope, inside)
             case ast.Do(value=value):
                 self._do(s, value, scope)
             case ast.Metric(name=name, value=value):

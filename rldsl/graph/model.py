@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from rldsl.plan.expr import Program, Scalar
 from rldsl.plan.events import Sampling
-from rldsl.plan.model import Frame, Function, Optimizer, Value
+from rldsl.plan.model import Frame, Function, Lora, Optimizer, Value
 from rldsl.source import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """kind: "causal_lm", "value_model" or "reward_model". path: as given; relative to the working directory."""
+    """kind: "causal_lm", "value_model" or "reward_model". path: as given; relative to the working directory. lora: its
+    adapter, where lora_span is."""
 
     name: str
     kind: str
@@ -29,6 +30,8 @@ class Model:
     optimizer: Optimizer | None
     dtype: str
     span: Span
+    lora: Lora | None = None
+    lora_span: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class Infer(Node):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Node):
     """As plan.Train: fresh (input, frame, what), data (input, value), outputs (metric, value). The outputs "loss",
-    "grad_norm" and "lr" always exist, then the loss's own metrics."""
+    "grad_norm" and "lr" always exist, then the loss's own metrics, and "skipped" where minibatches may be."""
 
     model: str
     frames: tuple[str, ...]
@@ -125,6 +128,7 @@ class Train(Node):
     minibatches: int
     epochs: int
     shuffle: bool
+    nonfinite: str = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,13 +206,23 @@ class Until:
     span: Span
 
 
-Item = Node | Every | Repeat | Until
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eval:
+    """The body for each batch of the source `data`, once over its rows in file order; at most `most` batches."""
+
+    data: str
+    most: int
+    body: tuple["Item", ...]
+    span: Span
+
+
+Item = Node | Every | Repeat | Until | Eval
 
 
 def nodes(items: Iterable[Item]) -> Iterator[Node]:
     """Every node, in program order, those of blocks too."""
     for item in items:
-        if isinstance(item, Every | Repeat | Until):
+        if isinstance(item, Every | Repeat | Until | Eval):
             yield from nodes(item.body)
         else:
             yield item

@@ -117,6 +117,9 @@ def _block(items: tuple[g.Item, ...], indent: str) -> Iterator[str]:
             case g.Until(most=k, condition=condition, body=body):
                 yield f"{indent}repeat until {condition}, at most {k}"
                 yield from _block(body, indent + "  ")
+            case g.Eval(data=data, most=k, body=body):
+                yield f"{indent}eval {data}, at most {k} batches"
+                yield from _block(body, indent + "  ")
             case _:
                 what, on = title(item)
                 arrow = f" : {', '.join(item.reads)} -> {', '.join(item.writes)}" if item.reads or item.writes else ""

@@ -32,7 +32,7 @@ def _needed(node: g.Select | g.Collect, made: str, reads: set[str]) -> bool:
 def _pruned(items: tuple[g.Item, ...], reads: set[str]) -> tuple[g.Item, ...]:
     out: list[g.Item] = []
     for item in items:
-        if isinstance(item, g.Every | g.Repeat | g.Until):
+        if isinstance(item, g.Every | g.Repeat | g.Until | g.Eval):
             item = replace(item, body=_pruned(item.body, reads))
         elif isinstance(item, g.Select | g.Collect):
             pairs = tuple((v, w) for v, w in item.values if _needed(item, w, reads))

@@ -141,7 +141,7 @@ class Selections:
                                 "how often it runs is known only at run time",
                                 help="collect first, then train on what was collected")
         if turns is not None:
-            after = self._collected(inner, before, turns, s)
+            after = self.collected(inner, before, turns, _head(s), "a `repeat ... until`")
             now = {n: v for n, v in inner.names.items() if isinstance(v, Term) and v.level == "batch"}
             condition = self.flow.lower.term(s.condition, Scope(scope.module, scope, now | after))
             if isinstance(condition, Term) and (condition.dtype != "bool" or condition.level != "batch"):
@@ -156,12 +156,12 @@ class Selections:
         scope.names.update(names)
         self.flow.items = outer
 
-    def _collected(self, inner: Scope, before: set[str], turns: int, s: ast.RepeatUntil) -> dict[str, Meaning]:
-        """What the names of the block stand for after it, and the Collect items at its end."""
+    def collected(self, inner: Scope, before: set[str], turns: int, span: Span, block: str) -> dict[str, Meaning]:
+        """What the names of a block stand for after it, and the Collect items at its end. span: of its head."""
         new = [f for f in self.spaces.frames.values() if f.id not in before]
         fetched = {f.prompts for f in new if f.id == f.prompts or f.id.startswith(f"{f.prompts}.")}
         if any(f.prompts not in fetched for f in new):
-            self.errors.add("RL0212", "a `repeat ... until` whose prompts come from outside", _head(s),
+            self.errors.add("RL0212", f"{block} whose prompts come from outside", span,
                             help="fetch them in it: `prompt = prompts.next()`")
         whole = {f.id: self.spaces.add(replace(
             f, id=f"{f.id}.all", rows=f"{f.rows}.all", prompts=f"{f.prompts}.all", count=f.count * turns, turns=turns,
@@ -176,7 +176,7 @@ class Selections:
             self.flow.columns[into.prompts] = f"{columns.removesuffix('.columns')}.all.columns"
             self.flow.items.append(g.Collect(
                 id=self.flow.unique(into.id), reads=tuple(v for v, _ in pairs), writes=tuple(w for _, w in pairs),
-                span=s.span, frame=frame.id, into=into.id, values=tuple(pairs)))
+                span=span, frame=frame.id, into=into.id, values=tuple(pairs)))
         return {name: found for name, value in inner.names.items() for found in [self._after(value, whole)] if found}
 
     def _renamed(self, v: Value, frame: Frame) -> str:

@@ -53,7 +53,10 @@ CONSTRUCTORS: dict[str, tuple[str, str]] = {
     "causal_lm": ("causal_lm(path, dtype=\"float32\")", "A language model from a HuggingFace directory."),
     "value_model": ("value_model(path)", "A model with one value a token."),
     "reward_model": ("reward_model(path)", "A model with one score a sequence."),
+    "lora": ("lora(r=8, alpha=16, targets=[]) or lora(path)", "Low-rank adapters, which alone are trained."),
     "jsonl": ("jsonl(path, batch=, ...)", "Rows of a file with one JSON object a line."),
+    "parquet": ("parquet(path, batch=, ...)", "Rows of a Parquet file, or of all in a directory."),
+    "hf": ("hf(path, batch=, ...)", "Rows of a directory that `Dataset.save_to_disk` wrote."),
     "adamw": ("adamw(lr=, betas=[0.9, 0.999], eps=1e-8, weight_decay=0, warmup=0, schedule=constant, clip_grad=1)",
               "AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."),
 }

@@ -24,7 +24,8 @@ from rldsl.syntax.recover import open_brackets, visible
 
 DEGREES = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "pipeline stages",
            "mbs": "most sequences in a micro-batch (0: all)", "offload": "host memory between calls"}
-TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "jsonl": options.DATA,
+TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,
+          "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
           "causal_lm": options.MODEL, "value_model": options.MODEL, "reward_model": options.MODEL}
 FIELDS = {"generated": {"logprobs": "token: of the sampled tokens", "finished": "seq: ended by itself"},
           "pairs": {"chosen": "the better side", "rejected": "the worse side"}}

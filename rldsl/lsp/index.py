@@ -209,6 +209,11 @@ class _Walker:
                 case ast.EveryBlock(period=number, body=inner) | ast.RepeatBlock(times=number, body=inner):
                     self.expr(number)
                     self._statements(inner, kind)
+                case ast.EvalBlock(data=data, most=most, body=inner):
+                    self.see(data.name, data.span)
+                    if most is not None:
+                        self.expr(most)
+                    self._statements(inner, kind)
                 case ast.RepeatUntil(body=inner, condition=condition, most=most):
                     self._statements(inner, kind)
                     self.expr(condition)

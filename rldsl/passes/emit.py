@@ -15,10 +15,8 @@ from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.groups import groups
 from rldsl.plan.events import Event, Every, Free, Item, Log, Loop, Train, split
-from rldsl.plan.model import FORMAT, Data, Header, Layout, Mesh, Plan, Spread
+from rldsl.plan.model import FORMAT, ROLES, Data, Header, Layout, Mesh, Plan, Spread
 from rldsl.plan.project import rank_classes, times, walk
-
-COLUMNS = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}
 
 
 def emit(draft: Draft, peaks: Mapping[int, int], compiler: str) -> Plan:
@@ -57,10 +55,11 @@ def _data(draft: Draft) -> tuple[Data, ...]:
 
 def _source(d: g.Data, tokenizer: str) -> Data:
     given = dict(d.options)
-    columns = tuple((c, str(given.get(c, c))) for c in COLUMNS[d.kind])
+    columns = tuple((c, str(given.get(c, c))) for c in ROLES[d.kind])
     answers = 0 if d.kind == "prompts" else int(given.get("max_answer_tokens", 0))
     return Data(d.name, d.format, d.path, d.kind, int(given["batch"]), columns, tokenizer,  # type: ignore[arg-type]
-                bool(given.get("shuffle", True)), int(given.get("max_prompt_tokens", 0)), answers, d.numbers)
+                bool(given.get("shuffle", True)), int(given.get("max_prompt_tokens", 0)), answers, d.numbers,
+                given.get("over_long", "truncate"))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------ tables

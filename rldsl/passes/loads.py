@@ -1,7 +1,8 @@
 """Loads, and offload and onload of frozen models.
 
 In: a draft. Out: the same with one Load for each layout that starts with weights from the disk (a trained model's home;
-every layout of a frozen one), and, for calls placed with offload=true, Offload after use and Onload before it.
+every layout of a frozen one, and of one with adapters, whose base is frozen), and, for calls placed with offload=true,
+Offload after use and Onload before it.
 Invariant: each copy is loaded once, before the loop, and is on the device when a call uses it.
 """
 
@@ -24,8 +25,8 @@ def loads(draft: Draft) -> Draft:
     for e in events(draft.body):
         for name, used in _copies(e):
             model = homes[name]
-            layout = draft.layouts[model.home or used]
-            because = (f"{'trained' if model.home else 'used'} with {degrees_of(layout)}, "
+            layout = draft.layouts[used if model.base else model.home or used]
+            because = (f"{'trained' if model.home == layout.id else 'used'} with {degrees_of(layout)}, "
                        f"from {model.path}")
             found.setdefault((name, layout.id), Load(
                 id=0, mesh=layout.mesh, writes=(f"{name}@{layout.id}",), at=at[name], because=because,

@@ -84,6 +84,10 @@ class _Lower:
                 out.append(Every(item.period, self.block(item.body)))
             elif isinstance(item, g.Repeat):
                 out.append(Loop(self.loop(), item.times, self.block(item.body)))
+            elif isinstance(item, g.Eval):
+                name, body = self.loop(), self.block(item.body)
+                collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
+                out.append(Loop(name, item.most, body, collects=collects, over=item.data))
             elif isinstance(item, g.Until):
                 name, body = self.loop(), self.block(item.body)
                 collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
@@ -172,7 +176,7 @@ class _Lower:
                 copy = self._copy(node.model, place)
                 return Train(**common, **self._model(node.model, place), reads=(copy, *reads), writes=(copy, *writes),
                              frames=node.frames, loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs,
-                             mbs=place.mbs)
+                             mbs=place.mbs, nonfinite=node.nonfinite)
         raise AssertionError(f"no event for {type(node).__name__}")
 
     def keep(self, node: g.Keep, at: str) -> Event:

@@ -16,7 +16,8 @@ def show(draft: Draft) -> str:
 def _lines(items: Iterable[Item], indent: str) -> Iterator[str]:
     for item in items:
         if isinstance(item, Every | Loop):
-            yield f"{indent}{f'every {item.period}' if isinstance(item, Every) else f'loop {item.trips}'} {{"
+            over = f" over {item.over}" if isinstance(item, Loop) and item.over else ""
+            yield f"{indent}{f'every {item.period}' if isinstance(item, Every) else f'loop {item.trips}{over}'} {{"
             yield from _lines(item.body, indent + "  ")
             yield f"{indent}}}"
             continue

@@ -27,11 +27,21 @@ KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_roww
 
 
 @dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer in the blocks of a model; `name` as in `ParamSpec`. transposed: its weight is [in, out]."""
+
+    name: str
+    inputs: int
+    outputs: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """layers, heads, kv_heads: counts. hidden, head_dim, intermediate: sizes. tp_problem, pp_problem: why tensor or
     pipeline parallelism cannot divide this model, "" if it can. tokenizer: sha256 of what decides token ids.
     itemsize: bytes of a parameter in the directory's own dtype. config: (key, JSON) of what says how the parameters are
-    used, sorted."""
+    used, sorted. linears: what can have an adapter."""
 
     name: str
     path: str
@@ -51,6 +61,7 @@ class Family:
     tp_problem: str = ""
     pp_problem: str = ""
     config: tuple[tuple[str, str], ...] = ()
+    linears: tuple[Linear, ...] = ()
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
@@ -74,7 +85,7 @@ def describe(path: str, kind: str, span: Span | None = None, trained: bool = Fal
                   max_positions=int(getattr(text, "max_position_embeddings", 0) or 0), itemsize=itemsize,
                   config_digest=sha256((directory / "config.json").read_bytes()).hexdigest(),
                   tokenizer=_tokenizer(directory), tp_problem=tp_problem, pp_problem=pp_problem,
-                  config=_meaning(config), **sizes)
+                  config=_meaning(config), linears=_linears(skeleton, params), **sizes)
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:
@@ -217,6 +228,23 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str,
     if problems:  # one whole copy on every rank: no style must look divided
         specs = [ParamSpec(s.name, s.shape, s.stage, s.layers) for s in specs]
     return tuple(specs), problems[0] if problems else "", pp_problem
+
+
+def _linears(skeleton: Any, params: tuple[ParamSpec, ...]) -> tuple[Linear, ...]:
+    """The linear layers of the blocks, in module order; those of all layers once where their specs are."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    known = {s.name for s in params}
+    found: dict[str, Linear] = {}
+    for name, module in skeleton.named_modules():
+        folded = re.sub(r"\.\d+\.", ".{}.", name, count=1)
+        name = folded if f"{folded}.weight" in known else name
+        if folded.count("{}") and f"{name}.weight" in known and isinstance(module, torch.nn.Linear | Conv1D):
+            rows, columns = module.weight.shape
+            swapped = isinstance(module, Conv1D)
+            found[name] = Linear(name, *((rows, columns) if swapped else (columns, rows)), swapped)
+    return tuple(found.values())
 
 
 def _embedding(skeleton: Any) -> str:

@@ -1,9 +1,10 @@
 """How much memory each rank needs, estimated from above.
 
 In: a `Placed`. Out: for each rank its peak bytes and what holds them. Kept all the time: parameters under every layout,
-gradients and Adam's two fp32 moments at the home. Added for the largest call: the key-value cache of `generate`, or
-activations and one chunk of logits (Korthikanti et al. 2022 give 34 bytes for each token, hidden unit and layer of a
-half-precision transformer without recomputation). Error: RL0401 when a device is smaller.
+gradients and Adam's two fp32 moments at the home; slices of a directory that nothing writes count once. Added for the
+largest call: the key-value cache of `generate`, or activations and one chunk of logits (Korthikanti et al. 2022 give 34
+bytes for each token, hidden unit and layer of a half-precision transformer without recomputation).
+Error: RL0401 when a device is smaller.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rldsl.placement.model import Call, Place, Placed, label
 from rldsl.placement.sync import only_synced
 from rldsl.plan.boxes import itemsize, pieces, volume
 from rldsl.plan.layout import coordinate, stage_layers
-from rldsl.plan.model import Frame, Layout, Model
+from rldsl.plan.model import Frame, Layout, Model, ParamSpec
 from rldsl.plan.project import to_ranges
 from rldsl.plan.show import human
 
@@ -46,22 +47,37 @@ def peaks(placed: Placed) -> dict[int, Peak]:
     layouts = {(n.model, places[n.id].layout.id): places[n.id] for n in every}
     homes = {m.name: m.home for m in placed.models}
     layouts |= {(name, place.layout.id): place for name, place in only_synced(placed.graph, places, homes)}
-    for (name, _), place in layouts.items():
+    shared: dict[int, tuple[Holding, ...]] = defaultdict(tuple)
+    # models with a base first: what others share with them is counted as theirs
+    for (name, _), place in sorted(layouts.items(), key=lambda x: not models[x[0][0]].base):
         model = models[name]
+        constant = model.base or (() if model.home or model.sources else model.params)
         for rank, (stage, tp) in _coordinates(place).items():
-            size = params_bytes(model, place.layout, stage, tp)
+            copy = f"{name} ({place.layout.id})"
+            size = params_bytes(model, place.layout, stage, tp, model.params)
+            if constant and not place.offload:  # read once, whoever else on this rank uses the same slices
+                mine = Holding((model.path, model.dtype), constant, model.layers, place.layout.pp, place.layout.tp,
+                               stage, tp)
+                alone = _new_elements(shared[rank], mine) * itemsize(model)
+                shared[rank] += () if mine in shared[rank] else (mine,)
+                if model.base:
+                    kept[rank][f"base of {copy}"] = alone
+                else:
+                    size = alone
             if not place.offload:
-                kept[rank][f"parameters of {name} ({place.layout.id})"] = size
+                kept[rank][f"parameters of {copy}"] = size
             if model.home == place.layout.id:  # trained parameters are float32 whatever the model's dtype
                 whole = 4 * size // itemsize(model)
-                kept[rank][f"parameters of {name} ({place.layout.id})"] = whole
+                kept[rank][f"parameters of {copy}"] = whole
                 kept[rank][f"gradients of {name}"] = whole
                 kept[rank][f"optimizer state of {name}"] = 2 * whole
     for n in every:
         place = places[n.id]
         need = _transient(n, place, models[n.model], families[n.model], frames)
         for rank, (stage, tp) in _coordinates(place).items():
-            extra = need + (params_bytes(models[n.model], place.layout, stage, tp) if place.offload else 0)
+            model = models[n.model]
+            extra = need + (params_bytes(model, place.layout, stage, tp, (*model.params, *model.base)) if place.offload
+                            else 0)
             spare[rank] = max(spare[rank], (extra, label(n)))
     return {rank: _peak(kept[rank], spare[rank]) for rank in range(placed.world)}
 
@@ -100,9 +116,46 @@ def _coordinates(place: Place) -> dict[int, tuple[int, int]]:
     return found
 
 
-def params_bytes(model: Model, layout: Layout, stage: int, tp: int) -> int:
-    """Bytes of the parameters at one coordinate of a layout."""
-    return _elements(model.params, model.layers, layout.pp, layout.tp, stage, tp) * itemsize(model)
+def params_bytes(model: Model, layout: Layout, stage: int, tp: int, specs: tuple[ParamSpec, ...]) -> int:
+    """Bytes of some of the parameters at one coordinate of a layout."""
+    return _elements(specs, model.layers, layout.pp, layout.tp, stage, tp) * itemsize(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank has of specs that nothing writes. of: the directory and dtype that they are read from and in."""
+
+    of: tuple[str, str]
+    specs: tuple[ParamSpec, ...]
+    layers: int
+    pp: int
+    tp: int
+    stage: int
+    index: int
+
+
+@cache
+def _new_elements(earlier: tuple[Holding, ...], mine: Holding) -> int:
+    """Elements of `mine` that the same rank does not have already."""
+    same = [h for h in earlier if h.of == mine.of]
+    total = 0
+    for spec in mine.specs:
+        boxes = tuple(p.box for p in pieces(spec, mine.tp, mine.index))
+        here = _held(spec, mine)
+        for other in same:
+            twin = next((s for s in other.specs if s.name == spec.name), None)
+            if twin is not None and tuple(p.box for p in pieces(twin, other.tp, other.index)) == boxes:
+                here -= _held(twin, other)
+        total += len(here) * sum(map(volume, boxes))
+    return total
+
+
+def _held(spec: ParamSpec, of: Holding) -> set[int]:
+    """The layers of which a rank has a spec; {0} for one that belongs to none."""
+    if spec.stage == "layer":
+        return set(stage_layers(of.layers, of.pp, of.stage))
+    there = {"first": of.stage == 0, "last": of.stage == of.pp - 1, "ends": of.stage in (0, of.pp - 1), "all": True}
+    return {0} if there[spec.stage] else set()
 
 
 @cache

@@ -16,6 +16,7 @@ from rldsl.graph import model as g
 from rldsl.placement import sync
 from rldsl.placement.degrees import Cluster, mesh_ranks, place
 from rldsl.placement.families import Family, describe
+from rldsl.placement.lora import parts
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
 from rldsl.placement.rules import Choice, choose, resolve
 from rldsl.plan.model import Mesh, Model
@@ -34,8 +35,10 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     _check_tokenizers(graph, families)
     places, homes = _places(graph, choices, families, cluster)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
-    return Placed(graph, tuple(_model(m, families[m.name], homes.get(m.name, ""), sync.sources(graph, m.name))
-                               for m in graph.models),
+    models = tuple(_model(m, families[m.name], homes.get(m.name, ""), sync.sources(graph, m.name), graph.seed)
+                   for m in graph.models)
+    sync.check_adapters(graph, models)
+    return Placed(graph, models,
                   tuple(families.items()), tuple(places.items()), _tokenizers(graph), cluster.world, cluster.gpus,
                   memory)
 
@@ -104,10 +107,11 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
     return found
 
 
-def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...]) -> Model:
+def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed: int) -> Model:
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
-    return Model(m.name, m.kind, m.path, dtype, family.params, family.layers, family.config_digest, home,
-                 m.optimizer if home else None, sources=sources)
+    own = parts(m, family, seed)
+    return Model(m.name, m.kind, m.path, dtype, own.params, family.layers, family.config_digest, home,
+                 m.optimizer if home else None, sources=sources, base=own.base, lora=own.lora)
 
 
 # ------------------------------------------------------------------------------------------------ calls

@@ -13,6 +13,7 @@ from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Place
+from rldsl.plan.model import Model
 
 
 def syncs(graph: g.Graph) -> tuple[g.Sync, ...]:
@@ -38,6 +39,28 @@ def check(graph: g.Graph, families: Mapping[str, Family]) -> None:
                 help="parameters move between models of one architecture and size"))
     if problems:
         raise Failure(dict.fromkeys(problems))
+
+
+def check_adapters(graph: g.Graph, models: Iterable[Model]) -> None:
+    """RL0321 where a model with adapters and one without, or with others, follow each other: only adapters move."""
+    known = {m.name: m for m in models}
+    for n in syncs(graph):
+        mine, other = known[n.model], known[n.source]
+        if (mine.params, mine.base) == (other.params, other.base) and (mine.lora is None or (
+                (mine.path, mine.lora.alpha) == (other.path, other.lora.alpha if other.lora else 0))):
+            continue
+        spans = {m.name: m.span for m in graph.models}
+        raise Failure([Diagnostic(
+            "RL0321", f"`{n.model}` and `{n.source}` have different adapters", n.span,
+            "parameters move between models with the same adapters on the same base, or without any",
+            (Label(spans[n.model], _adapter(mine)), Label(spans[n.source], _adapter(other))),
+            help="declare both with the same `lora(...)`")])
+
+
+def _adapter(model: Model) -> str:
+    if model.lora is None:
+        return "no adapters"
+    return f'rank {model.lora.r}, alpha {model.lora.alpha:g} on {", ".join(model.lora.targets)} of "{model.path}"'
 
 
 def _difference(model: str, mine: Family, source: str, other: Family) -> str:

@@ -9,7 +9,7 @@ joined in order along the split dimension they are its local tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -45,10 +45,15 @@ class Share:
 
 
 def parameters(model: Model) -> Iterator[Parameter]:
-    """Every parameter: spec by spec, layer by layer."""
-    for spec in model.params:
+    """Every parameter that has versions: spec by spec, layer by layer."""
+    return each(model.params, model.layers)
+
+
+def each(specs: Iterable[ParamSpec], layers: int) -> Iterator[Parameter]:
+    """The parameters of some specs of a model with `layers` layers."""
+    for spec in specs:
         if "{}" in spec.name:
-            for layer in range(spec.layers or model.layers):
+            for layer in range(spec.layers or layers):
                 yield Parameter(spec.name.replace("{}", str(layer), 1), spec, layer)
         else:
             yield Parameter(spec.name, spec, None)

@@ -6,6 +6,7 @@ Buffers are written `value@spread` or `model@layout` (`plan/model.py`); an event
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rldsl.plan.heads import What
 
@@ -144,8 +145,9 @@ class Infer(Event):
 class Train(Event):
     """minibatches * epochs optimizer steps, or fewer: where the program has an output "stop" that is true of a
     minibatch, that one makes no step and no other follows. The output "updates" is then the number of steps made.
-    fresh: program input -> (frame, what), the differentiable outputs of this
-    model; data: program input -> value. outputs: metric -> value it is written to."""
+    fresh: program input -> (frame, what), the differentiable outputs of this model; data: program input -> value.
+    outputs: metric -> value it is written to. nonfinite: what becomes of a minibatch whose gradient is not: the run
+    stops, or the minibatch makes no step and the output "skipped" counts it."""
 
     model: str
     layout: str
@@ -156,6 +158,7 @@ class Train(Event):
     data: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
     mbs: int = 0
+    nonfinite: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,13 +242,15 @@ EVENTS: dict[str, type[Event]] = {
 class Loop:
     """`trips` runs of the body, the same number on every rank. until: a batch-level buffer that the body writes; the
     loop also ends when it is true, and frees it each turn. collects: buffers that are made empty before the first turn
-    and to which the body appends."""
+    and to which the body appends. over: the data source over whose rows it goes once, in file order, a batch each
+    turn; the last batch may be short, and `trips` is then the most turns."""
 
     id: str
     trips: int
     body: tuple["Item", ...]
     until: str = ""
     collects: tuple[str, ...] = ()
+    over: str = ""
 
 
 @dataclass(frozen=True, slots=True)

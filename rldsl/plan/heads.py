@@ -30,6 +30,7 @@ HEAD_OF: Mapping[str, str] = {o.what: head for head, outputs in OUTPUTS.items() 
 LEVEL_OF: Mapping[str, Level] = {o.what: o.level for outputs in OUTPUTS.values() for o in outputs}
 
 STOP = "stop"  # the output of a loss's program that tells whether training ends here
+SKIPPED = "skipped"  # the metric of a train call that may skip minibatches: how many it skipped
 UPDATES = "updates"  # the metric of a train call that may end early: how many optimizer steps it made
 
 CALLS: Mapping[str, tuple[str, ...]] = {

@@ -137,8 +137,25 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): a module that computes W x computes W x + alpha / r * B A x
+    instead, with A [r, in] and B [out, r]. targets: ends of the dotted names of the modules that have one. seed: from
+    which A is drawn (B begins at zero). path: the PEFT directory with which it begins instead; "" for none. transposed:
+    the family keeps its weights as [in, out]."""
+
+    r: int
+    alpha: float
+    targets: tuple[str, ...]
+    seed: int = 0
+    path: str = ""
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """kind decides the head: logits, one value per token, or one score per sequence. path: a HuggingFace directory.
+    params: the parameters of which there are versions: trained, moved, saved, and part of a checkpoint. base: of a model
+    with adapters, those that stay as they are in the directory; each rank reads its slices of them under every layout.
     dtype: "float32" or "bfloat16". home: the layout that holds the trained parameters and the optimizer state
     ("" when frozen). updates: optimizer steps planned for the whole run. config_digest: sha256 of its config.json.
     sources: of a model that is not trained but written by others, the model that each such event takes, in order."""
@@ -154,16 +171,23 @@ class Model:
     optimizer: Optimizer | None = None
     updates: int = 0
     sources: tuple[str, ...] = ()
+    base: tuple[ParamSpec, ...] = ()
+    lora: Lora | None = None
+
+
+# kind of data -> what its columns are for
+ROLES = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
     """A data source. kind: "prompts" (column `prompt`), "answers" (`prompt`, `answer`) or "pairs" (`prompt`,
     `chosen`, `rejected`); all further columns reach Python functions. batch: rows (prompts, or pairs) per step.
-    tokenizer: the model directory whose tokenizer reads it. numbers: columns that are values: one number a row."""
+    tokenizer: the model directory whose tokenizer reads it. numbers: columns that are values: one number a row.
+    over_long: what becomes of rows with more tokens than the two limits (0: none)."""
 
     name: str
-    format: str
+    format: Literal["jsonl", "parquet", "hf"]
     path: str
     kind: Literal["prompts", "answers", "pairs"]
     batch: int
@@ -173,6 +197,7 @@ class Data:
     max_prompt_tokens: int = 0
     max_answer_tokens: int = 0
     numbers: tuple[str, ...] = ()
+    over_long: Literal["truncate", "drop", "error"] = "truncate"
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
 def _life(m: Model) -> str:
     """How the parameters of a model change in a run."""
     if m.home:
-        return f"trained on {m.home}"
+        return f"trained on {m.home}" + (f", adapters of rank {m.lora.r}" if m.lora else "")
     return f"follows {', '.join(dict.fromkeys(m.sources))}" if m.sources else "frozen"
 
 
@@ -75,7 +75,8 @@ def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
     for item in items:
         if isinstance(item, Loop | Every):
             yield (
-                f"{indent}loop {item.id} x{item.trips}{f' until {item.until}' if item.until else ''} {{"
+                f"{indent}loop {item.id} x{item.trips}{f' until {item.until}' if item.until else ''}"
+                f"{f' over {item.over}' if item.over else ''} {{"
                 if isinstance(item, Loop)
                 else f"{indent}every {item.period} {{"
             )

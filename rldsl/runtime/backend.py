@@ -6,7 +6,7 @@ communication between calls, losses and metrics; the backend owns a model's shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,8 +104,8 @@ class Shard(Protocol):
         """So many planned optimizer steps are not made: the learning-rate schedule passes over them."""
 
     def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Of a trained shard: the optimizer's state by its name ("exp_avg"), each shaped as `tensors()`. Writing into it
-        changes the optimizer."""
+        """Of a trained shard: the optimizer's state by its name ("exp_avg"), each shaped as `tensors()`. Writing into
+        it changes the optimizer."""
 
     def progress(self) -> Mapping[str, int]:
         """Of a trained shard: counts that the schedule and the optimizer go by, equal on all ranks."""
@@ -120,9 +120,14 @@ class Shard(Protocol):
         """Move parameters (offload, onload)."""
 
 
+# Tensors that this rank has read and nothing writes, by what they are: shards that hold the same ones share them.
+Pool = MutableMapping[Hashable, torch.Tensor]
+
+
 class Build(Protocol):
     def __call__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
-                 trainable: bool) -> Shard:
-        """load: read this rank's slices of the safetensors (else leave the parameters uninitialised: a realloc fills
-        them). mesh: the ranks of the layout. trainable: also make gradients and optimizer state."""
+                 trainable: bool, pool: Pool | None = None) -> Shard:
+        """load: read this rank's slices of the safetensors (else leave the parameters uninitialised: a realloc or a
+        checkpoint fills them; `model.base` is read in any case). mesh: the ranks of the layout. trainable: also make
+        gradients and optimizer state. pool: of this rank; None where the shard is moved between devices."""
 

@@ -78,7 +78,7 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Colum
         joined = Column.join(parts)
         return Column(joined.ids, joined.sizes, joined.data.to(torch.bool) if value.dtype == "bool" else joined.data)
 
-    return Pending(finish)
+    return Pending(finish, sum(t.nbytes for t in (*sends.values(), *receives.values())))
 
 
 # ------------------------------------------------------------------------------------------------ parameters

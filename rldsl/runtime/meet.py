@@ -38,6 +38,24 @@ def prefix(store: Any, rank: int, world: int, timeout: timedelta) -> str:
     raise TimeoutError(f"not all of {world} ranks came within {timeout.total_seconds():g} s")
 
 
+def started_before(run: Any, start: Any, rank: int, world: int, restarted: bool) -> bool:
+    """Whether this start goes on with what an earlier one began; the same on all ranks. Rank 0 decides: what earlier
+    starts left says it (`begun`), and where nothing is left, one rank that torchrun has restarted is enough. torchrun
+    counts only the restarts that its own ranks were the cause of, so `restarted` differs between machines.
+    run: the store of all starts. start: that of this one. RuntimeError: a rank did not answer within the store's time."""
+    start.set(f"restarted/{rank}", "yes" if restarted else "no")
+    if rank == 0:
+        told = [start.get(f"restarted/{r}") == b"yes" for r in range(world)]
+        again = run.check(["begun"]) if run.add("starts", 1) > 1 else any(told)
+        start.set("again", "yes" if again else "no")
+    return bool(start.get("again") == b"yes")
+
+
+def begun(run: Any) -> None:
+    """Rank 0 says that the run has its directory: later starts go on in it. One that was refused leaves no such word."""
+    run.set("begun", "yes")
+
+
 def _propose(store: Any, world: int) -> None:
     words = _get(store, [_word(r) for r in range(world)])
     if words is not None and _get(store, ["proposal"]) != [",".join(words)]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.boxes import Box, holding, intersect, local_slice, parameters, subtract
@@ -118,6 +118,22 @@ def _damage(path: Path) -> str:
 
 
 def _read(path: Path, header: Mapping[str, Any]) -> Resume:
+    """Its files are as they were written, which says nothing of who wrote them."""
+    try:
+        found = _resume(path)
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise fail("RL0761", "the checkpoint is damaged", place=str(path), notes=(str(error)[:300],),
+                   help="copy it from a backup, or start anew without `--resume`") from None
+    if dist.get_rank() == 0:
+        for what in header:
+            if manifest.get(what) != json.loads(json.dumps(header[what])):
+                print(f"note: the {what} of the program changed since this checkpoint was made", file=sys.stderr,
+                      flush=True)
+    return found
+
+
+def _resume(path: Path) -> Resume:
     manifest = json.loads((path / MANIFEST).read_text())
     stored: dict[str, Stored] = defaultdict(list)
     for name in manifest["files"]:
@@ -126,12 +142,12 @@ def _read(path: Path, header: Mapping[str, Any]) -> Resume:
             for key in opened.keys():
                 owner, _, box = key.rpartition("|")
                 stored[owner].append((_box(box), file, key))
-    if dist.get_rank() == 0:
-        for what in header:
-            if manifest.get(what) != json.loads(json.dumps(header[what])):
-                print(f"note: the {what} of the program changed since this checkpoint was made", file=sys.stderr,
-                      flush=True)
-    return Resume(path, int(manifest["step"]), manifest["states"], manifest["data"], manifest["models"], stored)
+    states, data, models = (dict(manifest[kind]) for kind in ("states", "data", "models"))
+    step = int(manifest["step"])
+    if step < 0:
+        raise ValueError(f"step {step}")
+    return Resume(path, step, {k: float(v) for k, v in states.items()}, {k: int(v) for k, v in data.items()},
+                  {k: {n: int(v) for n, v in counts.items()} for k, counts in models.items()}, stored)
 
 
 def _box(text: str) -> Box:

@@ -1,7 +1,8 @@
 """Users' Python functions: loaded once, called with rows, and what they return is checked.
 
 In: a plan's Function record and rows (dicts with "prompt", "completion" and all data columns). Out: one float a row.
-Invariant: a mistake of the user's code is a Failure that names the line in it, never a traceback.
+Runs in a rank or in a worker of its pool (`runtime/pool.py`), so it imports nothing heavy.
+Invariant: a mistake of the user's code is a Failure that names the line in it and the row, never a traceback.
 Codes: RL0771 the file cannot be read, RL0772 it changed, RL0773 it fails on import, RL0774 no such function,
 RL0775 the function raised, RL0776 it returned the wrong thing.
 """
@@ -15,22 +16,29 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib import resources
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.model import Function
 
 Row = dict[str, Any]
+LARGEST = 3.4028234663852886e38  # a float32
+SHIPPED, LIBRARY = "std/", "rldsl.stdlib"
+
+
+def located(path: str) -> Path:
+    """Where the file of a Function is: `std/...` are the files of this package, all others as given."""
+    if path.startswith(SHIPPED) and "/" not in path[len(SHIPPED):]:
+        return Path(str(resources.files(LIBRARY))) / path[len(SHIPPED):]
+    return Path(path).resolve()
 
 
 def load(function: Function) -> Callable[[list[Row]], Any]:
     """Import the file of `function`, as Python runs a script: with its directory first among the places of modules."""
     try:
-        text = Path(function.path).read_bytes()
+        text = located(function.path).read_bytes()
     except OSError as error:
         raise fail("RL0771", f"the Python file cannot be read: {error.strerror}", place=function.path,
                    help="paths are relative to the working directory") from None
@@ -43,14 +51,15 @@ def load(function: Function) -> Callable[[list[Row]], Any]:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(function.name, names, n=1)
         raise fail("RL0774", f"there is no function `{function.name}` in this file", place=function.path,
-                   help=f"did you mean `{near[0]}`?" if near else "")
+                   help=f"did you mean `{near[0]}`?" if near else "define it at the top of the file")
     if not callable(found):
-        raise fail("RL0774", f"`{function.name}` is {_article(found)}, not a function", place=function.path)
+        raise fail("RL0774", f"`{function.name}` is {_article(found)}, not a function", place=function.path,
+                   help=f"`{function.name}` is called with a list of rows")
     return found
 
 
 def _import(function: Function) -> Any:
-    path = Path(function.path).resolve()
+    path = located(function.path)
     name = "rldsl_user_" + hashlib.sha256(f"{path}\n{function.sha256}".encode()).hexdigest()[:16]
     if name in sys.modules:  # several functions of one file share their state
         return sys.modules[name]
@@ -59,53 +68,93 @@ def _import(function: Function) -> Any:
         raise fail("RL0771", "this is not a Python file", place=function.path, help="its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    if str(path.parent) not in sys.path:
+    if not function.path.startswith(SHIPPED) and str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         del sys.modules[name]
-        raise _raised("RL0773", "this Python file fails on import", function, error) from None
+        missing = isinstance(error, ImportError)
+        raise _raised("RL0773", "this Python file fails on import", function, error,
+                      help="install what it imports where the run's Python finds it" if missing else
+                      "`python FILE` shows the same") from None
     return module
 
 
-def call(function: Function, rows: list[Row]) -> Tensor:
-    """The function's value for each row: [len(rows)] float32. It is called once, and not at all without rows."""
+def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[float]:
+    """The function's value for each row. It is not called at all without rows.
+
+    names: what messages call each row (default: their numbers)."""
     if not rows:
-        return torch.zeros(0)
-    found = _loaded(function)
+        return []
+    found, names = _loaded(function), names or [str(i) for i in range(len(rows))]
     try:
         result = found(rows)
-    except (Exception, SystemExit) as error:
-        raise _raised("RL0775", f"`{function.name}` raised", function, error) from None
-    return torch.tensor(_checked(function, rows, result), dtype=torch.float32)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise _culprit(function, found, rows, names, error) from None
+    return _checked(function, rows, names, result)
 
 
 _loaded = functools.lru_cache(maxsize=None)(load)
 
 
-def _checked(function: Function, rows: list[Row], result: Any) -> list[float]:
-    if isinstance(result, Tensor) or type(result).__module__ == "numpy":
+def _culprit(function: Function, found: Callable[[list[Row]], Any], rows: list[Row], names: Sequence[str],
+             error: BaseException) -> Failure:
+    """The failure, with the first row on which the function raises alone; it is not known when there is none."""
+    about: tuple[str, ...] = ()
+    row = rows[0]
+    for row, name in zip(rows, names) if len(rows) > 1 else ():
+        try:
+            found([row])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as alone:
+            error, about = alone, describe(row, name)
+            break
+    if len(rows) == 1:
+        about = describe(row, names[0])
+    help = "a row that cannot be judged still needs a number: catch what may go wrong"
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
+        near = get_close_matches(error.args[0], list(row), n=1)
+        help = f"did you mean `{near[0]}`?" if near else "a row has " + ", ".join(f"`{k}`" for k in row)
+    return _raised("RL0775", f"`{function.name}` raised", function, error, about, help)
+
+
+def describe(row: Row, name: str) -> tuple[str, ...]:
+    """Notes that tell the user which row it is: its name, and its prompt's first words."""
+    prompt = row.get("prompt", "")
+    text = prompt if isinstance(prompt, str) else repr(prompt)
+    text = text if len(text) <= 100 else text[:100].rpartition(" ")[0] or text[:100]
+    return f"row {name}", f"prompt: {text}{'' if text == prompt else ' ...'}"
+
+
+def _checked(function: Function, rows: list[Row], names: Sequence[str], result: Any) -> list[float]:
+    if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
     if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
         raise _wrong(function, f"returned {_article(result)}, not one number for each row",
                      help="it is called with a list of rows and returns a list as long")
     if len(result) != len(rows):
         raise _wrong(function, f"returned {len(result)} values for {len(rows)} rows",
-                     help="return one number for each row, in their order")
-    return [_number(function, i, row, value) for i, (row, value) in enumerate(zip(rows, result))]
+                     notes=describe(rows[0], f"{names[0]} is the first"), help="return one number for each row, in their order")
+    return [_number(function, row, name, value) for row, name, value in zip(rows, names, result)]
 
 
-def _number(function: Function, index: int, row: Row, value: Any) -> float:
-    about = (f"row {index} of {function.name}'s rows", f"prompt: {_short(row.get('prompt', ''))}")
+def _number(function: Function, row: Row, name: str, value: Any) -> float:
+    about = describe(row, name)
     try:
         number = None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None:
-        raise _wrong(function, f"returned {_article(value)} for row {index}, not a number", notes=about)
-    if not math.isfinite(number) or abs(number) > torch.finfo(torch.float32).max:
-        raise _wrong(function, f"returned {number} for row {index}", notes=about,
+        raise _wrong(function, f"returned {_article(value)} for row {name}, not a number", notes=about[1:],
+                     help="return a float, an int or a bool for each row")
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise _wrong(function, f"returned {number} for row {name}", notes=about[1:],
                      help="every value must be a finite float32")
     return number
 
@@ -114,17 +163,27 @@ def _wrong(function: Function, what: str, *, help: str = "", notes: tuple[str, .
     return fail("RL0776", f"`{function.name}` {what}", place=function.path, help=help, notes=notes)
 
 
-def _raised(code: str, title: str, function: Function, error: BaseException) -> Failure:
+def _raised(code: str, title: str, function: Function, error: BaseException, notes: tuple[str, ...] = (),
+            help: str = "") -> Failure:
     """The user's own error, at the innermost line of the user's file."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    path = Path(function.path).resolve()
+    path = located(function.path)
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None
     step = error.__traceback__
     while step is not None:
         if Path(step.tb_frame.f_code.co_filename).resolve() == path:
             line = step.tb_lineno
         step = step.tb_next
-    return fail(code, f"{title}: {text}", place=f"{function.path}:{line}" if line else function.path)
+    return fail(code, f"{title}: {_said(error)}", place=f"{function.path}:{line}" if line else function.path,
+                notes=notes, help=help)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # an exception of the user's own class may fail to say anything
+        text = ""
+    text = text if len(text) <= 500 else text[:500] + " ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _article(value: Any) -> str:
@@ -132,8 +191,3 @@ def _article(value: Any) -> str:
         return "None"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."

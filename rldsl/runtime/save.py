@@ -1,4 +1,4 @@
-"""A model as a HuggingFace directory, without one rank ever holding all of it.
+"""A model as a HuggingFace directory, without one rank ever holding all of it; adapters as PEFT's.
 
 Each parameter becomes whole on one owner, and each owner writes its own safetensors file. Everything is written into a
 sibling directory that takes the final name at the end: a crash never leaves a damaged checkpoint under that name.
@@ -22,9 +22,11 @@ import torch.distributed as dist
 from rldsl.diag import Failure, fail
 from rldsl.plan.boxes import local_slice, parameters
 from rldsl.plan.events import Save
+from rldsl.plan.lora import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.model import Model
 from rldsl.plan.movement import gather_moves, owners
 from rldsl.runtime.exchange import Place, Route, post
+from rldsl.runtime.paths import replaceable
 from rldsl.runtime.state import State
 
 
@@ -33,11 +35,14 @@ def save(state: State, event: Save) -> None:
     mesh, group = state.world.meshes[layout.mesh], state.world.group(event.mesh)
     shard = state.settled(event.model, event.layout)
     place = Place.of(model, layout, mesh, state.world.rank, shard.tensors())
-    whole = _gather(state, event, model, place)
     members = mesh.members()
-    chosen = owners(model, layout, mesh)
+    # adapters are small, and PEFT reads them from one file
+    chosen = dict.fromkeys(owners(model, layout, mesh), members[0]) if model.lora else owners(model, layout, mesh)
+    whole = _gather(state, event, model, place, chosen)
     writers = sorted(set(chosen.values()))
-    names = {rank: _file(i, len(writers)) for i, rank in enumerate(writers)}
+    names = {rank: WEIGHTS if model.lora else _file(i, len(writers)) for i, rank in enumerate(writers)}
+    if model.lora:
+        whole = {stored_name(name): tensor for name, tensor in whole.items()}
     final = Path(event.path.replace("{out}", str(state.out)).replace("{step}", str(state.step)))
     partial = final.parent / f".{final.name}.partial"
     first = state.world.rank == members[0]
@@ -52,11 +57,11 @@ def _file(i: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _gather(state: State, event: Save, model: Model, place: Place) -> dict[str, torch.Tensor]:
-    """The parameters that this rank owns, whole, on the CPU."""
+def _gather(state: State, event: Save, model: Model, place: Place,
+            chosen: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The parameters that this rank is chosen to write, whole, on the CPU."""
     layout = state.world.layouts[event.layout]
     mesh, rank = state.world.meshes[layout.mesh], state.world.rank
-    chosen = owners(model, layout, mesh)
     route = Route.of(gather_moves(model, layout, mesh, chosen, state.plan.header.devices_per_node), rank, ())
     whole = {p.name: torch.empty(p.spec.shape, dtype=place.tensors[p.name].dtype if p.name in place.tensors
                                  else _dtype(place), device=state.device)
@@ -113,6 +118,7 @@ def _fresh(partial: Path, final: Path) -> None:
     """An empty place to write to; and the checkpoint back in its place, when a run ended between the two renames."""
     if _aside(final).exists() and not final.exists():
         os.replace(_aside(final), final)
+    replaceable(final)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -132,7 +138,10 @@ def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any],
         total = sum((partial / name).stat().st_size for name in set(index.values()))
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=2)
         (partial / "model.safetensors.index.json").write_text(text + "\n")
-    _config(export["config"], model).save_pretrained(partial)
+    if model.lora:
+        (partial / CONFIG).write_text(json.dumps(config(model), indent=2) + "\n")
+    else:
+        _config(export["config"], model).save_pretrained(partial)
     kept = ("token", "vocab", "merges", "special", "added", "generation_config", "chat_template")
     for file in Path(export["tokenizer"]).iterdir():
         if file.is_file() and file.name.startswith(kept):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rldsl.plan.expr import Program
-from rldsl.plan.events import Compute, Fetch, Generate, split
+from rldsl.plan.events import Compute, Fetch, Generate, Offload, split
 from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
 from rldsl.plan.partition import mix
+from rldsl.plan.project import events
 from rldsl.runtime.backend import Packed, Shard
 from rldsl.runtime.data import Source, open_source
 from rldsl.runtime.exchange import Route
@@ -24,6 +25,8 @@ from rldsl.runtime.world import World
 
 if TYPE_CHECKING:
     from rldsl.runtime.checkpoint import Writer
+    from rldsl.runtime.metrics.report import Report
+    from rldsl.runtime.pool import Pool
     from rldsl.runtime.resume import Resume
 
 RANDOM_NUMBERS = 1 << 32  # keeps the seeds of computations apart from those of frames
@@ -39,18 +42,21 @@ class State:
     store: Store = field(default_factory=Store)
     step: int = 0
     turn: int = 0  # of the innermost loop, from 0
-    started: float = field(default_factory=time.monotonic)
+    over: str = ""  # the data source that the innermost loop goes over
     shards: dict[tuple[str, str], Shard] = field(default_factory=dict)
+    pool: dict[Any, torch.Tensor] = field(default_factory=dict)  # what shards share
     sources: dict[str, Source] = field(default_factory=dict)
     routes: dict[int, Route] = field(default_factory=dict)
     arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)  # of this step, as they came
-    logged: bool = False  # whether this rank has written metrics in this run
     fetched: dict[str, int] = field(default_factory=dict)  # data source -> batches read in the run
     drawn: dict[int, int] = field(default_factory=dict)  # generate or compute event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
+    ragged: int = 0  # bytes of transfers that this rank sent and received, this step, where lengths decide how many
+    report: "Report | None" = None  # of progress and metrics; there when the run walks
     resume: "Resume | None" = None
     writer: "Writer | None" = None  # of checkpoints
+    rewards: "Pool | None" = None  # calls users' functions
     stop_asked: Callable[[], bool] = lambda: False  # whether this rank was asked to end the run (SIGTERM)
     stopped: bool = False  # all ranks have agreed to
 
@@ -63,6 +69,7 @@ class State:
         self.spreads: dict[str, Spread] = {s.id: s for s in plan.spreads}
         self.programs: dict[str, Program] = {p.id: p for p in plan.programs}
         self.functions: dict[str, Function] = {f.id: f for f in plan.functions}
+        self.moved = {(e.model, e.layout) for e, _ in events(plan) if isinstance(e, Offload)}
         self.rows = StepRows(plan, self.world, 0)
 
     @property
@@ -104,7 +111,8 @@ class State:
             record, where = self.models[model], self.world.layouts[layout]
             build = importlib.import_module(f"rldsl.backends.{where.backend}").build
             self.shards[key] = build(record, where, self.world.meshes[where.mesh], self.world.axes(where), self.device,
-                                     load=load, trainable=record.home == layout)
+                                     load=load, trainable=record.home == layout,
+                                     pool=None if key in self.moved else self.pool)
         return self.shards[key]
 
     def settled(self, model: str, layout: str) -> Shard:
@@ -116,8 +124,16 @@ class State:
 
     def source(self, data: str) -> Source:
         if data not in self.sources:
-            self.sources[data] = open_source(self.data[data], self.plan.header.steps)
+            tells = self.world.rank == self._first_reader(data)
+            found = self.sources[data] = open_source(self.data[data], self.plan.header.steps, tells)
+            if tells and found.note:
+                print(f"note: {found.note}", file=sys.stderr, flush=True)
         return self.sources[data]
+
+    def _first_reader(self, data: str) -> int:
+        """The rank that tells the user about a source."""
+        fetches = (e for e, _ in events(self.plan) if isinstance(e, Fetch) and e.data == data)
+        return min((min(self.world.meshes[e.mesh].members()) for e in fetches), default=0)
 
     # rows and columns of the current step
 

@@ -64,9 +64,11 @@ def within(sizes: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Communication under way; `finish` waits for it and returns what the buffer holds."""
+    """Communication under way; `finish` waits for it and returns what the buffer holds. bytes: that this rank sends and
+    receives."""
 
     finish: Callable[[], Any]
+    bytes: int = 0
 
 
 class Store:

@@ -24,13 +24,14 @@ def summarise(plan: Plan, out: Path, steps: int, seconds: float) -> dict:
 
     moved = [{"model": e.model, "src": text(e.src), "dst": text(e.dst), "bytes": e.bytes, "messages": e.messages,
               "because": e.because, "times": times(path)} for e, path in events(plan) if isinstance(e, Realloc)]
-    return {"reallocs": moved, "saved": _saved(plan, out), "steps": steps, "seconds": round(seconds, 3)}
+    return {"reallocs": moved, "saved": _saved(plan, out, steps), "steps": steps, "seconds": round(seconds, 3)}
 
 
-def _saved(plan: Plan, out: Path) -> list[str]:
-    """The last directory that each save event wrote."""
-    return sorted({item.path.replace("{out}", str(out)).replace("{step}", str(last_step(path)))
+def _saved(plan: Plan, out: Path, steps: int) -> list[str]:
+    """The last directory that each save event wrote; of a run that was stopped, those that are there."""
+    last = sorted({item.path.replace("{out}", str(out)).replace("{step}", str(last_step(path)))
                    for item, path in walk(plan.body) if isinstance(item, Save) and last_step(path)})
+    return last if steps == plan.header.steps else [path for path in last if Path(path).exists()]
 
 
 def write_summary(plan: Plan, out: Path, summary: dict) -> None:

@@ -2,6 +2,7 @@
 
 In: rows, values and the loss program of a train call. Out: a changed model, and the metrics of the call.
 Invariant: every rank makes the same optimizer steps, and stops at the same one.
+Errors: RL0733 a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from rldsl.diag import fail
 from rldsl.plan.events import Train
-from rldsl.plan.heads import STOP, UPDATES
+from rldsl.plan.heads import SKIPPED, STOP, UPDATES
 from rldsl.plan.partition import Rows, micro_batches
 from rldsl.runtime.evaluate import LossRun, View, loss_counts
+from rldsl.runtime.nonfinite import refuse
 from rldsl.runtime.state import State
 from rldsl.runtime.store import Column
 
@@ -27,7 +28,10 @@ def train(state: State, event: Train) -> None:
     may leave fewer rows than minibatches: an empty one makes no step, and without any step all metrics are 0.
 
     A loss that can stop is asked after the backward passes of each minibatch, over all its rows; when it says yes, that
-    minibatch makes no step and no later one runs. Its own metrics count, its "grad_norm" and "lr" do not exist."""
+    minibatch makes no step and no later one runs. Its own metrics count, its "grad_norm" and "lr" do not exist.
+
+    The norm of a gradient is known on every rank before anything is updated. Where it is not finite, the run ends with
+    the minibatch on disk, or this minibatch makes no step, counts in "skipped" and in no other metric."""
     spread, layout = state.spreads[event.spread], state.world.layouts[event.layout]
     shard, axes = state.settled(event.model, event.layout), state.world.axes(layout)
     outputs = dict(state.programs[event.loss].outputs)
@@ -41,7 +45,7 @@ def train(state: State, event: Train) -> None:
         metrics.extend(finish(runs[-1:], own, axes.mesh.group, state.device))
         return bool(metrics[-1][STOP])
 
-    stopped = False
+    stopped, skipped = False, 0
     for minibatch in chain.from_iterable(state.rows.schedule(spread)):
         if stopped or not any(minibatch):
             shard.skip(1)
@@ -52,27 +56,25 @@ def train(state: State, event: Train) -> None:
         if step is None:
             stopped = True
             shard.skip(1)
-        else:
-            _check_finite(event, step["grad_norm"])
+        elif math.isfinite(step["grad_norm"]):
             steps.append(step)
+        elif event.nonfinite == "stop":
+            refuse(state, event, call.rows(minibatch[axes.dp.index]) if own else {}, step["grad_norm"], axes.mesh.group)
+        else:
+            skipped += 1
+            shard.skip(1)
+            runs.pop()
+            del metrics[len(runs):]
     if runs and STOP not in outputs:
         metrics = finish(runs, own, axes.mesh.group, state.device)
     mean = {name: _mean([m[name] for m in metrics]) for name in outputs}
     mean["grad_norm"] = _mean([s["grad_norm"] for s in steps])
     mean["lr"] = steps[-1]["lr"] if steps else 0.0
+    mean[SKIPPED] = float(skipped)
     mean[UPDATES] = mean[UPDATES] if UPDATES in outputs else float(len(steps))
     at = torch.zeros(1, dtype=torch.int64, device=state.device)
     for name, value in event.outputs:
         state.write(value, spread.id, at, torch.tensor([mean[name]], dtype=torch.float64, device=state.device))
-
-
-def _check_finite(event: Train, norm: float) -> None:
-    """The norm is known on every rank, before anything is updated."""
-    if not math.isfinite(norm):
-        raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,
-                   notes=(f"loss: {event.loss.rpartition('/')[2]}; nothing was updated",),
-                   help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its "
-                        "data")
 
 
 class _Call:
@@ -88,6 +90,19 @@ class _Call:
         self.totals = [sum(x) for x in zip(*(x.of("tokens").tolist() for x in lens.values()))]
         self.tokens = {f: state.read(event.reads, f"{f}.tokens") for f in event.frames}
         self.data = {name: state.read(event.reads, value) for name, value in event.data}
+
+    def rows(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """What the loss sees of some rows, by name, to be studied on disk."""
+        found: dict[str, torch.Tensor] = {}
+        part = torch.tensor(rows, dtype=torch.int64, device=self.state.device)
+        for frame in self.event.frames:
+            packed = self.state.packed(frame, self.tokens[frame], part)
+            found |= {f"{frame}.rows": packed.rows, f"{frame}.prompt_lens": packed.prompt_lens,
+                      f"{frame}.response_lens": packed.response_lens, f"{frame}.tokens": packed.tokens}
+        per_prompt = self.frames[self.event.frames[0]].per_prompt
+        for name, value in self.event.data:
+            found[f"data.{name}"] = _data(self.state, value, self.data[name], part, per_prompt).reshape(-1)
+        return found if rows else {}
 
     def minibatch(self, rows: Sequence[Rows], shard: int, pp: int):
         """rows: of each dp shard. The run that finds loss and metrics, this shard's micro-batches, and their loss."""

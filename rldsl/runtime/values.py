@@ -11,7 +11,7 @@ from rldsl.plan.expr import Node
 from rldsl.plan.layout import coordinate
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Transfer, split
 from rldsl.plan.partition import origin
-from rldsl.runtime import reward
+from rldsl.runtime.evaluations import next_rows
 from rldsl.runtime.evaluate import View, run_compute
 from rldsl.runtime.exchange import DTYPES, transfer
 from rldsl.runtime.rows import Lens
@@ -21,11 +21,12 @@ from rldsl.runtime.store import Column
 
 def fetch(state: State, event: Fetch) -> None:
     """The next rows, the same on every participant: read and tokenized, never sent."""
-    source, turn = state.source(event.data), state.next_batch(event)
+    source, turn = next_rows(state, event)
     spreads = dict(split(b) for b in event.writes)
     for name, got in source.step(turn, state.seed).items():
         frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
-        lens = Lens(_whole(state, got.prompt_lens), _whole(state, got.response_lens))
+        absent = [0] * (state.frames[frame].count - len(got.tokens))  # the last rows of a short batch
+        lens = Lens(_whole(state, [*got.prompt_lens, *absent]), _whole(state, [*got.response_lens, *absent]))
         state.know_lengths(frame, lens)
         if f"{frame}.tokens" in spreads:
             ids = torch.arange(len(got.tokens), device=state.device)
@@ -36,7 +37,9 @@ def fetch(state: State, event: Fetch) -> None:
                                     device=state.device)
                 state.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], torch.arange(len(data)), data)
         if f"{frame}.columns" in spreads:
-            state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}", source.columns(turn, state.seed))
+            places = [source.table.place(n) for n in source.batch(turn, state.seed)]
+            state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}",
+                            list(zip(places, source.columns(turn, state.seed))))
 
 
 def _whole(state: State, lengths: list[int]) -> torch.Tensor:
@@ -68,6 +71,7 @@ def move(state: State, event: Transfer) -> None:
         holds = rank in state.world.meshes[src.mesh].members()
         held = state.store.take(f"{name}@{src.id}") if holds else None
         pending = transfer(state.rows, state.values[name], src, dst, held, event.id * 16 + k)
+        state.ragged += pending.bytes if event.bytes < 0 else 0
         state.store.put(f"{name}@{dst.id}", pending)
 
 
@@ -81,8 +85,11 @@ def compute(state: State, event: Compute) -> None:
         inputs[name] = state.read(event.reads, value).pick(ids).data
 
     def call_py(node: Node) -> torch.Tensor:
-        rows = reward_rows(state, event, str(node.attr("frame")), views[str(node.attr("frame"))].rows)
-        return reward.call(state.functions[str(node.attr("function"))], rows).to(state.device)
+        numbers = views[str(node.attr("frame"))].rows
+        rows, names = reward_rows(state, event, str(node.attr("frame")), numbers)
+        assert state.rewards is not None
+        found = state.rewards.call(state.functions[str(node.attr("function"))], rows, names)
+        return torch.tensor(found, dtype=torch.float32, device=state.device)
 
     found = run_compute(program, inputs, views, {f: state.frames[f] for f in event.frames},
                         state.world.group(spread.mesh), call_py, state.drawing_seed(event), state.step - 1)
@@ -158,8 +165,9 @@ def _kin(state: State, extent: str, frame: str, views: dict[str, View]) -> str:
                                      else state.frames[f].rows == of.rows))
 
 
-def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) -> list[dict[str, Any]]:
-    """What a user's function sees of each row: the data columns, and the sequence as text and as token ids.
+def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) -> tuple[list[dict[str, Any]], list[str]]:
+    """What a user's function sees of each row: the data columns, and the sequence as text and as token ids; and what
+    messages call the row: its number in the step, and its line of the data.
 
     finished: the response is shorter than the most tokens allowed, or its last token ends a sequence. A response that
     a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone do not tell."""
@@ -169,19 +177,21 @@ def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) ->
                     and state.frames[state.values[split(b)[0]].frame].prompts == of), None)
     packed = state.packed(frame, state.read(event.reads, f"{frame}.tokens"), rows)
     tokenizer = state.source(record.data).tokenizer
-    ends, found, at = state.source(record.data).ends, [], 0
+    ends, found, names, at = state.source(record.data).ends, [], [], 0
     tokens = packed.tokens.tolist()
     for row, p, r in zip(rows.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist()):
         prompt, completion = tokens[at : at + p], tokens[at + p : at + p + r]
         at += p + r
+        place, held = columns[row // record.per_prompt] if columns is not None else ("", {})
+        names.append(f"{row} ({place})" if place else str(row))
         found.append({
-            **(columns[row // record.per_prompt] if columns is not None else {}),
+            **held,
             "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
             "completion": tokenizer.decode(completion, skip_special_tokens=True),
             "prompt_ids": prompt, "completion_ids": completion,
             "finished": r < record.max_response_tokens or (r > 0 and completion[-1] in ends),
         })
-    return found
+    return found, names
 
 
 def free(state: State, event: Free) -> None:

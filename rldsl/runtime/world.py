@@ -2,12 +2,12 @@
 
 In: a plan and an initialised process group. Out: `World`, with the `Axes` of every layout that this rank is part of.
 Invariant: all ranks hold the same plan, and create the same groups in the same order.
-Errors: RL0701 wrong number of ranks, RL0702 different plans.
+Errors: RL0701 wrong number of ranks, RL0702 different plans, RL0711 ranks on other machines than the plan has them on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -18,7 +18,10 @@ import torch.distributed as dist
 from rldsl.diag import fail
 from rldsl.plan.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Plan, Spread
+from rldsl.plan.texts import ranks_text
 from rldsl.runtime.backend import Axes, Axis
+
+NAME = 64  # bytes of a host's name that ranks compare
 
 
 def check_size(plan: Plan, started: int, name: str) -> None:
@@ -38,6 +41,41 @@ def check_same_plan(data: bytes, device: torch.device) -> None:
     if other:
         raise fail("RL0702", f"ranks {other} have another plan than rank 0",
                    help="copy one plan file to a place that every machine reads")
+
+
+def hosts(name: str, device: torch.device) -> list[str]:
+    """The host of every rank, in their order, from the name of this rank's: one small all-gather. What is too long is
+    told apart by its digest."""
+    text = name.encode()
+    if len(text) > NAME:
+        text = text[: NAME - 17] + b"~" + sha256(text).hexdigest()[:16].encode()
+    mine = torch.tensor(list(text.ljust(NAME, b"\0")), dtype=torch.uint8, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in every]
+
+
+def check_hosts(plan: Plan, found: Sequence[str], name: str) -> str:
+    """Whether the ranks are on the machines that the plan has them on: node i is the ranks i * devices_per_node and on.
+    Nodes of the plan that share a machine only make a run slower, so they are a note, which is returned ("": none).
+    found: the host of each rank. RL0711: the ranks of one node are on several machines."""
+    size = plan.header.devices_per_node
+    nodes = [tuple(range(a, min(a + size, len(found)))) for a in range(0, len(found), size)]
+    torn = [ranks for ranks in nodes if len({found[r] for r in ranks}) > 1]
+    if torn:
+        where = [f"node {ranks[0] // size}: " + ", ".join(
+            f"rank{'s' * (len(on) > 1)} {ranks_text(on)} on {host}"
+            for host in dict.fromkeys(found[r] for r in ranks) if (on := [r for r in ranks if found[r] == host]))
+            for ranks in torn]
+        shown = (*where[:4], *([f"and {len(where) - 4} more"] if len(where) > 4 else []))
+        raise fail("RL0711", f"the ranks of one node of the plan are on several machines, {size} should share one",
+                   place=name, notes=shown, help=f"start each machine with `torchrun --nproc-per-node {size}`, or compile "
+                   f"with a `cluster` that has as many `gpus` as ranks start on a machine")
+    if len(nodes) > 1 and len(set(found)) == 1:
+        return f"all {len(nodes)} nodes of the plan are on one machine, {found[0]}: for development only"
+    on = {host: [ranks[0] // size for ranks in nodes if found[ranks[0]] == host] for host in dict.fromkeys(found)}
+    shared = [f"nodes {ranks_text(ids)} are all on {host}" for host, ids in on.items() if len(ids) > 1]
+    return f"{'; '.join(shared)}: the plan takes them for machines of their own" if shared else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rldsl.diag import Label
 from rldsl.plan.expr import FLOW_ONLY, Program
-from rldsl.plan.heads import LEVEL_OF, OUTPUTS, STOP, UPDATES
+from rldsl.plan.heads import LEVEL_OF, OUTPUTS, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Frame
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
@@ -91,6 +91,9 @@ def check_body(decl: ast.LossDecl, scope: Scope, fresh: set[str], lower: Lower) 
         if ident.name == STOP:
             lower.errors.add("RL0102", "a metric cannot be called `stop`", ident.span,
                              help="the name belongs to `stop when`; choose another")
+        elif ident.name == SKIPPED:
+            lower.errors.add("RL0102", "a metric cannot be called `skipped`", ident.span,
+                             help="the name belongs to `nonfinite=skip`; choose another")
         elif ident.name in [n for n, _ in outputs] or ident.name in ("grad_norm", "lr", *([UPDATES] if stops else [])):
             also = " and, as it can stop, `updates`" if stops else ""
             lower.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span,

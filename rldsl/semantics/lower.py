@@ -215,6 +215,11 @@ class Lower:
             if other.prompts != frames[0].prompts and not self.spaces.selected("prompt", frames[0].prompts,
                                                                               other.prompts):
                 return self.errors.add("RL0202", f"`{other.id}` is not where `{frames[0].id}` comes from", tree.span)
+        first = args[0]
+        if isinstance(first, FrameRef) and ref.returns == "prompt" and first.kind != "prompts":
+            return self.errors.add("RL0201", f"`{ref.id}` gives one number a prompt, and `{frames[0].id}` has several "
+                                   "sequences of each", expr.args[0].span,
+                                   help=f"declare `-> seq`, and reduce: `mean({ref.id}(...) by prompt)`")
         space = self.spaces.of(frames[0], ref.returns)
         return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
 

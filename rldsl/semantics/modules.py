@@ -15,7 +15,7 @@ from importlib import resources
 from typing import cast
 
 from rldsl.diag import Failure, Label
-from rldsl.plan.expr import LEVELS, Level
+from rldsl.plan.expr import Level
 from rldsl.plan.model import Function
 from rldsl.semantics.errors import BAD, Errors, suggest
 from rldsl.semantics.operators import NAMES
@@ -26,8 +26,9 @@ from rldsl.syntax.slips import slips
 
 Parse = Callable[[SourceFile], ast.File]
 Read = Callable[[str], str]
-LIBRARY = "rldsl.stdlib"
-RESERVED = NAMES | {"mesh"}
+LIBRARY, SHIPPED = "rldsl.stdlib", "std/"
+PYTHON = ("std/rewards.py",)
+RESERVED = NAMES | {"mesh", "true", "false"}
 
 
 def beside(importer: str, path: str) -> str:
@@ -37,6 +38,14 @@ def beside(importer: str, path: str) -> str:
         near = os.path.relpath(joined)
         return joined if near.startswith(os.pardir) else near
     return joined
+
+
+def python_path(importer: str, path: str) -> str:
+    """Of a Python file: `std/...` is one of this package, also when there is such a directory."""
+    if path.startswith(SHIPPED):
+        return path
+    found = beside(importer, path)
+    return f"./{found}" if found.startswith(SHIPPED) else found
 
 
 def library() -> list[str]:
@@ -157,16 +166,24 @@ class Modules:
                 if meant and meant not in module.names and meant not in [n.name for n in use.names]:
                     module.names[meant] = other.names[meant]
 
+    def _python(self, path: str) -> str:
+        if not path.startswith(SHIPPED):
+            return self.read(path)
+        if path not in PYTHON:
+            raise FileNotFoundError(2, "the standard library has no such file")
+        return (resources.files(LIBRARY) / path.removeprefix(SHIPPED)).read_text("utf-8")
+
     def _use_py(self, module: Module, use: ast.UsePy) -> None:
-        path = beside(module.name, use.path)
+        path = python_path(module.name, use.path)
         tree, digest = None, ""
         try:
-            text = self.read(path)
+            text = self._python(path)
             digest = sha256(text.encode()).hexdigest()
             tree = python.parse(text)
         except (OSError, UnicodeDecodeError) as error:
             self.errors.add("RL0110", f"cannot read the Python file `{path}`", _path(use.span), _reason(error),
-                            help="paths are relative to the .rlf file")
+                            help="paths are relative to the .rlf file" if not path.startswith(SHIPPED) else
+                            suggest(path, PYTHON))
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
             self.errors.add("RL0110", f"`{path}` is not valid Python", _path(use.span),
@@ -174,9 +191,9 @@ class Modules:
         defined = {n.name for n in tree.body if isinstance(n, python.FunctionDef)} if tree else set()
         for fn in use.functions:
             level = fn.returns.name
-            if level not in LEVELS or level == "batch":
+            if level not in ("seq", "prompt"):
                 self.errors.add("RL0201", f"a Python function cannot return `{level}`", fn.returns.span,
-                                help="it returns seq, token or prompt")
+                                help="it gives one number a row: seq, or prompt for the rows of prompts")
                 self.bind(module, fn.name, BAD)
             elif tree is None or fn.name.name not in defined:
                 if tree is not None:

@@ -53,11 +53,13 @@ ADAMW = {
     "clip_grad": Opt("float", 1.0, 0),
 }
 MODEL = {"dtype": Opt("text", "float32", choices=("float32", "bfloat16"))}
+LORA = {"r": Opt("int", 8, 1), "alpha": Opt("float", 16.0, 0, above=True), "targets": Opt("texts", ())}
 COLUMNS = ("prompt", "answer", "chosen", "rejected")
 DATA = {
     "batch": Opt("int", low=1, needed=True, unit="rows"), "max_prompt_tokens": Opt("int", 512, 1, unit="tokens"),
     "max_answer_tokens": Opt("int", 512, 1, unit="tokens"), "shuffle": Opt("bool", True),
     "kind": Opt("text", None, choices=("prompts", "answers", "pairs")), "numbers": Opt("texts", ()),
+    "over_long": Opt("text", "truncate", choices=("truncate", "drop", "error")),
     **{c: Opt("text", c) for c in COLUMNS},
 }
 GENERATE = {
@@ -67,7 +69,7 @@ GENERATE = {
     "top_k": Opt("int", 0, 0), "greedy": Opt("bool", False), "stop": Opt("texts", ()),
 }
 TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit="rows"), "epochs": Opt("int", 1, 1),
-         "shuffle": Opt("bool", True)}
+         "shuffle": Opt("bool", True), "nonfinite": Opt("text", "stop", choices=("stop", "skip"))}
 CHECKPOINT = {"keep": Opt("int", 2, 1)}
 FLOW = {"steps": Opt("int", low=1, needed=True), "seed": Opt("int", 1, 0)}
 CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256, needed=True),

@@ -189,6 +189,15 @@ class RepeatUntil(Tree):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalBlock(Tree):
+    """eval data [max most] { ... }"""
+
+    data: Ident
+    most: Expr | None
+    body: tuple["Statement", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Tree):
     """stop when condition     (in a loss: no further optimizer step of this train call)"""
 
@@ -222,8 +231,8 @@ class Checkpoint(Tree):
     options: tuple[Option, ...]
 
 
-Statement = (Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | Stop | Sync | Ema
-             | Checkpoint)
+Statement = (Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock | RepeatUntil | EvalBlock | Stop | Sync
+             | Ema | Checkpoint)
 
 # ---------------------------------------------------------------------------------------- declarations
 

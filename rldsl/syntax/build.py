@@ -163,6 +163,10 @@ class _Builder(Transformer):
         body, condition, most = children
         return ast.RepeatUntil(span=self._span(meta), body=body, condition=condition, most=most)
 
+    def eval(self, meta: Any, children: list) -> ast.EvalBlock:
+        data, most, body = children
+        return ast.EvalBlock(span=self._span(meta), data=self._ident(data), most=most, body=body)
+
     def stop(self, meta: Any, children: list) -> ast.Stop:
         return ast.Stop(span=self._span(meta), condition=children[0])
 

@@ -11,7 +11,7 @@ from rldsl.backends.torch import build
 from rldsl.placement.families import describe
 from rldsl.plan.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
-from rldsl.runtime.backend import Axes, Axis, Packed, Shard
+from rldsl.runtime.backend import Axes, Axis, Packed, Pool, Shard
 
 
 def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None = None, updates: int = 10,
@@ -20,13 +20,13 @@ def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None =
     return Model("m", kind, path, dtype, family.params, family.layers, family.config_digest, "L0", optimizer, updates)
 
 
-def make_shard(model: Model, rank: int, dp: int = 1, tp: int = 1, pp: int = 1) -> Shard:
+def make_shard(model: Model, rank: int, dp: int = 1, tp: int = 1, pp: int = 1, pool: Pool | None = None) -> Shard:
     """This rank's shard on ranks 0..dp*tp*pp; every rank of the world must call it."""
     mesh = Mesh("m0", ((0, dp * tp * pp),))
     layout = Layout("L0", "m0", dp=dp, tp=tp, pp=pp)
     axes = {axis: _axis(axis_ranks(layout, mesh, axis), rank) for axis in ("dp", "tp", "pp", "mesh")}
     return build(model, layout, mesh, Axes(**axes), torch.device("cpu"), load=True,
-                 trainable=model.optimizer is not None)
+                 trainable=model.optimizer is not None, pool=pool)
 
 
 def _axis(groups: Sequence[tuple[int, ...]], rank: int) -> Axis:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rldsl.diag import Failure
 from rldsl.plan.events import Checkpoint, Event
+from rldsl.runtime.metrics.names import MEASURED
 from tests.world import run_world
 
 
@@ -48,12 +49,13 @@ def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0,
 
 def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int, again: bool, cwd: str) -> str:
     from rldsl.runtime.executor import execute
+    from rldsl.runtime.options import Options
 
     os.chdir(cwd)
     last = int(os.environ["WORLD_SIZE"]) - 1
     watch: Any = Asker(stop_after) if stop_after and rank == last else None
     try:
-        execute(plan, "test.plan", out, watch=watch, resume=resume, again=again)
+        execute(plan, "test.plan", out, watch=watch, options=Options(resume=resume, again=again))
     except Failure as failure:
         return " ".join(d.code for d in failure.diagnostics) or "another rank"
     return ""
@@ -61,7 +63,7 @@ def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int,
 
 def lines(out: Path) -> list[dict[str, float]]:
     """The metrics, without what depends on the clock."""
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds" and not k.startswith("tokens")}
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)}
             for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

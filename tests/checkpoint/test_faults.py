@@ -77,8 +77,8 @@ def test_ranks_killed_thirty_times(tiny: Path, tmp_path: Path) -> None:
     assert set(run(data, whole)) == {""}
     draw = random.Random(5)
     for _ in range(KILLS):
-        attempt(data, out, draw.choice([0, 0, 1]), draw.uniform(0, 0.5))
-    assert 10 < newest(out) < STEPS, "the run neither stood still nor was it over"
+        attempt(data, out, draw.choice([0, 1, 1]), draw.uniform(0, 0.5))
+    assert 0 < newest(out) < STEPS, "the run neither stood still nor was it over"
     attempt(data, out, -1, 0)
     assert lines(out) == lines(whole)
     name = f"checkpoints/step-{STEPS:06d}"

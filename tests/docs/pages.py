@@ -1,13 +1,15 @@
-"""Reading the documentation as a test does: programs in fences, tables, links.
+"""Reading the documentation as a test does: programs in fences, tables, links, long lines.
 
-A fence ```rlf is a whole program when it has a flow; else its declarations are put before, and after the comment
-`<!-- rlf: flow -->` its statements into, a flow that has the usual names.
+A fence ```rlf is a whole program, or the comment before it names what completes it: `<!-- rlf: declarations -->`,
+`<!-- rlf: placement -->` (rules for the calls of `FLOW`) or `<!-- rlf: flow -->` (statements of it). With `fails
+RL0218` in the comment the program is wrong, and has exactly that mistake.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,76 +18,128 @@ from rldsl import api
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
-_FENCE = re.compile(r"(<!-- rlf: flow -->\n)?```rlf\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"(?:<!-- rlf: (\w+)(?: fails (RL\d{4}))? -->\n)?^```rlf\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_MARK = "<!-- table: {} -->\n"
 
-MODELS = """
-data prompts = jsonl("p.jsonl", batch=8)
-model actor  = causal_lm("m") train adamw(lr=1e-6)
-model ref    = causal_lm("m")
-model slow   = causal_lm("m")
+FILES = {  # what programs of the documentation read
+    "rewards.py": "def exact_match(rows):\n    return [0.0 for _ in rows]\n\n\n"
+                  "def checked(rows):\n    return [0.0 for _ in rows]\n",
+    "objectives.rlf": "loss careful(logprobs: token) {\n  return -mean(logprobs)\n}\n",
+}
+DECLARED = """
+data  any_rows  = jsonl("rows.jsonl", batch=8)
+model any_model = causal_lm("m")
+flow any_flow(steps=1) {
+  any_prompt = any_rows.next()
+  any_gen    = any_model.generate(any_prompt)
+  metric any_length = mean(len(any_gen))
+}
 """
 FLOW = """
+use std.ppo (gae, kl_rewards, ppo_clip, value_clip)
+use std.grpo (group_norm, grpo_free)
+use py "rewards.py" (exact_match: gen -> seq)
+cluster nodes=1 gpus=8
+data prompts = jsonl("p.jsonl", batch=8)
+model actor  = causal_lm("m")    train adamw(lr=1e-6)
+model critic = value_model("m")  train adamw(lr=1e-6)
+model judge  = reward_model("m")
+model ref    = causal_lm("m")
+model slow   = causal_lm("m")
 flow some(steps=10) {
   prompt = prompts.next()
   gen    = actor.generate(prompt, n=4)
   ref_lp = ref.logprobs(gen)
-  metric drift = mean(gen.logprobs - ref_lp)
-%s}
-"""
-USES = """use std.ppo (ppo_clip)
-use std.grpo (group_norm, grpo_free)
-use py "rewards.py" (exact_match: gen -> seq)
-"""
-VALUES = """  reward = exact_match(gen)
+  v      = critic.values(gen)
+  reward = exact_match(gen)
   adv    = group_norm(reward)
+  ret    = v + reward
+%s}
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
+    """text: completed. fails: the code of its one mistake, "" for a right one."""
+
     page: str
     line: int
     text: str
+    fails: str = ""
 
 
 def programs(page: str, text: str) -> Iterator[Program]:
+    """Raises ValueError where a fragment has no context, or one that does not exist."""
     for found in _FENCE.finditer(text):
-        inside, body = found.groups()
-        if inside:
-            body = USES + MODELS + FLOW % (VALUES + "".join(f"  {line}\n" for line in body.splitlines()))
-        elif not re.search(r"^flow\b", body, re.MULTILINE):
-            body = body + MODELS + FLOW % ""
-        yield Program(page, text[: found.start()].count("\n") + 1, body)
+        context, fails, body = found.groups()
+        yield Program(page, text[: found.start()].count("\n") + 1, completed(context, body), fails or "")
+
+
+def completed(context: str | None, body: str) -> str:
+    indented = "".join(f"  {line}\n" for line in body.splitlines())
+    match context:
+        case "flow":
+            return FLOW % indented
+        case "placement":
+            return body + FLOW % ""
+        case "declarations":
+            return body + DECLARED
+        case None if re.search(r"^flow\b", body, re.MULTILINE):
+            return body
+    raise ValueError(f"a program without a flow, in the context {context!r}:\n{body}")
 
 
 def mistakes(program: Program, folder: Path) -> list[str]:
-    """Codes of what `rlc check` finds in `folder`, where there is a `rewards.py`."""
-    (folder / "rewards.py").write_text("def exact_match(rows):\n    return [0.0 for _ in rows]\n")
-    return [d.code for d in api.check(program.text, str(folder / "page.rlf"))]
+    """Codes of what `rlc check` finds in `folder`."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    with chdir(folder):
+        return [d.code for d in api.check(program.text, "page.rlf")]
 
 
-def table(text: str, name: str) -> list[tuple[str, str]]:
-    """The first two cells of each row of the table after `<!-- table: NAME -->`, or the words in backquotes there."""
-    after = text.partition(f"<!-- table: {name} -->\n")[2].partition("\n\n")[0]
-    if not after.startswith("|"):
-        return [(word, "") for word in re.findall(r"`([^`]+)`", after)]
-    rows = [line.strip("|").split("|") for line in after.splitlines()[2:]]
-    return [(cells[0].strip(), cells[1].strip()) for cells in rows]
+def block(text: str, name: str) -> str:
+    """What stands after `<!-- table: NAME -->`, up to an empty line. Raises ValueError where there is none."""
+    _, mark, after = text.partition(_MARK.format(name))
+    if not mark:
+        raise ValueError(f"no table {name}")
+    return after.partition("\n\n")[0]
+
+
+def table(text: str, name: str) -> list[tuple[str, ...]]:
+    """The cells of each row of a table, without its head."""
+    rows = block(text, name).splitlines()[2:]
+    return [tuple(cell.strip() for cell in row.strip().strip("|").split("|")) for row in rows]
+
+
+def words(text: str) -> list[str]:
+    """What stands in backquotes."""
+    return re.findall(r"`([^`]+)`", text)
 
 
 def options(text: str, name: str) -> dict[str, str]:
     """Option -> default, as the table writes it."""
-    return {word: default.strip("`") for cell, default in table(text, name) for word in re.findall(r"`([^`]+)`", cell)}
+    return {word: row[1].strip("`") for row in table(text, name) for word in words(row[0])}
+
+
+def anchors(text: str) -> set[str]:
+    """What `#...` in a link may name: the headings outside fences, as GitHub writes them."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in heads}
 
 
 def dead_links(page: Path, text: str) -> list[str]:
-    """Relative links to files, or to headings of this page, that are not there."""
-    heads = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-")
-             for h in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
-    links = [x for x in _LINK.findall(text) if not x.startswith(("http://", "https://"))]
-    return [x for x in links if (x[1:] not in heads if x.startswith("#") else
-                                 not (page.parent / x.partition("#")[0]).exists())]
+    """Relative links to files, or to headings of a page, that are not there."""
+    dead = []
+    for link in _LINK.findall(text):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if link.startswith(("http://", "https://")):
+            continue
+        if not target.exists() or heading and heading not in anchors(target.read_text() if path else text):
+            dead.append(link)
+    return dead
 
 
 def long_lines(text: str) -> list[int]:

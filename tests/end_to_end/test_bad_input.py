@@ -150,7 +150,7 @@ def test_a_reward_that_raises(place: Path) -> None:
 
 def test_a_reward_with_too_few_values(place: Path) -> None:
     Path("rewards.py").write_text("def good(rows):\n    return [1.0]\n")
-    says(message("rldsl.cli", "run", "p.rlf"), "RL0776", "--> rewards.py", "returned 1 values for 4 rows")
+    says(message("rldsl.cli", "run", "p.rlf"), "RL0776", "--> rewards.py", "returned 1 values for 2 rows")
 
 
 def test_the_wrong_number_of_processes(place: Path) -> None:

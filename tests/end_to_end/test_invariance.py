@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rldsl.runtime.metrics.names import MEASURED
 from tests.end_to_end.programs import Metrics, run_program
 from tests.tiny import make_all
 
@@ -35,7 +36,7 @@ def compare(found: Metrics, expected: Metrics) -> None:
     assert len(found) == len(expected) >= 5
     for mine, theirs in zip(found, expected):
         for name, value in theirs.items():
-            if name.startswith(("seconds", "tokens_per")):
+            if name.startswith(MEASURED):
                 continue
             near = pytest.approx(value, rel=1e-4, abs=1e-5)
             assert mine[name] == near, f"step {theirs['step']}: {name} is {mine[name]}, on one rank {value}"

@@ -173,7 +173,7 @@ class _Text:
         return f" on {mesh}{options}" if self.chance(0.7) or not options else options
 
     def statement(self, depth: int) -> str:
-        kind = self.draw.randrange(16)
+        kind = self.draw.randrange(17)
         if kind < 6:
             where = f" where {self.expr()}" if self.chance(0.15) else ""
             clause = self.clause() if self.chance(0.2) else ""
@@ -200,6 +200,9 @@ class _Text:
             return f"every {self.one('2', 'a', '10 prompts')} {self.block(depth + 1)}"
         if kind == 14:
             return f"repeat {self.one('2', 'a')} {self.block(depth + 1)}"
+        if kind == 15:
+            most = f" max {self.one('4', 'a + 1')}" if self.chance(0.5) else ""
+            return f"eval {self.name()}{most} {self.block(depth + 1)}"
         return f"repeat {self.block(depth + 1)} until {self.expr()} max {self.one('4', 'a + 1')}"
 
     def period(self) -> str:
@@ -433,7 +436,7 @@ class _Sense:
             prompts = self.any("prompts", "prompt")
             return [f"{self.fresh('frame', 'g')} = actor.generate({prompts}, greedy=true)"]
         if kind == 11 and len(indent) < 6:
-            word = one(["every 10", "repeat 2"])
+            word = one(["every 10", "repeat 2", "eval prompts", "eval prompts max 3"])
             outside = {kind: list(names) for kind, names in self.known.items()}
             body = self.statements(self.draw.randint(1, 2), indent + "  ")
             self.known = outside

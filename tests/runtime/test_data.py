@@ -142,7 +142,7 @@ def test_a_missing_column_names_those_there_and_the_nearest(tmp_path, tokenizer)
 
 def test_an_answer_must_be_text(tmp_path, tokenizer):
     (found,) = errors(tmp_path, tokenizer, '{"prompt": "x", "answer": 3}\n', "answers")
-    assert (found.code, found.title) == ("RL0747", "the column `answer` is a number, not text")
+    assert (found.code, found.title) == ("RL0747", "the column `answer` is a number, not text or assistant turns")
 
 
 def test_both_sides_of_a_pair_are_checked(tmp_path, tokenizer):

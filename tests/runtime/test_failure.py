@@ -78,7 +78,8 @@ def test_a_run_leaves_metrics_a_summary_and_a_checkpoint_that_transformers_reads
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained("out/model")
-    assert sorted(p.name for p in Path("out").iterdir()) == ["metrics.jsonl", "model", "summary.json"]
+    assert sorted(p.name for p in Path("out").iterdir()) == ["log", "metrics.jsonl", "model", "run.json", "run.plan",
+                                                             "sources", "summary.json"]
 
 
 def test_a_killed_rank_is_named_and_the_checkpoint_is_whole(place: Path) -> None:

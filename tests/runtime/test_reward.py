@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 
 import pytest
-import torch
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Function
@@ -31,22 +30,22 @@ def error(function: Function, rows: list = ROWS) -> Diagnostic:
 @pytest.mark.parametrize("body", ["[1, True]", "(1.0, 1)", "torch.ones(2)", "numpy.ones(2)", "[torch.tensor(1.0), 1]"])
 def test_numbers_of_all_sorts(tmp_path, body):
     got = call(written(tmp_path, f"import numpy, torch\ndef score(rows):\n    return {body}\n"), ROWS)
-    assert got.dtype == torch.float32 and got.tolist() == [1.0, 1.0]
+    assert got == [1.0, 1.0]
 
 
 def test_rows_arrive_and_neighbouring_files_can_be_imported(tmp_path):
     (tmp_path / "helper_of_rewards.py").write_text("def same(a, b):\n    return float(a == b)\n")
     body = ("def score(rows):\n    from helper_of_rewards import same\n"
             "    return [same(r['completion'], r['answer']) for r in rows]\n")
-    assert call(written(tmp_path, body), ROWS).tolist() == [1.0, 0.0]
+    assert call(written(tmp_path, body), ROWS) == [1.0, 0.0]
 
 
 def test_functions_of_one_file_share_it_and_no_rows_call_nothing(tmp_path):
     body = ("seen = []\ndef score(rows):\n    seen.append(1)\n    return [len(seen)] * len(rows)\n"
             "def other(rows):\n    return score(rows)\n")
     first, second = written(tmp_path, body), written(tmp_path, body, "other")
-    assert call(first, []).shape == (0,)
-    assert call(first, ROWS).tolist() == [1.0, 1.0] and call(second, ROWS).tolist() == [2.0, 2.0]
+    assert call(first, []) == []
+    assert call(first, ROWS) == [1.0, 1.0] and call(second, ROWS) == [2.0, 2.0]
     assert load(first)(ROWS) == [3, 3]
 
 

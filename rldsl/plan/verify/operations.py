@@ -12,14 +12,14 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
                                Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
 from rldsl.plan.heads import HEAD_OF
-from rldsl.plan.model import Layout, Value
-from rldsl.plan.verify import rows
+from rldsl.plan.model import Layout, Model, Value
+from rldsl.plan.verify import evaluations, rows
 from rldsl.plan.verify.tables import Tables, name, problem
 
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
-    for event, _ in t.events:
+    for event, path in t.events:
         ranks = wanted_ranks(t, event)
         if t.event_ranks(event) != ranks:
             yield problem(
@@ -29,8 +29,11 @@ def check(t: Tables) -> Iterator[Diagnostic]:
                 ranks=t.event_ranks(event) ^ ranks,
             )
         yield from _fields(t, event)
+        if isinstance(event, Fetch):
+            yield from _fetch(t, event, evaluations.over(path) == event.data)
     yield from _rows(t)
     yield from rows.loops(t.plan.body)
+    yield from evaluations.check(t, t.plan.body)
     if stray := [e for e in t.plan.body if isinstance(e, Collect)]:
         yield problem("RL0519", "a collect outside every loop", *stray)
 
@@ -84,8 +87,6 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
                 yield problem("RL0614", f"{name(e)} may touch {e.model}@{e.layout} only", e)
         case Realloc():
             yield from _realloc(t, e)
-        case Fetch():
-            yield from _fetch(t, e)
         case Lengths():
             yield from _reads(t, e, {f"{e.frame}.tokens"} & {split(b)[0] for b in e.reads}, _own(e.frame), e.spread)
             if len(e.writes) != 1 or not _is_all(t, e.writes[0], f"{e.frame}.lengths"):
@@ -132,8 +133,9 @@ def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
     follow = {m.name for m in t.plan.models if m.sources}
     copies = [split(b)[0] for b in e.reads if split(b)[0] in follow and split(b)[1] in t.layouts]
     if {b for b in e.reads if split(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
-        yield problem("RL0529", f"{name(e)} must read {', '.join(sorted(must | follow)) or 'nothing'} and nothing else, "
-                      f"but reads {', '.join(e.reads) or 'nothing'}", e)
+        told = ", ".join(sorted(must | follow)) or "nothing"
+        yield problem("RL0529", f"{name(e)} must read {told} and nothing else, but reads "
+                      f"{', '.join(e.reads) or 'nothing'}", e)
 
 
 def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
@@ -145,8 +147,13 @@ def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} takes {e.source or 'no other model'} with decay {e.decay}, version "
                       f"{e.version!r}", e)
     mine, other = t.models[e.model], t.models[source]
-    if (mine.kind, mine.layers, mine.params) != (other.kind, other.layers, other.params):
+    if _parts(mine) != _parts(other):
         yield problem("RL0615", f"{name(e)}: {e.model} has other parameters than {source}", e)
+
+
+def _parts(m: Model) -> tuple[object, ...]:
+    """What two models share between which parameters move."""
+    return m.kind, m.layers, m.params, m.base, (m.path, m.lora.alpha) if m.lora else None
 
 
 def _exactly(e: Event, reads: tuple[str, ...], writes: tuple[str, ...]) -> Iterator[Diagnostic]:
@@ -211,7 +218,8 @@ def _writes(t: Tables, e: Event, must: set[str], may: set[str], spread: str, cop
             yield problem("RL0614", f"{name(e)} works on spread {spread} and cannot write {buffer}", e)
 
 
-def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
+def _fetch(t: Tables, e: Fetch, once: bool) -> Iterator[Diagnostic]:
+    """once: it goes over its source once; the rows beyond the end are then not there."""
     must = {f"{f}.{part}" for f in e.frames for part in ("tokens", "lengths")}
     values = [split(b)[0] for b in e.writes]
     more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
@@ -225,7 +233,8 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
     ):
         yield problem("RL0614", f"{name(e)} must write all rows on every rank of its mesh", e)
     for f in e.frames:
-        if t.frames[f].partial or t.frames[f].data != e.data or t.frames[f].count != t.data[e.data].batch:
+        frame = t.frames[f]
+        if (frame.partial, frame.data, frame.count) != (f if once else "", e.data, t.data[e.data].batch):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
 
 

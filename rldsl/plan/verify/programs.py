@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rldsl.diag import Diagnostic
 from rldsl.plan.expr import ELEMENTWISE, FLOW_ONLY, LEAVES, LEVELS, RANDOM, REDUCTIONS, SEQUENCE, Node, Program
 from rldsl.plan.events import Compute, Event, Train
-from rldsl.plan.heads import LEVEL_OF, STOP, UPDATES
+from rldsl.plan.heads import LEVEL_OF, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Value
 from rldsl.plan.verify.tables import Tables, name, problem
 
@@ -158,6 +158,7 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     if STOP in outputs and not _condition(program, outputs[STOP]):
         yield problem("RL0617", f"{name(e)}: output stop of {program.id} is not a condition", e)
     known = outputs.keys() - {STOP} | {"grad_norm", "lr"} | ({UPDATES} if STOP in outputs else set())
+    known |= {SKIPPED} if e.nonfinite == "skip" else set()
     for metric, _ in e.outputs:
         if metric not in known:
             yield problem("RL0617", f"{name(e)}: program {program.id} has no metric {metric}", e)

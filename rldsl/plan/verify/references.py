@@ -14,9 +14,11 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.expr import LEVELS
 from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
                                Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
-from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Spread
+from rldsl.plan.model import ROLES, Data, Layout, Mesh, Model, ParamSpec, Spread
+from rldsl.plan.verify import adapters
 from rldsl.plan.verify.tables import Tables, name, problem
 
+BACKENDS = ("torch",)
 LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
 
 
@@ -31,6 +33,8 @@ def check(t: Tables) -> Iterator[Diagnostic]:
         yield from _spread(t, spread)
     for model in t.plan.models:
         yield from _model(t, model)
+    for data in t.plan.data:
+        yield from _data(data)
     yield from _values(t)
     yield from _blocks(t, t.plan.body, inside=False)
     for event, _ in t.events:
@@ -90,6 +94,8 @@ def _layout(t: Tables, x: Layout) -> Iterator[Diagnostic]:
         )
     if x.ep < 1 or prod(degrees[:2] + degrees[3:]) % x.ep or not 0 <= x.zero <= 3:
         yield _bad("RL0612", f"layout {x.id} has ep={x.ep} zero={x.zero}")
+    if x.backend not in BACKENDS:  # its name is imported
+        yield _bad("RL0612", f"layout {x.id} has the unknown backend {x.backend!r}")
 
 
 def _spread(t: Tables, s: Spread) -> Iterator[Diagnostic]:
@@ -126,11 +132,24 @@ def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
         yield _bad("RL0612", f"{where} is trained and follows {m.sources[0]}")
     if m.layers < 1:
         yield _bad("RL0612", f"{where} has {m.layers} layers")
-    if len({p.name for p in m.params}) != len(m.params):
+    if len({p.name for p in (*m.params, *m.base)}) != len(m.params) + len(m.base):
         yield _bad("RL0611", f"{where} lists a parameter twice")
-    for p in m.params:
+    if bool(m.base) != (m.lora is not None):
+        yield _bad("RL0612", f"{where} has " + ("a base but no adapters" if m.base else "adapters but no base"))
+    elif m.lora is not None:
+        yield from adapters.check(m, m.lora)
+    for p in (*m.params, *m.base):
         if not _sound(p, m.layers):
             yield _bad("RL0612", f"{where}: parameter {p.name} {p.shape} is not divisible as it says")
+
+
+def _data(d: Data) -> Iterator[Diagnostic]:
+    where = f"data {d.name}"
+    if d.batch < 1 or d.max_prompt_tokens < 0 or d.max_answer_tokens < 0:
+        yield _bad("RL0612", f"{where} has batch {d.batch} and limits {d.max_prompt_tokens}, {d.max_answer_tokens}")
+    roles = [role for role, _ in d.columns]
+    if len(set(roles)) != len(roles) or not set(roles) <= set(ROLES[d.kind]):
+        yield _bad("RL0612", f"{where} of kind {d.kind} has columns for {', '.join(roles)}")
 
 
 def _sound(p: ParamSpec, layers: int) -> bool:
@@ -202,6 +221,8 @@ def _blocks(t: Tables, items: Sequence[Item], inside: bool) -> Iterator[Diagnost
                 left, right = split(buffer)
                 if left not in t.values or right not in t.spreads:
                     yield _bad("RL0610", f"loop {item.id} names no buffer of the plan: {buffer!r}")
+            if item.over and item.over not in t.data:
+                yield _unknown("data source", item.over, f"loop {item.id}")
             if item.until and not inside:
                 yield _bad("RL0612", f"loop {item.id} counts the steps of the run and cannot end early")
             yield from _blocks(t, item.body, True)

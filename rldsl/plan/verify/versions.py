@@ -24,10 +24,12 @@ Copies = frozenset[tuple[str, str]]  # (model, layout)
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """current: copies of the current version, whatever way led here. away: copies in host memory."""
+    """current: copies of the current version, whatever way led here. away: copies in host memory. built: copies that
+    were loaded from a directory."""
 
     current: Copies = frozenset()
     away: Copies = frozenset()
+    built: Copies = frozenset()
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
@@ -105,7 +107,7 @@ def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic
 
 
 def _meet(a: State, b: State) -> State:
-    return State(a.current & b.current, a.away)
+    return State(a.current & b.current, a.away, a.built & b.built)
 
 
 def _unbalanced(where: str, end: State, start: State) -> Diagnostic:
@@ -116,7 +118,8 @@ def _unbalanced(where: str, end: State, start: State) -> Diagnostic:
 def _after(e: Event, s: State) -> State:
     match e:
         case Load():
-            return replace(s, current=s.current | {(e.model, e.layout)})
+            copy = (e.model, e.layout)
+            return replace(s, current=s.current | {copy}, built=s.built | {copy})
         case Realloc(source=""):
             return replace(s, current=s.current | {(e.model, e.dst)})
         case Train() | Realloc():
@@ -160,6 +163,9 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
         if (model, layout) in s.away:
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
     if isinstance(e, Realloc):
+        if t.models[e.model].base and (e.model, e.dst) not in s.built:
+            yield problem("RL0520", f"{name(e)} brings adapters to {e.model}@{e.dst}, whose base nothing loads", e,
+                          ranks=ranks)
         home, follows = t.models[e.model].home, bool(t.models[e.model].sources)
         if not e.source and (e.model, e.dst) in s.current:
             yield problem("RL0522", f"{name(e)} brings {e.model}@{e.dst}, which is current already", e, ranks=ranks)
@@ -177,7 +183,8 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
     if isinstance(e, Train) and e.layout != t.models[e.model].home:
         yield problem(
             "RL0524",
-            f"{name(e)} trains {e.model} under {e.layout}, but its home is {t.models[e.model].home or 'nowhere: it is frozen'}",
+            f"{name(e)} trains {e.model} under {e.layout}, but its home is "
+            f"{t.models[e.model].home or 'nowhere: it is frozen'}",
             e,
             ranks=ranks,
         )

@@ -15,7 +15,7 @@ syntax match rlfBoolean /\<\(true\|false\)\>/
 
 syntax match rlfFunction /\<\h\w*\ze\s*(/
 syntax match rlfBuiltin /\<\(exp\|log\|log1p\|expm1\|sqrt\|abs\|sigmoid\|logsigmoid\|stop_gradient\|sum\|mean\|std\|var\|count\|min\|max\|clip\|where\|next\|prev\|last\|at_end\|cumsum\|discount\|len\|over\|choice\|quantile\|uniform\)\ze\s*(/
-syntax match rlfSource /\<\(causal_lm\|value_model\|reward_model\|jsonl\|parquet\|hf\|adamw\|mesh\)\ze\s*(/
+syntax match rlfSource /\<\(causal_lm\|value_model\|reward_model\|jsonl\|parquet\|hf\|adamw\|lora\|mesh\)\ze\s*(/
 syntax match rlfMember /\.\s*\h\w*/
 syntax match rlfCall /\.\s*\(generate\|logprobs\|entropy\|values\|score\|train\|next\)\ze\s*(/
 
@@ -29,7 +29,7 @@ syntax match rlfKeyword /\([A-Za-z0-9_)"*\]]\s\+\)\@<=on\>\ze\s\+\h/
 syntax match rlfKeyword /\()\s\+\)\@<=train\>\ze\s\+\h/
 syntax match rlfKeyword /\<\(when\|until\|from\)\>\ze\s*[^=(.,) \t]/
 syntax match rlfKeyword /\([A-Za-z0-9_)"\]]\s\+\)\@<=\(where\|max\|to\|every\)\>\ze\s\+[^(.=,) \t]/
-syntax match rlfKeyword /\(^\|{\)\s*\zs\(metric\|return\|save\|every\|repeat\|stop\|sync\|ema\|checkpoint\)\>\ze\(\s\+[^=,]\|\s*$\|\s*[{(]\)/
+syntax match rlfKeyword /\(^\|{\)\s*\zs\(metric\|return\|save\|every\|repeat\|eval\|stop\|sync\|ema\|checkpoint\)\>\ze\(\s\+[^=,]\|\s*$\|\s*[{(]\)/
 syntax match rlfKeyword /^\s*\zsplace\>/
 syntax match rlfInclude /^\s*\zsuse\>\(\s\+py\>\)\?/
 syntax match rlfDeclaration /^\s*\zs\(param\|state\|cluster\|mesh\|data\|model\|fn\|loss\|flow\)\>\ze\s\+[A-Za-z_"]/

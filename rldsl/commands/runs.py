@@ -1,0 +1,86 @@
+"""`rlc runs`: what runs there are below a directory, and how each goes. `rlc plot` reads their metrics here too.
+
+In: directories. Out: a table as text; the metrics of a run. Errors: RL0783 no run, RL0784 metrics that cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import Failure, fail
+from rldsl.runtime.metrics.names import computed, first
+from rldsl.runtime.metrics.record import runs
+
+METRICS = "metrics.jsonl"
+Lines = list[dict[str, float]]
+
+
+def listing(folder: str) -> str:
+    """A table of the runs below `folder`, the newest first. RL0783: there is no such directory."""
+    if not Path(folder).is_dir():
+        raise fail("RL0783", f"no such directory: {folder}", place=folder,
+                   help="`rlc run --out DIR` makes one for a run")
+    found = list(runs(Path(folder)))
+    if not found:
+        return f"no runs below {folder}"
+    rows = [("name", "program", "state", "step", "last", "begun"), *(_row(Path(folder), *run) for run in found)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _row(folder: Path, out: Path, held: dict[str, Any]) -> tuple[str, ...]:
+    try:
+        lines = metrics(out)
+    except Failure:  # the list of runs is no place to learn that one of them is damaged
+        lines = []
+    line = lines[-1] if lines else {}
+    names = sorted(computed(line), key=first)
+    name = str(out.relative_to(folder)) if out != folder else out.name
+    done = f"{line.get('step', held.get('step', 0))}/{held.get('steps', '?')}"
+    return (name, str(held.get("program", "")), str(held["state"]), done,
+            f"{names[0]} {line[names[0]]:.4g}" if names else "", str(held.get("started", ""))[:16].replace("T", " "))
+
+
+def metrics(out: Path) -> Lines:
+    """The lines of a run, one a step. A last one that is not whole is left out: the run may be writing it."""
+    file = out / METRICS
+    if not out.is_dir():
+        raise fail("RL0783", f"no such run: {out}", place=str(out), help=_near(out))
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise fail("RL0783", "there is no run in this directory", place=str(file), help=_inside(out)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise fail("RL0784", f"the metrics cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
+                   place=str(file)) from None
+    found = [_line(file, i, text) for i, text in enumerate(lines[:-1], 1)]
+    if not found:
+        raise fail("RL0784", "this run has no metrics yet", place=str(file),
+                   help="they come with the end of the first step")
+    return found
+
+
+def _line(file: Path, number: int, text: str) -> dict[str, float]:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict) or "step" not in line or not all(type(v) in (int, float) for v in line.values()):
+        raise fail("RL0784", "this line is not the metrics of a step", place=f"{file}:{number}",
+                   help='a line is one JSON object: {"step": 1, "reward": 0.5}')
+    return line
+
+
+def _near(out: Path) -> str:
+    names = [p.name for p in out.parent.iterdir() if p.is_dir()] if out.parent.is_dir() else []
+    near = get_close_matches(out.name, names, n=1)
+    return f"did you mean {out.parent / near[0]}?" if near else "`rlc runs DIR` lists the runs below a directory"
+
+
+def _inside(out: Path) -> str:
+    inside: Sequence[str] = [str(path) for path, _ in runs(out)]
+    return f"runs in it: {', '.join(inside[:4])}" if inside else "`rlc runs DIR` lists the runs below a directory"

@@ -1,0 +1,135 @@
+"""`eval DATA { ... }`: a pass over all rows of a source of its own, and metrics over all of them.
+
+In: the block. Out: an Eval item whose body fetches, generates and computes batch by batch and collects what the metrics
+need, and after it the computations of the metrics. Invariants: the statements of the block see one batch, its metrics
+all rows, so a number over the batch is made by a metric alone; nothing in the block changes what training does.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rldsl.graph import model as g
+from rldsl.plan.expr import REDUCTIONS
+from rldsl.semantics.errors import Bad
+from rldsl.semantics.options import whole
+from rldsl.semantics.scope import Scope
+from rldsl.semantics.values import DataRef, Meaning, describe
+from rldsl.source import Span
+from rldsl.syntax import ast
+
+if TYPE_CHECKING:
+    from rldsl.graph.flow import FlowBuilder
+
+BATCHES = 256  # that a plan has room for where the program does not say
+APART = 1 << 20  # keeps the calls of `uniform` in evaluations apart from those of training
+OUTSIDE = (ast.Save, ast.Sync, ast.Ema, ast.Checkpoint, ast.EveryBlock, ast.RepeatBlock, ast.RepeatUntil, ast.EvalBlock,
+           ast.Stop, ast.Return)
+
+
+class Evaluations:
+    """inside: the source of the block being built, or "". frames: those of all such blocks."""
+
+    def __init__(self, flow: "FlowBuilder"):
+        self.flow, self.errors = flow, flow.errors
+        self.inside = ""
+        self.frames: set[str] = set()
+        self._fetched: Span | None = None
+        self._draws = 0
+
+    def block(self, s: ast.EvalBlock, scope: Scope, where: str) -> None:
+        """where: the kind of block around it."""
+        if where not in ("flow", "every"):
+            self._refuse("`eval` inside a `repeat`", Span(s.span.file, s.span.start, s.data.span.end),
+                         "write it in the flow itself, or in an `every`")
+            return
+        ref = self.flow.lower.name(ast.Name(name=s.data.name, span=s.data.span), scope)
+        most = whole("max", s.most, self.flow.lower, scope) if s.most is not None else BATCHES
+        if not isinstance(ref, DataRef):
+            if not isinstance(ref, Bad):
+                self.errors.add("RL0203", f"`eval` goes over a data source, not {describe(ref)}", s.data.span,
+                                help=f'declare one: `data {s.data.name}_rows = jsonl("heldout.jsonl", batch=64)`')
+            return
+        if most is not None:
+            self._built(s, ref, most, scope)
+
+    def may_fetch(self, data: str, span: Span) -> bool:
+        """Whether `data.next()` may stand here; says why not."""
+        if not self.inside:
+            return True
+        if data != self.inside:
+            self._refuse(f"`{data}.next()` inside `eval {self.inside}`", span,
+                         "an evaluation must not take rows from another source: write an `eval` of its own for it")
+        elif self._fetched is not None:
+            self._refuse(f"a second `{data}.next()` in one evaluation", span, "use the batch of the first")
+        else:
+            self._fetched = span
+            return True
+        return False
+
+    def _built(self, s: ast.EvalBlock, ref: DataRef, most: int, scope: Scope) -> None:
+        flow, inner = self.flow, Scope(scope.module, scope)
+        before, found = set(flow.spaces.frames), len(self.errors.found)
+        outer, flow.items = flow.items, []
+        with self._within(ref.name):
+            metrics = self._statements(s, inner)
+            self._checked(s, ref, metrics)
+            after: dict[str, Meaning] = {}
+            if len(self.errors.found) == found:
+                after = flow.selections.collected(inner, before, most, s.data.span, "an `eval`")
+            body, flow.items = tuple(flow.items), outer
+            if len(self.errors.found) == found:
+                flow.items.append(g.Eval(data=ref.name, most=most, body=body, span=s.span))
+                for metric, names in metrics:
+                    known = {n: v for n, v in after.items() if n in names}
+                    flow.statement(metric, Scope(scope.module, scope, known), "flow")
+        self.frames |= set(flow.spaces.frames) - before
+
+    def _statements(self, s: ast.EvalBlock, inner: Scope) -> list[tuple[ast.Metric, frozenset[str]]]:
+        """Build the statements of a batch; the metrics, each with the names that are bound above it."""
+        metrics: list[tuple[ast.Metric, frozenset[str]]] = []
+        for statement in s.body:
+            if isinstance(statement, OUTSIDE):
+                word = statement.span.text.split()[0]
+                self._refuse(f"`{word}` inside `eval`", statement.span, "an evaluation only looks: write it outside")
+            elif isinstance(statement, ast.Metric):
+                metrics.append((statement, frozenset(inner.names)))
+            else:
+                self.flow.statement(statement, inner, "eval")
+        return metrics
+
+    def _checked(self, s: ast.EvalBlock, ref: DataRef, metrics: list) -> None:
+        """What the block may not do, and what it must."""
+        head = Span(s.span.file, s.span.start, s.data.span.end)
+        programs = {p.id: p for p in self.flow.programs}
+        for node in g.nodes(self.flow.items):
+            if isinstance(node, g.Train | g.Keep):
+                what = "training" if isinstance(node, g.Train) else f"the state `{node.writes[0]}` is changed"
+                self._refuse(f"{what} inside `eval`", node.span, "an evaluation only looks: write it outside")
+            elif isinstance(node, g.Compute) and any(n.op in REDUCTIONS and n.level == "batch"
+                                                     for n in programs[node.program].nodes):
+                self.errors.add("RL0201", "a number over the batch inside `eval`", node.span,
+                                "this is of one batch of the rows, not of all",
+                                help="compute it in a `metric`, which sees all rows of the evaluation")
+        if self._fetched is None:
+            self._refuse(f"`eval {ref.name}` reads none of its rows", head,
+                         f"begin it with `prompt = {ref.name}.next()`")
+        if not metrics:
+            self._refuse(f"`eval {ref.name}` has no `metric`", head, "say what it measures: `metric accuracy = mean(x)`")
+
+    @contextmanager
+    def _within(self, data: str) -> Iterator[None]:
+        """Random numbers of the block have numbers of their own: those of training stay as they are without it."""
+        ops = self.flow.lower.ops
+        self.inside, self._fetched = data, None
+        outer, ops.draws = ops.draws, APART + self._draws
+        try:
+            yield
+        finally:
+            self._draws, ops.draws = ops.draws - APART, outer
+            self.inside = ""
+
+    def _refuse(self, what: str, span: Span, help: str) -> None:
+        self.errors.add("RL0212", what, span, help=help)

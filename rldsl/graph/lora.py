@@ -1,0 +1,74 @@
+"""`lora(...)` in the declaration of a model: which adapter it trains on a base that stays as it is.
+
+In: the declaration. Out: a `Lora` whose targets are as written; placement reads the model directory and resolves them.
+An adapter that begins with a directory, `lora("dir")`, takes rank and targets from there (r is 0 until then).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, cast
+
+from rldsl.graph import model as g
+from rldsl.plan.model import Lora
+from rldsl.semantics import options
+from rldsl.semantics.errors import BAD, Bad, Errors, suggest
+from rldsl.semantics.lower import Lower
+from rldsl.semantics.scope import Scope
+from rldsl.semantics.terms import Term
+from rldsl.semantics.values import describe
+from rldsl.syntax import ast
+
+WORD = "lora"
+FORM = 'write `causal_lm("path", lora(r=8))`'
+
+
+def taken(call: ast.Call, lower: Lower, scope: Scope) -> tuple[ast.Call, Lora | None | Bad]:
+    """The call of a model without its adapter, and the adapter."""
+    for i, arg in enumerate(call.args[1:], 1):
+        if arg.name is not None and arg.name.name == WORD:
+            return _without(call, i), lower.errors.add("RL0204", "an adapter is not an option", arg.name.span,
+                                                       help=FORM)
+        if arg.name is None and isinstance(arg.value, ast.Call):
+            return _without(call, i), _read(arg.value, lower, scope)
+        if arg.name is None and isinstance(arg.value, ast.Name) and arg.value.name == WORD:
+            return _without(call, i), lower.errors.add("RL0203", "`lora` is written with parentheses", arg.span,
+                                                       help=FORM)
+    return call, None
+
+
+def _without(call: ast.Call, i: int) -> ast.Call:
+    return replace(call, args=call.args[:i] + call.args[i + 1 :])
+
+
+def _read(call: ast.Call, lower: Lower, scope: Scope) -> Lora | Bad:
+    if not isinstance(call.func, ast.Name) or call.func.name != WORD:
+        return lower.errors.add("RL0101", f"unknown adapter `{call.func.span.text}`", call.func.span,
+                                help=suggest(call.func.span.text, (WORD,)))
+    unnamed = [a for a in call.args if a.name is None]
+    given = [(a.name, a.value) for a in call.args if a.name is not None]
+    if not unnamed:
+        values = options.read(options.LORA, given, "`lora`", call.func.span, lower, scope)
+        return values if isinstance(values, Bad) else Lora(**cast(dict[str, Any], values))
+    path = lower.constant(unnamed[0].value, scope)
+    if not isinstance(path, Term):
+        return BAD
+    if path.dtype != "text":
+        return lower.errors.add("RL0205", "`lora` begins with the directory of an adapter, or with none",
+                                unnamed[0].span, f"this is {describe(path)}", help="rank and others go by name: `r=8`")
+    if len(call.args) > 1:
+        other = next(a for a in call.args if a is not unnamed[0])
+        return lower.errors.add("RL0204", "an adapter from a directory has the rank, alpha and targets of it",
+                                other.span, help="remove the other options")
+    return Lora(0, 0.0, (), path=str(path.value))
+
+
+def check(models: Collection[g.Model], synced: Collection[str], errors: Errors) -> None:
+    """RL0241: a new adapter that nothing ever writes. synced: the models that follow others."""
+    for m in models:
+        if m.lora is not None and not m.lora.path and m.optimizer is None and m.name not in synced:
+            errors.add("RL0241", f"the adapter of `{m.name}` is never trained", m.lora_span,
+                       "a new adapter changes nothing",
+                       help="add `train adamw(lr=...)`, or leave the adapter out; `lora(\"dir\")` begins with a "
+                            "trained one")

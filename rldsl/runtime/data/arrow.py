@@ -1,0 +1,185 @@
+"""Rows in Arrow record batches: the common part of `parquet.py` and `hf.py`.
+
+In: the files of a source, their batches, and what the program needs of a row. Out: a table of record batches in mapped
+memory, which the operating system reads when asked for. pyarrow does the reading; it is imported here only.
+Codes: RL0742 no rows, RL0743 not UTF-8, RL0752 changed during the run, RL0753 pyarrow is not installed, RL0754 not
+such a file or damaged, RL0755 files with different columns, and those of `rows.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rldsl.diag import Diagnostic, Failure, fail
+from rldsl.runtime.data.files import Stamp, changed, open_file, stamp
+from rldsl.runtime.data.rows import Check, Needs, Row, missing
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file: how many rows it has. stamp: None where the file is not read again."""
+
+    path: str
+    rows: int
+    stamp: Stamp | None
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowTable:
+    """firsts: the number of the first row of each batch, and of all rows at the end; part_firsts: so of the files."""
+
+    batches: tuple[Any, ...]
+    firsts: np.ndarray
+    parts: tuple[Part, ...]
+    part_firsts: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def place(self, row: int) -> str:
+        part = int(np.searchsorted(self.part_firsts, row, "right")) - 1
+        return f"{self.parts[part].path}:{row - int(self.part_firsts[part]) + 1}"
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        wanted, found = np.asarray(rows, np.int64), []
+        for part in np.unique(np.searchsorted(self.part_firsts, wanted, "right") - 1):
+            self._same(self.parts[part])
+        at = np.searchsorted(self.firsts, wanted, "right") - 1
+        breaks = np.flatnonzero((np.diff(wanted) != 1) | (np.diff(at) != 0)) + 1
+        for run, batch in zip(np.split(wanted, breaks), at[[0, *breaks]] if len(at) else ()):  # neighbours in one go
+            with readable(self.place(int(run[0])), "row"):
+                found += self.batches[batch].slice(int(run[0] - self.firsts[batch]), len(run)).to_pylist()
+        return found
+
+    def _same(self, part: Part) -> None:
+        """To read mapped memory of a file that was cut short would end the process."""
+        if part.stamp is not None:
+            with open_file(part.path) as file:
+                if stamp(file.fileno()) != part.stamp:
+                    raise changed(part.path)
+
+
+def import_arrow(path: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise fail("RL0753", "reading this data needs pyarrow, which is not installed", place=path,
+                   help="`pip install 'rldsl[parquet]'`, or write the rows as JSON lines and use `jsonl`") from None
+    return pyarrow
+
+
+@contextmanager
+def readable(place: str, what: str) -> Iterator[None]:
+    """RL0754 for what pyarrow says about a file that it cannot read."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except Failure:
+        raise
+    except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        json = what != "row" and _starts_like_json(place)
+        raise fail("RL0754", f"this {what} cannot be read", place=place, notes=(line,),
+                   help="JSON lines are read with `jsonl(...)`" if json else "write the file again") from None
+
+
+def _starts_like_json(path: str) -> bool:
+    with open_file(path) as file:
+        return file.read(64).lstrip().startswith((b"{", b"["))
+
+
+def one_schema(files: Sequence[str], schemas: Sequence[Any]) -> Any:
+    """The schema that all files have. RL0755 names the first column in which one differs."""
+    first = {f.name: f.type for f in schemas[0]}
+    for file, schema in zip(files, schemas):
+        own = {f.name: f.type for f in schema}
+        if len(own) != len(schema):
+            twice = next(n for n in schema.names if schema.names.count(n) > 1)
+            raise fail("RL0755", f"this file has two columns `{twice}`", place=file, help="rename one of them")
+        for name in (*first, *own):
+            if own.get(name) != first.get(name):
+                both = ((files[0], first), (file, own))
+                shown = tuple(f"{path}: `{name}` is {types.get(name, 'missing')}" for path, types in both)
+                raise fail("RL0755", f"the files of this data differ in the column `{name}`", place=file, notes=shown,
+                           help="write all of them with the same columns and types")
+    return schemas[0].remove_metadata()
+
+
+def check_files(path: str, files: Sequence[str], schema: Any, needs: Needs, batches: Callable[[str], Iterable[Any]],
+                keep: Callable[[Any], None], stamped: bool) -> tuple[Check, tuple[Part, ...]]:
+    """Every row of every file, a batch at a time; each sound batch goes to `keep`. stamped: the files are read again
+    during the run."""
+    pa = import_arrow(path)
+    check = Check(needs.among(schema.names))
+    _check_schema(pa, schema, check, files[0])
+    check.errors.stop()
+    names = list(dict.fromkeys((*check.needs.roles.values(), *check.needs.numbers)))
+    parts: list[Part] = []
+    for file in files:
+        with open_file(file) as opened:
+            made = stamp(opened.fileno())
+        rows = 0
+        with readable(file, "file"):
+            for batch in batches(file):
+                _sound(pa, batch, file, rows)
+                for number, row in enumerate(batch.select(names).to_pylist(), rows + 1):
+                    check.row(row, file, number)
+                keep(pa.RecordBatch.from_arrays([batch.column(n) for n in schema.names], schema=schema))
+                rows += batch.num_rows
+        parts.append(Part(file, rows, made if stamped else None))
+    if not any(part.rows for part in parts):
+        raise fail("RL0742", "this data has no rows", place=path, help="write some")
+    check.errors.stop()
+    return check, tuple(parts)
+
+
+def table_of(batches: Sequence[Any], parts: tuple[Part, ...]) -> ArrowTable:
+    full = tuple(b for b in batches if b.num_rows)
+    return ArrowTable(full, _firsts([b.num_rows for b in full]), parts, _firsts([p.rows for p in parts]))
+
+
+def _firsts(counts: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _check_schema(pa: Any, schema: Any, check: Check, file: str) -> None:
+    """What is wrong with whole columns is said once."""
+    types = {f.name: f.type for f in schema}
+    for role, name in [*check.needs.roles.items(), *(("", n) for n in check.needs.numbers)]:
+        if name not in types:
+            check.errors.add([missing(role, name, schema.names, file)])
+        elif role and not _may_hold(pa, types[name]):
+            wanted = "text or a list of chat messages" if role == "prompt" else "text or assistant turns"
+            check.errors.add([Diagnostic("RL0747", f"the column `{name}` is {types[name]}, not {wanted}", place=file)])
+
+
+def _may_hold(pa: Any, kind: Any) -> bool:
+    """Text, or lists of something, which are judged row by row."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    tests = ("is_string", "is_large_string", "is_string_view", "is_list", "is_large_list", "is_null")
+    return any(getattr(pa.types, test)(kind) for test in tests if hasattr(pa.types, test))
+
+
+def _sound(pa: Any, batch: Any, file: str, before: int) -> None:
+    """RL0743 and RL0754 for a batch whose bytes are not what its types say: to read it could crash the process."""
+    try:
+        batch.validate(full=True)
+        return
+    except pa.ArrowInvalid as error:
+        reason = str(error).splitlines()[0]
+    for name, column in zip(batch.schema.names, batch.columns):
+        for row in range(batch.num_rows):
+            try:
+                column.slice(row, 1).validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "utf8" in str(error).lower():
+                    raise fail("RL0743", f"the column `{name}` is not UTF-8", place=f"{file}:{before + row + 1}",
+                               help="write the text as UTF-8") from None
+    raise fail("RL0754", "this file is damaged", place=file, notes=(reason,), help="write the file again")

@@ -1,0 +1,57 @@
+"""Opening the files of data sources, and telling whether they changed.
+
+Codes: RL0741 cannot be opened, RL0752 changed during the run.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import Failure, fail
+
+Stamp = tuple[int, int]  # size and time of a file
+
+
+def no_such(path: str, what: str = "data file") -> Failure:
+    folder = Path(path).parent
+    there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    near = get_close_matches(Path(path).name, there, n=1)
+    return fail("RL0741", f"there is no such {what}", place=path, help=f"did you mean `{folder / near[0]}`?"
+                if near else "paths are relative to the working directory")
+
+
+def open_file(path: str) -> Any:
+    """A regular file for reading: a pipe would block, and cannot be read by position."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise fail("RL0741", "this data file cannot be opened: Is a directory", place=path,
+                       help=f"name a file in it{_reader(Path(path))}")
+        if not stat.S_ISREG(mode):
+            raise fail("RL0741", "this data file cannot be opened: it is no regular file", place=path,
+                       help="rows are read by position; write them to a file first")
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise no_such(path) from None
+    except OSError as error:
+        raise fail("RL0741", f"this data file cannot be opened: {error.strerror}", place=path) from None
+
+
+def _reader(folder: Path) -> str:
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return f", or read it with `hf(\"{folder}\")`"
+    return f", or read it with `parquet(\"{folder}\")`" if any(folder.rglob("*.parquet")) else ""
+
+
+def stamp(descriptor: int) -> Stamp:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def changed(path: str) -> Failure:
+    return fail("RL0752", "this data file changed during the run", place=path,
+                help="leave it alone while a run reads it; then start again")

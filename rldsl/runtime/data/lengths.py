@@ -1,0 +1,81 @@
+"""Rows with more tokens than the data declaration allows.
+
+In: a table, its tokens and `over_long` of the declaration. Out: the rows of the run, and a line about them. Rows are
+tokenized a few at a time. Code: RL0756 a row is too long.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import numpy as np
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.model import Data
+from rldsl.runtime.data.rows import Errors, Table
+from rldsl.runtime.data.tokens import Tokens
+from rldsl.runtime.data.views import Kept
+
+AT_ONCE = 256  # rows
+LOOKED = 4096  # rows, drawn at random, that tell how many are truncated
+
+
+def within(data: Data, table: Table, tokens: Tokens, speaks: bool) -> tuple[Table, str]:
+    """The rows of the run, and what to tell the user ("": nothing). Which rows are dropped is a function of the file,
+    the tokenizer and the limits. speaks: whether to count the truncated rows; in a long file, those among `LOOKED`."""
+    if data.over_long == "truncate":
+        return table, _truncated(data, table, tokens) if speaks else ""
+    errors, kept = Errors(), array("q")
+    for row, excess in _excess(data, table, tokens, range(len(table))):
+        if not excess:
+            kept.append(row)
+        elif data.over_long == "error":
+            errors.add([Diagnostic("RL0756", f"this row is too long: {excess}", place=table.place(row),
+                                   help="raise the limit, shorten the row, or declare `over_long=drop` or `truncate`")])
+    errors.stop()
+    dropped = len(table) - len(kept)
+    if not dropped:
+        return table, ""
+    return Kept(table, np.frombuffer(kept, np.int64) if kept else np.empty(0, np.int64)), (
+        f"data {data.name}: {dropped} of {len(table)} rows dropped, because they are longer than {_limits(data)}")
+
+
+def _truncated(data: Data, table: Table, tokens: Tokens) -> str:
+    looked = range(len(table)) if len(table) <= LOOKED else sorted(Random(0).sample(range(len(table)), LOOKED))
+    count = sum(bool(excess) for _, excess in _excess(data, table, tokens, looked))
+    of = f"{len(table)} rows" if len(looked) == len(table) else f"the {len(looked)} rows looked at"
+    return f"data {data.name}: {count} of {of} truncated to {_limits(data)}" if count else ""
+
+
+def _limits(data: Data) -> str:
+    answers = f" or max_answer_tokens={data.max_answer_tokens}" if data.max_answer_tokens else ""
+    return f"max_prompt_tokens={data.max_prompt_tokens}{answers}"
+
+
+def _excess(data: Data, table: Table, tokens: Tokens, rows: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Each row, and what of it is too long."""
+    for first in range(0, len(rows), AT_ONCE):
+        numbers = list(rows[first : first + AT_ONCE])
+        read = table.read(numbers)
+
+        def place(i: int) -> str:
+            return table.place(numbers[i])
+
+        lengths = {"prompt": [len(ids) for ids in tokens.prompts(read, place)]}
+        for role in tokens.roles:
+            if role != "prompt":
+                lengths[role] = [len(ids) for ids in tokens.answers(read, role, place)]
+        for i, row in enumerate(numbers):
+            yield row, "; ".join(_says(data, tokens.roles[role], role, found[i]) for role, found in lengths.items()
+                                 if 0 < _limit(data, role) < found[i])
+
+
+def _limit(data: Data, role: str) -> int:
+    return data.max_prompt_tokens if role == "prompt" else data.max_answer_tokens
+
+
+def _says(data: Data, column: str, role: str, count: int) -> str:
+    option = "max_prompt_tokens" if role == "prompt" else "max_answer_tokens"
+    return f"`{column}` has {count} tokens, and {option}={_limit(data, role)}"

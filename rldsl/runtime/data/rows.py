@@ -1,0 +1,255 @@
+"""What a row must hold, whatever the format of its file.
+
+In: rows as dicts, and what the program needs of them. Out: diagnostics, each with its file and line (or row).
+Codes: RL0743 not UTF-8, RL0746 missing column, RL0747 wrong type, RL0749 empty prompt, RL0757 answers that make no
+pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+from rldsl.diag import Diagnostic, Failure
+
+Row = dict[str, Any]
+
+SIDES = {"chosen": "pos_answers", "rejected": "neg_answers"}  # role -> the name of its column in ReaL's data
+LARGEST = 3.4e38  # a float32
+SHOWN = 5  # errors in full; the others are counted
+ASSISTANT = 'an answer is text, or assistant turns: [{"role": "assistant", "content": "..."}]'
+
+
+class Table(Protocol):
+    """Rows by number, from 0."""
+
+    def __len__(self) -> int: ...
+
+    def place(self, row: int) -> str:
+        """The file, and the line or row in it, from 1."""
+        ...
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        """Some rows, in the order asked for. Fails with RL0752 when the file is no longer the one that was checked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """roles: "prompt", "answer", "chosen", "rejected" -> name of the column. numbers: columns with a finite number (or
+    true or false) in every row."""
+
+    roles: Mapping[str, str]
+    numbers: tuple[str, ...] = ()
+
+    def among(self, there: Collection[str]) -> Needs:
+        """With ReaL's names of the two sides of pairs where a file has these and not ours."""
+        if not SIDES.keys() <= self.roles.keys() or not set(SIDES.values()) <= set(there):
+            return self
+        if any(self.roles[role] != role or role in there for role in SIDES):
+            return self
+        return replace(self, roles={**self.roles, **SIDES})
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A checked file. counts: the pairs that each row makes; None where each is one row of the run."""
+
+    table: Table
+    roles: Mapping[str, str]
+    counts: array[int] | None
+
+
+@dataclass(slots=True)
+class Errors:
+    """The first errors of many, and the number of the others."""
+
+    found: list[Diagnostic] = field(default_factory=list)
+    more: int = 0
+
+    def add(self, found: Sequence[Diagnostic]) -> None:
+        room = max(0, SHOWN - len(self.found))
+        self.found += found[:room]
+        self.more += len(found[room:])
+
+    def stop(self) -> None:
+        """Raises a Failure if there are any."""
+        if self.more:
+            self.found[-1] = replace(self.found[-1], notes=(*self.found[-1].notes, f"and {self.more} more"))
+        if self.found:
+            raise Failure(self.found)
+
+
+@dataclass(slots=True)
+class Check:
+    """What is wrong with a file, gathered row by row; and how many pairs each row makes."""
+
+    needs: Needs
+    errors: Errors = field(default_factory=Errors)
+    counts: array[int] = field(default_factory=lambda: array("I"))
+    lists: bool = False  # whether a row has lists of answers
+
+    def row(self, row: Row, path: str, number: int, escapes: bool = False) -> None:
+        """escapes: whether texts may hold half a surrogate pair, as JSON can write it."""
+        roles = self.needs.roles
+        if escapes or self.needs.numbers or not _plainly_fits(row, roles):
+            self.errors.add(check_row(row, f"{path}:{number}", self.needs))
+        if "chosen" in roles:
+            value = row.get(roles["chosen"])
+            self.lists |= several(value)
+            self.counts.append(len(value) if several(value) else 1)  # type: ignore[arg-type]
+
+    def finish(self, table: Table) -> Scanned:
+        """Raises a Failure if there are errors."""
+        self.errors.stop()
+        return Scanned(table, self.needs.roles, self.counts if self.lists else None)
+
+
+def _plainly_fits(row: Row, roles: Mapping[str, str]) -> bool:
+    """The usual row, in which all is text: nothing more needs to be looked at."""
+    for role, name in roles.items():
+        value = row.get(name)
+        if type(value) is not str or not value and role == "prompt":
+            return False
+    return True
+
+
+def _whole(text: str) -> bool:
+    """Not so with half a surrogate pair, which JSON can escape and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def several(value: Any) -> bool:
+    """Whether a side of a pair is a list of answers: of texts, or of lists of chat messages."""
+    return isinstance(value, list) and not (value and isinstance(value[0], dict))
+
+
+# ----------------------------------------------------------------------------------------------------- one row
+
+
+def check_row(row: Row, place: str, needs: Needs) -> list[Diagnostic]:
+    """What is wrong with a row."""
+    found = [_column(row, role, name, place) for role, name in needs.roles.items()]
+    found += [_number(row, name, place) for name in needs.numbers]
+    wrong = [d for d in found if d is not None]
+    if not wrong:
+        both = (_chat_after_text(row, needs.roles, place), _sides(row, needs.roles, place))
+        wrong = [d for d in both if d is not None]
+    return wrong
+
+
+def missing(role: str, name: str, there: Sequence[str], place: str) -> Diagnostic:
+    """role: "" for a column of numbers."""
+    shown = ", ".join(f"`{k}`" for k in there) or "none"
+    near = get_close_matches(name, there, n=1, cutoff=0.5)
+    if not role:
+        help_ = "every row needs it, as the data declaration says with `numbers=`"
+        help_ = f"did you mean `{near[0]}`?" if near else help_
+    elif near:
+        help_ = f"did you mean `{near[0]}`? Say `{role}=\"{near[0]}\"` in the data declaration"
+    else:
+        help_ = f"add it, or name another with `{role}=\"...\"` in the data declaration"
+    return Diagnostic("RL0746", f"the column `{name}` is missing", place=place, notes=(f"columns here: {shown}",),
+                      help=help_)
+
+
+def _number(row: Row, name: str, place: str) -> Diagnostic | None:
+    if name not in row:
+        return missing("", name, list(row), place)
+    value = row[name]
+    if not isinstance(value, (int, float)) or abs(value) > LARGEST or value != value:
+        kind = "not a finite number" if isinstance(value, (int, float)) else f"{kind_of(value)}, not a number"
+        return Diagnostic("RL0747", f"the column `{name}` is {kind}", place=place)
+    return None
+
+
+def _column(row: Row, role: str, name: str, place: str) -> Diagnostic | None:
+    if name not in row:
+        return missing(role, name, list(row), place)
+    value = row[name]
+    if role in SIDES and several(value):
+        if not value:
+            return Diagnostic("RL0757", f"the column `{name}` has no answers", place=place, help="remove the row")
+        parts = (_answer(v, f"a value of the column `{name}`", row, place) for v in value)
+        return next((d for d in parts if d), None)
+    if role != "prompt":
+        return _answer(value, f"the column `{name}`", row, place)
+    if isinstance(value, list) and value:
+        if all(map(_message, value)):
+            return _text_of(value, f"the column `{name}`", place)
+        return Diagnostic("RL0747", f"the column `{name}` is a list, but not of chat messages", place=place,
+                          help='a message is {"role": "user", "content": "..."}')
+    if not isinstance(value, str):
+        return Diagnostic("RL0747", f"the column `{name}` is {kind_of(value)}, not text or a list of chat messages",
+                          place=place)
+    if not value:
+        return Diagnostic("RL0749", "the prompt is empty", place=place, help="remove the row")
+    return _text_of(value, f"the column `{name}`", place)
+
+
+def _answer(value: Any, what: str, row: Row, place: str) -> Diagnostic | None:
+    if isinstance(value, str):
+        return _text_of(value, what, place)
+    if not isinstance(value, list) or not value:
+        return Diagnostic("RL0747", f"{what} is {kind_of(value)}, not text or assistant turns", place=place,
+                          help=ASSISTANT)
+    if not all(map(_message, value)):
+        return Diagnostic("RL0747", f"{what} is a list, but not of chat messages", place=place, help=ASSISTANT)
+    other = next((m["role"] for m in value if m["role"] != "assistant"), None)
+    if other is not None:
+        return Diagnostic("RL0747", f"{what} has a turn of `{other}`", place=place,
+                          help="an answer holds assistant turns only; all turns before it belong in the prompt")
+    return _text_of(value, what, place)
+
+
+def _message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _text_of(value: Any, what: str, place: str) -> Diagnostic | None:
+    if _whole(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)):
+        return None
+    return Diagnostic("RL0743", f"{what} holds half of a surrogate pair", place=place,
+                      help="write characters as UTF-8, or as both halves of their escape")
+
+
+def _sides(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
+    """Both sides are one answer, or lists of the same length."""
+    if "chosen" not in roles:
+        return None
+    counts = [len(row[roles[side]]) if several(row[roles[side]]) else 0 for side in SIDES]
+    if counts[0] == counts[1]:
+        return None
+    shown = [f"`{roles[side]}` has {n} answers" if n else f"`{roles[side]}` is one answer"
+             for side, n in zip(SIDES, counts)]
+    return Diagnostic("RL0757", f"these answers make no pairs: {' and '.join(shown)}", place=place,
+                      help="the first of one side and the first of the other are a pair, and so on")
+
+
+def _chat_after_text(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
+    """RL0747 where an answer is chat and its prompt is text."""
+    if not isinstance(row.get(roles["prompt"]), str):
+        return None
+    for role, name in roles.items():
+        value = row.get(name)
+        if role != "prompt" and isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value):
+            return Diagnostic("RL0747", f"the column `{name}` has chat messages, and the prompt is text", place=place,
+                              help='write the prompt as messages too: [{"role": "user", "content": "..."}]')
+    return None
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in words of JSON."""
+    if value == []:
+        return "an empty list"
+    names = {bool: "a truth value", int: "a number", float: "a number", str: "a text", list: "a list",
+             dict: "an object", type(None): "null"}
+    return names.get(type(value)) or f"a {type(value).__name__}"

@@ -1,0 +1,127 @@
+"""Data sources: the rows of every step, tokenized.
+
+In: a plan's Data record. Out: for each step the sequences of its frames, and the columns for Python functions.
+Invariant: what a step reads is a function of the file, seed and step alone, equal on all ranks.
+
+Batches: the rows of an epoch are permuted by (seed, epoch) when the source shuffles, else in file order; batch b of
+the run is batch b of the endless sequence of epochs. Rows at the end of an epoch that do not fill a batch are dropped.
+Code, besides those of the other files here: RL0748 fewer rows than a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rldsl.diag import fail
+from rldsl.plan.model import ROLES, Data
+from rldsl.runtime.data import hf, jsonl, parquet
+from rldsl.runtime.data.lengths import within
+from rldsl.runtime.data.order import permutation
+from rldsl.runtime.data.rows import Needs, Row, Scanned, Table
+from rldsl.runtime.data.tokens import Tokens, load_tokenizer
+from rldsl.runtime.data.views import rows_of
+
+SCANS: Mapping[str, Callable[[str, Needs], Scanned]] = {"jsonl": jsonl.scan, "parquet": parquet.scan, "hf": hf.scan}
+# kind -> frame (as named after the user's name: "" or ".chosen") -> the role of its responses
+FRAMES: dict[str, dict[str, str | None]] = {
+    "prompts": {"": None}, "answers": {"": "answer"}, "pairs": {"chosen": "chosen", "rejected": "rejected"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedFrame:
+    """tokens: for each row an int64 tensor, the prompt and then the response (empty for a prompt alone)."""
+
+    prompt_lens: list[int]
+    response_lens: list[int]
+    tokens: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open data source. passes: how often the run goes over the rows. note: a line about over-long rows, or "".
+    Steps count from 0."""
+
+    data: Data
+    table: Table
+    tokens: Tokens
+    passes: float
+    note: str = ""
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.tokens.tokenizer
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return self.tokens.ends
+
+    def step(self, step: int, seed: int) -> dict[str, FetchedFrame]:
+        """The frames of one step: "" for prompts and answers, "chosen" and "rejected" for pairs."""
+        numbers = self.batch(step, seed)
+        rows = self.table.read(numbers)
+
+        def place(i: int) -> str:
+            return self.table.place(numbers[i])
+
+        prompts = [ids[-self.data.max_prompt_tokens :] for ids in self.tokens.prompts(rows, place)]  # [-0:] is all
+        frames = {}
+        for name, role in FRAMES[self.data.kind].items():
+            most = self.data.max_answer_tokens or None
+            answers = [ids[:most] for ids in self.tokens.answers(rows, role, place)] if role else [[]] * len(rows)
+            tokens = [torch.tensor(p + a, dtype=torch.int64) for p, a in zip(prompts, answers)]
+            frames[name] = FetchedFrame([len(p) for p in prompts], [len(a) for a in answers], tokens)
+        return frames
+
+    def columns(self, step: int, seed: int) -> list[Row]:
+        """All columns of the step's rows, in row order."""
+        return self.table.read(self.batch(step, seed))
+
+    def batch(self, step: int, seed: int) -> list[int]:
+        """The row numbers of a step."""
+        size = self.data.batch
+        epoch, first = divmod(step, len(self.table) // size)
+        if not self.data.shuffle:
+            return list(range(first * size, (first + 1) * size))
+        return self._order(seed, epoch)[first * size : (first + 1) * size].tolist()
+
+    @functools.cached_property
+    def _orders(self) -> dict[tuple[int, int], np.ndarray]:
+        return {}
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        if (seed, epoch) not in self._orders:
+            self._orders.clear()  # only the current epoch is ever needed again
+            self._orders[seed, epoch] = permutation(len(self.table), seed, epoch)
+        return self._orders[seed, epoch]
+
+
+def column(data: Data, role: str) -> str:
+    """The declared name of the column that plays `role`."""
+    return dict(data.columns).get(role, role)
+
+
+def open_source(data: Data, steps_needed: int, speaks: bool = False) -> Source:
+    """Check the file and load its tokenizer. Raises a Failure when either cannot be used. speaks: this rank tells the
+    user about truncated rows."""
+    needs = Needs({role: column(data, role) for role in ROLES[data.kind]}, data.numbers)
+    scanned = SCANS[data.format](data.path, needs)
+    table = rows_of(scanned)
+    _enough(data, table, "")
+    tokens = Tokens(load_tokenizer(data), data.tokenizer, scanned.roles)
+    table, note = within(data, table, tokens, speaks)
+    _enough(data, table, note)
+    return Source(data, table, tokens, steps_needed / (len(table) // data.batch), note)
+
+
+def _enough(data: Data, table: Table, note: str) -> None:
+    if len(table) < data.batch:
+        raise fail("RL0748", f"this data has {len(table)} rows, and a batch needs {data.batch}", place=data.path,
+                   notes=(note,) if note else (), help=f"add rows, or declare `batch={max(1, len(table))}` or less")

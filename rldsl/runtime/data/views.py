@@ -1,0 +1,67 @@
+"""Rows made of the rows of a table: the pairs of a row with many answers, and the rows that are kept.
+
+In: a table and numbers. Out: a table. Both hold 8 bytes a row at most and no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rldsl.runtime.data.rows import SIDES, Row, Scanned, Table, several
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Row i of a file with k positive and k negative answers is k rows, one after another: the first answers of both
+    sides, the second ones, and so on. firsts: the number of the first pair of each row, and of all pairs at the end."""
+
+    table: Table
+    roles: Mapping[str, str]
+    firsts: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def place(self, row: int) -> str:
+        return self.table.place(self._at(row)[0])
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        at = [self._at(row) for row in rows]
+        return [self._pair(row, which) for row, (_, which) in zip(self.table.read([i for i, _ in at]), at)]
+
+    def _at(self, row: int) -> tuple[int, int]:
+        whole = int(np.searchsorted(self.firsts, row, "right")) - 1
+        return whole, row - int(self.firsts[whole])
+
+    def _pair(self, row: Row, which: int) -> Row:
+        names = [self.roles[side] for side in SIDES]
+        return {**row, **{name: row[name][which] for name in names if several(row[name])}}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """rows: numbers of a table's rows, ascending."""
+
+    table: Table
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def place(self, row: int) -> str:
+        return self.table.place(int(self.rows[row]))
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        return self.table.read([int(self.rows[row]) for row in rows])
+
+
+def rows_of(scanned: Scanned) -> Table:
+    """The rows of a run."""
+    if scanned.counts is None:
+        return scanned.table
+    counts = np.frombuffer(scanned.counts, np.uint32)
+    firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+    return Pairs(scanned.table, scanned.roles, firsts)

@@ -1,0 +1,162 @@
+"""A run seen on a terminal: progress with ETA, time of each phase, a curve of the reward, the latest numbers.
+
+In: the lines of metrics as they come, and what this rank is doing. Out: a picture that is drawn over itself. Nothing
+else of the runtime imports rich, and only a rank that logs to a terminal does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.file_proxy import FileProxy
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rldsl.runtime.metrics.names import computed, first
+from rldsl.runtime.metrics.tee import Tee
+
+BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {"generate": "cyan", "infer": "blue", "train": "magenta", "rest": "bright_black"}
+CURVE, SHOWN = 48, 8  # points of the curve; numbers shown
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that the picture shows. begun: step at which this start of the run began. seconds: since then. history: name
+    -> values, oldest first."""
+
+    name: str
+    steps: int
+    begun: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    doing: str = ""
+    line: Mapping[str, float] | None = None
+    history: Mapping[str, Sequence[float]] | None = None
+
+    def with_line(self, line: Mapping[str, float]) -> "Seen":
+        history = {name: [*(self.history or {}).get(name, ()), line[name]][-CURVE:] for name in computed(line)}
+        return replace(self, step=int(line["step"]), line=dict(line), history=history)
+
+
+def eta(seen: Seen) -> float | None:
+    """Seconds to the end, when the steps to come take as long as those of this start did."""
+    done = seen.step - seen.begun
+    return seen.seconds / done * (seen.steps - seen.step) if done > 0 else None
+
+
+def clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One character a value, lowest to highest; what is not a number is a gap."""
+    real = [v for v in values if abs(v) < float("inf")]
+    if not real:
+        return " " * len(values)
+    low, high = min(real), max(real)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((v - low) * scale)] if abs(v) < float("inf") else " " for v in values)
+
+
+def shares(line: Mapping[str, float], width: int) -> list[tuple[str, int]]:
+    """Phase -> characters of a bar of `width`, which they fill."""
+    times = {name.removeprefix("time/"): s for name, s in line.items() if name.startswith("time/")}
+    total = sum(times.values())
+    if total <= 0:
+        return []
+    edges, at = [], 0.0
+    for s in times.values():
+        at += s
+        edges.append(round(at / total * width))
+    return [(phase, end - start) for phase, start, end in zip(times, [0, *edges], edges)]
+
+
+def picture(seen: Seen, width: int = 80) -> RenderableType:
+    """width: columns there are."""
+    rate = seen.line.get("tokens_per_second") if seen.line else None
+    head = Table.grid(padding=(0, 1))
+    head.add_row(Text(seen.name, "bold"), ProgressBar(total=seen.steps, completed=seen.step, width=max(10, width - 62)),
+                 Text(f"step {seen.step}/{seen.steps}"), Text(clock(seen.seconds), "dim"),
+                 Text(f"ETA {clock(eta(seen))}", "green"), Text(f"{rate:,.0f} tokens/s" if rate else "", "dim"))
+    parts: list[RenderableType] = [head]
+    if seen.line:
+        parts += [_phases(seen.line, width), *_numbers(seen, width)]
+    if seen.doing:
+        parts.append(Text(f"now: {seen.doing}", "dim", no_wrap=True, overflow="ellipsis"))
+    return Group(*parts)
+
+
+def _phases(line: Mapping[str, float], width: int) -> RenderableType:
+    bar, legend = Text(), Text()
+    for phase, cells in shares(line, max(10, width - 2)):
+        colour = COLOURS.get(phase, "white")
+        bar.append("█" * cells, colour)
+        legend.append("■ ", colour).append(f"{phase} {line[f'time/{phase}']:.2f} s  ")
+    return Group(bar, legend)
+
+
+def _numbers(seen: Seen, width: int) -> list[RenderableType]:
+    names = sorted(computed(seen.line or {}), key=first)[:SHOWN]
+    table = Table.grid(padding=(0, 2))
+    for i, name in enumerate(names):
+        values = (seen.history or {}).get(name, ())
+        room = max(8, width - 44)
+        curve = Text(sparkline(values[-room:]), "yellow") if i < 2 else Text("")
+        table.add_row(Text(name, no_wrap=True), Text(f"{seen.line[name]:.4g}", justify="right"), curve)
+    return [table]
+
+
+def usable(stream: TextIO) -> bool:
+    """Whether a picture can be drawn over itself there."""
+    return not Console(file=stream).is_dumb_terminal
+
+
+class View:
+    """The live view of one rank."""
+
+    def __init__(self, stream: TextIO, name: str, steps: int, begun: int, now: Callable[[], float] = time.monotonic):
+        """stream: the terminal. now: seconds."""
+        self._screen = stream.screen if isinstance(stream, Tee) else stream
+        self._stream, self._now, self._since = stream, now, now()
+        self._seen = Seen(name, steps, begun, begun)
+        self.console = Console(file=self._screen)
+        self._live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4, redirect_stdout=False,
+                          redirect_stderr=False)
+        self._live.start()
+        self.console.show_cursor(True)  # a rank may end at any moment, and must not leave a terminal without one
+        self._before = sys.stderr
+        proxy: Any = FileProxy(self.console, self._screen)  # what the rank says comes above the picture
+        if isinstance(stream, Tee):
+            stream.screen = proxy
+        elif sys.stderr is stream:
+            sys.stderr = proxy
+
+    def _draw(self) -> RenderableType:
+        return picture(replace(self._seen, seconds=self._now() - self._since), self.console.width)
+
+    def doing(self, what: str) -> None:
+        self._seen = replace(self._seen, doing=what)
+
+    def line(self, line: Mapping[str, float]) -> None:
+        self._seen = self._seen.with_line(line)
+
+    def close(self) -> None:
+        """Leave the last picture on the terminal."""
+        self._seen = replace(self._seen, doing="")
+        self._live.stop()
+        if isinstance(self._stream, Tee):
+            self._stream.screen = self._screen
+        else:
+            sys.stderr = self._before

@@ -1,0 +1,124 @@
+"""A few sequences of each step as text, with what is known of them: OUT/samples/FRAME.jsonl, one line a sequence.
+
+In: the buffers of one rank, seen just before they are freed. Out: lines {step, row, prompt, completion, VALUE: number}.
+No message is sent for it: of each generated frame one rank writes rows that it holds. That rank, and the spread, are
+those where most values of sequences (rewards, scores) lie beside the tokens; every rank finds the same by the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rldsl.plan.events import Free, Generate, split
+from rldsl.plan.model import Frame, Plan
+from rldsl.plan.project import events
+from rldsl.runtime.files import written
+from rldsl.runtime.metrics.lines import truncate
+from rldsl.runtime.state import State
+from rldsl.runtime.store import Column
+
+FOLDER = "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Whence the samples of a frame come. rank: who writes them."""
+
+    frame: str
+    spread: str
+    rank: int
+
+
+def sources(plan: Plan) -> tuple[Source, ...]:
+    """One for each frame that the run's loop generates."""
+    made = dict.fromkeys(e.frame for e, _ in events(plan) if isinstance(e, Generate))
+    buffers = dict.fromkeys(b for e, _ in events(plan) for b in e.writes)
+    meshes, spreads = {m.id: m for m in plan.meshes}, {s.id: s for s in plan.spreads}
+    frames, values = {f.id: f for f in plan.frames}, {v.id: v for v in plan.values}
+    found = []
+    for frame in made:
+        where = [split(b)[1] for b in buffers if split(b)[0] == f"{frame}.tokens"]
+        beside = [split(b)[1] for b in buffers if (v := values.get(split(b)[0])) is not None
+                  and v.extent == "row" and frames[v.frame].rows == frames[frame].rows]
+        best = max(where, key=beside.count)  # the first of those with as many
+        found.append(Source(frame, best, meshes[spreads[best].mesh].members()[0]))
+    return tuple(found)
+
+
+class Samples:
+    """The samples that this rank writes."""
+
+    def __init__(self, state: State, most: int):
+        """most: rows of each frame and step."""
+        self._most = most
+        self._mine = [s for s in sources(state.plan) if s.rank == state.world.rank]
+        self._tokens: dict[str, tuple[Column, Any]] = {}
+        self._values: dict[str, Column] = {}
+        self._begun: set[Path] = set()
+        of = {state.frames[s.frame].rows for s in self._mine}
+        self._wanted = {v.id for v in state.plan.values if v.extent == "row" and v.dtype != "text" and v.frame
+                        and state.frames[v.frame].rows in of}
+        for source in self._mine:
+            state.source(state.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
+
+    def frees(self, state: State, event: Free) -> None:
+        """Before the event: its buffers are about to go."""
+        for buffer in event.buffers:
+            self._keep(state, buffer)
+
+    def _keep(self, state: State, buffer: str) -> None:
+        value, spread = split(buffer)
+        if value in self._wanted:
+            if state.holds(buffer):
+                held = state.store.take(buffer)
+                before = self._values.get(value)
+                self._values[value] = held if before is None or held.ids.numel() >= before.ids.numel() else before
+            return
+        for source in self._mine:
+            if value == f"{source.frame}.tokens" and spread == source.spread:
+                self._tokens[source.frame] = state.store.take(buffer), state.rows.lens[source.frame]
+
+    def end_step(self, state: State) -> None:
+        """Write the rows of this step."""
+        for frame, (tokens, lens) in self._tokens.items():
+            self._write(state, state.frames[frame], tokens, lens)
+        self._tokens.clear()
+        self._values.clear()
+
+    def _write(self, state: State, frame: Frame, tokens: Column, lens: Any) -> None:
+        rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._most]
+        tokenizer = state.source(frame.data).tokenizer
+        known = {value: _numbers(column, rows) for value, column in sorted(self._values.items())
+                 if state.frames[state.values[value].frame].rows == frame.rows}
+        lines = []
+        for i, row in enumerate(rows.tolist()):
+            ids = tokens.pick(rows[i : i + 1]).data.tolist()
+            prompt = int(lens.prompt[row])
+            text = {"step": state.step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
+                    "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
+            lines.append(json.dumps(text | {v: n[row] for v, n in known.items() if row in n}, ensure_ascii=False))
+        file = path(state.out, frame.id)
+        with written(file):
+            if file not in self._begun:
+                file.parent.mkdir(exist_ok=True)
+                truncate(file, state.step)
+                self._begun.add(file)
+            with file.open("a", encoding="utf-8") as opened:
+                opened.writelines(f"{line}\n" for line in lines)
+
+
+def path(out: Path, frame: str) -> Path:
+    return out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', frame)}.jsonl"
+
+
+def _numbers(column: Column, rows: torch.Tensor) -> Mapping[int, float]:
+    """The values of those rows that the column has."""
+    wanted = set(rows.tolist())
+    return {i: x for i, x in zip(column.ids.tolist(), column.data.reshape(-1).tolist()) if i in wanted}

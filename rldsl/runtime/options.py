@@ -1,0 +1,28 @@
+"""What the person who starts a run chooses, beside the plan. None of it changes the numbers of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rldsl.runtime.metrics.report import Asked
+from rldsl.runtime.pool import LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """trace: file for the recorded timeline. resume: a checkpoint, or the directory of a run, to go on from. again:
+    torchrun has started this run before, so a checkpoint of it is taken where there is one. reward_workers: processes
+    in which each rank calls users' functions (0: in its own, without a limit). reward_seconds: how long these may take
+    for a row. allow_write: directories outside of the run's and the working one in which saves may write.
+    changed_python: functions are run though their files changed since the plan was compiled. asked: what is shown and
+    written of the run."""
+
+    trace: str | None = None
+    resume: str | Path | None = None
+    again: bool = False
+    reward_workers: int = 0
+    reward_seconds: float = LIMIT
+    allow_write: tuple[str, ...] = ()
+    changed_python: bool = False
+    asked: Asked = Asked()

@@ -1,0 +1,148 @@
+"""Before the first step: a rank finds that it can run the plan, or says why not.
+
+In: the bytes of a plan and the options of the run, inside an initialised process group. Out: the state to begin with,
+fresh or from a checkpoint, and the rank's own list of items.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rldsl.diag import fail
+from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.events import Checkpoint, Compute, Event, Fetch, Item
+from rldsl.plan.model import Function, Plan
+from rldsl.plan.paths import paths, text
+from rldsl.plan.project import schedule
+from rldsl.plan.verify import verify
+from rldsl.runtime.checkpoint import begin, facts, found
+from rldsl.runtime.evaluations import check_evaluations
+from rldsl.runtime.failure import Watch
+from rldsl.runtime.files import check_writable
+from rldsl.runtime.metrics.record import FAILED, FINISHED, STOPPED, Record
+from rldsl.runtime.options import Options
+from rldsl.runtime.paths import check_writes, with_python_as_it_is
+from rldsl.runtime.resume import Resume, resume
+from rldsl.runtime.state import State
+from rldsl.runtime.summary import SUMMARY
+from rldsl.runtime.world import check_hosts, check_same_plan, hosts, join
+
+
+def prepare(data: bytes, name: str, out: str | Path, device: torch.device, watch: Watch | None,
+            options: Options) -> tuple[State, Sequence[Item]]:
+    plan = decode(data, name)
+    verify(plan)
+    check_same_plan(data, device)
+    plan = _allowed(plan, name, out, device, options)
+    state = State(plan, join(plan, dist.get_rank(), device), _writable(out))
+    own = schedule(plan.body, plan.meshes, state.world.rank)
+    if any(isinstance(e, Checkpoint) for e in _events(own)):
+        begin(state, plan_id(data), watch)
+    state.resume = _resumed(state, options)
+    for kept in plan.states:
+        if state.holds(f"{kept.value}@{kept.spread}"):
+            at = torch.zeros(1, dtype=torch.int64, device=device)
+            value = state.resume.states.get(kept.value, kept.initial) if state.resume else kept.initial
+            state.write(kept.value, kept.spread, at, torch.tensor([value], dtype=torch.float64, device=device))
+    _check(state, own)
+    check_evaluations(state, own)
+    _check_files(state, options.trace)
+    return state, own
+
+
+def _resumed(state: State, options: Options) -> Resume | None:
+    """Where the run goes on; the state takes over the counts of that place."""
+    asked = options.resume
+    if asked is None and found(state.out) and not options.again:
+        raise fail("RL0763", "this directory holds the checkpoints of another run", place=str(state.out),
+                   help="`--resume` goes on from the last one; `--out` names another directory; "
+                   "`--overwrite` removes them")
+    if asked is None and not found(state.out):
+        return None
+    held = resume(Path(asked or state.out), facts(state.plan), state.device)
+    state.step = held.step
+    state.fetched.update(held.data)
+    return held
+
+
+def _allowed(plan: Plan, name: str, out: str | Path, device: torch.device, options: Options) -> Plan:
+    """The plan as this run executes it, once it is known to fit the machines and to write nowhere else; the first rank
+    shows what it touches."""
+    note = check_hosts(plan, hosts(socket.gethostname(), device), name)
+    check_writes(plan, Path(out), options.allow_write)
+    changed: tuple[str, ...] = ()
+    if options.changed_python:
+        plan, changed = with_python_as_it_is(plan)
+    if dist.get_rank() == 0:
+        notes = [*([note] if note else []), *(f"{path} changed since the plan was compiled" for path in changed)]
+        print("\n".join([text(paths(plan), str(out)), *(f"note: {n}" for n in notes)]), file=sys.stderr, flush=True)
+    return plan
+
+
+def _writable(out: str | Path) -> Path:
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise fail("RL0705", f"the output directory cannot be made: {error.strerror}", place=str(out)) from None
+    return Path(out)
+
+
+def _check(state: State, items: Sequence[Item]) -> None:
+    """Open every data source that this rank will need."""
+    for event in _events(items):
+        if isinstance(event, Fetch):
+            state.source(event.data)
+        elif isinstance(event, Compute):
+            for node in state.programs[event.program].nodes:
+                if node.op == "py":
+                    state.source(state.frames[str(node.attr("frame"))].data)  # its tokenizer makes the texts
+
+
+def functions(state: State, items: Sequence[Item]) -> list[Function]:
+    """The users' functions that this rank calls."""
+    called = [str(node.attr("function")) for event in _events(items) if isinstance(event, Compute)
+              for node in state.programs[event.program].nodes if node.op == "py"]
+    return [state.functions[name] for name in dict.fromkeys(called)]
+
+
+def _check_files(state: State, trace: str | None) -> None:
+    """That rank 0 can write the files that it will write at the end."""
+    if state.world.rank == 0:
+        check_writable(state.out / SUMMARY)
+        if trace:
+            check_writable(Path(trace))
+
+
+def _events(items: Sequence[Item]) -> Iterator[Event]:
+    for item in items:
+        if isinstance(item, Event):
+            yield item
+        else:
+            yield from _events(item.body)
+
+
+@contextmanager
+def recorded(state: State, data: bytes, command: Sequence[str], goes_on: bool) -> Iterator[None]:
+    """Rank 0 keeps the record of the run: how it began, and how it ended."""
+    if state.world.rank != 0:
+        yield
+        return
+    cuda = state.device.type == "cuda"
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"]
+    record = Record(state.out, state.plan, data, devices, command, goes_on)
+    try:
+        yield
+    except KeyboardInterrupt:
+        record.end(STOPPED, state.step)
+        raise
+    except BaseException:
+        record.end(FAILED, state.step)
+        raise
+    record.end(STOPPED if state.stopped else FINISHED, state.step)

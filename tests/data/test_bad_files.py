@@ -1,0 +1,284 @@
+"""Files and directories that cannot be read: each says the code, the file and row, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.runtime.data import open_source
+from tests.data.makers import declared, hf, parquet, wrong
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": float(i)} for i in range(8)]
+FORMATS = {"parquet": parquet, "hf": hf}
+
+
+def one(data: Any) -> Diagnostic:
+    (found,) = wrong(data)
+    return found
+
+
+def table(folder: Path, format: str, columns: dict[str, pa.Array]) -> Path:
+    """One file with columns that no list of dicts makes."""
+    made = pa.table(columns)
+    if format == "parquet":
+        pq.write_table(made, folder / "d.parquet")
+        return folder / "d.parquet"
+    (folder / "d").mkdir()
+    with pa.OSFile(str(folder / "d" / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, made.schema) as writer:
+        writer.write_table(made)
+    (folder / "d" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "x.arrow"}]}))
+    return folder / "d"
+
+
+PROMPTS = pa.array(["1+1="] * 5)
+
+COLUMNS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {  # columns, options, code, row, words
+    "missing": ({"promt": PROMPTS, "id": PROMPTS}, {}, "RL0746", "", "the column `prompt` is missing"),
+    "missing_number": ({"prompt": PROMPTS, "lable": PROMPTS}, {"numbers": ("label",)}, "RL0746", "",
+                       "`label` is missing"),
+    "number": ({"prompt": pa.array([1, 2, 3])}, {}, "RL0747", "", "is int64, not text or a list of chat messages"),
+    "struct": ({"prompt": pa.array([{"role": "user"}])}, {}, "RL0747", "", "struct<role: string>"),
+    "binary": ({"prompt": pa.array([b"1+1="])}, {}, "RL0747", "", "is binary, not text"),
+    "null": ({"prompt": pa.array(["1", "2", None, "3"])}, {}, "RL0747", ":3", "is null, not text"),
+    "all_null": ({"prompt": pa.nulls(1)}, {}, "RL0747", ":1", "is null, not text"),
+    "empty": ({"prompt": pa.array(["1", "", "3"])}, {}, "RL0749", ":2", "the prompt is empty"),
+    "no_messages": ({"prompt": pa.array([[{"role": "user", "content": "1"}], []])}, {}, "RL0747", ":2",
+                    "an empty list"),
+    "no_role": ({"prompt": pa.array([[{"content": "1"}]])}, {}, "RL0747", ":1", "a list, but not of chat messages"),
+    "text_number": ({"prompt": PROMPTS, "n": pa.array(["1"] * 5)}, {"numbers": ("n",), "shuffle": 1}, "RL0747", ":1",
+                    "`n` is a text, not a number"),
+    "not_finite": ({"prompt": PROMPTS, "n": pa.array([1, 2, 3, 4, float("nan")])}, {"numbers": ("n",)}, "RL0747", ":5",
+                   "not a finite number"),
+    "date": ({"prompt": PROMPTS, "n": pa.array([0] * 5, pa.date32())}, {"numbers": ("n",)}, "RL0747", ":1", "a date"),
+    "utf8": ({"prompt": pa.array([b"1", b"2", b"\xff", b"3"]).view(pa.string())}, {}, "RL0743", ":3", "is not UTF-8"),
+    "no_rows": ({"prompt": pa.array([], pa.string())}, {}, "RL0742", None, "no rows"),  # type: ignore[dict-item]
+    "few_rows": ({"prompt": PROMPTS}, {"batch": 6}, "RL0748", None, "has 5 rows, and a batch needs 6"),  # type: ignore
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("case", COLUMNS)
+def test_a_bad_column(tmp_path: Path, tokenizer: str, format: str, case: str) -> None:
+    columns, options, code, row, words = COLUMNS[case]
+    path = table(tmp_path, format, columns)
+    found = wrong(declared(path, tokenizer, format=format, **options))[0]
+    file = path / "x.arrow" if format == "hf" else path
+    assert (found.code, found.place) == (code, f"{path if row is None else file}{row or ''}") and words in found.title
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_missing_column_is_said_once_with_the_nearest(tmp_path: Path, tokenizer: str, format: str) -> None:
+    found = one(declared(FORMATS[format](tmp_path, ROWS), tokenizer, format=format, columns=(("prompt", "prompts"),)))
+    assert found.notes == ("columns here: `prompt`, `answer`, `level`",)
+    assert found.help == 'did you mean `prompt`? Say `prompt="prompt"` in the data declaration'
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_first_bad_rows_and_how_many_more(tmp_path: Path, tokenizer: str, format: str) -> None:
+    path = FORMATS[format](tmp_path, [{"prompt": "1" if i < 6 else ""} for i in range(30)])
+    found = wrong(declared(path, tokenizer, format=format))
+    assert len(found) == 5 and found[-1].notes == ("and 19 more",) and found[0].place.endswith(":7")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_without_pyarrow(tmp_path: Path, tokenizer: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = FORMATS[format](tmp_path, ROWS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    found = one(declared(path, tokenizer, format=format))
+    assert found.code == "RL0753" and "pip install 'rldsl[parquet]'" in found.help and found.place == str(path)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_such_place_suggests_one(tmp_path: Path, tokenizer: str, format: str) -> None:
+    FORMATS[format](tmp_path, ROWS)
+    found = one(declared(tmp_path / "dd", tokenizer, format=format))
+    assert found.code == "RL0741" and f"did you mean `{tmp_path / 'd'}`?" in found.help
+
+
+# ------------------------------------------------------------------------------------------------------ parquet
+
+
+def test_a_directory_without_parquet_files(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "d.csv").write_text("prompt\n1\n")
+    found = one(declared(tmp_path, tokenizer, format="parquet"))
+    assert (found.code, found.title) == ("RL0742", "this directory has no Parquet files") and ".parquet" in found.help
+    assert "hf(" in one(declared(hf(tmp_path, ROWS), tokenizer, format="parquet")).help
+
+
+def test_another_format_called_parquet(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "d.parquet").write_text('{"prompt": "1+1="}\n' * 8)
+    found = one(declared(tmp_path / "d.parquet", tokenizer, format="parquet"))
+    assert found.code == "RL0754" and "jsonl(...)" in found.help and found.place.endswith("d.parquet") and found.notes
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, -9])
+def test_a_parquet_file_that_breaks_off(tmp_path: Path, tokenizer: str, keep: int) -> None:
+    broken = parquet(tmp_path, ROWS) / "b.parquet"
+    broken.write_bytes(broken.read_bytes()[:keep])
+    found = one(declared(tmp_path / "d", tokenizer, format="parquet"))
+    assert (found.code, found.place) == ("RL0754", str(broken))
+
+
+def test_a_parquet_file_with_damaged_pages(tmp_path: Path, tokenizer: str) -> None:
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, compression="zstd")
+    raw = bytearray(path.read_bytes())
+    raw[4:80] = bytes(76)
+    path.write_bytes(raw)
+    found = one(declared(path, tokenizer, format="parquet"))
+    assert (found.code, found.place) == ("RL0754", str(path)) and found.notes and found.help
+
+
+@pytest.mark.parametrize("other, column, words", [
+    ({"prompt": "1"}, "answer", "answer` is missing"), ({"prompt": "1", "answer": 3}, "answer", "answer` is int64"),
+    ({"prompt": "1", "answer": "2", "more": 3}, "more", "more` is int64"),
+])
+def test_files_with_different_columns(tmp_path: Path, tokenizer: str, other: dict, column: str, words: str) -> None:
+    pq.write_table(pa.Table.from_pylist([{"prompt": "1", "answer": "2"}] * 4), tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist([other] * 4), tmp_path / "b.parquet")
+    found = one(declared(tmp_path, tokenizer, format="parquet"))
+    assert found.code == "RL0755" and f"`{column}`" in found.title and found.place.endswith("b.parquet")
+    assert words in found.notes[1] and found.notes[0].startswith(f"{tmp_path}/a.parquet")
+
+
+def test_two_columns_of_one_name(tmp_path: Path, tokenizer: str) -> None:
+    pq.write_table(pa.Table.from_arrays([PROMPTS, PROMPTS], ["prompt", "prompt"]), tmp_path / "a.parquet")
+    assert one(declared(tmp_path, tokenizer, format="parquet")).title == "this file has two columns `prompt`"
+
+
+NO_ROOM = """
+import resource, sys
+from rldsl.diag import Failure
+from rldsl.runtime.data import parquet
+from rldsl.runtime.data.rows import Needs
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+try:
+    parquet.scan(sys.argv[1], Needs({"prompt": "prompt"}))
+except Failure as failure:
+    print(failure.diagnostics)
+"""
+
+
+def test_no_room_for_the_temporary_file(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": [f"{i} " * 9 for i in range(20_000)]}), tmp_path / "d.parquet")
+    run = subprocess.run([sys.executable, "-c", NO_ROOM, str(tmp_path / "d.parquet")], capture_output=True, text=True)
+    assert "RL0758" in run.stdout and "TMPDIR" in run.stdout, run.stderr
+
+
+# ----------------------------------------------------------------------------------------------- datasets directories
+
+
+def test_a_dictionary_of_splits(tmp_path: Path, tokenizer: str) -> None:
+    import datasets
+
+    data = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "d"))
+    found = one(declared(tmp_path / "d", tokenizer, format="hf"))
+    assert found.code == "RL0754" and found.title.endswith("several datasets: test, train")
+    assert found.help == f'name one: `hf("{tmp_path}/d/test")`'
+    assert open_source(declared(tmp_path / "d" / "train", tokenizer, format="hf"), 1).table
+
+
+def test_no_directory_of_datasets(tmp_path: Path, tokenizer: str) -> None:
+    assert "save_to_disk" in one(declared(tmp_path, tokenizer, format="hf")).help
+    found = one(declared(parquet(tmp_path, ROWS), tokenizer, format="hf"))
+    assert found.code == "RL0754" and f'parquet("{tmp_path}/d")' in found.help
+    (tmp_path / "file").write_text("x")
+    assert one(declared(tmp_path / "file", tokenizer, format="hf")).code == "RL0754"
+
+
+@pytest.mark.parametrize("state, code, words", [
+    ("{", "RL0754", "does not name the files"), ("[]", "RL0754", "does not name the files"),
+    ("[" * 100_000, "RL0754", "does not name the files"), ('{"_data_files": [3]}', "RL0754", "does not name the files"),
+    ('{"_data_files": [{"filename": 3}]}', "RL0754", "outside its directory"),
+    ('{"_data_files": [{"filename": "../secret.arrow"}]}', "RL0754", "outside its directory"),
+    ('{"_data_files": [{"filename": "/secret.arrow"}]}', "RL0754", "outside its directory"),
+    ('{"_data_files": [{"filename": ".."}]}', "RL0754", "outside its directory"),
+    ('{"_data_files": []}', "RL0742", "empty"),
+    ('{"_data_files": [{"filename": "data-00000-of-00001.arow"}]}', "RL0741", "no such data file"),
+], ids=str)
+def test_a_state_that_names_no_files(tmp_path: Path, tokenizer: str, state: str, code: str, words: str) -> None:
+    (tmp_path / "state.json").write_text(state)
+    found = one(declared(tmp_path, tokenizer, format="hf"))
+    assert found.code == code and words in found.title and found.place.startswith(str(tmp_path)) and found.help
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -700])
+def test_an_arrow_file_that_breaks_off(tmp_path: Path, tokenizer: str, keep: int) -> None:
+    broken = hf(tmp_path, ROWS) / "data-00001-of-00002.arrow"
+    broken.write_bytes(broken.read_bytes()[:keep])
+    found = one(declared(tmp_path / "d", tokenizer, format="hf", batch=8))
+    assert (found.code, found.title, found.place) == ("RL0754", "this file breaks off", str(broken))
+
+
+def test_an_arrow_file_that_is_none(tmp_path: Path, tokenizer: str) -> None:
+    broken = hf(tmp_path, ROWS) / "data-00001-of-00002.arrow"
+    broken.write_bytes(b"nothing" * 9 + broken.read_bytes()[-8:])
+    found = one(declared(tmp_path / "d", tokenizer, format="hf"))
+    assert (found.code, found.title, found.place) == ("RL0754", "this file cannot be read", str(broken))
+
+
+def test_an_arrow_file_with_wrong_offsets(tmp_path: Path, tokenizer: str) -> None:
+    """Reading such a file without looking could end the process."""
+    path = table(tmp_path, "hf", {"prompt": pa.array(["1+1="] * 64)})
+    raw = (path / "x.arrow").read_bytes()
+    offsets = b"".join((4 * i).to_bytes(4, "little") for i in range(65))
+    assert raw.count(offsets) == 1
+    (path / "x.arrow").write_bytes(raw.replace(offsets, offsets[:40] + b"\xff\xff\xff\x7f" + offsets[44:]))
+    found = one(declared(path, tokenizer, format="hf"))
+    assert (found.code, found.title) == ("RL0754", "this file is damaged") and found.notes
+
+
+def test_a_dataset_that_changes_during_the_run(tmp_path: Path, tokenizer: str) -> None:
+    source = open_source(declared(hf(tmp_path, ROWS), tokenizer, format="hf"), 1)
+    os.truncate(tmp_path / "d" / "data-00000-of-00002.arrow", 10)  # its mapping would raise SIGBUS
+    with pytest.raises(Failure, match="RL0752"):
+        source.step(0, 1)
+
+
+# --------------------------------------------------------------------------------------------------- JSON lines
+
+
+@pytest.mark.parametrize("make, code, words", [
+    (parquet, "RL0741", "parquet("), (hf, "RL0741", "hf("), (lambda f, _: f, "RL0741", "name a file in it"),
+])
+def test_a_directory_for_a_file(tmp_path: Path, tokenizer: str, make: Callable, code: str, words: str) -> None:
+    found = one(declared(make(tmp_path, ROWS), tokenizer))
+    assert found.code == code and words in found.help
+
+
+def test_a_pipe_does_not_hang(tmp_path: Path, tokenizer: str) -> None:
+    os.mkfifo(tmp_path / "d.jsonl")
+    assert one(declared(tmp_path / "d.jsonl", tokenizer)).title.endswith("it is no regular file")
+
+
+def test_parquet_called_json_lines(tmp_path: Path, tokenizer: str) -> None:
+    found = wrong(declared(parquet(tmp_path, ROWS) / "a.parquet", tokenizer))[0]
+    assert found.code in ("RL0743", "RL0744") and "parquet(...)" in found.help and found.place.endswith("a.parquet:1")
+
+
+@pytest.mark.parametrize("content", ['[{"prompt": "1"}, {"prompt": "2"}]', '[\n{"prompt": "1"},\n{"prompt": "2"}\n]'])
+def test_one_json_list_called_json_lines(tmp_path: Path, tokenizer: str, content: str) -> None:
+    (tmp_path / "d.jsonl").write_text(content)
+    found = wrong(declared(tmp_path / "d.jsonl", tokenizer))[0]
+    assert "jq -c '.[]'" in found.help and found.place.endswith("d.jsonl:1")
+
+
+def test_a_bad_byte_far_into_a_long_file(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rldsl.runtime.data.jsonl.BLOCK", 100)
+    lines = [b'{"prompt": "1+1="}'] * 300
+    lines[270] = b'{"prompt": "1\xe9"}'
+    (tmp_path / "d.jsonl").write_bytes(b"\n".join(lines))
+    found = one(declared(tmp_path / "d.jsonl", tokenizer))
+    assert (found.code, found.place) == ("RL0743", f"{tmp_path}/d.jsonl:271")
+    assert found.title == "byte 14 of this line is not UTF-8"

@@ -1,0 +1,93 @@
+"""Which rows an evaluation reads, and what is said where ranks or plans do not agree with the file."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rldsl.diag import Failure
+from rldsl.plan.events import Every, Fetch, Loop
+from rldsl.plan.model import Data
+from rldsl.runtime import evaluations
+from rldsl.runtime.data import Source
+
+DATA = Data("heldout", "jsonl", "heldout.jsonl", "prompts", 3, (), "models/sft", shuffle=True)
+FETCH = Fetch(id=1, mesh="m0", data="heldout", frames=("p",))
+
+
+def state(rows: int, over: str = "heldout", trips: int = 4, turn: int = 0) -> SimpleNamespace:
+    loop = Loop("repeat1", trips, (FETCH,), over="heldout")
+    read: list[str] = []
+    return SimpleNamespace(
+        source=lambda name: Source(DATA, range(rows), None, 1.0), over=over, turn=turn, data={"heldout": DATA},
+        device=torch.device("cpu"), next_batch=lambda e: read.append(e.data) or len(read) - 1, read=read,
+        plan=SimpleNamespace(body=(Loop("steps", 4, (Every(2, (loop,)),)),)))
+
+
+def batches(rows: int, times: int) -> list[list[int]]:
+    out = []
+    for turn in range(times):
+        source, number = evaluations.next_rows(state(rows, turn=turn), FETCH)
+        out.append(source.batch(number, 7))
+    return out
+
+
+@pytest.mark.parametrize("rows", [3, 4, 5, 6, 8, 9])
+def test_every_row_once_in_the_order_of_the_file(rows: int) -> None:
+    here = state(rows)
+    times = evaluations.turns(here, Loop("x", 4, (), over="heldout"))
+    assert times == -(-rows // 3)
+    assert [r for b in batches(rows, times) for r in b] == list(range(rows))
+
+
+def test_training_keeps_its_place() -> None:
+    here = state(8)
+    evaluations.next_rows(here, FETCH)
+    assert here.read == []
+
+
+def test_the_same_source_in_training_goes_on_by_itself() -> None:
+    here = state(9, over="")
+    assert [evaluations.next_rows(here, FETCH)[1] for _ in range(3)] == [0, 1, 2]
+    assert not isinstance(evaluations.next_rows(here, FETCH)[0], evaluations.InOrder)
+
+
+def checked(rows: int, others: list[int], monkeypatch: pytest.MonkeyPatch, trips: int = 4) -> str:
+    """The title of the failure, or "". others: rows that other ranks see; -1 where they take no part."""
+    here = state(rows, trips=trips)
+    monkeypatch.setattr(evaluations.dist, "get_world_size", lambda: 1 + len(others))
+
+    def gather(out: list[torch.Tensor], mine: torch.Tensor) -> None:
+        for slot, n in zip(out, [int(mine[0]), *others]):
+            slot.fill_(n)
+
+    monkeypatch.setattr(evaluations.dist, "all_gather", gather)
+    try:
+        evaluations.check_evaluations(here, here.plan.body)  # type: ignore[arg-type]
+    except Failure as failure:
+        (found,) = failure.diagnostics
+        assert found.code == "RL0779" and found.place == "heldout.jsonl"
+        return f"{found.title}; {found.help}"
+    return ""
+
+
+@pytest.mark.parametrize("others", [[], [8], [8, -1], [-1, -1]])
+def test_ranks_that_agree(others: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked(8, others, monkeypatch) == ""
+
+
+@pytest.mark.parametrize("others", [[7], [9, 8], [-1, 0], [8, 8, 100]])
+def test_ranks_that_see_other_files(others: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "every machine the same data" in checked(8, others, monkeypatch)
+
+
+@pytest.mark.parametrize("rows,trips", [(4, 1), (13, 4), (1000, 333)])
+def test_rows_beyond_the_room_are_an_error(rows: int, trips: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"max {-(-rows // 3)}`" in checked(rows, [], monkeypatch, trips)
+
+
+@pytest.mark.parametrize("rows,trips", [(3, 1), (12, 4), (999, 333)])
+def test_a_full_room_is_none(rows: int, trips: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked(rows, [], monkeypatch, trips) == ""

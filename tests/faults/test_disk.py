@@ -1,0 +1,105 @@
+"""A disk that is full, or that may not be written: a message, earlier checkpoints whole, no hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.runs import lines, run, steps
+from tests.end_to_end.programs import compile_program
+from tests.tiny import make_all
+from tests.world import run_world
+
+SMALL = Path(__file__).parents[1] / "checkpoint/small.rlf"
+PLACE = "cluster nodes=1 gpus=2\nplace actor.* on mesh(0:2) tp=2\nplace slow.* on mesh(0:2) dp=2\n"
+SAVES = """
+use std.sft (sft)
+data sums = jsonl("{rows}", batch=4)
+model actor = causal_lm("{base}") train adamw(lr=1e-4)
+flow tuning(steps=3) {{
+  batch = sums.next()
+  actor.train(batch, loss=sft()) on mesh(0:2) tp=2
+  every 1 {{ save actor to "{to}" }}
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+
+
+def limited(rank: int, plan: bytes, out: str, most: int, after: int) -> str:
+    """A run in which files of more than `most` bytes cannot be written from step `after` on."""
+    from rldsl.diag import Failure
+    from rldsl.runtime import executor, log
+
+    ordinary = log.end_step
+
+    def end_step(state):  # the last thing of a step
+        ordinary(state)
+        if state.step >= after:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+    executor.end_step = end_step
+    if after == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    try:
+        executor.execute(plan, "test.plan", out)
+    except Failure as failure:
+        return " ".join(f"{d.code} {d.title}" for d in failure.diagnostics) or "another rank"
+    return ""
+
+
+def test_a_full_disk_under_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
+    data = compile_program(SMALL, sets, PLACE, tmp_path)
+    said = run_world(2, limited, data, str(tmp_path), 100_000, 2)
+    assert any("RL0706" in text and "large" in text.lower() for text in said), said
+    whole = steps(tmp_path)
+    assert whole and all(name.startswith("step-") for name in whole if not name.startswith("."))
+    assert set(run(data, tmp_path, resume=tmp_path)) == {""}  # with space again it goes on from a whole one
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def saving(tiny: Path, folder: Path, to: Path) -> bytes:
+    program = folder / "p.rlf"
+    program.write_text(SAVES.format(rows=tiny / "data/answers.jsonl", base=tiny / "models/sft", to=to))
+    return compile_program(program, {}, None, folder)
+
+
+def test_a_full_disk_under_a_save(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    to = Path("saved")
+    said = run_world(2, limited, saving(tiny, tmp_path, to), str(tmp_path / "out"), 30_000, 1)
+    assert any("RL0706" in text for text in said), said
+    assert json.loads((tmp_path / to / "config.json").read_text())["model_type"]  # of step 1, whole
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / to)
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "out"])
+def test_a_place_that_cannot_be_written(tiny: Path, tmp_path: Path, what: str) -> None:
+    """A file stands where a directory must be: refused like a read-only directory, also to the superuser."""
+    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
+    data = compile_program(SMALL, sets, PLACE, tmp_path)
+    out = tmp_path / "out"
+    (tmp_path if what == "out" else out).mkdir(exist_ok=True)
+    (out if what == "out" else out / "checkpoints").write_text("a file")
+    codes = set(run(data, out))
+    assert codes & {"RL0705", "RL0706"} and codes <= {"RL0705", "RL0706", "another rank"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_read_only_directory(tiny: Path, tmp_path: Path) -> None:
+    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
+    data = compile_program(SMALL, sets, PLACE, tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o500)
+    codes = set(run(data, tmp_path / "out"))
+    assert codes <= {"RL0705", "RL0706", "RL0708", "another rank"} and codes != {"another rank"}

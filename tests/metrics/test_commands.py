@@ -1,0 +1,230 @@
+"""`rlc plot`, `rlc runs`, and when `rlc run` refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from rldsl.cli import main
+from rldsl.commands import plot as drawing
+from rldsl.diag import Failure
+from rldsl.runtime.metrics.record import claim, clear, read, refuse
+
+LINES = [{"step": i, "reward": i / 10, "actor/loss": 1 / i, "kl": 0.1, "length": 5.0, "seconds": 1.0, "time/rest": 1.0}
+         for i in (1, 2, 3)]
+
+
+def made(folder: Path, state: str = "finished", lines: list[dict[str, Any]] | None = None, **more: Any) -> Path:
+    """A directory as a run leaves it."""
+    folder.mkdir(parents=True)
+    held = {"program": "p.rlf", "state": state, "step": 3, "steps": 5, "started": "2026-01-02T03:04:05+00:00",
+            "host": socket.gethostname(), "pid": os.getpid()}
+    (folder / "run.json").write_text(json.dumps(held | more))
+    if lines is not None:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def rlc(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert "Traceback" not in done.output and "internal error" not in done.output, done.output
+    return done.exit_code, done.output
+
+
+def refused(code: str, *arguments: object) -> str:
+    status, text = rlc(*arguments)
+    assert status == 1 and text.count("error[") == 1 and code in text, text
+    return text
+
+
+# --------------------------------------------------------------------------------------------------------- plot
+
+
+def test_svg(tmp_path: Path) -> None:
+    status, text = rlc("plot", made(tmp_path / "a", lines=LINES))
+    assert status == 0 and "reward, kl, actor/loss, length" in text
+    drawn = (tmp_path / "a/metrics.svg").read_text()
+    assert xml.fromstring(drawn).tag.endswith("svg") and all(f">{n}<" in drawn for n in ("reward", "actor/loss", "kl"))
+    assert "seconds" not in drawn
+
+
+def test_png_of_two_runs(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        made(tmp_path / name, lines=LINES)
+    status, _ = rlc("plot", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "x.png")
+    assert status == 0 and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_lie_over_each_other_and_have_names(tmp_path: Path) -> None:
+    for name in ("x/a", "y/a", "b"):
+        made(tmp_path / name, lines=LINES)
+    rlc("plot", *(tmp_path / n for n in ("x/a", "y/a", "b", "b")), "-o", tmp_path / "x.svg", "--metric", "reward")
+    drawn = (tmp_path / "x.svg").read_text()
+    assert f">{tmp_path}/x/a<" in drawn and f">{tmp_path}/y/a<" in drawn and drawn.count(">b<") == 1
+
+
+def test_choice() -> None:
+    found = {"a": LINES, "b": [{"step": 1, "actor/entropy": 1.0}]}
+    assert drawing.choose(found, ()) == ("reward", "kl", "actor/loss", "length")
+    assert drawing.choose(found, ("actor/*", "seconds", "actor/loss")) == ("actor/loss", "actor/entropy", "seconds")
+    assert drawing.choose({"a": [{"step": 1, "solved": 1.0, "seconds": 2.0}]}, ()) == ("solved",)
+    assert drawing.choose({"a": [{"step": 1, "seconds": 2.0}]}, ()) == ("seconds",)
+
+
+def test_a_run_under_way(tmp_path: Path) -> None:
+    """Its last line may be half there; numbers may be no numbers."""
+    out = made(tmp_path / "a", "running", [*LINES, {"step": 4, "reward": float("nan"), "new": 1.0}])
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    assert rlc("plot", out, "--metric", "reward", "--metric", "new")[0] == 0
+
+
+@pytest.mark.parametrize("pattern, help", [("rewrd", "did you mean reward?"), ("zzz*", "there are reward"),
+                                           ("Actor/*", "actor/loss"), ("step", "")])
+def test_unknown_metrics(tmp_path: Path, pattern: str, help: str) -> None:
+    assert help in refused("RL0785", "plot", made(tmp_path / "a", lines=LINES), "--metric", pattern)
+
+
+def test_no_such_run(tmp_path: Path) -> None:
+    made(tmp_path / "grpo", lines=LINES)
+    assert f"did you mean {tmp_path / 'grpo'}?" in refused("RL0783", "plot", tmp_path / "gpro")
+    assert "rlc runs" in refused("RL0783", "plot", tmp_path / "nothing/there")
+    assert f"runs in it: {tmp_path / 'grpo'}" in refused("RL0783", "plot", tmp_path)
+
+
+@pytest.mark.parametrize("text, place", [
+    ("", "metrics.jsonl"), ('{"step": 1', "metrics.jsonl"), ("nonsense\n", "metrics.jsonl:1"),
+    ('{"step": 1}\n[1]\n', "metrics.jsonl:2"), ('{"reward": 1}\n', "metrics.jsonl:1"),
+    ('{"step": 1, "r": "x"}\n', "metrics.jsonl:1"), ('{"step": 1, "r": true}\n', "metrics.jsonl:1")])
+def test_metrics_that_cannot_be_read(tmp_path: Path, text: str, place: str) -> None:
+    (made(tmp_path / "a") / "metrics.jsonl").write_text(text)
+    assert place in refused("RL0784", "plot", tmp_path / "a")
+
+
+def test_metrics_that_are_not_text(tmp_path: Path) -> None:
+    (made(tmp_path / "a") / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    refused("RL0784", "plot", tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["x.gif", "x", "svg"])
+def test_other_formats(tmp_path: Path, name: str) -> None:
+    refused("RL0786", "plot", made(tmp_path / "a", lines=LINES), "-o", tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    refused("RL0094", "plot", made(tmp_path / "a", lines=LINES), "-o", tmp_path / "no/x.svg")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "rldsl[plot]" in refused("RL0782", "plot", made(tmp_path / "a", lines=LINES))
+    assert not (tmp_path / "a/metrics.svg").exists()
+
+
+# --------------------------------------------------------------------------------------------------------- runs
+
+
+def test_the_list_of_runs(tmp_path: Path) -> None:
+    made(tmp_path / "old", lines=LINES, started="2025-01-02T03:04:05+00:00")
+    made(tmp_path / "deep/new", "running", lines=LINES[:2])
+    made(tmp_path / "gone", "running", started="2024-01-01T00:00:00+00:00", pid=2 ** 22 + 1)
+    (tmp_path / "other").mkdir()
+    head, new, old, gone = (line.split() for line in rlc("runs", tmp_path)[1].splitlines())
+    assert head == ["name", "program", "state", "step", "last", "begun"]
+    assert new == ["deep/new", "p.rlf", "running", "2/5", "reward", "0.2", "2026-01-02", "03:04"]
+    assert old[:5] == ["old", "p.rlf", "finished", "3/5", "reward"]
+    assert gone == ["gone", "p.rlf", "failed", "3/5", "2024-01-01", "00:00"]
+
+
+def test_no_runs(tmp_path: Path) -> None:
+    assert rlc("runs", tmp_path) == (0, f"no runs below {tmp_path}\n")
+    refused("RL0783", "runs", tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"state"'])
+def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
+    (made(tmp_path / "a") / "run.json").write_text(text)
+    assert read(tmp_path / "a") is None and rlc("runs", tmp_path)[0] == 0
+    refuse(tmp_path / "a")
+
+
+def test_damaged_metrics_do_not_hide_a_run(tmp_path: Path) -> None:
+    (made(tmp_path / "a") / "metrics.jsonl").write_text("nonsense\n")
+    assert "finished" in rlc("runs", tmp_path)[1]
+
+
+# ---------------------------------------------------------------------------------------------------- overwriting
+
+
+@pytest.mark.parametrize("state, said", [("finished", "a finished run"), ("running", "a run that is going on")])
+def test_a_run_is_not_overwritten(tmp_path: Path, state: str, said: str) -> None:
+    (tmp_path / "p.rlf").write_text("flow f(steps=1, seed=1) {}\n")
+    out = made(tmp_path / "a", state, LINES)
+    text = refused("RL0781", "run", tmp_path / "p.rlf", "--out", out)
+    assert said in text and "--overwrite" in text and "p.rlf, begun 2026" in text
+    assert (out / "metrics.jsonl").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_a_run_that_came_to_nothing_may_be_begun_again(tmp_path: Path, state: str) -> None:
+    refuse(made(tmp_path / "a", state, LINES))
+    refuse(tmp_path / "nothing")
+
+
+def test_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
+    out = made(tmp_path / "a", "failed")
+    (out / "checkpoints/step-000001").mkdir(parents=True)
+    refuse(out)  # not whole
+    (out / "checkpoints/step-000001/checkpoint.json").write_text("{}")
+    with pytest.raises(Failure, match="RL0763"):
+        refuse(out)
+
+
+def test_who_may_write_in_a_directory(tmp_path: Path) -> None:
+    out = made(tmp_path / "a", lines=LINES)
+    for resume in (out, out / "checkpoints/step-000001"):
+        assert claim(out, resume, again=False, overwrite=False, rank=0)
+    assert claim(out, None, again=True, overwrite=True, rank=0) and (out / "run.json").exists()
+    for resume in (None, tmp_path / "b"):
+        with pytest.raises(Failure, match="RL0781"):
+            claim(out, resume, again=False, overwrite=False, rank=0)
+    assert not claim(out, None, again=False, overwrite=True, rank=1) and (out / "run.json").exists()
+    assert not claim(out, None, again=False, overwrite=True, rank=0) and not (out / "run.json").exists()
+
+
+def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
+    out = made(tmp_path / "a", lines=LINES)
+    (out / "step-3/actor").mkdir(parents=True)
+    (out / "notes.txt").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/kept").write_text("")
+    (out / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    clear(out)
+    assert sorted(p.name for p in out.iterdir()) == ["notes.txt", "step-3"] and (tmp_path / "elsewhere/kept").exists()
+
+
+@pytest.mark.parametrize("options", [("--resume", "--overwrite"), ("--wandb", "sometimes"), ("--log-samples", "-1"),
+                                     ("--log-samples", "many")])
+def test_options_that_make_no_sense(tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "p.rlf").write_text("flow f(steps=1, seed=1) {}\n")
+    assert rlc("run", tmp_path / "p.rlf", "--out", tmp_path / "o", *options)[0] == 2
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("command", ["check p.rlf", "runs ."])
+def test_other_commands_stay_light(tmp_path: Path, command: str) -> None:
+    (tmp_path / "p.rlf").write_text("flow f(steps=1, seed=1) {}\n")
+    code = ("import sys\nfrom rldsl.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+            "print([m for m in ('torch', 'rich', 'matplotlib', 'wandb', 'tensorboard') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

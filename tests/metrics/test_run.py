@@ -1,0 +1,155 @@
+"""What runs write beside the metrics that their programs name: measured in real worlds of one and two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.events import Realloc
+from rldsl.plan.project import events
+from rldsl.runtime.metrics.names import MEASURED, computed
+from rldsl.runtime.metrics.report import Asked
+from rldsl.runtime.metrics.samples import sources
+from tests.metrics.program import ALONE, TEXT, TWO, lines, plan, run
+
+PHASES = ("generate", "infer", "train")
+
+
+def test_the_usual_metrics_of_one_rank(place: Path) -> None:
+    [said] = run(plan(place), place / "out")
+    found = lines(place / "out/metrics.jsonl")
+    assert [line["step"] for line in found] == [1, 2, 3]
+    for line in found:
+        assert all(line[f"time/{p}"] >= 0 and line[f"tokens_per_second/{p}"] > 0 for p in PHASES)
+        parts = sum(line[f"time/{p}"] for p in (*PHASES, "rest"))
+        assert parts == pytest.approx(line["seconds"], abs=1e-3)
+        assert line["memory/peak_bytes"] > 50_000_000 and "moved/bytes" not in line
+        assert line["length/response"] == line["length"]
+        assert line["actor/lr"] == 1e-3 and line["actor/grad_norm"] > 0
+    assert said.count("\n") >= 3 and "time/" not in said and "memory/" not in said
+    shown = [text for text in said.splitlines() if text.startswith("step ")]
+    assert [text.split("  ")[0] for text in shown] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert shown[0].split("  ")[1].startswith("reward ") and "tokens/s" in shown[0]
+
+
+def test_two_ranks_move_bytes_and_compute_the_same(place: Path) -> None:
+    run(plan(place), place / "one")
+    data = plan(place, TWO)
+    said = run(data, place / "two", Asked(samples=2))
+    one, two = lines(place / "one/metrics.jsonl"), lines(place / "two/metrics.jsonl")
+    for mine, theirs in zip(two, one, strict=True):
+        names = computed(theirs)
+        assert [mine[n] for n in names] == pytest.approx([theirs[n] for n in names], rel=1e-4, abs=1e-5)
+    known = sum(e.bytes for e, _ in events(decode(data, "p")) if isinstance(e, Realloc))
+    assert known > 0 and all(line["moved/bytes"] >= known for line in two)
+    assert "time/infer" not in two[0], "the rank that logs took no part in it"
+    assert said[1].count("step 1/3") == 0, "one rank shows progress"
+    assert len(lines(place / "two/samples/gen.jsonl")) == 6
+    assert all("reward" in line for line in lines(place / "two/samples/gen.jsonl"))
+
+
+def test_a_step_without_metrics_has_a_line_too(place: Path) -> None:
+    text = "\n".join(line for line in TEXT.splitlines() if "metric" not in line and "actor.train" not in line
+                     and "ref_lp" not in line) + "\n"
+    run(plan(place, text=text.replace("train adamw(lr=1e-3)", "")), place / "out")
+    assert [computed(line) for line in lines(place / "out/metrics.jsonl")] == [[]] * 3
+
+
+def test_samples_are_text_with_their_values(place: Path) -> None:
+    run(plan(place), place / "out", Asked(samples=3))
+    found = lines(place / "out/samples/gen.jsonl")
+    assert [(s["step"], s["row"]) for s in found] == [(step, row) for step in (1, 2, 3) for row in range(3)]
+    for sample in found:
+        assert sample["prompt"].endswith("=") and "<" not in sample["completion"]
+        assert sample["reward"] == sum(c.isdigit() for c in sample["completion"])
+
+
+def test_no_samples_unless_asked(place: Path) -> None:
+    run(plan(place, steps=1), place / "out")
+    assert not (place / "out/samples").exists() and not (place / "out/tensorboard").exists()
+
+
+def test_more_samples_than_rows(place: Path) -> None:
+    run(plan(place, steps=1), place / "out", Asked(samples=100))
+    assert len(lines(place / "out/samples/gen.jsonl")) == 8
+
+
+def test_the_writer_of_samples_has_the_reward(place: Path) -> None:
+    """The same on every rank; where tokens and rewards lie under one spread."""
+    made = decode(plan(place, TWO), "p")
+    [source] = sources(made)
+    written = {b for e, _ in events(made) for b in e.writes}
+    assert source.frame == "gen" and f"reward@{source.spread}" in written and f"gen.tokens@{source.spread}" in written
+
+
+@pytest.mark.parametrize("blocked", ["metrics.jsonl", "samples/gen.jsonl"])
+def test_what_cannot_be_written_is_found_before_the_first_step(place: Path, blocked: str) -> None:
+    (place / "out" / blocked).mkdir(parents=True)
+    with pytest.raises(AssertionError, match="RL0708"):
+        run(plan(place), place / "out", Asked(samples=1))
+    assert not (place / "out/run.json").exists()
+
+
+def test_the_directory_tells_the_run(place: Path) -> None:
+    data = plan(place)
+    run(data, place / "out", Asked(command=("rlc", "run", "p.rlf")))
+    held = json.loads((place / "out/run.json").read_text())
+    assert (place / "out/run.plan").read_bytes() == data and held["plan"] == plan_id(data)
+    assert (held["state"], held["step"], held["steps"], held["world"]) == ("finished", 3, 3, 1)
+    assert held["params"] == {"steps": 3} and held["seed"] == 7 and held["devices"] == ["cpu"]
+    assert held["command"] == ["rlc", "run", "p.rlf"]
+    assert {"python", "torch", "transformers", "rldsl"} == set(held["versions"])
+    assert held["started"] <= held["ended"] and held["resumed"] == []
+    copies = {s["path"]: s["copy"] for s in held["sources"]}
+    assert {"p.rlf", "rewards.py", "std/grpo.rlf"} <= copies.keys()
+    assert (place / "out/sources" / copies["p.rlf"]).read_text() == TEXT
+
+
+def test_a_program_that_changed_is_not_copied(place: Path) -> None:
+    data = plan(place, steps=1)
+    (place / "p.rlf").write_text("# another program\n")
+    run(data, place / "out")
+    held = json.loads((place / "out/run.json").read_text())
+    assert next(s["copy"] for s in held["sources"] if s["path"] == "p.rlf") == ""
+    assert not any("p.rlf" in p.name for p in (place / "out/sources").iterdir())
+
+
+def test_a_failed_run_says_so(place: Path) -> None:
+    data = plan(place, text=TEXT.replace("adv=group_norm(reward)", "adv=log(0 * reward - 1)"))
+    with pytest.raises(AssertionError, match="RL0733"):
+        run(data, place / "out")
+    held = json.loads((place / "out/run.json").read_text())
+    assert (held["state"], held["step"]) == ("failed", 1) and held["ended"]
+
+
+def test_a_run_that_goes_on_keeps_lines_samples_and_record(place: Path) -> None:
+    text = TEXT.replace("metric length", "checkpoint every 2 keep=3\n  metric length")
+    whole = plan(place, text=text, steps=4)
+    run(whole, place / "out", Asked(samples=1, tensorboard=True))
+    run(whole, place / "whole", Asked(samples=1))
+    (place / "out/checkpoints/step-000004/checkpoint.json").unlink()
+    started = json.loads((place / "out/run.json").read_text())["started"]
+    with (place / "out/metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # cut by a crash
+    run(whole, place / "out", Asked(samples=1, tensorboard=True), again=True)
+    for name in ("metrics.jsonl", "samples/gen.jsonl"):
+        mine, theirs = ([{k: line[k] for k in line if not k.startswith(MEASURED)} for line in lines(place / x / name)]
+                        for x in ("out", "whole"))
+        assert mine == theirs and [line["step"] for line in mine] == [1, 2, 3, 4]
+    held = json.loads((place / "out/run.json").read_text())
+    assert held["started"] == started and len(held["resumed"]) == 1 and held["state"] == "finished"
+
+
+def test_tensorboard_has_every_number(place: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(plan(place, ALONE, steps=2), place / "out", Asked(tensorboard=True))
+    board = EventAccumulator(str(place / "out/tensorboard"))
+    board.Reload()
+    first, second = lines(place / "out/metrics.jsonl")
+    assert set(board.Tags()["scalars"]) == (first.keys() | second.keys()) - {"step"}
+    assert [(s.step, s.value) for s in board.Scalars("reward")] == [(1, pytest.approx(first["reward"])),
+                                                                   (2, pytest.approx(second["reward"]))]

@@ -1,0 +1,119 @@
+"""TensorBoard and Weights & Biases: what they are told, and what a user is told when they are not there. No network."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rldsl.diag import Failure
+from rldsl.runtime.metrics.lines import truncate
+from rldsl.runtime.metrics.writers import TensorBoard, Wandb
+
+
+class Recorded(ModuleType):
+    """In the place of the package wandb: keeps its calls."""
+
+    def __init__(self, refuses: str = ""):
+        super().__init__("wandb")
+        self.began: list[dict[str, Any]] = []
+        self.told: list[Any] = []
+        self.refuses = refuses
+        self.Settings = lambda **given: SimpleNamespace(**given)
+
+    def init(self, **given: Any) -> Any:
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        self.began.append(given)
+        return SimpleNamespace(log=lambda numbers, step: self.told.append((step, numbers)),
+                               finish=lambda exit_code: self.told.append(exit_code))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    made = Recorded()
+    monkeypatch.setitem(sys.modules, "wandb", made)
+    return made
+
+
+def test_wandb_is_told_every_step(fake: Recorded, tmp_path: Path) -> None:
+    writer = Wandb(tmp_path, 1, "offline", "grpo", {"lr": 1e-3})
+    writer.write(1, {"reward": 0.5})
+    writer.close(ok=True)
+    [began] = fake.began
+    assert (began["project"], began["mode"], began["config"]) == ("grpo", "offline", {"lr": 1e-3})
+    assert (began["dir"], began["name"]) == (str(tmp_path), tmp_path.name)
+    assert fake.told == [(1, {"reward": 0.5}), 0]
+
+
+def test_wandb_hears_of_a_failure(fake: Recorded, tmp_path: Path) -> None:
+    Wandb(tmp_path, 1, "online", "grpo", {}).close(ok=False)
+    assert fake.told == [1]
+
+
+def test_a_run_that_goes_on_is_the_same_run_of_wandb(fake: Recorded, tmp_path: Path) -> None:
+    for step in (1, 7, 1):
+        Wandb(tmp_path, step, "offline", "grpo", {})
+    first, again, anew = (began["id"] for began in fake.began)
+    assert first == again != anew
+
+
+def test_wandb_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Recorded("api_key not configured\n(no-tty)"))
+    with pytest.raises(Failure) as failure:
+        Wandb(tmp_path, 1, "online", "grpo", {})
+    [said] = failure.value.diagnostics
+    assert said.code == "RL0787" and "api_key not configured (no-tty)" in said.title and "offline" in said.help
+
+
+def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    writer = Wandb(tmp_path / "out", 1, "offline", "grpo", {"lr": 1e-3})
+    writer.write(1, {"reward": 0.5})
+    writer.write(2, {"reward": 0.75})
+    writer.close(ok=True)
+    [stored] = (tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb")
+    end = time.monotonic() + 60  # its own process writes
+    while b"reward" not in stored.read_bytes() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert b"reward" in stored.read_bytes()
+
+
+@pytest.mark.parametrize("package, make, extra", [
+    ("wandb", lambda out: Wandb(out, 1, "offline", "f", {}), "rldsl[wandb]"),
+    ("tensorboard", lambda out: TensorBoard(out, 1), "rldsl[tensorboard]")])
+def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, make: Any,
+                                     extra: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(Failure) as failure:
+        make(tmp_path)
+    [said] = failure.value.diagnostics
+    assert said.code == "RL0782" and package in said.title and extra in said.help
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_in_a_place_that_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file")
+    with pytest.raises(Failure, match="RL0708"):
+        TensorBoard(tmp_path, 1)
+
+
+def test_lines_of_the_steps_before_stay(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"step": 1, "t": "a\u2028b"}\n{"step": 2}\n{"step": 3}\n{"ste', encoding="utf-8")
+    truncate(file, 3)
+    assert file.read_text(encoding="utf-8") == '{"step": 1, "t": "a\u2028b"}\n{"step": 2}\n'
+    truncate(file, 1)
+    assert file.read_text() == ""
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_file_that_is_not_there_begins_empty(tmp_path: Path, step: int) -> None:
+    truncate(tmp_path / "x.jsonl", step)
+    assert (tmp_path / "x.jsonl").read_text() == ""
