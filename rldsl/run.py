@@ -183,11 +183,11 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> N
                   (arguments.command,) if arguments.command else tuple(sys.argv))
     screen = sys.stderr
     try:
-        goes_on = claim(out, resume, again, arguments.overwrite, rank)
+        goes_on = claim(out, resume, again, arguments.overwrite)
         if rank == 0:
             begun(run)
         sys.stderr = tee(screen, out, rank, goes_on)
-        options = Options(arguments.trace, resume, again, workers, arguments.reward_timeout,
+        options = Options(arguments.trace, resume, again, arguments.overwrite and not goes_on, workers, arguments.reward_timeout,
                           tuple(arguments.allow_write), arguments.allow_changed_python, asked)
         execute(data, arguments.plan, out, device, watch, options)
     except KeyboardInterrupt:

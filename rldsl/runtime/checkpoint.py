@@ -221,7 +221,12 @@ class Writer:
 
 def found(out: Path) -> Sequence[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted(p for p in (out / "checkpoints").glob("step-*") if (p / MANIFEST).is_file())
+    every = (p for p in (out / "checkpoints").glob("step-*") if p.name[5:].isdecimal())
+    return sorted((p for p in every if (p / MANIFEST).is_file()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name[5:])
 
 
 def digest(file: Path) -> str:

@@ -21,6 +21,7 @@ from rldsl.runtime.checkpoint import checkpoint, finish
 from rldsl.runtime.evaluations import turns
 from rldsl.runtime.failure import Watch
 from rldsl.runtime.log import end_step, log
+from rldsl.runtime.metrics.record import clear
 from rldsl.runtime.metrics.report import Report
 from rldsl.runtime.options import Options
 from rldsl.runtime.pool import Pool
@@ -45,6 +46,10 @@ def execute(data: bytes, name: str, out: str | Path, device: torch.device = torc
 
     Everything that can be checked is checked before the first step: the plan, the data, the functions, the files."""
     state, own = prepare(data, name, out, device, watch, options)
+    if options.overwrite and state.world.rank == 0:
+        clear(state.out)
+    dist.barrier()  # what is removed is gone for all
+    begun_at = state.step
     recorder = Recorder(state.world.rank) if options.trace else None
     goes_on = options.again or options.resume is not None
     rewards = Pool(functions(state, own), options.reward_workers, options.reward_seconds, state.world.rank)
@@ -60,7 +65,7 @@ def execute(data: bytes, name: str, out: str | Path, device: torch.device = torc
         if state.stopped:
             print(f"stopped after step {state.step}, as asked; `--resume` goes on from there", file=sys.stderr,
                   flush=True)
-        write_summary(state.plan, state.out, summarise(state.plan, state.out, state.step, seconds))
+        write_summary(state.plan, state.out, summarise(state.plan, state.out, state.step, state.step - begun_at, seconds))
 
 
 def _walk(state: State, items: Sequence[Item], watch: Watch | None, recorder: Recorder | None, turn: int = 1,

@@ -12,7 +12,8 @@ from rldsl.runtime.pool import LIMIT
 @dataclass(frozen=True, slots=True)
 class Options:
     """trace: file for the recorded timeline. resume: a checkpoint, or the directory of a run, to go on from. again:
-    torchrun has started this run before, so a checkpoint of it is taken where there is one. reward_workers: processes
+    torchrun has started this run before, so a checkpoint of it is taken where there is one. overwrite:
+    what an earlier run left is removed, once this one is known to be sound. reward_workers: processes
     in which each rank calls users' functions (0: in its own, without a limit). reward_seconds: how long these may take
     for a row. allow_write: directories outside of the run's and the working one in which saves may write.
     changed_python: functions are run though their files changed since the plan was compiled. asked: what is shown and
@@ -21,6 +22,7 @@ class Options:
     trace: str | None = None
     resume: str | Path | None = None
     again: bool = False
+    overwrite: bool = False
     reward_workers: int = 0
     reward_seconds: float = LIMIT
     allow_write: tuple[str, ...] = ()

@@ -21,15 +21,15 @@ from rldsl.runtime.reward import located
 MODEL_FILES = ("config.json", "adapter_config.json")
 
 
-def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = ()) -> None:
-    """Every place that a save of `plan` names, now."""
+def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = (), only: str = "", step: int = 1) -> None:
+    """Every place that a save of `plan` names, now, as it will be at `step`. only: one of them."""
     found = paths(plan)
     own, here = (p.resolve() for p in (out, Path(".")))
     named = [Path(a).resolve() for a in allowed]
     read = {path: p for _, path in found.reads if (p := _resolved(path)) is not None}
     problems = []
-    for path in found.writes:
-        place = _resolved(path.replace(OUT, str(out)).replace(STEP, "1"))
+    for path in (only,) if only else found.writes:
+        place = _resolved(path.replace(OUT, str(out)).replace(STEP, str(step)))
         if place is None:
             problems.append(_refused(path, "a save names a place that cannot exist", "name another one"))
         elif not (own in place.parents or here in place.parents or any(n in (place, *place.parents) for n in named)):

@@ -8,6 +8,7 @@ Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from rldsl.diag import Failure, fail
 from rldsl.plan.boxes import Box, holding, intersect, local_slice, parameters, subtract
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Shard
-from rldsl.runtime.checkpoint import FORMAT, MANIFEST, digest, found
+from rldsl.runtime.checkpoint import FORMAT, MANIFEST, digest, found, step_of
 
 Stored = list[tuple[Box, Path, str]]  # box, file, key in it
 
@@ -40,8 +41,13 @@ class Resume:
     models: Mapping[str, Mapping[str, int]]
     stored: Mapping[str, Stored] = field(repr=False)
 
+    @property
+    def names(self) -> list[str]:
+        """The models that it holds."""
+        return list(dict.fromkeys(key.partition("|")[0] for key in self.stored))
+
     def has(self, model: str) -> bool:
-        return any(key.startswith(f"{model}|") for key in self.stored)
+        return model in self.names
 
     @torch.no_grad()
     def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:
@@ -99,6 +105,14 @@ def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resu
         raise Failure([])  # another rank has the words
     raise fail("RL0761", "no checkpoint is whole", place=str(asked), notes=tuple(notes),
                help="copy one from a backup, or start anew without `--resume`")
+
+
+def drop_later(out: Path, held: Resume) -> None:
+    """The run takes another way from here: what it left behind later on the way before is no checkpoint of it."""
+    if held.path.resolve().parent == (out / "checkpoints").resolve():
+        for path in found(out):
+            if step_of(path) > held.step:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _damage(path: Path) -> str:

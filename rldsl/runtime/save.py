@@ -26,7 +26,7 @@ from rldsl.plan.lora import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.model import Model
 from rldsl.plan.movement import gather_moves, owners
 from rldsl.runtime.exchange import Place, Route, post
-from rldsl.runtime.paths import replaceable
+from rldsl.runtime.paths import check_writes, replaceable
 from rldsl.runtime.state import State
 
 
@@ -43,6 +43,8 @@ def save(state: State, event: Save) -> None:
     names = {rank: WEIGHTS if model.lora else _file(i, len(writers)) for i, rank in enumerate(writers)}
     if model.lora:
         whole = {stored_name(name): tensor for name, tensor in whole.items()}
+    if "{step}" in event.path:  # another place than the one looked at before
+        check_writes(state.plan, state.out, state.allow_write, event.path, state.step)
     final = Path(event.path.replace("{out}", str(state.out)).replace("{step}", str(state.step)))
     partial = final.parent / f".{final.name}.partial"
     first = state.world.rank == members[0]

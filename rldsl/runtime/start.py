@@ -29,7 +29,7 @@ from rldsl.runtime.files import check_writable
 from rldsl.runtime.metrics.record import FAILED, FINISHED, STOPPED, Record
 from rldsl.runtime.options import Options
 from rldsl.runtime.paths import check_writes, with_python_as_it_is
-from rldsl.runtime.resume import Resume, resume
+from rldsl.runtime.resume import Resume, drop_later, resume
 from rldsl.runtime.state import State
 from rldsl.runtime.summary import SUMMARY
 from rldsl.runtime.world import check_hosts, check_same_plan, hosts, join
@@ -42,6 +42,7 @@ def prepare(data: bytes, name: str, out: str | Path, device: torch.device, watch
     check_same_plan(data, device)
     plan = _allowed(plan, name, out, device, options)
     state = State(plan, join(plan, dist.get_rank(), device), _writable(out))
+    state.allow_write = options.allow_write
     own = schedule(plan.body, plan.meshes, state.world.rank)
     if any(isinstance(e, Checkpoint) for e in _events(own)):
         begin(state, plan_id(data), watch)
@@ -60,13 +61,25 @@ def prepare(data: bytes, name: str, out: str | Path, device: torch.device, watch
 def _resumed(state: State, options: Options) -> Resume | None:
     """Where the run goes on; the state takes over the counts of that place."""
     asked = options.resume
+    if options.overwrite:
+        return None
     if asked is None and found(state.out) and not options.again:
-        raise fail("RL0763", "this directory holds the checkpoints of another run", place=str(state.out),
+        raise fail("RL0763", "this directory holds the checkpoints of an earlier run", place=str(state.out),
                    help="`--resume` goes on from the last one; `--out` names another directory; "
                    "`--overwrite` removes them")
     if asked is None and not found(state.out):
         return None
     held = resume(Path(asked or state.out), facts(state.plan), state.device)
+    lacking = [m.name for m in state.plan.models if (m.home or m.sources) and not held.has(m.name)]
+    lacking += [s.value for s in state.plan.states if s.value not in held.states]
+    if lacking:
+        raise fail("RL0762", f"the checkpoint does not hold `{'`, `'.join(lacking)}`", place=str(held.path),
+                   notes=(f"it holds {', '.join([*held.names, *held.states])}",),
+                   help="go on with the program that made it, or start a new run with another `--out`")
+    if dist.get_rank() == 0:
+        drop_later(state.out, held)
+        more = f"after step {held.step}" if held.step < state.plan.header.steps else "where nothing is left to do"
+        print(f"goes on from {held.path}, {more}", file=sys.stderr, flush=True)
     state.step = held.step
     state.fetched.update(held.data)
     return held

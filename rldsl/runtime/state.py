@@ -54,6 +54,7 @@ class State:
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
     ragged: int = 0  # bytes of transfers that this rank sent and received, this step, where lengths decide how many
     report: "Report | None" = None  # of progress and metrics; there when the run walks
+    allow_write: tuple[str, ...] = ()  # as in Options
     resume: "Resume | None" = None
     writer: "Writer | None" = None  # of checkpoints
     rewards: "Pool | None" = None  # calls users' functions

@@ -15,8 +15,8 @@ from rldsl.runtime.files import written
 SUMMARY = "summary.json"
 
 
-def summarise(plan: Plan, out: Path, steps: int, seconds: float) -> dict:
-    """steps: done in all. Worked out from the plan, since the rank that writes it need not have taken part."""
+def summarise(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> dict:
+    """steps: done in all; made: of these in this start, in so many seconds. Worked out from the plan, since the rank that writes it need not have taken part."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
 
     def text(layout: str) -> str:
@@ -24,7 +24,8 @@ def summarise(plan: Plan, out: Path, steps: int, seconds: float) -> dict:
 
     moved = [{"model": e.model, "src": text(e.src), "dst": text(e.dst), "bytes": e.bytes, "messages": e.messages,
               "because": e.because, "times": times(path)} for e, path in events(plan) if isinstance(e, Realloc)]
-    return {"reallocs": moved, "saved": _saved(plan, out, steps), "steps": steps, "seconds": round(seconds, 3)}
+    return {"reallocs": moved, "saved": _saved(plan, out, steps), "steps": steps, "made": made,
+            "seconds": round(seconds, 3)}
 
 
 def _saved(plan: Plan, out: Path, steps: int) -> list[str]:
@@ -37,7 +38,7 @@ def _saved(plan: Plan, out: Path, steps: int) -> list[str]:
 def write_summary(plan: Plan, out: Path, summary: dict) -> None:
     with written(out / SUMMARY):
         (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"{plan.header.flow}: {summary['steps']} steps in {summary['seconds']:.1f} s", file=sys.stderr)
+    print(f"{plan.header.flow}: {summary['made']} steps in {summary['seconds']:.1f} s", file=sys.stderr)
     for move in summary["reallocs"]:
         print(f"  realloc {move['model']}  {move['src']} -> {move['dst']}  {move['times']} x {move['bytes']:,} bytes: "
               f"{move['because']}", file=sys.stderr)

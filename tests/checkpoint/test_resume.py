@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rldsl.runtime.checkpoint import directory, found
 from tests.checkpoint.runs import held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all, make_model
@@ -155,3 +156,33 @@ def test_a_checkpoint_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None
     (tmp_path / "checkpoints").write_text("not a directory")
     codes = run(plan(tiny, tmp_path / "plan", TWO), tmp_path)
     assert "RL0706" in codes and set(codes) <= {"RL0706", "another rank"}
+
+
+def test_a_trained_model_or_a_state_that_the_checkpoint_lacks(tiny: Path, stopped: Path) -> None:
+    """It would begin anew in the middle of a run, without a word."""
+    text = (HERE / "small.rlf").read_text()
+    for old, new in (("critic", "judge"), ("beta", "weight")):
+        program = stopped / f"{new}.rlf"
+        program.write_text(text.replace(old, new) if old == "critic" else text.replace("state beta", "state weight")
+                           .replace("metric beta", "metric weight").replace("2 * beta", "2 * weight")
+                           .replace("= beta\n", "= weight\n").replace("beta = 0.9 * beta", "weight = 0.9 * weight"))
+        sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
+        made = compile_program(program, sets, TWO.replace("critic", new) if old == "critic" else TWO, stopped)
+        assert set(run(made, stopped, resume=stopped)) == {"RL0762"}
+
+
+def test_going_on_from_an_older_one_leaves_the_later_ones_behind(tiny: Path, stopped: Path, whole: Path) -> None:
+    made = plan(tiny, stopped / "plan", TWO)
+    assert set(run(made, stopped, resume=stopped / "checkpoints/step-000001", stop_after=1)) == {""}
+    assert steps(stopped) == ["step-000001", "step-000002"] and [x["step"] for x in lines(stopped)] == [1, 2]
+    assert set(run(made, stopped, resume=stopped)) == {""}
+    assert lines(stopped) == lines(whole)
+
+
+def test_the_newest_is_that_of_the_last_step(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 8):
+        folder = directory(tmp_path, step)
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.json").write_text("{}")
+    (tmp_path / "checkpoints/step-other").mkdir()
+    assert [p.name for p in found(tmp_path)] == ["step-000008", "step-999999", "step-1000000"]

@@ -43,7 +43,7 @@ _NEW = ["unshare", "-Urnmu"]
 
 def forbidden() -> str:
     """Why two hosts cannot be made here; "": they can."""
-    probe = "hostname x && mount --bind /etc/hosts /etc/hosts && ip link add a type veth peer name cable-b"
+    probe = "hostname x && mount --bind /etc/hosts /etc/hosts && ip link add cable-a type veth peer name cable-b"
     try:
         done = subprocess.run([*_NEW, "sh", "-c", f"{probe} && nsenter --version && unshare -nmu true"], text=True,
                               capture_output=True, timeout=20)
@@ -100,8 +100,7 @@ def started(plan: bytes, folder: Path, namespaces: bool, *more: str, restarts: i
                        "--timeout", "60", *more]
             if namespaces:
                 host = ["sh", "-c", _HOST, "host", name, f"cable-{name[-1]}", address]
-                inside = ["nsenter", "-t", str(agents[0].pid), "-U", "--preserve-credentials", "unshare", "-nmu"]
-                command = [*(inside if node else _NEW), *host, *command]
+                command = [*(_beside(agents[0].pid) if agents else _NEW), *host, *command]
             with (folder / f"said-{node}").open("wb") as said:
                 agents.append(subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
                                                env=os.environ | {"OMP_NUM_THREADS": "1", MARK: id}))
@@ -114,6 +113,11 @@ def started(plan: bytes, folder: Path, namespaces: bool, *more: str, restarts: i
                 kill(pid)
         for agent in agents:
             agent.wait(20)
+
+
+def _beside(pid: int) -> list[str]:
+    """A host of its own among the users of that process, which may then hand it an end of the cable."""
+    return ["nsenter", "-t", str(pid), "-U", "--preserve-credentials", "unshare", "-nmu"]
 
 
 def until(true: object, seconds: float) -> None:

@@ -193,13 +193,15 @@ def test_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
 def test_who_may_write_in_a_directory(tmp_path: Path) -> None:
     out = made(tmp_path / "a", lines=LINES)
     for resume in (out, out / "checkpoints/step-000001"):
-        assert claim(out, resume, again=False, overwrite=False, rank=0)
-    assert claim(out, None, again=True, overwrite=True, rank=0) and (out / "run.json").exists()
+        assert claim(out, resume, again=False, overwrite=False)
+    assert claim(out, None, again=True, overwrite=True) and (out / "run.json").exists()
     for resume in (None, tmp_path / "b"):
         with pytest.raises(Failure, match="RL0781"):
-            claim(out, resume, again=False, overwrite=False, rank=0)
-    assert not claim(out, None, again=False, overwrite=True, rank=1) and (out / "run.json").exists()
-    assert not claim(out, None, again=False, overwrite=True, rank=0) and not (out / "run.json").exists()
+            claim(out, resume, again=False, overwrite=False)
+    assert not claim(out, None, again=False, overwrite=True) and (out / "run.json").exists()  # until it is sound
+    going_on = made(tmp_path / "c", "running", LINES)
+    with pytest.raises(Failure, match="RL0781"):
+        claim(going_on, going_on, again=False, overwrite=False)
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def refuse(out: Path) -> None:
         raise fail("RL0781", f"this directory holds {what}", place=str(out), notes=(_told(held),), help="; ".join(
             x for x in ("`--out` names another directory", ways, "`--overwrite` removes it") if x))
     if has_checkpoints(out):
-        raise fail("RL0763", "this directory holds the checkpoints of another run", place=str(out),
+        raise fail("RL0763", "this directory holds the checkpoints of an earlier run", place=str(out),
                    help="`--resume` goes on from the last one; `--out` names another directory; "
                    "`--overwrite` removes them")
 
@@ -78,14 +78,18 @@ def has_checkpoints(out: Path) -> bool:
     return any((out / "checkpoints").glob("step-*/checkpoint.json"))
 
 
-def claim(out: Path, resume: str | Path | None, again: bool, overwrite: bool, rank: int) -> bool:
-    """That a run may write in `out`; each rank asks before they first exchange anything, so that what rank 0 removes is
-    gone for all. resume: where it goes on from. again: torchrun has started it before. Whether it goes on in `out`."""
-    goes_on = again or (resume is not None and Path(resume).resolve().is_relative_to(out.resolve()))
+def claim(out: Path, resume: str | Path | None, again: bool, overwrite: bool) -> bool:
+    """That a run may write in `out`. resume: where it goes on from. again: torchrun has started it before. Whether it
+    goes on in `out`."""
+    if again:
+        return True
+    goes_on = resume is not None and Path(resume).resolve().is_relative_to(out.resolve())
+    held = read(out)
+    if goes_on and held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname():
+        raise fail("RL0781", "this directory holds a run that is going on", place=str(out), notes=(_told(held),),
+                   help="wait until it has ended; `kill -TERM` ends one with checkpoints after its step")
     if not goes_on and not overwrite:
         refuse(out)
-    elif not goes_on and rank == 0:
-        clear(out)
     return goes_on
 
 
