@@ -19,7 +19,7 @@ from rldsl.placement.families import Family, describe
 from rldsl.placement.lora import parts
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
 from rldsl.placement.rules import Choice, choose, resolve
-from rldsl.plan.model import Mesh, Model
+from rldsl.plan.model import Mesh, Model, Sizes
 from rldsl.source import Span
 
 Describe = Callable[..., Family]
@@ -111,7 +111,8 @@ def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
     own = parts(m, family, seed)
     return Model(m.name, m.kind, m.path, dtype, own.params, family.layers, family.config_digest, home,
-                 m.optimizer if home else None, sources=sources, base=own.base, lora=own.lora)
+                 m.optimizer if home else None, sources=sources, base=own.base, lora=own.lora,
+                 sizes=Sizes(family.hidden, family.intermediate, family.heads, family.kv_heads, family.head_dim, family.vocab))
 
 
 # ------------------------------------------------------------------------------------------------ calls

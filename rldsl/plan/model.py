@@ -152,6 +152,19 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """What of a model decides the work and memory of a call, beyond its parameters; 0: unknown. hidden, intermediate
+    and head_dim: widths. heads, kv_heads, vocab: counts."""
+
+    hidden: int = 0
+    intermediate: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    vocab: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """kind decides the head: logits, one value per token, or one score per sequence. path: a HuggingFace directory.
     params: the parameters of which there are versions: trained, moved, saved, and part of a checkpoint. base: of a model
@@ -173,6 +186,7 @@ class Model:
     sources: tuple[str, ...] = ()
     base: tuple[ParamSpec, ...] = ()
     lora: Lora | None = None
+    sizes: Sizes = Sizes()
 
 
 # kind of data -> what its columns are for
