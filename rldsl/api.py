@@ -129,17 +129,16 @@ def finish(events: "Draft") -> "Compiled":
     """Memory, emission and proof."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from rldsl.passes import pipeline
-    from rldsl.placement import memory
+    from rldsl.passes import fit, pipeline
 
-    peaks = memory.peaks(events.placed)
-    memory.check(events.placed, peaks)
     try:
         compiler = f"rldsl {version('rldsl')}"
     except PackageNotFoundError:
         compiler = "rldsl"
+    plan, curves = pipeline.planned(events, compiler)
+    fit.check(events.placed, curves)
     try:
-        return pipeline.finish(events, peaks, compiler)
+        return pipeline.finish(plan, curves)
     except Failure as failure:
         raise CompilerBug("the compiler made a plan that its own verifier rejects:\n" + "\n".join(
             f"  {d.code} {d.title}" for d in failure.diagnostics[:8])) from failure

@@ -89,7 +89,7 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
 def main(context: click.Context, output: str, verbose: bool) -> None:
     """Compile, check, look at and run .rlf programs."""
     context.obj = Settings(output, verbose)
-    if context.invoked_subcommand in ("check", "compile", "fmt", "graph", "run"):
+    if context.invoked_subcommand in ("check", "compile", "fmt", "graph", "run", "sim", "profile"):
         from rldsl.syntax.parse import warm
 
         warm(_cache())
@@ -253,19 +253,60 @@ def explain(settings: Settings, code: str | None) -> None:
 
 @_command
 @click.argument("plan")
-@click.option("--rank", type=int, help="Only what this rank does.")
-@click.option("--event", type=int, help="One event in full.")
+@click.option("--rank", type=int, metavar="R", help="Only what this rank does.")
+@click.option("--event", type=int, metavar="N", help="One event in full: who takes part, what it touches, and why.")
 @click.option("--paths", "touched", is_flag=True, help="Only what a run reads, which Python it runs, where it writes.")
-def show(settings: Settings, plan: str, rank: int | None, event: int | None, touched: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="For programs (docs/plans.md describes it).")
+@_output
+def show(settings: Settings, plan: str, rank: int | None, event: int | None, touched: bool, as_json: bool) -> None:
     """Print PLAN as text."""
-    from rldsl import api
-    from rldsl.plan import paths
-    from rldsl.plan.show import show as text
+    from rldsl.commands.show import show
 
-    if touched and (rank, event) != (None, None):
-        raise Usage("--paths is of the whole plan: leave --rank and --event out")
-    found = api.read_plan(plan)
-    _say(paths.text(paths.paths(found)) if touched else text(found, rank, event))
+    _say(show(plan, rank, event, touched, as_json))
+
+
+@_command
+@click.argument("before", metavar="A.plan")
+@click.argument("after", metavar="B.plan")
+@click.option("--cluster", metavar="FILE|PRESET", help="Predict the time of a step on these machines, too.")
+@click.option("--json", "as_json", is_flag=True, help="For programs (docs/plans.md describes it).")
+@_output
+def diff(settings: Settings, before: str, after: str, cluster: str | None, as_json: bool) -> int:
+    """What changed from A.plan to B.plan: calls, layouts, inserted events, bytes, memory, time.
+
+    Exit status as diff(1): 0 nothing changed, 1 something did, 2 a file that cannot be compared."""
+    from rldsl.commands.diff import diff
+
+    try:
+        text, same = diff(before, after, cluster, as_json)
+    except Failure as failure:
+        _report(failure.diagnostics, settings)
+        return 2
+    _say(text)
+    return int(not same)
+
+
+def _rank(_: click.Context, __: click.Parameter, given: str) -> int | None:
+    if given != "all" and not given.isdecimal():
+        raise click.BadParameter(f"{given!r} is neither a rank nor `all`")
+    return None if given == "all" else int(given)
+
+
+@_command
+@click.argument("plan")
+@click.option("--rank", required=True, metavar="R|all", callback=_rank, help="Whose list; `all`: everyone's.")
+@click.option("-o", "target", metavar="FILE", help="Where the program goes (default: standard output).")
+@_output
+def emit(settings: Settings, plan: str, rank: int | None, target: str | None) -> None:
+    """Write PLAN as a Python program, one line an event, to be run under torchrun and stepped through."""
+    from rldsl.commands.emit import emit
+    from rldsl.commands.files import write
+
+    text = emit(plan, rank, target)
+    if target is None:
+        return _say(text)
+    write(target, text.encode())
+    _say(f"wrote {target}")
 
 
 @_command
@@ -294,12 +335,13 @@ def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None
 
 
 @_command
-@click.argument("file")
+@click.argument("file", metavar="FILE", required=False)
 @_set
 @_place
 @_on
 @click.option("--out", default="runs/out", show_default=True, metavar="DIR", help="Where logs and checkpoints go.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in OUT.")
+@click.option("--resume", is_flag=False, flag_value="", metavar="[DIR]", help="Go on from the newest checkpoint of the "
+              "run DIR, or from the checkpoint DIR (without a value: of the run in OUT).")
 @click.option("--trace", metavar="FILE", help="Write the recorded timeline to this file (Chrome trace JSON).")
 @click.option("--nproc", type=click.IntRange(1), help="Processes to start; must be what the plan needs.")
 @click.option("--reward-workers", type=click.IntRange(0), metavar="N", help="Processes in which each rank calls Python "
@@ -315,13 +357,17 @@ def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None
 @click.option("--log-samples", type=click.IntRange(0), default=0, metavar="N", help="Write so many sampled sequences "
               "of each step as text, under OUT/samples.")
 @click.option("--plain", is_flag=True, help="Show a line for each step, even on a terminal.")
-def run(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...], out: str,
-        resume: bool, trace: str | None, nproc: int | None, reward_workers: int | None, reward_timeout: float | None,
-        allow_write: tuple[str, ...], overwrite: bool, tensorboard: bool, wandb: str | None, log_samples: int,
-        plain: bool) -> int:
+def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...], out: str,
+        resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
+        reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, tensorboard: bool,
+        wandb: str | None, log_samples: int, plain: bool) -> int:
     """Compile FILE (or take a plan) and run it on this machine, one process for each rank."""
     from rldsl.commands.run import run
 
+    if file is None and resume:  # `--resume ppo.rlf`: the option took the program for its value
+        file, resume = resume, ""
+    if file is None:
+        raise Usage("FILE is missing: a program or a plan")
     numbers = {"--reward-workers": reward_workers, "--reward-timeout": reward_timeout, "--wandb": wandb,
                "--log-samples": log_samples or None}
     flags = {"--tensorboard": tensorboard, "--plain": plain}
@@ -332,12 +378,83 @@ def run(settings: Settings, file: str, sets: dict[str, Any], place: str | None, 
 
 
 @_command
+@click.argument("file")
+@_set
+@_place
+@_on
+@_output
+@click.option("-o", "target", default="profile.yaml", show_default=True, metavar="FILE", help="Where the numbers go.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure (default: cuda where there is one).")
+@click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
+def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
+            target: str, device: str | None, fresh: bool) -> None:
+    """Measure this machine and the models of FILE on it, for `rlc sim --cluster`."""
+    from rldsl.commands.profile import profile as work
+
+    _say(work(file, sets, place, overrides, target, _cache(), device, fresh))
+
+
+@_command
+@click.argument("file")
+@click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster's file, or a known one: h100x8, h100x64.")
+@_set
+@_place
+@_on
+@_output
+@click.option("--prompt-tokens", type=click.FloatRange(0, min_open=True), help="Mean tokens of a prompt (default: the most).")
+@click.option("--response-tokens", type=click.FloatRange(0, min_open=True), help="Mean tokens of a response (default: "
+              "the most).")
+@click.option("--longest", type=click.FloatRange(0, min_open=True), help="Tokens of the longest response of a batch "
+              "(default: the most).")
+@click.option("--lengths", "like", metavar="RUN_DIR", help="Take the means from the metrics of an earlier run.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--trace", metavar="FILE", help="Write the timeline of the step to this file (Chrome trace JSON).")
+def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
+        prompt_tokens: float | None, response_tokens: float | None, longest: float | None, like: str | None, as_json: bool,
+        trace: str | None) -> None:
+    """How long a step of FILE (a plan or a program) takes on a cluster, and why."""
+    from rldsl.commands.sim import sim as work
+    from rldsl.simulate import Lengths
+
+    lengths = Lengths(prompt_tokens or 0.0, response_tokens or 0.0, longest or 0.0)
+    _say(work(file, cluster, sets, place, overrides, lengths, like, as_json, trace))
+
+
+@_command
+@click.argument("plan")
+@click.option("-o", "target", metavar="FILE", help="Where the page goes (default: PLAN with .html for .plan).")
+@click.option("--cluster", metavar="CLUSTER", help="A cluster's file, or a known one, to simulate a step on (default: as "
+              "many nodes of h100x8 as PLAN needs).")
+@click.option("--trace", metavar="FILE", help="A recorded timeline of PLAN (`rlc run --trace`), to stand beside the "
+              "simulated one.")
+def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None) -> None:
+    """Write PLAN as a page for a browser: dataflow, time, memory, and why each event is there."""
+    from rldsl.commands.files import write
+    from rldsl.commands.report import report
+
+    target = target or f"{plan.removesuffix('.plan')}.html"
+    write(target, report(plan, cluster, trace).encode())
+    _say(f"wrote {target}")
+
+
+@_command
 @click.argument("folder", metavar="[DIR]", default="runs")
 def runs(settings: Settings, folder: str) -> None:
     """List the runs below DIR (default: runs): how far each is, and its last reward."""
     from rldsl.commands.runs import listing
 
     _say(listing(folder))
+
+
+@_command
+@click.argument("folder", metavar="DIR")
+@click.option("--plan", metavar="PLAN", help="The plan of the run, where DIR does not hold it.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def postmortem(settings: Settings, folder: str, plan: str | None, as_json: bool) -> None:
+    """Why the run in DIR stood still: where its ranks were, and who waited for whom."""
+    from rldsl.commands.postmortem import postmortem as work
+
+    _say(work(folder, plan, as_json))
 
 
 @_command

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rldsl.passes.draft import call_name
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
 from rldsl.plan.events import (Collect, Compute, Event, Free, Generate, Infer, Lengths, Load, Log, Offload, Onload,
                                Realloc, Train, Transfer)
+from rldsl.plan.meaning import call_name
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events
 from rldsl.plan.show import human
@@ -40,7 +40,7 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
 
 def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
     plan = compiled.plan
-    layouts = {x.id: x for x in plan.layouts}
+    layouts, peaks = {x.id: x for x in plan.layouts}, compiled.peaks
     for mesh in plan.meshes:
         here = [e for e in every if e.mesh == mesh.id]
         calls = [f"{call_name(e)} {degrees_of(layouts[e.layout])}" for e in here if isinstance(e, Call)]
@@ -48,7 +48,7 @@ def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
         if not calls:
             continue
         members = mesh.members()
-        peak = max(compiled.peaks[r].bytes for r in members if r in compiled.peaks)
+        peak = max(peaks[r].bytes for r in members)
         head = f"  {ranks_text(members):<10}  "
         tail = f"   peak {human(peak)}"
         text, room = "", WIDTH - len(head) - len(tail)

@@ -15,23 +15,29 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rldsl.diag import Failure, fail
 from rldsl.report import render
+from rldsl.runtime.metrics.record import CONTRADICTION, claim, within
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from rldsl.runtime.debug import Program
+
 GRACE = 20.0  # seconds in which a rank says what all of them have found
 
 
-def main() -> None:
-    arguments = _arguments()
+def main(program: Program | None = None) -> None:
+    """program: one that `rlc emit` wrote; its schedules are walked."""
+    arguments = _arguments(program)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         data = _read(arguments.plan)
         _check_world(data, arguments.plan, world)
+        if program is not None:
+            program.check(data, arguments.plan)
     except Failure as failure:  # every rank finds the same; one of them says it
         _stop(failure, say=rank == 0)
-    _run(arguments, data, rank, world)
+    _run(arguments, data, rank, world, program)
 
 
 def _stop(failure: Failure, say: bool) -> NoReturn:
@@ -42,9 +48,9 @@ def _stop(failure: Failure, say: bool) -> NoReturn:
     sys.exit(1)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rldsl.run", description=__doc__)
-    parser.add_argument("plan")
+def _arguments(program: Program | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=None if program else "rldsl.run", description=__doc__)
+    parser.add_argument("plan", **({"nargs": "?", "default": program.file} if program else {}))
     parser.add_argument("--out", help="directory for metrics, checkpoints and the summary (default: runs/PLAN)")
     parser.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from the newest checkpoint of --out, or "
                         "of another run, or from one checkpoint")
@@ -67,7 +73,13 @@ def _arguments() -> argparse.Namespace:
                         "of each step as text")
     parser.add_argument("--plain", action="store_true", help="show a line for each step, even on a terminal")
     parser.add_argument("--command", help=argparse.SUPPRESS)  # what the user typed, when it was not this
-    return parser.parse_args()
+    found = parser.parse_args()
+    found.out = Path(found.out or Path("runs") / Path(found.plan).stem)
+    if found.resume is not None:
+        found.resume = Path(found.resume or found.out)
+        if found.overwrite and within(found.out, found.resume):
+            parser.error(CONTRADICTION)
+    return found
 
 
 def _count(text: str) -> int:
@@ -150,14 +162,13 @@ def _meet(backend: str, rank: int, timeout: timedelta) -> tuple[dist.Store, bool
                    help="check that every machine reaches this address and that all ranks were started") from None
 
 
-def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> None:
+def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, program: Program | None) -> None:
     import torch.distributed as dist
     import transformers
 
-    from rldsl.runtime.executor import execute
+    from rldsl.runtime.executor import Walk, execute
     from rldsl.runtime.failure import Watch
     from rldsl.runtime.meet import begun
-    from rldsl.runtime.metrics.record import claim
     from rldsl.runtime.metrics.report import Asked
     from rldsl.runtime.metrics.tee import tee
     from rldsl.runtime.options import Options
@@ -169,27 +180,27 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int) -> N
         device = _device(arguments.device, local, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     except Failure as failure:  # the ranks of a machine find the same
         _stop(failure, say=local == 0)
+    late = device.type == "cuda"  # NCCL ends the process when its own time is over: the watcher must come before it
+    limit = timedelta(seconds=arguments.timeout + (GRACE if late else 0.0))
     try:
-        run, again = _meet("nccl" if device.type == "cuda" else "gloo", rank, timedelta(seconds=arguments.timeout))
+        run, again = _meet("nccl" if late else "gloo", rank, limit)
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
         _stop(failure, say=True)
-    watch = Watch(dist.distributed_c10d._get_default_store(), rank, world)
-    out = Path(arguments.out or Path("runs") / Path(arguments.plan).stem)
+    watch = Watch(dist.distributed_c10d._get_default_store(), rank, world, data, arguments.timeout, late)
     workers = arguments.reward_workers
     if workers is None:
         workers = min(8, max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    resume = (arguments.resume or out) if arguments.resume is not None else None
     asked = Asked(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain,
                   (arguments.command,) if arguments.command else tuple(sys.argv))
     screen = sys.stderr
     try:
-        goes_on = claim(out, resume, again, arguments.overwrite)
-        if rank == 0:
-            begun(run)
-        sys.stderr = tee(screen, out, rank, goes_on)
-        options = Options(arguments.trace, resume, again, arguments.overwrite and not goes_on, workers, arguments.reward_timeout,
-                          tuple(arguments.allow_write), arguments.allow_changed_python, asked)
-        execute(data, arguments.plan, out, device, watch, options)
+        claimed = claim(arguments.out, arguments.resume, again, arguments.overwrite)
+        sys.stderr = tee(screen, arguments.out, rank, claimed.goes_on)
+        options = Options(arguments.trace, claimed.resume, claimed.goes_on, not claimed.goes_on, workers,
+                          arguments.reward_timeout, tuple(arguments.allow_write), arguments.allow_changed_python, asked,
+                          limit)
+        execute(data, arguments.plan, arguments.out, device, watch, options, program.walk if program else Walk.whole,
+                lambda: begun(run))
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:

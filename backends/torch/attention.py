@@ -41,6 +41,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         raise fail("RL0731", "this model family's attention is not supported",
                    place=type(module).__name__, help="soft-capped logits and attention sinks are not there yet")
     assert packing is not None and query.shape[0] == 1
+    # under autocast, rotary embeddings and norms of heads leave q and k in float32 beside a half v, and attention
+    # multiplies halves anyway: cast now, they are kept and cached at half the size
+    query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = packing.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window)
     return out.unsqueeze(0), None

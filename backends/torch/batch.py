@@ -1,19 +1,22 @@
 """Packed sequences as a model sees them: tokens, positions, and where the fresh outputs are read.
 
 The distribution of response token t comes from the hidden state one position before it, and so does the value of the
-state in which it was chosen; a score comes from the hidden state at a sequence's last token.
+state in which it was chosen; a score comes from the hidden state at a sequence's last token. With context parallelism
+a rank sees its part of the row, reads there, and joins what all ranks have read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rldsl.backends.torch.attention import Varlen
+from rldsl.backends.torch.context import Context, Portion
+from rldsl.backends.torch.sequence import Filled, Tokens, fill
 from rldsl.diag import fail
-from rldsl.runtime.backend import Packed
+from rldsl.runtime.backend import Axis, Packed
 from rldsl.runtime.store import within
 
 
@@ -22,18 +25,33 @@ class Batch:
     """Several frames' sequences as one packed row of T tokens.
 
     before: [R] where the hidden states of response tokens are read; targets: [R] the tokens themselves; ends: [S] the
-    last token of each sequence. responses, sequences: how many of them each frame has."""
+    last token of each sequence. responses, sequences: how many of them each frame has. over: with context parallelism,
+    how the items of `before` and those of `ends` are divided; all of the above is then this rank's part."""
 
     tokens: torch.Tensor
-    packing: Varlen
+    packing: Varlen | Context | Filled
     before: torch.Tensor
     targets: torch.Tensor
     ends: torch.Tensor
     responses: tuple[int, ...]
     sequences: tuple[int, ...]
+    over: tuple[Portion, Portion] | None = None
+
+    def whole(self, x: torch.Tensor, ends: bool = False) -> torch.Tensor:
+        """What was read at `before`, or at `ends`, of all ranks."""
+        return x if self.over is None else self.over[ends].join(x)
 
 
-def batch(frames: Sequence[Packed], device: torch.device) -> Batch:
+def batch(frames: Sequence[Packed], device: torch.device, cp: Axis, tokens: Tokens) -> Batch:
+    """What this rank of a cp group has of some frames; with sequence parallelism, filled up.
+    Errors: RL0732 for an empty prompt."""
+    part = _part(frames, device, cp)
+    count = len(part.tokens)
+    rows = tokens.rows(count)
+    return part if rows == count else replace(part, tokens=fill(part.tokens, rows), packing=Filled(part.packing, rows))
+
+
+def _part(frames: Sequence[Packed], device: torch.device, cp: Axis) -> Batch:
     """Errors: RL0732 for an empty prompt (nothing predicts its first response token)."""
     tokens = torch.cat([f.tokens for f in frames]).to(device)
     prompts = torch.cat([f.prompt_lens for f in frames]).to(device)
@@ -43,5 +61,11 @@ def batch(frames: Sequence[Packed], device: torch.device) -> Batch:
     lengths = prompts + responses
     starts = lengths.cumsum(0) - lengths
     before = (starts + prompts - 1).repeat_interleave(responses) + within(responses)
-    return Batch(tokens, Varlen(lengths), before, tokens[before + 1], starts + lengths - 1,
-                 tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames))
+    targets, ends = tokens[before + 1], starts + lengths - 1
+    sizes = tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames)
+    if cp.size == 1:
+        return Batch(tokens, Varlen(lengths), before, targets, ends, *sizes)
+    packing = Context(lengths, cp)
+    local, over = packing.tokens.local, tuple(Portion.of(packing.owner[at], cp) for at in (before, ends))
+    return Batch(packing.tokens.fill(tokens[packing.tokens.mine]), packing, local[before[over[0].mine]],
+                 targets[over[0].mine], local[ends[over[1].mine]], *sizes, over)

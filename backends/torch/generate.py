@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from rldsl.backends.torch.stage import Stage
 
 
+PREFILL = 1 << 14  # tokens of prompts that are run at once, so that the memory of a prefill does not grow with the batch
+
+
 @dataclass
 class Progress:
     """What has been sampled so far; every field is indexed by sequence.
@@ -142,7 +145,9 @@ def _run(stage: Stage, axes: Axes, prompts: Packed, sampler: Sampler, progress: 
     while True:
         free = (held < 0).nonzero()[:, 0]
         if waiting < count and len(free):
-            begun = torch.arange(waiting, min(waiting + len(free), count), device=device)
+            ahead = prompts.prompt_lens[waiting : waiting + len(free)].cumsum(0)
+            some = max(1, int((ahead <= PREFILL).sum()))
+            begun = torch.arange(waiting, waiting + some, device=device)
             slot, waiting = free[: len(begun)], waiting + len(begun)
             held[slot] = begun
             lens = prompts.prompt_lens[begun]

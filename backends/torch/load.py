@@ -1,7 +1,8 @@
 """A rank's own slices of a HuggingFace checkpoint; nothing else is read.
 
 In: a model, and the pieces that this rank holds. Out: local tensors filled in place.
-Errors: RL0721 a file is missing or damaged, RL0722 a parameter is missing, RL0723 it has another shape.
+Errors: RL0721 a file is missing, damaged or has no floating-point numbers, RL0722 a parameter is missing, RL0723 it
+has another shape.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rldsl.plan.model import Model
 from rldsl.runtime.backend import Pool
 
 HEAD = "score.weight"
+FLOATS = ("F64", "F32", "F16", "BF16")  # smaller ones need scales, which stand elsewhere
 Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
 
 
@@ -30,7 +32,7 @@ def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill `tensors` (parameter name -> local tensor) from the directory `model.path`."""
     if not held:
         return
-    where = _files(model.path)
+    where = files(model.path)
     with ExitStack() as stack:
         open_files: dict[Path, safe_open] = {}
         for name, (parameter, pieces) in held.items():
@@ -49,6 +51,9 @@ def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def fill(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path) -> None:
     """The pieces of a parameter from its slice in a file."""
+    if source.get_dtype() not in FLOATS:
+        raise fail("RL0721", f"{parameter.name} is stored as {source.get_dtype()}", place=str(file),
+                   help=f"weights are read as {', '.join(FLOATS)}; save the model unquantized")
     if tuple(source.get_shape()) != parameter.spec.shape:
         raise fail("RL0723", f"{parameter.name} has shape {tuple(source.get_shape())}, the config says "
                    f"{parameter.spec.shape}", place=str(file), help="weights and config do not match")
@@ -68,7 +73,8 @@ def allot(path: str, held: Held, dtype: torch.dtype, device: torch.device,
         key = (path, name, str(dtype), tuple(p.box for p in pieces))
         tensor = pool.get(key) if pool is not None else None
         if tensor is None:
-            tensor = torch.empty(local_shape(parameter, pieces), device=device, dtype=dtype)
+            shape = local_shape(parameter, pieces) if pieces else (0, *parameter.spec.shape[1:])
+            tensor = torch.empty(shape, device=device, dtype=dtype)
             unread[name] = (parameter, pieces)
             if pool is not None:
                 pool[key] = tensor
@@ -86,15 +92,18 @@ def stored(reader: safe_open, key: str, file: Path) -> Any:
 
 
 def open_file(file: Path) -> safe_open:
+    """The library holds the header to what the file has, whatever it says, and maps the rest."""
     try:
+        if file.exists() and not file.is_file():
+            raise OSError("it is no regular file")
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise fail("RL0721", f"cannot read the weights: {error}", place=str(file),
                    help="the file is missing or damaged; copy it again") from None
 
 
-def _files(path: str) -> dict[str, Path]:
-    """Tensor name -> file."""
+def files(path: str) -> dict[str, Path]:
+    """Tensor name -> file, of a directory."""
     directory = Path(path)
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -103,17 +112,17 @@ def _files(path: str) -> dict[str, Path]:
             if far := next((file for _, file in found if Path(file).name != file), None):
                 raise ValueError(f"{far!r} is not a file of this directory")
             return {name: directory / file for name, file in found}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise fail("RL0721", f"cannot read the index of the weights: {error}", place=str(index),
                        help="the file is damaged; copy it again") from None
     return dict(_names(directory))
 
 
 def _names(directory: Path) -> Iterator[tuple[str, Path]]:
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
+    found = sorted(directory.glob("*.safetensors"))
+    if not found:
         raise fail("RL0721", "no weights here", place=str(directory), help="expected *.safetensors files")
-    for file in files:
+    for file in found:
         with open_file(file) as reader:
             yield from ((name, file) for name in reader.keys())
 

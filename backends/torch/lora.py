@@ -3,7 +3,7 @@
 In: this rank's pieces of the factors A [r, in] and B [out, r]. Out: what they add to their module's output, and their
 first values: those of a PEFT directory, or A drawn as PEFT draws it (uniform, He et al. 2015 with a = sqrt 5, so within
 1 / sqrt(in)) and B zero. A drawn element depends on seed, name and place alone, so every layout begins alike.
-Errors: RL0727 the directory has no such factor.
+Errors: RL0727 the directory lacks a factor, or has weights that the model has not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from rldsl.backends.torch.load import HEAD, Held, fill, load, open_file, stored
 from rldsl.diag import fail
-from rldsl.plan.boxes import Piece, local_slice
+from rldsl.plan.boxes import Piece, each, local_slice
 from rldsl.plan.lora import A, WEIGHTS, module_of, stored_name
 from rldsl.plan.model import Model
 from rldsl.runtime.draws import uniform
@@ -77,6 +77,10 @@ def _drawn(seed: int, name: str, piece: Piece, inputs: int) -> torch.Tensor:
 def _read(file: Path, model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
     with open_file(file) as reader:
         known = set(reader.keys())
+        if unused := known - {stored_name(p.name) for p in each(model.params, model.layers)}:
+            raise fail("RL0727", f"{min(unused)} of the adapter is not in the model", place=str(file),
+                       notes=(f"{len(unused)} tensors of the file would be left out",),
+                       help="it has biases, embeddings or a head besides LoRA's factors, or belongs to another model")
         for name, (parameter, pieces) in held.items():
             if name == HEAD and stored_name(name) not in known:  # an adapter of another task
                 load(model, {name: held[name]}, tensors)

@@ -13,8 +13,8 @@ from rldsl.backends.torch.stage import Stage
 
 def outputs(stage: Stage, hidden: torch.Tensor, batch: Batch, what: Collection[str],
             temperature: float) -> dict[str, tuple[torch.Tensor, ...]]:
-    """hidden: [T, H]. what -> one flat float32 tensor for each frame: "logprobs", "entropy", "values" over response
-    tokens, "scores" over sequences."""
+    """hidden: [T, H] of this rank's tokens. what -> one flat float32 tensor for each frame: "logprobs", "entropy",
+    "values" over response tokens, "scores" over sequences; those of all ranks of a cp group, on each of them."""
     found: dict[str, torch.Tensor] = {}
     if "logprobs" in what or "entropy" in what:
         found["logprobs"], entropy = token_logprobs(
@@ -26,5 +26,6 @@ def outputs(stage: Stage, hidden: torch.Tensor, batch: Batch, what: Collection[s
         found["values"] = (hidden[batch.before] @ stage.score[0].to(hidden.dtype)).float()
     if "scores" in what:
         found["scores"] = (hidden[batch.ends] @ stage.score[0].to(hidden.dtype)).float()
+    found = {name: batch.whole(value, ends=name == "scores") for name, value in found.items() if name in what}
     sizes = {name: batch.sequences if name == "scores" else batch.responses for name in found}
-    return {name: value.split(sizes[name]) for name, value in found.items() if name in what}
+    return {name: value.split(sizes[name]) for name, value in found.items()}

@@ -2,7 +2,8 @@
 
 In: a model whose parameters are this rank's pieces, and their specs. Out: the same modules, whose forward now
 communicates. The conjugate pair of Shoeybi et al. 2019 (Megatron-LM, section 3): into a divided region the identity
-forward and a sum backward, out of it a sum forward and the identity backward.
+forward and a sum backward, out of it a sum forward and the identity backward. Where hidden states are divided by
+tokens (`sequence.py`), a gather stands before instead of the first, and each rank gets its tokens of the second.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rldsl.backends.torch.lora import Adapter
+from rldsl.backends.torch.sequence import Tokens
 from rldsl.runtime.backend import Axis
 
 
@@ -46,12 +48,14 @@ class OutOfDivided(torch.autograd.Function):
 class Entry:
     """The way into divided modules that read one input (q, k and v; gate and up): its gradient is summed once."""
 
-    def __init__(self, tp: Axis):
-        self.tp = tp
+    def __init__(self, tp: Axis, tokens: Tokens):
+        self.tp, self.tokens = tp, tokens
         self.seen: weakref.ref | None = None
         self.made: weakref.ref | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tokens.on:
+            return x
         made = self.made() if self.seen is not None and self.seen() is x else None
         if made is None:
             made = IntoDivided.apply(x, self.tp)
@@ -71,7 +75,7 @@ def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int, entry: Ent
     if style == "colwise":
         module.register_forward_pre_hook(lambda _, inputs: (entry(inputs[0]), *inputs[1:]))
     elif style == "rowwise":
-        module.forward = lambda x: _rowwise(module, x, tp, adapter)
+        module.forward = lambda x: _rowwise(module, x, tp, adapter, entry.tokens)
     elif style == "vocab":
         if module.padding_idx is not None:  # its row gets no gradient; here it has another number, or is elsewhere
             at = module.padding_idx - vocab_start
@@ -79,10 +83,11 @@ def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int, entry: Ent
         module.forward = lambda ids: _embed(module, ids, tp, vocab_start)
 
 
-def _rowwise(module: nn.Module, x: torch.Tensor, tp: Axis, adapter: Adapter | None) -> torch.Tensor:
+def _rowwise(module: nn.Module, x: torch.Tensor, tp: Axis, adapter: Adapter | None, tokens: Tokens) -> torch.Tensor:
     """The bias is whole on every rank and added once, after the sum."""
     part = F.linear(x, module.weight)
-    out = OutOfDivided.apply(part if adapter is None else part + adapter(x), tp)
+    part = part if adapter is None else part + adapter(x)
+    out = tokens.sum(part) if tokens.on else OutOfDivided.apply(part, tp)
     return out if module.bias is None else out + module.bias
 
 

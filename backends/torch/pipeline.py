@@ -28,7 +28,9 @@ class Links:
     def exchange(self, *, send: torch.Tensor | None = None, to: int = 1,
                  receive: torch.Tensor | None = None, of: int = -1) -> torch.Tensor | None:
         """Post a send to the stage `to` places on and a receive from the stage `of` places on, together; wait for
-        the receive only."""
+        the receive only. What was sent before must have arrived by then, so that one message at most is kept: under
+        rendezvous it has."""
+        self.drain()
         operations, group = [], self.pp.group
         if send is not None:
             send = send.detach().contiguous()
@@ -68,7 +70,8 @@ def forward(stage: Stage, pp: Axis, batches: Sequence[Batch],
 
 def forward_backward(stage: Stage, pp: Axis, batches: Sequence[Batch],
                      loss: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-    """Training; loss(i, hidden) is called on the last stage. Gradients add up in the parameters."""
+    """Training; loss(i, hidden) is called on the last stage. Gradients add up in the parameters, or, where these are
+    divided over dp, as `zero.py` says."""
     links, count = Links(pp), len(batches)
     ahead = min(pp.size - 1 - pp.index, count)
     flying: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()  # (input, output or loss), oldest first
@@ -89,6 +92,8 @@ def forward_backward(stage: Stage, pp: Axis, batches: Sequence[Batch],
         hidden, out = flying.popleft()
         if out.requires_grad:
             torch.autograd.backward(out, slope)
+        if stage.sharded:
+            stage.sharded.after_backward()
         if hidden is None:
             return None
         return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad

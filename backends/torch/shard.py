@@ -20,6 +20,8 @@ from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed, Pool
 
+ONE_TOKEN = Packed(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
+
 
 class TorchShard:
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load: bool,
@@ -46,9 +48,9 @@ class TorchShard:
 
     @torch.no_grad()
     def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:
-        packed = [batch((b,), self.device) for b in batches if len(b)]
+        packed = [batch((b,), self.device, self.axes.cp, self.stage.tokens) for b in batches if len(b)]
         found: list[torch.Tensor] = []
-        with self._autocast():
+        with self._autocast(), self.stage.tokens.divided():
             forward(self.stage, self.axes.pp, packed, lambda i, hidden: found.append(
                 outputs(self.stage, hidden, packed[i], (what,), temperature)[what][0]))
         size = sum(b.sequences[0] if what == "scores" else b.responses[0] for b in packed)
@@ -58,23 +60,34 @@ class TorchShard:
         return result
 
     def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float, loss: LossFn,
-              stop: Callable[[], bool] | None = None) -> Mapping[str, float] | None:
+              stop: Callable[[], bool] | None = None, recompute: str = "none") -> Mapping[str, float] | None:
         trainer = self._trained()
-        filled = [i for i, frames in enumerate(minibatch) if any(len(frame) for frame in frames)]
-        packed = [batch(minibatch[i], self.device) for i in filled]
+        sharded = self.stage.sharded
+        there = [any(len(frame) for frame in frames) for frames in minibatch]
+        passes = [i for i, some in enumerate(there) if some or sharded]
+        packed = [batch(minibatch[i] if there[i] else (ONE_TOKEN,), self.device, self.axes.cp, self.stage.tokens)
+                  for i in passes]
         wanted = {name for names in what for name in names}
 
         def share(i: int, hidden: torch.Tensor) -> torch.Tensor:
+            if not there[passes[i]]:  # the other shards of dp make a pass, so this one does
+                return hidden.float().sum() * 0
             fresh = outputs(self.stage, hidden, packed[i], wanted, temperature)
-            return loss(filled[i], [{name: fresh[name][frame] for name in names} for frame, names in enumerate(what)])
+            return loss(passes[i], [{name: fresh[name][frame] for name in names} for frame, names in enumerate(what)])
 
         trainer.clear()
-        with self._autocast():
+        with self._autocast(), self.stage.tokens.divided(), self.stage.recomputing(recompute == "full"):
+            if sharded:
+                sharded.begin()
             forward_backward(self.stage, self.axes.pp, packed, share)
-        return None if stop is not None and stop() else trainer.step()
+        if stop is not None and stop():
+            if sharded:
+                sharded.end(use=False)
+            return None
+        return trainer.step()
 
-    def skip(self, updates: int) -> None:
-        self._trained().done += updates
+    def skip(self, updates: int) -> float:
+        return self._trained().skip(updates)
 
     def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         return self._trained().moments(list(self.stage.parameters))

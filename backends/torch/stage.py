@@ -2,28 +2,34 @@
 
 In: a plan's model, a layout and this rank's place in it. Out: a `Stage` whose forward is the family's own code.
 Invariants: parameters are exactly the pieces that `plan/boxes.py` gives this rank; layers of other stages are
-pass-through modules, so that the family's forward runs unchanged.
+pass-through modules, so that the family's forward runs unchanged. Under a layout with `zero`, parameters are rows, and
+modules compute with tensors that `zero.py` fills from the rows of all shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch import attention
 from rldsl.backends.torch.attention import Packing
 from rldsl.backends.torch.load import HEAD, Held, allot
 from rldsl.backends.torch.lora import adapters
 from rldsl.backends.torch.parallel import Entry, divide
+from rldsl.backends.torch.sequence import Tokens, gathered
+from rldsl.backends.torch.zero import Sharded, Unit
 from rldsl.diag import fail
-from rldsl.plan.boxes import Parameter, each, holding, parameters
+from rldsl.plan.boxes import Parameter, each, holding, local_shape, parameters
 from rldsl.plan.layout import stage_layers
 from rldsl.plan.lora import module_of
 from rldsl.plan.model import Layout, Mesh, Model
@@ -45,7 +51,8 @@ class Stage:
     last stage of a causal_lm, from row `vocab_start` of `vocab`; head_axis: over which ranks its rows are divided.
     score: [1, H] on the last stage of a value or reward model. compute_dtype: of hidden states between stages, that of
     the weights (autocast keeps the residual stream in it). parameters: HF name -> local parameter, of what has
-    versions; base: of what has none, besides. unread, unread_base: those of them whose values are not there yet."""
+    versions; base: of what has none, besides. unread, unread_base: those of them whose values are not there yet.
+    sharded: of a layout with `zero`, what makes parameters whole."""
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  head_dtype: torch.dtype, pool: Pool | None = None):
@@ -64,18 +71,32 @@ class Stage:
 
         rank = axes.mesh.ranks[axes.mesh.index]
 
+        undivided = replace(layout, zero=0)
+
         def here(wanted: Iterable[Parameter]) -> Held:
-            pieces = ((p, holding(p, model.layers, layout, mesh, rank)) for p in wanted)
+            pieces = ((p, holding(p, model.layers, undivided, mesh, rank)) for p in wanted)
             return {p.name: (p, held) for p, held in pieces if held}
 
-        self.held = here(parameters(model))
+        self.whole_held = here(parameters(model))
+        self.held: Held = {name: (p, holding(p, model.layers, layout, mesh, rank))
+                           for name, (p, _) in self.whole_held.items()} if layout.zero else self.whole_held
         constant = not (model.home or model.sources or model.base)
         self.parameters, self.unread = allot(model.path, self.held, dtype, device, pool if constant else None)
         self.base_held = here(each(model.base, model.layers))
         self.base, self.unread_base = allot(model.path, self.base_held, self.compute_dtype, device, pool)
         _check_head(whole, model)
+        self.whole: Mapping[str, nn.Parameter] = self.parameters
+        self.sharded: Sharded | None = None
+        if layout.zero:
+            self.whole = {name: self._unfilled(name, whole) for name in self.held}
+            self.sharded = self._shards(layout.zero, axes.dp)
+        apart = gathered((*model.params, *model.base))
+        self.tokens = Tokens(tp, bool(apart))
         self._install(whole, model, tp)
         self.entry = self._drop_other_layers()
+        self.tokens.install([layer for _, layer in self._own_layers()], apart)
+        self.again = False
+        self._recompute_layers()
         self.body.eval()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
@@ -94,17 +115,63 @@ class Stage:
             self.entry.arriving = None
         return out.to(self.head_dtype if self.last else self.compute_dtype)
 
+    @contextmanager
+    def recomputing(self, wanted: bool) -> Iterator[None]:
+        """Inside, where wanted, a layer's forward keeps its input alone and runs again in the backward pass."""
+        self.again = wanted
+        try:
+            yield
+        finally:
+            self.again = False
+
+    def _recompute_layers(self) -> None:
+        """Give each layer of this stage a forward that may be run twice (Chen et al. 2016, arXiv:1604.06174)."""
+        for i, layer in self._own_layers():
+            again = self._perhaps_again(layer.forward)
+            layer.forward = self.sharded.around(i, again) if self.sharded else again
+
+    def _own_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        for child in self.body.children():
+            if isinstance(child, nn.ModuleList):
+                yield from ((i, layer) for i, layer in enumerate(child) if not isinstance(layer, Elsewhere))
+
+    def _perhaps_again(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (self.again and torch.is_grad_enabled()):
+                return plain(*args, **kwargs)
+            # nothing in a forward draws random numbers: what is drawn belongs to the sample
+            return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return forward
+
+    def _unfilled(self, name: str, whole: nn.Module) -> nn.Parameter:
+        """A tensor for the module to compute with, in the dtype in which it does: autocast halves matrices of layers."""
+        parameter, pieces = self.whole_held[name]
+        matrix = parameter.layer is not None and len(parameter.spec.shape) == 2 and (
+            module_of(name) != "" or isinstance(whole.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D))
+        dtype = self.head_dtype if matrix else self.parameters[name].dtype
+        return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
+
+    def _shards(self, level: int, dp: Axis) -> Sharded:
+        def unit(layer: int | None) -> Unit:
+            names = [n for n, (p, _) in self.held.items() if p.layer == layer]
+            return Unit([self.parameters[n] for n in names], [self.whole[n] for n in names], dp)
+
+        numbers = dict.fromkeys(p.layer for p, _ in self.held.values())
+        return Sharded(level, {x: unit(x) for x in sorted(x for x in numbers if x is not None)},
+                       [unit(None)] if None in numbers else [])
+
     def _install(self, whole: nn.Module, model: Model, tp: Axis) -> None:
         """Put local parameters into the modules, with their collectives."""
         self.head: torch.Tensor | None = None
-        self.score: torch.Tensor | None = self.parameters.get(HEAD)
+        self.score: torch.Tensor | None = self.whole.get(HEAD)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         output = whole.get_output_embeddings()
         embedding = whole.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
-        entry, added = Entry(tp), adapters(model, self.parameters)
-        local = {**self.base, **self.parameters}
-        for name, (parameter, held) in {**self.base_held, **self.held}.items():
+        entry, added = Entry(tp, self.tokens), adapters(model, self.whole)
+        local = {**self.base, **self.whole}
+        for name, (parameter, held) in {**self.base_held, **self.whole_held}.items():
             if name == HEAD or module_of(name):
                 continue
             path, _, attribute = name.rpartition(".")
@@ -126,7 +193,7 @@ class Stage:
 
     def _drop_other_layers(self) -> Elsewhere:
         """Pass-through modules in place of what this stage does not hold; returns the way in."""
-        mine = {id(p) for p in (*self.parameters.values(), *self.base.values())}
+        mine = {id(p) for p in (*self.whole.values(), *self.base.values())}
         entry = Elsewhere()
         embedding = self.body.get_input_embeddings()
         for name, child in list(self.body.named_children()):

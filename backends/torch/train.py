@@ -2,7 +2,8 @@
 
 Gradients live in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes: parts
 of one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole
-buffer over dp (a sum: losses carry the global normalisation). The norm counts each element of the model once.
+buffer over cp and dp (a sum: losses carry the global normalisation). Where parameters are divided over dp, the buffer
+is of this rank's rows, and holds sums over dp already (`zero.py`). The norm counts each element of the model once.
 
 The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), made or
 not: a train call that stops early does not stretch the schedule.
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.backends.torch.stage import Stage
-from rldsl.plan.boxes import local_slice, replicas
+from rldsl.plan.boxes import local_slice, pieces_at, replicas, volume
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes
 
@@ -39,14 +40,15 @@ class Trainer:
             parameter.grad = self.flat[at : at + parameter.numel()].view(parameter.shape)
             at += parameter.numel()
         held = [stage.held[name] for name, _ in named]
-        self.shares = [replicas(p, model.layers, layout, mesh, rank) for p, _ in held]
+        self.shares = [max(1, replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
         tp = axes.tp.size
         # whole on every tp rank, but each sees only its own heads: their gradients are parts of one sum
-        self.partial = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.partial]
+        self.partial = [i for i, (p, _) in enumerate(held) if tp > 1 and (
+            p.spec.partial or stage.tokens.able and p.layer is not None and p.spec.split is None)]
         self.doubled = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
                         and any(units < tp for units, _ in p.spec.split.parts)]
         self.tied = [i for i, (p, _) in enumerate(held) if p.spec.stage == "ends"]
-        self.tied_size = _tied_size(model, stage, axes)
+        self.tied_size = _tied_size(model, layout, axes)
         self.held = held
         self.adam = torch.optim.AdamW(self.parameters, lr=self.options.lr, betas=self.options.betas,
                                       eps=self.options.eps, weight_decay=self.options.weight_decay, foreach=True)
@@ -69,6 +71,11 @@ class Trainer:
         self.adam.step()
         self.done += 1
         return {"grad_norm": norm, "lr": rate}
+
+    def skip(self, updates: int) -> float:
+        """Pass over planned updates; the learning rate of the last of them."""
+        self.done += updates
+        return learning_rate(self.options, self.done - 1, self.updates)
 
     def moments(self, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
         """By the optimizer's own names, then by parameter; zeros before the first step."""
@@ -93,6 +100,8 @@ class Trainer:
 
     def _reduce(self) -> None:
         tp, pp, dp = self.axes.tp, self.axes.pp, self.axes.dp
+        if self.stage.sharded:
+            self.stage.sharded.end(use=True)
         grads = [p.grad for p in self.parameters]
         if self.partial:
             _sum_in_place([grads[i] for i in self.partial], tp.group)
@@ -110,7 +119,9 @@ class Trainer:
         if self.tied_size and pp.size > 1:  # stages between the ends add nothing
             mine = [grads[i] for i in self.tied] or [self.flat.new_zeros(self.tied_size)]
             _sum_in_place(mine, pp.group)
-        if dp.size > 1:
+        if self.axes.cp.size > 1:  # each rank has seen its tokens alone
+            dist.all_reduce(self.flat, group=self.axes.cp.group)
+        if dp.size > 1 and not self.stage.sharded:
             dist.all_reduce(self.flat, group=dp.group)
 
     def _norm(self) -> float:
@@ -123,16 +134,13 @@ class Trainer:
         return math.sqrt(total.item())
 
 
-def _tied_size(model: Model, stage: Stage, axes: Axes) -> int:
-    """Elements of this tp position's share of the tied embedding; 0 without one."""
+def _tied_size(model: Model, layout: Layout, axes: Axes) -> int:
+    """Elements of the tied embedding that the ends of this rank's pipeline hold; 0 without one."""
     spec = next((s for s in model.params if s.stage == "ends"), None)
     if spec is None:
         return 0
-    if spec.split is None:
-        return math.prod(spec.shape)
-    units, size = spec.split.parts[0]
-    rows = ((axes.tp.index + 1) * units // axes.tp.size - axes.tp.index * units // axes.tp.size) * size
-    return rows * math.prod(spec.shape) // spec.shape[spec.split.dim]
+    held = pieces_at(spec, layout, axes.tp.index, axes.dp.index if layout.zero else 0)
+    return sum(volume(piece.box) for piece in held)
 
 
 def _sum_in_place(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -143,8 +151,8 @@ def _sum_in_place(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> 
 
 
 def learning_rate(options: Optimizer, done: int, updates: int) -> float:
-    """Of the update after `done` others, of `updates` planned in all: linear warm-up, then constant, linear or cosine down to
-    min_lr_ratio * lr at the last update."""
+    """Of the update after `done` others, of `updates` planned in all: linear warm-up, then constant, linear or cosine
+    down to min_lr_ratio * lr at the last update."""
     warmup = options.warmup if options.warmup >= 1 else options.warmup * updates
     if done < warmup:
         return options.lr * (done + 1) / math.ceil(warmup)

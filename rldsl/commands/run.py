@@ -16,19 +16,19 @@ from rldsl.commands import Usage
 from rldsl.diag import fail
 from rldsl.plan.codec import encode
 from rldsl.plan.expr import Scalar
-from rldsl.runtime.metrics.record import refuse
+from rldsl.runtime.metrics.record import CONTRADICTION, claim, within
 
 
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str,
-        trace: str | None, nproc: int | None, resume: bool = False, overwrite: bool = False,
+        trace: str | None, nproc: int | None, resume: str | None = None, overwrite: bool = False,
         options: Sequence[str] = ()) -> int:
-    """resume: go on from the newest checkpoint in `out`. overwrite: remove the run that is there. options: further ones
-    of `rldsl.run`. The exit status of the ranks. Errors: RL0096 another number of processes than the plan needs; RL0763,
-    RL0781 there is a run already."""
-    if resume and overwrite:
-        raise Usage("--resume goes on with what is there and --overwrite removes it: give one of them")
-    if not (resume or overwrite):
-        refuse(Path(out))
+    """resume: go on from the newest checkpoint of this run, or from this checkpoint; "": of the run in `out`.
+    overwrite: remove the run that is there. options: further ones of `rldsl.run`. The exit status of the ranks. Errors: RL0096
+    another number of processes than the plan needs; RL0763, RL0781 there is a run already."""
+    origin = None if resume is None else Path(resume or out)
+    if overwrite and origin and within(Path(out), origin):
+        raise Usage(CONTRADICTION)
+    claim(Path(out), origin, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
         if file.endswith(".plan"):
             if sets or place or overrides:
@@ -42,7 +42,7 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
         if nproc not in (None, world):
             raise fail("RL0096", f"the plan is for {world} rank{'s' * (world > 1)}, not {nproc}", place=file,
                        help=f"leave --nproc out, or write --nproc {world}")
-        more = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else []), *options]
+        more = [*([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
         return _launch(path, world, out, trace, more)
 
 

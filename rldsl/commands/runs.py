@@ -6,6 +6,7 @@ In: directories. Out: a table as text; the metrics of a run. Errors: RL0783 no r
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -69,6 +70,8 @@ def _line(file: Path, number: int, text: str) -> dict[str, float]:
         line = json.loads(text)
     except ValueError:
         line = None
+    if isinstance(line, dict):  # null: not finite
+        line = {name: math.nan if value is None and name != "step" else value for name, value in line.items()}
     if not isinstance(line, dict) or "step" not in line or not all(type(v) in (int, float) for v in line.values()):
         raise fail("RL0784", "this line is not the metrics of a step", place=f"{file}:{number}",
                    help='a line is one JSON object: {"step": 1, "reward": 0.5}')

@@ -6,8 +6,11 @@ In: declarations and a Scope. Out: records of the graph, and meanings bound in t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, cast
 
+from rldsl import clusters
+from rldsl.diag import Failure
 from rldsl.graph import lora as adapters
 from rldsl.graph import model as g
 from rldsl.plan.expr import Scalar
@@ -136,18 +139,24 @@ def cluster(decl: ast.Cluster, lower: Lower, scope: Scope, read: Callable[[str],
 
 def _cluster_file(path: str, span: Span, read: Callable[[str], str],
                   lower: Lower) -> list[tuple[ast.Ident, ast.Expr]] | Bad:
-    import yaml
-
+    """What the file of this path says, or else the known node of this name. Speeds are for the simulator."""
     try:
-        loaded = yaml.safe_load(read(path))
+        text = read(path)
     except OSError as error:
-        return lower.errors.add("RL0103", f"cannot read `{path}`", span, error.strerror or str(error))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        found = clusters.preset(path) if isinstance(error, FileNotFoundError) else None
+        if found is None:
+            near = get_close_matches(path, clusters.presets(), n=1)
+            return lower.errors.add("RL0103", f"cannot read `{path}`", span, error.strerror or str(error),
+                                    help=f"did you mean `{near[0]}`?" if near else "")
+    except UnicodeDecodeError as error:
         return lower.errors.add("RL0103", f"`{path}` is not valid YAML", span, " ".join(str(error).split()))
-    if not isinstance(loaded, dict) or not all(type(v) in (int, float) for v in loaded.values()):
-        return lower.errors.add("RL0205", f"`{path}` must hold numbers by name", span,
-                                help="for instance `nodes: 1`, `gpus: 8`, `memory_gb: 80`")
-    return [(ast.Ident(name=str(k), span=span), ast.Number(value=v, span=span)) for k, v in loaded.items()]
+    else:
+        try:
+            found = clusters.parse(SourceFile(path, text))
+        except Failure as failure:
+            return lower.errors.take(failure)
+    said = {k: getattr(found, k) for k in options.CLUSTER}
+    return [(ast.Ident(name=k, span=span), ast.Number(value=v, span=span)) for k, v in said.items() if v]
 
 
 def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
@@ -165,7 +174,7 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
     found: list[tuple[str, Scalar, Span]] = []
     for option in tree.options:
         bare = isinstance(option.value, ast.Name) and scope.find(option.value.name) is None
-        value = option.value.name if bare and option.name.name == "backend" else lower.scalar(option.value, scope)
+        value = option.value.name if bare and option.name.name in ("backend", "recompute") else lower.scalar(option.value, scope)
         unit = "sequences" if option.name.name == "mbs" else ""
         if isinstance(value, (Bad, tuple)):
             bad = True

@@ -23,7 +23,10 @@ from rldsl.syntax.parse import accepted
 from rldsl.syntax.recover import open_brackets, visible
 
 DEGREES = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "pipeline stages",
-           "mbs": "most sequences in a micro-batch (0: all)", "offload": "host memory between calls"}
+           "cp": "context-parallel degree: tokens of each sequence",
+           "zero": "of train: 1 divides optimizer state at rest over dp, 2 gradients too, 3 layers' parameters too",
+           "mbs": "most sequences in a micro-batch (0: all)", "offload": "host memory between calls",
+           "recompute": "full: layers run again in backward, instead of keeping activations"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,
           "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
           "causal_lm": options.MODEL, "value_model": options.MODEL, "reward_model": options.MODEL}

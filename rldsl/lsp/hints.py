@@ -17,7 +17,7 @@ def hints(analysis: Analysis) -> list[tuple[int, str]]:
         if call.clause is None or call.clause.file != analysis.source:
             continue
         x = call.place.layout
-        missing = [f"{n}={d}" for n, d in (("dp", x.dp), ("tp", x.tp), ("pp", x.pp)) if d > 1 and n not in call.given]
+        missing = [f"{n}={d}" for n, d in (("dp", x.dp), ("tp", x.tp), ("pp", x.pp), ("cp", x.cp)) if d > 1 and n not in call.given]
         if missing:
             out.append((call.clause.end, " " + " ".join(missing)))
     return sorted(out)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of
-from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Loop, Realloc, Select,
-                               Train, Transfer)
+from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Loop, Select, Train,
+                               Transfer)
 from rldsl.plan.model import Frame, Layout, Mesh, Spread, State, Value
 
 
@@ -109,22 +109,3 @@ def uses(draft: Draft, event: Event, values: Mapping[str, Value], whole: Mapping
     """All buffers that an event needs: what it reads, and the lengths that divide its rows. whole: frame -> its
     `all_spread`."""
     return (*event.reads, *(f"{f}.lengths@{whole[f]}" for f in weighed(draft, event, values)))
-
-
-def call_name(event: Event) -> str:
-    """What messages call an event: "actor.generate", "ref.logprobs", "adv"."""
-    match event:
-        case Generate():
-            return f"{event.model}.generate"
-        case Infer():
-            return f"{event.model}.{'score' if event.what == 'scores' else event.what}"
-        case Train():
-            return f"{event.model}.train"
-        case Select() | Collect():
-            return f"{type(event).__name__.lower()} {event.frame}"
-        case Realloc(source=source) if source:
-            return f"{event.model} from {source}"
-        case Compute():
-            return event.program if "#" not in event.program else event.outputs[0][1]
-        case _:
-            return type(event).__name__.lower()

@@ -1,6 +1,6 @@
 """The plan: events numbered, equal tables merged and given short ids, classes of ranks.
 
-In: a finished draft and peak bytes per rank. Out: a `Plan`. Invariant: everything that a record names is in a table,
+In: a finished draft. Out: a `Plan`. Invariant: everything that a record names is in a table,
 and every table entry is named by something.
 """
 
@@ -19,8 +19,8 @@ from rldsl.plan.model import FORMAT, ROLES, Data, Header, Layout, Mesh, Plan, Sp
 from rldsl.plan.project import rank_classes, times, walk
 
 
-def emit(draft: Draft, peaks: Mapping[int, int], compiler: str) -> Plan:
-    """The plan of `draft`; peaks: rank -> bytes. compiler: name and version for the header."""
+def emit(draft: Draft, compiler: str) -> Plan:
+    """The plan of `draft`, without peaks of memory. compiler: name and version for the header."""
     graph, placed = draft.placed.graph, draft.placed
     every = tuple(events((*draft.setup, *draft.body)))
     names, meshes, layouts, spreads = _tables(draft, every)
@@ -33,11 +33,11 @@ def emit(draft: Draft, peaks: Mapping[int, int], compiler: str) -> Plan:
                    for m in placed.models)
     used = {e.model for e in every if hasattr(e, "model")}
     header = Header(FORMAT, compiler, graph.program, graph.flow, placed.world, placed.devices_per_node, graph.steps,
-                    graph.seed, graph.sources, graph.params)
+                    graph.seed, graph.sources, graph.params, placed.memory)
     return Plan(header, meshes, layouts, spreads, tuple(m for m in models if m.name in used), _data(draft),
                 graph.frames, graph.values, graph.functions, graph.programs,
                 groups(events(body), {x.id: x for x in layouts}, {m.id: m for m in meshes}), body,
-                rank_classes(meshes, body, placed.world, peaks),
+                rank_classes(meshes, body, placed.world, {}),
                 tuple(replace(s, spread=names[s.spread]) for s in draft.states if s.spread in names))
 
 

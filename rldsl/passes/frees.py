@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from rldsl.passes.draft import Draft, all_spread, call_name, events, union, uses
+from rldsl.passes.draft import Draft, all_spread, events, union, uses
 from rldsl.plan.events import Event, Every, Free, Item, Loop, split
+from rldsl.plan.meaning import call_name
 from rldsl.plan.model import Mesh
 
 

@@ -1,6 +1,6 @@
 """Communicators: what the runtime must create at start-up. In: events and tables. Out: Group records, deduplicated.
 
-Layouts of calls need "tp", "pp" and "dp" where the degree is above 1, and "mesh" when they have several ranks; Lengths,
+Layouts of calls need "tp", "pp", "dp" and "cp" where the degree is above 1, and "mesh" when they have several ranks; Lengths,
 Compute, Save and Checkpoint need their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from rldsl.plan.events import Checkpoint, Compute, Event, Generate, Infer, Lengths, Load, Save, Train
 from rldsl.plan.model import Group, Layout, Mesh
 
-AXES = ("tp", "pp", "dp")
+AXES = ("tp", "pp", "dp", "cp")
 
 
 def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mapping[str, Mesh]) -> tuple[Group, ...]:

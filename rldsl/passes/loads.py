@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.graph.model import nodes
-from rldsl.passes.draft import Draft, call_name, each_block, events
+from rldsl.passes.draft import Draft, each_block, events
 from rldsl.placement.model import Call
 from rldsl.plan.events import Event, Generate, Infer, Item, Load, Offload, Onload, Realloc, Save, Train
+from rldsl.plan.meaning import call_name
 from rldsl.plan.texts import degrees_of
 
 

@@ -176,7 +176,7 @@ class _Lower:
                 copy = self._copy(node.model, place)
                 return Train(**common, **self._model(node.model, place), reads=(copy, *reads), writes=(copy, *writes),
                              frames=node.frames, loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs,
-                             mbs=place.mbs, nonfinite=node.nonfinite)
+                             mbs=place.mbs, nonfinite=node.nonfinite, recompute=place.recompute)
         raise AssertionError(f"no event for {type(node).__name__}")
 
     def keep(self, node: g.Keep, at: str) -> Event:

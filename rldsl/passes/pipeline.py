@@ -6,27 +6,38 @@ is a mistake of the compiler, not of the program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rldsl.passes import checkpoint, frees, loads, log, order, reallocs, transfers
 from rldsl.passes.draft import Draft
 from rldsl.passes.emit import emit
 from rldsl.passes.lengths import lengths
 from rldsl.passes.lower import lower
-from rldsl.placement.memory import Peak
 from rldsl.placement.model import Placed
+from rldsl.plan.memory import curves
+from rldsl.plan.memory.curve import Curve, Peak, each_rank, peak
 from rldsl.plan.model import Plan
+from rldsl.plan.project import rank_classes
 from rldsl.plan.verify import Proof, verify
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A plan, its proof, and the estimate of memory for each rank."""
+    """A plan, its proof, and what its ranks hold when."""
 
     plan: Plan
     proof: Proof
-    peaks: Mapping[int, Peak]
+    curves: tuple[Curve, ...]
+
+    @property
+    def peaks(self) -> dict[int, Peak]:
+        """Of every rank."""
+        return peaks_of(self.curves)
+
+
+def peaks_of(found: tuple[Curve, ...]) -> dict[int, Peak]:
+    known = {id(c): peak(c) for c in found}
+    return {rank: known[id(c)] for rank, c in each_rank(found)}
 
 
 def run(placed: Placed) -> Draft:
@@ -46,7 +57,14 @@ def run(placed: Placed) -> Draft:
     return checkpoint.checkpoint(draft)
 
 
-def finish(draft: Draft, peaks: Mapping[int, Peak], compiler: str) -> Compiled:
-    """Emit and verify. Raises Failure (RL05xx, RL06xx) if the compiler made a plan that the verifier rejects."""
-    plan = emit(draft, {rank: p.bytes for rank, p in peaks.items()}, compiler)
-    return Compiled(plan, verify(plan), peaks)
+def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:
+    """The plan, its classes with their peaks of memory, and what its ranks hold when."""
+    plan = emit(draft, compiler)
+    found = curves(plan)
+    peaks = {rank: p.bytes for rank, p in peaks_of(found).items()}
+    return replace(plan, classes=rank_classes(plan.meshes, plan.body, plan.header.world, peaks)), found
+
+
+def finish(plan: Plan, found: tuple[Curve, ...]) -> Compiled:
+    """Verify. Raises Failure (RL05xx, RL06xx) if the compiler made a plan that the verifier rejects."""
+    return Compiled(plan, verify(plan), found)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rldsl.passes.draft import Draft, call_name, events, union
+from rldsl.passes.draft import Draft, events, union
 from rldsl.passes.syncs import Syncs
 from rldsl.plan.events import Every, Generate, Infer, Item, Load, Loop, Realloc, Train
+from rldsl.plan.meaning import call_name
 from rldsl.plan.model import Mesh, Model
-from rldsl.plan.movement import MoveSummary, digest, realloc_moves, summary
+from rldsl.plan.movement import carried
+from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.summary import Summary, summary
 from rldsl.plan.texts import degrees_of
 
 Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current version
@@ -34,7 +37,7 @@ def reallocs(draft: Draft) -> Draft:
 class _Reallocs:
     def __init__(self, draft: Draft):
         self.draft, self.models = draft, {m.name: m for m in draft.placed.models}
-        self.known: dict[tuple[str, str], tuple[MoveSummary, str]] = {}
+        self.known: dict[tuple[str, str], Summary] = {}
         self.meshes: list[Mesh] = []
         self.syncs = Syncs(draft)
 
@@ -77,17 +80,16 @@ class _Reallocs:
         src, dst = draft.layouts[model.home], draft.layouts[e.layout]
         assert src != dst, f"{call_name(e)}: realloc of {model.name} to its home"
         if (model.name, dst.id) not in self.known:
-            moves = realloc_moves(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
-                                  draft.placed.devices_per_node)
-            self.known[model.name, dst.id] = summary(moves, model), digest(moves)
-        total, sha = self.known[model.name, dst.id]
+            way = paths(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh], draft.placed.devices_per_node)
+            self.known[model.name, dst.id] = summary(way, carried(model, src.id, model, dst.id, 0.0))
+        total = self.known[model.name, dst.id]
         mesh = union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
         because = (f"{call_name(e)} runs with {degrees_of(dst)} on {dst.mesh}, training with "
                    f"{degrees_of(src)} on {src.mesh}")
         return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
                        at=e.at, because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
-                       messages=total.messages, digest=sha)
+                       messages=total.messages, digest=total.digest)
 
 
 def check(draft: Draft) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rldsl.passes.draft import Draft, call_name
+from rldsl.passes.draft import Draft
 from rldsl.plan.events import Every, Free, Item, Loop
+from rldsl.plan.meaning import call_name
 
 
 def show(draft: Draft) -> str:

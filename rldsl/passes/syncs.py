@@ -16,7 +16,9 @@ from dataclasses import replace
 from rldsl.passes.draft import Draft, events, union
 from rldsl.plan.events import Load, Realloc
 from rldsl.plan.model import Mesh, Model
-from rldsl.plan.movement import carried, digest, realloc_moves, stored, summary
+from rldsl.plan.movement import carried, stored
+from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.summary import summary
 from rldsl.plan.texts import degrees_of
 
 
@@ -51,10 +53,9 @@ class Syncs:
         src, dst = draft.layouts[e.src], draft.layouts[e.dst]
         key = (source.name, e.src, e.model, e.dst, e.decay > 0)
         if key not in self.known:
-            moved = realloc_moves(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
-                                  draft.placed.devices_per_node)
-            total = summary(moved, carried(source, e.src, model, e.dst, e.decay))
-            self.known[key] = replace(e, bytes=total.bytes, messages=total.messages, digest=digest(moved))
+            way = paths(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh], draft.placed.devices_per_node)
+            total = summary(way, carried(source, e.src, model, e.dst, e.decay))
+            self.known[key] = replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest)
         known, mesh = self.known[key], union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
         old = (f"{e.model}@{e.dst}",) if e.decay else ()

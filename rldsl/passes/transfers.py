@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rldsl.passes.draft import Draft, call_name, union
+from rldsl.passes.draft import Draft, union
 from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split
+from rldsl.plan.meaning import call_name
 from rldsl.plan.model import Mesh
 
 Made = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)

@@ -20,8 +20,11 @@ from rldsl.plan.expr import Scalar
 from rldsl.plan.model import Mesh
 from rldsl.source import Span
 
-DEGREES = ("dp", "tp", "pp")
-OPTIONS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "offload", "backend")
+DEGREES = ("dp", "tp", "pp", "cp")
+INFERRED = ("dp", "tp", "pp")  # cp is 1 where it is not given
+OPTIONS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "recompute", "offload", "backend")
+RECOMPUTE = ("none", "full")
+ZERO = "0 divides nothing over dp; 1 the optimizer state, 2 gradients too, 3 parameters too, for the passes of training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +93,18 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
             raise fail("RL0311", f"`{name}` is given twice", span, "the second time", help="remove one of the two")
         least = 0 if name in ("mbs", "zero") else 1
         right = (isinstance(value, bool) if name == "offload" else isinstance(value, str) if name == "backend"
-                 else type(value) is int and value >= least)
+                 else value in RECOMPUTE if name == "recompute" else type(value) is int and value >= least)
         if not right:
-            wanted = {"offload": "true or false", "backend": 'a name such as "torch"'}.get(
-                name, f"a whole number, at least {least}")
-            example = {"offload": "true", "backend": "torch"}.get(name, max(least, 1))
+            wanted = {"offload": "true or false", "backend": 'a name such as "torch"',
+                      "recompute": " or ".join(RECOMPUTE)}.get(name, f"a whole number, at least {least}")
+            example = {"offload": "true", "backend": "torch", "recompute": "full"}.get(name, max(least, 1))
             raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
                        help=f"write `{name}={example}`")
-        later = (name in ("cp", "ep") and value > 1) or (name == "zero" and value > 0)
-        if later or (name == "backend" and value != "torch"):
+        if name == "zero" and value > 3:
+            raise fail("RL0311", "`zero` must be a whole number from 0 to 3", span, f"this is {value!r}", help=ZERO)
+        if (name == "ep" and value > 1) or (name == "backend" and value != "torch"):
             raise fail("RL0312", f"`{name}={value}` is not supported yet", span, "this version cannot run it",
-                       help="backend=torch with dp, tp and pp is what there is so far")
+                       help="backend=torch with dp, tp, pp and cp is what there is so far")
         found[name] = (value, span)
     return found
 
@@ -112,26 +116,28 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     given = read_options(choice.options)
     size = len(mesh.members())
     if compute:
-        for name in ("tp", "pp", "offload", "mbs"):
-            if name in given and given[name][0] not in (0, 1, False):
+        for name in ("tp", "pp", "cp", "zero", "offload", "mbs", "recompute"):
+            if name in given and given[name][0] not in ((0,) if name == "zero" else (0, 1, False, "none")):
                 raise fail("RL0311", f"`{name}` has no meaning for a computation", given[name][1],
                            f"`{call}` runs no model", help="give a mesh only; rows are divided over all its ranks")
-    dp, tp, pp = fill({k: int(given[k][0]) for k in DEGREES if k in given}, size, mesh, choice, given, call)
-    layout = layout_of(mesh, dp, tp, pp, str(given.get("backend", ("torch",))[0]))
+    dp, tp, pp, cp = fill({k: int(given[k][0]) for k in DEGREES if k in given}, size, mesh, choice, given, call)
+    layout = layout_of(mesh, dp, tp, pp, cp, str(given.get("backend", ("torch",))[0]),
+                       int(given.get("zero", (0,))[0]))
     if family is not None:
         spans = {k: given[k][1] for k in DEGREES if k in given}
-        check_family(family, tp, pp, spans, choice.span, cluster, call)
+        check_family(family, tp, pp, cp, spans, choice.span, cluster, call)
     return Place(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
-                 choice.why)
+                 choice.why, "full" if given.get("recompute", ("none",))[0] == "full" else "none")
 
 
 def fill(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],
-         call: str) -> tuple[int, int, int]:
-    """(dp, tp, pp) whose product is `size`; one that is left out is inferred: dp first, else the only one missing."""
+         call: str) -> tuple[int, int, int, int]:
+    """(dp, tp, pp, cp) whose product is `size`; one that is left out is inferred: dp first, else the only one
+    missing of dp, tp and pp."""
     product = 1
     for value in given.values():
         product *= value
-    missing = [k for k in DEGREES if k not in given]
+    missing = [k for k in INFERRED if k not in given]
     if product != size and missing and size % product == 0 and ("dp" in missing or len(missing) == 1):
         given = given | {("dp" if "dp" in missing else missing[0]): size // product}
         product = size
@@ -145,7 +151,7 @@ def fill(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: 
             "RL0304", "degrees do not fill the mesh", first.to(max(spans, key=lambda s: s.end)), sum_,
             (label,) if label else (), (f"`{call}` runs on mesh {mesh.id}, {size} ranks",),
             _advice(given, size, missing), fix=_only_one(given, size, written))])
-    return given.get("dp", 1), given.get("tp", 1), given.get("pp", 1)
+    return given.get("dp", 1), given.get("tp", 1), given.get("pp", 1), given.get("cp", 1)
 
 
 def _only_one(given: dict[str, int], size: int, written: dict[str, tuple[Scalar, Span]]) -> Fix | None:
@@ -166,12 +172,12 @@ def _advice(given: dict[str, int], size: int, missing: list[str]) -> str:
     if size % other == 0:
         degrees = " ".join(f"{k}={v}" for k, v in ({"dp": size // other} | rest).items())
         return f"`{degrees}` fills it" + (f"; or give {' and '.join(missing)} too" if len(missing) == 2 else "")
-    return f"the product of dp, tp and pp must be {size}"
+    return f"the product of {'dp, tp, pp and cp' if 'cp' in given else 'dp, tp and pp'} must be {size}"
 
 
-def check_family(family: Family, tp: int, pp: int, spans: dict[str, Span], span: Span, cluster: Cluster,
+def check_family(family: Family, tp: int, pp: int, cp: int, spans: dict[str, Span], span: Span, cluster: Cluster,
                  call: str) -> None:
-    """tp and pp against the model: heads, layers, what its config declares, and the size of a node."""
+    """tp, pp and cp against the model: heads, layers, what its config declares, and the size of a node."""
     if tp > 1:
         at = spans.get("tp", span)
         if family.tp_problem:

@@ -21,6 +21,7 @@ from rldsl.source import Span
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 HEAD = "score.weight"
+MOST_HEADER = 100_000_000  # bytes that the library takes, too
 ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
          "problem_type", "torch_dtype", "transformers_version", "use_cache")
 KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise", "colwise_gather_output")
@@ -123,12 +124,14 @@ def _tensor_names(directory: Path, path: str, span: Span | None) -> frozenset[st
         if index.is_file():
             return frozenset(json.loads(index.read_text())["weight_map"])
         names: set[str] = set()
-        for file in sorted(directory.glob("*.safetensors")):
+        for file in sorted(f for f in directory.glob("*.safetensors") if f.is_file()):
             with file.open("rb") as stream:
                 (length,) = struct.unpack("<Q", stream.read(8))
-                names |= json.loads(stream.read(min(length, 1 << 28))).keys() - {"__metadata__"}
+                if length > min(MOST_HEADER, file.stat().st_size - 8):
+                    raise ValueError(f"{file.name} has a header of {length} bytes")
+                names |= json.loads(stream.read(length)).keys() - {"__metadata__"}
         return frozenset(names)
-    except (ValueError, KeyError, struct.error, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error, OSError) as error:
         raise fail("RL0302", f'the weights in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
                    help="the safetensors files or their index are damaged; copy them again") from None
 

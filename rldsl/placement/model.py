@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Select, Train
 from rldsl.placement.families import Family
@@ -23,7 +24,8 @@ Local = Compute | Select | Collect  # what runs on values alone
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node runs. mbs: most sequences in a micro-batch (0: all). why: who decided it."""
+    """Where a node runs. mbs: most sequences in a micro-batch (0: all). why: who decided it. recompute: as in
+    `plan.Train`."""
 
     mesh: Mesh
     layout: Layout
@@ -31,6 +33,7 @@ class Place:
     offload: bool = False
     span: Span | None = None
     why: str = ""
+    recompute: Literal["none", "full"] = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,13 @@ def mesh_of(ranks: Iterable[int]) -> Mesh:
     return Mesh("+".join(f"{a}:{b}" for a, b in ranges), ranges)
 
 
-def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, backend: str = "torch") -> Layout:
-    degrees = degrees_text(dp, tp, pp)
+def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, backend: str = "torch",
+              zero: int = 0) -> Layout:
+    """`zero` divides by dp, so that with dp=1 it is the same as without."""
+    zero = zero if dp > 1 else 0
+    degrees = degrees_text(dp, tp, pp, cp, zero)
     return Layout(" ".join(filter(None, (mesh.id, degrees, "" if backend == "torch" else backend))), mesh.id, dp=dp,
-                  tp=tp, pp=pp, backend=backend)
+                  tp=tp, pp=pp, cp=cp, zero=zero, backend=backend)
 
 
 def label(node: Node) -> str:

@@ -7,6 +7,7 @@ trained under one layout; a computation's layout is dp=|mesh|.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +15,12 @@ from dataclasses import dataclass, replace
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
 from rldsl.placement import sync
-from rldsl.placement.degrees import Cluster, mesh_ranks, place
+from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.families import Family, describe
 from rldsl.placement.lora import parts
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
 from rldsl.placement.rules import Choice, choose, resolve
-from rldsl.plan.model import Mesh, Model, Sizes
+from rldsl.plan.model import Layout, Mesh, Model, Sizes
 from rldsl.source import Span
 
 Describe = Callable[..., Family]
@@ -112,7 +113,14 @@ def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed
     own = parts(m, family, seed)
     return Model(m.name, m.kind, m.path, dtype, own.params, family.layers, family.config_digest, home,
                  m.optimizer if home else None, sources=sources, base=own.base, lora=own.lora,
-                 sizes=Sizes(family.hidden, family.intermediate, family.heads, family.kv_heads, family.head_dim, family.vocab))
+                 sizes=_sizes(family))
+
+
+def _sizes(f: Family) -> Sizes:
+    said = dict(f.config)
+    activation = next((json.loads(said[k]) for k in ("hidden_activation", "hidden_act", "activation_function")
+                       if said.get(k, "null") != "null"), "")
+    return Sizes(f.hidden, f.intermediate, f.heads, f.kv_heads, f.head_dim, f.vocab, str(activation))
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -125,7 +133,17 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
     problems: list[Diagnostic] = []
 
     def put(node: Call, choice: Choice, mesh: Mesh) -> None:
-        places[node.id] = place(choice, mesh, families.get(node.model), cluster, label(node))
+        made = place(choice, mesh, families.get(node.model), cluster, label(node))
+        if isinstance(node, g.Generate) and made.layout.cp > 1:
+            raise fail("RL0318", f"`{label(node)}` cannot divide its sequences", _option(choice.span, "cp"),
+                       "context parallelism is for inference and training", help="a new token sees the whole sequence: "
+                       f"generate with dp or tp; here dp={made.layout.dp * made.layout.cp} moves no parameter")
+        if made.layout.zero and not isinstance(node, g.Train):
+            raise fail("RL0320", f"`{label(node)}` cannot run on parameters divided by `zero`",
+                       _option(choice.span, "zero"), "zero is for training",
+                       help="every pass, of each token that is generated, would gather all parameters from all ranks of dp: "
+                       f"say `zero` of the train call alone (`place {node.model}.train ...`), and this one gets a copy")
+        places[node.id] = made
 
     late: list[Call] = []
     for node in calls:
@@ -144,22 +162,33 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
         model = _leader(node, calls, places)
         if model is not None:
             base, why = places[model.id], f"default: as {label(model)}"
+            if isinstance(node, g.Generate) and base.layout.cp > 1:  # the same boxes, so nothing moves
+                x = base.layout
+                base = replace(base, layout=layout_of(base.mesh, x.dp * x.cp, x.tp, x.pp, backend=x.backend))
+                why += ", with dp for cp"
+            if not isinstance(node, g.Train) and base.layout.zero:
+                base = replace(base, layout=_without_zero(base.layout, base.mesh))
+                why += ", without zero"
         else:
             mesh = mesh_of(range(cluster.world))
             base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: every rank, pure dp"
         if choice is None:
-            places[node.id] = replace(base, mbs=0, offload=False, span=node.span, why=why)
+            places[node.id] = replace(base, mbs=0, offload=False, span=node.span, why=why, recompute="none")
             continue
         try:
-            degrees = {"dp", "tp", "pp"} & {name for name, _, _ in choice.options}
-            inherit = () if degrees else tuple(
-                (k, getattr(base.layout, k), choice.span) for k in ("dp", "tp", "pp"))
+            degrees = {*DEGREES} & {name for name, _, _ in choice.options}
+            more = {"zero"} - {name for name, _, _ in choice.options} if isinstance(node, g.Train) else ()
+            inherit = () if degrees else tuple((k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *more))
             put(node, replace(choice, options=choice.options + inherit), base.mesh)
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
         raise Failure(dict.fromkeys(problems))
     return places
+
+
+def _without_zero(x: Layout, mesh: Mesh) -> Layout:
+    return layout_of(mesh, x.dp, x.tp, x.pp, x.cp, x.backend)
 
 
 def _leader(node: Call, calls: list[Call], places: Mapping[str, Place]) -> Call | None:

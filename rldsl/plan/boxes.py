@@ -4,19 +4,31 @@ In: a `Model`'s parameter specs and a layout. Out: for a rank, the `Piece`s that
 Invariant: under every layout the pieces of all ranks cover each parameter; the pieces of one rank do not overlap, and
 joined in order along the split dimension they are its local tensor.
 
-`zero` plays no part: it shards training state, never the parameters that calls see.
+Under a layout with `zero` the local tensor of tensor parallelism is divided once more, over dp: each of its ranks holds
+an even run of the rows (dimension 0), of ceil(rows / dp); the last may hold fewer, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from rldsl.plan.layout import coordinate, degree_product, layer_stage
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) for each dimension of the global tensor
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """What decides the boxes that a rank holds: all ranks of a layout at one cell hold the same. part: of a split.
+    shard: of the rows of that part, over dp; 0 without `zero`."""
+
+    stage: int
+    part: int
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +116,64 @@ def pieces(spec: ParamSpec, tp: int, index: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def holding(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> tuple[Piece, ...]:
-    """What `rank` holds of a parameter; empty if nothing. layers: of the model."""
+def shards(layout: Layout) -> int:
+    """Into how many runs of rows a layout divides the local tensors of tensor parallelism."""
+    return layout.dp if layout.zero else 1
+
+
+def cut(spec: ParamSpec, whole: tuple[Piece, ...], count: int, shard: int) -> tuple[Piece, ...]:
+    """The rows of shard `shard` of `count` of the local tensor that `whole` makes up. What has no dimensions is the
+    first one's."""
+    if count == 1 or not spec.shape:
+        return () if shard else whole
+    along = spec.split is not None and spec.split.dim == 0
+    ends = [(p.offset, p.offset + p.box[0][1] - p.box[0][0]) if along else p.box[0] for p in whole]
+    size = -(-max(stop for _, stop in ends) // count)
+    low, high = shard * size, (shard + 1) * size
+    found = []
+    for piece, (start, stop) in zip(whole, ends):
+        first, past = max(start, low), min(stop, high)
+        if first < past:
+            shift = piece.box[0][0] - start
+            found.append(Piece(((first + shift, past + shift), *piece.box[1:]),
+                               first - low if along else piece.offset))
+    return tuple(found)
+
+
+def places(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Every (part, shard) of a layout, ascending."""
+    return product(range(layout.tp), range(shards(layout)))
+
+
+def cells(layout: Layout, stage: int) -> Iterator[Cell]:
+    """Those of a pipeline stage, ascending."""
+    return (Cell(stage, *place) for place in places(layout))
+
+
+def pieces_at(spec: ParamSpec, layout: Layout, part: int, shard: int) -> tuple[Piece, ...]:
+    """What the ranks at (part, shard) hold of a parameter, on the stages that have it. The one place that says what a
+    layout means for boxes."""
+    return cut(spec, pieces(spec, layout.tp, part), shards(layout), shard)
+
+
+def cell(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:
+    """Where `rank` stands; None outside the mesh."""
     if rank not in mesh.members():
-        return ()
+        return None
     at = coordinate(layout, mesh, rank)
-    return pieces(parameter.spec, layout.tp, at.tp) if at.pp in stages(parameter, layers, layout.pp) else ()
+    return Cell(at.pp, at.tp, at.dp if layout.zero else 0)
+
+
+def held(parameter: Parameter, layers: int, layout: Layout, at: Cell | None) -> tuple[Piece, ...]:
+    """What a rank at a cell holds of a parameter; empty if nothing. layers: of the model."""
+    if at is None or at.stage not in stages(parameter, layers, layout.pp):
+        return ()
+    return pieces_at(parameter.spec, layout, at.part, at.shard)
+
+
+def holding(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> tuple[Piece, ...]:
+    """What `rank` holds of a parameter; empty if nothing. For many parameters, ask `cell` once and then `held`."""
+    return held(parameter, layers, layout, cell(layout, mesh, rank))
 
 
 def shares(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh) -> tuple[Share, ...]:
@@ -118,11 +182,13 @@ def shares(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh) -> tup
     assert degree_product(layout) == len(members), f"layout {layout.id} does not fill mesh {mesh.id}"
     ranks: dict[tuple[Piece, ...], list[int]] = {}
     stage_size = layout.dp * layout.cp * layout.tp
-    for tp in range(layout.tp):
-        same = ranks.setdefault(pieces(parameter.spec, layout.tp, tp), [])
+    block = stage_size // shards(layout)
+    for tp, shard in places(layout):
+        same = ranks.setdefault(pieces_at(parameter.spec, layout, tp, shard), [])
         for stage in stages(parameter, layers, layout.pp):
-            same.extend(members[stage * stage_size + tp : (stage + 1) * stage_size : layout.tp])
-    return tuple(Share(held, tuple(sorted(found))) for held, found in ranks.items())
+            first = stage * stage_size + shard * block
+            same.extend(members[first + tp : first + block : layout.tp])
+    return tuple(Share(held, tuple(sorted(found))) for held, found in ranks.items() if held)
 
 
 def replicas(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> int:

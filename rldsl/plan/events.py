@@ -79,8 +79,8 @@ class Transfer(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realloc(Event):
-    """Parameters of a model from layout to layout (`plan/movement.py`). messages: boxes sent; digest: sha256 over the
-    expanded moves.
+    """Parameters of a model from layout to layout (`plan/realloc/`). bytes: received by all ranks. messages: the most from
+    one rank to one other. digest: sha256 over the paths that they take.
 
     source: the model whose parameters under `src` move, where it is another one ("": the model itself). They become a
     new version of `model`: new = decay * old + (1 - decay) * source in float32, so a copy with decay 0. version: the
@@ -147,7 +147,8 @@ class Train(Event):
     minibatch, that one makes no step and no other follows. The output "updates" is then the number of steps made.
     fresh: program input -> (frame, what), the differentiable outputs of this model; data: program input -> value.
     outputs: metric -> value it is written to. nonfinite: what becomes of a minibatch whose gradient is not: the run
-    stops, or the minibatch makes no step and the output "skipped" counts it."""
+    stops, or the minibatch makes no step and the output "skipped" counts it. recompute: "full" keeps the input of each
+    layer alone for the backward pass, which runs the layer's forward again (Chen et al. 2016)."""
 
     model: str
     layout: str
@@ -159,6 +160,7 @@ class Train(Event):
     outputs: tuple[tuple[str, str], ...]
     mbs: int = 0
     nonfinite: Literal["stop", "skip"] = "stop"
+    recompute: Literal["none", "full"] = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rldsl.plan.model import Layout, Mesh
 
-Axis = Literal["tp", "pp", "dp", "mesh"]
+Axis = Literal["tp", "pp", "dp", "cp", "mesh"]
 
 
 @dataclass(frozen=True, slots=True)

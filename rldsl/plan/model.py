@@ -28,7 +28,8 @@ Ranges = tuple[tuple[int, int], ...]  # half-open [start, stop), in order
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """`sources`: (path, sha256). `params`: resolved `param`s. `world`: number of ranks that torchrun must start."""
+    """`sources`: (path, sha256). `params`: resolved `param`s. `world`: number of ranks that torchrun must start.
+    `memory`: bytes of a device, 0 when unknown."""
 
     format: int
     compiler: str
@@ -40,6 +41,7 @@ class Header:
     seed: int
     sources: tuple[tuple[str, str], ...] = ()
     params: tuple[tuple[str, Scalar], ...] = ()
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,10 @@ class Mesh:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Degrees on a mesh; dp*tp*pp*cp = size of the mesh. Coordinates run pp slowest, then dp, cp, and tp fastest
-    (`plan/layout.py`). `ep` divides dp*cp*tp over experts and `zero` shards training state over dp."""
+    (`plan/layout.py`). `ep` divides dp*cp*tp over experts. `zero`, of a layout that a model is trained under, divides
+    parameters, gradients and optimizer state over dp at rest (`plan/boxes.py`). Gradients are whole during a minibatch
+    with 1, and divided with 2 and 3; parameters are whole during a minibatch with 1 and 2, and layer by layer with 3
+    (Rajbhandari et al. 2020, arXiv:1910.02054)."""
 
     id: str
     mesh: str
@@ -154,7 +159,7 @@ class Lora:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What of a model decides the work and memory of a call, beyond its parameters; 0: unknown. hidden, intermediate
-    and head_dim: widths. heads, kv_heads, vocab: counts."""
+    and head_dim: widths. heads, kv_heads, vocab: counts. activation: of the MLP, as the config calls it ("silu")."""
 
     hidden: int = 0
     intermediate: int = 0
@@ -162,6 +167,7 @@ class Sizes:
     kv_heads: int = 0
     head_dim: int = 0
     vocab: int = 0
+    activation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +279,11 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A communicator that the runtime creates at start-up, in the order of these records. axis: "tp", "pp", "dp" of a
-    layout (one group for each combination of the other coordinates), or "mesh" (all ranks of `mesh`)."""
+    """A communicator that the runtime creates at start-up, in the order of these records. axis: "tp", "pp", "dp", "cp"
+    of a layout (one group for each combination of the other coordinates), or "mesh" (all ranks of `mesh`)."""
 
     id: str
-    axis: Literal["tp", "pp", "dp", "mesh"]
+    axis: Literal["tp", "pp", "dp", "cp", "mesh"]
     layout: str = ""
     mesh: str = ""
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Literal
 
+from rldsl.plan.makespan import cost, divide
 from rldsl.plan.model import Frame, Spread
 
 MASK = (1 << 64) - 1
@@ -34,29 +34,17 @@ class RowMove:
 
 
 def partition(weights: Sequence[int], shards: int, weigh: Literal["count", "tokens", "slot"]) -> tuple[Rows, ...]:
-    """Item numbers for each shard. "count": contiguous runs of even length. "tokens": longest first onto the lightest
-    shard, at most 4/3 of the best possible (Graham 1969). Shards stay empty when there are fewer items."""
+    """Item numbers for each shard. "count": contiguous runs of even length. "tokens": so that the heaviest
+    shard is as light as possible (`makespan.py`). Shards stay empty when there are fewer items."""
     assert shards > 0
     if weigh == "count":
         return _runs(tuple(range(len(weights))), shards)
-    return _longest_first(weights, shards, len(weights))
+    return divide(weights, shards, len(weights))
 
 
 def _runs(items: Rows, shards: int) -> tuple[Rows, ...]:
     n = len(items)
     return tuple(items[i * n // shards : (i + 1) * n // shards] for i in range(shards))
-
-
-def _longest_first(weights: Sequence[int], shards: int, most: int) -> tuple[Rows, ...]:
-    """Ties go to the shard with fewer items, then to the first; no shard gets more than `most` items."""
-    heap = [(0, 0, shard) for shard in range(shards)]
-    chosen: list[list[int]] = [[] for _ in range(shards)]
-    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, count, shard = heappop(heap)
-        chosen[shard].append(item)
-        if count + 1 < most:
-            heappush(heap, (load + weights[item], count + 1, shard))
-    return tuple(tuple(sorted(items)) for items in chosen)
 
 
 def mix(*keys: int) -> int:
@@ -166,7 +154,7 @@ def _slots(frame: Frame, unit: str, dp: int) -> tuple[Rows, ...]:
 
 
 def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame], lengths: Lengths) -> dict[int, int]:
-    """The weight of each unit that is there, ascending: tokens over all frames, or 1."""
+    """The weight of each unit that is there, ascending: what its sequences of all frames cost, or 1."""
     per_unit = [f.per_prompt if spread.unit == "prompt" else 1 for f in frames]
     assert all(f.count % per == 0 for f, per in zip(frames, per_unit)), f"spread {spread.id} cuts a prompt"
     assert len({f.count // per for f, per in zip(frames, per_unit)}) == 1, (
@@ -179,7 +167,7 @@ def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame]
             continue
         assert len(lengths[frame.id]) == frame.count, f"frame {frame.id}: {len(lengths[frame.id])} lengths"
         for row in rows:
-            weights[row // per] = weights.get(row // per, 0) + lengths[frame.id][row]
+            weights[row // per] = weights.get(row // per, 0) + cost(lengths[frame.id][row])
     return dict(sorted(weights.items()))
 
 
@@ -205,9 +193,14 @@ def micro_batches(rows: Sequence[int], lengths: Sequence[int], limit: int, at_le
     if not rows:
         return ()
     rows = sorted(rows)
-    count = min(len(rows), max(at_least, -(-len(rows) // limit) if limit else 1, 1))
-    parts = _longest_first([lengths[r] for r in rows], count, limit or len(rows))
+    count = micro_batch_count(len(rows), limit, at_least)
+    parts = divide([lengths[r] for r in rows], count, limit or len(rows))
     return tuple(sorted(tuple(rows[i] for i in part) for part in parts))
+
+
+def micro_batch_count(rows: int, limit: int, at_least: int) -> int:
+    """Into how many micro-batches `micro_batches` divides so many rows."""
+    return min(rows, max(at_least, -(-rows // limit) if limit else 1, 1))
 
 
 # ---------------------------------------------------------------------------------------------------- moves

@@ -1,16 +1,22 @@
-"""A plan as text for people. In: a plan, and the rank or event of interest. Out: lines; nothing is recomputed."""
+"""A plan as text for people. In: a plan, and the rank or event of interest. Out: lines; nothing is recomputed.
+
+`plan/view.py` has the same as values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from rldsl.diag import fail
-from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.events import Event, Every, Item, Loop, Sampling
+from rldsl.plan.meaning import kind, subject
 from rldsl.plan.model import Model, Plan
-from rldsl.plan.project import class_of, events, participants, schedule
+from rldsl.plan.project import class_of, schedule
 from rldsl.plan.texts import ranks_text
+from rldsl.plan.view import Touch, View, check_rank, view
 
-OWN = ("id", "mesh", "reads", "writes", "at", "because", "bytes")
+WIDTH = 120
+LABEL = {"frame": "sequences", "frames": "sequences"}  # what users call a field
 
 
 def human(bytes: int) -> str:
@@ -25,16 +31,14 @@ def human(bytes: int) -> str:
     raise AssertionError("unreachable")
 
 
-def show(plan: Plan, rank: int | None = None, event: int | None = None) -> str:
-    """The whole plan, one rank's schedule, or one event in full. Raises RL0608 for a rank or event it does not have."""
+def show(plan: Plan, rank: int | None = None, event: int | None = None, source: str = "") -> str:
+    """The whole plan, one rank's schedule, or one event in full. source: the line that asked for the event, if it can
+    be quoted. Raises RL0608 for a rank or event that the plan does not have."""
     if event is not None:
-        return "\n".join(_one(plan, event))
+        return "\n".join(_one(plan, view(plan, event), source))
     body: Sequence[Item] = plan.body
     if rank is not None:
-        if not 0 <= rank < plan.header.world:
-            raise fail(
-                "RL0608", f"the plan has no rank {rank}", place="--rank", help=f"ranks are 0 to {plan.header.world - 1}"
-            )
+        check_rank(plan, rank)
         body = schedule(plan.body, plan.meshes, rank)
     return "\n".join([*_head(plan, rank), "", *_items(plan, body, "")])
 
@@ -100,21 +104,42 @@ def line(event: Event) -> str:
     return "  ".join(parts).rstrip()
 
 
-def kind(event: Event) -> str:
-    return type(event).__name__.lower()
+def _one(plan: Plan, found: View, source: str) -> Iterator[str]:
+    event = found.event
+    yield f"e{event.id}  {kind(event)}  {subject(event)}".rstrip()
+    if event.at:
+        yield f"  {event.at}" + (f"  | {source.strip()}" if source else "")
+    yield from _row("because", event.because)
+    yield from _row("ranks", f"{ranks_text(found.ranks)}, {len(found.ranks)} of {plan.header.world}")
+    yield from _row("inside", " > ".join(
+        f"loop {p.id} x{p.trips}" if isinstance(p, Loop) else f"every {p.period}" for p in found.inside))
+    yield from _row("where", found.where)
+    yield from _row("bytes", f"{human(event.bytes)} ({event.bytes})" if event.bytes > 0 else
+                    "known at run time" if event.bytes < 0 else "")
+    for name, value in found.fields:
+        yield from _row(LABEL.get(name, name), field_text(value))
+    for touch in found.touches:
+        yield from _touch(event, touch)
 
 
-def _one(plan: Plan, id: int) -> Iterator[str]:
-    for event, path in events(plan):
-        if event.id == id:
-            yield line(event)
-            yield f"  participants: ranks {ranks_text(participants(plan, event))}"
-            if path:
-                yield "  inside: " + " > ".join(
-                    f"loop {p.id} x{p.trips}" if isinstance(p, Loop) else f"every {p.period}" for p in path
-                )
-            for name in type(event).__dataclass_fields__:
-                if name not in OWN:
-                    yield f"  {name}: {getattr(event, name)}"
-            return
-    raise fail("RL0608", f"the plan has no event {id}", place="--event", help="`rlc show` lists the events")
+def _row(label: str, text: str) -> Iterator[str]:
+    if text:
+        yield f"  {label:<12}  {text}"
+
+
+def field_text(value: Any) -> str:
+    """A field's value without Python's brackets; "" for nothing."""
+    if isinstance(value, Sampling):
+        return " ".join(f"{name}={field_text(getattr(value, name)) or '[]'}" for name in Sampling.__dataclass_fields__)
+    if isinstance(value, tuple):
+        return ", ".join(": ".join(map(field_text, v)) if isinstance(v, tuple) else field_text(v) for v in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _touch(event: Event, touch: Touch) -> Iterator[str]:
+    """A buffer, and the other events that touch it."""
+    found = (("written by", touch.written_by), ("read by", touch.read_by), ("freed by", touch.freed_by))
+    others = [f"{word} {', '.join(f'e{i}' for i in ids if i != event.id)}"
+              for word, ids in found if any(i != event.id for i in ids)]
+    verb = "writes" if touch.write else "reads" if event.id in touch.read_by else "frees"
+    yield from _row(verb, "  ".join([touch.buffer, touch.where, *others]))

@@ -37,6 +37,7 @@ class Axes:
     dp: Axis
     tp: Axis
     pp: Axis
+    cp: Axis
     mesh: Axis
 
 
@@ -91,17 +92,21 @@ class Shard(Protocol):
         order, results joined. Every rank of the shard returns the same result."""
 
     def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float, loss: LossFn,
-              stop: Callable[[], bool] | None = None) -> Mapping[str, float] | None:
-        """Forward and backward of every micro-batch, one gradient reduction (a *sum* over dp: the loss already carries
+              stop: Callable[[], bool] | None = None, recompute: str = "none") -> Mapping[str, float] | None:
+        """Forward and backward of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss already carries
         the global normalisation), clipping over all shards, one optimizer step. what: for each frame, the fresh
         outputs that the loss wants. `loss` is called on last-stage ranks only. Returns "grad_norm" (before clipping)
         and "lr", equal on all ranks. A shard may have no rows at all: it still takes part in every reduction.
+        Under a layout with `zero` all shards of dp get the same number of micro-batches, some of them without rows.
 
         stop: asked once, between the backward passes and the reduction, on every rank alike. When it says yes the
-        gradient is dropped, nothing changes (no weight decay, no moments) and the result is None."""
+        gradient is dropped, nothing changes (no weight decay, no moments) and the result is None.
 
-    def skip(self, updates: int) -> None:
-        """So many planned optimizer steps are not made: the learning-rate schedule passes over them."""
+        recompute: as in `plan.Train`; it changes no number."""
+
+    def skip(self, updates: int) -> float:
+        """So many planned optimizer steps are not made: the learning-rate schedule passes over them. Returns the rate
+        of the last of them."""
 
     def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Of a trained shard: the optimizer's state by its name ("exp_avg"), each shaped as `tensors()`. Writing into

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
-from rldsl.plan.movement import carried, realloc_moves
+from rldsl.plan.movement import carried
 from rldsl.plan.partition import micro_batches
 from rldsl.runtime.backend import Packed
-from rldsl.runtime.exchange import Place, Route, copies_of, realloc
+from rldsl.runtime.realloc import Place, Route, realloc
 from rldsl.runtime.rows import Lens
 from rldsl.runtime.state import State
 from rldsl.runtime.store import Column, ragged
@@ -29,13 +29,15 @@ def load(state: State, event: Load) -> None:
 
 
 def reallocate(state: State, event: Realloc) -> None:
-    """Issued here, waited for by the first call that uses the new copy. What both sides still wait for comes first."""
+    """Issued here; its last round is waited for by the first call that uses the new copy. What both sides still wait for
+    comes first."""
     model, source, world = state.models[event.model], state.models[event.source or event.model], state.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
     src_mesh, dst_mesh = world.meshes[src.mesh], world.meshes[dst.mesh]
+    moved = carried(source, src.id, model, dst.id, event.decay)
     if event.id not in state.routes:
-        moves = realloc_moves(model, src, src_mesh, dst, dst_mesh, state.plan.header.devices_per_node)
-        state.routes[event.id] = Route.of(moves, world.rank, copies_of(model, src, src_mesh, dst, dst_mesh, world.rank))
+        state.routes[event.id] = Route.of(moved, src, src_mesh, dst, dst_mesh, state.plan.header.devices_per_node,
+                                          world.rank)
     sides: list[Place | None] = []
     for owner, layout, mesh in ((source, src, src_mesh), (model, dst, dst_mesh)):
         if world.rank in mesh.members():
@@ -44,8 +46,8 @@ def reallocate(state: State, event: Realloc) -> None:
             sides.append(Place.of(model, layout, mesh, world.rank, tensors))
         else:
             sides.append(None)
-    dtype = DTYPE[carried(source, src.id, model, dst.id, event.decay).dtype]
-    pending = realloc(state.routes[event.id], *sides, dtype, state.device, event.id * 16, event.decay)
+    pending = state.told(realloc(state.routes[event.id], *sides, DTYPE[moved.dtype], state.device, event.id * 16,
+                                 event.decay))
     state.arriving[model.name, dst.id] = pending
     if world.rank not in dst_mesh.members():
         state.arriving.pop((model.name, dst.id)).finish()

@@ -2,8 +2,9 @@
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
-`checkpoint.json`, written last: step, plan, states, data positions, schedules, and the size and sha256 of every file. So it
-can be read under any layout (`resume.py`). Each box is written by one of the ranks that hold it, and nothing is gathered.
+`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`positions.py`), schedules, and
+the size and sha256 of every file. So it can be read under any layout (`resume.py`). Each box is written by one of the
+ranks that hold it, and nothing is gathered.
 
 A step waits only for the copy to host memory; a thread writes. The first rank gives the directory its name when every
 rank has reported to the store of the process group, in a directory next to it that no other run uses.
@@ -17,7 +18,7 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
+from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -30,6 +31,7 @@ from rldsl.plan.boxes import Box, Parameter, Piece, local_slice, parameters, sha
 from rldsl.plan.events import Checkpoint, split
 from rldsl.plan.model import Layout, Mesh, Model, Plan
 from rldsl.plan.project import events
+from rldsl.runtime.files import digest
 from rldsl.runtime.log import end_step
 from rldsl.runtime.state import State
 
@@ -66,7 +68,8 @@ def checkpoint(state: State, event: Checkpoint) -> None:
 def facts(plan: Plan) -> dict[str, Any]:
     """What a checkpoint says of its program: a run that goes on from it is told what has changed."""
     header = plan.header
-    return {"sources": dict(header.sources), "params": dict(header.params), "seed": header.seed}
+    return {"sources": dict(header.sources), "functions": {f.path: f.sha256 for f in plan.functions},
+            "params": dict(header.params), "seed": header.seed}
 
 
 def begin(state: State, plan: str, watch: Any = None) -> None:
@@ -137,7 +140,8 @@ def _facts(state: State, event: Checkpoint) -> dict[str, Any]:
               if value not in state.models and state.holds(b)}
     progress = {name: dict(state.shards[name, layout].progress()) for _, name, layout in reads
                 if name in state.models and state.models[name].home == layout and (name, layout) in state.shards}
-    return {"states": states, "data": dict(state.fetched), "models": progress}
+    readings = {name: asdict(reading) for name, reading in state.readings.items()}
+    return {"states": states, "data": dict(state.fetched), "readings": readings, "models": progress}
 
 
 class Writer:
@@ -201,7 +205,7 @@ class Writer:
         if any("problem" in r for r in reports):
             shutil.rmtree(partial, ignore_errors=True)
             return
-        merged: dict[str, Any] = {"files": {}, "states": {}, "data": {}, "models": {}}
+        merged: dict[str, Any] = {"files": {}, "states": {}, "data": {}, "readings": {}, "models": {}}
         for report in reports:
             merged["files"] |= report["files"]
             for kind, more in report["facts"].items():
@@ -227,14 +231,6 @@ def found(out: Path) -> Sequence[Path]:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
-
-
-def digest(file: Path) -> str:
-    whole = sha256()
-    with file.open("rb") as opened:
-        while part := opened.read(1 << 22):
-            whole.update(part)
-    return whole.hexdigest()
 
 
 def _sync(path: Path) -> None:

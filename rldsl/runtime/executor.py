@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,12 +22,11 @@ from rldsl.runtime.checkpoint import checkpoint, finish
 from rldsl.runtime.evaluations import turns
 from rldsl.runtime.failure import Watch
 from rldsl.runtime.log import end_step, log
-from rldsl.runtime.metrics.record import clear
 from rldsl.runtime.metrics.report import Report
 from rldsl.runtime.options import Options
 from rldsl.runtime.pool import Pool
 from rldsl.runtime.save import save
-from rldsl.runtime.start import functions, prepare, recorded
+from rldsl.runtime.start import functions, prepare, recorded, settle
 from rldsl.runtime.state import State
 from rldsl.runtime.summary import summarise, write_summary
 from rldsl.runtime.trace import Recorder, now, write
@@ -40,81 +40,109 @@ HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
 }
 
 
+@dataclass
+class Walk:
+    """A rank on its way through its own list. depth: number of loops around what it is at."""
+
+    state: State
+    own: Sequence[Item]
+    recorder: Recorder | None = None
+    depth: int = 0
+
+    def whole(self) -> None:
+        self.items(self.own)
+
+    def items(self, items: Sequence[Item], turn: int = 1) -> None:
+        """turn: iteration of the innermost loop, from 1."""
+        for item in items:
+            if isinstance(item, Event):
+                self.event(item)
+            elif isinstance(item, Every):
+                if turn % item.period == 0:
+                    self.items(item.body, turn)
+            else:
+                assert isinstance(item, Loop)
+                for i in self.turns(item):
+                    self.items(item.body, i)
+
+    def event(self, event: Event) -> None:
+        assert self.state.report is not None
+        self.state.ring.begins(event)
+        self.state.report.begins(event)
+        begin = now()
+        HANDLERS[type(event)](self.state, event)
+        end = now()
+        self.state.ring.ends()
+        self.state.report.took(event, end - begin)
+        if self.recorder is not None:
+            self.recorder.add(event, self.state.step, begin, end)
+
+    def turns(self, loop: Loop) -> Iterator[int]:
+        """The iterations of a loop, from 1. Each is begun before it is given out and ended when the next is asked for;
+        the outermost loop is that of the steps."""
+        state, steps = self.state, self.depth == 0
+        assert state.report is not None
+        outer, state.over = (state.turn, state.over), loop.over
+        trips = turns(state, loop) if loop.over else loop.trips
+        if not steps:
+            state.report.entered(loop.id)
+        for buffer in loop.collects:
+            if state.holds(buffer):
+                values.empty(state, buffer)
+        self.depth += 1
+        for i in range(1 + (state.step if steps else 0), trips + 1):
+            state.turn = i - 1
+            state.ring.turn(self.depth - 1, i)
+            if steps:
+                state.begin_step()
+            else:
+                state.report.turned(loop.id)
+            yield i
+            if steps:
+                end_step(state)
+                if state.stopped:
+                    break
+            if loop.until:
+                enough = bool(state.store.take(loop.until).data)
+                state.store.free(loop.until)
+                if enough:
+                    break
+        self.depth -= 1
+        state.ring.turn(self.depth, 0)
+        state.turn, state.over = outer
+
+
 def execute(data: bytes, name: str, out: str | Path, device: torch.device = torch.device("cpu"),
-            watch: Watch | None = None, options: Options = Options()) -> None:
+            watch: Watch | None = None, options: Options = Options(),
+            walk: Callable[[Walk], None] = Walk.whole, begun: Callable[[], None] = lambda: None) -> None:
     """Run a plan as rank dist.get_rank(). name: of the plan file, for messages. out: directory of what the run writes.
+    walk: goes through the list (that of an emitted program is its own). begun: called by rank 0 once the directory is
+    this run's.
 
     Everything that can be checked is checked before the first step: the plan, the data, the functions, the files."""
     state, own = prepare(data, name, out, device, watch, options)
-    if options.overwrite and state.world.rank == 0:
-        clear(state.out)
-    dist.barrier()  # what is removed is gone for all
-    begun_at = state.step
-    recorder = Recorder(state.world.rank) if options.trace else None
-    goes_on = options.again or options.resume is not None
-    rewards = Pool(functions(state, own), options.reward_workers, options.reward_seconds, state.world.rank)
-    with (rewards as state.rewards, Report(state, options.asked) as state.report,
-          recorded(state, data, options.asked.command, goes_on)):
-        begun = time.monotonic()
-        _walk(state, own, watch, recorder)
-        seconds = time.monotonic() - begun
-        if recorder is not None:
-            write(recorder, Path(str(options.trace)), device)
-        _finish(state)
+    if watch is not None:
+        state.ring = watch.ring
+    began_at = state.step
+    recorder = Recorder(state.world.rank, state.plan.header.devices_per_node) if options.trace else None
+    with Pool(functions(state, own), options.reward_workers, options.reward_seconds, state.world.rank) as state.rewards:
+        settle(state, options, begun)
+        if watch is not None:  # a dump belongs to a run, and there is one from here on
+            watch.out = state.out
+        with (Report(state, options.asked) as state.report,
+              recorded(state, data, options.asked.command, options.goes_on)):
+            start = time.monotonic()
+            walk(Walk(state, own, recorder))
+            seconds = time.monotonic() - start
+            if recorder is not None:
+                write(recorder, state.plan, Path(str(options.trace)), device)
+            _finish(state)
     if state.world.rank == 0:
         if state.stopped:
             print(f"stopped after step {state.step}, as asked; `--resume` goes on from there", file=sys.stderr,
                   flush=True)
-        write_summary(state.plan, state.out, summarise(state.plan, state.out, state.step, state.step - begun_at, seconds))
-
-
-def _walk(state: State, items: Sequence[Item], watch: Watch | None, recorder: Recorder | None, turn: int = 1,
-          depth: int = 0) -> None:
-    """turn: iteration of the innermost loop, from 1. depth: number of loops around."""
-    for item in items:
-        if isinstance(item, Event):
-            if watch is not None:
-                watch.at = item
-            state.report.begins(item)
-            begin = now()
-            HANDLERS[type(item)](state, item)
-            end = now()
-            state.report.took(item, end - begin)
-            if recorder is not None:
-                recorder.add(item, state.step, begin, end)
-        elif isinstance(item, Every):
-            if turn % item.period == 0:
-                _walk(state, item.body, watch, recorder, turn, depth)
-        else:
-            assert isinstance(item, Loop)
-            _loop(state, item, watch, recorder, depth)
-
-
-def _loop(state: State, loop: Loop, watch: Watch | None, recorder: Recorder | None, depth: int) -> None:
-    outer, state.over = (state.turn, state.over), loop.over
-    trips = turns(state, loop) if loop.over else loop.trips
-    if depth:
-        state.report.entered(loop.id)
-    for buffer in loop.collects:
-        if state.holds(buffer):
-            values.empty(state, buffer)
-    for i in range(1 + (state.step if depth == 0 else 0), trips + 1):
-        state.turn = i - 1
-        if depth == 0:
-            state.begin_step()
-        else:
-            state.report.turned(loop.id)
-        _walk(state, loop.body, watch, recorder, i, depth + 1)
-        if depth == 0:
-            end_step(state)
-            if state.stopped:
-                break
-        if loop.until:
-            enough = bool(state.store.take(loop.until).data)
-            state.store.free(loop.until)
-            if enough:
-                break
-    state.turn, state.over = outer
+        made = state.step - began_at
+        write_summary(state.plan, state.out, summarise(state.plan, state.out, state.step, made, seconds))
 
 
 def _finish(state: State) -> None:
@@ -122,6 +150,7 @@ def _finish(state: State) -> None:
     state.store.settle()
     for key in list(state.arriving):
         state.settled(*key)
+    state.ring.over()
     if state.writer is not None:
         finish(state)
     dist.barrier()

@@ -1,13 +1,14 @@
 """When a rank fails, all stop within seconds, and one clear message says which rank and where.
 
-Every rank leaves a sign of life in the rendezvous store, with the event that it is at, and looks there for the name of
-a rank that has failed. A rank that dies without a word (killed, out of memory) is the one whose signs stay the same:
-counters are compared, never clocks of different machines. torchrun answers such a death with SIGTERM to all others,
-at once; the watcher catches it, so that they can still say why they stop.
-"""
+Every rank leaves signs of life (`runtime/signs.py`), with the event that it is at, and looks there for the name of a
+rank that has failed. A rank that dies without a word (killed, out of memory) is the one whose signs stay the same.
+torchrun answers such a death with SIGTERM to all others, at once; the watcher catches it, so that they can still say
+why they stop. Where the ranks were and who waited for whom (`plan/postmortem.py`) is part of the message; each rank
+that still can leaves a dump of what it did last. """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -15,30 +16,49 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.plan.events import Event
+from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.dumps import Dump, Sign, Stand
+from rldsl.plan.dumps import Signs as LastSigns
+from rldsl.plan.model import Plan
+from rldsl.plan.postmortem import LOST_CONTACT, Findings, analyse, traces
+from rldsl.plan.postmortem_text import event_text
 from rldsl.report import render
+from rldsl.runtime import stack
+from rldsl.runtime.blame import others, own_words
+from rldsl.runtime.postmortem import leave
+from rldsl.runtime.ring import Ring
+from rldsl.runtime.signs import Signs
 
-BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as dead
-_FAILED, _SAID, _ALIVE = "rldsl/failed", "rldsl/said", "rldsl/alive/"
+BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as silent
+LAST = 20.0  # seconds in which a rank that ends must be gone, whatever the store does
 
 
 class Watch:
-    """One rank's watcher. `at` is the event that the rank is executing."""
+    """One rank's watcher. ring: what the rank does. out: the directory of the run, once it may write there."""
 
-    def __init__(self, store: Any, rank: int, world: int):
-        """On the main thread only: it takes over SIGTERM."""
-        self.store, self.rank, self.world = store.clone() if hasattr(store, "clone") else store, rank, world
-        self.at: Event | None = None
-        self.waits, self.asked = False, False  # a run with checkpoints ends by itself, after the step; asked: SIGTERM came
-        self._done, self._ending, self._beats = threading.Event(), threading.Lock(), 0
+    def __init__(self, store: Any, rank: int, world: int, plan: bytes = b"", timeout: float = math.inf,
+                 late: bool = False):
+        """On the main thread only: it takes over SIGTERM. plan: the file's bytes. timeout: seconds that a rank waits
+        for another. late: posts run behind Python, and the library ends the process when one takes too long."""
+        self.signs, self.rank, self.world = Signs(store, rank, world), rank, world
+        self.ring = Ring()
+        self.out: Path | None = None
+        self.waits = False  # a run with checkpoints ends by itself, after the step
+        self.asked = False  # SIGTERM came
+        self._data, self._timeout, self._late = plan, timeout, late
+        self._fell: stack.Stack | None = None  # where the main thread was when it failed
+        self._done, self._ending = threading.Event(), threading.Lock()
         # a main thread that waits for a peer in C++ runs no handler: the wake-up descriptor reaches the watcher anyway
-        self._bell, ring = socket.socketpair()
-        ring.setblocking(False)
-        self._ring = ring
-        self._before = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(ring.fileno())
+        self._bell, rope = socket.socketpair()
+        rope.setblocking(False)
+        self._rope = rope
+        self._before = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(rope.fileno())
         self._thread = threading.Thread(target=self._run, name="rldsl-watch", daemon=True)
         self._thread.start()
 
@@ -49,111 +69,135 @@ class Watch:
         signal.set_wakeup_fd(self._before[1])
         signal.signal(signal.SIGTERM, self._before[0])
         self._bell.close()
-        self._ring.close()
+        self._rope.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say what went wrong, once, and end this process."""
-        if isinstance(error, Failure) and error.diagnostics:
-            self._stop(error.diagnostics)
+        self._fell = stack.of_error(error.__traceback__)
+        said = own_words(error, self.rank, self._where())
+        if any(d.code == "RL0799" for d in said):
+            traceback.print_exception(error)
+        if said:
+            self._stop(said)
         if isinstance(error, Failure):  # another rank has the words
             self._blame("a rank failed")
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            self._stop((Diagnostic("RL0707", f"rank {self.rank} is out of memory", place=self._where(),
-                                   help="give the call a larger mesh, more tp or pp, a smaller mbs, or offload=true"),))
-        if not lost_contact(error):
-            import traceback
-
-            traceback.print_exc()
-            self._stop((Diagnostic("RL0799", f"internal error (please report): {type(error).__name__}: {error}",
-                                   place=self._where()),))
         self._blame("another rank stopped without a word", " ".join(str(error).split())[:300])
 
-    def _blame(self, otherwise: str, said: str = "") -> NoReturn:
-        """Name the rank whose signs of life stay the same; stop. said: by the communication library."""
-        before, until = self._signs(), time.monotonic() + SILENCE
-        while time.monotonic() < until:  # time for the culprit's own words, too
-            self._beat()
-            if self._failed():
+    def _blame(self, otherwise: str, said: str = "", asked: bool = False) -> NoReturn:
+        """Name the ranks that are silent, or those that the others wait for; stop (`blame.others`)."""
+        self._limit()
+        if not self.signs.looks():
+            self._pass(2 * SILENCE)  # whoever looks will speak, unless it ends too
+        before = self.signs.all()
+        signs = self.signs.compared(before, self._pass(SILENCE))
+        findings = self._findings(signs)
+        self._stop((others(self._plan, findings, otherwise, self._where(), said, asked, self._more()),), signs)
+
+    def _pass(self, seconds: float) -> float:
+        """Let so much time pass, alive; stop as soon as another rank has said why. The seconds that it was."""
+        begun = time.monotonic()
+        while (passed := time.monotonic() - begun) < seconds:
+            self.signs.beat(self._stand())
+            if self.signs.failed():
                 self._follow()
             time.sleep(BEAT / 2)
-        silent = {r: sign for r, sign in self._signs().items() if r != self.rank and before.get(r) == sign}
-        title = otherwise
-        if silent:
-            title = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))} stopped without a word"
-        places = dict.fromkeys(sign.partition("|")[2] for sign in silent.values())
-        self._stop((Diagnostic("RL0709", title, place=", ".join(places) or self._where(), help=(
-            "killed from outside, or out of memory? the system's log knows; " if silent else "")
-            + "checkpoints that were written are whole", notes=(f"the library said: {said}",) if said else ()),))
+        return passed
 
     def _run(self) -> None:
-        try:
-            while not self._done.is_set():
-                self._beat()
-                if self._failed():
-                    self._follow()
-                if select.select([self._bell], [], [], BEAT)[0] and signal.SIGTERM in self._bell.recv(64):
-                    if not self.waits:
-                        self._blame("the run was asked to stop (SIGTERM)")
-                    self.asked = True
-        except Exception:  # the store went away: the main thread meets the same end and reports it
-            return
+        due = self._timeout
+        while not self._done.is_set():
+            self.signs.beat(self._stand())
+            if self.signs.failed():
+                self._follow()
+            if self.ring.seconds() < self._timeout:
+                due = self._timeout
+            elif self.ring.seconds() >= due:
+                due += max(4 * BEAT, self._timeout / 8)
+                self._overdue()
+            if select.select([self._bell], [], [], BEAT)[0] and signal.SIGTERM in self._bell.recv(64):
+                if not self.waits:
+                    self._blame("the run was asked to stop (SIGTERM)", asked=True)
+                self.asked = True
 
-    def _beat(self) -> None:
-        self._beats += 1
-        self.store.set(f"{_ALIVE}{self.rank}", f"{self._beats}|{self._where()}")
+    def _overdue(self) -> None:
+        """This rank has not come further for as long as a rank may wait: stop, if it is others that it waits for."""
+        findings = self._findings(self.signs.all())
+        if findings is not None and any(self.rank in wait.ranks for wait in findings.waits):
+            self._blame(f"rank {self.rank} waited longer than {self._timeout:g} s for others")
 
-    def _signs(self) -> dict[int, str]:
-        """The latest sign of life of each rank that ever gave one."""
-        try:
-            keys = {r: f"{_ALIVE}{r}" for r in range(self.world)}
-            return {r: self.store.get(key).decode() for r, key in keys.items() if self.store.check([key])}
-        except Exception:
-            return {}
+    def _limit(self) -> None:
+        """From now on the process ends within some seconds, even when the store does not answer."""
+        def end() -> None:
+            why = f"the store of the run{', or its disk,' if self.out else ''} does not answer"
+            print(render((Diagnostic("RL0709", why, place=self._where(), help=(
+                "the machine of torchrun's endpoint, or the file system of `--out`, is gone or cannot be reached")),)),
+                file=sys.stderr, flush=True)
+            last = threading.Thread(target=self._dump, args=("RL0709", why, False), daemon=True)
+            last.start()
+            last.join(4 * BEAT)
+            _leave()
 
-    def _failed(self) -> bool:
-        try:
-            return self.store.check([_FAILED])
-        except Exception:
-            return False
+        bomb = threading.Timer(LAST, end)
+        bomb.daemon = True
+        bomb.start()
 
     def _follow(self) -> NoReturn:
         """Stop because another rank failed; one of those that follow says so."""
-        rank, _, where = self.store.get(_FAILED).decode().partition("|")
-        if self._first(_SAID):
-            at = f" at {where}" if where else ""
-            print(f"all ranks stopped: rank {rank} failed{at}", file=sys.stderr, flush=True)
-        _leave()
-
-    def _stop(self, diagnostics: tuple[Diagnostic, ...]) -> NoReturn:
         self._ending.acquire()  # never released: the first thread to get here ends the process
-        try:
-            first = self._first(_FAILED, f"{self.rank}|{self._where()}")
-        except Exception:  # no store: better said twice than never
-            first = True
-        if first and diagnostics:
-            print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
-        if first:
-            time.sleep(3 * BEAT if self.world > 1 else 0)  # the store may live in this process; let the others read it
+        self._limit()
+        rank, _, where = self.signs.failed().partition("|")
+        self._dump("", f"rank {rank} ended the run", False)
+        if self.signs.says():
+            at = f": rank {rank} failed at {where}" if where else ""  # without: it has told of others
+            print("; ".join(x for x in (f"all ranks stopped{at}", self._more()) if x),
+                  file=sys.stderr, flush=True)
         _leave()
 
-    def _first(self, key: str, value: str = "1") -> bool:
-        """Whether this rank is the first to claim `key`."""
-        mine = f"{value}|{self.rank}" if key == _SAID else value
-        return self.store.compare_set(key, "", mine).decode() == mine
+    def _stop(self, diagnostics: tuple[Diagnostic, ...], signs: dict[int, Sign] | None = None) -> NoReturn:
+        """signs: of all ranks, where they have been looked at."""
+        self._ending.acquire()
+        self._limit()
+        said = diagnostics[0]
+        first = self.signs.fails("" if said.code == LOST_CONTACT else self._where())
+        if first:
+            print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
+        self._dump(said.code, said.title, first)
+        if first and self.world > 1:
+            time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
+            held = self.signs.all() if signs is None else signs
+            if self.out is not None:
+                leave(self.out, LastSigns(plan_id(self._data), self.signs.start, self.rank, round(time.time(), 3),
+                                          tuple(sorted(held.items()))))
+        _leave()
+
+    def _dump(self, code: str, reason: str, first: bool) -> None:
+        if self.out is None:
+            return
+        lines = (self._fell or stack.of_main()).lines
+        leave(self.out, Dump(plan_id(self._data), self.signs.start, self.rank, self.world, self.signs.machine,
+                             os.getpid(), round(time.time(), 3), first, code, reason, self._stand(), lines, self._late,
+                             self.ring.entries()))
+
+    def _stand(self) -> Stand:
+        """Where this rank is; what it failed in, once it has."""
+        return self.ring.stand("" if self._late else (self._fell or stack.of_main(whole=False)).call)
+
+    @cached_property
+    def _plan(self) -> Plan | None:
+        try:
+            return decode(self._data, "the plan")
+        except Failure:
+            return None
+
+    def _findings(self, signs: dict[int, Sign]) -> Findings | None:
+        """None: without a plan, or where the store does not even know this rank."""
+        return analyse(self._plan, traces(self.world, {}, signs)) if self._plan and self.rank in signs else None
+
+    def _more(self) -> str:
+        return f"`rlc postmortem {self.out}` tells where each rank was" if self.out is not None else ""
 
     def _where(self) -> str:
-        if self.at is None:
-            return "start-up"
-        call = f"{getattr(self.at, 'model', '')} {type(self.at).__name__.lower()}".strip()
-        return f"event {self.at.id} ({call}) {self.at.at}".strip()
-
-
-def lost_contact(error: BaseException) -> bool:
-    """Whether an exception of the communication library means that a peer is gone."""
-    text = str(error).lower()
-    signs = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout",
-             "socket", "gloo", "nccl", "peer")
-    return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)
+        return "start-up" if self.ring.event is None else event_text(self.ring.event)
 
 
 def _leave() -> NoReturn:

@@ -1,4 +1,4 @@
-"""The small files of a run: an operating system's refusal becomes a message.
+"""The files of a run: an operating system's refusal becomes a message; what a file holds has a digest.
 
 In: a path. Invariant: what can be found out before the first step is found out then, and leaves nothing behind.
 Errors: RL0708 the file cannot be written.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 from rldsl.diag import fail
@@ -31,3 +32,12 @@ def check_writable(file: Path) -> None:
         file.open("a").close()
         if new:
             file.unlink()
+
+
+def digest(file: Path) -> str:
+    """sha256 of the bytes, in hexadecimal."""
+    whole = sha256()
+    with file.open("rb") as opened:
+        while part := opened.read(1 << 22):
+            whole.update(part)
+    return whole.hexdigest()

@@ -10,25 +10,34 @@ from rldsl.runtime.state import State
 
 
 def log(state: State, event: Log) -> None:
-    """The first rank of each buffer's mesh sends its numbers, in one message, to rank `event.to`."""
+    """The first rank of each buffer's mesh sends its numbers, in one message, to rank `event.to`. A buffer without a
+    number (of a train call whose minibatches were all left out) adds nothing to the step's line."""
     by_rank: dict[int, list[tuple[str, str]]] = {}
     for name, buffer in event.metrics:
         spread = state.spreads[split(buffer)[1]]
         by_rank.setdefault(state.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
     rank, sends, receives = state.world.rank, {}, {}
-    mine = [state.store.take(b).data.reshape(-1)[:1].double() for _, b in by_rank.get(rank, ())]
+    mine = [_told(state.store.take(b).data) for _, b in by_rank.get(rank, ())]
     if mine and rank != event.to:
         sends[event.to] = torch.cat(mine)
     if rank == event.to:
-        receives = {peer: torch.empty(len(names), dtype=torch.float64, device=state.device)
+        receives = {peer: torch.empty(2 * len(names), dtype=torch.float64, device=state.device)
                     for peer, names in by_rank.items() if peer != rank}
     post(sends, receives, event.id * 16).wait()
     if rank == event.to:
         receives[rank] = torch.cat(mine) if mine else torch.empty(0)
-        found = {name: value for peer, names in by_rank.items()
-                 for (name, _), value in zip(names, receives[peer].tolist())}
+        found = {name: told for peer, names in by_rank.items()
+                 for (name, _), told in zip(names, receives[peer].view(-1, 2).tolist())}
         for name, _ in event.metrics:
-            state.metrics.setdefault(name, []).append(found[name])
+            there, number = found[name]
+            if there:
+                state.metrics.setdefault(name, []).append(number)
+
+
+def _told(data: torch.Tensor) -> torch.Tensor:
+    """[2]: whether there is a number, and which."""
+    number = data.reshape(-1)[:1].double()
+    return torch.cat([number.new_ones(1), number]) if number.numel() else number.new_zeros(2)
 
 
 def end_step(state: State) -> None:

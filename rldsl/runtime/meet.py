@@ -1,8 +1,8 @@
 """The ranks of one start find each other in a store that may hold what ranks of earlier starts left there.
 
 torchrun starts ranks again in the store of the start before, and its counts of restarts differ between machines. So
-each rank comes with a word of its own, rank 0 proposes the words that it sees, and when every rank has found its own word in
-the same proposal, these are the ranks of this start: the proposal's digest is the prefix of all that follows.
+each rank comes with a word of its own, rank 0 proposes the words that it sees, and when every rank has found its own
+word in the same proposal, these are the ranks of this start: the proposal's digest is the prefix of all that follows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def started_before(run: Any, start: Any, rank: int, world: int, restarted: bool)
     """Whether this start goes on with what an earlier one began; the same on all ranks. Rank 0 decides: what earlier
     starts left says it (`begun`), and where nothing is left, one rank that torchrun has restarted is enough. torchrun
     counts only the restarts that its own ranks were the cause of, so `restarted` differs between machines.
-    run: the store of all starts. start: that of this one. RuntimeError: a rank did not answer within the store's time."""
+    run: the store of all starts. start: that of this one. RuntimeError: a rank did not answer in the store's time."""
     start.set(f"restarted/{rank}", "yes" if restarted else "no")
     if rank == 0:
         told = [start.get(f"restarted/{r}") == b"yes" for r in range(world)]
@@ -52,7 +52,7 @@ def started_before(run: Any, start: Any, rank: int, world: int, restarted: bool)
 
 
 def begun(run: Any) -> None:
-    """Rank 0 says that the run has its directory: later starts go on in it. One that was refused leaves no such word."""
+    """Rank 0 says that the run has its directory: later starts go on in it. One that was refused leaves no word."""
     run.set("begun", "yes")
 
 

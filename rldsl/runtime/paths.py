@@ -3,7 +3,7 @@
 In: a plan, the run's directory, the directories that `--allow-write` names. Out: nothing, or a Failure before the
 first step. A place is allowed that lies inside the run's directory, the working directory or one of those named, after
 `..` and symbolic links are resolved.
-Errors: RL0712 a save outside of these, or over what the plan reads.
+Errors: RL0712 a save outside of these, over what the plan reads, or over what no save has written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rldsl.plan.model import Plan
 from rldsl.plan.paths import OUT, STEP, paths, shown
 from rldsl.runtime.reward import located
 
-MODEL_FILES = ("config.json", "adapter_config.json")
+MARK = "rldsl.json"  # in every directory that a save has written
 
 
 def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = (), only: str = "", step: int = 1) -> None:
@@ -39,6 +39,9 @@ def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = (), only: str =
         elif over := [p for p, real in read.items() if place == real or place in real.parents]:
             problems.append(_refused(path, f"a save would replace {shown(over[0])}, which the plan reads",
                                      "save to another directory"))
+        elif foreign(Path(path.replace(OUT, str(out)).replace(STEP, str(step)))):
+            problems.append(_refused(path, f"a save would replace {shown(str(place))}, which no save has written",
+                                     f"save to another directory, or remove that one; a save leaves {MARK} in its own"))
     if problems:
         raise Failure(problems)
 
@@ -54,11 +57,14 @@ def _resolved(path: str) -> Path | None:
         return None
 
 
-def replaceable(final: Path) -> None:
-    """OSError where something stands at `final` that no save has written: it would be lost."""
-    if final.is_symlink() or final.exists() and not (
-            final.is_dir() and (any((final / n).is_file() for n in MODEL_FILES) or not any(final.iterdir()))):
-        raise FileExistsError(17, "something else than a saved model is there")
+def foreign(final: Path) -> bool:
+    """Whether something stands at `final` that no save has written, or that cannot be looked at: it would be lost."""
+    try:
+        if final.is_symlink() or not final.is_dir():
+            return final.is_symlink() or final.exists()
+        return not (final / MARK).is_file() and any(final.iterdir())
+    except OSError:
+        return True
 
 
 def with_python_as_it_is(plan: Plan) -> tuple[Plan, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 In: a run's directory, or that of one checkpoint. Out: a `Resume`, equal on all ranks: the newest checkpoint whose files
 are all as they were written. Each rank reads the boxes that it needs, by intersection, whatever ranks wrote them.
+A manifest or a file that somebody else wrote is damage like any other: what is read is checked before it is used.
 Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program.
 """
 
@@ -11,7 +12,7 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +26,30 @@ from rldsl.diag import Failure, fail
 from rldsl.plan.boxes import Box, holding, intersect, local_slice, parameters, subtract
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Shard
-from rldsl.runtime.checkpoint import FORMAT, MANIFEST, digest, found, step_of
+from rldsl.plan.paths import shown
+from rldsl.runtime.checkpoint import FORMAT, MANIFEST, found, step_of
+from rldsl.runtime.files import digest
+from rldsl.runtime.positions import Reading
 
 Stored = list[tuple[Box, Path, str]]  # box, file, key in it
+FLOATS = ("F64", "F32", "F16", "BF16")
+MOST = 1 << 62  # of counts
+DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Resume:
-    """step: the last one that the checkpoint contains. states, data, models: as in its manifest."""
+    """step: the last one that the checkpoint contains. states, data, readings, models: as in its manifest. changes:
+    what is not as in the program of then."""
 
     path: Path
     step: int
     states: Mapping[str, float]
     data: Mapping[str, int]
+    readings: Mapping[str, Reading]
     models: Mapping[str, Mapping[str, int]]
     stored: Mapping[str, Stored] = field(repr=False)
+    changes: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -67,13 +77,18 @@ class Resume:
                             value = open_files[file].get_slice(key)[_inside(common, box)]
                             target[_inside(common, piece.box)].copy_(value)
         if model.home == layout.id:
-            shard.resume(self.models[model.name])
+            try:
+                shard.resume(self.models[model.name])
+            except KeyError as error:
+                raise _damaged(self.path, f"no count {error} of {model.name}") from None
 
     def _cover(self, name: str, box: Box) -> list[tuple[Box, tuple[Box, Path, str]]]:
         """Boxes that make up `box`, each with a stored one that contains it."""
         found: list[tuple[Box, tuple[Box, Path, str]]] = []
         lacking = [box]
         for entry in self.stored.get(name, ()):
+            if len(entry[0]) != len(box):
+                continue
             found += [(part, entry) for b in lacking if (part := intersect(b, entry[0])) is not None]
             lacking = [rest for b in lacking for rest in subtract(b, entry[0])]
         if lacking:
@@ -126,42 +141,74 @@ def _damage(path: Path) -> str:
             file = path / Path(name).name
             if not file.is_file() or file.stat().st_size != said["bytes"] or digest(file) != said["sha256"]:
                 return f"{name} is not as it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
+    except DAMAGE as error:
+        return f"{MANIFEST} cannot be read: {shown(str(error)[:300])}"
     return ""
 
 
 def _read(path: Path, header: Mapping[str, Any]) -> Resume:
     """Its files are as they were written, which says nothing of who wrote them."""
     try:
-        found = _resume(path)
         manifest = json.loads((path / MANIFEST).read_text())
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise fail("RL0761", "the checkpoint is damaged", place=str(path), notes=(str(error)[:300],),
-                   help="copy it from a backup, or start anew without `--resume`") from None
-    if dist.get_rank() == 0:
-        for what in header:
-            if manifest.get(what) != json.loads(json.dumps(header[what])):
-                print(f"note: the {what} of the program changed since this checkpoint was made", file=sys.stderr,
-                      flush=True)
-    return found
+        states, data, models = (dict(manifest[kind]) for kind in ("states", "data", "models"))
+        readings = dict(manifest.get("readings", {}))
+        return Resume(path, _count(manifest["step"]), {k: float(v) for k, v in states.items()},
+                      {k: _count(v) for k, v in data.items()}, {k: Reading.read(v) for k, v in readings.items()},
+                      {k: {n: _count(v) for n, v in counts.items()} for k, counts in models.items()},
+                      _stored(path, manifest["files"]), tuple(changes(manifest, json.loads(json.dumps(header)))))
+    except DAMAGE as error:
+        raise _damaged(path, str(error)) from None
 
 
-def _resume(path: Path) -> Resume:
-    manifest = json.loads((path / MANIFEST).read_text())
+def _damaged(path: Path, why: str) -> Failure:
+    return fail("RL0761", "the checkpoint is damaged", place=str(path), notes=(shown(why[:300]),),
+                help="copy it from a backup, or start anew without `--resume`")
+
+
+def _stored(path: Path, files: Mapping[str, Any]) -> Mapping[str, Stored]:
+    """What is where: a tensor is named after its box, and has its shape."""
     stored: dict[str, Stored] = defaultdict(list)
-    for name in manifest["files"]:
+    for name in files:
         file = path / Path(name).name
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():
-                owner, _, box = key.rpartition("|")
-                stored[owner].append((_box(box), file, key))
-    states, data, models = (dict(manifest[kind]) for kind in ("states", "data", "models"))
-    step = int(manifest["step"])
-    if step < 0:
-        raise ValueError(f"step {step}")
-    return Resume(path, step, {k: float(v) for k, v in states.items()}, {k: int(v) for k, v in data.items()},
-                  {k: {n: int(v) for n, v in counts.items()} for k, counts in models.items()}, stored)
+                owner, _, text = key.rpartition("|")
+                box, tensor = _box(text), opened.get_slice(key)
+                if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
+                    raise ValueError(f"{name}: {key} has shape {tensor.get_shape()}")
+                if tensor.get_dtype() not in FLOATS:
+                    raise ValueError(f"{name}: {key} is stored as {tensor.get_dtype()}")
+                stored[owner].append((box, file, key))
+    return stored
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MOST:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What of a program (`checkpoint.facts`) is not as it was; a file under another name is the same file."""
+    for name, value in now["params"].items():
+        before = then["params"].get(name)
+        if before != value:
+            yield f"param {name}: {'not there' if before is None else before} -> {value}"
+    yield from (f"param {name}: {value} -> not there" for name, value in then["params"].items()
+                if name not in now["params"])
+    for kind in ("sources", "functions"):
+        before, after = dict(then.get(kind, now[kind])), dict(now[kind])
+        for name in [*after, *(n for n in before if n not in after)]:
+            old, new = before.get(name), after.get(name)
+            moved = old is None and new in before.values() or new is None and old in after.values()
+            if old != new and not moved:
+                yield f"{name}: {_short(old)} -> {_short(new)}"
+    if then["seed"] != now["seed"]:
+        yield f"seed: {then['seed']} -> {now['seed']}; what is left of a shuffled epoch comes in another order"
+
+
+def _short(digest: Any) -> str:
+    return "not there" if digest is None else str(digest)[:8]
 
 
 def _box(text: str) -> Box:

@@ -86,42 +86,40 @@ def _import(function: Function) -> Any:
 def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[float]:
     """The function's value for each row. It is not called at all without rows.
 
-    names: what messages call each row (default: their numbers)."""
+    names: what messages call each row (default: their numbers). What fails is called again row by row: the first row
+    that fails alone is told, so that it does not matter which rows were called together; all of them when none does."""
     if not rows:
         return []
     found, names = _loaded(function), names or [str(i) for i in range(len(rows))]
     try:
-        result = found(rows)
-    except KeyboardInterrupt:
+        return _judged(function, found, rows, names)
+    except Failure:
+        for row, name in zip(rows, names) if len(rows) > 1 else ():
+            _judged(function, found, [row], [name])
         raise
-    except BaseException as error:
-        raise _culprit(function, found, rows, names, error) from None
-    return _checked(function, rows, names, result)
 
 
 _loaded = functools.lru_cache(maxsize=None)(load)
 
 
-def _culprit(function: Function, found: Callable[[list[Row]], Any], rows: list[Row], names: Sequence[str],
-             error: BaseException) -> Failure:
-    """The failure, with the first row on which the function raises alone; it is not known when there is none."""
-    about: tuple[str, ...] = ()
-    row = rows[0]
-    for row, name in zip(rows, names) if len(rows) > 1 else ():
-        try:
-            found([row])
-        except KeyboardInterrupt:
-            raise
-        except BaseException as alone:
-            error, about = alone, describe(row, name)
-            break
-    if len(rows) == 1:
-        about = describe(row, names[0])
-    help = "a row that cannot be judged still needs a number: catch what may go wrong"
+def _judged(function: Function, found: Callable[[list[Row]], Any], rows: list[Row],
+            names: Sequence[str]) -> list[float]:
+    try:
+        result = found(rows)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        about = describe(rows[0], names[0]) if len(rows) == 1 else ()
+        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, _mend(error, rows[0])) from None
+    return _checked(function, rows, names, result)
+
+
+def _mend(error: BaseException, row: Row) -> str:
+    """How to mend what raised; of a column that is not there, which there are."""
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
         near = get_close_matches(error.args[0], list(row), n=1)
-        help = f"did you mean `{near[0]}`?" if near else "a row has " + ", ".join(f"`{k}`" for k in row)
-    return _raised("RL0775", f"`{function.name}` raised", function, error, about, help)
+        return f"did you mean `{near[0]}`?" if near else "a row has " + ", ".join(f"`{k}`" for k in row)
+    return "a row that cannot be judged still needs a number: catch what may go wrong"
 
 
 def describe(row: Row, name: str) -> tuple[str, ...]:
@@ -139,8 +137,10 @@ def _checked(function: Function, rows: list[Row], names: Sequence[str], result: 
         raise _wrong(function, f"returned {_article(result)}, not one number for each row",
                      help="it is called with a list of rows and returns a list as long")
     if len(result) != len(rows):
-        raise _wrong(function, f"returned {len(result)} values for {len(rows)} rows",
-                     notes=describe(rows[0], f"{names[0]} is the first"), help="return one number for each row, in their order")
+        many, (first, prompt) = len(rows) > 1, describe(rows[0], names[0])
+        raise _wrong(function, f"returned {len(result)} values for {f'{len(rows)} rows' if many else first}",
+                     notes=(f"{first} is the first", prompt) if many else (prompt,),
+                     help="return one number for each row, in their order")
     return [_number(function, row, name, value) for row, name, value in zip(rows, names, result)]
 
 

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from rldsl.diag import Failure, fail
 from rldsl.plan.boxes import local_slice, parameters
 from rldsl.plan.events import Save
+from rldsl.plan.gather import gather, owners
 from rldsl.plan.lora import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.model import Model
-from rldsl.plan.movement import gather_moves, owners
-from rldsl.runtime.exchange import Place, Route, post
-from rldsl.runtime.paths import check_writes, replaceable
+from rldsl.runtime.exchange import post
+from rldsl.runtime.paths import MARK, check_writes, foreign
+from rldsl.runtime.realloc import Place
 from rldsl.runtime.state import State
 
 
@@ -52,7 +53,10 @@ def save(state: State, event: Save) -> None:
     _together(group, state, lambda: _fresh(partial, final) if first else None, final)
     _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
     index = {name: names[rank] for name, rank in chosen.items()}
-    _together(group, state, lambda: _finish(partial, final, model, shard.export(), index) if first else None, final)
+    header = state.plan.header
+    mark = {"program": header.program, "flow": header.flow, "model": model.name, "step": state.step}
+    _together(group, state,
+              lambda: _finish(partial, final, model, shard.export(), index, mark) if first else None, final)
 
 
 def _file(i: int, count: int) -> str:
@@ -64,7 +68,7 @@ def _gather(state: State, event: Save, model: Model, place: Place,
     """The parameters that this rank is chosen to write, whole, on the CPU."""
     layout = state.world.layouts[event.layout]
     mesh, rank = state.world.meshes[layout.mesh], state.world.rank
-    route = Route.of(gather_moves(model, layout, mesh, chosen, state.plan.header.devices_per_node), rank, ())
+    sends, receives = gather(model, layout, mesh, chosen, rank)
     whole = {p.name: torch.empty(p.spec.shape, dtype=place.tensors[p.name].dtype if p.name in place.tensors
                                  else _dtype(place), device=state.device)
              for p in parameters(model) if chosen[p.name] == rank}
@@ -73,16 +77,14 @@ def _gather(state: State, event: Save, model: Model, place: Place,
         dim = parameter.spec.split.dim if parameter.spec.split else 0
         for piece in pieces:
             target[_slices(piece.box)] = place.tensors[name][local_slice(piece, piece.box, dim)]
-    sends = {peer: torch.cat([place.view(m.name, m.box).reshape(-1) for m in moves])
-             for peer, moves in route.sends.items()}
-    receives = {peer: torch.empty(sum(whole[m.name][_slices(m.box)].numel() for m in moves), dtype=_dtype(place),
-                                  device=state.device) for peer, moves in route.receives.items()}
-    post(sends, receives, event.id * 16).wait()
-    for peer, moves in route.receives.items():
+    out = {m.peer: torch.cat([place.view(name, box).reshape(-1) for name, box in m.boxes]) for m in sends}
+    into = {m.peer: torch.empty(m.size(), dtype=_dtype(place), device=state.device) for m in receives}
+    post(out, into, event.id * 16).wait()
+    for message in receives:
         at = 0
-        for move in moves:
-            target = whole[move.name][_slices(move.box)]
-            target.copy_(receives[peer][at : at + target.numel()].view(target.shape))
+        for name, box in message.boxes:
+            target = whole[name][_slices(box)]
+            target.copy_(into[message.peer][at : at + target.numel()].view(target.shape))
             at += target.numel()
     return {name: t.cpu() for name, t in whole.items()}
 
@@ -120,7 +122,8 @@ def _fresh(partial: Path, final: Path) -> None:
     """An empty place to write to; and the checkpoint back in its place, when a run ended between the two renames."""
     if _aside(final).exists() and not final.exists():
         os.replace(_aside(final), final)
-    replaceable(final)
+    if foreign(final):  # it was not there before the first step
+        raise FileExistsError(17, "something that no save has written is there")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -134,8 +137,9 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise OSError(str(error)) from error
 
 
-def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any], index: Mapping[str, str]) -> None:
-    """Index, config and tokenizer; then the final name."""
+def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any], index: Mapping[str, str],
+            mark: Mapping[str, Any]) -> None:
+    """Index, config, tokenizer and whose directory it is; then the final name."""
     if len(set(index.values())) > 1:
         total = sum((partial / name).stat().st_size for name in set(index.values()))
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=2)
@@ -148,6 +152,7 @@ def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any],
     for file in Path(export["tokenizer"]).iterdir():
         if file.is_file() and file.name.startswith(kept):
             shutil.copyfile(file, partial / file.name)
+    (partial / MARK).write_text(json.dumps(mark, indent=1) + "\n")
     if final.exists():
         aside = _aside(final)  # POSIX cannot exchange two directories: until the second rename this is the checkpoint
         shutil.rmtree(aside, ignore_errors=True)
@@ -162,7 +167,9 @@ def _config(config: Any, model: Model) -> Any:
     """The config that loads what we wrote: a value model is a sequence classifier with one label."""
     import copy
 
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+    )
 
     config = copy.deepcopy(config)
     config.dtype = torch.float32  # what is written are the float32 master weights, whatever the calls computed in

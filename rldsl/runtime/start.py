@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rldsl.diag import fail
+from rldsl.diag import Failure, fail
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Checkpoint, Compute, Event, Fetch, Item
 from rldsl.plan.model import Function, Plan
-from rldsl.plan.paths import paths, text
+from rldsl.plan.paths import paths, shown, text
 from rldsl.plan.project import schedule
 from rldsl.plan.verify import verify
-from rldsl.runtime.checkpoint import begin, facts, found
+from rldsl.report import render
+from rldsl.runtime.checkpoint import begin, facts
 from rldsl.runtime.evaluations import check_evaluations
 from rldsl.runtime.failure import Watch
 from rldsl.runtime.files import check_writable
-from rldsl.runtime.metrics.record import FAILED, FINISHED, STOPPED, Record
+from rldsl.runtime.metrics.record import FAILED, FINISHED, STOPPED, Record, clear, refuse_checkpoints
+from rldsl.runtime.metrics.writers import check_packages
 from rldsl.runtime.options import Options
+from rldsl.runtime.postmortem import forget
 from rldsl.runtime.paths import check_writes, with_python_as_it_is
+from rldsl.runtime.positions import Reading, compare, unknown
 from rldsl.runtime.resume import Resume, drop_later, resume
 from rldsl.runtime.state import State
 from rldsl.runtime.summary import SUMMARY
@@ -41,7 +45,7 @@ def prepare(data: bytes, name: str, out: str | Path, device: torch.device, watch
     verify(plan)
     check_same_plan(data, device)
     plan = _allowed(plan, name, out, device, options)
-    state = State(plan, join(plan, dist.get_rank(), device), _writable(out))
+    state = State(plan, join(plan, dist.get_rank(), device, options.timeout), _writable(out))
     state.allow_write = options.allow_write
     own = schedule(plan.body, plan.meshes, state.world.rank)
     if any(isinstance(e, Checkpoint) for e in _events(own)):
@@ -53,36 +57,67 @@ def prepare(data: bytes, name: str, out: str | Path, device: torch.device, watch
             value = state.resume.states.get(kept.value, kept.initial) if state.resume else kept.initial
             state.write(kept.value, kept.spread, at, torch.tensor([value], dtype=torch.float64, device=device))
     _check(state, own)
+    _check_positions(state)
     check_evaluations(state, own)
-    _check_files(state, options.trace)
+    _check_files(state, options)
     return state, own
 
 
 def _resumed(state: State, options: Options) -> Resume | None:
     """Where the run goes on; the state takes over the counts of that place."""
-    asked = options.resume
-    if options.overwrite:
+    if options.resume is None:
+        if not (options.overwrite or options.goes_on):
+            refuse_checkpoints(state.out)
         return None
-    if asked is None and found(state.out) and not options.again:
-        raise fail("RL0763", "this directory holds the checkpoints of an earlier run", place=str(state.out),
-                   help="`--resume` goes on from the last one; `--out` names another directory; "
-                   "`--overwrite` removes them")
-    if asked is None and not found(state.out):
-        return None
-    held = resume(Path(asked or state.out), facts(state.plan), state.device)
+    held = resume(Path(options.resume), facts(state.plan), state.device)
     lacking = [m.name for m in state.plan.models if (m.home or m.sources) and not held.has(m.name)]
     lacking += [s.value for s in state.plan.states if s.value not in held.states]
     if lacking:
         raise fail("RL0762", f"the checkpoint does not hold `{'`, `'.join(lacking)}`", place=str(held.path),
                    notes=(f"it holds {', '.join([*held.names, *held.states])}",),
                    help="go on with the program that made it, or start a new run with another `--out`")
-    if dist.get_rank() == 0:
-        drop_later(state.out, held)
-        more = f"after step {held.step}" if held.step < state.plan.header.steps else "where nothing is left to do"
-        print(f"goes on from {held.path}, {more}", file=sys.stderr, flush=True)
     state.step = held.step
     state.fetched.update(held.data)
     return held
+
+
+def _check_positions(state: State) -> None:
+    """That the positions of the checkpoint mean what they meant; how each source is read is noted for the next one.
+    All ranks call it together."""
+    held, found = state.resume, []
+    for name in state.sources:
+        if state.tells(name) and (held or state.writer):
+            now = state.readings[name] = Reading.of(state.sources[name])
+            if held and name in held.readings:
+                found.append(compare(name, held.readings[name], now, name in held.data))
+            elif held and name not in held.data:
+                found.append(unknown(name, now))
+    told = [d for d in found if d is not None]
+    errors = [d for d in told if d.severity == "error"]
+    if warnings := [d for d in told if d not in errors]:
+        print(render(warnings, sys.stderr.isatty()), file=sys.stderr, flush=True)
+    failed = torch.tensor(float(bool(errors)), device=state.device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failed.item():
+        raise Failure(errors)  # without any, another rank has the words
+
+
+def settle(state: State, options: Options, begun: Callable[[], None]) -> None:
+    """The run is sound: what is in its directory and is not of it goes, and rank 0 says that it has `begun`. All ranks
+    call it together."""
+    held = state.resume
+    dist.barrier()  # no rank has found a reason not to begin
+    if state.world.rank == 0:
+        forget(state.out)
+        if options.overwrite:
+            clear(state.out, dist.get_world_size())
+        if held is not None:
+            drop_later(state.out, held)
+            more = f"after step {held.step}" if held.step < state.plan.header.steps else "where nothing is left to do"
+            notes = (f"note: since it was made, {shown(change)}" for change in held.changes)
+            print("\n".join([f"goes on from {held.path}, {more}", *notes]), file=sys.stderr, flush=True)
+        begun()
+    dist.barrier()  # what is removed is gone for all
 
 
 def _allowed(plan: Plan, name: str, out: str | Path, device: torch.device, options: Options) -> Plan:
@@ -125,12 +160,13 @@ def functions(state: State, items: Sequence[Item]) -> list[Function]:
     return [state.functions[name] for name in dict.fromkeys(called)]
 
 
-def _check_files(state: State, trace: str | None) -> None:
-    """That rank 0 can write the files that it will write at the end."""
+def _check_files(state: State, options: Options) -> None:
+    """That rank 0 can write the files that it will write at the end, and has the packages for others."""
     if state.world.rank == 0:
         check_writable(state.out / SUMMARY)
-        if trace:
-            check_writable(Path(trace))
+        if options.trace:
+            check_writable(Path(options.trace))
+        check_packages(options.asked.tensorboard, options.asked.wandb)
 
 
 def _events(items: Sequence[Item]) -> Iterator[Event]:
@@ -152,10 +188,8 @@ def recorded(state: State, data: bytes, command: Sequence[str], goes_on: bool) -
     record = Record(state.out, state.plan, data, devices, command, goes_on)
     try:
         yield
-    except KeyboardInterrupt:
-        record.end(STOPPED, state.step)
-        raise
-    except BaseException:
-        record.end(FAILED, state.step)
+    except BaseException as error:
+        with suppress(Failure):  # a full disk has been told already: the first error is the one that counts
+            record.end(STOPPED if isinstance(error, KeyboardInterrupt) else FAILED, state.step)
         raise
     record.end(STOPPED if state.stopped else FINISHED, state.step)

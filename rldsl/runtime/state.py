@@ -18,7 +18,8 @@ from rldsl.plan.partition import mix
 from rldsl.plan.project import events
 from rldsl.runtime.backend import Packed, Shard
 from rldsl.runtime.data import Source, open_source
-from rldsl.runtime.exchange import Route
+from rldsl.runtime.realloc import Route
+from rldsl.runtime.ring import Ring
 from rldsl.runtime.rows import Lens, StepRows
 from rldsl.runtime.store import Column, Pending, Store
 from rldsl.runtime.world import World
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rldsl.runtime.checkpoint import Writer
     from rldsl.runtime.metrics.report import Report
     from rldsl.runtime.pool import Pool
+    from rldsl.runtime.positions import Reading
     from rldsl.runtime.resume import Resume
 
 RANDOM_NUMBERS = 1 << 32  # keeps the seeds of computations apart from those of frames
@@ -40,6 +42,7 @@ class State:
     world: World
     out: Path
     store: Store = field(default_factory=Store)
+    ring: Ring = field(default_factory=Ring)  # of what this rank does
     step: int = 0
     turn: int = 0  # of the innermost loop, from 0
     over: str = ""  # the data source that the innermost loop goes over
@@ -49,7 +52,8 @@ class State:
     routes: dict[int, Route] = field(default_factory=dict)
     arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)  # of this step, as they came
-    fetched: dict[str, int] = field(default_factory=dict)  # data source -> batches read in the run
+    fetched: dict[str, int] = field(default_factory=dict)  # data source -> the batch read last, from 0
+    readings: dict[str, "Reading"] = field(default_factory=dict)  # of the sources of which this rank tells
     drawn: dict[int, int] = field(default_factory=dict)  # generate or compute event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
     ragged: int = 0  # bytes of transfers that this rank sent and received, this step, where lengths decide how many
@@ -123,18 +127,30 @@ class State:
             pending.finish()
         return self.shards[model, layout]
 
+    def told(self, pending: Pending) -> Pending:
+        """The same; that this rank waits for it, and which event posted it (the one that it is at now), is known."""
+        posted = self.ring.here()
+
+        def finish() -> Any:
+            self.ring.waits(posted)
+            result = pending.finish()
+            self.ring.goes_on()
+            return result
+
+        return Pending(finish, pending.bytes)
+
     def source(self, data: str) -> Source:
         if data not in self.sources:
-            tells = self.world.rank == self._first_reader(data)
+            tells = self.tells(data)
             found = self.sources[data] = open_source(self.data[data], self.plan.header.steps, tells)
             if tells and found.note:
                 print(f"note: {found.note}", file=sys.stderr, flush=True)
         return self.sources[data]
 
-    def _first_reader(self, data: str) -> int:
-        """The rank that tells the user about a source."""
+    def tells(self, data: str) -> bool:
+        """Whether this rank is the one that tells the user about a source: the first that reads it."""
         fetches = (e for e, _ in events(self.plan) if isinstance(e, Fetch) and e.data == data)
-        return min((min(self.world.meshes[e.mesh].members()) for e in fetches), default=0)
+        return self.world.rank == min((min(self.world.meshes[e.mesh].members()) for e in fetches), default=0)
 
     # rows and columns of the current step
 

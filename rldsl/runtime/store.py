@@ -84,6 +84,9 @@ class Store:
             self.take(name)
         self._buffers[name] = value
 
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._buffers)
+
     def settle(self) -> None:
         """Wait for everything that is on its way."""
         for name in list(self._buffers):

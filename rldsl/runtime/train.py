@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rldsl.plan.events import Train
 from rldsl.plan.heads import SKIPPED, STOP, UPDATES
-from rldsl.plan.partition import Rows, micro_batches
+from rldsl.plan.partition import Rows, micro_batch_count, micro_batches
 from rldsl.runtime.evaluate import LossRun, View, loss_counts
 from rldsl.runtime.nonfinite import refuse
 from rldsl.runtime.state import State
@@ -25,7 +25,8 @@ from rldsl.runtime.store import Column
 
 def train(state: State, event: Train) -> None:
     """minibatches * epochs optimizer steps; metrics are exact over each minibatch and averaged over them. A selection
-    may leave fewer rows than minibatches: an empty one makes no step, and without any step all metrics are 0.
+    may leave fewer rows than minibatches: an empty one makes no step. A metric that no minibatch has is not written:
+    without any step there is no "grad_norm", and "lr" is that of the last step that was planned.
 
     A loss that can stop is asked after the backward passes of each minibatch, over all its rows; when it says yes, that
     minibatch makes no step and no later one runs. Its own metrics count, its "grad_norm" and "lr" do not exist.
@@ -35,7 +36,7 @@ def train(state: State, event: Train) -> None:
     spread, layout = state.spreads[event.spread], state.world.layouts[event.layout]
     shard, axes = state.settled(event.model, event.layout), state.world.axes(layout)
     outputs = dict(state.programs[event.loss].outputs)
-    own = axes.tp.index == 0 and axes.pp.index == axes.pp.size - 1
+    own = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
     call = _Call(state, event)
     runs: list[LossRun] = []
     metrics: list[dict[str, float]] = []
@@ -45,36 +46,38 @@ def train(state: State, event: Train) -> None:
         metrics.extend(finish(runs[-1:], own, axes.mesh.group, state.device))
         return bool(metrics[-1][STOP])
 
-    stopped, skipped = False, 0
+    stopped, skipped, rate = False, 0, 0.0
     for minibatch in chain.from_iterable(state.rows.schedule(spread)):
         if stopped or not any(minibatch):
-            shard.skip(1)
+            rate = shard.skip(1)
             continue
-        run, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size)
+        run, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size, layout.zero > 0)
         runs.append(run)
-        step = shard.train(batches, call.what, call.temperature, loss, stop if STOP in outputs else None)
+        step = shard.train(batches, call.what, call.temperature, loss, stop if STOP in outputs else None,
+                           event.recompute)
         if step is None:
             stopped = True
-            shard.skip(1)
+            rate = shard.skip(1)
         elif math.isfinite(step["grad_norm"]):
             steps.append(step)
         elif event.nonfinite == "stop":
             refuse(state, event, call.rows(minibatch[axes.dp.index]) if own else {}, step["grad_norm"], axes.mesh.group)
         else:
             skipped += 1
-            shard.skip(1)
+            rate = shard.skip(1)
             runs.pop()
             del metrics[len(runs):]
     if runs and STOP not in outputs:
         metrics = finish(runs, own, axes.mesh.group, state.device)
-    mean = {name: _mean([m[name] for m in metrics]) for name in outputs}
-    mean["grad_norm"] = _mean([s["grad_norm"] for s in steps])
-    mean["lr"] = steps[-1]["lr"] if steps else 0.0
-    mean[SKIPPED] = float(skipped)
-    mean[UPDATES] = mean[UPDATES] if UPDATES in outputs else float(len(steps))
+    found = {"lr": steps[-1]["lr"] if steps else rate, SKIPPED: float(skipped), UPDATES: float(len(steps))}
+    found |= {"grad_norm": _mean([s["grad_norm"] for s in steps])} if steps else {}
+    found |= {name: _mean([m[name] for m in metrics]) for name in outputs} if metrics else {}
     at = torch.zeros(1, dtype=torch.int64, device=state.device)
     for name, value in event.outputs:
-        state.write(value, spread.id, at, torch.tensor([mean[name]], dtype=torch.float64, device=state.device))
+        if name in found:
+            state.write(value, spread.id, at, torch.tensor([found[name]], dtype=torch.float64, device=state.device))
+        else:
+            state.store.put(f"{value}@{spread.id}", Column.none(torch.float64, state.device))
 
 
 class _Call:
@@ -104,12 +107,16 @@ class _Call:
             found[f"data.{name}"] = _data(self.state, value, self.data[name], part, per_prompt).reshape(-1)
         return found if rows else {}
 
-    def minibatch(self, rows: Sequence[Rows], shard: int, pp: int):
-        """rows: of each dp shard. The run that finds loss and metrics, this shard's micro-batches, and their loss."""
+    def minibatch(self, rows: Sequence[Rows], shard: int, pp: int, even: bool):
+        """rows: of each dp shard. The run that finds loss and metrics, this shard's micro-batches, and their loss.
+        even: with empty ones at the end, so that all shards have as many."""
         state, event, frames = self.state, self.event, self.frames
         run = LossRun(self.program, loss_counts(self.program, frames, sorted(r for s in rows for r in s),
                                                 self.responses))
         parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows[shard], self.totals, event.mbs, pp)]
+        if even:
+            most = max(micro_batch_count(len(r), event.mbs, pp) for r in rows)
+            parts += [torch.zeros(0, dtype=torch.int64, device=state.device)] * (most - len(parts))
         batches = [tuple(state.packed(f, self.tokens[f], part) for f in event.frames) for part in parts]
 
         def loss(i: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
@@ -124,7 +131,7 @@ class _Call:
 
 
 def _mean(found: Sequence[float]) -> float:
-    return sum(found) / len(found) if found else 0.0
+    return sum(found) / len(found)
 
 
 def _data(state: State, value: str, column: Column, rows: torch.Tensor, per_prompt: int) -> torch.Tensor:

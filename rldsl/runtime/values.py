@@ -70,7 +70,7 @@ def move(state: State, event: Transfer) -> None:
     for k, name in enumerate(event.values):
         holds = rank in state.world.meshes[src.mesh].members()
         held = state.store.take(f"{name}@{src.id}") if holds else None
-        pending = transfer(state.rows, state.values[name], src, dst, held, event.id * 16 + k)
+        pending = state.told(transfer(state.rows, state.values[name], src, dst, held, event.id * 16 + k))
         state.ragged += pending.bytes if event.bytes < 0 else 0
         state.store.put(f"{name}@{dst.id}", pending)
 
@@ -88,7 +88,10 @@ def compute(state: State, event: Compute) -> None:
         numbers = views[str(node.attr("frame"))].rows
         rows, names = reward_rows(state, event, str(node.attr("frame")), numbers)
         assert state.rewards is not None
-        found = state.rewards.call(state.functions[str(node.attr("function"))], rows, names)
+        function = state.functions[str(node.attr("function"))]
+        state.ring.calls(function.name)
+        found = state.rewards.call(function, rows, names)
+        state.ring.goes_on()
         return torch.tensor(found, dtype=torch.float32, device=state.device)
 
     found = run_compute(program, inputs, views, {f: state.frames[f] for f in event.frames},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -94,7 +95,7 @@ class World:
 
     def axes(self, layout: Layout) -> Axes:
         mesh = self.meshes[layout.mesh]
-        return Axes(**{axis: self._axis(layout, mesh, axis) for axis in ("dp", "tp", "pp", "mesh")})
+        return Axes(**{axis: self._axis(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh")})
 
     def _axis(self, layout: Layout, mesh: Mesh, axis: str) -> Axis:
         ranks = next(ranks for ranks in axis_ranks(layout, mesh, axis) if self.rank in ranks)
@@ -104,8 +105,8 @@ class World:
         return self.layouts[spread.layout].dp if spread.layout else 1
 
 
-def join(plan: Plan, rank: int, device: torch.device) -> World:
-    """Create the plan's groups, equal sets of ranks once."""
+def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None = None) -> World:
+    """Create the plan's groups, equal sets of ranks once. timeout: of each; they do not take over that of the world."""
     meshes = {m.id: m for m in plan.meshes}
     layouts = {x.id: x for x in plan.layouts}
     groups: dict[tuple[int, ...], Any] = {}
@@ -117,5 +118,5 @@ def join(plan: Plan, rank: int, device: torch.device) -> World:
             sets = axis_ranks(layout, meshes[layout.mesh], group.axis)
         for ranks in sets:
             if len(ranks) > 1 and ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks))
+                groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
     return World(rank, device, meshes, layouts, groups)

@@ -20,11 +20,12 @@ def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None =
     return Model("m", kind, path, dtype, family.params, family.layers, family.config_digest, "L0", optimizer, updates)
 
 
-def make_shard(model: Model, rank: int, dp: int = 1, tp: int = 1, pp: int = 1, pool: Pool | None = None) -> Shard:
-    """This rank's shard on ranks 0..dp*tp*pp; every rank of the world must call it."""
-    mesh = Mesh("m0", ((0, dp * tp * pp),))
-    layout = Layout("L0", "m0", dp=dp, tp=tp, pp=pp)
-    axes = {axis: _axis(axis_ranks(layout, mesh, axis), rank) for axis in ("dp", "tp", "pp", "mesh")}
+def make_shard(model: Model, rank: int, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1,
+               pool: Pool | None = None) -> Shard:
+    """This rank's shard on ranks 0..dp*tp*pp*cp; every rank of the world must call it."""
+    mesh = Mesh("m0", ((0, dp * tp * pp * cp),))
+    layout = Layout("L0", "m0", dp=dp, tp=tp, pp=pp, cp=cp)
+    axes = {axis: _axis(axis_ranks(layout, mesh, axis), rank) for axis in ("dp", "tp", "pp", "cp", "mesh")}
     return build(model, layout, mesh, Axes(**axes), torch.device("cpu"), load=True,
                  trainable=model.optimizer is not None, pool=pool)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 
@@ -46,16 +48,14 @@ def reference(path: str, temperature: float) -> torch.Tensor:
 def _forwards(rank, path, kind, what, layouts, temperature):
     """Results of each layout in turn: all in one world of four."""
     model, found = plan_model(path, kind), []
-    for dp, tp, pp in layouts:
-        if rank < dp * tp * pp:
-            shard = make_shard(model, rank, dp, tp, pp) if dp * tp * pp == 4 else None
-        shard = shard if dp * tp * pp == 4 else _partial(model, rank, dp, tp, pp)
+    for degrees in layouts:
+        shard = (make_shard if prod(degrees) == 4 else _partial)(model, rank, *degrees)
         if shard is not None:
             found.append(shard.infer([pack(ROWS[:4]), pack(ROWS[4:])], what, temperature).numpy())
     return found
 
 
-def _partial(model, rank, dp, tp, pp, trainable=False):
+def _partial(model, rank, dp, tp, pp, cp=1, trainable=False):
     """A layout smaller than the world: groups need every rank."""
     import torch.distributed as dist
     from rldsl.backends.torch import build
@@ -63,10 +63,10 @@ def _partial(model, rank, dp, tp, pp, trainable=False):
     from rldsl.plan.model import Layout, Mesh
     from rldsl.runtime.backend import Axes, Axis
 
-    size = dp * tp * pp
-    mesh, layout = Mesh("m0", ((0, size),)), Layout("L0", "m0", dp=dp, tp=tp, pp=pp)
+    size = dp * tp * pp * cp
+    mesh, layout = Mesh("m0", ((0, size),)), Layout("L0", "m0", dp=dp, tp=tp, pp=pp, cp=cp)
     axes = {}
-    for name in ("dp", "tp", "pp", "mesh"):
+    for name in ("dp", "tp", "pp", "cp", "mesh"):
         for ranks in axis_ranks(layout, mesh, name):
             group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if rank in ranks:

@@ -24,7 +24,7 @@ def directory(tmp_path):
 
 def built(model):
     alone = Axis((0,), 0, None)
-    return build(model, Layout("L0", "m0"), Mesh("m0", ((0, 1),)), Axes(alone, alone, alone, alone),
+    return build(model, Layout("L0", "m0"), Mesh("m0", ((0, 1),)), Axes(alone, alone, alone, alone, alone),
                  torch.device("cpu"), load=True, trainable=False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 
@@ -66,11 +68,12 @@ def _steps(rank, path, kind, what, layouts, expected):
     """For each layout with this rank: (layout, largest difference of a parameter, its name, norms, rates)."""
     found = []
     model = plan_model(path, kind, OPTIONS, UPDATES)
-    for dp, tp, pp in layouts:
-        shard = _partial(model, rank, dp, tp, pp, trainable=True)
+    for dp, tp, pp, *more in layouts:
+        shard = _partial(model, rank, dp, tp, pp, *more, trainable=True)
         if shard is None:
             continue
-        at = coordinate(Layout("L0", "m0", dp=dp, tp=tp, pp=pp), Mesh("m0", ((0, dp * tp * pp),)), rank)
+        layout = Layout("L0", "m0", dp=dp, tp=tp, pp=pp, cp=prod(more))
+        at = coordinate(layout, Mesh("m0", ((0, dp * tp * pp * layout.cp),)), rank)
         norms, seen = [], []
         for step in range(STEPS):
             rows = minibatch(step)[at.dp :: dp]
@@ -86,7 +89,7 @@ def _steps(rank, path, kind, what, layouts, expected):
             norms.append(result["grad_norm"])
             seen.append(result["lr"])
         worst = max((_difference(shard, name, tensor, expected), name) for name, tensor in shard.tensors().items())
-        found.append(((dp, tp, pp), *worst, norms, seen))
+        found.append(((dp, tp, pp, *more), *worst, norms, seen))
     return found
 
 
@@ -108,7 +111,7 @@ def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, layout
     path = str(make_model(tmp_path / "m", family=family, **overrides))
     expected, norms = reference(path, what)
     assert norms[0] > OPTIONS.clip_grad, "the test must clip"
-    results = run_world(max(dp * tp * pp for dp, tp, pp in layouts), _steps, path, kind, what, layouts, expected)
+    results = run_world(max(map(prod, layouts)), _steps, path, kind, what, layouts, expected)
     for layout, difference, name, seen, rates in (found for rank in results for found in rank):
         assert difference < 1e-5, f"{layout}: {name} differs by {difference}"
         assert seen == pytest.approx(norms, rel=1e-4), layout

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,18 @@ from safetensors.torch import load_file
 from rldsl.diag import Failure
 from rldsl.plan.events import Checkpoint, Event
 from rldsl.runtime.metrics.names import MEASURED
-from tests.world import run_world
+from rldsl.runtime.ring import Ring
+from tests.world import _enter, context, run_world
+
+
+class Steps(Ring):
+    """Counts the steps that come to their end."""
+
+    seen = 0
+
+    def begins(self, event: Event) -> None:
+        super().begins(event)
+        self.seen += isinstance(event, Checkpoint)
 
 
 @dataclass
@@ -22,22 +36,13 @@ class Asker:
     """In the place of a `Watch`: asks the run to stop at the end of a step."""
 
     after: int
-    seen: int = 0
+    ring: Steps = field(default_factory=Steps)
     waits: bool = False
-    _at: Event | None = None
-
-    @property
-    def at(self) -> Event | None:
-        return self._at
-
-    @at.setter
-    def at(self, event: Event) -> None:
-        self._at = event
-        self.seen += isinstance(event, Checkpoint)
+    out: Path | None = None
 
     @property
     def asked(self) -> bool:
-        return self.seen >= self.after
+        return self.ring.seen >= self.after
 
 
 def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0, again: bool = False) -> list[str]:
@@ -49,13 +54,16 @@ def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0,
 
 def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int, again: bool, cwd: str) -> str:
     from rldsl.runtime.executor import execute
+    from rldsl.runtime.metrics.record import claim
     from rldsl.runtime.options import Options
 
     os.chdir(cwd)
     last = int(os.environ["WORLD_SIZE"]) - 1
     watch: Any = Asker(stop_after) if stop_after and rank == last else None
     try:
-        execute(plan, "test.plan", out, watch=watch, options=Options(resume=resume, again=again))
+        claimed = claim(Path(out), Path(resume) if resume else None, again)
+        execute(plan, "test.plan", out, watch=watch, options=Options(
+            resume=claimed.resume, goes_on=claimed.goes_on, overwrite=not claimed.goes_on))
     except Failure as failure:
         return " ".join(d.code for d in failure.diagnostics) or "another rank"
     return ""
@@ -74,3 +82,34 @@ def held(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def steps(out: Path) -> list[str]:
     return sorted(p.name for p in (out / "checkpoints").iterdir())
+
+
+def newest(out: Path) -> int:
+    return max((int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")), default=0)
+
+
+def attempt(data: bytes, out: Path, steps: int, moment: float, victim: int) -> bool:
+    """One start of all ranks. Once it has written `steps` more checkpoints, and `moment` seconds later or with the one
+    after these, rank `victim` is killed; the others then lose contact, and are ended as torchrun does. Whether it was
+    killed: else it had come to its end."""
+    world, ctx = json.loads(data.splitlines()[0])["world"], context()
+    with tempfile.TemporaryDirectory() as place:
+        ours, theirs = ctx.Pipe(duplex=False)
+        arguments = (data, str(out), None, 0, True, os.getcwd())
+        ranks = [ctx.Process(target=_enter, args=(r, world, f"{place}/store", theirs, _rank, arguments), daemon=True)
+                 for r in range(world)]
+        before = newest(out)
+        for process in ranks:
+            process.start()
+        while ranks[victim].is_alive() and newest(out) < before + steps:
+            time.sleep(0.005)
+        end = time.monotonic() + moment
+        while ranks[victim].is_alive() and time.monotonic() < end and newest(out) <= before + steps:
+            time.sleep(0.005)
+        ranks[victim].kill()
+        ranks[victim - 1].join(0.2)
+        for process in ranks:
+            process.kill()
+            process.join(60)
+        ours.close()
+        return ranks[victim].exitcode == -signal.SIGKILL

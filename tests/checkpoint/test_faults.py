@@ -8,17 +8,15 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.checkpoint.runs import _rank, held, lines, run, steps
+from tests.checkpoint.runs import attempt, held, lines, newest, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all
-from tests.world import _enter, context
 
 HERE = Path(__file__).parent
 KILLS, STEPS = 30, 80
@@ -39,37 +37,6 @@ def plan(tiny: Path, folder: Path, **sets: object) -> bytes:
     return compile_program(HERE / "small.rlf", given, PLACE, folder)
 
 
-def attempt(data: bytes, out: Path, steps: int, moment: float) -> None:
-    """One start of two ranks. Once it has written `steps` more checkpoints, and `moment` seconds later, one of them is
-    killed; the other then loses contact, and is ended as torchrun does. Or, with `steps` below 0, the run goes to its end."""
-    ctx = context()
-    with tempfile.TemporaryDirectory() as place:
-        ours, theirs = ctx.Pipe(duplex=False)
-        arguments = (data, str(out), None, 0, True, os.getcwd())
-        ranks = [ctx.Process(target=_enter, args=(r, 2, f"{place}/store", theirs, _rank, arguments), daemon=True)
-                 for r in range(2)]
-        before = newest(out)
-        for process in ranks:
-            process.start()
-        if steps >= 0:
-            victim = ranks[int(moment * 1000) % 2]
-            while victim.is_alive() and newest(out) < before + steps:
-                time.sleep(0.005)
-            victim.join(moment)
-            assert victim.is_alive(), "a rank ended by itself"
-            os.kill(victim.pid, signal.SIGKILL)
-            ranks[ranks[0] is victim].join(0.2)
-        for process in ranks:
-            if steps >= 0:
-                process.kill()
-            process.join(60)
-        ours.close()
-
-
-def newest(out: Path) -> int:
-    return max((int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")), default=0)
-
-
 def test_ranks_killed_thirty_times(tiny: Path, tmp_path: Path) -> None:
     """At random moments: of the start, of a step, of the writing of a checkpoint."""
     data = plan(tiny, tmp_path, steps=STEPS)
@@ -77,9 +44,9 @@ def test_ranks_killed_thirty_times(tiny: Path, tmp_path: Path) -> None:
     assert set(run(data, whole)) == {""}
     draw = random.Random(5)
     for _ in range(KILLS):
-        attempt(data, out, draw.choice([0, 1, 1]), draw.uniform(0, 0.5))
+        assert attempt(data, out, draw.choice([0, 1, 1]), draw.uniform(0, 0.5), draw.randrange(2))
     assert 0 < newest(out) < STEPS, "the run neither stood still nor was it over"
-    attempt(data, out, -1, 0)
+    assert set(run(data, out, again=True)) == {""}
     assert lines(out) == lines(whole)
     name = f"checkpoints/step-{STEPS:06d}"
     mine, theirs = held(out / name), held(whole / name)

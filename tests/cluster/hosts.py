@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +68,9 @@ class Run:
     def said(self) -> str:
         return "\n".join(p.read_text(errors="replace") for p in sorted(self.folder.glob("said-*")))
 
-    def ranks(self) -> dict[int, tuple[int, int]]:
-        """Rank -> its process, and how often its own torchrun says that it was started before."""
-        return {int(env["RANK"]): (pid, int(env["TORCHELASTIC_RESTART_COUNT"]))
-                for pid, env in _processes(self.id) if "RANK" in env}
+    def ranks(self) -> dict[int, int]:
+        """Rank -> its process."""
+        return {int(env["RANK"]): pid for pid, env in _processes(self.id) if "RANK" in env}
 
     def newest(self) -> int:
         """Step of the newest checkpoint; 0: none."""
@@ -95,8 +94,8 @@ def started(plan: bytes, folder: Path, namespaces: bool, *more: str, restarts: i
     try:
         for node, (name, address) in enumerate(ADDRESSES.items()):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-                       "--node-rank", str(node), "--max-restarts", str(restarts), "--rdzv-id", id, "--rdzv-backend", "c10d",
-                       "--rdzv-endpoint", endpoint, "-m", "rldsl.run", "p.plan", "--out", "out", "--device", "cpu",
+                       "--node-rank", str(node), "--max-restarts", str(restarts), "--rdzv-id", id,
+                       "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "-m", "rldsl.run", "p.plan", "--out", "out", "--device", "cpu",
                        "--timeout", "60", *more]
             if namespaces:
                 host = ["sh", "-c", _HOST, "host", name, f"cable-{name[-1]}", address]
@@ -105,7 +104,7 @@ def started(plan: bytes, folder: Path, namespaces: bool, *more: str, restarts: i
                 agents.append(subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
                                                env=os.environ | {"OMP_NUM_THREADS": "1", MARK: id}))
             if namespaces and not node:
-                until(lambda: (folder / "cable").exists(), 20)
+                until((folder / "cable").exists, 20)
         yield Run(folder, id, agents)
     finally:
         for _ in range(3):  # what was just being started while we looked
@@ -120,9 +119,9 @@ def _beside(pid: int) -> list[str]:
     return ["nsenter", "-t", str(pid), "-U", "--preserve-credentials", "unshare", "-nmu"]
 
 
-def until(true: object, seconds: float) -> None:
+def until(true: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
+    while not true():
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.01)
 
@@ -141,7 +140,7 @@ def _free_port() -> int:
 
 
 def _processes(id: str) -> list[tuple[int, dict[str, str]]]:
-    """Those of a run, with their environments: ranks have sessions of their own, and outlive an agent that is killed."""
+    """Those of a run, with their environments: ranks have sessions of their own, and outlive a killed agent."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""The files of docs/cluster.md: the SLURM script with stand-ins of `srun` and `scontrol`, and the Kubernetes manifest."""
+"""The files of docs/cluster.md: the SLURM script with stand-ins of `srun` and `scontrol`, the Kubernetes manifest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bin(tmp_path: Path) -> Path:
     """Stand-ins that write down what they are called with."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    stubs = {"scontrol": 'echo "scontrol $*" >> calls; [ "$1" = show ] && printf "gpu-a\\ngpu-b\\n"; exit 0',
+    stubs = {"python": 'echo "python $*" >> calls', "scontrol": 'echo "scontrol $*" >> calls; [ "$1" = show ] && printf "gpu-a\\ngpu-b\\n"; exit 0',
              "srun": 'echo "srun $*" >> calls; trap "echo told >> calls; kill $! 2>/dev/null; exit 0" TERM\n'
                      'sleep "${STUB_SLEEP:-0}" & wait $!; exit "${STUB_CODE:-0}"'}
     for name, text in stubs.items():
@@ -31,7 +31,8 @@ def bin(tmp_path: Path) -> Path:
 def start(bin: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
     env = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-[a-b]",
                         "SLURM_JOB_NUM_NODES": "2"} | more
-    return subprocess.Popen(["bash", str(SCRIPT), *arguments], cwd=bin.parent, env=env, text=True, stderr=subprocess.PIPE)
+    return subprocess.Popen(["bash", str(SCRIPT), *arguments], cwd=bin.parent, env=env, text=True,
+                            stderr=subprocess.PIPE)
 
 
 def calls(bin: Path) -> list[str]:
@@ -88,7 +89,19 @@ def test_the_manifest() -> None:
     assert worker["restartPolicy"] == "OnFailure"
     pod = worker["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["name"] == "pytorch" and container["args"][:2] == ["-m", "rldsl.run"]
+    assert container["name"] == "pytorch"
     assert int(spec["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
     assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE"} <= {e["name"] for e in container["env"]}
+
+
+@pytest.mark.parametrize("there, resume", [(False, ""), (True, " --resume")])
+def test_a_pod_that_starts_again_resumes(bin: Path, there: bool, resume: str) -> None:
+    job = yaml.safe_load(MANIFEST.read_text())
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    if there:
+        for step in (4, 8):
+            (bin.parent / f"runs/grpo/checkpoints/step-{step:06}").mkdir(parents=True)
+    subprocess.run([*container["command"], *container["args"]], cwd=bin.parent, check=True,
+                   env=os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"})
+    assert calls(bin) == [f"python -m rldsl.runtime.launch -m rldsl.run run.plan --out runs/grpo{resume}"]

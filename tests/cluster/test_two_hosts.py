@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Run, forbidden, kill, started, until
+from tests.cluster.hosts import forbidden, kill, started, until
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.tiny import make_model, make_sums, write_jsonl
 
@@ -27,8 +27,6 @@ flow tuning(steps=steps, seed=1) {
   checkpoint every 1
 }
 """
-NAMESPACES = pytest.param(True, id="two_network_namespaces")
-ONE_MACHINE = pytest.param(False, id="one_machine")
 
 
 @pytest.fixture(scope="module")
@@ -55,35 +53,24 @@ def whole(source: Path) -> Metrics:
     return run_program(source / "p.rlf", sets(source), source / "whole")
 
 
-@pytest.fixture
+@pytest.fixture(params=[True, False], ids=["two_network_namespaces", "one_machine"])
 def namespaces(request: pytest.FixtureRequest) -> bool:
-    if request.param and (why := forbidden()):
-        pytest.skip(why)
+    why = forbidden()
+    if bool(why) == request.param:
+        pytest.skip(why or "two network namespaces, which say more, can be made here")
     return bool(request.param)
 
 
-def ended_well(run: Run) -> None:
-    assert run.wait(100) == [0, 0], run.said()
-    assert json.loads((run.folder / "out/summary.json").read_text())["steps"] == 40
-
-
-def lose(run: Run, rank: int) -> None:
-    """Kill a rank after some steps; return when both are there again and have made more steps."""
-    before, first = run.ranks(), run.newest()
-    kill(before[rank][0])
-    until(lambda: not {p for p, _ in before.values()} & {p for p, _ in run.ranks().values()}, 60)
-    until(lambda: len(run.ranks()) == 2 and run.newest() > max(first, 1), 60)
-
-
-@pytest.mark.parametrize("namespaces", [ONE_MACHINE, NAMESPACES], indirect=True)
-def test_two_agents_whose_ranks_die_compute_what_one_world_does(namespaces: bool, plan: bytes, whole: Metrics,
-                                                               tmp_path: Path) -> None:
-    with started(plan, tmp_path, namespaces, restarts=2) as run:
+def test_two_agents_one_of_whose_ranks_dies_compute_what_one_world_does(namespaces: bool, plan: bytes, whole: Metrics,
+                                                                       tmp_path: Path) -> None:
+    with started(plan, tmp_path, namespaces, restarts=1) as run:
         until(lambda: run.newest() >= 3, 60)
-        lose(run, 1)
-        print(run.ranks())
-        lose(run, 0)
-        print(run.ranks())
-        ended_well(run)
+        first = run.ranks()
+        kill(first[1])
+        until(lambda: not {*first.values()} & {*run.ranks().values()}, 60)  # both are started again, or it is over
+        assert run.wait(100) == [0, 0], run.said()
+        assert json.loads((run.folder / "out/summary.json").read_text())["steps"] == 40
         assert run.metrics() == whole
+        # a rank whose own torchrun counts no restart goes on with the others, and takes the run for no stranger's
+        assert not any(code in run.said() for code in ("RL0763", "RL0781")), run.said()
         assert ("all 2 nodes of the plan are on one machine" in run.said()) != namespaces

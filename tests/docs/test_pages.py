@@ -105,8 +105,8 @@ def placed(clause: str) -> dict[str, str]:
     """Option -> what it is for a frozen model's call that is placed by `clause`, on 8 ranks."""
     text = completed("flow", f"other = slow.logprobs(gen) {clause}\nmetric other = mean(other)\n")
     place = places_of(api.build_graph(SourceFile("page.rlf", text)))["other"]
-    degrees = {k: str(getattr(place.layout, k)) for k in ("dp", "tp", "pp", "backend")}
-    return {**degrees, "mbs": str(place.mbs), "offload": str(place.offload).lower()}
+    degrees = {k: str(getattr(place.layout, k)) for k in ("dp", "tp", "pp", "cp", "zero", "backend")}
+    return {**degrees, "mbs": str(place.mbs), "recompute": place.recompute, "offload": str(place.offload).lower()}
 
 
 def test_placement_options_and_defaults_are_those_of_the_code(folder: Path) -> None:

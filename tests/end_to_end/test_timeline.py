@@ -25,7 +25,8 @@ def timeline(tmp_path_factory: pytest.TempPathFactory) -> Spans:
     run_program(PPO, sets, folder, trace=folder / "trace.json")
     found: Spans = defaultdict(list)
     for span in json.loads((folder / "trace.json").read_text())["traceEvents"]:
-        found[span["name"], span["args"]["step"]].append(span)
+        if span["ph"] == "X":
+            found[span["name"], span["args"]["step"]].append(span)
     return found
 
 
@@ -39,7 +40,7 @@ def overlap(timeline: Spans, a: str, b: str, step: int) -> bool:
                                   ("infer judge", "infer critic"), ("train actor", "train critic")])
 def test_calls_on_disjoint_meshes_overlap(timeline: Spans, a: str, b: str) -> None:
     for step in (1, 2, 3):
-        mine, theirs = ({span["pid"] for span in timeline[name, step]} for name in (a, b))
+        mine, theirs = ({span["tid"] for span in timeline[name, step]} for name in (a, b))
         assert mine and theirs and not mine & theirs
     assert any(overlap(timeline, a, b, step) for step in (2, 3))
 

@@ -35,7 +35,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def program(base: Path, folder: Path, ranks: int, policy: str, zeros: tuple[int, ...]) -> Path:
-    rows = write_jsonl(folder / "rows.jsonl", [r | {"label": float(i not in zeros)} for i, r in enumerate(make_sums(8))])
+    labelled = [row | {"label": float(i not in zeros)} for i, row in enumerate(make_sums(8))]
+    rows = write_jsonl(folder / "rows.jsonl", labelled)
     path = folder / "p.rlf"
     path.write_text(PROGRAM.format(rows=rows, base=base, policy=policy, ranks=ranks))
     return path
@@ -47,6 +48,12 @@ def test_skip(base: Path, tmp_path: Path, ranks: int) -> None:
     (line,) = run_program(path, {}, tmp_path / "run")
     assert line["actor/skipped"] == 1
     assert all(math.isfinite(line[f"actor/{name}"]) for name in ("loss", "size", "grad_norm", "lr"))
+
+
+def test_skip_of_all_leaves_no_numbers_that_look_right(base: Path, tmp_path: Path) -> None:
+    path = program(base, tmp_path, 2, ", nonfinite=skip", tuple(range(8)))
+    (line,) = run_program(path, {}, tmp_path / "run")
+    assert {n: x for n, x in line.items() if n.startswith("actor/")} == {"actor/skipped": 4, "actor/lr": 0.001}
 
 
 def test_skip_without_cause_counts_nothing(base: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,10 +103,8 @@ def test_the_base_of_a_reference_costs_nothing_where_it_is_there_already(base: P
     """Under the layout of the actor; under another one it is what is not there."""
     same, other = (dict(compiled(base, tmp_path / str(i), program=p).peaks[3].holders)
                    for i, p in enumerate((SAME, PROGRAM)))
-    (mine,) = [v for k, v in same.items() if k.startswith("parameters of ref")]
-    (not_mine,) = [v for k, v in other.items() if k.startswith("parameters of ref")]
-    assert mine == 0  # the actor trains there
-    assert not_mine == 0  # rank 3 has all of it too, from the actor under dp=4
+    # the actor trains there; and under the other layout rank 3 has all of it too, from the actor under dp=4
+    assert not any(v for held in (same, other) for k, v in held.items() if k.startswith("parameters of ref"))
     gradients = next(v for k, v in same.items() if k.startswith("gradients of actor"))
     own = [v for k, v in same.items() if k.startswith("parameters of actor")]
     assert gradients == min(own) and all(v < 100_000 for v in own)
@@ -270,19 +269,49 @@ def test_models_with_other_adapters_do_not_follow(base: Path, tmp_path: Path) ->
         assert code == "RL0321", (lora, path)
 
 
-@pytest.mark.parametrize("config", [
-    "", "[]", '{"peft_type": "LORA"}',
-    '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": null}',
-    '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": true}',
-    '{"peft_type": "IA3", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}',
-    '{"peft_type": "LORA", "r": 0, "lora_alpha": 8, "target_modules": ["q_proj"]}',
-    '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ".*q_proj"}',
-    '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "all"}',
-    '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "rank_pattern": {"k_proj": 2}}',
-    '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}'])
-def test_adapters_that_are_not_understood(base: Path, tmp_path: Path, config: str) -> None:
+PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+WITHOUT = {"bias": "none", "use_dora": False, "rank_pattern": {}, "lora_bias": False, "layers_to_transform": None,
+           "modules_to_save": None, "init_lora_weights": True, "megatron_core": "megatron.core",
+           "qalora_group_size": 16, "peft_version": "0.21.2", "lora_dropout": 0.05, "task_type": "CAUSAL_LM",
+           "an_option_of_later": None}
+ODD = [
+    {"target_modules": None}, {"target_modules": ".*q_proj"}, {"peft_type": "IA3"}, {"r": 0},
+    {"lora_alpha": -1}, {"r": "x"}, {"use_dora": True}, {"use_rslora": True}, {"bias": "all"}, {"lora_bias": True},
+    {"rank_pattern": {"k_proj": 2}},
+    {"alpha_pattern": {"k_proj": 2}}, {"modules_to_save": ["lm_head"]}, {"exclude_modules": ["k_proj"]},
+    {"exclude_modules": ".*layers.0.*"}, {"trainable_token_indices": [1, 2]}, {"layers_to_transform": [0, 1]},
+    {"layers_to_transform": 0}, {"target_parameters": ["gate"]}, {"init_lora_weights": "pissa"}, {"use_qalora": True},
+    {"init_lora_weights": "olora"}, {"alora_invocation_tokens": [5]}, {"an_option_of_later": 1.5},
+]
+
+
+def with_config(base: Path, folder: Path, config: str) -> api.Compiled:
+    (folder / "a").mkdir()
+    (folder / "a/adapter_config.json").write_text(config)
+    given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{folder}/a"')
+    return compiled(base, folder, program=given)
+
+
+def test_an_adapter_as_peft_says_it(base: Path, tmp_path: Path) -> None:
+    lora = actor(with_config(base, tmp_path, json.dumps(PLAIN | WITHOUT)).plan).lora
+    assert lora is not None and (lora.r, lora.alpha, lora.targets) == (4, 8.0, ("q_proj",))
+
+
+@pytest.mark.parametrize("options", ODD, ids=lambda x: "-".join(x))
+def test_adapters_that_compute_something_else(base: Path, tmp_path: Path, options: dict[str, object]) -> None:
+    with pytest.raises(Failure) as caught:
+        with_config(base, tmp_path, json.dumps(PLAIN | WITHOUT | options))
+    (found,) = caught.value.diagnostics
+    assert found.code == "RL0342" and any(name in found.label for name in (*options, "invalid literal")) and found.help
+
+
+@pytest.mark.parametrize("config", ["", "[]", '{"peft_type": "LORA"}', "{", "null", "\ud800"])
+def test_adapters_that_cannot_be_read(base: Path, tmp_path: Path, config: str) -> None:
+    with pytest.raises(Failure) as caught:
+        with_config(base, tmp_path, config.encode("utf-8", "surrogatepass").decode("latin-1"))
+    assert [d.code for d in caught.value.diagnostics] == ["RL0342"]
+
+
+def test_no_adapter_at_all(base: Path, tmp_path: Path) -> None:
     given = PROGRAM.replace('r=4, targets=["q_proj", "down_proj"]', f'"{tmp_path}/a"')
-    assert refused(base, tmp_path, program=given)[0][0] == "RL0342"  # no directory at all
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/adapter_config.json").write_text(config)
     assert refused(base, tmp_path, program=given)[0][0] == "RL0342"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rldsl.plan.boxes import Box, local_slice
 from rldsl.plan.codec import decode
@@ -153,6 +153,17 @@ def _refused(rank: int, base: str, adapter: str) -> str:
     except Failure as failure:
         return failure.diagnostics[0].code
     return ""
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "score.weight", "model.layers.0.self_attn.q_proj.bias",
+                                  "model.layers.0.self_attn.k_proj.lora_A.weight",
+                                  "model.layers.0.self_attn.q_proj.lora_B.bias"])
+def test_weights_that_would_be_left_out_are_refused(tiny: Path, tmp_path: Path, name: str) -> None:
+    base, file = str(tiny / "models/sft"), tmp_path / "a/adapter_model.safetensors"
+    make_adapter(tmp_path / "a", base, Lora(2, 4.0, ("q_proj",)))
+    assert run_world(1, _refused, base, str(tmp_path / "a")) == [""]
+    save_file(load_file(file) | {f"base_model.model.{name}": torch.zeros(2)}, str(file))
+    assert run_world(1, _refused, base, str(tmp_path / "a")) == ["RL0727"]
 
 
 def test_weights_of_another_adapter_are_refused(tiny: Path, tmp_path: Path) -> None:

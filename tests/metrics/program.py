@@ -52,12 +52,15 @@ def _rank(rank: int, data: bytes, out: str, asked: Asked, again: bool, cwd: str)
     import sys
 
     from rldsl.runtime.executor import execute
+    from rldsl.runtime.metrics.record import claim
     from rldsl.runtime.options import Options
 
     os.chdir(cwd)
     before, sys.stderr = sys.stderr, io.StringIO()
     try:
-        execute(data, "test.plan", out, options=Options(asked=asked, again=again))
+        claimed = claim(Path(out), None, again)
+        execute(data, "test.plan", out, options=Options(resume=claimed.resume, goes_on=claimed.goes_on,
+                                                        overwrite=not claimed.goes_on, asked=asked))
         return sys.stderr.getvalue()
     finally:
         sys.stderr = before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import socket
@@ -16,8 +18,10 @@ from click.testing import CliRunner
 
 from rldsl.cli import main
 from rldsl.commands import plot as drawing
+from rldsl.commands import run as running
 from rldsl.diag import Failure
-from rldsl.runtime.metrics.record import claim, clear, read, refuse
+from rldsl.run import main as start
+from rldsl.runtime.metrics.record import CONTRADICTION, Claim, claim, clear, read, refuse
 
 LINES = [{"step": i, "reward": i / 10, "actor/loss": 1 / i, "kl": 0.1, "length": 5.0, "seconds": 1.0, "time/rest": 1.0}
          for i in (1, 2, 3)]
@@ -32,6 +36,12 @@ def made(folder: Path, state: str = "finished", lines: list[dict[str, Any]] | No
     if lines is not None:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def checkpoint(out: Path, step: int) -> None:
+    folder = out / f"checkpoints/step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").write_text("{}")
 
 
 def rlc(*arguments: object) -> tuple[int, str]:
@@ -185,23 +195,37 @@ def test_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
     out = made(tmp_path / "a", "failed")
     (out / "checkpoints/step-000001").mkdir(parents=True)
     refuse(out)  # not whole
-    (out / "checkpoints/step-000001/checkpoint.json").write_text("{}")
-    with pytest.raises(Failure, match="RL0763"):
+    checkpoint(out, 2)
+    checkpoint(out, 10)
+    with pytest.raises(Failure) as error:
+        refuse(out)
+    assert str(error.value) == "RL0763 this directory holds checkpoints (p.rlf, step 10)"
+    (out / "run.json").unlink()
+    with pytest.raises(Failure, match=r"\(of an unknown program, step 10\)"):
         refuse(out)
 
 
 def test_who_may_write_in_a_directory(tmp_path: Path) -> None:
     out = made(tmp_path / "a", lines=LINES)
-    for resume in (out, out / "checkpoints/step-000001"):
-        assert claim(out, resume, again=False, overwrite=False)
-    assert claim(out, None, again=True, overwrite=True) and (out / "run.json").exists()
-    for resume in (None, tmp_path / "b"):
+    for resume in (out, out / "checkpoints", out / "checkpoints/step-000001"):
+        assert claim(out, resume) == Claim(resume, True)
+    for resume in (None, tmp_path / "b", out / "nested", out / "nested/checkpoints/step-000001"):
         with pytest.raises(Failure, match="RL0781"):
-            claim(out, resume, again=False, overwrite=False)
-    assert not claim(out, None, again=False, overwrite=True) and (out / "run.json").exists()  # until it is sound
+            claim(out, resume)
+        assert claim(out, resume, overwrite=True) == Claim(resume, False)
+    assert (out / "run.json").exists()  # until the new run is sound
     going_on = made(tmp_path / "c", "running", LINES)
     with pytest.raises(Failure, match="RL0781"):
-        claim(going_on, going_on, again=False, overwrite=False)
+        claim(going_on, going_on)
+
+
+def test_a_run_that_torchrun_starts_again_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
+    """Also one that began with those of another run."""
+    out, other = made(tmp_path / "a"), tmp_path / "other"
+    assert claim(out, None, again=True, overwrite=True) == Claim(None, True)
+    assert claim(out, other, again=True) == Claim(other, True)
+    checkpoint(out, 2)
+    assert claim(out, None, again=True) == claim(out, other, again=True) == Claim(out, True)
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
@@ -211,8 +235,27 @@ def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/kept").write_text("")
     (out / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    clear(out)
-    assert sorted(p.name for p in out.iterdir()) == ["notes.txt", "step-3"] and (tmp_path / "elsewhere/kept").exists()
+    checkpoint(out, 7)
+    (out / "checkpoints/.step-000008.0123.partial").mkdir()
+    (out / "failed-batch-step-4").mkdir()
+    (out / "failed-batch-step-4/rank-00000.safetensors").write_text("")
+    (out / "log").mkdir()
+    for name in ("rank-0.log", "rank-1.log", "rank-2.log", "rank-11.log", "rank-x.log", "mine.log"):
+        (out / "log" / name).write_text("")
+    clear(out, world=2)
+    assert sorted(p.name for p in out.iterdir()) == ["checkpoints", "log", "notes.txt", "step-3"]
+    assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["kept"]
+    assert sorted(p.name for p in (out / "log").iterdir()) == ["mine.log", "rank-0.log", "rank-1.log", "rank-x.log"]
+
+
+def test_overwriting_where_no_run_was_removes_nothing(tmp_path: Path) -> None:
+    """`--out .` in a project."""
+    for name in ("sources", "samples", "checkpoints/best", "log"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    clear(tmp_path, world=1)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("options", [("--resume", "--overwrite"), ("--wandb", "sometimes"), ("--log-samples", "-1"),
@@ -223,6 +266,36 @@ def test_options_that_make_no_sense(tmp_path: Path, options: tuple[str, ...]) ->
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("resume", ["", "o", "o/checkpoints/step-000001"])
+def test_to_go_on_and_to_remove_is_a_contradiction(tmp_path: Path, resume: str,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """For both commands, where the checkpoint lies in the directory that would be cleared."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.rlf").write_text("flow f(steps=1, seed=1) {}\n")
+    option = f"--resume={resume}" if resume else "--resume"
+    status, text = rlc("run", "p.rlf", "--out", "o", option, "--overwrite")
+    assert status == 2 and CONTRADICTION in text
+    monkeypatch.setattr(sys, "argv", ["rldsl.run", "p.plan", "--out", "o", option, "--overwrite"])
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
+        start()
+    assert ended.value.code == 2 and CONTRADICTION in said.getvalue() and not (tmp_path / "o").exists()
+
+
+def test_resume_may_have_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before FILE too: a program is none."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(running, "run", lambda file, *more: seen.append((file, more[6])) or 0)
+    for given in (["p.rlf"], ["p.rlf", "--resume"], ["--resume", "p.rlf"], ["p.rlf", "--resume", "x"],
+                  ["--resume", "x", "p.rlf"], ["p.rlf", "--resume", "--plain"]):
+        assert rlc("run", *given)[0] == 0
+    assert seen == [("p.rlf", x) for x in (None, "", "", "x", "x", "")]
+    for given in ([], ["--resume"]):
+        status, text = rlc("run", *given)
+        assert status == 2 and "FILE is missing" in text
+
+
 @pytest.mark.parametrize("command", ["check p.rlf", "runs ."])
 def test_other_commands_stay_light(tmp_path: Path, command: str) -> None:
     (tmp_path / "p.rlf").write_text("flow f(steps=1, seed=1) {}\n")
@@ -230,3 +303,15 @@ def test_other_commands_stay_light(tmp_path: Path, command: str) -> None:
             "print([m for m in ('torch', 'rich', 'matplotlib', 'wandb', 'tensorboard') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say when a process began")
+def test_a_process_with_the_number_of_another_is_another(tmp_path: Path) -> None:
+    """In a container that starts again, the first process has the number that the first one had."""
+    out = made(tmp_path / "a", state="running", born="1")
+    found = read(out)
+    assert found is not None and found["state"] == "failed"
+    refuse(out)
+    born = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    with pytest.raises(Failure, match="going on"):
+        refuse(made(tmp_path / "b", state="running", born=born))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import math
 from pathlib import Path
 
 import pytest
 
+from rldsl.commands.plot import plot as draw
+from rldsl.commands.runs import listing, metrics
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Realloc
 from rldsl.plan.project import events
 from rldsl.runtime.metrics.names import MEASURED, computed
+from rldsl.runtime.metrics.record import read
 from rldsl.runtime.metrics.report import Asked
 from rldsl.runtime.metrics.samples import sources
-from tests.metrics.program import ALONE, TEXT, TWO, lines, plan, run
+from tests.metrics.program import ALONE, REWARDS, TEXT, TWO, lines, plan, run
+from tests.world import run_world
 
 PHASES = ("generate", "infer", "train")
 
@@ -65,6 +71,20 @@ def test_samples_are_text_with_their_values(place: Path) -> None:
     for sample in found:
         assert sample["prompt"].endswith("=") and "<" not in sample["completion"]
         assert sample["reward"] == sum(c.isdigit() for c in sample["completion"])
+        assert sample.keys() == {"step", "row", "prompt", "completion", "gen.finished", "reward", "actor/adv"}
+
+
+def test_numbers_that_are_not_finite(place: Path) -> None:
+    """Lines stay JSON, and what reads them goes on."""
+    odd = "  metric none = log(-1 - mean(reward))\n  metric much = 1 / (mean(reward) - mean(reward))\n  metric reward = "
+    run(plan(place, text=TEXT.replace("  metric reward = ", odd), steps=1), place / "out")
+    text = (place / "out/metrics.jsonl").read_text()
+    [line] = [json.loads(x, parse_constant=pytest.fail) for x in text.splitlines()]
+    assert line["none"] is line["much"] is None and line["reward"] >= 0
+    [read] = metrics(place / "out")
+    assert math.isnan(read["none"]) and math.isnan(read["much"])
+    draw([str(place / "out")], str(place / "a.svg"), ["none", "reward"])
+    assert "none" in (place / "a.svg").read_text() and "finished" in listing(str(place))
 
 
 def test_no_samples_unless_asked(place: Path) -> None:
@@ -141,6 +161,43 @@ def test_a_run_that_goes_on_keeps_lines_samples_and_record(place: Path) -> None:
         assert mine == theirs and [line["step"] for line in mine] == [1, 2, 3, 4]
     held = json.loads((place / "out/run.json").read_text())
     assert held["started"] == started and len(held["resumed"]) == 1 and held["state"] == "finished"
+
+
+@pytest.mark.parametrize("broken", ["data/prompts.jsonl", "rewards.py"])
+def test_an_earlier_run_stays_until_the_new_one_is_sound(place: Path, tiny: Path, broken: str) -> None:
+    """And torchrun starts it as a new one again, since it has not begun."""
+    data, out = plan(place, steps=1), place / "out"
+    run(data, out)
+    (out / "failed-batch-step-1").mkdir()
+    before = (out / "metrics.jsonl").read_text()
+    if broken == "rewards.py":
+        (place / broken).write_text("x = 1\n")
+    else:
+        (place / "data").unlink()
+    assert run_world(1, _overwriting, data, str(out)) == [("RL0772" if broken == "rewards.py" else "RL0741", False)]
+    held = read(out)
+    assert (out / "metrics.jsonl").read_text() == before and held is not None and held["state"] == "finished"
+    if broken == "rewards.py":
+        (place / broken).write_text(REWARDS)
+    else:
+        (place / "data").symlink_to(tiny / "data")
+    assert run_world(1, _overwriting, data, str(out)) == [("", True)]
+    assert not (out / "failed-batch-step-1").exists() and (out / "metrics.jsonl").read_text() != before
+
+
+def _overwriting(rank: int, data: bytes, out: str) -> tuple[str, bool]:
+    """The code, and whether the run said that it has begun."""
+    from rldsl.diag import Failure
+    from rldsl.runtime.executor import execute
+    from rldsl.runtime.options import Options
+
+    os.chdir(Path(out).parent)
+    begun: list[bool] = []
+    try:
+        execute(data, "p.plan", out, options=Options(overwrite=True), begun=lambda: begun.append(True))
+    except Failure as failure:
+        return failure.diagnostics[0].code, bool(begun)
+    return "", bool(begun)
 
 
 def test_tensorboard_has_every_number(place: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rldsl.plan import movement
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.events import (Compute, Every, Fetch, Free, Generate, Infer, Lengths, Load, Log, Loop, Realloc,
                                Sampling, Save, Train, Transfer)
 from rldsl.plan.model import (FORMAT, Data, Frame, Function, Group, Header, Layout, Mesh, Model, Optimizer, ParamSpec,
                               Plan, Split, Spread, Value)
 from rldsl.plan.project import rank_classes
+from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.summary import summary
 
 
 def grpo() -> Plan:
@@ -32,8 +33,7 @@ def grpo() -> Plan:
     )
     actor = Model("actor", "causal_lm", "models/a", "float32", params, 2, "c0", "L1", Optimizer(1e-6), 20)
     models = (actor, replace(actor, name="ref", home="", optimizer=None, updates=0))
-    moves = movement.realloc_moves(actor, layouts[0], meshes[1], layouts[1], meshes[0], 4)
-    moved = movement.summary(moves, actor)
+    moved = summary(paths(actor, layouts[0], meshes[1], layouts[1], meshes[0], 4), actor)
     frames = (
         Frame("prompt", "prompt", "prompt.p", 8, 1, "tasks", 16, 0),
         Frame("gen", "gen", "prompt.p", 32, 4, "tasks", 16, 8),
@@ -43,6 +43,7 @@ def grpo() -> Plan:
         *(Value(f"{f}.lengths", f, "seq", "lengths", "i64") for f in ("prompt", "gen")),
         Value("prompt.columns", "prompt", "seq", "columns", "text"),
         Value("gen.logprobs", "gen", "token", "response"),
+        Value("gen.finished", "gen", "seq", "row", "bool"),
         Value("ref_lp", "gen", "token", "response"),
         Value("adv", "gen", "seq", "row"),
         Value("reward", "", "batch", "batch"),
@@ -99,13 +100,13 @@ def grpo() -> Plan:
             src="L1",
             dst="L2",
             messages=moved.messages,
-            digest=movement.digest(moves),
+            digest=moved.digest,
         ),
         Generate(
             id=5,
             mesh="all",
             reads=("actor@L2", "prompt.tokens@s0"),
-            writes=("gen.tokens@s1", "gen.logprobs@s1"),
+            writes=("gen.tokens@s1", "gen.logprobs@s1", "gen.finished@s1"),
             at="grpo.rlf:9",
             model="actor",
             layout="L2",
@@ -120,7 +121,7 @@ def grpo() -> Plan:
             reads=("gen.tokens@s1",),
             writes=("gen.lengths@s2",),
             because="e7 is ragged",
-            bytes=768,
+            bytes=16 * 32 * 3,
             frame="gen",
             spread="s1",
         ),
@@ -222,6 +223,7 @@ def grpo() -> Plan:
         Log(
             id=15,
             mesh="all",
+            bytes=-1,
             reads=("reward@s4", "actor.train/loss@s5"),
             metrics=(("reward", "reward@s4"), ("actor/loss", "actor.train/loss@s5")),
         ),
@@ -232,6 +234,7 @@ def grpo() -> Plan:
                 *prompt,
                 "gen.tokens@s1",
                 "gen.logprobs@s1",
+                "gen.finished@s1",
                 "gen.lengths@s2",
                 "gen.tokens@s3",
                 "ref_lp@s3",

@@ -140,11 +140,14 @@ def test_itemsize():
         itemsize(type(m)("m", "causal_lm", "", "int8", (), 2, ""))
 
 
-def test_zero_shards_no_parameters():
+def test_zero_divides_rows_over_dp():
     on = mesh((0, 4))
-    plain, sharded = Layout("a", on.id, dp=4), Layout("b", on.id, dp=4, zero=3)
-    for p in parameters(model()):
-        assert shares(p, 3, plain, on) == shares(p, 3, sharded, on)
+    for zero in (1, 2, 3):
+        at = Layout("b", on.id, dp=4, zero=zero)
+        for p in parameters(model()):
+            rows = -(-p.spec.shape[0] // 4)
+            assert [holding(p, 3, at, on, r)[:1] and holding(p, 3, at, on, r)[0].box[0] for r in range(4)] == [
+                (r * rows, min((r + 1) * rows, p.spec.shape[0])) if r * rows < p.spec.shape[0] else () for r in range(4)]
 
 
 box = st.tuples(*[st.tuples(st.integers(0, 4), st.integers(1, 3)).map(lambda x: (x[0], x[0] + x[1]))] * 3)

@@ -50,7 +50,8 @@ def test_rows_arrive_as_in_the_process_itself(tmp_path: Path) -> None:
 
 
 def test_workers_load_nothing_heavy(tmp_path: Path) -> None:
-    function = written(tmp_path, "import sys\ndef score(rows):\n    return [float('torch' in sys.modules) for r in rows]\n")
+    body = "import sys\ndef score(rows):\n    return [float('torch' in sys.modules) for r in rows]\n"
+    function = written(tmp_path, body)
     with Pool([function], 1) as pool:
         assert set(pool.call(function, ROWS)) == {0.0}
 
@@ -61,8 +62,9 @@ def test_no_functions_no_workers() -> None:
 
 
 def test_what_is_printed_comes_with_the_worker(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    body = ("import os, sys\nprint('loaded')\ndef score(rows):\n    print('one\\ntwo', end='')\n    print('ü', file=sys.stderr)\n"
-            "    os.write(1, b'raw\\xff\\n')\n    sys.stdout.write('end')\n    return [0] * len(rows)\n")
+    body = ("import os, sys\nprint('loaded')\ndef score(rows):\n    print('one\\ntwo', end='')\n"
+            "    print('ü', file=sys.stderr)\n    os.write(1, b'raw\\xff\\n')\n    sys.stdout.write('end')\n"
+            "    return [0] * len(rows)\n")
     function = written(tmp_path, body)
     with Pool([function], 1, rank=3) as pool:
         pool.call(function, ROWS[:2])
@@ -88,7 +90,8 @@ def test_reading_stdin_finds_it_empty(tmp_path: Path) -> None:
 ROW_MISTAKES = {
     "raises": ("row['label']", "RL0775", "`score` raised: KeyError: 'label'", ":3"),
     "exits": ("raise SystemExit(3)", "RL0775", "`score` raised: SystemExit: 3", ":3"),
-    "own_error": ("raise type('Odd', (BaseException,), {'__str__': lambda s: 1/0})()", "RL0775", "`score` raised: Odd", ":3"),
+    "own_error": ("raise type('Odd', (BaseException,), {'__str__': lambda s: 1/0})()", "RL0775", "`score` raised: Odd",
+                  ":3"),
     "recursion": ("one(row)", "RL0775", "`score` raised: RecursionError", ":3"),
     "nan": ("return float('nan')", "RL0776", "`score` returned nan for row 17 (rows.jsonl:18)", ""),
     "inf": ("return 1e39", "RL0776", "`score` returned 1e+39 for row 17 (rows.jsonl:18)", ""),
@@ -110,13 +113,16 @@ def test_a_mistake_on_a_row(tmp_path: Path, name: str, workers: int) -> None:
 # the same, of what ends or hangs a process
 PROCESS_MISTAKES = {
     "loops": ("while True: pass", "RL0777", "`score` took longer than 1 s for row 17 (rows.jsonl:18)", ":3"),
-    "sleeps": ("__import__('time').sleep(100)", "RL0777", "`score` took longer than 1 s for row 17 (rows.jsonl:18)", ":3"),
+    "sleeps": ("__import__('time').sleep(100)", "RL0777", "`score` took longer than 1 s for row 17 (rows.jsonl:18)",
+               ":3"),
     "backtracks": ("__import__('re').match('(a+)+b', 'a' * 60)", "RL0777", "`score` took longer than 1 s", ":3"),
     "stops": ("__import__('os').kill(__import__('os').getpid(), 19)", "RL0777", "`score` took longer than 1 s", ""),
-    "leaves": ("__import__('os')._exit(0)", "RL0778", "`score` ended its process on row 17 (rows.jsonl:18) (exit status 0)", ""),
+    "leaves": ("__import__('os')._exit(0)", "RL0778",
+               "`score` ended its process on row 17 (rows.jsonl:18) (exit status 0)", ""),
     "crashes": ("__import__('ctypes').string_at(0)", "RL0778",
                 "`score` ended its process on row 17 (rows.jsonl:18) (killed by SIGSEGV)", ":3"),
-    "aborts": ("__import__('os').abort()", "RL0778", "`score` ended its process on row 17 (rows.jsonl:18) (killed by SIGABRT)", ":3"),
+    "aborts": ("__import__('os').abort()", "RL0778",
+               "`score` ended its process on row 17 (rows.jsonl:18) (killed by SIGABRT)", ":3"),
     "killed": ("__import__('os').kill(__import__('os').getpid(), 9)", "RL0778",
                "`score` ended its process on row 17 (rows.jsonl:18) (killed by SIGKILL)", ""),
 }
@@ -139,14 +145,16 @@ def test_a_row_that_takes_the_process_along(tmp_path: Path, name: str) -> None:
     ("score = 3\n", "RL0774", "`score` is an int, not a function", ""),
 ])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_files_are_checked_before_any_call(tmp_path: Path, workers: int, body: str, code: str, title: str, line: str) -> None:
+def test_files_are_checked_before_any_call(tmp_path: Path, workers: int, body: str, code: str, title: str,
+                                           line: str) -> None:
     found = mistake(written(tmp_path, body), workers, rows=[])
     assert found.code == code and title in found.title and found.place == f"{tmp_path}/rewards.py{line}" and found.help
 
 
 @pytest.mark.parametrize("body, code, title, line", [
     ("import time\ntime.sleep(100)\n", "RL0777", "this Python file took longer than 1 s to load", ":2"),
-    ("import os\nos._exit(3)\n", "RL0778", "this Python file ended its process while it was loaded (exit status 3)", ""),
+    ("import os\nos._exit(3)\n", "RL0778", "this Python file ended its process while it was loaded (exit status 3)",
+     ""),
 ])
 def test_files_that_hang_or_end_the_worker(tmp_path: Path, body: str, code: str, title: str, line: str) -> None:
     found = mistake(written(tmp_path, body), 2, loading=1.0, rows=[])
@@ -172,11 +180,40 @@ def test_the_wrong_shape(tmp_path: Path, workers: int, result: str) -> None:
     assert found.code == "RL0776" and found.help
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_of_several_mistakes_the_first_is_told(tmp_path: Path, workers: int) -> None:
-    body = ("import time\ndef one(row):\n    i = int(row['completion'])\n    if i == 9:\n        time.sleep(0.3)\n"
-            "    if i >= 9:\n        raise ValueError(i)\n    return 0\n" + EACH)
-    assert mistake(written(tmp_path, body), workers).title == "`score` raised: ValueError: 9"
+KINDS = {  # what a row does -> what is told of it
+    "raise": ("raise ValueError(i)", "`score` raised: ValueError: {}"),
+    "nan": ("return float('nan')", "`score` returned nan for row {0} (rows.jsonl:"),
+    "hang": ("time.sleep(100)", "`score` took longer than 0.5 s for row {0} (rows.jsonl:"),
+    "die": ("os._exit(3)", "`score` ended its process on row {0} (rows.jsonl:"),
+    "none": ("return None", "`score` returned None for row {0} (rows.jsonl:"),
+}
+SEVERAL = [
+    {0: "hang", 2: "raise", 3: "hang"}, {1: "nan", 2: "raise"}, {1: "raise", 2: "nan", 0: "die"}, {3: "die", 4: "hang"},
+    {7: "hang", 8: "die", 9: "raise"}, {2: "hang", 3: "nan", 5: "hang", 7: "raise"}, {5: "none", 6: "nan", 7: "raise"},
+    {0: "raise", **{i: "hang" for i in range(1, 10)}},
+]
+
+
+@pytest.mark.parametrize("mistakes", SEVERAL, ids=range(len(SEVERAL)))
+def test_of_several_mistakes_the_first_is_told(tmp_path: Path, mistakes: dict[int, str]) -> None:
+    """For any number of workers."""
+    does = "".join(f"    if i == {i}:\n        {KINDS[kind][0]}\n" for i, kind in mistakes.items())
+    body = f"import os, time\ndef one(row):\n    i = int(row['completion'])\n{does}    return 0\n{EACH}"
+    first = min(mistakes)
+    for workers in (1, 2, 4):
+        title = mistake(written(tmp_path, body), workers, limit=0.5, rows=ROWS[:10]).title
+        assert title.startswith(KINDS[mistakes[first]][1].format(first)), (workers, title)
+
+
+def test_rows_of_chunks_that_hang_together_are_judged_in_order(tmp_path: Path) -> None:
+    """The second chunk is cut into rows after the first, and the first of its rows fails before others are loaded."""
+    body = ("import time\ndef score(rows):\n    ids = {int(r['completion']) for r in rows}\n"
+            "    if ids & {0, 3}:\n        time.sleep(100)\n    if 2 in ids:\n        raise ValueError(2)\n"
+            "    return [0] * len(rows)\n")
+    function = written(tmp_path, body)
+    for workers in (1, 2, 3, 4):
+        title = mistake(function, workers, limit=0.5, rows=ROWS[:16]).title
+        assert title.startswith("`score` took longer than 0.5 s for row 0 "), (workers, title)
 
 
 def test_a_slow_function_is_called_row_by_row(tmp_path: Path) -> None:
@@ -231,7 +268,8 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path, busy: bool) -> N
     """Even one that is in the middle of an endless function, and holds Python's lock."""
     (tmp_path / "pids").mkdir()
     body = ("import os, re\nopen(f'{os.path.dirname(__file__)}/pids/{os.getpid()}', 'w').close()\n"
-            "def score(rows):\n    open(f'{os.path.dirname(__file__)}/busy', 'w').close()\n    re.match('(a+)+b', 'a' * 60)\n")
+            "def score(rows):\n    open(f'{os.path.dirname(__file__)}/busy', 'w').close()\n"
+            "    re.match('(a+)+b', 'a' * 60)\n")
     function = written(tmp_path, body)
     program = ("import sys, time\nfrom rldsl.plan.model import Function\nfrom rldsl.runtime.pool import Pool\n"
                f"f = Function(*{(function.id, function.path, function.name, function.sha256)!r})\npool = Pool([f], 2)\n"
@@ -249,13 +287,15 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path, busy: bool) -> N
 
 
 def test_signals_of_the_terminal_are_for_the_rank(tmp_path: Path) -> None:
-    function = written(tmp_path, "import os\ndef score(rows):\n    return [float(os.getpgid(0) == os.getpid()) for _ in rows]\n")
+    body = "import os\ndef score(rows):\n    return [float(os.getpgid(0) == os.getpid()) for _ in rows]\n"
+    function = written(tmp_path, body)
     with Pool([function], 1) as pool:
         assert set(pool.call(function, ROWS)) == {1.0}
 
 
 def test_workers_that_never_live_long_end_the_run(tmp_path: Path) -> None:
     body = ("import os, threading, time\ndef end():\n    time.sleep(0.05)\n    os._exit(4)\n"
-            "threading.Thread(target=end, daemon=True).start()\ndef score(rows):\n    time.sleep(1)\n    return [0] * len(rows)\n")
+            "threading.Thread(target=end, daemon=True).start()\n"
+            "def score(rows):\n    time.sleep(1)\n    return [0] * len(rows)\n")
     found = mistake(written(tmp_path, body), 1)
     assert (found.code, found.title[-15:]) == ("RL0778", "(exit status 4)") or "was loaded" in found.title

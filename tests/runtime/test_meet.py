@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from rldsl.runtime.meet import prefix
+from rldsl.runtime.meet import begun, prefix, started_before
 
 LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 
@@ -49,7 +49,8 @@ def test_a_rank_that_died_on_its_way_and_came_again(dead: int) -> None:
     """Of a start that never met, words are left; the next start must not take them for its own."""
     store = dist.HashStore()
     assert meet(store, {0: 0, 1: 0, 2: 0}, 3)
-    assert all(isinstance(x, TimeoutError) for x in meet(store, {r: 0 for r in range(3) if r != dead}, 3, SHORT).values())
+    alone = meet(store, {r: 0 for r in range(3) if r != dead}, 3, SHORT)
+    assert all(isinstance(x, TimeoutError) for x in alone.values())
     found = meet(store, {dead: 0, **{r: 0.05 for r in range(3) if r != dead}}, 3)
     assert len(set(found.values())) == 1 and isinstance(found[0], str)
 
@@ -61,3 +62,36 @@ def test_one_rank_meets_itself() -> None:
 def test_who_never_comes_is_waited_for_no_longer_than_asked() -> None:
     with pytest.raises(TimeoutError, match="2 ranks"):
         prefix(dist.HashStore(), 0, 2, SHORT)
+
+
+def decided(run: dist.Store, start: str, restarted: dict[int, bool]) -> set[bool]:
+    """What the ranks of one start find; rank 0 is the last that comes."""
+    mine = dist.PrefixStore(start, run)
+    found: set[bool] = set()
+
+    def one(rank: int) -> None:
+        found.add(started_before(run, mine, rank, len(restarted), restarted[rank]))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in sorted(restarted, reverse=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize("restarted", [(False, False, False), (True, False, False), (False, False, True)])
+def test_without_a_memory_one_restarted_rank_is_enough(restarted: tuple[bool, ...]) -> None:
+    assert decided(dist.HashStore(), "a", dict(enumerate(restarted))) == {any(restarted)}
+
+
+@pytest.mark.parametrize("restarted", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("began", [False, True])
+def test_what_earlier_starts_left_says_more_than_counts(began: bool, restarted: tuple[bool, ...]) -> None:
+    """A start that was refused its directory has begun nothing, so that the next one is refused too."""
+    run = dist.HashStore()
+    assert decided(run, "a", {0: False, 1: False}) == {False}
+    if began:
+        begun(run)
+    assert decided(run, "b", dict(enumerate(restarted))) == {began}

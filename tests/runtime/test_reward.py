@@ -72,7 +72,15 @@ def test_it_left_the_program(tmp_path):
     ("(1.0 for r in rows)", "`score` returned a generator, not one number for each row"),
     ("{0: 1, 1: 2}", "`score` returned a dict, not one number for each row"),
     ("[1.0]", "`score` returned 1 values for 2 rows"),
-    ("[1.0] * 7", "`score` returned 7 values for 2 rows"),
+    ("[1.0] * 7", "`score` returned 7 values for row 0"),
+    ("[1.0 for r in rows if r['answer'] == '2']", "`score` returned 0 values for row 1"),
+])
+def test_it_returned_the_wrong_thing(tmp_path, result, title):
+    found = error(written(tmp_path, f"def score(rows):\n    return {result}\n"))
+    assert (found.code, found.title) == ("RL0776", title) and found.place.endswith("rewards.py")
+
+
+@pytest.mark.parametrize("values, title", [
     ("[1.0, None]", "`score` returned None for row 1, not a number"),
     ("['1', 1.0]", "`score` returned a str for row 0, not a number"),
     ("[1.0, [2.0]]", "`score` returned a list for row 1, not a number"),
@@ -80,14 +88,17 @@ def test_it_left_the_program(tmp_path):
     ("[float('-inf'), 1.0]", "`score` returned -inf for row 0"),
     ("[1e300, 1.0]", "`score` returned 1e+300 for row 0"),
 ])
-def test_it_returned_the_wrong_thing(tmp_path, result, title):
-    found = error(written(tmp_path, f"def score(rows):\n    return {result}\n"))
-    assert (found.code, found.title) == ("RL0776", title) and found.place.endswith("rewards.py")
+def test_a_bad_number_comes_with_its_row(tmp_path, values, title):
+    body = f"def score(rows):\n    return [{values}[r['answer'] == '5'] for r in rows]\n"
+    found = error(written(tmp_path, body))
+    assert (found.code, found.title) == ("RL0776", title)
+    assert ROWS["row 1" in title]["prompt"] in " ".join(found.notes)
 
 
-def test_a_bad_number_comes_with_its_prompt(tmp_path):
-    found = error(written(tmp_path, "def score(rows):\n    return [0.0, float('nan')]\n"))
-    assert "prompt: 2+3=" in found.notes
+@pytest.mark.parametrize("body", ["[1.0] * len(rows) if len(rows) < 2 else [1.0, float('nan')]",
+                                  "[1.0 / (len(rows) < 2)] * len(rows)"])
+def test_what_no_row_does_alone_is_told_of_all(tmp_path, body):
+    assert error(written(tmp_path, f"def score(rows):\n    return {body}\n")).code in ("RL0775", "RL0776")
 
 
 def test_the_file_changed(tmp_path):

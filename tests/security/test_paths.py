@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from rldsl.plan.events import Item, Loop, Save
 from rldsl.plan.model import Function, Plan
 from rldsl.plan.paths import paths, text
 from rldsl.plan.verify import verify
-from rldsl.runtime.paths import check_writes, replaceable, with_python_as_it_is
+from rldsl.runtime.paths import MARK, check_writes, foreign, with_python_as_it_is
 from tests.tiny import make_model, make_sums, write_jsonl
+from tests.world import run_world
 
 PROGRAM = """
 use std.sft (sft)
@@ -88,19 +90,48 @@ def test_an_own_directory_elsewhere_is_allowed(plan: Plan) -> None:
         check_writes(saving(plan, "{out}/../actor"), Path("/var/run7"))
 
 
-def test_what_no_save_has_written_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved/config.json").touch()
-    (tmp_path / "mine").mkdir()
+def test_what_no_save_has_written_is_not_replaced(plan: Plan, tmp_path: Path) -> None:
+    """Also a model: its owner may have made it elsewhere."""
+    for name in ("empty", "saved", "mine", "downloaded"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "saved" / MARK).write_text("{}")
+    (tmp_path / "downloaded/config.json").touch()
     (tmp_path / "mine/thesis.tex").touch()
     (tmp_path / "file").touch()
     os.symlink(tmp_path / "saved", tmp_path / "link")
-    for name in ("new", "empty", "saved"):
-        replaceable(tmp_path / name)
-    for name in ("mine", "file", "link"):
-        with pytest.raises(OSError):
-            replaceable(tmp_path / name)
+    os.symlink(tmp_path / "nothing", tmp_path / "dangling")
+    for name in ("new", "empty", "saved", "new/deeper"):
+        assert not foreign(tmp_path / name)
+        check_writes(saving(plan, name), Path("runs/out"))
+    for name in ("downloaded", "mine", "file", "link", "dangling"):
+        assert foreign(tmp_path / name)
+        with pytest.raises(Failure, match="RL0712 .*no save has written"):
+            check_writes(saving(plan, name), Path("runs/out"))
+
+
+def test_a_save_replaces_what_a_save_wrote(plan: Plan, tmp_path: Path) -> None:
+    """And stops before the first step where it is not known to be one."""
+    data = encode(saving(plan, "models/x"))
+    for i in (1, 2):
+        assert run_world(1, _run, data, str(tmp_path / f"out{i}")) == [""]
+        held = json.loads((tmp_path / "models/x" / MARK).read_text())
+        assert held == {"program": "p.rlf", "flow": "tuning", "model": "actor", "step": 1}
+    (tmp_path / "models/x" / MARK).unlink()
+    before = (tmp_path / "models/x/model.safetensors").stat().st_mtime_ns
+    assert run_world(1, _run, data, str(tmp_path / "out3")) == ["RL0712"]
+    assert (tmp_path / "models/x/model.safetensors").stat().st_mtime_ns == before
+    assert not (tmp_path / "out3/metrics.jsonl").exists()
+
+
+def _run(rank: int, data: bytes, out: str) -> str:
+    from rldsl.runtime.executor import execute
+
+    os.chdir(Path(out).parent)
+    try:
+        execute(data, "p.plan", out)
+    except Failure as failure:
+        return failure.diagnostics[0].code
+    return ""
 
 
 def test_a_plan_cannot_choose_what_is_imported(plan: Plan) -> None:

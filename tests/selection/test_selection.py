@@ -90,17 +90,20 @@ def test_a_selection_of_a_selection_on_every_placement(base: Path) -> None:
 
 
 def test_fewer_rows_than_minibatches(base: Path) -> None:
+    """What no minibatch has is not in the line, and the schedule goes on."""
     body = GENERATE + """
   q = spread(gen)
-  kept = gen where q == max(over(q, gen) by prompt)
+  kept = gen where q == max(q by prompt)
   none = gen where q > 2
   metric n = count(len(none))
   actor.train(kept, loss=pg(adv=1, weight=1), minibatches=8)
-  actor.train(none, loss=pg(adv=1, weight=1), minibatches=2)""".replace("over(q, gen)", "q")
+  actor.train(none, loss=pg(adv=1, weight=1), minibatches=2)"""
+    head = "model falling = causal_lm(\"model\") train adamw(lr=0.01, schedule=linear)"
     for place in ("one rank", "dp"):
-        last = run(base, body, place=PLACES[place])[-1]
-        assert last["n"] == 0 and last["actor#2/loss"] == 0 and last["actor#2/lr"] == 0
-        assert last["actor/grad_norm"] > 0
+        first, last = run(base, body.replace("actor.train(none", "falling.train(none"), top=head, place=PLACES[place])
+        assert last["n"] == 0 and last["actor/grad_norm"] > 0 and last["actor/loss"]
+        assert [name for name in last if name.startswith("falling/")] == ["falling/lr"]
+        assert first["falling/lr"] == pytest.approx(0.01 * 2 / 3) and last["falling/lr"] == 0
 
 
 def test_answers_and_pairs_can_be_selected(base: Path) -> None:

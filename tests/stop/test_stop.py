@@ -163,7 +163,8 @@ def test_all_ranks_stop_alike(on, tiny, limit, tmp_path):
 def test_a_stop_at_once_changes_nothing(tiny, tmp_path):
     """Not even by weight decay."""
     (metrics,), weights = run(tiny, tmp_path, 1e9)
-    assert (metrics["actor/updates"], metrics["actor/grad_norm"], metrics["actor/lr"]) == (0, 0, 0)
+    assert (metrics["actor/updates"], metrics["actor/lr"]) == (0, 0)  # the rate that the last planned update would have
+    assert "actor/grad_norm" not in metrics and metrics["actor/loss"] > 0
     for name, value in load_file(tiny.base / "model.safetensors").items():
         assert torch.equal(weights[name], value), name
 

@@ -11,11 +11,12 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.graph import picture
-from rldsl.plan import movement
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Infer, Item, Load, Loop, Offload, Onload, Realloc, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.project import rank_classes, walk
+from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.summary import summary
 from rldsl.plan.show import show
 from rldsl.plan.verify import verify
 from rldsl.source import SourceFile
@@ -175,10 +176,9 @@ def moved(plan: Plan, src: str) -> dict[str, object]:
     layouts, meshes = {x.id: x for x in plan.layouts}, {m.id: m for m in plan.meshes}
     a, b = layouts[src], layouts[ref.dst]
     model = next(m for m in plan.models if m.name == "ref")
-    moves = movement.realloc_moves(model, a, meshes[a.mesh], b, meshes[b.mesh], plan.header.devices_per_node)
-    total = movement.summary(moves, model)
+    total = summary(paths(model, a, meshes[a.mesh], b, meshes[b.mesh], plan.header.devices_per_node), model)
     mesh = next(m.id for m in plan.meshes if {*m.members()} == {*meshes[a.mesh].members(), *meshes[b.mesh].members()})
-    return dict(mesh=mesh, bytes=total.bytes, messages=total.messages, digest=movement.digest(moves))
+    return dict(mesh=mesh, bytes=total.bytes, messages=total.messages, digest=total.digest)
 
 
 def other_shapes(plan: Plan) -> Plan:

@@ -14,22 +14,21 @@ from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Plan
-from rldsl.plan.verify import dataflow, groups, operations, programs, realloc, references, schedule, versions
+from rldsl.plan.verify import (dataflow, division, groups, issue, loops, losses, memory, operations, order, programs,
+                               realloc, records, references, saves, schedule, sizes, versions)
 from rldsl.plan.verify.tables import Tables, class_ranks, tables
 
 Check = Callable[[Tables], Iterator[Diagnostic]]
 
 # Stages: the checks of one may rely on those of the stages before it.
 STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
-    (("references", references.check),),
-    (
-        ("operations", operations.check),
-        ("programs", programs.check),
-        ("schedule", schedule.check),
-        ("groups", groups.check),
-        ("reallocs", realloc.check),
-    ),
+    (("references", references.check), ("records", records.check)),
+    (("programs", programs.check), ("losses", losses.check), ("schedule", schedule.check), ("order", order.check),
+     ("issue order", issue.check), ("groups", groups.check), ("loops", loops.check), ("operations", operations.check),
+     ("division", division.check), ("sizes", sizes.check), ("reallocs", realloc.check),
+     ("saves", saves.check)),
     (("data flow", dataflow.check), ("versions", versions.check)),
+    (("memory", memory.check),),
 )
 
 

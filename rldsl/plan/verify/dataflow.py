@@ -8,13 +8,13 @@ story, so one of them is enough. Parameters are not looked at here (`versions.py
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import (Collect, Compute, Event, Every, Free, Generate, Infer, Item, Lengths, Log, Loop, Select,
                                Train, Transfer, split)
+from rldsl.plan.verify.ranks import Ranks, alike, union
 from rldsl.plan.verify.tables import Tables, name, problem
 
 ANYONE = ""
@@ -33,27 +33,21 @@ class Step:
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
-    places = {**t.ranks, **{f"first of {m.id}": frozenset(m.members()[:1]) for m in t.plan.meshes}}
+    places = {**t.ranks, **{f"first of {m.id}": Ranks.one(m.ranks[0][0]) for m in t.plan.meshes}}
     steps = {event.id: _step(t, event) for event, _ in t.events}
-    alike: dict[frozenset[str], list[int]] = defaultdict(list)
-    inside: list[set[str]] = [{ANYONE} for _ in range(t.plan.header.world)]
-    for place, ranks in places.items():
-        for rank in ranks:
-            inside[rank].add(place)
-    for rank, mine in enumerate(inside):
-        alike[frozenset(mine)].append(rank)
     lasting = {f"{s.value}@{s.spread}" for s in t.plan.states}
-    found: dict[tuple[str, str, int], tuple[Event, set[int]]] = {}
-    for mine, ranks in alike.items():
-        story = _Story(mine, steps, {b: t.spreads[split(b)[1]].mesh for b in _held(t)}, lasting)
+    held = {b: t.spreads[split(b)[1]].mesh for b in _held(t)}
+    found: dict[tuple[str, str, int], tuple[Event, list[Ranks]]] = {}
+    for mine, ranks in alike(places, t.plan.header.world).items():
+        story = _Story(mine | {ANYONE}, steps, held, lasting)
         story.run(t.plan.body)
         story.live -= lasting
         if story.live and story.last is not None:
             story.say("RL0516", f"{', '.join(sorted(story.live))} is never freed", story.last)
         for code, title, event in story.found:
-            found.setdefault((code, title, event.id), (event, set()))[1].update(ranks)
+            found.setdefault((code, title, event.id), (event, []))[1].append(ranks)
     for (code, title, _), (event, ranks) in found.items():
-        yield problem(code, title, event, ranks=ranks)
+        yield problem(code, title, event, ranks=union(ranks))
 
 
 def _held(t: Tables) -> Iterator[str]:

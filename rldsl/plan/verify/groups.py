@@ -1,10 +1,10 @@
 """Every communicator that an event needs is declared, once.
 
 In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed: for each layout of
-a Load, Generate, Infer or Train the axes tp, pp and dp with a degree above 1, and "mesh" when it has several ranks; for
-Lengths, Compute, Save and Checkpoint the mesh of the event when it has several. Transfers, reallocs and logs are point
-to point and use the group of all ranks. Groups are created at start-up, in their order, so declared means declared
-before use.
+a Load, Generate, Infer or Train the axes tp, pp, dp and cp with a degree above 1, and "mesh" when it has several
+ranks; for Lengths, Compute, Save and Checkpoint the mesh of the event when it has several. Transfers, reallocs and
+logs are point to point and use the group of all ranks. Groups are created at start-up, in their order, so declared
+means declared before use.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _needs(t: Tables, e: Event) -> Iterator[Key]:
     match e:
         case Load() | Generate() | Infer() | Train():
             layout = t.layouts[e.layout]
-            for axis in ("tp", "pp", "dp"):
+            for axis in ("tp", "pp", "dp", "cp"):
                 if getattr(layout, axis) > 1:
                     yield axis, layout.id, ""
             if len(t.ranks[layout.mesh]) > 1:

@@ -16,6 +16,7 @@ from rldsl.plan.heads import LEVEL_OF, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Value
 from rldsl.plan.verify.tables import Tables, name, problem
 
+CONDITIONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")
 # Sequence operators: levels of the arguments -> level of the result.
 SHAPES = {
     "next": (("token",), "token"),
@@ -60,9 +61,11 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
     if not _has_space(t, node.level, node.space):
         return f"space {node.space!r} is none of level {node.level}"
     if node.op in ELEMENTWISE:
+        if node.level != "batch" and all(a.level == "batch" for a in args):
+            return f"a {node.level} value of batch-level arguments alone"
         return next((f for a in args if (f := _broadcast(t, a, node))), "")
     if node.op in REDUCTIONS:
-        if node.attr("to") != node.level or LEVELS.index(node.level) > LEVELS.index(args[0].level):
+        if node.attr("to") != node.level or LEVELS.index(node.level) >= LEVELS.index(args[0].level):
             return f"reduces {args[0].level} to {node.attr('to')}, result at {node.level}"
         if node.op == "quantile" and (node.level, args[1].level) != ("batch", "batch"):
             return "a quantile is one number, of the batch, and so is its share"
@@ -72,6 +75,9 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
         if (tuple(a.level for a in args), node.level) != wanted:
             return f"takes {wanted[0]} to {wanted[1]}, not {tuple(a.level for a in args)} to {node.level}"
         fine, coarse = (args[0], node) if node.op == "last" else (node, args[0]) if args else (node, node)
+        frame = t.frames.get(str(node.attr("frame") or (args[0].space if args else "")))
+        if frame is None or node.space != (frame.id if node.level == "token" else frame.rows):
+            return f"is not of the sequences of {node.attr('frame') or node.space!r}"
         return _broadcast(t, coarse, fine)
     return _leaf(t, node)
 
@@ -121,12 +127,21 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     yield from _bound(t, e, program, {n for n, _ in e.inputs}, len(e.inputs))
     for input, value in e.inputs:
         yield from _fits(t, e, program, input, t.values[value])
+    frames = [t.frames[f] for f in e.frames]
+    spaces = {"", *(x for f in frames for x in (f.id, f.rows, f.prompts))}
+    if strange := [n.space for n in program.nodes if n.space not in spaces]:
+        yield problem("RL0617", f"{name(e)}: program {program.id} works on {strange[0]}, the event on "
+                      f"{', '.join(e.frames) or 'no frame'}", e)
     outputs = dict(program.outputs)
     for output, value in e.outputs:
         if output not in outputs:
             yield problem("RL0617", f"{name(e)}: program {program.id} has no output {output}", e)
         elif 0 <= outputs[output] < len(program.nodes):
             yield from _alike(t, e, output, program.nodes[outputs[output]], t.values[value])
+            given = {n for n, v in e.inputs if t.values[v].dtype == "bool"}
+            made = "bool" if _truth(program, outputs[output], given) else "f32"
+            if t.values[value].dtype != made:
+                yield problem("RL0617", f"{name(e)}: {output} is {made}, but {value} is {t.values[value].dtype}", e)
     if not e.outputs:
         yield problem("RL0617", f"{name(e)} computes nothing", e)
 
@@ -164,6 +179,18 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
             yield problem("RL0617", f"{name(e)}: program {program.id} has no metric {metric}", e)
 
 
+def _truth(program: Program, index: int, given: set[str]) -> bool:
+    """Whether a node's elements are truth values. given: inputs whose are."""
+    node = program.nodes[index]
+    if node.op == "input":
+        return node.attr("name") in given
+    if node.op == "const":
+        return isinstance(node.attr("value"), bool)
+    if node.op in ("where", "stop_gradient"):
+        return all(_truth(program, a, given) for a in node.args[-2:] if 0 <= a < index)
+    return node.op in CONDITIONS
+
+
 def _condition(program: Program, index: int) -> bool:
     """Whether a node is true or false, so far as its operator tells."""
     node = program.nodes[index] if 0 <= index < len(program.nodes) else None
@@ -171,7 +198,7 @@ def _condition(program: Program, index: int) -> bool:
         return node is None or isinstance(node.attr("value"), bool)
     if node.op in ("where", "stop_gradient"):
         return all(_condition(program, a) for a in node.args[-2:])
-    return node.op in ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "input")
+    return node.op in (*CONDITIONS, "input")
 
 
 def _bound(t: Tables, e: Event, program: Program, given: set[str], count: int) -> Iterator[Diagnostic]:

@@ -1,124 +1,66 @@
 """Reallocs move what they say, and their destinations get every parameter exactly once.
 
-In: tables with sound references. Out: diagnostics RL0526 (bytes, messages or digest differ from the expansion) and
-RL0527 (a destination box has a gap or an overlap, or a source does not hold what it sends). The expansion is
-`movement.realloc_moves`, the function that every rank runs; its result is not believed but tested, with a box test of
-this file's own on top of `boxes.holding`. Moves of equal boxes in several layers are tested once.
+In: tables with sound references. Out: diagnostics RL0526 (bytes, messages or digest differ from what the ranks will
+do), RL0527 (a destination has a gap or an overlap, or a rank gets what it has), RL0533 (what one rank sends is not
+what the other expects, or it does not have it then) and RL0535 (too many messages at once). The paths are those that
+every rank takes (`plan/realloc`); they are not believed but tested, their boxes in `lines.py` and the ranks in
+`lanes.py`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import combinations
-from math import prod
 
 from rldsl.diag import Diagnostic
-from rldsl.plan import boxes, movement
+from rldsl.plan.boxes import itemsize
 from rldsl.plan.events import Realloc
-from rldsl.plan.model import Model
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.movement import carried
+from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.summary import Summary, summary
+from rldsl.plan.verify import lanes, lines
+from rldsl.plan.verify.lanes import Fault, Side
 from rldsl.plan.verify.tables import Tables, name, problem
-
-Box = tuple[tuple[int, int], ...]
-Received = dict[tuple[str, int], list[tuple[Box, int]]]  # (parameter, destination) -> boxes with their sources
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
-    known: dict[tuple[str, str, str, str, bool], tuple[int, int, str, list[tuple[str, int]]]] = {}
+    known: dict[tuple[str, str, str, str, bool], tuple[Summary, Sequence[Fault]]] = {}
     for event, _ in t.events:
-        if not isinstance(event, Realloc):
-            continue
-        key = (event.model, event.source, event.src, event.dst, event.decay > 0)
-        if key not in known:
-            known[key] = _expand(t, event)
-        total, messages, digest, gaps = known[key]
-        if (event.bytes, event.messages, event.digest) != (total, messages, digest):
-            yield problem(
-                "RL0526",
-                f"{name(event)} says {event.bytes} bytes in {event.messages} messages, but moving "
-                f"{event.model} from {event.src} to {event.dst} takes {total} in {messages}"
-                + ("" if event.digest == digest else ", and the digest of its moves differs"),
-                event,
-                ranks=t.event_ranks(event),
-            )
-        for parameter, rank in gaps:
-            yield problem(
-                "RL0527", f"{name(event)} does not bring {parameter} to rank {rank} exactly once", event, ranks=(rank,)
-            )
+        if isinstance(event, Realloc):
+            key = (event.model, event.source, event.src, event.dst, event.decay > 0)
+            if key not in known:
+                src, dst = t.layouts[event.src], t.layouts[event.dst]
+                travels = carried(t.models[event.source or event.model], src.id, t.models[event.model], dst.id,
+                                  event.decay)
+                # Layouts of equal ranks may name different meshes; the planner wants each layout's own.
+                known[key] = examine(travels, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh],
+                                     t.plan.header.devices_per_node)
+            yield from _diagnostics(t, event, *known[key])
 
 
-def _expand(t: Tables, e: Realloc) -> tuple[int, int, str, list[tuple[str, int]]]:
-    model, src, dst = t.models[e.model], t.layouts[e.src], t.layouts[e.dst]
-    # Layouts of equal ranks may name different meshes; the planner wants each layout's own.
-    moves = movement.realloc_moves(
-        model, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh], t.plan.header.devices_per_node
-    )
-    source = t.models[e.source or e.model]
-    total = movement.summary(moves, movement.carried(source, e.src, model, e.dst, e.decay))
-    return total.bytes, total.messages, movement.digest(moves), list(_gaps(t, e, model, moves))
+def examine(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh,
+            devices: int) -> tuple[Summary, Sequence[Fault]]:
+    """What the ranks do, and what is wrong with it. model: in the dtype that travels."""
+    p = paths(model, src, src_mesh, dst, dst_mesh, devices)
+    total = summary(p, model)
+    found: list[Fault] = list(lines.faults(model, src, dst, p.lines))
+    if not found:  # otherwise a line says nothing about boxes
+        here, there = Side.of(src, src_mesh), Side.of(dst, dst_mesh)
+        found += lanes.faults(p, here, there)
+        if (lacking := lanes.lacking(p.lines, here, there) * itemsize(model)) != total.bytes:
+            found.append(("RL0526", f"{total.bytes} bytes are counted where {lacking} are lacking", ()))
+    return total, found
 
 
-def _gaps(t: Tables, e: Realloc, model: Model, moves: Sequence[movement.Move]) -> Iterator[tuple[str, int]]:
-    """(parameter, rank) that does not get its boxes exactly once, from ranks that have them."""
-    received: Received = defaultdict(list)
-    for move in moves:
-        received[move.name, move.dst].append((move.box, move.src))
-    held = _Holdings(t, model)
-    tested: dict[object, bool] = {}
-    for parameter in boxes.parameters(model):
-        for rank in sorted(t.layout_ranks(e.src) | t.layout_ranks(e.dst)):
-            want, own = held.of(parameter, e.dst, rank), held.of(parameter, e.src, rank)
-            got = received.get((parameter.name, rank), [])
-            sources = tuple((box, held.of(parameter, e.src, src)) for box, src in got)
-            key = (want, own, sources)
-            if key not in tested:
-                tested[key] = _covered(want, own, [b for b, _ in got]) and all(_lies_in(b, h) for b, h in sources)
-            if not tested[key]:
-                yield parameter.name, rank
-
-
-class _Holdings:
-    """Boxes by coordinate, computed once for each (parameter pattern, stage, tp index)."""
-
-    def __init__(self, t: Tables, model: Model):
-        self.t, self.model = t, model
-        self.places: dict[str, dict[int, int]] = {}
-        self.known: dict[tuple[str, int | None, str, int, int], tuple[Box, ...]] = {}
-
-    def of(self, parameter: boxes.Parameter, layout: str, rank: int) -> tuple[Box, ...]:
-        x = self.t.layouts[layout]
-        if layout not in self.places:
-            self.places[layout] = {r: i for i, r in enumerate(self.t.meshes[x.mesh].members())}
-        index = self.places[layout].get(rank)
-        if index is None:
-            return ()
-        key = (parameter.spec.name, parameter.layer, layout, index // (x.dp * x.cp * x.tp), index % x.tp)
-        if key not in self.known:
-            pieces = boxes.holding(parameter, self.model.layers, x, self.t.meshes[x.mesh], rank)
-            self.known[key] = tuple(p.box for p in pieces)
-        return self.known[key]
-
-
-def _covered(want: Sequence[Box], own: Sequence[Box], got: Sequence[Box]) -> bool:
-    """`want` is the disjoint union of what the rank has of it and what it gets."""
-    have = [both for w in want for o in own if (both := _common(w, o))]
-    parts = [*have, *got]
-    return (
-        all(not _common(a, b) for a, b in combinations(parts, 2))
-        and all(_lies_in(b, want) for b in got)
-        and sum(map(_size, parts)) == sum(map(_size, want))
-    )
-
-
-def _common(a: Box, b: Box) -> Box | None:
-    """The box that both contain; None when empty. A scalar's box () is shared by all."""
-    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return both if all(p < q for p, q in both) else None
-
-
-def _lies_in(inner: Box, outer: Sequence[Box]) -> bool:
-    return any(all(p <= a and b <= q for (a, b), (p, q) in zip(inner, o, strict=True)) for o in outer)
-
-
-def _size(box: Box) -> int:
-    return prod(b - a for a, b in box)
+def _diagnostics(t: Tables, e: Realloc, total: Summary, found: Sequence[Fault]) -> Iterator[Diagnostic]:
+    if (e.bytes, e.messages, e.digest) != (total.bytes, total.messages, total.digest):
+        yield problem(
+            "RL0526",
+            f"{name(e)} says {e.bytes} bytes in {e.messages} messages, but moving {e.model} from {e.src} to {e.dst} "
+            f"takes {total.bytes} in {total.messages}"
+            + ("" if e.digest == total.digest else ", and the digest of its paths differs"),
+            e,
+            ranks=t.event_ranks(e),
+        )
+    for code, what, ranks in found:
+        yield problem(code, f"{name(e)}: {what}", e, ranks=ranks)

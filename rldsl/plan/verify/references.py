@@ -1,7 +1,7 @@
 """Records name only what exists, once each, and are well formed by themselves.
 
-In: tables. Out: diagnostics RL0610 (unknown), RL0611 (declared twice), RL0612 (malformed record). All further checks
-rely on this one.
+In: tables. Out: diagnostics RL0610 (unknown), RL0611 (declared twice), RL0612 (malformed record; what needs no other
+record is in `records.py`). All further checks rely on these two.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.expr import LEVELS
 from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
                                Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
-from rldsl.plan.model import ROLES, Data, Layout, Mesh, Model, ParamSpec, Spread
+from rldsl.plan.model import Frame, Layout, Mesh, Model, Spread
 from rldsl.plan.verify import adapters
 from rldsl.plan.verify.tables import Tables, name, problem
 
-BACKENDS = ("torch",)
-LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
+MOST_RANKS = 1 << 20
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
@@ -33,8 +31,6 @@ def check(t: Tables) -> Iterator[Diagnostic]:
         yield from _spread(t, spread)
     for model in t.plan.models:
         yield from _model(t, model)
-    for data in t.plan.data:
-        yield from _data(data)
     yield from _values(t)
     yield from _blocks(t, t.plan.body, inside=False)
     for event, _ in t.events:
@@ -71,7 +67,7 @@ def _unique(t: Tables) -> Iterator[Diagnostic]:
 
 def _header(t: Tables) -> Iterator[Diagnostic]:
     h = t.plan.header
-    if h.world < 1 or h.devices_per_node < 1 or h.steps < 0:
+    if not 1 <= h.world <= MOST_RANKS or h.devices_per_node < 1 or h.steps < 0:
         yield _bad("RL0612", f"the header has world {h.world}, devices per node {h.devices_per_node}, steps {h.steps}")
 
 
@@ -92,10 +88,6 @@ def _layout(t: Tables, x: Layout) -> Iterator[Diagnostic]:
             f"layout {x.id}: dp={x.dp} tp={x.tp} pp={x.pp} cp={x.cp} do not fill mesh {x.mesh} of "
             f"{len(t.ranks[x.mesh])} ranks",
         )
-    if x.ep < 1 or prod(degrees[:2] + degrees[3:]) % x.ep or not 0 <= x.zero <= 3:
-        yield _bad("RL0612", f"layout {x.id} has ep={x.ep} zero={x.zero}")
-    if x.backend not in BACKENDS:  # its name is imported
-        yield _bad("RL0612", f"layout {x.id} has the unknown backend {x.backend!r}")
 
 
 def _spread(t: Tables, s: Spread) -> Iterator[Diagnostic]:
@@ -125,44 +117,15 @@ def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
         yield _bad(
             "RL0612", f"{where} has " + ("a home layout but no optimizer" if m.home else "an optimizer but no home")
         )
-    if m.dtype not in ("float32", "bfloat16"):
-        yield _bad("RL0612", f"{where} has dtype {m.dtype}; expected float32 or bfloat16")
     yield from (_unknown("model", x, where) for x in dict.fromkeys(m.sources) if x not in t.models)
     if m.home and m.sources:
         yield _bad("RL0612", f"{where} is trained and follows {m.sources[0]}")
-    if m.layers < 1:
-        yield _bad("RL0612", f"{where} has {m.layers} layers")
     if len({p.name for p in (*m.params, *m.base)}) != len(m.params) + len(m.base):
         yield _bad("RL0611", f"{where} lists a parameter twice")
     if bool(m.base) != (m.lora is not None):
         yield _bad("RL0612", f"{where} has " + ("a base but no adapters" if m.base else "adapters but no base"))
     elif m.lora is not None:
         yield from adapters.check(m, m.lora)
-    for p in (*m.params, *m.base):
-        if not _sound(p, m.layers):
-            yield _bad("RL0612", f"{where}: parameter {p.name} {p.shape} is not divisible as it says")
-
-
-def _data(d: Data) -> Iterator[Diagnostic]:
-    where = f"data {d.name}"
-    if d.batch < 1 or d.max_prompt_tokens < 0 or d.max_answer_tokens < 0:
-        yield _bad("RL0612", f"{where} has batch {d.batch} and limits {d.max_prompt_tokens}, {d.max_answer_tokens}")
-    roles = [role for role, _ in d.columns]
-    if len(set(roles)) != len(roles) or not set(roles) <= set(ROLES[d.kind]):
-        yield _bad("RL0612", f"{where} of kind {d.kind} has columns for {', '.join(roles)}")
-
-
-def _sound(p: ParamSpec, layers: int) -> bool:
-    if any(n < 1 for n in p.shape) or not p.shape and p.split or p.name.count("{}") > 1:
-        return False
-    if ("{}" in p.name) != (p.stage == "layer") or not 0 <= p.layers <= layers:
-        return False
-    s = p.split
-    return s is None or (
-        0 <= s.dim < len(p.shape)
-        and all(u > 0 and n > 0 for u, n in s.parts)
-        and sum(u * n for u, n in s.parts) == p.shape[s.dim]
-    )
 
 
 def _values(t: Tables) -> Iterator[Diagnostic]:
@@ -176,8 +139,19 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
             yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.turns} turns")
         elif f.partial in t.frames and f.count % t.frames[f.partial].count:
             yield _bad("RL0612", f"frame {f.id} has {f.count} rows, of which {f.partial} cannot tell")
+        of = t.frames.get(f.of, f)
+        if (f.count, f.per_prompt, f.turns) != (of.count, of.per_prompt, of.turns):
+            yield _bad("RL0612", f"frame {f.id} does not number its rows as {of.id} does, of which it is a selection")
         if _circle(t, f.id):
             yield _bad("RL0612", f"frame {f.id} comes from itself")
+    rows: dict[str, Frame] = {}
+    prompts: dict[str, Frame] = {}
+    for f in t.plan.frames:
+        other, same = rows.setdefault(f.rows, f), prompts.setdefault(f.prompts, f)
+        if (f.prompts, f.count, f.per_prompt, f.turns) != (other.prompts, other.count, other.per_prompt, other.turns):
+            yield _bad("RL0612", f"frames {other.id} and {f.id} share rows, but not their number or prompts")
+        if f.count * same.per_prompt != same.count * f.per_prompt:
+            yield _bad("RL0612", f"frames {same.id} and {f.id} share prompts, but not their number")
     for s in t.plan.states:
         v = t.values.get(s.value)
         if v is None or v.level != "batch" or v.dtype != "f32":
@@ -189,11 +163,6 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
     for v in t.plan.values:
         if v.frame not in t.frames and (v.frame or v.extent != "batch"):
             yield _unknown("frame", v.frame, f"value {v.id}")
-        if LEVEL_OF.get(v.extent, v.level) != v.level:
-            yield _bad("RL0612", f"value {v.id} has extent {v.extent} at level {v.level}")
-    for f in t.plan.functions:
-        if f.returns not in LEVELS:
-            yield _bad("RL0612", f"function {f.id} returns level {f.returns}")
 
 
 def _circle(t: Tables, frame: str) -> bool:

@@ -37,6 +37,8 @@ def check(t: Tables, e: Select | Collect) -> Iterator[Diagnostic]:
     pairs = [(t.values[v], t.values[w]) for v, w in e.values]
     if not pairs or len({w for _, w in e.values}) != len(pairs):
         yield problem("RL0614", f"{name(e)} must write some values, each once", e)
+    if isinstance(e, Select) and any(v.extent in ("columns", "lengths") for v, _ in pairs):
+        yield problem("RL0615", f"{name(e)} keeps rows of what is no value of each row", e)
     for v, w in pairs:
         if (v.level, v.extent, v.dtype) != (w.level, w.extent, w.dtype) or v.level == "batch":
             yield problem("RL0615", f"{name(e)} makes {w.id} of {v.id}, which is of another kind", e)
@@ -76,7 +78,7 @@ def _select(t: Tables, e: Select) -> Iterator[Diagnostic]:
     must = {v for v, _ in e.values} | ({e.condition} if e.condition else set())
     read = [split(b) for b in e.reads]
     if {v for v, _ in read} != must or len(read) != len(must) or any(
-            r != e.spread and t.spreads[r].unit != "all" for _, r in read):
+            r != e.spread and (r not in t.spreads or t.spreads[r].unit != "all") for _, r in read):
         yield problem("RL0614", f"{name(e)} must read {', '.join(sorted(must))} on spread {e.spread}", e)
     if {*e.writes} != {f"{w}@{e.spread}" for _, w in e.values} or len(e.writes) != len(e.values):
         yield problem("RL0614", f"{name(e)} must write its values on spread {e.spread}", e)

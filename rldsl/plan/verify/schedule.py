@@ -1,133 +1,72 @@
-"""Classes and order: every rank's list is its part of the body, and the lists together cannot deadlock.
+"""Classes: every rank has one, and its list names each event that the rank takes part in exactly once.
 
-In: tables. Out: diagnostics RL0541-RL0543 (classes), RL0511 (deadlock), RL0512 (order). Blocking events: an event ends
-only when all of its participants are at it (rendezvous). If one total order exists in which every list increases, the
-smallest unfinished event can always run; a cycle in the union of the lists is a deadlock. The cycle check looks at the
-lists alone and not at the body. Loops: each list runs the body's blocks in the body's order, so events of one
-iteration never mix with those of another and checking one iteration is enough.
+In: tables. Out: diagnostics RL0541 (ranks without a class, or with several), RL0542 (a list names an event that its
+ranks take no part in, or twice, or leaves one out), RL0543 (peak bytes below nothing). The ranks of the world are
+looked at once for each set of meshes and classes that they are in.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Event
-from rldsl.plan.verify.tables import Tables, class_ranks, name, problem, say
+from rldsl.plan.model import RankClass
+from rldsl.plan.verify.ranks import Ranks, alike, union
+from rldsl.plan.verify.tables import Tables, class_ranks, name, problem
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
-    found = [*_cover(t), *_lists(t)]
-    yield from found
-    cycle = _cycle([c.events for c in t.plan.classes])
+    world, classes = t.plan.header.world, t.plan.classes
+    for c in classes:
+        yield from _class(c, world)
+    expected: dict[frozenset[str], tuple[int, ...]] = {}
+    missing, twice = [], []
+    wrong: dict[tuple[int, frozenset[str]], Ranks] = {}
+    for mine, ranks in alike({**t.ranks, **{i: class_ranks(c, world) for i, c in enumerate(classes)}}, world).items():
+        numbers = [i for i in mine if isinstance(i, int)]
+        meshes = frozenset(m for m in mine if isinstance(m, str))
+        if meshes not in expected:
+            expected[meshes] = tuple(event.id for event, _ in t.events if event.mesh in meshes)
+        if len(numbers) != 1:
+            (twice if numbers else missing).append(ranks)
+        wrong |= {(i, meshes): ranks for i in numbers if classes[i].events != expected[meshes]}
+    if missing:
+        yield problem("RL0541", "no class contains these ranks", ranks=union(missing))
+    if twice:
+        yield problem("RL0541", "more than one class contains these ranks", ranks=union(twice))
+    yield from _lists(t, wrong, expected)
+
+
+def _class(c: RankClass, world: int) -> Iterator[Diagnostic]:
+    ranks = class_ranks(c, world)
+    if c.peak_bytes < 0:
+        yield problem("RL0543", f"a class has peak_bytes {c.peak_bytes}", ranks=ranks)
+    if not c.ranks or any(not 0 <= a < b <= world for a, b in c.ranks):
+        yield problem("RL0541", f"a class has ranks {c.ranks}, which are not ranks of the world of {world}")
+    elif sum(b - a for a, b in c.ranks) != len(ranks):
+        yield problem("RL0541", f"a class has a rank twice: {c.ranks}")
+
+
+def _lists(t: Tables, wrong: dict[tuple[int, frozenset[str]], Ranks],
+           expected: dict[frozenset[str], tuple[int, ...]]) -> Iterator[Diagnostic]:
+    """What is wrong with the lists that are not those expected; another order alone is no matter of this file."""
     by_id = {e.id: e for e, _ in t.events}
-    known = [by_id[id] for id in cycle if id in by_id]
-    if known:
-        ranks = frozenset().union(*(t.event_ranks(e) for e in known))
-        yield problem(
-            "RL0511",
-            "deadlock: these events wait for each other in a circle",
-            *known,
-            ranks=ranks,
-            help="every rank must meet these events in one common order",
-        )
-    elif not found:
-        yield from _order(t)
-
-
-def _cover(t: Tables) -> Iterator[Diagnostic]:
-    """Each rank of the world in exactly one class."""
-    world = t.plan.header.world
-    count: Counter[int] = Counter()
-    for c in t.plan.classes:
-        if c.peak_bytes < 0:
-            yield problem("RL0543", f"a class has peak_bytes {c.peak_bytes}", ranks=class_ranks(c, world))
-        if any(not 0 <= a < b <= world for a, b in c.ranks):
-            yield problem("RL0541", f"a class has ranks {c.ranks}, which are not ranks of the world of {world}")
-        count.update(class_ranks(c, world))
-    if missing := [r for r in range(world) if not count[r]]:
-        yield problem("RL0541", f"no class contains rank {say(missing)}", ranks=missing)
-    if twice := [r for r in range(world) if count[r] > 1]:
-        yield problem("RL0541", f"more than one class contains rank {say(twice)}", ranks=twice)
-
-
-def _lists(t: Tables) -> Iterator[Diagnostic]:
-    """A class lists exactly the events whose mesh contains its ranks, each once."""
-    by_id = {e.id: e for e, _ in t.events}
-    for c in t.plan.classes:
-        ranks = class_ranks(c, t.plan.header.world)
-        listed = Counter(c.events)
+    found: dict[tuple[int, str], list[Ranks]] = defaultdict(list)
+    for (i, meshes), ranks in wrong.items():
+        listed, due = Counter(t.plan.classes[i].events), set(expected[meshes])
         for id, count in listed.items():
             if id not in by_id:
-                yield problem("RL0542", f"a class lists event {id}, which the plan does not have", ranks=ranks)
-            elif count > 1:
-                yield problem("RL0542", f"a class lists {name(by_id[id])} {count} times", by_id[id], ranks=ranks)
-        members = frozenset(ranks)
-        for event, _ in t.events:
-            inside = t.event_ranks(event)
-            if event.id in listed and not members <= inside:
-                yield problem(
-                    "RL0542",
-                    f"{name(event)} is listed by ranks that are not on its mesh {event.mesh}",
-                    event,
-                    ranks=members - inside,
-                )
-            elif event.id not in listed and members & inside:
-                yield problem(
-                    "RL0542",
-                    f"{name(event)} is not listed by ranks of its mesh {event.mesh}: the others "
-                    "would wait for them for ever",
-                    event,
-                    ranks=members & inside,
-                )
-
-
-def _cycle(lists: list[tuple[int, ...]]) -> list[int]:
-    """Kahn's algorithm on the union of the lists' successive pairs; the ids along one cycle, or nothing."""
-    after: dict[int, set[int]] = defaultdict(set)
-    waits: Counter[int] = Counter()
-    for order in set(lists):
-        for a, b in pairwise(order):
-            if b not in after[a]:
-                after[a].add(b)
-                waits[b] += 1
-    ready = deque(id for id in after if not waits[id])
-    left = set(after) | set(waits)
-    while ready:
-        id = ready.popleft()
-        left.discard(id)
-        for b in after.get(id, ()):
-            waits[b] -= 1
-            if not waits[b]:
-                ready.append(b)
-    return _around(left, after) if left else []
-
-
-def _around(left: set[int], after: dict[int, set[int]]) -> list[int]:
-    """A cycle among `left`, where every event has a predecessor: walk backwards until one comes again."""
-    before = {b: a for a in sorted(left) for b in after.get(a, ()) if b in left}
-    seen: dict[int, int] = {}
-    at = min(left)
-    while at not in seen:
-        seen[at] = len(seen)
-        at = before[at]
-    walked = sorted(seen, key=seen.__getitem__)[seen[at] :]
-    return walked[::-1]
-
-
-def _order(t: Tables) -> Iterator[Diagnostic]:
-    """The list is the body's order: what the runtime walks and what the plan shows must be one thing."""
-    place = {e.id: i for i, (e, _) in enumerate(t.events)}
-    events: dict[int, Event] = {e.id: e for e, _ in t.events}
-    for c in t.plan.classes:
-        for a, b in pairwise(c.events):
-            if place[a] > place[b]:
-                yield problem(
-                    "RL0512",
-                    f"a class runs event {a} before event {b}, the body the other way round",
-                    events[a],
-                    events[b],
-                    ranks=class_ranks(c, t.plan.header.world),
-                )
+                found[id, f"a class lists event {id}, which the plan does not have"].append(ranks)
+                continue
+            event = by_id[id]
+            if count > 1:
+                found[id, f"a class lists {name(event)} {count} times"].append(ranks)
+            if id not in due:
+                found[id, f"{name(event)} is listed by ranks that are not on its mesh {event.mesh}"].append(ranks)
+        for id in sorted(due - listed.keys()):
+            event = by_id[id]
+            found[id, f"{name(event)} is not listed by ranks of its mesh {event.mesh}: the others would wait for them "
+                  "for ever"].append(ranks)
+    for (id, title), sets in found.items():
+        yield problem("RL0542", title, *([by_id[id]] if id in by_id else []), ranks=union(sets))

@@ -13,16 +13,17 @@ from rldsl.plan.expr import Program
 from rldsl.plan.events import Event
 from rldsl.plan.model import Data, Frame, Function, Layout, Mesh, Model, Plan, RankClass, Spread, Value
 from rldsl.plan.project import Path, to_ranges, walk
+from rldsl.plan.verify.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """ranks: mesh id -> its ranks. lists: the distinct (class, its ranks). Ids that occur twice keep the last."""
+    """ranks: mesh id -> its ranks that exist. Ids that occur twice keep the last."""
 
     plan: Plan
     events: tuple[tuple[Event, Path], ...]
     meshes: Mapping[str, Mesh]
-    ranks: Mapping[str, frozenset[int]]
+    ranks: Mapping[str, Ranks]
     layouts: Mapping[str, Layout]
     spreads: Mapping[str, Spread]
     models: Mapping[str, Model]
@@ -32,13 +33,13 @@ class Tables:
     functions: Mapping[str, Function]
     programs: Mapping[str, Program]
 
-    def event_ranks(self, event: Event) -> frozenset[int]:
+    def event_ranks(self, event: Event) -> Ranks:
         return self.ranks[event.mesh]
 
-    def layout_ranks(self, layout: str) -> frozenset[int]:
+    def layout_ranks(self, layout: str) -> Ranks:
         return self.ranks[self.layouts[layout].mesh]
 
-    def spread_ranks(self, spread: str) -> frozenset[int]:
+    def spread_ranks(self, spread: str) -> Ranks:
         return self.ranks[self.spreads[spread].mesh]
 
 
@@ -47,7 +48,7 @@ def tables(plan: Plan) -> Tables:
         plan,
         tuple(walk(plan.body)),
         {m.id: m for m in plan.meshes},
-        {m.id: mesh_ranks(m, plan.header.world) for m in plan.meshes},
+        {m.id: Ranks.of(m.ranks, plan.header.world) for m in plan.meshes},
         {x.id: x for x in plan.layouts},
         {s.id: s for s in plan.spreads},
         {m.name: m for m in plan.models},
@@ -59,13 +60,8 @@ def tables(plan: Plan) -> Tables:
     )
 
 
-def mesh_ranks(mesh: Mesh, world: int) -> frozenset[int]:
-    """The ranks of a mesh that exist; a range of a billion ranks must not fill the memory."""
-    return frozenset(r for start, stop in mesh.ranks for r in range(max(start, 0), min(stop, world)))
-
-
-def class_ranks(c: RankClass, world: int) -> tuple[int, ...]:
-    return tuple(r for start, stop in c.ranks for r in range(max(start, 0), min(stop, world)))
+def class_ranks(c: RankClass, world: int) -> Ranks:
+    return Ranks.of(c.ranks, world)
 
 
 def name(event: Event) -> str:
@@ -76,7 +72,7 @@ def problem(
     code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "", notes: Iterable[str] = ()
 ) -> Diagnostic:
     """A diagnostic at the first of `events` that names the others and the ranks involved."""
-    shown = say(sorted(ranks))
+    shown = say(ranks)
     others = tuple(f"and {name(e)}" for e in events[1:])
     return Diagnostic(
         code,
@@ -89,4 +85,5 @@ def problem(
 
 def say(ranks: Iterable[int]) -> str:
     """0,1,2,5 -> "0-2, 5"."""
-    return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in to_ranges(ranks))
+    ranges = ranks.ranges if isinstance(ranks, Ranks) else to_ranges(sorted(ranks))
+    return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in ranges)

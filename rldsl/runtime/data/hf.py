@@ -26,7 +26,7 @@ def scan(path: str, needs: Needs) -> Scanned:
     def batches(file: str) -> Iterator[Any]:
         yield from pa.ipc.open_stream(pa.memory_map(file))
 
-    files, schemas = _files(path), []
+    files, schemas = files_of(path), []
     for file in files:
         _ends(file)
         with readable(file, "file"):
@@ -44,7 +44,8 @@ def _ends(file: str) -> None:
             raise fail("RL0754", "this file breaks off", place=file, help="write the dataset again")
 
 
-def _files(path: str) -> list[str]:
+def files_of(path: str) -> list[str]:
+    """Those that hold the rows, in order."""
     folder = Path(path)
     if not folder.exists():
         raise no_such(path, "data directory")

@@ -31,7 +31,7 @@ def scan(path: str, needs: Needs) -> Scanned:
         with open_file(file) as opened:
             yield from pq.ParquetFile(opened, pre_buffer=False).iter_batches(batch_size=ROWS)
 
-    files, schemas = _files(path), []
+    files, schemas = files_of(path), []
     for file in files:
         with open_file(file) as opened, readable(file, "file"):
             schemas.append(pq.read_schema(opened))
@@ -64,7 +64,8 @@ def _no_room(path: str, error: OSError) -> Failure:
                 help="make room there, or set TMPDIR to a directory with room for the rows as Arrow")
 
 
-def _files(path: str) -> list[str]:
+def files_of(path: str) -> list[str]:
+    """Those that hold the rows, in order."""
     if not Path(path).exists():
         raise no_such(path)
     if not Path(path).is_dir():

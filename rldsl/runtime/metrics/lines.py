@@ -1,9 +1,20 @@
-"""Files with one JSON object a line, each of a step: `metrics.jsonl`, samples. A run that goes on keeps them."""
+"""Files with one JSON object a line, each of a step: `metrics.jsonl`, samples. A run that goes on keeps them.
+
+JSON has no word for what is not finite: such a number is null."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+
+def encoded(line: Mapping[str, Any]) -> str:
+    """One line, without its end."""
+    known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
+    return json.dumps(known, ensure_ascii=False, allow_nan=False)
 
 
 def truncate(file: Path, step: int) -> None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +33,10 @@ RECORD, PLAN, SOURCES = "run.json", "run.plan", "sources"
 RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
 # what a run writes, besides models, which may lie anywhere and are replaced by the next save, and logs, which each rank
 # begins anew
-OWN = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb", "checkpoints")
+OWN = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb",
+       "checkpoints/step-[0-9]*", "checkpoints/.step-[0-9]*.partial", "failed-batch-step-[0-9]*")
+LOG = re.compile(r"rank-(\d+)\.log")
+CONTRADICTION = "--resume goes on with what is there and --overwrite removes it: give one of them"
 PACKAGES = ("rldsl", "torch", "transformers")
 
 
@@ -42,11 +48,24 @@ def read(out: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(held, dict) or "state" not in held:
         return None
-    gone = held["state"] == RUNNING and held.get("host") == socket.gethostname() and not _alive(held.get("pid", 0))
+    here = held["state"] == RUNNING and held.get("host") == socket.gethostname()
+    gone = here and not _alive(held.get("pid", 0), held.get("born"))
     return held | {"state": FAILED} if gone else held
 
 
-def _alive(pid: int) -> bool:
+def _born(pid: int) -> str | None:
+    """When a process began, as the system counts; None where it does not say. In a container that starts again, the same
+    numbers come back."""
+    try:
+        return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, ValueError, TypeError, IndexError):
+        return None
+
+
+def _alive(pid: int, born: str | None) -> bool:
+    now = _born(pid)
+    if born is not None and now is not None and now != born:
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -61,11 +80,18 @@ def refuse(out: Path) -> None:
     held = read(out)
     if held is not None and held["state"] in (RUNNING, FINISHED):
         what = "a run that is going on" if held["state"] == RUNNING else "a finished run"
-        ways = "`--resume` goes on from its last checkpoint" if has_checkpoints(out) else ""
+        ways = "`--resume` goes on from its last checkpoint" if last_checkpoint(out) is not None else ""
         raise fail("RL0781", f"this directory holds {what}", place=str(out), notes=(_told(held),), help="; ".join(
             x for x in ("`--out` names another directory", ways, "`--overwrite` removes it") if x))
-    if has_checkpoints(out):
-        raise fail("RL0763", "this directory holds the checkpoints of an earlier run", place=str(out),
+    refuse_checkpoints(out)
+
+
+def refuse_checkpoints(out: Path) -> None:
+    """Where there are some, and the run does not go on from them."""
+    step = last_checkpoint(out)
+    if step is not None:
+        program = (read(out) or {}).get("program", "of an unknown program")
+        raise fail("RL0763", f"this directory holds checkpoints ({program}, step {step})", place=str(out),
                    help="`--resume` goes on from the last one; `--out` names another directory; "
                    "`--overwrite` removes them")
 
@@ -74,43 +100,68 @@ def _told(held: dict[str, Any]) -> str:
     return f"{held.get('program', 'unknown')}, begun {held.get('started', 'at an unknown time')}"
 
 
-def has_checkpoints(out: Path) -> bool:
-    return any((out / "checkpoints").glob("step-*/checkpoint.json"))
+def last_checkpoint(out: Path) -> int | None:
+    """The step of the newest one."""
+    names = (file.parent.name[5:] for file in (out / "checkpoints").glob("step-*/checkpoint.json"))
+    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
-def claim(out: Path, resume: str | Path | None, again: bool, overwrite: bool) -> bool:
-    """That a run may write in `out`. resume: where it goes on from. again: torchrun has started it before. Whether it
-    goes on in `out`."""
+def within(out: Path, resume: Path) -> bool:
+    """Whether what is gone on from is the run in `out`, or a checkpoint of it."""
+    place, own = resume.resolve(), out.resolve()
+    return place in (own, own / "checkpoints") or place.parent == own / "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """resume: what the run goes on from. goes_on: what is in its directory is its own and stays; else it begins anew
+    there, and what an earlier run left is removed."""
+
+    resume: Path | None
+    goes_on: bool
+
+
+def claim(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False) -> Claim:
+    """That a run may write in `out`. resume: what the user wants to go on from. again: torchrun has started the run
+    before, and it has had its directory. Errors: RL0763, RL0781."""
     if again:
-        return True
-    goes_on = resume is not None and Path(resume).resolve().is_relative_to(out.resolve())
+        return Claim(resume if last_checkpoint(out) is None else out, True)
     held = read(out)
+    goes_on = resume is not None and within(out, resume)
     if goes_on and held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname():
         raise fail("RL0781", "this directory holds a run that is going on", place=str(out), notes=(_told(held),),
                    help="wait until it has ended; `kill -TERM` ends one with checkpoints after its step")
     if not goes_on and not overwrite:
         refuse(out)
-    return goes_on
+    return Claim(resume, goes_on)
 
 
-def clear(out: Path) -> None:
-    """Remove the files of an earlier run; models that it saved stay."""
+def clear(out: Path, world: int) -> None:
+    """Remove the files of an earlier run, if one was here; models that it saved stay. world: ranks of the run that
+    begins; their logs are begun anew by themselves."""
+    if not (out / RECORD).exists() and last_checkpoint(out) is None:
+        return  # `samples/` or `sources/` may be the user's own
     with written(out):
-        for name in OWN:
-            path = out / name
+        for path in (path for name in OWN for path in out.glob(name)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # a link, or something else is in it
+            (out / "checkpoints").rmdir()
+        for path in (out / "log").glob("rank-*.log"):
+            if (rank := LOG.fullmatch(path.name)) and int(rank[1]) >= world:
                 path.unlink(missing_ok=True)
 
 
 class Record:
     """`run.json` of the run under way, kept by rank 0."""
 
-    def __init__(self, out: Path, plan: Plan, data: bytes, devices: Sequence[str], command: Sequence[str], again: bool):
-        """data: the bytes of the plan file. devices: of this rank's machine. again: the run goes on from before."""
+    def __init__(self, out: Path, plan: Plan, data: bytes, devices: Sequence[str], command: Sequence[str],
+                 goes_on: bool):
+        """data: the bytes of the plan file. devices: of this rank's machine. goes_on: with the run that is there."""
         self._file = out / RECORD
-        earlier = (read(out) or {}) if again else {}
+        earlier = (read(out) or {}) if goes_on else {}
         header, now = plan.header, _now()
         self._held = {
             "program": header.program, "flow": header.flow, "state": RUNNING, "step": 0, "steps": header.steps,
@@ -118,7 +169,7 @@ class Record:
             "resumed": [*earlier.get("resumed", []), *([now] if earlier else [])],
             "plan": plan_id(data), "seed": header.seed, "params": dict(header.params),
             "world": header.world, "devices": list(devices), "host": socket.gethostname(), "pid": os.getpid(),
-            "command": list(command),
+            "born": _born(os.getpid()), "command": list(command),
             "versions": versions(), "sources": _copied(out / SOURCES, _files(plan)),
         }
         with written(out / PLAN):

@@ -6,7 +6,6 @@ Only the rank that logs measures and writes; a rank that has samples writes thes
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from rldsl.plan.events import Event, Free, Log
 from rldsl.plan.project import events
 from rldsl.runtime.files import check_writable, written
-from rldsl.runtime.metrics.lines import truncate
+from rldsl.runtime.metrics.lines import encoded, truncate
 from rldsl.runtime.metrics.names import computed, first
 from rldsl.runtime.metrics.samples import Samples, path, sources
 from rldsl.runtime.metrics.usual import Meter
@@ -127,7 +126,7 @@ class Report:
                 truncate(target, step)
                 self._begun = True
             with target.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(encoded(line) + "\n")
         for writer in self._writers:
             writer.write(step, {name: value for name, value in line.items() if name != "step"})
         if self._view is not None:

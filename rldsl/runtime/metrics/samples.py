@@ -7,7 +7,6 @@ those where most values of sequences (rewards, scores) lie beside the tokens; ev
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,15 +15,16 @@ from typing import Any
 
 import torch
 
-from rldsl.plan.events import Free, Generate, split
+from rldsl.plan.events import Free, Generate, Train, split
 from rldsl.plan.model import Frame, Plan
 from rldsl.plan.project import events
 from rldsl.runtime.files import written
-from rldsl.runtime.metrics.lines import truncate
+from rldsl.runtime.metrics.lines import encoded, truncate
 from rldsl.runtime.state import State
 from rldsl.runtime.store import Column
 
 FOLDER = "samples"
+ANONYMOUS = re.compile(r"(expr|where)#\d+")  # values that the program gives no name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,16 @@ def sources(plan: Plan) -> tuple[Source, ...]:
     return tuple(found)
 
 
+def names(plan: Plan, spaces: set[str]) -> dict[str, str]:
+    """Value of a sequence -> what a line calls it: its name, or the input of the loss that it is. spaces: rows whose
+    values are wanted."""
+    inputs = {v: f"{e.model}/{name}" for e, _ in reversed(list(events(plan))) if isinstance(e, Train)
+              for name, v in e.data}
+    rows = {f.id: f.rows for f in plan.frames}
+    known = (v.id for v in plan.values if v.extent == "row" and v.dtype != "text" and rows.get(v.frame) in spaces)
+    return {v: inputs[v] if ANONYMOUS.fullmatch(v) else v for v in known if v in inputs or not ANONYMOUS.fullmatch(v)}
+
+
 class Samples:
     """The samples that this rank writes."""
 
@@ -62,9 +72,7 @@ class Samples:
         self._tokens: dict[str, tuple[Column, Any]] = {}
         self._values: dict[str, Column] = {}
         self._begun: set[Path] = set()
-        of = {state.frames[s.frame].rows for s in self._mine}
-        self._wanted = {v.id for v in state.plan.values if v.extent == "row" and v.dtype != "text" and v.frame
-                        and state.frames[v.frame].rows in of}
+        self._names = names(state.plan, {state.frames[s.frame].rows for s in self._mine})
         for source in self._mine:
             state.source(state.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
 
@@ -75,7 +83,7 @@ class Samples:
 
     def _keep(self, state: State, buffer: str) -> None:
         value, spread = split(buffer)
-        if value in self._wanted:
+        if value in self._names:
             if state.holds(buffer):
                 held = state.store.take(buffer)
                 before = self._values.get(value)
@@ -95,7 +103,7 @@ class Samples:
     def _write(self, state: State, frame: Frame, tokens: Column, lens: Any) -> None:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._most]
         tokenizer = state.source(frame.data).tokenizer
-        known = {value: _numbers(column, rows) for value, column in sorted(self._values.items())
+        known = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
                  if state.frames[state.values[value].frame].rows == frame.rows}
         lines = []
         for i, row in enumerate(rows.tolist()):
@@ -103,7 +111,7 @@ class Samples:
             prompt = int(lens.prompt[row])
             text = {"step": state.step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
-            lines.append(json.dumps(text | {v: n[row] for v, n in known.items() if row in n}, ensure_ascii=False))
+            lines.append(encoded(text | {v: n[row] for v, n in known.items() if row in n}))
         file = path(state.out, frame.id)
         with written(file):
             if file not in self._begun:

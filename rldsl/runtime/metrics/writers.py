@@ -37,6 +37,14 @@ def needed(module: str, option: str, extra: str) -> ModuleType:
                    place=option, help=f"pip install 'rldsl[{extra}]'") from None
 
 
+def check_packages(tensorboard: bool, wandb: str) -> None:
+    """That what is asked for is installed."""
+    if tensorboard:
+        needed("tensorboard", "--tensorboard", TENSORBOARD)
+    if wandb:
+        needed("wandb", "--wandb", WANDB)
+
+
 class TensorBoard:
     """Event files under OUT/tensorboard, which `tensorboard --logdir OUT` shows."""
 

@@ -1,0 +1,231 @@
+"""How far `rlc sim` is from real runs: the same plans simulated and run on this machine's processor.
+
+    python benchmarks/simulate.py                 # all plans: about half an hour
+    python benchmarks/simulate.py --only ppo      # those whose names contain a word
+
+Each plan is profiled and run within the same minute. A step's time is the median over the steps of a run, without the
+first two. Gates: median error 15 %, Kendall's tau of the order 0.8. The machine must have nothing else to do: a step
+that waits for a core is no fault of the model. `work` is the error of the seconds that the ranks compute, which other
+programs disturb less; both sides use one thread for each rank (OMP_NUM_THREADS=1). """
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rldsl.simulate import Timeline
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+GATES = {"median error": 0.15, "tau": 0.8}
+SIZES = {"s": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+                   num_key_value_heads=2, head_dim=32),
+         "m": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+                   num_key_value_heads=4, head_dim=32),
+         "l": dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+                   num_key_value_heads=4, head_dim=64)}
+WARM = 2  # steps that do not count
+
+HEAD = """param size: text
+param steps = 6
+param batch = 16
+"""
+GENERATE = HEAD + """data prompts = jsonl("data/prompts.jsonl", batch=batch, max_prompt_tokens=32)
+model actor = causal_lm("models/" + size)
+flow generate(steps=steps, seed=1) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=32, min_new_tokens=32)
+  metric tokens = mean(len(gen))
+}
+"""
+SFT = HEAD + """use std.sft (sft)
+data answers = jsonl("data/answers.jsonl", batch=batch, max_prompt_tokens=32, max_answer_tokens=96)
+model actor = causal_lm("models/" + size) train adamw(lr=1e-5)
+flow sft(steps=steps, seed=1) {
+  answer = answers.next()
+  actor.train(answer, loss=sft(), minibatches=2)
+}
+"""
+DPO = HEAD + """use std.dpo (dpo)
+data pairs = jsonl("data/pairs.jsonl", batch=batch, max_prompt_tokens=32, max_answer_tokens=32)
+model actor = causal_lm("models/" + size) train adamw(lr=1e-6)
+model ref   = causal_lm("models/" + size)
+flow dpo(steps=steps, seed=1) {
+  pair         = pairs.next()
+  ref_chosen   = ref.logprobs(pair.chosen)
+  ref_rejected = ref.logprobs(pair.rejected)
+  actor.train(pair.chosen, pair.rejected, loss=dpo(ref_chosen=ref_chosen, ref_rejected=ref_rejected, beta=0.1))
+}
+"""
+GRPO = HEAD + """use std.grpo (group_norm, grpo)
+use py "rewards.py" (digits_only: gen -> seq)
+data prompts = jsonl("data/prompts.jsonl", batch=batch, max_prompt_tokens=32)
+model actor = causal_lm("models/" + size) train adamw(lr=1e-6)
+model ref   = causal_lm("models/" + size)
+flow grpo(steps=steps, seed=1) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=4, max_new_tokens=24, min_new_tokens=24)
+  reward = digits_only(gen)
+  ref_lp = ref.logprobs(gen)
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(reward), ref=ref_lp, beta=0.04), minibatches=2)
+  metric reward = mean(reward)
+}
+"""
+PPO = HEAD + """use std.ppo (kl_rewards, gae, ppo_clip, value_clip)
+data prompts = jsonl("data/prompts.jsonl", batch=batch, max_prompt_tokens=32)
+model actor  = causal_lm("models/" + size)   train adamw(lr=1e-6)
+model critic = value_model("models/" + size) train adamw(lr=5e-6)
+model ref    = causal_lm("models/" + size)
+model judge  = reward_model("models/" + size + "-rm")
+flow ppo(steps=steps, seed=1) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, max_new_tokens=32, min_new_tokens=32)
+  score  = judge.score(gen)
+  ref_lp = ref.logprobs(gen)
+  v      = critic.values(gen)
+  r        = kl_rewards(score, gen.logprobs, ref_lp, coef=0.1)
+  adv, ret = gae(r, v, gamma=1.0, lam=0.95)
+  critic.train(gen, loss=value_clip(old=v, ret=ret), minibatches=2)
+  actor.train(gen, loss=ppo_clip(old=gen.logprobs, adv=whiten(adv)), minibatches=2)
+  metric score = mean(score)
+}
+""" PROGRAMS = {"generate": GENERATE, "sft": SFT, "dpo": DPO, "grpo": GRPO, "ppo": PPO} ALL2, ALL4 = "mesh(0:2)",
+"mesh(0:4)" SPLIT = ("actor.generate on mesh(0:4) dp=4", "judge.* on mesh(0:1)", "ref.* on mesh(1:2)", "critic.values
+on mesh(2:4) dp=2", "critic.train on mesh(2:4) dp=2", "actor.train on mesh(0:2) dp=2")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """rules: of placement, as `rlc compile --on` takes them."""
+
+    program: str
+    size: str
+    rules: tuple[str, ...]
+    batch: int = 16
+
+    @property
+    def name(self) -> str:
+        return f"{self.program}-{self.size}{self.batch} {'; '.join(self.rules) or 'one rank'}"
+
+
+    CASES = ( Case("generate", "s", ()), Case("generate", "m", (), 32), Case("generate", "l", ()), Case("generate",
+    "s", (f"*.* on {ALL2} dp=2",), 32), Case("generate", "m", (f"*.* on {ALL2} tp=2",)), Case("generate", "m", (f"*.*
+    on {ALL2} pp=2",)), Case("generate", "m", (f"*.* on {ALL4} dp=4",), 32), Case("generate", "s", (f"*.* on {ALL4}
+    dp=2 tp=2",)), Case("sft", "s", (), 64), Case("sft", "m", (), 32), Case("sft", "l", ()), Case("sft", "m", (f"*.*
+    on {ALL2} dp=2",), 64), Case("sft", "m", (f"*.* on {ALL2} tp=2",), 32), Case("sft", "m", (f"*.* on {ALL2} pp=2
+    mbs=4",), 32), Case("sft", "m", (f"*.* on {ALL4} dp=2 pp=2",), 64), Case("dpo", "s", ()), Case("dpo", "m", (f"*.*
+    on {ALL2} dp=2",), 32), Case("dpo", "m", (f"ref.* on {ALL2} tp=2", f"actor.* on {ALL2} pp=2"), 32), Case("grpo",
+    "s", ()), Case("grpo", "m", (f"*.* on {ALL2} dp=2",)), Case("grpo", "m", (f"*.* on {ALL2} dp=2", f"actor.train on
+    {ALL2} tp=2")), Case("grpo", "s", (f"*.* on {ALL4} dp=4", f"actor.train on {ALL4} dp=2 pp=2"), 32), Case("ppo",
+    "s", (), 32), Case("ppo", "m", ()), Case("ppo", "m", (f"*.* on {ALL2} dp=2",), 32), Case("ppo", "m",
+    (f"actor.generate on {ALL2} dp=2", "judge.* on mesh(0:1)", "ref.* on mesh(1:2)", "critic.* on mesh(1:2)",
+    "actor.train on mesh(0:1)"), 32), Case("ppo", "m", SPLIT, 64), )
+
+
+def make(folder: Path) -> None:
+    """Models and data; prompts of 24 to 32 characters, one token each."""
+    import random
+
+    from examples.tiny import make_model, write_jsonl
+
+    draw = random.Random(0)
+
+    def words(low: int, high: int) -> str:
+        return "".join(draw.choice("0123456789abcdefghij") for _ in range(draw.randint(low, high)))
+
+    for name, size in SIZES.items():
+        make_model(folder / "models" / name, scale=0.02, **size)
+        make_model(folder / "models" / f"{name}-rm", head="reward_model", scale=0.02, **size)
+    rows = [{"prompt": words(24, 32)} for _ in range(512)]
+    write_jsonl(folder / "data/prompts.jsonl", rows)
+    write_jsonl(folder / "data/answers.jsonl", [r | {"answer": words(72, 95)} for r in rows])
+    write_jsonl(folder / "data/pairs.jsonl", [r | {"chosen": words(20, 31), "rejected": words(20, 31)} for r in rows])
+    (folder / "rewards.py").write_text((ROOT / "examples/rewards.py").read_text())
+    for name, text in PROGRAMS.items():
+        (folder / f"{name}.rlf").write_text(text)
+
+
+PROMPT, ANSWERS = 28.0, {"sft": 84.5, "dpo": 26.5}  # means of what `make` writes; an end-of-sequence token more
+
+
+def compiled(case: Case, steps: int) -> Path:
+    from rldsl import api
+    from rldsl.plan.codec import encode
+
+    plan = api.compile(f"{case.program}.rlf", {"size": case.size, "steps": steps, "batch": case.batch}, None,
+    case.rules) file = Path("case.plan") file.write_bytes(encode(plan)) return file
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """Of a step: seconds, and seconds that all ranks computed together."""
+
+    seconds: float
+    computed: float
+
+
+def measured(plan: Path, world: int, steps: int) -> Real:
+               """A real run.""" command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone",
+               "--nproc-per-node", str(world), "-m", "rldsl.run", str(plan), "--out", "run", "--device", "cpu",
+               "--plain", "--overwrite", "--trace", "run.json"] done = subprocess.run(command, capture_output=True,
+               text=True) if done.returncode: raise SystemExit(f"{' '.join(command)}\n{done.stderr}") lines =
+               [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()] spans = [s for s in
+               json.loads(Path("run.json").read_text())["traceEvents"] if s["ph"] == "X"] computed =
+               sum(s["args"]["busy"] for s in spans if s["args"]["step"] > WARM) / (steps - WARM) return
+               Real(statistics.median(x["seconds"] for x in lines[WARM:]), computed)
+
+
+def tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau of two orders."""
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
+    return sum((s > 0) - (s < 0) for s in signs) / len(signs) if signs else 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--folder", default="runs/simulate", help="where models, plans and runs go")
+    parser.add_argument("--reuse", action="store_true", help="take what was measured before, where it is there")
+    given = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folder = Path(given.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    make(folder)
+    os.chdir(folder)
+    from rldsl.api import read_plan
+    from rldsl.clusters import read
+    from rldsl.simulate import Lengths, simulate
+
+        found: list[tuple[float, float]] = [] print(f"{'simulated':>10} {'measured':>10} {'error':>7} {'work':>7}
+        plan", flush=True) for case in CASES: if given.only not in case.name: continue file = compiled(case,
+        given.steps) plan = read_plan(str(file)) subprocess.run([sys.executable, "-m", "rldsl.cli", "profile",
+        str(file), "-o", "profile.yaml", "--device", "cpu", *([] if given.reuse else ["--fresh"])], check=True,
+        capture_output=True) guess = simulate(plan, read("profile.yaml"), Lengths(PROMPT, ANSWERS.get(case.program,
+        0.0))) real = measured(file, plan.header.world, given.steps) found.append((guess.seconds, real.seconds))
+        print(f"{guess.seconds:>9.3f}s {real.seconds:>9.3f}s {guess.seconds / real.seconds - 1:>+7.1%} "
+        f"{work(guess) / real.computed - 1:>+7.1%}  {case.name}", flush=True) errors = [abs(guess / real - 1) for
+        guess, real in found] print(f"\n{len(found)} plans: median error {statistics.median(errors):.1%} (gate
+        {GATES['median error']:.0%}), largest " f"{max(errors):.1%}, Kendall's tau {tau(found):.3f} (gate
+        {GATES['tau']})")
+
+
+def work(timeline: Timeline) -> float:
+    """Seconds that all ranks compute together."""
+    ranks = [sum(stop - start for start, stop in c) for c in timeline.classes]
+    return sum(s.busy * ranks[s.rank_class] for s in timeline.spans)
+
+
+if __name__ == "__main__":
+    main()

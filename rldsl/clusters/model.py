@@ -1,0 +1,128 @@
+"""The record of a cluster, and the table of what its file may say.
+
+Rates are those of one device and one direction, as the vendor states them; the efficiencies say which share of them
+real programs reach. 0 stands for "not known": a file with `nodes`, `gpus` and `memory_gb` alone is enough to compile,
+not to simulate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What calls of one model cost on this machine, as `rlc profile` found it: feature -> microseconds for one of it.
+
+    config: sha256 of the model's config.json. head: its kind. tp, threads: of the shard that was timed. `forward` and
+    `train` (with backward): "call" for a micro-batch, "layer" for each of its layers, "token" for each layer and
+    token, "pair" for each layer, token and token before it, "output" for each response token. `decode`: "call" for
+    one token of all sequences, "layer" for each layer, "token" for each layer and sequence, "pair" for each layer,
+    sequence and token in its cache, "output" for each sequence. `update`: "call" for an optimizer step, "element" for
+    each parameter."""
+
+    config: str
+    head: str
+    dtype: str
+    tp: int
+    threads: int
+    forward: tuple[tuple[str, float], ...] = ()
+    train: tuple[tuple[str, float], ...] = ()
+    decode: tuple[tuple[str, float], ...] = ()
+    update: tuple[tuple[str, float], ...] = ()
+
+
+PASSES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("forward", "train", "decode"), ("call", "layer", "token", "pair", "output")),
+    "update": ("call", "element"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """nodes of `gpus` devices (one rank each) with `memory_gb` 10^9 bytes. The rest is in `FIELDS`, row by row."""
+
+    gpus: int = 0
+    nodes: int = 1
+    memory_gb: float = 80.0
+    name: str = ""
+    cores: int = 0
+    threads: int = 0
+    core_speed: float = 1.0
+    bfloat16_tflops: float = 0.0
+    float32_tflops: float = 0.0
+    memory_gb_s: float = 0.0
+    link_gb_s: float = 0.0
+    link_us: float = 0.0
+    reduce_us: float = 0.0
+    reduce_gb_s: float = 0.0
+    network_gb_s: float = 0.0
+    network_us: float = 0.0
+    node_network_gb_s: float = 0.0
+    host_gb_s: float = 0.0
+    disk_gb_s: float = 0.0
+    kernel_us: float = 0.0
+    event_us: float = 0.0
+    row_us: float = 0.0
+    matmul_efficiency: float = 1.0
+    attention_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+    link_efficiency: float = 1.0
+    source: str = ""
+    measured: tuple[Measured, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus
+
+    def unknown(self) -> tuple[str, ...]:
+        """What the file does not say and a simulation needs."""
+        needed = [*NEEDED, *(["link_gb_s"] if self.gpus > 1 else []), *(["network_gb_s"] if self.nodes > 1 else [])]
+        return tuple(n for n in needed if not getattr(self, n))
+
+
+NEEDED = ("gpus", "bfloat16_tflops", "float32_tflops", "memory_gb_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """low <= value <= high (low < value when `above`)."""
+
+    kind: Literal["int", "float", "text"]
+    meaning: str
+    low: float = 0.0
+    high: float = math.inf
+    above: bool = False
+
+
+FIELDS: dict[str, Field] = {
+    "nodes": Field("int", "machines", 1, 16_384),
+    "gpus": Field("int", "devices of a machine, one rank each", 1, 256),
+    "memory_gb": Field("float", "memory of a device, in 10^9 bytes", above=True),
+    "name": Field("text", "what messages call it"),
+    "cores": Field("int", "processor cores that the ranks of a machine share; 0: each rank has a device of its own"),
+    "threads": Field("int", "of each rank, where ranks share cores; 0: the cores divided by the ranks"),
+    "core_speed": Field("float", "speed of a core when all are busy, against one alone", 0, 1, True),
+    "bfloat16_tflops": Field("float", "dense matrix products in bfloat16, 10^12 operations a second"),
+    "float32_tflops": Field("float", "dense matrix products in float32"),
+    "memory_gb_s": Field("float", "memory of a device, 10^9 bytes a second"),
+    "link_gb_s": Field("float", "between two devices of a machine, one direction"),
+    "link_us": Field("float", "latency of a message inside a machine, microseconds"),
+    "reduce_us": Field("float", "of a collective inside a machine, for each doubling of its ranks; 0: as link_us"),
+    "reduce_gb_s": Field("float", "of a device in a collective inside a machine; 0: as link_gb_s"),
+    "network_gb_s": Field("float", "of a device to other machines, one direction"),
+    "network_us": Field("float", "latency of a message between machines"),
+    "node_network_gb_s": Field("float", "of a whole machine to others, where its devices share it; 0: they do not"),
+    "host_gb_s": Field("float", "between a device and its machine's memory, one direction"),
+    "disk_gb_s": Field("float", "files, for each rank that reads or writes"),
+    "kernel_us": Field("float", "to start a kernel"),
+    "event_us": Field("float", "of the runtime, for each event"),
+    "row_us": Field("float", "of the runtime, for each row that an event divides or moves"),
+    "matmul_efficiency": Field("float", "share of the stated rate that matrix products reach", 0, 1, True),
+    "attention_efficiency": Field("float", "share that attention reaches", 0, 1, True),
+    "memory_efficiency": Field("float", "share of the memory's rate that is reached", 0, 1, True),
+    "link_efficiency": Field("float", "share of links and network that is reached", 0, 1, True),
+    "source": Field("text", "where the numbers are from"),
+}

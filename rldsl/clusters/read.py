@@ -1,0 +1,202 @@
+"""Cluster files: YAML with the names of `FIELDS`, `preset` to begin from, and what `rlc profile` measured.
+
+In: a text, a path or the name of a preset. Out: a `Cluster`. Every mistake is found and points into the file.
+Errors: RL0091, RL0092 no such file, RL0103 no YAML, RL0107 an unknown key, RL0205 a wrong value, RL0215 missing or
+given twice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rldsl.clusters.model import FIELDS, PASSES, Cluster, Field, Measured
+from rldsl.diag import Diagnostic, Failure, fail
+from rldsl.source import SourceFile, Span
+
+if TYPE_CHECKING:
+    from yaml.nodes import MappingNode, Node
+
+NAMED = re.compile(r"([a-z]\w*?)x([1-9]\d*)(?:\.ya?ml)?")
+MEASURED: dict[str, Field] = {
+    "config": Field("text", ""), "head": Field("text", ""), "dtype": Field("text", ""), "tp": Field("int", "", 1),
+    "threads": Field("int", "", 1),
+}
+
+
+def presets() -> tuple[str, ...]:
+    """The names of the nodes that are known."""
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in files(__package__).joinpath("presets").iterdir()
+                        if f.name.endswith(".yaml")))
+
+
+def preset(name: str) -> Cluster | None:
+    """A known node ("h100x8"), or several of one kind by the number of their devices ("h100x64": eight nodes); None
+    where the name is neither. A file's name stands for the same ("h100x64.yaml")."""
+    found = NAMED.fullmatch(name)
+    if found is None:
+        return None
+    for known in presets():
+        kind, _, gpus = known.rpartition("x")
+        if kind == found[1] and int(found[2]) % int(gpus) == 0:
+            text = files(__package__).joinpath("presets", f"{known}.yaml").read_text()
+            return replace(parse(SourceFile(f"{known}.yaml", text)), nodes=int(found[2]) // int(gpus),
+                           name=f"{kind}x{found[2]}")
+    return None
+
+
+def find(name: str) -> Cluster:
+    """The file of this path or, where there is none, the preset of this name."""
+    if not Path(name).exists() and (known := preset(name)) is not None:
+        return known
+    return read(name)
+
+
+def read(path: str) -> Cluster:
+    """The cluster of a file."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        near = get_close_matches(path, presets(), n=1)
+        known = f"did you mean `{near[0]}`?" if near else f"known without a file: {', '.join(presets())}"
+        raise fail("RL0091", f"no such file: {path}", place=path, help=known) from None
+    except OSError as error:
+        raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None
+    except UnicodeDecodeError as error:
+        raise fail("RL0103", f"`{path}` is not valid YAML", place=path,
+                   help=f"byte {error.start} is no UTF-8") from None
+    return parse(SourceFile(path, text))
+
+
+def parse(file: SourceFile) -> Cluster:
+    """The cluster that a text describes; what it does not say stays unknown (0)."""
+    import yaml
+
+    try:
+        tree = yaml.compose(file.text, yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = min(mark.index if mark else 0, max(len(file.text) - 1, 0))
+        raise fail("RL0103", f"`{file.name}` is not valid YAML", Span(file, at, at + 1), error.problem or "") from None
+    except yaml.YAMLError as error:
+        raise fail("RL0103", f"`{file.name}` is not valid YAML", place=file.name,
+                   help=" ".join(str(error).split())) from None
+    reader = _Reader(file)
+    if not isinstance(tree, yaml.MappingNode):
+        raise fail("RL0205", f"`{file.name}` must hold numbers by name", Span(file, 0, len(file.text)),
+                   help="for instance `nodes: 1`, `gpus: 8`, `memory_gb: 80`")
+    found = reader.cluster(tree)
+    if reader.found or found is None:
+        raise Failure(reader.found)
+    return found
+
+
+class _Reader:
+    """One file's values and the mistakes in it."""
+
+    def __init__(self, file: SourceFile):
+        self.file = file
+        self.found: list[Diagnostic] = []
+
+    def say(self, code: str, title: str, node: Node, label: str = "", help: str = "") -> None:
+        start, stop = node.start_mark.index, node.end_mark.index
+        stop = start + len(self.file.text[start:stop].split("\n", 1)[0].rstrip())
+        self.found.append(Diagnostic(code, title, Span(self.file, start, max(stop, start + 1)), label, help=help))
+
+    def pairs(self, tree: MappingNode, known: tuple[str, ...]) -> dict[str, Node]:
+        """Key -> value, of the keys that may stand here."""
+        kept: dict[str, Node] = {}
+        for key, value in tree.value:
+            name = str(key.value)
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                self.say("RL0107", f"a cluster has no `{name}`", key,
+                         help=f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}")
+            elif name in kept:
+                self.say("RL0215", f"`{name}` is given twice", key, help="remove one of the two")
+            else:
+                kept[name] = value
+        return kept
+
+    def cluster(self, tree: MappingNode) -> Cluster | None:
+        given = self.pairs(tree, ("preset", *FIELDS, "measured"))
+        base: Cluster | None = None
+        if "preset" in given:
+            node = given.pop("preset")
+            base = preset(str(node.value)) if isinstance(node.value, str) else None
+            if base is None:
+                near = get_close_matches(str(node.value), presets(), n=1)
+                self.say("RL0205", "this preset is not known", node, help=f"did you mean `{near[0]}`?" if near else
+                         f"known: {', '.join(presets())}")
+                return None
+        measured = given.pop("measured", None)
+        values: dict[str, Any] = {k: self.value(k, FIELDS[k], v) for k, v in given.items()}
+        if measured is not None:
+            values["measured"] = self.measured(measured)
+        if self.found:
+            return None
+        values.setdefault("name", Path(self.file.name).stem)
+        return Cluster(**values) if base is None else replace(base, **values)
+
+    def value(self, name: str, field: Field, node: Node) -> Any:
+        """One value of the right type and range; None after a mistake."""
+        plain = _scalar(node)
+        number = isinstance(plain, int | float) and not isinstance(plain, bool) and math.isfinite(plain)
+        if field.kind == "text":
+            if isinstance(plain, str):
+                return plain
+            return self.say("RL0205", f"`{name}` must be a text", node)
+        if not number or field.kind == "int" and plain != int(plain):
+            what = "a whole number" if field.kind == "int" else "a number"
+            return self.say("RL0205", f"`{name}` must be {what}", node)
+        if not (field.low < plain or plain == field.low and not field.above) or not plain <= field.high:
+            low = f"more than {field.low:g}" if field.above else f"at least {field.low:g}"
+            high = f" and at most {field.high:g}" if field.high < float("inf") else ""
+            return self.say("RL0205", f"`{name}` must be {low}{high}", node, f"this is {plain:g}")
+        return int(plain) if field.kind == "int" else float(plain)
+
+    def measured(self, tree: Node) -> tuple[Measured, ...]:
+        import yaml
+
+        if not isinstance(tree, yaml.SequenceNode) or not all(isinstance(n, yaml.MappingNode) for n in tree.value):
+            self.say("RL0205", "`measured` must be a list, as `rlc profile` writes it", tree)
+            return ()
+        found = []
+        for node in tree.value:
+            given = self.pairs(node, (*MEASURED, *PASSES))
+            values = {k: self.value(k, MEASURED[k], v) for k, v in given.items() if k in MEASURED}
+            values |= {k: self.rates(k, v) for k, v in given.items() if k in PASSES}
+            if missing := [k for k in MEASURED if k not in values]:
+                self.say("RL0215", f"a measured model needs `{missing[0]}`", node, help="`rlc profile` writes it")
+            elif not self.found:
+                found.append(Measured(**values))
+        return tuple(found)
+
+    def rates(self, name: str, node: Node) -> tuple[tuple[str, float], ...]:
+        import yaml
+
+        if not isinstance(node, yaml.MappingNode):
+            self.say("RL0205", f"`{name}` must hold microseconds by name", node)
+            return ()
+        given = self.pairs(node, PASSES[name])
+        return tuple((k, self.value(k, Field("float", ""), v)) for k, v in given.items())
+
+
+def _scalar(node: Node) -> Any:
+    """The value of a plain node as YAML means it; None of a list or a table."""
+    import yaml
+
+    if not isinstance(node, yaml.ScalarNode):
+        return None
+    try:
+        plain = yaml.SafeLoader("").construct_object(node)
+    except (yaml.YAMLError, ValueError):
+        return None
+    if isinstance(plain, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", plain):
+        return float(plain)  # YAML 1.1 wants a dot in 1e-6; people do not
+    return plain

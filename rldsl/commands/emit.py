@@ -1,0 +1,112 @@
+"""`rlc emit`: a plan as a Python program that runs under torchrun, for stepping through with a debugger.
+
+In: the path of a plan, and a rank or all. Out: the text of the program: a function for each list of events, real
+loops, one line an event (`run.generate(8)`), with what it is in a comment. The lines call `rldsl.runtime.debug`, which
+executes the events of the plan; the program holds their numbers and the plan's id, and no logic. Errors: RL0608 no such
+rank, and those of reading and verifying a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import PurePath
+
+from jinja2 import Environment, StrictUndefined
+
+from rldsl import api
+from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.events import Event, Every, Item, Loop
+from rldsl.plan.meaning import kind, told
+from rldsl.plan.model import Plan, Ranges
+from rldsl.plan.project import schedule, to_ranges
+from rldsl.plan.texts import ranks_text
+from rldsl.plan.verify import verify
+from rldsl.plan.view import check_rank
+
+WIDTH, CALL = 120, 36  # columns of a line, and of the call before its comment
+TEMPLATE = "program.py.j2"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One function of the program. name: of the function. lines: its body, indented."""
+
+    name: str
+    doc: str
+    ranks: Ranges
+    lines: tuple[str, ...]
+
+
+def emit(file: str, rank: int | None, target: str | None = None) -> str:
+    """file: of the plan. rank: whose list; None: all, a function for the ranks that do the same. target: where the
+    program goes, for its own instructions."""
+    data = api.read_bytes(file)
+    plan = decode(data, file)
+    verify(plan)
+    if rank is not None:
+        check_rank(plan, rank)
+    schedules = tuple(_schedules(plan, rank))
+    template = resources.files("rldsl").joinpath("templates", TEMPLATE).read_text(encoding="utf-8")
+    per_node = max(1, min(plan.header.world, plan.header.devices_per_node))
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+                              keep_trailing_newline=True)
+    return environment.from_string(template).render(
+        program=_plain(plan.header.program), plan=plan_id(data), file=file, rank=rank, schedules=schedules,
+        nproc=per_node, nodes=-(-plan.header.world // per_node), quoted=_plain(shlex.quote(file)), text=json.dumps,
+        name=_plain(shlex.quote(target or f"{PurePath(file).stem}_ranks.py")))
+
+
+def _plain(text: str) -> str:
+    """For comments and docstrings: a plan that somebody else wrote must not end either and bring in code."""
+    return "".join("'" if c == '"' else c if c.isprintable() and c != "\\" else "?" for c in text)
+
+
+def _schedules(plan: Plan, rank: int | None) -> Iterator[Schedule]:
+    """Ranks with the same events share a function, whatever memory they need."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for c in plan.classes:
+        alike.setdefault(c.events, []).extend(r for a, b in c.ranks for r in range(a, b))
+    for events, found in alike.items():
+        ranks = [rank] if rank is not None else sorted(found)
+        if rank is None or rank in found:
+            first = ranks[0]
+            doc = f"Rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {len(events)} events."
+            lines = tuple(_lines(schedule(plan.body, plan.meshes, first), 1, ()))
+            yield Schedule(_name(to_ranges(ranks)), doc, to_ranges(ranks), lines)
+
+
+def _name(ranks: Ranges) -> str:
+    (start, stop), *more = ranks
+    if not more:
+        return f"rank_{start}" if stop == start + 1 else f"ranks_{start}_to_{stop - 1}"
+    return f"ranks_{start}_and_others"
+
+
+def _lines(items: Sequence[Item], depth: int, turns: tuple[str, ...]) -> Iterator[str]:
+    """turns: the variables of the loops around, outermost first."""
+    indent = "    " * depth
+    for item in items:
+        if isinstance(item, Loop):
+            turn = f"turn{len(turns) if len(turns) > 1 else ''}" if turns else "step"
+            yield f'{indent}for {turn} in run.loop({json.dumps(item.id)}):{_about(item)}'
+            yield from _lines(item.body, depth + 1, (*turns, turn))
+        elif isinstance(item, Every):
+            yield f"{indent}if {turns[-1] if turns else 1} % {item.period} == 0:"
+            yield from _lines(item.body, depth + 1, turns)
+        else:
+            yield _line(item, indent)
+
+
+def _about(loop: Loop) -> str:
+    return _plain(f"  # {f'at most {loop.trips}' if loop.until or loop.over else loop.trips} times" + (
+        f", until {loop.until}" if loop.until else f", over the rows of {loop.over}" if loop.over else ""))
+
+
+def _line(event: Event, indent: str) -> str:
+    call = f"{indent}run.{kind(event)}({event.id})"
+    text = f"{call:<{CALL}}  # {_plain(told(event))}"
+    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"

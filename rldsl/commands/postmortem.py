@@ -1,0 +1,132 @@
+"""`rlc postmortem`: why a run stood still, from what its ranks left.
+
+In: the directory of a run, or its `postmortem` folder; a plan, where it lies elsewhere. Out: text, or JSON.
+Errors: RL0794 a file that is no dump, RL0795 no dumps, RL0796 dumps of several plans or starts, RL0797 their plan is
+not there. """
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import fail
+from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.dumps import FOLDER, SIGNS, Dump, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
+from rldsl.plan.model import Plan
+from rldsl.plan.order import Order
+from rldsl.plan.postmortem import Findings, analyse, traces
+from rldsl.plan.postmortem_text import call_text, report, title
+from rldsl.runtime.metrics.record import PLAN
+
+
+def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -> str:
+    """What is known of the run's end. plan: a file, where the run's own is not beside the dumps."""
+    folder = Path(directory)
+    folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    dumps, signs = _dumps(folder), _signs(folder)
+    _same(folder, [*dumps.values(), *([signs] if signs else [])])
+    found = _plan(folder, plan, next(iter(dumps.values())))
+    _fits(folder, found, [*dumps.values(), *([signs] if signs else [])])
+    last: dict[int, Sign] = dict(signs.signs) if signs else {}
+    findings = analyse(found, traces(found.header.world, dumps, last))
+    return _json(found, findings) if as_json else report(found, findings)
+
+
+def _dumps(folder: Path) -> dict[int, Dump]:
+    if not folder.is_dir():
+        raise fail("RL0795", f"no such directory: {folder}", place=str(folder),
+                   help="`rlc runs DIR` lists the runs below one")
+    dumps: dict[int, Dump] = {}
+    for file in sorted(folder.glob("rank-*.json")):
+        dump = read_dump(_text(file), str(file))
+        if file.name != _name(dump) or not 0 <= dump.rank < dump.world:
+            raise broken(str(file), f"it says that it is of rank {dump.rank} of {dump.world}")
+        dumps[dump.rank] = dump
+    if not dumps:
+        raise fail("RL0795", "there are no dumps here", place=str(folder),
+                   help=f"ranks leave them in DIR/{FOLDER} when a run fails; its next start removes them")
+    return dumps
+
+
+def _signs(folder: Path) -> Signs | None:
+    file = folder / SIGNS
+    return read_signs(_text(file), str(file)) if file.exists() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise broken(str(file), getattr(error, "strerror", None) or "it is not UTF-8 text") from None
+
+
+def _same(folder: Path, left: Sequence[Dump | Signs]) -> None:
+    """All of one start of one plan."""
+    for what in ("plan", "start", "world"):
+        groups: dict[object, list[str]] = {}
+        for one in left:
+            if hasattr(one, what):
+                groups.setdefault(getattr(one, what), []).append(_name(one))
+        if len(groups) > 1:
+            more = {key: " ..." if len(names) > 6 else "" for key, names in groups.items()}
+            raise fail("RL0796", f"these dumps are not of one {what}", place=str(folder),
+                       notes=tuple(f"{what} {key}: {', '.join(names[:6])}{more[key]}" for key, names in groups.items()),
+                       help="keep those of one start of one run")
+
+
+def _plan(folder: Path, given: str | None, dump: Dump) -> Plan:
+    names = [Path(given)] if given else [folder.parent / PLAN, folder / PLAN]
+    other = ""
+    for file in names:
+        try:
+            data = file.read_bytes()
+        except OSError:
+            continue
+        if plan_id(data) == dump.plan:
+            return decode(data, str(file))
+        other = f"; {file} is plan {plan_id(data)}"
+    raise fail("RL0797", f"the plan {dump.plan} of these dumps is not there{other}", place=str(names[0]),
+               help="`--plan FILE` names it")
+
+
+def _fits(folder: Path, plan: Plan, left: Sequence[Dump | Signs]) -> None:
+    """What the ranks speak of is in the plan."""
+    events = Order(plan).events
+    for one in left:
+        if isinstance(one, Signs):
+            stands, entries, last = [sign.stand for _, sign in one.signs], (), max((r for r, _ in one.signs), default=0)
+        else:
+            stands, entries, last = [one.stand], one.ring, one.world - 1
+        spoken = [at for x in (*stands, *entries) for at in (x.at, x.awaits) if at is not None]
+        if last >= plan.header.world or any(at.event not in events for at in spoken):
+            raise broken(str(folder / _name(one)), "it speaks of what its plan does not have")
+
+
+def _name(one: Dump | Signs) -> str:
+    return SIGNS if isinstance(one, Signs) else f"rank-{one.rank}.json"
+
+
+def _json(plan: Plan, findings: Findings) -> str:
+    events = Order(plan).events
+
+    def moment(at: Moment | None) -> dict[str, Any] | None:
+        if at is None:
+            return None
+        event = events[at.event]
+        return {"event": at.event, "turns": list(at.turns), "call": call_text(event), "at": event.at,
+                "because": event.because}
+
+    def stand(found: Stand | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        return asdict(found) | {"at": moment(found.at), "awaits": moment(found.awaits)}
+
+    ranks = [{"rank": t.rank, "stand": stand(t.stand), "dump": t.dump, "silent": t.silent, "process": t.process,
+              "first": t.first, "code": t.code, "reason": t.reason} for t in findings.traces]
+    waits = [{"ranks": list(w.ranks), "on": list(w.on), "at": moment(w.at), "kind": w.kind} for w in findings.waits]
+    culprits = [asdict(c) for c in findings.culprits]
+    return json.dumps({"format": 1, "program": plan.header.program, "title": title(findings), "culprits": culprits,
+                       "waits": waits, "ranks": ranks}, indent=2) + "\n"

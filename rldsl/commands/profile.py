@@ -1,0 +1,153 @@
+"""`rlc profile`: measure this machine and the models of a plan on it; the file is a cluster's, for `rlc sim --cluster`.
+
+In: a plan or a program. Out: a YAML file. What was measured is kept by machine, libraries and threads, and model by
+model, so that the next profile measures only what is new. The measuring is `runtime/profile.py`, in processes of its
+own. Errors: RL0788 the measuring fails. """
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rldsl import api
+from rldsl.clusters.model import FIELDS, PASSES
+from rldsl.commands import Usage
+from rldsl.commands.files import write
+from rldsl.diag import fail
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.expr import Scalar
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events
+
+FORMAT = 1  # of what is kept; it grows with every change of what is measured
+RANKS = 8  # at most, on a processor: to see how much its cores slow each other down
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The machine. devices: GPUs, or 0. threads: of each rank on a processor."""
+
+    device: str
+    devices: int
+    cores: int
+    threads: int
+    versions: tuple[str, ...]
+
+    def key(self) -> str:
+        return sha256(json.dumps([FORMAT, *astuple(self)]).encode()).hexdigest()[:16]
+
+
+def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], target: str,
+            cache: Path, device: str | None, fresh: bool) -> str:
+    """target: where the file goes. cache: where measurements are kept. fresh: measure everything again. A summary."""
+    if file.endswith(".plan"):
+        if sets or place or overrides:
+            raise Usage("a plan is fixed: give --set, --place and --on when compiling it")
+        plan = api.read_plan(file)
+    else:
+        plan = api.compile(file, sets, place, overrides)
+    facts = _facts(plan, device)
+    ranks = facts.devices or max(2, min(facts.cores, RANKS))
+    kept = cache / "profile" / f"{facts.key()}.json"
+    known = {} if fresh else _read(kept)
+    wanted = [w for w in shards(plan) if not any(_same(m, plan, w) for m in known.get("measured", ()))]
+    if not known or wanted:
+        found = _measured(plan, facts, ranks, wanted, machine=not known)
+        known = {**known, **found, "measured": [*known.get("measured", ()), *found["measured"]]}
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write(str(kept), json.dumps(known).encode(), "")
+    write(target, _file(plan, facts, known).encode(), "choose another place with -o")
+    new = f"measured {len(wanted)} shard{'s' * (len(wanted) != 1)}" if wanted else "nothing new to measure"
+    return f"wrote {target}: {facts.device}, {new}; next: rlc sim {file} --cluster {target}\n"
+
+
+def shards(plan: Plan) -> tuple[tuple[str, int, str], ...]:
+    """(model, tp, backend) of every call."""
+    layouts = {x.id: x for x in plan.layouts}
+    calls = (e for e, _ in events(plan) if isinstance(e, Generate | Infer | Train))
+    return tuple(dict.fromkeys((e.model, layouts[e.layout].tp, layouts[e.layout].backend) for e in calls))
+
+
+def _same(held: Mapping[str, Any], plan: Plan, wanted: tuple[str, int, str]) -> bool:
+    model = next(m for m in plan.models if m.name == wanted[0])
+    asked = {"config": model.config_digest, "head": model.kind, "dtype": model.dtype, "tp": wanted[1]}
+    return all(held.get(k) == v for k, v in asked.items())
+
+
+def _facts(plan: Plan, device: str | None) -> Facts:
+    command = [sys.executable, "-m", "rldsl.runtime.profile", "--facts", *(["--device", device] if device else [])]
+    found = json.loads(_run(command, os.environ).splitlines()[-1])
+    cores = 0 if found["devices"] else found["cores"]
+    ranks = max(1, plan.header.world)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, cores // ranks)
+    return Facts(found["device"], found["devices"], cores, threads, tuple(found["versions"]))
+
+
+def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, int, str]],
+              machine: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
+        asked, found = Path(folder) / "wanted.json", Path(folder) / "found.json"
+        file = Path(folder) / "profile.plan"
+        file.write_bytes(encode(plan))
+        firsts = {}  # models with one config and kind are alike
+        models = {m.name: m for m in plan.models}
+        for w in wanted:
+            model = models[w[0]]
+            firsts.setdefault((model.config_digest, model.kind, model.dtype, w[1]), w)
+        asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine}))
+        _run([sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "-m",
+              "rldsl.runtime.profile", str(file), str(asked), str(found), "--device",
+              "cuda" if facts.devices else "cpu"], os.environ | {"OMP_NUM_THREADS": str(facts.threads)})
+        return json.loads(found.read_text())
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    done = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise fail("RL0788", "this machine cannot be measured", notes=tuple(said[-3:]),
+                   help="the models' directories must be where the plan says, with their config.json and tokenizer")
+    return done.stdout
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) and isinstance(held.get("measured"), list) else {}
+
+
+def _file(plan: Plan, facts: Facts, known: Mapping[str, Any]) -> str:
+    """A cluster's file: one machine with as many devices as it has, or as the plan has ranks on its processor."""
+    import yaml
+
+    gpus = facts.devices or plan.header.world
+    values: dict[str, Any] = {"nodes": 1, "gpus": gpus,
+                              "source": f"rlc profile: {facts.device}, {', '.join(facts.versions)}"}
+    if not facts.devices:
+        values |= {"cores": facts.cores, "threads": facts.threads}
+    values |= {k: _short(v) for k, v in known.items() if k in FIELDS}
+    lines = ["# Measured by `rlc profile`. Efficiencies are 1: the rates are those that were reached.\n",
+             yaml.safe_dump(values, sort_keys=False)]
+    lines.append("measured:\n")
+    for m in known["measured"]:
+        head = ", ".join(f"{k}: {json.dumps(m[k])}" for k in ("config", "head", "dtype", "tp"))
+        lines.append(f"  - {{{head}, threads: {m['threads']},\n")
+        passes = [f"     {p}: {{{', '.join(f'{k}: {_short(v)}' for k, v in m[p].items())}}}" for p in PASSES if p in m]
+        lines.append(",\n".join(passes) + "}\n")
+    return "".join(lines)
+
+
+def _short(value: float) -> float:
+    """Four digits."""
+    return float(f"{value:.4g}")

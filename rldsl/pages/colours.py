@@ -1,0 +1,37 @@
+"""Which colour a mesh has, the same in every picture of a page.
+
+In: a plan. Out: a `Hue` for each mesh on which calls or computations run. The colours themselves are in
+templates/graph.css, eight that people with any colour vision tell apart; a ninth mesh has the first one, dashed. Colour
+is never alone: what it says stands beside it as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rldsl.plan.events import Collect, Compute, Fetch, Generate, Infer, Select, Train
+from rldsl.plan.meaning import Places
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events
+
+COUNT = 8
+WORK = (Fetch, Generate, Infer, Train, Compute, Select, Collect)
+
+
+@dataclass(frozen=True, slots=True)
+class Hue:
+    """style: classes of CSS. text: the mesh as a program writes it."""
+
+    mesh: str
+    style: str
+    text: str
+
+
+def hues(plan: Plan) -> Mapping[str, Hue]:
+    """Mesh id -> its colour; meshes in the order of their ranks, larger ones first."""
+    texts = Places.of(plan).meshes
+    used = {e.mesh for e, _ in events(plan) if isinstance(e, WORK)}
+    found = sorted((m for m in plan.meshes if m.id in used), key=lambda m: (m.ranks[0][0], -m.ranks[-1][1], m.ranks))
+    return {m.id: Hue(m.id, f"hue{i % COUNT}" + (" again" if i >= COUNT else ""), texts[m.id])
+            for i, m in enumerate(found)}

@@ -1,0 +1,146 @@
+"""The dataflow of one step as nodes and links: calls, computations, and what moves between them.
+
+In: a plan. Out: `Dataflow`. A node is an event; a transfer or a realloc is one that stands on the way of a link. What a
+step reads of the one before comes from a node of its own, so that the picture has no cycle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeGuard
+
+from rldsl.pages.texts import block_text
+from rldsl.plan.events import (Collect, Compute, Event, Fetch, Generate, Infer, Log, Loop, Realloc, Save, Select,
+                               Train, Transfer, split)
+from rldsl.plan.meaning import Places, call_name, kind, makes
+from rldsl.plan.model import Plan
+from rldsl.plan.project import Path, events
+from rldsl.plan.show import human
+
+CALLS, MOVES = (Generate, Infer, Train), (Transfer, Realloc)
+VALUES = (Fetch, Compute, Select, Collect, Save)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """what: a call of a model, work on values, a movement, or the result of the step before. event: its number. lines:
+    below the title. block: the loop around it within the step, "every 100". about: where it runs, or from where to
+    where it moves. realloc: of parameters. late: it stands near what needs it, not near what it needs."""
+
+    id: str
+    what: Literal["call", "value", "move", "before"]
+    event: int
+    mesh: str
+    title: str
+    lines: tuple[str, ...] = ()
+    block: str = ""
+    about: str = ""
+    realloc: bool = False
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """names: of the values, or the model whose parameters (`parameters`) go from node to node."""
+
+    source: str
+    target: str
+    names: tuple[str, ...]
+    parameters: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """nodes: in the order of the plan, so that no link goes backwards."""
+
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+
+
+def dataflow(plan: Plan) -> Dataflow:
+    """Of the step; what is done once before it (loads) and what only keeps house (free, log, lengths) is left out."""
+    shown = [(e, path) for e, path in events(plan) if isinstance(e, CALLS + MOVES + VALUES)]
+    places, metrics, frame_of = Places.of(plan), _metrics(plan), {v.id: v.frame for v in plan.values}
+    models = {m.name for m in plan.models}
+    later = {b: e for e, _ in shown for b in e.writes}  # buffer -> the last event of a step that writes it
+    writer: dict[str, str] = {}
+    maker: dict[str, str] = {}  # frame -> the node that it comes from
+    nodes: dict[str, Node] = {}
+    links: dict[tuple[str, str, bool], list[str]] = {}
+    for event, path in shown:
+        if _keeps_house(event):
+            maker |= {event.into: maker[event.frame]} if event.frame in maker else {}
+            continue
+        id = f"e{event.id}"
+        nodes[id] = _node(event, path, places, metrics)
+        for buffer in event.reads:
+            name = split(buffer)[0]
+            source = writer.get(buffer)
+            if source is None and buffer in later and later[buffer] is not event:
+                before = later[buffer]
+                source = f"before-{id}-e{before.id}"
+                nodes[source] = Node(source, "before", before.id, before.mesh, name, ("of the step before",),
+                                     about=f"as {call_name(before)} left it in the step before", late=True)
+            if source is not None:
+                names = links.setdefault((source, id, name in models), [])
+                names += [] if name in names else [name]
+        if isinstance(event, Compute):  # that reads only lengths of a frame
+            known = {frame_of.get(split(b)[0]) for b in event.reads}
+            links |= {(maker[f], id, False): [f] for f in event.frames if f in maker and f not in known}
+        writer |= {b: id for b in event.writes}
+        if isinstance(event, Fetch | Generate | Select | Collect):
+            maker |= dict.fromkeys(makes(event), id)
+    kept = tuple(Link(a, b, tuple(names), parameters) for (a, b, parameters), names in links.items())
+    order = sorted(nodes.values(), key=lambda n: n.what != "before")
+    return Dataflow(tuple(order), kept)
+
+
+def _keeps_house(event: Event) -> TypeGuard[Collect]:
+    """What collects lengths, which the compiler inserts beside the lengths themselves."""
+    return isinstance(event, Collect) and bool(event.because)
+
+
+def _metrics(plan: Plan) -> dict[str, str]:
+    """Value -> the metric that it is logged as."""
+    return {split(b)[0]: name for e, _ in events(plan) if isinstance(e, Log) for name, b in e.metrics}
+
+
+def _node(event: Event, path: Path, places: Places, metrics: dict[str, str]) -> Node:
+    what: Literal["call", "value", "move"] = ("call" if isinstance(event, CALLS) else
+                                              "move" if isinstance(event, MOVES) else "value")
+    title, about = _title(event, metrics)
+    where = places.where(event) if isinstance(event, CALLS) else places.meshes[event.mesh]
+    lines = () if what == "move" else tuple(x for x in (about, where) if x)
+    if isinstance(event, Realloc) and event.bytes > 0:
+        lines = (human(event.bytes),)
+    return Node(f"e{event.id}", what, event.id, event.mesh, title, lines, _block(path), places.where(event),
+                isinstance(event, Realloc), isinstance(event, (*MOVES, Fetch)))
+
+
+def _title(event: Event, metrics: dict[str, str]) -> tuple[str, str]:
+    """What a node does, and what comes of it."""
+    match event:
+        case Fetch():
+            return f"{event.data}.next", ", ".join(event.frames)
+        case Generate() | Infer():
+            return call_name(event), makes(event)[0]
+        case Compute():
+            made = makes(event)
+            logged = [metrics[m] for m in made if m in metrics and "#" in m]
+            return ("metric " + ", ".join(logged) if len(logged) == len(made) else ", ".join(made)), ""
+        case Save():
+            return f"save {event.model}", ""
+        case Transfer():
+            return ", ".join(event.values), ""
+        case Realloc():
+            return event.model if not event.source else f"{event.source} → {event.model}", ""
+        case Select() | Collect():
+            return f"{kind(event)} {event.frame}", ", ".join(makes(event))
+        case _:
+            return call_name(event), ""
+
+
+def _block(path: Path) -> str:
+    """The blocks around an event within a step: "every 100", "repeat, at most 3"."""
+    inner = path[1:] if path and isinstance(path[0], Loop) else path
+    return ", ".join(map(block_text, inner))

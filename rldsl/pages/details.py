@@ -1,0 +1,86 @@
+"""Every event of a plan in words: what a page shows of it when it is chosen.
+
+In: a plan, and the texts of its sources. Out: `Detail`s, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rldsl.pages.texts import block_text, ranges_text
+from rldsl.plan.events import Event
+from rldsl.plan.meaning import kind, line_of, subject
+from rldsl.plan.model import Plan
+from rldsl.plan.project import to_ranges
+from rldsl.plan.show import LABEL, field_text, human
+from rldsl.plan.view import View, views
+
+PLACES = ("layout", "spread", "src", "dst")  # ids of the plan, which `where` tells in words
+Sources = Mapping[str, str]  # path, as the plan names it -> text
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """verb: "reads", "writes" or "frees". others: what else touches it, and the numbers of these events."""
+
+    verb: str
+    name: str
+    where: str
+    others: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """at: the line of the program; quote: what stands there, "" where the source is not at hand. size: bytes between
+    ranks; "" for none."""
+
+    id: int
+    kind: str
+    about: str
+    at: str
+    quote: str
+    because: str
+    ranks: str
+    inside: str
+    where: str
+    size: str
+    fields: tuple[tuple[str, str], ...]
+    buffers: tuple[Buffer, ...]
+
+
+def details(plan: Plan, sources: Sources) -> tuple[Detail, ...]:
+    return tuple(_detail(plan, v, sources) for v in views(plan))
+
+
+def quote(sources: Sources, at: str) -> str:
+    """The line of a source position."""
+    path, _, number = line_of(at).rpartition(":")
+    lines = sources.get(path, "").splitlines()
+    return lines[int(number) - 1].strip() if number.isdecimal() and 0 < int(number) <= len(lines) else ""
+
+
+def _detail(plan: Plan, view: View, sources: Sources) -> Detail:
+    event = view.event
+    told = ((LABEL.get(name, name).replace("_", " "), field_text(value)) for name, value in view.fields
+            if name not in PLACES)
+    ranks = f"{ranges_text(to_ranges(view.ranks))} · {len(view.ranks):,} of {plan.header.world:,}"
+    inside = " › ".join(map(block_text, view.inside))
+    return Detail(event.id, kind(event), subject(event), line_of(event.at), quote(sources, event.at), event.because,
+                  ranks, inside, view.where, size_text(event), tuple((name, text) for name, text in told if text),
+                  _buffers(view))
+
+
+def size_text(event: Event) -> str:
+    return human(event.bytes) if event.bytes > 0 else "known at run time" if event.bytes < 0 else ""
+
+
+def _buffers(view: View) -> tuple[Buffer, ...]:
+    found = []
+    for t in view.touches:
+        mine = view.event.id
+        verb = "writes" if t.write else "reads" if mine in t.read_by else "frees"
+        others = (("written by", t.written_by), ("read by", t.read_by), ("freed by", t.freed_by))
+        found.append(Buffer(verb, t.buffer, t.where, tuple(
+            (word, tuple(i for i in ids if i != mine)) for word, ids in others if any(i != mine for i in ids))))
+    return tuple(found)

@@ -1,0 +1,152 @@
+"""What the tables of a page say. In: a plan and its timeline. Out: records of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rldsl.clusters import Cluster
+from rldsl.pages.colours import WORK, Hue
+from rldsl.pages.details import Sources, quote
+from rldsl.pages.memory import Panel
+from rldsl.pages.recorded import Recorded
+from rldsl.pages.texts import seconds_text
+from rldsl.plan.events import Fetch, Generate, Infer, Train
+from rldsl.plan.meaning import Places, call_name, makes
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events, times
+from rldsl.plan.show import human
+from rldsl.plan.texts import ranks_text
+from rldsl.simulate import Timeline
+from rldsl.simulate.summary import parts
+
+LEAST, MOST = 0.01, 8  # share of a step below which a line is not named; lines that are
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One number of the head of the page."""
+
+    name: str
+    value: str
+    note: str
+
+
+def tiles(plan: Plan, cluster: Cluster, timeline: Timeline, panels: Sequence[Panel], limit: int) -> tuple[Tile, ...]:
+    header, every = plan.header, list(events(plan))
+    per_node = max(1, min(header.world, header.devices_per_node))
+    nodes, speed = -(-header.world // per_node), f"{timeline.tokens_per_second:,.0f} tokens/s on {cluster.name}"
+    asked = sum(isinstance(e, Generate | Infer | Train) for e, _ in every)
+    inserted = sum(bool(e.because) for e, _ in every)
+    moved = sum(e.bytes * times(path) for e, path in every if e.bytes > 0) / max(1, header.steps)
+    ragged = sum(e.bytes < 0 for e, _ in every)
+    peak = max((p.peak.bytes for p in panels), default=0)
+    return (
+        Tile("ranks", f"{header.world:,}", f"{nodes:,} node{'s' * (nodes > 1)} of {per_node}"),
+        Tile("calls", str(asked), f"{inserted} inserted event{'s' * (inserted != 1)}"),
+        Tile("predicted step", seconds_text(timeline.seconds), speed),
+        Tile("largest memory", human(peak), f"of {human(limit)} a device" if limit else "of a rank"),
+        Tile("moved in a step", human(round(moved)), f"and {ragged} transfer{'s' * (ragged != 1)} sized at run time"
+             if ragged else "between ranks"),
+        Tile("steps", f"{header.steps:,}", f"seed {header.seed}"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A mesh: its colour, what runs there, and how long it stands idle, "" where nothing is called."""
+
+    hue: Hue
+    ranks: str
+    runs: str
+    idle: str
+
+
+def legend(plan: Plan, hues: Mapping[str, Hue], timeline: Timeline) -> tuple[Entry, ...]:
+    idle, found = dict(timeline.idle), []
+    sizes = {m.id: m for m in plan.meshes}
+    for mesh, hue in hues.items():
+        work = [e for e, _ in events(plan) if e.mesh == mesh and isinstance(e, WORK)]
+        named = [call_name(e) for e in work if isinstance(e, Generate | Infer | Train)]
+        if not named:
+            named = [f"{e.data}.next" if isinstance(e, Fetch) else ", ".join(makes(e)) for e in work]
+        found.append(Entry(hue, ranks_text(sizes[mesh].members()), ", ".join(dict.fromkeys(named)),
+                           f"{idle[mesh]:.0%} idle" if mesh in idle else ""))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """recorded: "" without a trace."""
+
+    event: int
+    name: str
+    where: str
+    seconds: str
+    busy: str
+    recorded: str
+
+
+def calls(plan: Plan, timeline: Timeline, recorded: Recorded | None) -> tuple[Call, ...]:
+    """The calls, each with the longest that a rank spends in it in a step."""
+    places, longest = Places.of(plan), timeline.event_seconds()
+    seen = recorded.event_seconds() if recorded else {}
+    found = []
+    for event, _ in events(plan):
+        if isinstance(event, Generate | Infer | Train):
+            spans = [s for s in timeline.spans if s.event == event.id]
+            length = sum(s.stop - s.start for s in spans)
+            found.append(Call(event.id, call_name(event), places.where(event),
+                              seconds_text(longest[event.id]) if event.id in longest else "",
+                              f"{sum(s.busy for s in spans) / length:.0%}" if length else "",
+                              seconds_text(seen[event.id]) if event.id in seen else ""))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a line of the program has of the critical path. share: of the step."""
+
+    what: str
+    at: str
+    quote: str
+    seconds: str
+    share: float
+
+
+def waits(plan: Plan, timeline: Timeline, sources: Sources) -> tuple[Wait, ...]:
+    """The critical path by lines, the longest first."""
+    found = [Wait(p.what, p.line, quote(sources, f"{p.line}:1"), seconds_text(p.seconds), p.seconds / timeline.seconds)
+             for p in parts(plan, timeline) if p.seconds >= LEAST * timeline.seconds > 0]
+    return tuple(sorted(found, key=lambda w: -w.share)[:MOST])
+
+
+def held(panel: Panel) -> tuple[tuple[str, str], ...]:
+    """The largest holders at the peak of a rank, and what remains."""
+    most = panel.peak.holders[:6]
+    rest = panel.peak.bytes - sum(n for _, n in most)
+    return (*((what, human(n)) for what, n in most), *([("the rest", human(rest))] if rest > 0 else []))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model in a table."""
+
+    name: str
+    kind: str
+    path: str
+    dtype: str
+    life: str
+
+
+def models(plan: Plan) -> tuple[Row, ...]:
+    places, found = Places.of(plan), []
+    for m in plan.models:
+        life = "frozen"
+        if m.home:
+            life = f"trained on {places.layouts[m.home]}" + (f", lr {m.optimizer.lr:g}" if m.optimizer else "")
+            life += f", adapters of rank {m.lora.r}" if m.lora else ""
+        elif m.sources:
+            life = f"follows {', '.join(dict.fromkeys(m.sources))}"
+        found.append(Row(m.name, m.kind, m.path, m.dtype, life))
+    return tuple(found)

@@ -1,0 +1,107 @@
+"""Rows over time as SVG: a bar for each event, filled as far as its ranks work, and a line below what others wait for.
+
+In: a `Chart` and what its events are. Out: an SVG element. Places along the time are shares of its width, so that a
+page zooms by making it wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import floor, log10
+
+from markupsafe import Markup
+
+from rldsl.pages.colours import Hue
+from rldsl.pages.markup import element, percent
+from rldsl.pages.rows import Bar, Chart, Row
+from rldsl.pages.texts import seconds_text
+from rldsl.plan.events import Event, Generate, Infer, Lengths, Realloc, Train, Transfer
+from rldsl.plan.meaning import kind, subject
+
+HEIGHT, BAR, AXIS = 38, 26, 26  # of a row, of a bar in it, of the axis
+LETTER, WIDE = 6.7, 900  # width of a letter; of the whole picture before it is zoomed
+TICKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What is drawn of an event. style: classes of CSS."""
+
+    label: str
+    about: str
+    style: str
+
+
+def drawn(event: Event, hues: Mapping[str, Hue], titles: Mapping[int, str]) -> Drawn:
+    """titles: of events that the dataflow graph shows."""
+    if isinstance(event, Transfer | Lengths):
+        return Drawn(f"{kind(event)} {subject(event)}", f"{kind(event)} {subject(event)}", "transfer")
+    if isinstance(event, Realloc):
+        return Drawn(f"realloc {subject(event)}", f"realloc {subject(event)}", "realloc")
+    label = titles.get(event.id) or subject(event)
+    style = hues[event.mesh].style if event.mesh in hues else "transfer"
+    about = label if isinstance(event, Generate | Infer | Train) else f"{kind(event)} {label}".strip()
+    return Drawn(label, about, style)
+
+
+def gantt(chart: Chart, known: Mapping[int, Drawn], title: str) -> Markup:
+    height = AXIS + HEIGHT * len(chart.rows)
+    parts = [element("title", title), element("g", *_ticks(chart, height), class_="ticks")]
+    for i, row in enumerate(chart.rows):
+        parts.append(element("rect", class_="lane", x=0, y=AXIS + HEIGHT * i, width="100%", height=HEIGHT - 6, rx=4))
+        parts += _row(chart, row, AXIS + HEIGHT * i + 2, known)
+    return element("svg", *parts, class_="bars", width="100%", height=height, role="group", aria_label=title,
+                   data_start=f"{chart.start:.9g}", data_length=f"{chart.length:.9g}")
+
+
+def _row(chart: Chart, row: Row, y: float, known: Mapping[int, Drawn]) -> list[Markup]:
+    found = [_bar(chart, bar, y, known[bar.event]) for bar in row.bars]
+    return found + [element("rect", class_="critical", x=_at(chart, a), width=percent((b - a) / chart.length),
+                            y=y + BAR + 1, height=2.5) for a, b in row.critical]
+
+
+def _bar(chart: Chart, bar: Bar, y: float, event: Drawn) -> Markup:
+    length, share = bar.stop - bar.start, (bar.stop - bar.start) / chart.length
+    told = f"{event.about}: {seconds_text(length)}, from {seconds_text(bar.start)}"
+    told += f", working {bar.busy:.0%} of it" if bar.busy is not None else ""
+    told += f", turn {bar.turn + 1}" if bar.turn else ""
+    full = bar.busy is None or bar.busy > 0.995
+    inside = [element("rect", class_="wait", width="100%", height=BAR, rx=3)]
+    if full or bar.busy:
+        high = BAR * (1.0 if full else bar.busy or 0.0)
+        inside.append(element("rect", class_="work", width="100%", y=BAR - high, height=high, rx=3))
+    room = len(event.label) * LETTER + 10
+    inside.append(element("text", event.label, x=6, y=BAR / 2 + 4, class_="tight" if share * WIDE < room else None))
+    box = element("svg", *inside, x=_at(chart, bar.start), y=y, width=percent(share), height=BAR)
+    return element("a", element("title", told), box, href=f"#e{bar.event}", data_event=bar.event, tabindex=-1,
+                   class_=f"slot {event.style}")
+
+
+def _at(chart: Chart, seconds: float) -> str:
+    return percent((seconds - chart.start) / chart.length)
+
+
+def tick(length: float) -> float:
+    """A round distance of ticks: 1, 2 or 5 times a power of ten."""
+    rough = length / TICKS
+    power = 10.0 ** floor(log10(rough))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * 0.999)
+
+
+def _ticks(chart: Chart, height: float) -> list[Markup]:
+    step = tick(chart.length)
+    first = -floor(-chart.start / step + 1e-9)
+    found = []
+    for i in range(first, first + 2 * TICKS + 2):
+        if i * step <= chart.stop:
+            x = _at(chart, i * step)
+            found += [element("line", x1=x, x2=x, y1=AXIS - 6, y2=height),
+                      element("text", _tick_text(i * step, step, chart.length), x=x, y=12, dx=3)]
+    return found
+
+
+def _tick_text(at: float, step: float, length: float) -> str:
+    """As many digits as the step has, in the unit of the whole; templates/report.js does the same when it zooms."""
+    factor, unit = (1.0, "s") if length >= 1 else (1e3, "ms")
+    return f"{at * factor:.{max(0, -floor(log10(step * factor) + 1e-9))}f} {unit}"

@@ -1,0 +1,136 @@
+"""The page of a plan: one HTML file that needs nothing else.
+
+In: `Given`. Out: the text. templates/report.html.j2 says what stands where; the page may load nothing and run nothing
+but templates/report.js, whose hash stands in its policy.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from rldsl.clusters import Cluster
+from rldsl.pages import gantt, memory
+from rldsl.pages.colours import hues
+from rldsl.pages.dataflow import dataflow
+from rldsl.pages.details import Sources, details
+from rldsl.pages.facts import calls, held, legend, models, tiles, waits
+from rldsl.pages.graph import graph
+from rldsl.pages.recorded import Recorded, beside
+from rldsl.pages.rows import Chart, simulated
+from rldsl.pages.templates import template
+from rldsl.pages.texts import cut, ranges_text, seconds_text
+from rldsl.plan.events import Event
+from rldsl.plan.meaning import call_name
+from rldsl.plan.memory import curves
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events
+from rldsl.plan.show import human
+from rldsl.plan.verify import Proof
+from rldsl.simulate import Lengths, Timeline
+from rldsl.simulate.lengths import made
+
+MANY = 40  # rows of a chart; of more, the first
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """id: of the plan. proof: that it can run. assumed: nobody named the cluster. recorded: a run of the plan.
+    sources: the texts that are still those that were compiled."""
+
+    plan: Plan
+    id: str
+    proof: Proof
+    cluster: Cluster
+    assumed: bool
+    timeline: Timeline
+    lengths: Lengths = Lengths()
+    recorded: Recorded | None = None
+    sources: Sources = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A picture with the ranks beside its rows. hidden: events that are too short to see; more: rows left out."""
+
+    name: str
+    title: str
+    svg: Markup
+    rows: tuple[str, ...]
+    hidden: int
+    more: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """size: at the peak. event, name: while which event, -1 for none. share: of the device's memory; 0: unknown."""
+
+    title: str
+    svg: Markup
+    size: str
+    event: int
+    name: str
+    share: float
+    holders: tuple[tuple[str, str], ...]
+
+
+def page(given: Given) -> str:
+    plan, sources = given.plan, given.sources
+    colours, every, flow = hues(plan), details(plan, sources), dataflow(plan)
+    titles = {n.event: n.title for n in flow.nodes if n.what in ("call", "value")}
+    known = {e.id: e for e, _ in events(plan)}
+    script = template("report.js")
+    steps = simulated(given.timeline)
+    panels = memory.panels(curves(plan))
+    limit = plan.header.memory or round(given.cluster.memory_gb * 1e9)
+    top = memory.scale(panels, limit)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"human": human, "cut": cut, "seconds": seconds_text}
+    return environment.from_string(template("report.html.j2")).render(
+        given=given, plan=plan, header=plan.header, style=Markup(template("graph.css") + template("report.css")),
+        script=Markup(script), script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+        tiles=tiles(plan, given.cluster, given.timeline, panels, limit), graph=graph(plan, flow),
+        legend=legend(plan, colours, given.timeline),
+        figures=_figures(given, steps, {id: gantt.drawn(e, colours, titles) for id, e in known.items()}),
+        calls=calls(plan, given.timeline, given.recorded), waits=waits(plan, given.timeline, sources),
+        lengths=_lengths(given), bounds=given.lengths == Lengths(),
+        panels=[_panel(p, known, top, limit) for p in panels[:memory.MOST]],
+        more=len(panels) - memory.MOST, kinds=memory.KINDS, limit=limit, far=top < limit,
+        events=every, inserted=[d for d in every if d.because and d.kind != "free"],
+        frees=[d for d in every if d.kind == "free"], models=models(plan), sources=sources,
+        shown=[path for path in sources if not path.startswith("std/")])
+
+
+def _lengths(given: Given) -> str:
+    """The tokens of a prompt and of a response that the simulation expects; "" where nothing is generated."""
+    rows = (given.lengths.of(f) for f in made(given.plan))
+    return " or ".join(dict.fromkeys(f"{r.prompt:g} + {r.response:g}" for r in rows))
+
+
+def _figures(given: Given, steps: Chart, known: Mapping[int, gantt.Drawn]) -> list[Figure]:
+    """The simulated step, and the recorded one."""
+    charts = [("simulated", f"Simulated on {given.cluster.name}", steps)]
+    if given.recorded is not None:
+        r = given.recorded
+        charts.append(("recorded", f"{r.what.capitalize()}: step {r.step} of {r.steps}", beside(r, steps)))
+    found = []
+    for name, title, chart in charts:
+        shown = Chart(chart.rows[:MANY], chart.start, chart.stop, chart.hidden)
+        ranks = tuple(ranges_text(r.ranks, 2) for r in shown.rows)
+        found.append(Figure(name, title, gantt.gantt(shown, known, title), ranks, chart.hidden,
+                            len(chart.rows) - len(shown.rows)))
+    return found
+
+
+def _panel(panel: memory.Panel, known: Mapping[int, Event], top: int, limit: int) -> Memory:
+    alone = panel.ranks[0][1] - panel.ranks[0][0] == 1 and len(panel.ranks) == 1
+    title = f"{'Rank' if alone else 'Ranks'} {ranges_text(panel.ranks)}"
+    event = known.get(panel.peak.event)
+    picture = memory.draw(panel, known, top, limit, f"Memory of {title.lower()}")
+    return Memory(title, picture, human(panel.peak.bytes), panel.peak.event, call_name(event) if event else "",
+                  min(panel.peak.bytes / limit, 1.0) if limit else 0.0, held(panel))

@@ -1,0 +1,108 @@
+"""A timeline as the rows of a picture: ranks that do the same at the same times share one.
+
+In: a simulated `Timeline`. Out: `Row`s, in the order of their first ranks; ten thousand ranks make a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rldsl.plan.model import Ranges
+from rldsl.plan.project import to_ranges
+from rldsl.simulate import Span, Timeline
+
+ALIKE = 1 / 400  # of the whole time: below it two bars look the same
+SEEN = 1 / 3000  # below it a bar is not drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """An event in a row, in seconds. busy: share of it that its ranks work, where that is known. turn: how often the
+    event ran before in the step."""
+
+    event: int
+    start: float
+    stop: float
+    busy: float | None = None
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """first: the rank whose bars they are; all of `ranks` have such ones. critical: when this row is what the others
+    wait for."""
+
+    ranks: Ranges
+    first: int
+    bars: tuple[Bar, ...]
+    critical: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Rows over the time from start to stop. hidden: bars that are too short to see."""
+
+    rows: tuple[Row, ...]
+    start: float
+    stop: float
+    hidden: int = 0
+
+    @property
+    def length(self) -> float:
+        return self.stop - self.start
+
+
+def simulated(timeline: Timeline) -> Chart:
+    """A steady step."""
+    start = min((s.start for s in timeline.spans), default=0.0)
+    stop = max([timeline.seconds, start + 1e-9, *(s.stop for s in timeline.spans)])
+    by: dict[int, list[Span]] = {c: [] for c in range(len(timeline.classes))}
+    for span in timeline.spans:
+        by[span.rank_class].append(span)
+    alike: list[list[int]] = []
+    for c, spans in by.items():
+        same = next((row for row in alike if _alike(by[row[0]], spans, (stop - start) * ALIKE)), None)
+        if same is None:
+            alike.append([c])
+        else:
+            same.append(c)
+    critical: dict[int, list[tuple[float, float]]] = {}
+    for hop in timeline.critical:
+        critical.setdefault(hop.rank_class, []).append((hop.start, hop.stop))
+    rows = [Row(_together(timeline.classes[c] for c in row), timeline.classes[row[0]][0][0],
+                tuple(Bar(s.event, s.start, s.stop, s.busy / (s.stop - s.start) if s.stop > s.start else None, s.turn)
+                      for s in by[row[0]]),
+                _joined([x for c in row for x in critical.get(c, [])], (stop - start) * SEEN)) for row in alike]
+    return chart(rows, start, stop)
+
+
+def chart(rows: Iterable[Row], start: float, stop: float) -> Chart:
+    """Rows without the bars that nobody could see."""
+    least, hidden, kept = (stop - start) * SEEN, 0, []
+    for row in rows:
+        bars = tuple(b for b in row.bars if b.stop - b.start >= least)
+        hidden += len(row.bars) - len(bars)
+        kept.append(Row(row.ranks, row.first, bars, row.critical))
+    return Chart(tuple(sorted(kept, key=lambda r: r.ranks)), start, stop, hidden)
+
+
+def _alike(one: Sequence[Span], other: Sequence[Span], most: float) -> bool:
+    return len(one) == len(other) and all(
+        a.event == b.event and a.turn == b.turn and abs(a.start - b.start) <= most and abs(a.stop - b.stop) <= most
+        and abs(a.busy - b.busy) <= 4 * most for a, b in zip(one, other))
+
+
+def _together(ranges: Iterable[Ranges]) -> Ranges:
+    return to_ranges(sorted(rank for each in ranges for a, b in each for rank in range(a, b)))
+
+
+def _joined(found: list[tuple[float, float]], gap: float) -> tuple[tuple[float, float], ...]:
+    """Intervals with those that nearly touch as one."""
+    joined: list[tuple[float, float]] = []
+    for start, stop in sorted(found):
+        if joined and start - joined[-1][1] <= gap:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        else:
+            joined.append((start, stop))
+    return tuple(x for x in joined if x[1] - x[0] >= gap)

@@ -1,0 +1,40 @@
+"""Quantities and names as they stand on a page."""
+
+from __future__ import annotations
+
+from rldsl.plan.events import Every, Loop
+from rldsl.plan.model import Ranges
+
+
+def cut(text: str, room: int) -> str:
+    """At most `room` letters, with an ellipsis where some are left out."""
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits and a unit: 0.0123 -> "12.3 ms"."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(seconds) * factor >= 0.9995:
+            return f"{_three(seconds * factor)} {unit}"
+    return f"{_three(seconds * 1e6)} µs" if seconds else "0 s"
+
+
+def _three(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def ranges_text(ranges: Ranges, most: int = 3) -> str:
+    """Ranks of a class: "0-3", "0, 8, 16, … (64 ranks)"."""
+    shown = [str(a) if b == a + 1 else f"{a}–{b - 1}" for a, b in ranges[:most]]
+    if len(ranges) > most:
+        return f"{', '.join(shown)}, … ({sum(b - a for a, b in ranges):,} ranks)"
+    return ", ".join(shown)
+
+
+def block_text(block: Loop | Every) -> str:
+    """A block as a reader of the program knows it: "every 100", "repeat, at most 3"."""
+    if isinstance(block, Every):
+        return f"every {block.period}"
+    if block.over:
+        return f"over {block.over}"
+    return f"repeat, at most {block.trips:,}" if block.until else f"{block.id} × {block.trips:,}"

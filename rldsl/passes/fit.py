@@ -1,0 +1,53 @@
+"""Whether a plan fits its devices.
+
+In: a `Placed` and what the ranks of its plan hold when. Out: nothing, or RL0401 with the three largest holders and a
+mend that has been tried.
+"""
+
+from __future__ import annotations
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.passes.mends import Mend, Search
+from rldsl.placement.model import Placed
+from rldsl.plan.memory.curve import Curve, peak
+from rldsl.plan.project import to_ranges
+from rldsl.plan.show import human
+
+
+def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
+    """RL0401 when a device's memory is known and too small, for the ranks that need most."""
+    if not placed.memory:
+        return
+    peaks = [(peak(c), c.ranks) for c in curves]
+    worst = max((p for p, _ in peaks), key=lambda p: p.bytes)
+    if worst.bytes <= placed.memory:
+        return
+    over = to_ranges(sorted(rank for p, x in peaks if p.bytes > placed.memory for a, b in x for rank in range(a, b)))
+    cluster = placed.graph.cluster
+    three = tuple(f"{what}: {human(size)}" for what, size in worst.holders[:3])
+    ranks = ", ".join(f"{a}:{b}" for a, b in over)
+    help, notes = advice(placed)
+    raise Failure([Diagnostic(
+        "RL0401", f"a rank needs {human(worst.bytes)}, but a device has {human(placed.memory)}",
+        cluster.span if cluster else None, f"ranks {ranks} need too much", notes=(*three, *notes), help=help)])
+
+
+def advice(placed: Placed) -> tuple[str, tuple[str, ...]]:
+    """(a mend that fits, no notes); where there is none on this cluster, (the smallest device and the number of devices
+    that would do, how)."""
+    search = Search(placed)
+    mend = search.best()
+    if mend is not None:
+        return f"{_rules(mend)} needs {human(mend.bytes)}", ()
+    least, more = search.least(), search.larger()
+    help = f"nothing that was tried fits; devices of {human(least.bytes)} would do"
+    notes = [f"{human(least.bytes)}: {_rules(least)}"] if least.rules else []
+    if more is not None:
+        count = more.nodes * placed.devices_per_node
+        help += f", or {count} like these"
+        notes.append(f"{count} devices: {_rules(more)} needs {human(more.bytes)}")
+    return help, tuple(notes)
+
+
+def _rules(mend: Mend) -> str:
+    return " ".join(f'--on "{rule}"' for rule in mend.rules)

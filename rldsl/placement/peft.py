@@ -1,0 +1,67 @@
+"""What a PEFT directory says of its adapter (github.com/huggingface/peft, LoraConfig as of 0.21).
+
+In: the directory. Out: rank, alpha and targets. An option that may change what the adapter computes is refused, and so
+is one that is not known here: to leave it out in silence would give wrong numbers. Errors: RL0342.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import fail
+from rldsl.plan.lora import CONFIG, HEAD
+from rldsl.plan.model import Lora
+from rldsl.source import Span
+
+READ = ("peft_type", "r", "lora_alpha", "target_modules")
+ABOUT = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+         "fan_in_fan_out", "lora_dropout", "runtime_config")  # no matter to what the stored weights compute
+IDLE = ("megatron_core", "qalora_group_size", "eva_config", "loftq_config")  # of no effect unless another one is set
+# option -> values that change nothing; of all others only these: null, false, [], {}, ""
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change the base when it is loaded
+}
+
+
+def adapter(path: str, span: Span | None) -> Lora:
+    """span: of the program, to be underlined. The weights are read by the ranks."""
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise fail("RL0342", f'no adapter in "{path}"', span, f"no {CONFIG} here",
+                   help="give a directory that `save` or PEFT wrote, relative to the working directory")
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        kind, r, alpha = found["peft_type"], int(found["r"]), float(found["lora_alpha"])
+        targets = found["target_modules"]
+        if not isinstance(targets, str | list):
+            raise TypeError(f"target_modules is {json.dumps(targets)}")
+        odd = [] if kind == "LORA" else [f"peft_type={kind}"]
+        odd += [] if r >= 1 and alpha > 0 else ["r, lora_alpha"]
+        odd += _odd(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise fail("RL0342", f'the adapter in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
+                   help=f"{CONFIG} is damaged; copy the directory again") from None
+    if odd:
+        raise fail("RL0342", f'the adapter in "{path}" is of a kind that is not supported', span, ", ".join(odd),
+                   help="supported: LoRA with one rank and alpha for all of its modules, without biases; remove "
+                        f"options from {CONFIG} that change nothing of what it computes")
+    if isinstance(targets, str):
+        if targets != "all-linear":
+            raise fail("RL0342", f'the adapter in "{path}" is of a kind that is not supported', span,
+                       f"target_modules is a pattern: {targets}", help="list the names of its modules")
+        targets = []
+    return Lora(r, alpha, tuple(sorted(map(str, targets))), path=path)
+
+
+def _odd(options: dict[str, Any]) -> Iterator[str]:
+    """What is set and not understood. 0 counts as set: it is the number of a layer."""
+    for name, value in options.items():
+        unset = value is None or value is False or value in ([], {}, "")
+        if name == "modules_to_save":
+            yield from (f"{name}={x}" for x in value or () if x != HEAD.partition(".")[0])
+        elif not unset and name not in (*READ, *ABOUT, *IDLE) and value not in HARMLESS.get(name, ()):
+            yield f"{name}={value if isinstance(value, str) else json.dumps(value)}"[:60]

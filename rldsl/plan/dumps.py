@@ -1,0 +1,186 @@
+"""What ranks leave behind when a run fails: records, and their JSON.
+
+A rank that still runs writes a `Dump`; of a rank that cannot, the others know its last `Sign` of life. Invariant:
+`read_dump(dump_text(d)) == d`, and what does not have this form is refused, never half understood.
+Errors: RL0794 the text is not a dump of this format.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rldsl.diag import Failure, fail
+
+FORMAT = 1
+FOLDER, SIGNS = "postmortem", "signs.json"  # under the directory of a run
+Phase = Literal["start-up", "begins", "waits", "calls", "goes on", "ends", "over"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One run of an event. turns: of the loops around it, from 1, the outermost (the step) first."""
+
+    event: int
+    turns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where a rank is. at: None before its first event. phase: what it last did there: it began or ended it; it waits
+    for what the event `awaits` brings; it calls the user's `function`; or it has ended its whole list. seconds: since
+    then. call: the operation between ranks that it is inside of ("" when it computes by itself, or nobody knows)."""
+
+    at: Moment | None = None
+    phase: Phase = "start-up"
+    seconds: float = 0.0
+    awaits: Moment | None = None
+    function: str = ""
+    call: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Of a ring: what a rank did, `ago` seconds before its dump."""
+
+    ago: float
+    at: Moment | None
+    phase: Phase
+    awaits: Moment | None = None
+    function: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Of life. beat: a number that grows with each. machine: name of the host and of its space of process numbers.
+    time: seconds since the epoch, on that host's clock. silent: seconds for which it stayed the same while others
+    watched. process: what the system says of it, where somebody could ask."""
+
+    beat: int
+    machine: str
+    pid: int
+    time: float
+    stand: Stand
+    silent: float = 0.0
+    process: Literal["", "running", "stopped", "gone"] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """Of one rank. plan: its id. start: a word that all ranks of one start of a run share. first: the run failed with
+    this rank; the others follow. code, reason: the message with which this rank ended. stack: the lines that its main
+    thread was at, innermost last. late: what ranks post goes on behind Python (on GPUs), so `call` is not known."""
+
+    plan: str
+    start: str
+    rank: int
+    world: int
+    machine: str
+    pid: int
+    time: float
+    first: bool
+    code: str
+    reason: str
+    stand: Stand
+    stack: tuple[str, ...] = ()
+    late: bool = False
+    ring: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """The last signs of all ranks that gave one, as the first rank that failed (`by`) found them."""
+
+    plan: str
+    start: str
+    by: int
+    time: float
+    signs: tuple[tuple[int, Sign], ...]
+
+
+def sign_text(sign: Sign) -> str:
+    return json.dumps(_plain(sign), separators=(",", ":"))
+
+
+def dump_text(dump: Dump | Signs) -> str:
+    return json.dumps({"format": FORMAT, **_plain(dump)}, separators=(",", ":")) + "\n"
+
+
+def read_sign(text: str) -> Sign:
+    return _read(Sign, _object(text, "a sign of life"), "a sign of life")
+
+
+def read_dump(text: str, place: str) -> Dump:
+    return _read(Dump, _known(text, place), place)
+
+
+def read_signs(text: str, place: str) -> Signs:
+    return _read(Signs, _known(text, place), place)
+
+
+def _plain(value: Any) -> Any:
+    """Without what is at its default, as plans are written."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default}
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _known(text: str, place: str) -> dict[str, Any]:
+    found = _object(text, place)
+    if found.pop("format", None) != FORMAT:
+        raise broken(place, f"its format is not {FORMAT}")
+    return found
+
+
+def _object(text: str, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise broken(place, "it is no JSON") from None
+    if not isinstance(found, dict):
+        raise broken(place, "it is no JSON object")
+    return found
+
+
+def _read(cls: type, found: dict[str, Any], place: str) -> Any:
+    hints, known = _hints(cls), {f.name: f for f in fields(cls)}
+    if extra := found.keys() - known.keys():
+        raise broken(place, f"it has a field {min(extra)!r}")
+    for name, field in known.items():
+        if name not in found and field.default is MISSING:
+            raise broken(place, f"it lacks the field {name!r}")
+    return cls(**{name: _value(hints[name], value, place, name) for name, value in found.items()})
+
+
+def _value(hint: Any, value: Any, place: str, name: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if is_dataclass(hint) and isinstance(value, dict):
+        return _read(hint, value, place)
+    if origin is tuple and isinstance(value, list):
+        each = args[:1] * len(value) if args[1:] == (...,) else args
+        if len(each) == len(value):
+            return tuple(_value(h, v, place, name) for h, v in zip(each, value))
+    elif origin in (Union, types.UnionType):
+        options = [option for option in args if option is not type(None)]
+        return None if value is None and len(options) < len(args) else _value(options[0], value, place, name)
+    elif origin is Literal and isinstance(value, str) and value in args:
+        return value
+    elif hint is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is hint and hint in (int, str, bool):
+        return value
+    raise broken(place, f"its field {name!r} is of another kind")
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def broken(place: str, why: str) -> Failure:
+    """RL0794, for a file that nothing can be concluded from."""
+    return fail("RL0794", f"this is not the dump of a rank: {why}", place=place,
+                help="the file was cut short, or another version of rldsl wrote it; remove it to look at the others")

@@ -1,0 +1,81 @@
+"""Every parameter whole on one rank, for saving.
+
+In: a model under a layout. Out: an owner for each parameter, and the messages of one rank that bring it what it lacks.
+The other parts come from the ranks of the owner's own tensor-parallel group, so nothing leaves the node where such
+groups lie inside nodes, and nobody sends more than its part. Where rows are divided over dp too, they come from its stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heapreplace
+
+from rldsl.plan.boxes import (
+    Box,
+    Parameter,
+    cells,
+    contains,
+    held,
+    parameters,
+    stages,
+    volume,
+)
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.realloc.nodes import Side
+from rldsl.plan.realloc.rounds import Message
+
+
+def owners(model: Model, layout: Layout, mesh: Mesh) -> dict[str, int]:
+    """A rank for each parameter that is to have it whole: of its stages the one with the fewest bytes so far, largest
+    parameters first."""
+    side = Side.of(layout, mesh)
+    loads = [[(0, side.rank(cell, copy)) for copy in range(side.copies) for cell in cells(layout, stage)]
+             for stage in range(layout.pp)]
+    for heap in loads:
+        heapify(heap)
+    chosen: dict[str, int] = {}
+    for size, parameter in sorted(((volume(_whole(p)), p) for p in parameters(model)), key=lambda x: -x[0]):
+        stage = min(stages(parameter, model.layers, layout.pp), key=lambda s: loads[s][0])
+        load, owner = loads[stage][0]
+        heapreplace(loads[stage], (load + size, owner))
+        chosen[parameter.name] = owner
+    return {p.name: chosen[p.name] for p in parameters(model)}
+
+
+def gather(model: Model, layout: Layout, mesh: Mesh, owners: Mapping[str, int],
+           rank: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """What `rank` sends and receives so that each parameter becomes whole on its owner; by peer."""
+    sends: dict[int, list[tuple[str, Box]]] = {}
+    receives: dict[int, list[tuple[str, Box]]] = {}
+    side = Side.of(layout, mesh)
+    for parameter in parameters(model):
+        owner = owners[parameter.name]
+        for src, box in _lacking(parameter, model, layout, side, owner):
+            if src == rank:
+                sends.setdefault(owner, []).append((parameter.name, box))
+            elif owner == rank:
+                receives.setdefault(src, []).append((parameter.name, box))
+    made = tuple(tuple(Message(peer, tuple(x[peer])) for peer in sorted(x)) for x in (sends, receives))
+    return made[0], made[1]
+
+
+def _lacking(parameter: Parameter, model: Model, layout: Layout, side: Side, owner: int) -> Iterator[tuple[int, Box]]:
+    """(sender, box) of all that the owner does not hold."""
+    at = side.cell(owner)
+    seen: dict[int, list[Box]] = defaultdict(list)  # by shard: those of different ones have nothing in common
+    if at is not None:
+        seen[at.shard] += (p.box for p in held(parameter, model.layers, layout, at))
+    there, copy = stages(parameter, model.layers, layout.pp), 0
+    stage = there[0]
+    if at is not None:
+        stage, copy = at.stage if at.stage in there else stage, side.copy(owner)
+    for cell in cells(layout, stage):
+        for piece in held(parameter, model.layers, layout, cell):
+            if not any(contains(box, piece.box) for box in seen[cell.shard]):
+                seen[cell.shard].append(piece.box)
+                yield side.rank(cell, copy), piece.box
+
+
+def _whole(parameter: Parameter) -> Box:
+    return tuple((0, n) for n in parameter.spec.shape)

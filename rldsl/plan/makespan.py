@@ -1,0 +1,79 @@
+"""Items onto shards so that the heaviest shard is as light as possible.
+
+In: weights. Out: the item numbers of each shard. Integers only, and ties go by number, so that every rank finds the same.
+First the longest first (Graham 1969: at most 4/3 of the best possible), then exchanges of one item for another between
+the heaviest shard and the lightest ones, until the heaviest is within a thousandth of the bound or no exchange helps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heapreplace
+
+LINEAR = 24576  # tokens: what is linear in a forward pass, in units of attention; 6 h of a layer (24 h^2 and 4 h per
+#                 pair of tokens), for h = 4096
+LIGHTEST = 4  # shards that the heaviest exchanges with
+TURNS = 4  # exchanges for each shard, at most
+
+Items = list[tuple[int, int]]  # (weight, number), ascending
+
+
+def cost(tokens: int) -> int:
+    """What a sequence costs a transformer, up to a factor."""
+    return tokens * (LINEAR + tokens)
+
+
+def divide(weights: Sequence[int], shards: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """The items of each shard, ascending; none has more than `most`."""
+    chosen = _longest_first(weights, shards, most)
+    _exchange(chosen)
+    return tuple(tuple(sorted(item for _, item in items)) for items in chosen)
+
+
+def _longest_first(weights: Sequence[int], shards: int, most: int) -> list[Items]:
+    """Ties go to the shard with fewer items, then to the first."""
+    assert len(weights) <= shards * most, f"{len(weights)} items, {shards} shards of {most}"
+    heap = [(0, 0, shard) for shard in range(shards)]
+    chosen: list[Items] = [[] for _ in range(shards)]
+    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        load, count, shard = heap[0]
+        chosen[shard].append((weights[item], item))
+        if count + 1 < most:
+            heapreplace(heap, (load + weights[item], count + 1, shard))
+        else:
+            heappop(heap)
+    return [sorted(items) for items in chosen]
+
+
+def _exchange(chosen: list[Items]) -> None:
+    """Each turn makes the heaviest shard lighter, and none as heavy as it was."""
+    order = sorted((sum(weight for weight, _ in items), shard) for shard, items in enumerate(chosen))
+    bound = max(max((items[-1][0] for items in chosen if items), default=0), -(-sum(x for x, _ in order) // len(chosen)))
+    for _ in range(TURNS * len(chosen)):
+        top, heavy = order[-1]
+        if top * 1024 <= bound * 1025:
+            return
+        found = min((way for low, light in order[:LIGHTEST]
+                     for way in _ways(chosen[heavy], chosen[light], top, low, light)), default=None)
+        if found is None:
+            return
+        _, light, a, b, low = found
+        one, other = chosen[heavy].pop(a), chosen[light].pop(b)
+        insort(chosen[heavy], other)
+        insort(chosen[light], one)
+        order.pop()
+        order.remove((low, light))
+        insort(order, (top - one[0] + other[0], heavy))
+        insort(order, (low + one[0] - other[0], light))
+
+
+def _ways(heavy: Items, light: Items, top: int, low: int, shard: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(load of the heavier afterwards, shard, place in `heavy`, place in `light`, its load): for each item of `heavy`
+    the two of `light` that bring the loads nearest to each other."""
+    for a, (weight, _) in enumerate(heavy):
+        b = bisect_left(light, (weight - (top - low) // 2, -1))
+        for place in range(max(b - 1, 0), min(b + 1, len(light))):
+            less = weight - light[place][0]
+            if 0 < less < top - low:
+                yield max(top - less, low + less), shard, a, place, low

@@ -1,0 +1,147 @@
+"""What a call of a model needs while it runs, besides parameters, optimizer state and values.
+
+In: an event, a copy of its model at a cell, frames. Out: what holds how much at the moment of the call with the most.
+Micro-batches are of the longest rows that their frames allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.heads import HEAD_OF
+from rldsl.plan.meaning import call_name
+from rldsl.plan.memory import logits
+from rldsl.plan.memory.activations import Block, block, kernel
+from rldsl.plan.memory.parameters import FLOAT, Copy, largest_weight, linear_elements, resting, vocabulary
+from rldsl.plan.memory.values import Tables, rows, width
+from rldsl.plan.memory.zero import gathered
+from rldsl.plan.model import Layout
+
+PREFILL = 1 << 14  # tokens of prompts that `backends/torch/generate.py` runs at once
+INDEX = 48  # bytes of numbers for each token that a call works on: tokens, positions, places in the grid
+Needs = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """A micro-batch: tokens of a rank, of which responses, in so many sequences; count: of them. whole: tokens of all
+    ranks of a cp group."""
+
+    tokens: int
+    responses: int
+    sequences: int
+    count: int
+    whole: int
+
+
+def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, layout: Layout) -> Micro:
+    """The largest of the micro-batches that `rows` rows of some frames are divided into. With context parallelism a
+    rank has two chunks of each row, and at worst nothing but responses in them."""
+    at_least, pieces = layout.pp, 2 * layout.cp
+    count = min(rows, max(at_least, -(-rows // limit) if limit else 1))
+    each = -(-rows // count)
+    records = [t.frames[f] for f in frames]
+    whole, responses = each * sum(map(width, records)), each * sum(f.max_response_tokens for f in records)
+    tokens = whole if layout.cp == 1 else each * sum(2 * -(-width(f) // pieces) for f in records)
+    return Micro(tokens, min(tokens, responses), each * len(records), count, whole)
+
+
+def needs(t: Tables, event: Generate | Infer | Train, copy: Copy, device: str) -> Needs:
+    """By what it is for. device: "cuda" or "cpu", which have different kernels."""
+    attention = kernel(copy.model, copy.compute, device)
+    longest = max(width(t.frames[f]) for f in (event.frames if isinstance(event, Train) else (event.frame,)))
+    b = block(copy.model, copy.layout, copy.compute, copy.stream, attention, longest)
+    match event:
+        case Generate():
+            found = _generate(t, event, copy, b, device)
+        case Infer():
+            found = _infer(t, event, copy, b)
+        case _:
+            found = _train(t, event, copy, b)
+    return {f"{what} of {call_name(event)}": size for what, size in found.items() if size}
+
+
+def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Needs:
+    frame, prompts = t.frames[e.frame], t.frames[e.prompts]
+    count = rows(frame, t.spreads[e.spread], t.layouts)
+    slots = min(e.mbs or count, count)
+    new, sizes, tp = e.sampling.max_new_tokens, copy.model.sizes, copy.layout.tp
+    heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
+    wide = prompts.max_prompt_tokens + new
+    each = 2 * sizes.head_dim * wide * copy.compute  # keys and values of a sequence in one head of one layer
+    prefill = min(slots * prompts.max_prompt_tokens, max(PREFILL, prompts.max_prompt_tokens))
+    sampling = 0
+    if copy.last:
+        sampling = slots * b.hidden + logits.sampling(_head(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
+    # one layer reads a copy: of the slots that are in use, or on CUDA repeated for every head that shares it
+    read = each * (heads if device == "cuda" and heads != groups else groups)
+    decode = slots * (read + b.forward + 16 * wide)
+    return {"key-value cache": slots * groups * each * copy.layers,
+            "activations": max(prefill * b.forward, prefill * b.hidden + sampling, decode),
+            "half-precision weights": _half(copy),
+            "progress": count * (12 * new + INDEX + 8 * width(frame) + 8 * prompts.max_prompt_tokens)}
+
+
+def _infer(t: Tables, e: Infer, copy: Copy, b: Block) -> Needs:
+    count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts)
+    m = micro(t, (e.frame,), count, e.mbs, copy.layout)
+    head = 0
+    if copy.last:
+        head = (m.tokens + m.responses) * b.hidden
+        if HEAD_OF[e.what] == "causal_lm":
+            head += logits.forward(_head(copy), m.responses, e.what == "entropy")
+    passed = 0 if copy.last else m.tokens * b.stream  # what was sent before
+    most = max(m.tokens * b.forward + 3 * m.whole * b.seen, head)
+    return {"activations": passed + most, "half-precision weights": _half(copy),
+            "rows": count * width(t.frames[e.frame]) * INDEX}
+
+
+def _train(t: Tables, e: Train, copy: Copy, b: Block) -> Needs:
+    """The largest of four moments: the backward pass of a layer, of the head, of the embedding, and the optimizer's
+    step. 1F1B keeps as many micro-batches as there are stages from here on (Narayanan et al. 2019)."""
+    layout, frames = copy.layout, [t.frames[f] for f in e.frames]
+    count = -(-(-(-frames[0].count // t.spreads[e.spread].minibatches)) // layout.dp)
+    m = micro(t, e.frames, count, e.mbs, layout)
+    flying = min(layout.pp - copy.cell.stage, m.count)
+    full = e.recompute == "full"
+    ends = (0 if copy.first else b.stream) + (0 if copy.last else b.stream)  # what came, and what was sent on
+    kept = m.tokens * b.saved + m.whole * b.seen  # of a layer
+    each = m.tokens * ends + copy.layers * (m.tokens * b.stream if full else kept)
+    passed = 2 * m.tokens * b.stream if layout.pp > 1 else 0
+    weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
+    inside = flying * each + (kept if full else 0) + m.tokens * b.backward + 2 * m.whole * b.seen + weight
+    embedding = 0
+    if copy.first and not copy.model.base:  # its gradient comes last of a micro-batch, and whole
+        embedding = (flying - 1) * each + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
+    head = 0
+    if copy.last:
+        head = flying * each + m.tokens * b.final + max(m.tokens * b.norm, _loss(e, copy, b, m))
+    whole = count * sum(map(width, frames)) * INDEX
+    most = passed + max(inside, embedding, head)
+    passes = {"activations": most, "half-precision weights": _half(copy), "rows": whole, **gathered(copy)}
+    # AdamW takes the roots of all second moments at once
+    step = {"optimizer step": FLOAT * resting(copy), "rows": whole}
+    return max(passes, step, key=lambda found: sum(found.values()))
+
+
+def _loss(e: Train, copy: Copy, b: Block, m: Micro) -> int:
+    """The last hidden states, those that are read, their gradient, and logits."""
+    hidden = (m.tokens + 2 * m.responses) * b.hidden
+    if copy.model.kind != "causal_lm":
+        return hidden
+    entropy = any(what == "entropy" for _, _, what in e.fresh)
+    head = _head(copy)
+    return hidden + max(logits.forward(head, m.responses, entropy),
+                        logits.backward(head, m.responses, not copy.model.base, entropy))
+
+
+def _head(copy: Copy) -> logits.Head:
+    stored = copy.compute if copy.model.base else copy.stored
+    return logits.Head(vocabulary(copy)[0], copy.model.sizes.hidden, stored, copy.compute)
+
+
+def _half(copy: Copy) -> int:
+    """Autocast keeps what it has cast of trained parameters until the call ends; under `zero` they come half."""
+    cast = copy.trained and copy.compute != FLOAT and not copy.layout.zero
+    return copy.compute * linear_elements(copy) if cast else 0

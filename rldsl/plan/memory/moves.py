@@ -1,0 +1,61 @@
+"""Bytes of buffers that parameters travel in.
+
+In: a plan's reallocation and ranks that hold the same, or a copy to be saved. Out: bytes on one rank. A reallocation
+goes in rounds (`plan/realloc/rounds.py`), of which two are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rldsl.plan.boxes import Box, itemsize, shards, volume
+from rldsl.plan.events import Realloc
+from rldsl.plan.memory.alike import Alike
+from rldsl.plan.memory.parameters import Copy, held
+from rldsl.plan.model import Model, ParamSpec, Plan
+from rldsl.plan.movement import carried
+from rldsl.plan.project import events
+from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.records import Paths
+from rldsl.plan.realloc.rounds import buckets, room
+
+
+def ways(plan: Plan) -> dict[tuple[str, str, str], Paths]:
+    """How each reallocation of a plan goes, by model and layouts."""
+    meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
+    models, found = {m.name: m for m in plan.models}, {}
+    for e, _ in events(plan):
+        if isinstance(e, Realloc) and (e.model, e.src, e.dst) not in found:
+            src, dst = layouts[e.src], layouts[e.dst]
+            found[e.model, e.src, e.dst] = paths(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],
+                                                 plan.header.devices_per_node)
+    return found
+
+
+def realloc_bytes(way: Paths, e: Realloc, model: Model, source: Model, ranks: Alike) -> int:
+    """The buffers of a rank, from the event until its last rounds have been waited for. Ranks that hold the same differ
+    little in what they send, so the first of each range stands for the others."""
+    size = itemsize(carried(source, e.src, model, e.dst, e.decay))
+    count = buckets(way, size)
+    return size * max(room(way, start, count) for start, _ in ranks.ranks)
+
+
+def saved_bytes(copy: Copy) -> int:
+    """The parameters that a rank writes, whole, and what it sends and receives so that they and those of others are.
+    Owners are even: they differ by less than the largest parameter."""
+    parts, ranks = copy.layout.tp * shards(copy.layout), copy.layout.dp * copy.layout.cp * copy.layout.tp
+    here = [p for p in copy.model.params if _whole((p,), copy)]
+    own = max(_whole(here, copy) // ranks, max((_volume(p) for p in here), default=0))
+    if copy.model.lora is not None:  # one file of one rank
+        own = sum(_volume(p) * (p.layers or copy.model.layers if p.stage == "layer" else 1) for p in copy.model.params)
+    return copy.stored * (own + 2 * own * (parts - 1) // parts)
+
+
+def _whole(specs: Iterable[ParamSpec], copy: Copy) -> int:
+    """Elements of parameters of which this rank holds a part."""
+    return sum(len(held(p, copy)) * _volume(p) for p in specs)
+
+
+def _volume(p: ParamSpec) -> int:
+    box: Box = tuple((0, n) for n in p.shape)
+    return volume(box)

@@ -1,0 +1,124 @@
+"""Which paths lines take.
+
+In: a model, two layouts on their meshes, the number of devices of a node. Out: `Paths`. What one rank does by them is in
+`lanes.py`.
+
+Rules. A rank that holds a line under the source layout gets none of it. In a node with holders of a line, they send to
+those that lack it. Into any other node the line comes once, in even parts for the ranks that lack it, and each of these
+then gives its part to the others. Senders are balanced: over the network, and inside nodes. Where the holders would
+still send more than the busiest rank has to receive, nodes of a kind pass lines on to each other in trees (`trees.py`),
+so that each line leaves its holders a few times only; where they would inside a node, a line is handed out in parts
+there too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rldsl.plan.boxes import Cell
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.realloc.inside import Wants, arriving, kind_of
+from rldsl.plan.realloc.lines import lines
+from rldsl.plan.realloc.nodes import Places, Side, kinds
+from rldsl.plan.realloc.records import Paths, Source, Supply
+from rldsl.plan.realloc.share import Share, balance, cut
+
+WORTH = 1.125  # passing on costs rounds: it must make the busiest rank less busy by this factor
+
+
+def paths(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh, devices_per_node: int) -> Paths:
+    """How `model` gets from layout `src` to layout `dst`."""
+    here, there = Side.of(src, src_mesh), Side.of(dst, dst_mesh)
+    every = lines(model, src, dst)
+    have = [frozenset(line.have) for line in every]
+    want: dict[Cell, list[int]] = defaultdict(list)
+    for i, line in enumerate(every):
+        for cell in line.want:
+            want[cell].append(i)
+    alike = []
+    for places, nodes in kinds(here, there, devices_per_node).items():
+        alike.append(kind_of(every, nodes, places, _wants(places, want, have)))
+    return _network(Paths(devices_per_node, here, there, every, tuple(alike), {}, {}))
+
+
+def _wants(places: Places, want: Mapping[Cell, Sequence[int]], have: Sequence[frozenset[Cell]]) -> Wants:
+    devices: dict[Cell, list[int]] = defaultdict(list)
+    for device, (_, cell) in enumerate(places):
+        if cell is not None:
+            devices[cell].append(device)
+    wanted: dict[int, list[int]] = defaultdict(list)
+    for cell, found in devices.items():
+        for i in want[cell]:
+            wanted[i] += found
+    out = {}
+    for i in sorted(wanted):
+        lack = tuple(sorted(d for d in wanted[i] if places[d][0] not in have[i]))
+        if lack:
+            out[i] = tuple(d for d, (cell, _) in enumerate(places) if cell in have[i]), lack
+    return out
+
+
+# --------------------------------------------------------------------------------------------- over the network
+
+
+def _network(p: Paths) -> Paths:
+    """Choose how often lines leave their holders, and which of the holders send them: as many trees as there can be
+    without a holder that sends much more than the busiest rank receives."""
+    least = max((x for kind in p.kinds for x in arriving(kind).values()), default=0)
+    if not least:
+        return p
+    most = max(len(k.nodes) for k in p.kinds)
+    direct, single = _supplied(p, 1, least), _supplied(p, most, least)
+    if _sending(direct) <= max(least, _sending(single)) * WORTH:
+        return direct
+    fold = 2
+    while fold < most:
+        way = _supplied(p, fold, least)
+        if _sending(way) <= max(least, _sending(single)) * WORTH:
+            return way
+        fold *= 2
+    return single
+
+
+def _sending(p: Paths) -> int:
+    """What the busiest rank sends over the network; those who pass lines on may be holders of others."""
+    own = {cell: -(-s.size // s.senders) for cell, s in p.sources.items()}
+    passed = (x + own.get(kind.places[device][0], 0) for kind in p.kinds if kind.trees < len(kind.nodes)
+              for device, x in arriving(kind).items())
+    return max((*own.values(), *passed))
+
+
+def _supplied(p: Paths, fold: int, least: int) -> Paths:
+    """With trees of `fold` nodes. least: what the busiest rank receives, and so what one rank may send."""
+    trees = [-(-len(k.nodes) // fold) if k.entering else len(k.nodes) for k in p.kinds]
+    copies: Counter[int] = Counter()
+    for kind, count in zip(p.kinds, trees):
+        for i in kind.entering:
+            copies[i] += count
+    alike: dict[tuple[Cell, ...], list[tuple[int, int]]] = defaultdict(list)
+    for i, count in sorted(copies.items()):
+        alike[p.lines[i].have].append((i, p.lines[i].size * count))
+    shares: dict[int, list[Share]] = {i: [] for i in copies}
+    for have, amounts in balance({have: sum(n for _, n in found) for have, found in alike.items()}, {}).items():
+        for i, (who, start, stop) in cut(alike[have], amounts):
+            start, stop = start // copies[i], stop // copies[i]
+            if start < stop:
+                shares[i].append(Share(who, start, stop))
+    amount: dict[Cell, Counter[int]] = defaultdict(Counter)
+    for q, kind in enumerate(p.kinds):
+        for i in kind.entering:
+            for who, start, stop in shares[i]:
+                amount[p.lines[i].have[who]][q] += stop - start
+    totals = {cell: sum(trees[q] * x for q, x in by.items()) for cell, by in amount.items()}
+    level = max(least, *(-(-x // p.src.copies) for x in totals.values()))
+    sources = {}
+    for cell in sorted(amount):
+        at, supplies = 0, []
+        for q, x in sorted(amount[cell].items()):
+            supplies.append(Supply(q, trees[q], x, at))
+            at += trees[q] * x
+        sources[cell] = Source(at, min(p.src.copies, -(-at // level)), tuple(supplies))
+    return replace(p, kinds=tuple(replace(k, trees=n) for k, n in zip(p.kinds, trees)),
+                   shares={i: tuple(s) for i, s in shares.items()}, sources=sources)

@@ -1,0 +1,59 @@
+"""Two trees over the same nodes (Sanders, Speck & Träff 2009): half of every message goes down each.
+
+In: a number of nodes, 0..count-1. Out: parents and children in either tree. Invariant: no node but one has children in
+both trees, and none has more than two children in a tree; so nobody sends more than it receives, and after about
+log2(count) steps all of them have begun to receive. Both trees are the in-order binary tree over labels 1..count, in
+which odd labels are leaves; the second shifts the labels by one, so that leaves and others change places.
+"""
+
+from __future__ import annotations
+
+TREES = (0, 1)
+
+
+def parent(count: int, tree: int, node: int) -> int | None:
+    """None for the root."""
+    label = _label(count, tree, node)
+    low = label & -label
+    up = label ^ low | low << 1
+    if up > count:
+        up = label ^ low
+    return _node(count, tree, up) if up else None
+
+
+def children(count: int, tree: int, node: int) -> tuple[int, ...]:
+    label = _label(count, tree, node)
+    step = (label & -label) >> 1
+    if not step:
+        return ()
+    found = [label - step]
+    while step and label + step > count:
+        step >>= 1
+    if step:
+        found.append(label + step)
+    return tuple(_node(count, tree, x) for x in found)
+
+
+def root(count: int, tree: int) -> int:
+    return _node(count, tree, 1 << count.bit_length() - 1)
+
+
+def depth(count: int, tree: int, node: int) -> int:
+    """Steps from the root."""
+    steps = 0
+    while (up := parent(count, tree, node)) is not None:
+        node, steps = up, steps + 1
+    return steps
+
+
+def height(count: int) -> int:
+    """The most steps from a root."""
+    return count.bit_length() - 1
+
+
+def _label(count: int, tree: int, node: int) -> int:
+    return (node - tree) % count + 1
+
+
+def _node(count: int, tree: int, label: int) -> int:
+    return (label - 1 + tree) % count

@@ -1,0 +1,55 @@
+"""A timeline as Chrome trace JSON, which Perfetto and chrome://tracing read: the one form of recorded and simulated
+ones.
+
+In: events of a plan with begin and end on a rank. Out: trace events. A process is a node, a thread a rank; the name
+of a span is the kind of its event and what it is about; its `args` say which event, of which step, of which line, and
+why. """
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from rldsl.plan.events import Compute, Event, Transfer
+from rldsl.plan.meaning import kind, line_of
+from rldsl.plan.model import Plan
+from rldsl.plan.texts import ranks_text
+
+Span = dict[str, Any]
+
+
+def name(event: Event) -> str:
+    """"train actor", "transfer gen.tokens"."""
+    about = event.values[0] if isinstance(event, Transfer) else getattr(event, "model", "")
+    if isinstance(event, Compute):
+        about = event.program
+    return f"{kind(event)} {about}".strip()
+
+
+def span(event: Event, rank: int, per_node: int, step: int, start: float, seconds: float, **more: Any) -> Span:
+    """start: seconds from the begin of the trace. more: further `args`."""
+    args = {"event": event.id, "at": event.at, "line": line_of(event.at), "step": step, "because": event.because} | more
+    return {"name": name(event), "cat": kind(event), "ph": "X", "pid": rank // per_node, "tid": rank,
+            "ts": round(start * 1e6, 3), "dur": round(max(seconds, 0.0) * 1e6, 3), "args": args}
+
+
+def document(plan: Plan, spans: Iterable[Span], what: Literal["recorded", "simulated"],
+             threads: Mapping[int, tuple[int, ...]] | None = None) -> str:
+    """The whole file. threads: rank -> the ranks for which its line stands, where these are several."""
+    per_node, shown = plan.header.devices_per_node, []
+    every = list(spans)
+    for node in sorted({s["pid"] for s in every}):
+        shown.append(_label("process_name", node, 0, f"node {node} {what}"))
+    for node, rank in sorted({(s["pid"], s["tid"]) for s in every}):
+        alike = (threads or {}).get(rank, (rank,))
+        text = f"rank {rank}" if len(alike) == 1 else f"ranks {ranks_text(alike)}"
+        shown += [_label("thread_name", node, rank, text),
+                  {"name": "thread_sort_index", "ph": "M", "pid": node, "tid": rank, "args": {"sort_index": rank}}]
+    about = {"program": plan.header.program, "flow": plan.header.flow, "world": plan.header.world, "what": what,
+             "devices_per_node": per_node}
+    return json.dumps({"traceEvents": [*shown, *every], "displayTimeUnit": "ms", "otherData": about})
+
+
+def _label(key: str, node: int, rank: int, text: str) -> Span:
+    return {"name": key, "ph": "M", "pid": node, "tid": rank, "args": {"name": text}}

@@ -1,0 +1,195 @@
+"""Inside a call, too, every rank issues on all of its communicators in one order.
+
+In: tables with sound references. Out: diagnostics RL0537. A call runs on the communicators of its layout: tensor-
+parallel and context-parallel ones, links between pipeline stages, and those of dp and of all its ranks. What a rank
+issues on them, and in which order, is the backend's matter; here it is written down once more, use by use, for each
+kind of call (`PROTOCOLS`), and the lists of all ranks of a layout are searched for a circle of uses that wait for each
+other (rendezvous). Layouts with degrees of which nothing is written down are refused. Together with `order.py` this
+shows that the list of each rank over all communicators increases in one total order: events in the body's, and uses
+inside each event. What is waited for later than it is issued (transfers, reallocs, sends between stages) only waits
+for less.
+
+Copies of a model over dp differ in nothing until they meet, and so do the ranks of a tensor- or context-parallel
+group; two of each are looked at, and all stages. Micro-batches: one alone, and more than there are stages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import Event, Generate, Infer, Save, Train
+from rldsl.plan.layout import Coord
+from rldsl.plan.model import Layout
+from rldsl.plan.verify.order import circle
+from rldsl.plan.verify.tables import Tables, name, problem
+
+class Use(NamedTuple):
+    """axis: "link" is between a stage and the next one. stage, dp: to which the communicator belongs. flow: what goes
+    over a link, "down" to the next stage, "up" from it, or "both" posted together."""
+
+    axis: str
+    stage: int
+    dp: int
+    flow: str = ""
+
+
+Place = tuple[int, ...]  # along the degrees inside a stage that the communicator does not join: there is one for each
+Protocol = Callable[[Layout, Coord, int], Iterator[Use]]
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    known: dict[object, str] = {}
+    for e, _ in t.events:
+        if not isinstance(e, Generate | Infer | Train | Save):
+            continue
+        x = t.layouts[e.layout]
+        key = (type(e), x.backend, x.tp > 1, x.pp, x.dp > 1, x.cp, x.ep, x.zero)
+        if key not in known:
+            known[key] = _fault(type(e), x)
+        if known[key]:
+            yield problem("RL0537", f"{name(e)} under layout {x.id} {known[key]}", e, ranks=t.event_ranks(e))
+
+
+def _fault(kind: type[Event], x: Layout) -> str:
+    if x.ep > 1:
+        return f"has ep={x.ep}, of whose communication nothing is known"
+    if x.zero and kind in (Generate, Infer):
+        return f"has zero={x.zero}, under which parameters are whole in training alone"
+    if kind is Generate and x.cp > 1:
+        return f"has cp={x.cp}, which no new token can be divided by"
+    protocol = PROTOCOLS.get(x.backend, {}).get(kind)
+    if protocol is None:
+        return f"runs on backend {x.backend!r}, of whose communication nothing is known"
+    return next((f for count in {1, x.pp + 2} if (f := stuck(protocol, x, count))), "")
+
+
+def stuck(protocol: Protocol, x: Layout, count: int) -> str:
+    """Why the ranks of a layout would wait for each other for ever, or "". count: of micro-batches."""
+    lists = {Coord(*at): [] for at in product(range(x.pp), *(range(min(d, 2)) for d in (x.dp, x.cp, x.tp)))}
+    members: dict[tuple[Use, Place], set[Coord]] = defaultdict(set)
+    numbers: dict[tuple[Use, Place, int], int] = {}
+    flows: dict[int, str] = {}
+    for at, uses in lists.items():
+        times: Counter[tuple[Use, Place]] = Counter()
+        for use in protocol(x, at, count):
+            own = (use._replace(flow=""), _place(use.axis, at))
+            times[own] += 1
+            uses.append(number := numbers.setdefault((*own, times[own]), len(numbers)))
+            members[own].add(at)
+            if flows.setdefault(number, use.flow) != use.flow:
+                return f"has stages {use.stage} and {use.stage + 1} that expect other messages of each other"
+    held = Counter(n for uses in lists.values() for n in uses)
+    for (use, place, time), n in numbers.items():
+        if held[n] != len(members[use, place]):
+            return f"has ranks that do not all take part in use {time} of {use.axis}"
+    found = circle({tuple(uses) for uses in lists.values()})
+    return f"has ranks that wait for each other in {len(found)} uses of its communicators" if found else ""
+
+
+def _place(axis: str, at: Coord) -> Place:
+    return {"tp": (at.cp,), "cp": (at.tp,), "mesh": ()}.get(axis, (at.cp, at.tp))
+
+
+# --------------------------------------------------------------------------------------------- what torch issues
+
+
+def _inside(x: Layout, at: Coord) -> Iterator[Use]:
+    """The collectives of a stage, forward or backward; the ranks of a stage that have the same rows run one program."""
+    if x.tp > 1:
+        yield Use("tp", at.pp, at.dp)
+    if x.cp > 1:
+        yield Use("cp", at.pp, at.dp)
+
+
+def _link(x: Layout, at: Coord, to: int, flow: str) -> Iterator[Use]:
+    """One exchange with the stage before (-1) or behind (1)."""
+    if 0 <= at.pp + to < x.pp:
+        yield Use("link", min(at.pp, at.pp + to), at.dp, flow)
+
+
+def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
+    if axis == "pp" and x.pp > 1:
+        yield Use("pp", 0, at.dp)
+    elif axis == "cp" and x.cp > 1:
+        yield Use("cp", at.pp, at.dp)
+    elif axis == "dp" and x.dp > 1:
+        yield Use("dp", at.pp, 0)
+    elif axis == "mesh" and x.dp * x.tp * x.pp * x.cp > 1:
+        yield Use("mesh", 0, 0)
+
+
+def generate(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """count: of decoding steps."""
+    for _ in range(count):
+        yield from _link(x, at, -1, "down")
+        yield from _inside(x, at)
+        yield from _link(x, at, 1, "down")
+        yield from _over(x, at, "pp")  # the last stage samples, for all
+
+
+def infer(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    for _ in range(count):
+        yield from _link(x, at, -1, "down")
+        yield from _inside(x, at)
+        yield from _link(x, at, 1, "down")
+    yield from _over(x, at, "pp")
+
+
+def _forward(x: Layout, at: Coord) -> Iterator[Use]:
+    """In training. A layer's parameters are gathered while the one before it computes, or before it does."""
+    if x.zero == 3:
+        yield from _over(x, at, "dp")
+    yield from _inside(x, at)
+
+
+def _backward(x: Layout, at: Coord) -> Iterator[Use]:
+    yield from _forward(x, at)
+    if x.zero > 1:
+        yield from _over(x, at, "dp")  # of gradients
+
+
+def train(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """Two minibatches. 1F1B: a stage runs ahead by its distance from the last, then one forward, one backward."""
+    for _ in range(2):
+        ahead = min(x.pp - 1 - at.pp, count)
+        if x.zero:
+            yield from _over(x, at, "dp")  # of parameters that stay whole
+        for _ in range(ahead):
+            yield from _link(x, at, -1, "down")
+            yield from _forward(x, at)
+            yield from _link(x, at, 1, "down")
+        if ahead < count:
+            yield from _link(x, at, -1, "down")
+        for i in range(ahead, count):
+            yield from _forward(x, at)
+            yield from _link(x, at, 1, "both")  # hidden states go, a gradient comes
+            yield from _backward(x, at)
+            yield from _link(x, at, -1, "both" if i + 1 < count else "up")  # a gradient goes, hidden states come
+        for _ in range(ahead):
+            yield from _link(x, at, 1, "up")
+            yield from _backward(x, at)
+            yield from _link(x, at, -1, "up")
+        yield from _over(x, at, "mesh")  # whether to stop
+        if x.zero == 1:
+            yield from _over(x, at, "dp")
+        yield from _inside(x, at)
+        yield from _over(x, at, "pp")  # of tied embeddings
+        yield from _over(x, at, "cp")
+        if not x.zero:
+            yield from _over(x, at, "dp")
+        yield from _over(x, at, "mesh")  # the norm of the gradient
+    yield from _over(x, at, "mesh")  # metrics
+
+
+def save(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    for _ in range(3):
+        yield from _over(x, at, "mesh")
+
+
+PROTOCOLS: Mapping[str, Mapping[type[Event], Protocol]] = {
+    "torch": {Generate: generate, Infer: infer, Train: train, Save: save},
+}

@@ -1,0 +1,176 @@
+"""Measure this machine and the calls of models on it: what `rlc profile` starts, once for each rank of a machine.
+
+    python -m rldsl.runtime.launch --standalone --nproc-per-node 2 -m rldsl.runtime.profile wanted.json found.json
+
+In: which models, under which tensor parallelism. Out: numbers by the names of a cluster's file. A model is built from
+its config with random weights and one or two layers, as one rank's shard; collectives inside it return at once, since
+the simulator adds what they take. Nothing of this is a run: there is no plan and nothing is read but configs. """
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from math import ceil, log2
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rldsl.plan.events import Sampling
+from rldsl.plan.partition import partition
+from rldsl.runtime.metrics.record import PACKAGES, versions
+from rldsl.runtime.profile_models import measure, settle, timed, training
+
+
+def machine(device: torch.device) -> dict[str, float]:
+    """Rates of one device with nothing else on it."""
+    size = 4096 if device.type == "cuda" else 768
+    found: dict[str, float] = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        found[f"{name}_tflops"] = 2 * size**3 / timed(lambda: a @ b, device) / 1e12
+    source = torch.ones(2**28 if device.type == "cuda" else 2**23, device=device)
+    target = torch.empty_like(source)
+    found["memory_gb_s"] = 2 * source.nbytes / timed(lambda: target.copy_(source), device) / 1e9
+    small = torch.ones(16, device=device)
+
+    def hundred() -> None:
+        for _ in range(100):
+            small.add_(1.0)
+
+    found["kernel_us"] = timed(hundred, device) * 1e4
+    weights = [i * 7919 % 512 for i in range(512)]
+    found["row_us"] = timed(lambda: partition(weights, 4, "tokens"), torch.device("cpu")) * 1e6 / len(weights)
+    return found
+
+
+def links(device: torch.device) -> dict[str, float]:
+    """Between the ranks of this machine; of a processor between two, since more share its cores, which the simulator
+    adds. All of them call it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world < 2:
+        return {}
+    ranks = world if device.type == "cuda" else 2
+    group = dist.new_group(list(range(ranks)))
+    small, large = (torch.ones(n, device=device) for n in (2, 2**20 if device.type == "cpu" else 2**26))
+
+    def there_and_back(x: torch.Tensor) -> None:
+        if rank < 2:
+            (dist.send if rank == 0 else dist.recv)(x, 1 - rank)
+            (dist.recv if rank == 0 else dist.send)(x, 1 - rank)
+
+    found: dict[str, float] = {}
+    if rank < ranks:
+        latency = _quick(lambda: there_and_back(small), device, 200) / 2
+        whole = _quick(lambda: there_and_back(large), device, 20) / 2
+        summed = _quick(lambda: dist.all_reduce(small, group=group), device, 200)
+        sums = _quick(lambda: dist.all_reduce(large, group=group), device, 20)
+        ring = 2 * (ranks - 1) / ranks * large.nbytes
+        found = {"link_us": latency * 1e6, "link_gb_s": large.nbytes / max(whole - latency, 1e-9) / 1e9,
+                 "reduce_us": summed * 1e6 / ceil(log2(ranks)), "reduce_gb_s": ring / max(sums - summed, 1e-9) / 1e9}
+    dist.barrier()
+    return found
+
+
+def _quick(work: Callable[[], Any], device: torch.device, times: int) -> float:
+    """Seconds of one of `times`, of the quickest fifth: a rank that another program has driven from its core comes
+    late, which is not the link's doing."""
+    found = []
+    for _ in range(times):
+        settle(device)
+        begin = time.perf_counter()
+        work()
+        settle(device)
+        found.append(time.perf_counter() - begin)
+    return sorted(found)[times // 5]
+
+
+# --------------------------------------------------------------------------------------------------- rank
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("plan", nargs="?")
+    parser.add_argument("wanted", nargs="?", help="JSON: shards as [model, tp, backend], and whether the machine is "
+                        "wanted")
+    parser.add_argument("found", nargs="?", help="where rank 0 writes what it found")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--facts", action="store_true", help="only say what machine this is")
+    given = parser.parse_args()
+    if given.facts:
+        print(json.dumps(facts(given.device)))
+        return
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if given.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        found = _measured(given, rank, device)
+        if rank == 0:
+            Path(given.found).write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def facts(device: str | None) -> dict[str, Any]:
+    """device: "cpu", or "cuda" (the default where there is one)."""
+    there = 0 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    name = torch.cuda.get_device_name(0) if there else _processor()
+    found = versions()
+    return {"device": name, "devices": there, "cores": cores, "versions": [f"{k} {found[k]}" for k in PACKAGES]}
+
+
+def _processor() -> str:
+    """The name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dict[str, Any]:
+    """What rank 0 reports; the others help where ranks meet, and wait otherwise."""
+    import transformers
+
+    from rldsl.plan.codec import decode
+    from rldsl.plan.events import Generate
+    from rldsl.plan.project import events
+
+    transformers.logging.set_verbosity_error()
+    plan = decode(Path(given.plan).read_bytes(), given.plan)
+    wanted = json.loads(Path(given.wanted).read_text())
+    found: dict[str, Any] = {}
+    models = {m.name: m for m in plan.models}
+    if wanted["machine"]:
+        found |= links(device)
+        if device.type == "cpu":
+            name, tp, backend = wanted["models"][0]
+            work = training(models[name], tp, backend, device)
+            alone = timed(work, device) if rank == 0 else 0.0
+            dist.barrier()
+            found["core_speed"] = min(1.0, alone / timed(work, device))
+            dist.barrier()
+        if rank == 0:
+            found |= machine(device)
+    dist.barrier()
+    if rank == 0:
+        sampling = next((e.sampling for e, _ in events(plan) if isinstance(e, Generate)), Sampling())
+        found["measured"] = [
+            {"config": m.config_digest, "head": m.kind, "dtype": m.dtype, "tp": tp, "threads": torch.get_num_threads(),
+             **measure(m, tp, backend, sampling, device)}
+            for name, tp, backend in wanted["models"] for m in (models[name],)]
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""What calls of a model cost on this machine, feature by feature (`clusters/model.py`).
+
+In: a model's record, one rank's place in its tensor parallelism, a backend. Out: microseconds. The model is built from
+its config with random weights and one or two layers; its real calls are timed at several shapes, and the cost of each
+feature is what explains them best.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rldsl.plan.events import Sampling
+from rldsl.plan.model import Layout, Mesh, Model, Optimizer
+from rldsl.runtime.backend import Axes, Axis, Packed, Shard
+from rldsl.runtime.solo import Solo
+
+LEAST, MOST = 3, 7  # timings of one thing
+ENOUGH = 0.15  # seconds of them
+SMALL = 600  # tokens of a batch that is also trained on in several micro-batches
+OUTPUT = {"causal_lm": "logprobs", "value_model": "values", "reward_model": "scores"}
+# (layers, sequences, tokens of each, of these in the response)
+SHAPES = ((2, 1, 32, 16), (2, 4, 32, 16), (2, 16, 32, 31), (2, 16, 32, 4), (2, 48, 48, 24), (2, 4, 192, 96),
+          (1, 4, 32, 16), (1, 16, 48, 24))
+# (layers, sequences, tokens of a prompt)
+DECODES = ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32, 16))
+FEW, MANY = 4, 20  # tokens generated: the difference is decoding alone
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds, after one run that does not count. Of a single thread on a processor the seconds that it
+    computes: then other programs on the machine do not count."""
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    work()
+    found: list[float] = []
+    while len(found) < LEAST or (len(found) < MOST and sum(found) < ENOUGH):
+        settle(device)
+        begin = clock()
+        work()
+        settle(device)
+        found.append(clock() - begin)
+    return statistics.median(found)
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def build(model: Model, layers: int, tp: int, backend: str, device: torch.device, trainable: bool) -> Shard:
+    """The shard of the first of `tp` ranks, with so many of the model's layers and random weights."""
+    params = tuple(replace(p, layers=min(p.layers, layers))
+                   for p in (*model.params, *model.base) if "lora_" not in p.name)
+    less = replace(model, layers=layers, lora=None, params=params, base=(), home="profile" if trainable else "",
+                   optimizer=Optimizer(lr=1e-6), updates=1)
+    layout, mesh = Layout("profile", "ranks", tp=tp, backend=backend), Mesh("ranks", ((0, tp),))
+    one, every = Axis((0,), 0, None), Axis(tuple(range(tp)), 0, Solo(tp) if tp > 1 else None)
+    made = importlib.import_module(f"rldsl.backends.{backend}").build(
+        less, layout, mesh, Axes(one, every, one, one, every), device, load=False, trainable=trainable)
+    draw = torch.Generator(device=device).manual_seed(0)
+    for name, tensor in made.tensors().items():
+        with torch.no_grad():
+            if tensor.dim() > 1:
+                tensor.normal_(0.0, 0.02, generator=draw)
+            else:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    return made
+
+
+def rows(vocab: int, count: int, prompt: int, response: int, device: torch.device) -> Packed:
+    """Sequences of equal lengths, of tokens that end nothing."""
+    draw = torch.Generator().manual_seed(count)
+    tokens = torch.randint(min(4, vocab - 1), vocab, (count * (prompt + response),), generator=draw)
+    full = torch.full((count,), 1, dtype=torch.int64)
+    return Packed(torch.arange(count, device=device), (full * prompt).to(device), (full * response).to(device),
+                  tokens.to(device))
+
+
+def measure(model: Model, tp: int, backend: str, sampling: Sampling,
+            device: torch.device) -> dict[str, dict[str, float]]:
+    """Microseconds by pass and feature (`clusters/model.py`)."""
+    what, vocab = OUTPUT[model.kind], model.sizes.vocab or 64
+    found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": []}
+    for layers in sorted({s[0] for s in SHAPES}):
+        frozen, trained = (build(model, layers, tp, backend, device, t) for t in (False, True))
+        for _, count, length, response in (s for s in SHAPES if s[0] == layers):
+            batch = rows(vocab, count, length - response, response, device)
+            tokens, outputs = count * length, count if what == "scores" else count * response
+            once = {"call": 1.0, "layer": layers, "token": layers * tokens, "pair": layers * tokens * length,
+                    "output": outputs}
+            found["forward"].append((once, timed(lambda: frozen.infer([batch], what, 1.0), device)))
+            for times in (1, 3) if tokens < SMALL else (1,):
+                counts = {k: times * n for k, n in once.items()}
+                counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.tensors().values())}
+                parts = [(batch,)] * times
+                found["train"].append((counts, timed(lambda: trained.train(parts, [[what]], 1.0, _loss), device)))
+        if model.kind == "causal_lm":
+            for _, count, length in (s for s in DECODES if s[0] == layers):
+                found["decode"].append(_decode(frozen, layers, rows(vocab, count, length, 0, device), length, sampling,
+                                               device))
+    rates = {name: fit(samples) for name, samples in found.items() if samples}
+    update = {"call": rates["train"].pop("update", 0.0), "element": rates["train"].pop("element", 0.0)}
+    return {**rates, "update": update}
+
+
+def _loss(_: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    return sum((x.sum() for outputs in fresh for x in outputs.values()), torch.zeros(()))
+
+
+def _decode(shard: Shard, layers: int, prompts: Packed, length: int, sampling: Sampling,
+            device: torch.device) -> tuple[dict[str, float], float]:
+    """Of the tokens between FEW and MANY."""
+    count = len(prompts)
+    seconds = []
+    for many in (FEW, MANY):
+        asked = replace(sampling, max_new_tokens=many, min_new_tokens=many, n=1, stop=())
+        seconds.append(timed(lambda: shard.generate(prompts, asked, seed=1, step=0, limit=0), device))
+    steps, width = MANY - FEW, length + (MANY + FEW) / 2
+    each = steps * count
+    return ({"call": steps, "layer": steps * layers, "token": each * layers, "pair": each * layers * width,
+             "output": each}, max(seconds[1] - seconds[0], 1e-9))
+
+
+def fit(samples: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Microseconds for one of each feature, none negative, so that relative errors are small: least squares, without
+    the feature that comes out most negative until none does."""
+    samples = list(samples)
+    names = list(samples[0][0])
+    seconds = torch.tensor([s for _, s in samples], dtype=torch.float64)
+    table = torch.tensor([[counts[n] for n in names] for counts, _ in samples], dtype=torch.float64) / seconds[:, None]
+    scale = table.norm(dim=0).clamp_min(1e-30)
+    kept = list(range(len(names)))
+    while kept:
+        ones = torch.ones(len(seconds), 1, dtype=torch.float64)
+        solved = torch.linalg.lstsq(table[:, kept] / scale[kept], ones, driver="gelsd").solution[:, 0]
+        if float(solved.min()) >= 0:
+            break
+        kept.pop(int(solved.argmin()))
+    found = dict.fromkeys(names, 0.0)
+    for i, value in zip(kept, solved.tolist() if kept else ()):
+        found[names[i]] = float(value / scale[i]) * 1e6
+    return found
+
+
+def training(model: Model, tp: int, backend: str, device: torch.device) -> Callable[[], Any]:
+    """A small training step, to see how much slower the cores of a machine are together."""
+    shard = build(model, 2, tp, backend, device, True)
+    batch = rows(model.sizes.vocab or 64, 16, 16, 16, device)
+    return lambda: shard.train([(batch,)], [[OUTPUT[model.kind]]], 1.0, _loss)

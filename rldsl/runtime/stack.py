@@ -1,0 +1,47 @@
+"""Where the main thread of a rank is in Python. In: a thread, or an exception. Out: its lines, and the operation
+between ranks that it is in."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+MOST = 24  # lines
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """call: the operation between ranks that the innermost line is in ("" when it is in none). lines: innermost
+    last."""
+
+    call: str = ""
+    lines: tuple[str, ...] = ()
+
+
+def of_main(whole: bool = True) -> Stack:
+    """Now. whole: with all lines, not the call alone."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return Stack()
+    return _stack([*traceback.walk_stack(frame)][::-1] if whole else [(frame, frame.f_lineno)])
+
+
+def of_error(trace: TracebackType | None) -> Stack:
+    """Where an exception was raised. What lies above the place that caught it is the same on all ranks."""
+    return _stack(list(traceback.walk_tb(trace)))
+
+
+def _stack(steps: Sequence[tuple[FrameType, int | None]]) -> Stack:
+    """A frame between two lines has no number."""
+    if not steps:
+        return Stack()
+    frame, line = steps[-1]
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    inside = "/torch/distributed/" in file.replace("\\", "/")
+    call = name if inside else "wait" if ".wait(" in linecache.getline(file, line or 0) else ""
+    return Stack(call, tuple(f"{f.f_code.co_filename}:{n or 0} {f.f_code.co_name}" for f, n in steps[-MOST:]))

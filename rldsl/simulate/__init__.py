@@ -1,0 +1,10 @@
+"""The time of a plan on a cluster, without running it: `simulate(plan, cluster, lengths) -> Timeline`.
+
+Pure, and without torch: it reads a plan, a cluster's numbers and expected lengths, nothing else.
+"""
+
+from rldsl.simulate.lengths import Lengths, observed
+from rldsl.simulate.model import Hop, Occasion, Span, Timeline
+from rldsl.simulate.simulate import simulate
+
+__all__ = ["Hop", "Lengths", "Occasion", "Span", "Timeline", "observed", "simulate"]

@@ -1,0 +1,138 @@
+"""What calls cost, counted: the shard of a model that a rank holds, and how often each part of it runs.
+
+In: plan records. Out: counts, free of any machine. A pass over a shard is counted by the features that `rlc profile`
+measures (`clusters/model.py`): calls, layers, tokens, pairs, outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, prod
+
+from rldsl.plan.boxes import itemsize, pieces, volume
+from rldsl.plan.events import Generate
+from rldsl.plan.layout import stage_layers
+from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.simulate.lengths import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank holds of a model under a layout, the largest of its tensor-parallel places.
+
+    layers: of its stage. layer: elements of the matrices of one layer; head: of the output embedding, on the last
+    stage; elements: of all parameters; trained: of those that an optimizer changes. attention: width of its queries;
+    cache: elements of keys and values, for a token and layer. item: bytes of an element as stored."""
+
+    model: Model
+    tp: int
+    layers: int
+    first: bool
+    last: bool
+    layer: int
+    head: int
+    elements: int
+    trained: int
+    attention: int
+    cache: int
+    item: int
+
+
+@cache
+def shard(model: Model, layout: Layout, stage: int) -> Shard:
+    """Of a pipeline stage."""
+    specs = (*model.params, *model.base)
+    here = len(stage_layers(model.layers, layout.pp, stage))
+    first, last = stage == 0, stage == layout.pp - 1
+    sizes = model.sizes
+    layer = sum(_local(s, layout.tp) for s in specs if s.stage == "layer" and len(s.shape) > 1)
+    heads = ceil((sizes.heads or 1) / layout.tp)
+    kv = max(1, ceil((sizes.kv_heads or sizes.heads or 1) / layout.tp))
+    vocabulary = max((_local(s, layout.tp) for s in specs if s.style in ("vocab", "head") and len(s.shape) > 1),
+                     default=0)
+    head = (vocabulary if model.kind == "causal_lm" else sizes.hidden) if last else 0
+    return Shard(model, layout.tp, here, first, last, layer, head, _held(specs, layout, model.layers, stage),
+                 _held(model.params, layout, model.layers, stage), heads * sizes.head_dim, 2 * kv * sizes.head_dim,
+                 4 if model.home == layout.id else itemsize(model))
+
+
+def _local(spec: ParamSpec, tp: int) -> int:
+    return sum(volume(p.box) for p in pieces(spec, tp, 0)) if spec.split is not None else prod(spec.shape)
+
+
+def _there(spec: ParamSpec, layout: Layout, layers: int, stage: int) -> int:
+    """How many parameters of a spec the stage holds."""
+    first, last = stage == 0, stage == layout.pp - 1
+    return {"first": first, "last": last, "ends": first or last, "all": True,
+            "layer": len(stage_layers(spec.layers or layers, layout.pp, stage))}[spec.stage]
+
+
+def _held(specs: tuple[ParamSpec, ...], layout: Layout, layers: int, stage: int) -> int:
+    return sum(_there(s, layout, layers, stage) * _local(s, layout.tp) for s in specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """calls: of the model. layers: of all calls. tokens: summed over layers, as are pairs (of a token and one before
+    it, itself included, as a full square). outputs: tokens whose logits, value or score is wanted."""
+
+    calls: float
+    layers: float
+    tokens: float
+    pairs: float
+    outputs: float
+
+    def of(self, feature: str) -> float:
+        return float(getattr(self, f"{feature}s"))
+
+
+def micro(s: Shard, rows: float, row: Row, responses: float, cp: int = 1) -> Counts:
+    """One micro-batch of `rows` sequences of `row.tokens`, divided over `cp` ranks; responses: tokens of each whose
+    outputs are wanted."""
+    tokens = rows * row.tokens / cp
+    return Counts(1, s.layers, s.layers * tokens, s.layers * tokens * row.tokens, rows * responses / cp * s.last)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What `generate` does on a shard: `waves` prefills of `slots` prompts, then `steps` tokens of `active` sequences
+    with `width` tokens of each in reach."""
+
+    waves: float
+    slots: float
+    steps: float
+    active: float
+    width: float
+
+
+def decoding(event: Generate, rows: float, row: Row) -> Decoding:
+    """rows: sequences of the shard. Finished sequences make room for waiting ones; until the last ends, the slab is
+    read as far as the longest."""
+    slots = min(rows, event.mbs or rows)
+    if not slots:
+        return Decoding(0, 0, 0, 0, 0)
+    waves = ceil(rows / slots)
+    longest = row.longest
+    steps = longest if waves == 1 else max(rows * row.response / slots + (longest - row.response), longest)
+    sampled = rows * max(row.response - 1, 0.0)  # the first token comes of the prefill
+    steps = max(steps - waves, 0.0)
+    return Decoding(waves, slots, steps, sampled / steps if steps else 0.0, row.prompt + longest / 2)
+
+
+def prefill(s: Shard, d: Decoding, row: Row) -> Counts:
+    tokens = d.slots * row.prompt
+    return Counts(d.waves, d.waves * s.layers, d.waves * s.layers * tokens, d.waves * s.layers * tokens * row.prompt,
+                  d.waves * d.slots * s.last)
+
+
+def decode(s: Shard, d: Decoding) -> Counts:
+    """All steps together."""
+    each = d.steps * d.active
+    return Counts(d.steps, d.steps * s.layers, each * s.layers, each * s.layers * d.width, each * s.last)
+
+
+def micro_batches(rows: float, limit: int, at_least: int) -> int:
+    """How many micro-batches `plan/partition.py` makes of some rows."""
+    rows = ceil(rows)
+    return min(rows, max(at_least, -(-rows // limit) if limit else 1, 1))

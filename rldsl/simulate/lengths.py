@@ -1,0 +1,69 @@
+"""How long the sequences of a step are expected to be: by default as long as the program lets them be.
+
+In: means that a user gives, or the metrics of an earlier run. Out: `Lengths`.
+Errors: RL0091, RL0092 no metrics there, RL0205 metrics without lengths.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rldsl.diag import fail
+from rldsl.plan.model import Frame, Plan
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens of a row of a frame. longest: of the responses of a batch; generation lasts as long as that one."""
+
+    prompt: float
+    response: float
+    longest: float
+
+    @property
+    def tokens(self) -> float:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Mean tokens of a prompt and of a response; 0: their bounds. longest: of the responses; 0: their bound."""
+
+    prompt: float = 0.0
+    response: float = 0.0
+    longest: float = 0.0
+
+    def of(self, frame: Frame) -> Row:
+        bound = frame.max_response_tokens
+        response = min(self.response or bound, bound)
+        longest = max(min(self.longest or bound, bound), response)
+        return Row(min(self.prompt or frame.max_prompt_tokens, frame.max_prompt_tokens), response, longest)
+
+
+def observed(plan: Plan, folder: str) -> Lengths:
+    """The mean lengths of an earlier run of the program, from the metrics in its directory."""
+    file = Path(folder) / METRICS if Path(folder).is_dir() else Path(folder)
+    try:
+        lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise fail("RL0091", f"no such file: {file}", place=str(file),
+                   help="name the directory of a run (--out)") from None
+    except (OSError, ValueError) as error:
+        raise fail("RL0092", f"cannot read {file}: {error}", place=str(file)) from None
+    told = [x for x in lines if isinstance(x, dict) and isinstance(x.get("length/response"), int | float)]
+    if not told:
+        raise fail("RL0205", f"{file} tells no lengths", place=str(file),
+                   help="they are there for programs that generate; give --prompt-tokens and --response-tokens")
+    response = sum(x["length/response"] for x in told) / len(told)
+    rows = sum(f.count for f in made(plan))
+    tokens = sum(x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in told) / len(told)
+    return Lengths(max(tokens / rows - response, 1.0) if rows and tokens else 0.0, response)
+
+
+def made(plan: Plan) -> tuple[Frame, ...]:
+    """The frames whose tokens a run counts: those with responses that are no selection of another."""
+    return tuple(f for f in plan.frames if f.max_response_tokens and not f.of)

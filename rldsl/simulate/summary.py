@@ -1,0 +1,139 @@
+"""A simulated step as text for a person and as JSON for a program.
+
+In: a plan and its timeline. Out: text. The critical path is told by lines of the program: what to make faster.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rldsl.clusters import Cluster
+from rldsl.plan.events import Compute, Event, Generate, Infer, Save, Train
+from rldsl.plan.meaning import Places, call_name, kind, line_of, subject
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events
+from rldsl.plan.texts import ranks_text
+from rldsl.simulate.lengths import Lengths, made
+from rldsl.simulate.model import Timeline
+
+LEAST = 0.01  # share of the step below which a line is not named
+BAR = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one line of the program has of the critical path. messages: seconds of it in which something is on its
+    way."""
+
+    line: str
+    what: str
+    seconds: float
+    messages: float
+
+
+def parts(plan: Plan, timeline: Timeline) -> tuple[Part, ...]:
+    """The critical path by lines of the program, in the order in which it comes to them."""
+    known = {e.id: e for e, _ in events(plan)}
+    found: dict[tuple[str, str], list[float]] = {}
+    for hop in timeline.critical:
+        line, what = _place(known.get(hop.event))
+        seconds = hop.stop - hop.start
+        total = found.setdefault((line, what), [0.0, 0.0])
+        total[0] += seconds
+        total[1] += seconds if hop.kind == "message" else 0.0
+    return tuple(Part(line, what, *seconds) for (line, what), seconds in found.items())
+
+
+def _place(event: Event | None) -> tuple[str, str]:
+    if event is None:
+        return "", "the runtime"
+    if isinstance(event, Generate | Infer | Train):
+        return line_of(event.at), call_name(event)
+    if isinstance(event, Compute):
+        return line_of(event.at), subject(event)
+    return line_of(event.at), f"{kind(event)} {subject(event)}" if event.at else kind(event)
+
+
+def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str) -> str:
+    places, known = Places.of(plan), {e.id: e for e, _ in events(plan)}
+    used = f"{plan.header.world} ranks" if plan.header.world == cluster.world else \
+        f"{plan.header.world} of {cluster.world} devices"
+    lines = [f"{name} on {cluster.name}: {used}", ""]
+    lines.append(f"  step      {_seconds(timeline.seconds):>10}      {timeline.tokens_per_second:,.0f} tokens/s")
+    rows = [(f.count, lengths.of(f)) for f in made(plan)]
+    if rows:
+        told = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
+        lines.append(f"  lengths   {', '.join(told)} tokens" + (" (the bounds)" if lengths == Lengths() else ""))
+    every = timeline.event_seconds()
+    calls = [(e, every[e.id]) for e in known.values() if isinstance(e, Generate | Infer | Train) and e.id in every]
+    lines += ["", "  call                          longest rank  busy  where"]
+    for event, seconds in calls:
+        busy = _busy(timeline, event.id)
+        lines.append(f"  {call_name(event):<28} {_seconds(seconds):>13}  {busy:>4.0%}  {places.where(event)}  "
+                     f"{line_of(event.at)}")
+    lines += ["", "  idle"]
+    meshes = {m.id: ranks_text(m.members()) for m in plan.meshes}
+    lines += [f"  ranks {_cut(meshes[m], 22):<22} {share:>13.1%}" for m, share in timeline.idle]
+    lines += ["", "  critical path"]
+    small = [0, 0.0]
+    for part in parts(plan, timeline):
+        share = part.seconds / timeline.seconds if timeline.seconds else 0.0
+        if share < LEAST:
+            small = [small[0] + 1, small[1] + part.seconds]
+            continue
+        way = part.messages / part.seconds
+        on_the_way = f"  ({way:.0%} on the way)" if way > 0.005 else ""
+        lines.append(f"  {_cut(part.what, 28):<28} {_seconds(part.seconds):>13}  {share:>4.0%}  "
+                     f"{'█' * max(1, round(share * BAR)):<{BAR}}  {part.line}{on_the_way}")
+    if small[0]:
+        lines.append(f"  {f'{small[0]:.0f} smaller parts':<28} {_seconds(small[1]):>13}  "
+                     f"{small[1] / timeline.seconds:>4.0%}")
+    for o in timeline.occasions:
+        what = ", ".join(dict.fromkeys(_place(known[e])[1] for e in o.events
+                                       if isinstance(known[e], Save | Generate | Infer)))
+        lines.append(f"  every {o.period} steps: {_seconds(o.seconds)} more  ({_cut(what, 60)})")
+    if timeline.estimated:
+        lines += ["", f"  from counted operations, not measured: {', '.join(timeline.estimated)}"]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _busy(timeline: Timeline, event: int) -> float:
+    spans = [s for s in timeline.spans if s.event == event]
+    length = sum(s.stop - s.start for s in spans)
+    return sum(s.busy for s in spans) / length if length else 0.0
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits and a unit that suits them."""
+    if seconds >= 0.9995:
+        return f"{seconds:,.{max(0, 2 - (len(f'{seconds:.0f}') - 1))}f} s"
+    return f"{seconds * 1e3:.{0 if seconds >= 0.0995 else 1 if seconds >= 0.00995 else 2}f} ms"
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
+    known: Mapping[int, Event] = {e.id: e for e, _ in events(plan)}
+    every = timeline.event_seconds()
+    meshes = {m.id: [list(r) for r in m.ranks] for m in plan.meshes}
+    found: dict[str, Any] = {
+        "format": 1, "cluster": cluster.name, "seconds": timeline.seconds, "tokens": timeline.tokens,
+        "tokens_per_second": timeline.tokens_per_second,
+        "calls": [{"event": e.id, "call": call_name(e), "at": e.at, "seconds": every[e.id],
+                   "busy": _busy(timeline, e.id)}
+                  for e in known.values() if isinstance(e, Generate | Infer | Train) and e.id in every],
+        "idle": [{"mesh": m, "ranks": meshes[m], "share": share} for m, share in timeline.idle],
+        "critical": [{"line": p.line, "what": p.what, "seconds": p.seconds, "messages": p.messages}
+                     for p in parts(plan, timeline)],
+        "classes": [[list(r) for r in ranks] for ranks in timeline.classes],
+        "spans": [{"class": s.rank_class, "event": s.event, "turn": s.turn, "start": s.start, "stop": s.stop,
+                   "busy": s.busy} for s in timeline.spans],
+        "every": [{"steps": o.period, "events": list(o.events), "seconds": o.seconds} for o in timeline.occasions],
+        "estimated": list(timeline.estimated),
+    }
+    return json.dumps(found, indent=1)

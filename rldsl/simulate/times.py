@@ -1,0 +1,176 @@
+"""Seconds: what counted work takes on a cluster.
+
+In: counts and a `Cluster`. Out: seconds. Where the cluster's file has measurements of a model they are used; else the
+roofline (Williams et al. 2009): products at their rate or memory at its rate, whichever is slower, beside the time that
+the host needs to start so many kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from rldsl.clusters import Cluster, Measured
+from rldsl.plan.model import Model
+from rldsl.simulate.cost import Counts, Shard
+
+# Kernels of an eager transformer in torch, counted in a trace of a Qwen3 layer; they differ little between families.
+LAYER_KERNELS, CALL_KERNELS, SAMPLE_KERNELS = 40, 16, 24
+ACTIVATIONS = 24  # elements read or written by what stands between the products, for each token and hidden unit
+SCORES = 16  # bytes of a logit over its life: float32, written once, read by the maximum, the sum and the choice
+ADAM = 28  # bytes of an element in a step: parameter, gradient and two moments read, all but the gradient written
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One cluster as its ranks see it. threads: of each rank, where they share cores."""
+
+    cluster: Cluster
+    threads: int = 1
+
+    @property
+    def shared(self) -> bool:
+        return self.cluster.cores > 0
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    def measured(self, model: Model, tp: int) -> Measured | None:
+        known = [m for m in self.cluster.measured if (m.config, m.head, m.dtype, m.threads) ==
+                 (model.config_digest, model.kind, model.dtype, self.threads)]
+        return next((m for m in known if m.tp == tp), None)
+
+    def forward(self, s: Shard, c: Counts) -> float:
+        found = self.measured(s.model, s.tp)
+        return _sum(found.forward, c) if found and found.forward else self._pass(s, c, 1)
+
+    def train(self, s: Shard, c: Counts, recompute: bool) -> tuple[float, float]:
+        """(forward, backward) of a micro-batch."""
+        found = self.measured(s.model, s.tp)
+        again = _without_outputs(c)
+        frozen = s.trained < s.elements / 2  # adapters: the base gets no gradient, half of the backward products
+        if found and found.train:
+            both = _sum(found.train, c)
+            ahead = min(_sum(found.forward, c), both) if found.forward else both / 3
+            back = (both - ahead) / (2 if frozen else 1)
+            return ahead, back + (_sum(found.forward, again) if recompute else 0.0)
+        ahead = self._pass(s, c, 1)
+        return ahead, self._pass(s, c, 1 if frozen else 2) + (self._pass(s, again, 1) if recompute else 0.0)
+
+    def decode(self, s: Shard, c: Counts) -> float:
+        found = self.measured(s.model, s.tp)
+        if found and found.decode:
+            return _sum(found.decode, c)
+        held = s.item * (s.layers * s.layer + s.head)
+        products = self._roofline(2 * (c.tokens * s.layer + c.outputs * s.head), c.calls * held, s)
+        cached = self.memory(c.pairs * s.cache * s.item)
+        sampled = self.memory(c.outputs * _vocabulary(s) * SCORES)
+        kernels = c.layers * LAYER_KERNELS + c.calls * (CALL_KERNELS + SAMPLE_KERNELS * s.last)
+        return self._beside(kernels, products + cached + sampled)
+
+    def update(self, s: Shard, shards: int = 1) -> float:
+        """One optimizer step: norm, clipping, AdamW, and the gradients cleared. shards: over which zero divides it."""
+        found = self.measured(s.model, s.tp)
+        if found and found.update:
+            rates = dict(found.update)
+            return (rates.get("call", 0.0) + rates.get("element", 0.0) * s.trained / shards) * 1e-6
+        return self._beside(32.0, self.memory(s.trained / shards * (ADAM + 12.0)))
+
+    def _pass(self, s: Shard, c: Counts, work: int) -> float:
+        """work: how often the products of a forward pass are made: twice in a backward one, which starts its kernels
+        from C++ and no slower than the forward pass did."""
+        hidden = s.model.sizes.hidden
+        held = (c.layers * s.layer + (s.head if c.outputs else 0) * c.calls) * s.item
+        moved = work * (held + c.tokens * hidden * ACTIVATIONS * s.item)
+        products = self._roofline(2 * work * c.tokens * s.layer, moved, s)
+        attention = 4 * work * (c.pairs / 2) * s.attention / (self._rate(s) * self.cluster.attention_efficiency)
+        head = self._roofline(2 * work * c.outputs * s.head, work * c.outputs * _vocabulary(s) * SCORES, s)
+        return self._beside(c.layers * LAYER_KERNELS + c.calls * CALL_KERNELS, products + attention + head)
+
+    def _rate(self, s: Shard) -> float:
+        c = self.cluster
+        return (c.bfloat16_tflops if s.model.dtype == "bfloat16" else c.float32_tflops) * 1e12
+
+    def _roofline(self, operations: float, moved: float, s: Shard) -> float:
+        return max(operations / (self._rate(s) * self.cluster.matmul_efficiency), self.memory(moved))
+
+    def _beside(self, kernels: float, seconds: float) -> float:
+        """A device works while the host starts kernels; a processor does one after the other."""
+        started = kernels * self.cluster.kernel_us * 1e-6
+        return started + seconds if self.shared else max(started, seconds)
+
+    def beside(self, work: float, moved: float) -> float:
+        """Seconds of work with movement beside it: for free on a device, in turn on a processor."""
+        return work + moved if self.shared else max(work, moved)
+
+    # ----------------------------------------------------------------------------------- the runtime
+
+    def memory(self, moved: float) -> float:
+        return moved / (self.cluster.memory_gb_s * 1e9 * self.cluster.memory_efficiency)
+
+    def event(self) -> float:
+        return self.cluster.event_us * 1e-6 or self.kernels(8)
+
+    def kernels(self, count: float) -> float:
+        """Small tensor operations, one after the other."""
+        return count * self.cluster.kernel_us * 1e-6
+
+    def rows(self, count: float) -> float:
+        return count * self.cluster.row_us * 1e-6
+
+    def compute(self, operators: int, entries: float) -> float:
+        """A program of so many operators over so many entries."""
+        return self.kernels(12 * operators) + self.memory(operators * entries * 12)
+
+    def host(self, moved: float) -> float:
+        return moved / (self.cluster.host_gb_s * 1e9) if self.cluster.host_gb_s else 0.0
+
+    def disk(self, moved: float) -> float:
+        return moved / (self.cluster.disk_gb_s * 1e9) if self.cluster.disk_gb_s else 0.0
+
+    # ------------------------------------------------------------------------------------------ links
+
+    def latency(self, crosses: bool) -> float:
+        return (self.cluster.network_us if crosses else self.cluster.link_us) * 1e-6
+
+    def link(self, moved: float, crosses: bool) -> float:
+        """Bytes in or out of one device."""
+        c = self.cluster
+        shared = c.node_network_gb_s / c.gpus if c.node_network_gb_s else c.network_gb_s
+        rate = min(c.network_gb_s, shared) if crosses else c.link_gb_s
+        return moved / (rate * 1e9 * c.link_efficiency) if moved and rate else 0.0
+
+    def message(self, moved: float, crosses: bool) -> float:
+        return self.latency(crosses) + self.link(moved, crosses)
+
+    def all_reduce(self, moved: float, ranks: int, crosses: bool) -> float:
+        """`moved` bytes on each of `ranks`: a ring's bytes, a tree's latency."""
+        if ranks < 2:
+            return 0.0
+        return self._rounds(ranks, crosses) + self._collective(2 * (ranks - 1) / ranks * moved, crosses)
+
+    def all_gather(self, moved: float, ranks: int, crosses: bool) -> float:
+        """`moved` bytes from each."""
+        if ranks < 2:
+            return 0.0
+        return self._rounds(ranks, crosses) + self._collective((ranks - 1) * moved, crosses)
+
+    def _collective(self, moved: float, crosses: bool) -> float:
+        """Bytes out of one device, which gets as many at the same time."""
+        rate = self.cluster.reduce_gb_s * 1e9
+        return moved / (rate * self.cluster.link_efficiency) if rate and not crosses else self.link(moved, crosses)
+
+    def _rounds(self, ranks: int, crosses: bool) -> float:
+        inside = self.cluster.reduce_us * 1e-6 or self.latency(False)
+        return ceil(log2(ranks)) * (self.latency(True) if crosses else inside)
+
+
+def _sum(rates: tuple[tuple[str, float], ...], c: Counts) -> float:
+    return sum(rate * c.of(feature) for feature, rate in rates) * 1e-6
+
+
+def _without_outputs(c: Counts) -> Counts:
+    return Counts(c.calls, c.layers, c.tokens, c.pairs, 0.0)
+
+
+def _vocabulary(s: Shard) -> float:
+    return s.head / s.model.sizes.hidden if s.model.sizes.hidden else 0.0

@@ -1,0 +1,113 @@
+"""What a rank really holds: every storage that an operation of torch makes is counted while it lives.
+
+In: a plan. Out: for each rank and event, bytes before, at most while, and after it. A kernel's own scratch space is not
+seen; what autograd keeps is.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tests.world import run_world
+
+
+class Storages(TorchDispatchMode):
+    """now: bytes that are alive; most: since the last `reset`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def reset(self) -> None:
+        self.most = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = storage.nbytes()
+            self.now += self.live[key]
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """events: id -> (before, during, after), the most of any step. peak: of the run. rss: by which the process grew."""
+
+    events: dict[int, tuple[int, int, int]]
+    peak: int
+    rss: int
+
+
+def measured(data: bytes, folder: Path, world: int, timeout: float = 240.0) -> list[Measured]:
+    """Run a plan and count; in rank order."""
+    return run_world(world, _rank, data, str(folder), os.getcwd(), timeout=timeout)
+
+
+def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
+    from rldsl.runtime import executor
+    from rldsl.runtime.checkpoint import Writer
+    from rldsl.runtime.options import Options
+
+    os.chdir(cwd)
+    storages = Storages()
+    seen: dict[int, tuple[int, int, int]] = {}
+    peak = 0
+
+    def counted(run: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(state: Any, event: Any) -> None:
+            nonlocal peak
+            before = storages.now
+            storages.reset()
+            run(state, event)
+            now = before, storages.most, storages.now
+            seen[event.id] = tuple(map(max, seen.get(event.id, now), now))  # type: ignore[assignment]
+            peak = max(peak, storages.most)
+
+        return wrapped
+
+    _slow_disk(Writer)
+    executor.HANDLERS = {kind: counted(run) for kind, run in executor.HANDLERS.items()}
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with storages:
+        executor.execute(data, "test.plan", out, options=Options(allow_write=(str(Path(out).parent),)))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
+    return Measured(seen, peak, grown * 1024)
+
+
+def _slow_disk(writer: Any) -> None:
+    """A checkpoint is written no sooner than the next one has to wait for it: then its copies are held longest."""
+    waited, write, join = threading.Event(), writer._write, writer.join
+
+    def late(self: Any, *args: Any) -> None:
+        waited.wait()
+        write(self, *args)
+
+    def asked(self: Any) -> None:
+        waited.set()
+        join(self)
+        waited.clear()
+
+    writer._write, writer.join = late, asked

@@ -1,0 +1,54 @@
+"""Plans and stands made by hand: a small choreography in which everything that matters for waiting occurs."""
+
+from __future__ import annotations
+
+from rldsl.plan.codec import encode, plan_id
+from rldsl.plan.dumps import Dump, Entry, Moment, Phase, Sign, Stand
+from rldsl.plan.events import Every, Fetch, Generate, Infer, Lengths, Loop, Realloc, Sampling, Save, Train, Transfer
+from rldsl.plan.model import Header, Layout, Mesh, Plan, Spread
+
+# Ranks 0-3 generate in two replicas of two stages, 4-7 score; 0-3 train. An evaluation has turns of its own.
+ALL, LEFT, RIGHT = Mesh("all", ((0, 8),)), Mesh("left", ((0, 4),)), Mesh("right", ((4, 8),))
+FETCH, GENERATE, LENGTHS, TRANSFER, SCORE, TRAIN, REALLOC, TURN, SAVE = range(9)
+
+PLAN = Plan(
+    header=Header(1, "test", "p.rlf", "f", 8, 8, 9, 1), meshes=(ALL, LEFT, RIGHT),
+    layouts=(Layout("L0", "left", dp=2, pp=2), Layout("L1", "right", tp=4), Layout("L2", "all", tp=8)),
+    spreads=(Spread("s0", "left", "L0"), Spread("s1", "right", "L1")), models=(), data=(), frames=(), values=(),
+    functions=(), programs=(), groups=(), classes=(),
+    body=(Loop("steps", 9, (
+        Fetch(id=FETCH, mesh="left", at="p.rlf:5:3", data="rows", frames=("rows",)),
+        Generate(id=GENERATE, mesh="left", at="p.rlf:6:3", model="actor", layout="L0", spread="s0", prompts="rows",
+                 frame="gen", sampling=Sampling(), writes=("gen.tokens@s0",)),
+        Lengths(id=LENGTHS, mesh="all", at="p.rlf:6:3", because="the rows of gen are divided by their lengths",
+                frame="gen", spread="s0"),
+        Transfer(id=TRANSFER, mesh="all", at="p.rlf:7:3", because="judge.score reads gen.tokens on mesh 4:8",
+                 values=("gen.tokens",), src="s0", dst="s1", reads=("gen.tokens@s0",), writes=("gen.tokens@s1",)),
+        Infer(id=SCORE, mesh="right", at="p.rlf:7:3", model="judge", layout="L1", spread="s1", frame="gen",
+              what="scores", output="score", reads=("gen.tokens@s1",)),
+        Train(id=TRAIN, mesh="left", at="p.rlf:8:3", model="actor", layout="L0", spread="s0", frames=("gen",), loss="l",
+              fresh=(), data=(), outputs=(), reads=("gen.tokens@s0",)),
+        Realloc(id=REALLOC, mesh="all", at="p.rlf:7:3", because="judge follows actor", model="judge", src="L0",
+                dst="L1", source="actor", writes=("judge@L1",)),
+        Loop("turns", 3, (Infer(id=TURN, mesh="right", at="p.rlf:10:5", model="judge", layout="L1", spread="s1",
+                                frame="gen", what="values", output="v", reads=("judge@L1",)),)),
+        Every(2, (Save(id=SAVE, mesh="left", at="p.rlf:12:13", model="actor", layout="L0", path="x"),)),
+    )),))
+DATA = encode(PLAN)
+
+
+def at(event: int, *turns: int, phase: Phase = "begins", call: str = "all_reduce", seconds: float = 41.0,
+       awaits: Moment | None = None, function: str = "") -> Stand:
+    return Stand(Moment(event, turns), phase, seconds, awaits, function, call)
+
+
+def dump(rank: int, stand: Stand, **more: object) -> Dump:
+    given = dict(plan=plan_id(DATA), start="s", rank=rank, world=8, machine="host/1", pid=100 + rank, time=1000.0,
+                 first=False, code="", reason="", stand=stand,
+                 ring=(Entry(stand.seconds, stand.at, stand.phase, stand.awaits, stand.function),))
+    return Dump(**(given | more))  # type: ignore[arg-type]
+
+
+def sign(rank: int, stand: Stand, **more: object) -> Sign:
+    given = dict(beat=9, machine="host/1", pid=100 + rank, time=960.0, stand=stand, silent=2.5)
+    return Sign(**(given | more))  # type: ignore[arg-type]

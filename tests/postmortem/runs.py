@@ -1,0 +1,104 @@
+"""Worlds in which a rank goes wrong: real processes, their store in another one, as under torchrun.
+
+In: the bytes of a plan, and a directory. Out: a `World` whose ranks end with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.world import context
+
+TIMEOUT = 5.0  # seconds that a rank waits for another
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """folder: where the ranks work; `out` in it is the run's directory."""
+
+    folder: Path
+    ranks: list[Any]
+    store: Any
+
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
+
+    def send(self, rank: int, number: int) -> None:
+        """rank: -1 is the process that holds the store."""
+        os.kill((self.store if rank < 0 else self.ranks[rank]).pid, number)
+
+    def until(self, true: Callable[[], bool], seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not true():
+            assert all(r.is_alive() for r in self.ranks) and time.monotonic() < end, self.said()
+            time.sleep(0.02)
+
+    def ended(self, ranks: list[int], seconds: float) -> None:
+        """These ranks end by themselves, with an error."""
+        end = time.monotonic() + seconds
+        for rank in ranks:
+            self.ranks[rank].join(max(0.0, end - time.monotonic()))
+        assert [self.ranks[rank].exitcode for rank in ranks] == [1] * len(ranks), self.said()
+
+
+@contextmanager
+def world(data: bytes, size: int, folder: Path, timeout: float = TIMEOUT,
+          library: float | None = None) -> Iterator[World]:
+    """library: seconds that a message may take (default: `timeout`)."""
+    (folder / "said").write_text("")
+    ours, theirs = context().Pipe()
+    store = context().Process(target=_store, daemon=True, args=(theirs,))
+    store.start()
+    port = ours.recv()
+    ranks = [context().Process(target=_rank, daemon=True, args=(r, size, port, data, str(folder), timeout, library))
+             for r in range(size)]
+    try:
+        for rank in ranks:
+            rank.start()
+        yield World(folder, ranks, store)
+    finally:
+        for process in (*ranks, store):
+            process.kill()
+        for process in (*ranks, store):
+            process.join()
+
+
+def _store(pipe: Any) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(3600)
+
+
+def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: float, library: float | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from rldsl.runtime.executor import execute
+    from rldsl.runtime.failure import Watch
+    from rldsl.runtime.options import Options
+
+    os.chdir(folder)
+    said = os.open("said", os.O_WRONLY | os.O_APPEND)
+    os.dup2(said, 2)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    store = dist.TCPStore("localhost", port, is_master=False)
+    limit = timedelta(seconds=library or timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    watch = Watch(store, rank, size, data, timeout)
+    try:
+        execute(data, "p.plan", "out", watch=watch, options=Options(timeout=limit))
+    except BaseException as error:
+        watch.fail(error)
+    watch.close()
+    dist.destroy_process_group()

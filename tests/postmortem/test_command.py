@@ -1,0 +1,184 @@
+"""`rlc postmortem` on folders made by hand, whole and broken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rldsl.cli import main
+from rldsl.diag import Failure
+from rldsl.plan.codec import encode, plan_id
+from rldsl.plan.dumps import (Dump, Entry, Moment, Sign, Signs, Stand, dump_text, read_dump, read_sign, read_signs,
+                              sign_text)
+from rldsl.runtime.postmortem import forget, leave
+from tests.postmortem.hand import DATA, LENGTHS, PLAN, TURN, at, dump, sign
+
+SIGNS = Signs(plan_id(DATA), "s", 0, 1000.0, ((4, sign(4, at(TURN, 2, 3), process="stopped")),))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "run.plan").write_bytes(DATA)
+    for rank in (0, 1, 2, 3, 5, 6, 7):
+        leave(tmp_path, dump(rank, at(LENGTHS, 3), reason="rank 4 is stopped"))
+    leave(tmp_path, SIGNS)
+    return tmp_path
+
+
+def told(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["postmortem", *map(str, arguments)])
+
+
+def refused(code: str, *arguments: object) -> str:
+    done = told(*arguments)
+    assert done.exit_code == 1 and f"error[{code}]" in done.output and "Traceback" not in done.output, done.output
+    return done.output
+
+
+def test_the_run_or_its_folder(out: Path) -> None:
+    text = told(out).output
+    assert told(out / "postmortem").output == text
+    assert text == """p.rlf, flow f, 8 ranks
+
+rank 4 is stopped: its process is there and does not run
+
+ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen, p.rlf:6:3, because the rows of gen are divided by their lengths\
+) of step 3: it was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its \
+process is stopped
+
+where each rank is, those first that have come least far
+  rank 4 was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its process is \
+stopped
+  ranks 0-3,5-7 are in event 2 (lengths gen, p.rlf:6:3) of step 3, in all_reduce since 41 s
+"""
+
+
+def test_for_programs(out: Path) -> None:
+    found = json.loads(told(out, "--json").output)
+    assert found["title"].startswith("rank 4 is stopped") and found["culprits"] == [{"rank": 4, "why": "stopped"}]
+    assert found["waits"] == [{"ranks": [0, 1, 2, 3, 5, 6, 7], "on": [4], "kind": "not reached", "at": {
+        "event": LENGTHS, "turns": [3], "call": "lengths gen", "at": "p.rlf:6:3",
+        "because": "the rows of gen are divided by their lengths"}}]
+    assert [r["rank"] for r in found["ranks"]] == list(range(8)) and found["ranks"][4]["stand"]["at"]["turns"] == [2, 3]
+
+
+def test_a_plan_elsewhere(out: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("elsewhere") / "p.plan"
+    (out / "run.plan").rename(other)
+    refused("RL0797", out)
+    assert told(out, "--plan", other).exit_code == 0
+    refused("RL0797", out, "--plan", other.parent)
+    (out / "run.plan").write_bytes(encode(replace(PLAN, header=replace(PLAN.header, seed=2))))
+    assert "run.plan is plan" in refused("RL0797", out)
+
+
+def test_without_signs_the_dumps_are_enough(out: Path) -> None:
+    (out / "postmortem/signs.json").unlink()
+    assert "rank 4 gives no sign of life" in told(out).output
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    refused("RL0795", tmp_path / "no")
+    refused("RL0795", tmp_path)
+    (tmp_path / "postmortem").mkdir()
+    assert "no dumps" in refused("RL0795", tmp_path)
+    leave(tmp_path, SIGNS)
+    refused("RL0795", tmp_path)
+
+
+@pytest.mark.parametrize("change, what", [({"plan": "0" * 12}, "plan"), ({"start": "t"}, "start"),
+                                          ({"world": 4}, "world")])
+def test_dumps_that_do_not_belong_together(out: Path, change: dict[str, object], what: str) -> None:
+    leave(out, replace(dump(1, at(LENGTHS, 3)), **change))
+    text = refused("RL0796", out)
+    assert f"not of one {what}" in text and "rank-1.json" in text and "rank-0.json, rank-2.json" in text
+
+
+def test_signs_of_another_start(out: Path) -> None:
+    leave(out, replace(SIGNS, start="t"))
+    assert "signs.json" in refused("RL0796", out)
+
+
+WHOLE = dump_text(dump(1, at(LENGTHS, 3)))
+
+
+@pytest.mark.parametrize("text", [
+    "", WHOLE[:-20], "[1]", "{}", "null", "\xff", WHOLE.replace('"format":1', '"format":2'),
+    WHOLE.replace('"rank":1', '"rank":"1"'), WHOLE.replace('"rank":1', '"rank":true'),
+    WHOLE.replace('"rank":1', '"rank":2'),
+    WHOLE.replace('"rank":1', '"rank":-1'), WHOLE.replace('"rank":1', '"rank":9'), WHOLE.replace('"pid":101,', ""),
+    WHOLE.replace('"pid":101', '"pid":101,"more":0'), WHOLE.replace('"begins"', '"sleeps"'),
+    WHOLE.replace('"turns":[3]', '"turns":[3.5]'), WHOLE.replace('"turns":[3]', '"turns":3'),
+    WHOLE.replace('"event":2', '"event":77'), WHOLE.replace('"event":2', '"event":null'),
+    WHOLE.replace('"ring":[', '"ring":[7,'), WHOLE.replace('"seconds":41.0', '"seconds":"long"'),
+    WHOLE.replace('"world":8', '"world":9'), "[" * 100000])
+def test_a_broken_dump(out: Path, text: str) -> None:
+    assert text != WHOLE
+    (out / "postmortem/rank-1.json").write_text(text, encoding="latin-1")
+    if '"world":9' in text:
+        refused("RL0796", out)
+    else:
+        assert "rank-1.json" in refused("RL0794", out)
+
+
+@pytest.mark.parametrize("text", ["", "{}", *(dump_text(SIGNS).replace(*change) for change in (
+    ("[4,", "[4.5,"), ("[4,", "[4,4,"), ("[4,", "[8,"), ('"stopped"', '"asleep"'), ('"event":7', '"event":77')))])
+def test_broken_signs(out: Path, text: str) -> None:
+    (out / "postmortem/signs.json").write_text(text)
+    assert "signs.json" in refused("RL0794", out)
+
+
+def test_a_dump_that_cannot_be_read(out: Path) -> None:
+    (out / "postmortem/rank-1.json").unlink()
+    (out / "postmortem/rank-1.json").mkdir()
+    refused("RL0794", out)
+
+
+def test_a_plan_that_is_damaged(out: Path) -> None:
+    """Its bytes are not those that the dumps name."""
+    (out / "run.plan").write_bytes(DATA[:-10])
+    refused("RL0797", out)
+
+
+# ---------------------------------------------------------------------------------------------------- the files
+
+
+def test_what_is_written_is_read() -> None:
+    stand = Stand(Moment(3, (1, 2)), "waits", 0.25, Moment(2, (1,)), "", "wait")
+    whole = dump(3, stand, first=True, code="RL0709", reason="über", stack=("a.py:1 f",), late=True,
+                 ring=(Entry(1.5, None, "start-up"), Entry(0.5, Moment(3, (1, 2)), "calls", None, "judge")))
+    assert read_dump(dump_text(whole), "x") == whole
+    assert read_signs(dump_text(SIGNS), "x") == SIGNS
+    for one in (sign(0, Stand()), sign(1, stand, process="gone")):
+        assert read_sign(sign_text(one)) == one
+    with pytest.raises(Failure):
+        read_sign('{"beat": 1}')
+
+
+def test_a_dump_is_whole_or_not_there(tmp_path: Path) -> None:
+    leave(tmp_path, dump(0, Stand(), reason="a"))
+    leave(tmp_path, dump(0, Stand(), reason="b"))
+    assert [p.name for p in (tmp_path / "postmortem").iterdir()] == ["rank-0.json"]
+    assert read_dump((tmp_path / "postmortem/rank-0.json").read_text(), "x").reason == "b"
+    forget(tmp_path)
+    forget(tmp_path)
+    assert not (tmp_path / "postmortem").exists()
+
+
+def test_what_the_disk_refuses_keeps_nobody_from_ending(tmp_path: Path) -> None:
+    (tmp_path / "postmortem").write_text("a file")
+    leave(tmp_path, dump(0, Stand()))
+    leave(tmp_path / "postmortem", dump(0, Stand()))
+    forget(tmp_path)
+
+
+def test_dumps_are_small() -> None:
+    ring = tuple(Entry(12.345, Moment(1000, (100000, 20)), "goes on") for _ in range(128))
+    one: Dump = dump(1000, at(LENGTHS, 3), ring=ring, stack=("/a/long/path/of/a/file.py:1000 function",) * 24)
+    assert len(dump_text(one)) < 16_000
+    held: Sign = sign(1000, at(LENGTHS, 100000))
+    assert len(sign_text(held)) < 400  # twice a second, from every rank

@@ -1,0 +1,47 @@
+"""Expected lengths: bounds, means, and those of an earlier run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rldsl.diag import Failure
+from rldsl.plan.model import Frame
+from rldsl.simulate import Lengths, observed
+from tests.simulate.plans import plan
+
+FRAME = Frame("gen", "gen", "prompt", 16, 2, "prompts", 8, 16)
+
+
+@pytest.mark.parametrize("given, row", [
+    (Lengths(), (8, 16, 16)), (Lengths(3.5, 10), (3.5, 10, 16)), (Lengths(3, 10, 12), (3, 10, 12)),
+    (Lengths(100, 100, 100), (8, 16, 16)), (Lengths(response=10, longest=4), (8, 10, 10))])
+def test_lengths_are_within_the_bounds(given: Lengths, row: tuple[float, float, float]) -> None:
+    found = given.of(FRAME)
+    assert (found.prompt, found.response, found.longest) == row and found.tokens == row[0] + row[1]
+
+
+def run(folder: Path, lines: list[dict]) -> str:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return str(folder)
+
+
+def test_an_earlier_run_tells_them(tmp_path: Path) -> None:
+    lines = [{"step": i, "length/response": 10.0 + i, "seconds": 2.0,
+              "tokens_per_second": (5 + 10 + i) * 16 / 2.0} for i in (0, 2)]
+    assert observed(plan(), run(tmp_path, lines)) == Lengths(5.0, 11.0)
+    assert observed(plan(), str(tmp_path / "metrics.jsonl")).response == 11
+
+
+@pytest.mark.parametrize("text, code", [
+    (None, "RL0091"), ("", "RL0205"), ('{"step": 1, "loss": 2}\n', "RL0205"), ("no json\n", "RL0092"), ("[1]\n",
+                                                                                                        "RL0205"),
+    ('{"length/response": "long"}\n', "RL0205")])
+def test_runs_that_tell_nothing(text: str | None, code: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(Failure) as caught:
+        observed(plan(), str(tmp_path))
+    assert [d.code for d in caught.value.diagnostics] == [code]

@@ -1,0 +1,179 @@
+"""`rlc profile`: the arithmetic exactly, the measuring only as far as it gives numbers at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rldsl import api, clusters
+from rldsl.cli import main
+from rldsl.clusters.model import PASSES
+from rldsl.commands import profile as command
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Sampling
+from rldsl.runtime.profile_models import build, fit, measure
+from rldsl.runtime.solo import Solo
+from rldsl.simulate import simulate
+from tests.tiny import make_model, make_sums, write_jsonl
+
+PROGRAM = """data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=8)
+model actor = causal_lm("models/sft")
+model judge = reward_model("models/rm")
+flow score(steps=2, seed=1) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, max_new_tokens=4)   on mesh(0:2) tp=2
+  score  = judge.score(gen)                           on mesh(0:1)
+  metric score = mean(score)
+}
+"""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_model(tmp_path / "models/sft", num_hidden_layers=2)
+    make_model(tmp_path / "models/rm", head="reward_model", num_hidden_layers=2)
+    write_jsonl(tmp_path / "data/prompts.jsonl", make_sums(16))
+    (tmp_path / "score.rlf").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------------------- fitting
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.0, 1e4), min_size=3, max_size=3))
+def test_a_fit_finds_what_is_there(rates: list[float]) -> None:
+    names = ("call", "layer", "token")
+    counts = [dict(zip(names, (1.0, float(n), float(n * t)))) for n in (1, 2) for t in (8, 64, 512)]
+    samples = [(c, sum(c[n] * r for n, r in zip(names, rates)) * 1e-6 + 1e-12) for c in counts]
+    found = fit(samples)
+    assert all(found[n] == pytest.approx(r, rel=1e-3, abs=1e-2) for n, r in zip(names, rates))
+
+
+def test_no_feature_is_negative() -> None:
+    samples = [({"call": 1.0, "token": t}, s) for t, s in ((1.0, 5e-6), (2.0, 4e-6), (4.0, 3.5e-6))]
+    found = fit(samples)
+    assert found["token"] == 0.0 and found["call"] > 0
+
+
+# ----------------------------------------------------------------------------------------------- measuring
+
+
+def test_a_solo_group_meets_nobody() -> None:
+    group = Solo(4)
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    parts = [torch.zeros(3) for _ in range(4)]
+    dist.all_gather(parts, x, group=group)
+    dist.reduce_scatter(x, [torch.full((3,), float(i)) for i in range(4)], group=group)
+    assert x.tolist() == [0, 0, 0] and all(p.tolist() == [1, 1, 1] for p in parts) and group.size() == 4
+
+
+def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of real shards of both kinds, one of them half a model; few shapes and tokens, for speed."""
+    monkeypatch.setattr("rldsl.runtime.profile_models.SHAPES", ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16,
+    4), (2, 2, 12, 4))) monkeypatch.setattr("rldsl.runtime.profile_models.DECODES", ((2, 1, 4), (1, 2, 4)))
+    monkeypatch.setattr("rldsl.runtime.profile_models.ENOUGH", 0.0) threads = torch.get_num_threads()
+    torch.set_num_threads(1) plan = api.compile("score.rlf") models = {m.name: m for m in plan.models} actor =
+    measure(models["actor"], 2, "torch", Sampling(), CPU) judge = measure(models["judge"], 1, "torch", Sampling(),
+    CPU) assert set(actor) == set(PASSES) and set(judge) == set(PASSES) - {"decode"} for found in (*actor.values(),
+    *judge.values()): assert all(rate >= 0 for rate in found.values()) assert all(set(found[p]) == set(PASSES[p]) for
+    found in (actor, judge) for p in found) assert sum(actor["forward"].values()) > 0 and
+    sum(actor["decode"].values()) > 0 torch.set_num_threads(threads) half, whole = (build(models["actor"], 1, tp,
+    "torch", CPU, False).tensors() for tp in (2, 1)) name = "model.layers.0.mlp.up_proj.weight" assert 2 *
+    half[name].numel() == whole[name].numel() and not any("layers.1" in n for n in whole)
+
+
+# -------------------------------------------------------------------------------------------- the command
+
+
+FOUND = {"link_us": 50.0, "link_gb_s": 1.5, "reduce_us": 100.0, "float32_tflops": 0.1, "bfloat16_tflops": 0.2,
+         "memory_gb_s": 10.0, "kernel_us": 2.0, "row_us": 0.3, "core_speed": 0.9}
+RATES = {"forward": {"call": 1.0, "layer": 2.0, "token": 3e-5}, "update": {"call": 1.0, "element": 1e-9}}
+
+
+@pytest.fixture
+def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """The machine is not measured; what was asked of it is written down."""
+    seen: list[dict] = []
+
+        def run(line, environment) -> str: if "--facts" in line: return json.dumps({"device": "Toy", "devices": 0,
+        "cores": 2, "versions": ["torch 1"]}) plan, wanted, found = line[line.index("rldsl.runtime.profile") + 1
+        :][:3] seen.append(json.loads(Path(wanted).read_text()) | {"threads": environment["OMP_NUM_THREADS"]}) models
+        = {m.name: m for m in api.read_plan(plan).models} measured = [{"config": models[m].config_digest, "head":
+        models[m].kind, "dtype": models[m].dtype, "tp": tp, "threads": 1, **RATES} for m, tp, _ in seen[-1]["models"]]
+        Path(found).write_text(json.dumps((FOUND if seen[-1]["machine"] else {}) | {"measured": measured})) return ""
+
+    monkeypatch.setattr(command, "_run", run)
+    return seen
+
+
+def profile(*args: str) -> Result:
+    return CliRunner().invoke(main, ["profile", *args])
+
+
+def test_the_file_is_a_cluster(asked: list[dict], folder: Path) -> None:
+    said = profile("score.rlf")
+    assert said.exit_code == 0 and "wrote profile.yaml: Toy, measured 2 shards" in said.output, said.output
+    found = clusters.read("profile.yaml")
+    assert (found.nodes, found.gpus, found.cores, found.threads, found.core_speed) == (1, 2, 2, 1, 0.9)
+    assert not found.unknown() and {(m.head, m.tp) for m in found.measured} == {("causal_lm", 2), ("reward_model", 1)}
+    assert dict(found.measured[0].forward) == RATES["forward"]
+    assert dict(found.measured[0].update) == RATES["update"]
+    assert asked == [{"models": [["actor", 2, "torch"], ["judge", 1, "torch"]], "machine": True, "threads": "1"}]
+    assert simulate(api.compile("score.rlf"), found).estimated == ()
+
+
+def test_what_was_measured_is_kept(asked: list[dict], folder: Path) -> None:
+    assert profile("score.rlf").exit_code == 0
+    again = profile("score.rlf", "-o", "again.yaml")
+    assert "nothing new to measure" in again.output and len(asked) == 1
+    assert Path("again.yaml").read_text() == Path("profile.yaml").read_text()
+    assert profile("score.rlf", "--on", "judge.* on mesh(0:2) tp=2").exit_code == 0  # only what is new
+    assert asked[1]["models"] == [["judge", 2, "torch"]] and not asked[1]["machine"]
+    assert profile("score.rlf", "--fresh").exit_code == 0 and asked[2]["machine"]
+
+
+def test_a_plan_may_be_given(asked: list[dict], folder: Path) -> None:
+    Path("score.plan").write_bytes(encode(api.compile("score.rlf")))
+    assert profile("score.plan", "-o", "a.yaml").exit_code == 0 and clusters.read("a.yaml").gpus == 2
+
+
+def test_a_damaged_cache_is_measured_again(asked: list[dict], folder: Path) -> None:
+    assert profile("score.rlf").exit_code == 0
+    (kept,) = (folder / "cache").rglob("profile/*.json")
+    kept.write_text("{")
+    assert profile("score.rlf").exit_code == 0 and len(asked) == 2
+
+
+    @pytest.mark.parametrize("args, status, word", [ (("none.rlf",), 1, "RL0091"), (("score.rlf", "-o",
+    "none/x.yaml"), 1, "RL0094"), (("score.rlf", "--device", "tpu"), 2, "tpu"), ((), 2, "FILE"), (("score.rlf",
+    "--set", "x=1"), 1, "RL0106")]) def test_mistakes(asked: list[dict], args: tuple[str, ...], status: int, word:
+    str) -> None: said = profile(*args) assert said.exit_code == status and word in said.output and "Traceback" not in
+    said.output, said.output
+
+
+def test_a_plan_is_fixed(asked: list[dict]) -> None:
+    Path("score.plan").write_bytes(encode(api.compile("score.rlf")))
+    assert "a plan is fixed" in profile("score.plan", "--set", "x=1").output
+
+
+def test_measuring_that_fails(folder: Path) -> None:
+    """The real command, with a model that is gone: what it said is shown, as a message."""
+    Path("score.plan").write_bytes(encode(api.compile("score.rlf")))
+    for file in Path("models/sft").iterdir():
+        file.unlink()
+    said = profile("score.plan", "--device", "cpu")
+    assert said.exit_code == 1 and "RL0788" in said.output and "Traceback" not in said.output, said.output
+    assert not Path("profile.yaml").exists()

@@ -1,0 +1,317 @@
+"""Whole plans: bytes, bounds, order, and what a simulation must not depend on. Never a measured time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rldsl.clusters import Cluster, Measured, preset
+from rldsl.diag import Failure
+from rldsl.plan.events import Generate, Realloc, Save, Train, Transfer
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events
+from rldsl.simulate import Lengths, Timeline, simulate
+from rldsl.simulate import moves
+from rldsl.simulate.classes import classes
+from rldsl.simulate.engine import Begin, Run
+from rldsl.simulate.program import programs
+from rldsl.simulate.simulate import STEPS, run
+from rldsl.simulate.world import World
+from tests.simulate import plans
+from tests.simulate.plans import PLACES, ROUND
+
+known = cache(plans.plan)
+EVERY = pytest.mark.parametrize("name", list(PLACES))
+
+
+@cache
+def timeline(name: str) -> Timeline:
+    return simulate(known(name), ROUND)
+
+
+def ranks(found: Timeline, c: int) -> int:
+    return sum(stop - start for start, stop in found.classes[c])
+
+
+# ------------------------------------------------------------------------------------------------- exact
+
+
+@EVERY
+def test_reallocs_move_the_bytes_of_the_plan(name: str) -> None:
+    plan = known(name)
+    world = World(plan, ROUND, Lengths())
+    for event in (e for e, _ in events(plan) if isinstance(e, Realloc)):
+        mesh = world.layouts[event.dst].mesh
+        moved = sum(4 * sum(moves._lacks(world, event, c)) * world.classes.sizes[c] for c in world.on(mesh))
+        assert moved == event.bytes
+
+
+@EVERY
+def test_ranks_of_a_class_are_alike(name: str) -> None:
+    """Simulated rank by rank, nothing changes: each rank does what its class does."""
+    plan = known(name)
+    together, apart = timeline(name), run(World(plan, ROUND, Lengths(), apart=True))
+    assert len(apart.classes) == plan.header.world >= len(together.classes)
+    assert apart.seconds == pytest.approx(together.seconds)
+    assert dict(apart.idle) == pytest.approx(dict(together.idle))
+    of = {r: c for c, every in enumerate(together.classes) for a, b in every for r in range(a, b)}
+    mine = {(s.rank_class, s.event, s.turn): s for s in together.spans}
+    for span in apart.spans:
+        twin = mine[of[apart.classes[span.rank_class][0][0]], span.event, span.turn]
+        assert (span.start, span.stop, span.busy) == pytest.approx((twin.start, twin.stop, twin.busy))
+
+
+def test_classes_divide_the_ranks() -> None:
+    for name in PLACES:
+        plan = known(name)
+        found = classes(plan)
+        assert sorted(r for c in found.ranks for a, b in c for r in range(a, b)) == list(range(plan.header.world))
+        assert all(found.of[r] == c for c, every in enumerate(found.ranks) for a, b in every for r in range(a, b))
+
+
+@EVERY
+def test_the_number_of_classes_does_not_grow_with_dp(name: str) -> None:
+    plan = known(name)
+    sizes = {len(classes(plans.scaled(plan, k)).ranks) for k in (4, 16, 64)}
+    assert len(sizes) == 1
+
+
+@EVERY
+def test_work_is_conserved(name: str) -> None:
+    """The busy seconds of the spans are the work of the acts, no more and no less."""
+    world = World(known(name), ROUND, Lengths())
+    found = timeline(name)
+    for c, acts in enumerate(programs(world, STEPS)):
+        ends = [i for i, a in enumerate(acts) if isinstance(a, Begin) and a.event == -1]
+        total = sum(a.seconds * a.share for a in acts[ends[-2] : ends[-1]] if isinstance(a, Run))
+        assert sum(s.busy for s in found.spans if s.rank_class == c) == pytest.approx(total)
+
+
+@EVERY
+def test_the_critical_path_is_the_step(name: str) -> None:
+    found = timeline(name)
+    hops = found.critical
+    assert hops[0].start == 0 and hops[-1].stop == pytest.approx(found.seconds)
+    assert all(a.stop == pytest.approx(b.start) for a, b in zip(hops, hops[1:]))
+    assert sum(h.stop - h.start for h in hops) == pytest.approx(found.seconds)
+
+
+@EVERY
+def test_spans_follow_each_other_and_the_plan(name: str) -> None:
+    """A rank is in one event at a time, in the order of its list, and never busier than the time allows."""
+    found, plan = timeline(name), known(name)
+    order = {e.id: i for i, (e, _) in enumerate(events(plan))}
+    for c in range(len(found.classes)):
+        mine = [s for s in found.spans if s.rank_class == c]
+        assert [order[s.event] for s in mine] == sorted(order[s.event] for s in mine)
+        assert all(a.stop == pytest.approx(b.start) for a, b in zip(mine, mine[1:]))
+        assert all(-1e-12 <= s.busy <= s.stop - s.start + 1e-12 for s in mine)
+        assert mine[-1].stop <= found.seconds + 1e-12
+
+
+@EVERY
+def test_idle_is_what_is_not_busy(name: str) -> None:
+    found, plan = timeline(name), known(name)
+    world = World(plan, ROUND, Lengths())
+    for mesh, share in found.idle:
+        busy = sum(s.busy * len(set(world.meshes[mesh].members()).intersection(
+            r for a, b in found.classes[s.rank_class] for r in range(a, b))) for s in found.spans)
+        assert share == pytest.approx(1 - busy / (world.size(mesh) * found.seconds)) and 0 <= share < 1
+
+
+def test_one_rank_is_the_sum_of_its_work() -> None:
+    one = replace(ROUND, gpus=1, nodes=1)
+    found = simulate(only_one(), one)
+    assert found.seconds == pytest.approx(sum(s.busy for s in found.spans))
+    assert dict(found.idle) == pytest.approx({"m0": 0.0})
+
+
+def only_one() -> Plan:
+    from rldsl import api
+    from rldsl.passes import pipeline
+    from rldsl.placement.place import place_graph
+    from tests.compiler.graphs import family, ppo
+
+    return api.finish(pipeline.run(place_graph(ppo({}, cluster=None), "", family))).plan
+
+
+# ------------------------------------------------------------------------------------------------ bounds
+
+
+@EVERY
+def test_no_step_is_faster_than_its_work(name: str) -> None:
+    """The products of the calls alone, at the full rate, take this long on the ranks that make them."""
+    plan, found = known(name), timeline(name)
+    world = World(plan, ROUND, Lengths())
+    for event in (e for e, _ in events(plan) if isinstance(e, Train)):
+        layer = sum(a * b for s in world.models[event.model].params if s.stage == "layer" for a, b in [s.shape])
+        row = world.row("gen")
+        work = 6 * layer * world.models[event.model].layers * world.frames["gen"].count * row.tokens
+        assert found.seconds >= work / world.size(event.mesh) / (ROUND.float32_tflops * 1e12)
+    longest = max(sum(s.busy for s in found.spans if s.rank_class == c) for c in range(len(found.classes)))
+    assert found.seconds >= longest - 1e-12
+
+
+def test_a_free_machine_needs_no_time() -> None:
+    fast = Cluster(gpus=8, bfloat16_tflops=1e30, float32_tflops=1e30, memory_gb_s=1e30, link_gb_s=1e30)
+    assert simulate(known("real"), fast).seconds < 1e-20
+
+
+RATES = ("float32_tflops", "memory_gb_s", "link_gb_s", "reduce_gb_s", "matmul_efficiency", "attention_efficiency",
+         "memory_efficiency", "link_efficiency")
+LATENCIES = ("link_us", "kernel_us", "event_us", "row_us", "reduce_us")
+HALF = replace(ROUND, matmul_efficiency=0.4, attention_efficiency=0.3, memory_efficiency=0.5, link_efficiency=0.5,
+               reduce_us=15, reduce_gb_s=0.05)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(list(PLACES)), st.sampled_from(RATES), st.floats(1.0, 2.0))
+def test_a_faster_machine_is_never_slower(name: str, rate: str, factor: float) -> None:
+    faster = replace(HALF, **{rate: getattr(HALF, rate) * factor})
+    assert simulate(known(name), faster).seconds <= simulate(known(name), HALF).seconds * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(list(PLACES)), st.sampled_from(LATENCIES), st.floats(1.0, 5.0))
+def test_more_latency_is_never_faster(name: str, latency: str, factor: float) -> None:
+    slower = replace(HALF, **{latency: getattr(HALF, latency) * factor})
+    assert simulate(known(name), slower).seconds >= simulate(known(name), HALF).seconds * (1 - 1e-9)
+
+
+def test_every_rate_matters_somewhere() -> None:
+    for name in (*RATES, *LATENCIES):
+        slower = replace(HALF, **{name: getattr(HALF, name) * (0.5 if name in RATES else 2)})
+        assert any(simulate(known(p), slower).seconds > simulate(known(p), HALF).seconds for p in PLACES), name
+
+
+def test_the_network_is_between_nodes_alone() -> None:
+    """The same ranks on one node and on two."""
+    plan = known("together")
+    two = replace(plan, header=replace(plan.header, devices_per_node=4))
+    slow = replace(ROUND, network_gb_s=1e-4)
+    assert simulate(plan, slow).seconds == simulate(plan, ROUND).seconds
+    assert simulate(two, slow).seconds > simulate(two, ROUND).seconds > simulate(plan, ROUND).seconds
+    shared = replace(ROUND, node_network_gb_s=ROUND.network_gb_s)
+    assert simulate(two, shared).seconds > simulate(two, ROUND).seconds
+
+
+def test_longer_sequences_take_longer() -> None:
+    plan = known("real")
+    short, mean, full = (simulate(plan, ROUND, x) for x in (Lengths(4, 4, 4), Lengths(4, 4), Lengths()))
+    assert short.seconds < mean.seconds < full.seconds  # the longest response decides how long decoding lasts
+    assert short.tokens == mean.tokens == 16 * 8 and full.tokens == 16 * 24
+    assert simulate(plan, ROUND, Lengths(1e9, 1e9, 1e9)) == full  # no longer than the program lets them be
+
+
+def test_recomputation_costs_a_forward_pass() -> None:
+    plan = known("real")
+    def swapped(items):
+        return tuple(replace(i, recompute="full") if isinstance(i, Train) else replace(i, body=swapped(i.body))
+                     if hasattr(i, "body") else i for i in items)
+    again = simulate(replace(plan, body=swapped(plan.body)), ROUND)
+    trains = [e.id for e, _ in events(plan) if isinstance(e, Train)]
+    before, after = timeline("real").event_seconds(), again.event_seconds()
+    assert all(before[e] < after[e] < 1.5 * before[e] for e in trains)
+
+
+def test_movement_overlaps_with_work() -> None:
+    """Transfers are issued early and waited for where they are read: a slower link does not lengthen the event that
+    issues them."""
+    plan, slow = known("apart"), replace(ROUND, link_gb_s=ROUND.link_gb_s / 50, link_us=0, network_us=0)
+    found = simulate(plan, slow)
+    sends = [e.id for e, _ in events(plan) if isinstance(e, Transfer)]
+    long = max(s.stop - s.start for s in found.spans if s.event in sends)
+    messages = [h for h in found.critical if h.kind == "message"]
+    assert messages and long < max(h.stop - h.start for h in messages)
+
+
+def test_disjoint_meshes_work_at_the_same_time() -> None:
+    found, plan = timeline("apart"), known("apart")
+    by = {e.id: e for e, _ in events(plan)}
+    calls = {getattr(by[s.event], "model"): s for s in found.spans if type(by[s.event]).__name__ == "Infer"}
+    a, b = calls["judge"], calls["ref"]
+    assert a.start < b.stop and b.start < a.stop
+
+
+def test_what_happens_now_and_then_is_told_apart() -> None:
+    """The save after every second step: what it writes, on the ranks of its mesh, at the rate of the disk."""
+    plan, slow = known("real"), replace(ROUND, disk_gb_s=1e-6)
+    found = simulate(plan, slow)
+    (once,) = found.occasions
+    (save,) = [e for e, _ in events(plan) if isinstance(e, Save)]
+    assert once.period == 2 and once.events == (save.id,) and found.seconds == timeline("real").seconds
+    whole = 4 * (10 * 16 + 4 * (16 * 16 * 2) + 16 + 10 * 16)
+    assert once.seconds == pytest.approx(whole / 4 / 1e3, rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------- measurements
+
+
+def test_measurements_replace_counting() -> None:
+    plan = known("together")
+    zero = {p: tuple((f, 0.0) for f in names) for p, names in (("forward", ("call",)), ("train", ("call",)),
+                                                               ("decode", ("call",)), ("update", ("call",)))}
+    every = tuple(Measured("c" * 64, kind, "float32", 1, 1, **zero) for kind in ("causal_lm", "value_model",
+                                                                                 "reward_model"))
+    found = simulate(plan, replace(ROUND, measured=every))
+    calls = {e.id for e, _ in events(plan) if isinstance(e, Generate)}
+    assert not found.estimated and found.seconds < timeline("together").seconds / 2
+    assert all(found.event_seconds()[e] < timeline("together").event_seconds()[e] / 10 for e in calls)
+    assert set(timeline("together").estimated) == {"actor", "critic", "ref", "judge"}
+
+
+def test_a_measured_step_is_the_sum_of_its_features() -> None:
+    """One rank, one model: every feature counted by hand."""
+    plan = only_one()
+    rates = dict(call=1e6, layer=1e3, token=10.0, pair=1.0, output=0.1)
+    measured = Measured("c" * 64, "causal_lm", "float32", 1, 1, forward=tuple(rates.items()))
+    fast = Cluster(gpus=1, bfloat16_tflops=1e30, float32_tflops=1e30, memory_gb_s=1e30)
+    found = simulate(plan, replace(fast, measured=(measured,)))
+    rows, tokens, layers = 16, 24, 4
+    infer = 1e6 + layers * 1e3 + layers * rows * tokens * 10 + layers * rows * tokens**2 + rows * 16 * 0.1
+    by = found.event_seconds()
+    (event,) = [e for e, _ in events(plan) if getattr(e, "output", "") == "ref_lp"]
+    assert by[event.id] == pytest.approx(infer * 1e-6)
+    (gen,) = [e for e, _ in events(plan) if isinstance(e, Generate)]
+    prefill = 1e6 + layers * 1e3 + layers * rows * 8 * 10 + layers * rows * 64 + rows * 0.1
+    assert by[gen.id] == pytest.approx(prefill * 1e-6)
+
+
+def test_ranks_that_share_cores_are_slower() -> None:
+    plan = known("together")
+    alone = simulate(plan, replace(ROUND, gpus=8, nodes=1, cores=8, threads=1))
+    shared = simulate(plan, replace(ROUND, gpus=8, nodes=1, cores=2, threads=1))
+    slow = simulate(plan, replace(ROUND, gpus=8, nodes=1, cores=2, threads=1, core_speed=0.5))
+    assert 2 * alone.seconds < shared.seconds < slow.seconds < 12 * alone.seconds
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("cluster, code", [
+    (Cluster(gpus=8), "RL0215"), (replace(ROUND, float32_tflops=0.0), "RL0215"), (replace(ROUND, network_gb_s=0.0),
+                                                                                  "RL0215"),
+    (replace(ROUND, gpus=0), "RL0215"), (replace(ROUND, gpus=4, nodes=1), "RL0096")])
+def test_clusters_that_will_not_do(cluster: Cluster, code: str) -> None:
+    with pytest.raises(Failure) as caught:
+        simulate(known("real"), cluster)
+    assert [d.code for d in caught.value.diagnostics] == [code]
+
+
+def test_a_timeline_is_plain_values() -> None:
+    found = timeline("real")
+    assert json.dumps({f.name: getattr(found, f.name) for f in fields(found)}, default=lambda o: {
+        f.name: getattr(o, f.name) for f in fields(o)})
+    assert hash(found) == hash(simulate(known("real"),
+                                        ROUND)) and found.tokens_per_second == found.tokens / found.seconds
+
+
+def test_ten_thousand_ranks() -> None:
+    plan = plans.scaled(known("tensors"), 1280)
+    large = simulate(plan, preset("h100x10240"))
+    assert plan.header.world == 10_240 and len(large.classes) < 20 and large.seconds > 0

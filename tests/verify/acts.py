@@ -1,0 +1,306 @@
+"""What each event does on each rank of its mesh. In: the world and a moment. Out: changed ranks, or `Garbage`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rldsl.plan import partition
+from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
+                               Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.layout import axis_ranks
+from rldsl.plan.model import Value
+from tests.verify.arithmetic import need
+from tests.verify.moment import Moment, kept, lasting_models
+
+if TYPE_CHECKING:
+    from tests.verify.stepper import Rank, World
+
+NUMBERS = ("f32", "i64", "bool")
+
+
+def act(w: World, e: Event, now: Moment) -> None:
+    ACTS[type(e)](w, e, now)
+
+
+def _here(w: World, e: Event) -> list[Rank]:
+    return [w.ranks[r] for r in w.members[e.mesh]]
+
+
+def _fetch(w: World, e: Fetch, now: Moment) -> None:
+    spreads = dict(split(b) for b in e.writes)
+    for rank in _here(w, e):
+        if now.stamp not in w.story.moments_over:
+            need(rank.fetched[e.data] == now.times, f"rank {rank.number} reads another batch of {e.data}")
+            rank.fetched[e.data] += 1
+        for f in e.frames:
+            rank.lens[f] = (now.stamp, None)
+        for value, spread in spreads.items():
+            if (value, now.stamp) in w.story.made:
+                rank.buffers[f"{value}@{spread}"] = (now.stamp, frozenset(w.story.made[value, now.stamp].of))
+
+
+def _lengths(w: World, e: Lengths, now: Moment) -> None:
+    s = w.story.spreads[e.spread]
+    x = w.story.layouts[s.layout]
+    mesh = w.story.meshes[x.mesh]
+    need(set(mesh.members()) <= set(w.members[e.mesh]), "lengths of ranks that do not take part")
+    told: list[int] = []
+    for group in axis_ranks(x, mesh, "dp"):
+        if group[0] == mesh.members()[0]:  # the first rank of each shard
+            for r in group:
+                rows = w.my_rows(w.ranks[r], s, e.frame, now)
+                w.knows(w.ranks[r], e.frame, rows, now)
+                told += rows
+    need(sorted(told) == sorted(w.story.rows(e.frame, now.lens)), "lengths that are told twice, or never")
+    w.communicates(w.members[e.mesh])
+    for rank in _here(w, e):
+        rank.lens[e.frame] = (now.lens[e.frame].stamp, None)
+
+
+def _transfer(w: World, e: Transfer, now: Moment) -> None:
+    src, dst = w.story.spreads[e.src], w.story.spreads[e.dst]
+    a, b, here = w.members[src.mesh], w.members[dst.mesh], set(w.members[e.mesh])
+    need(set(a) | set(b) <= here, "a rank would send to one that does not take part")
+    for name in e.values:
+        v = w.story.records[name]
+        need(v.dtype in NUMBERS, f"{name} cannot travel")
+        if v.level != "batch":
+            for rank in _here(w, e):
+                w.knows_division(rank, src, v.frame, now)
+                w.knows_division(rank, dst, v.frame, now)
+        have = {r: w.ids(r, src, v, now) for r in a}
+        want = {r: w.ids(r, dst, v, now) for r in b}
+        for r in a:
+            w.holds(w.ranks[r], f"{name}@{e.src}", have[r], now)
+        moves = partition.row_moves(have, want, w.plan.header.devices_per_node)
+        if v.extent in ("tokens", "response"):
+            for m in moves:
+                w.knows(w.ranks[m.dst], v.frame, frozenset(m.rows), now)
+        for r in b:
+            w.ranks[r].buffers[f"{name}@{e.dst}"] = (now.values[name].stamp, want[r])
+
+
+def _generate(w: World, e: Generate, now: Moment) -> None:
+    s, f = w.story.spreads[e.spread], w.story.frames[e.frame]
+    need(w.story.layouts[e.layout].cp == 1, "a token that is divided")
+    rows = _model_call(w, e, e.frame, now)
+    need(e.mbs >= 0, "a negative number of sequences")
+    for rank in _here(w, e):
+        asked = frozenset(r // f.per_prompt for r in rows[rank.number])
+        w.knows(rank, e.prompts, asked, now)
+        w.reads(rank, e, f"{e.prompts}.tokens", asked, now)
+        rank.lens[e.frame] = (now.stamp, rows[rank.number])
+        for part in ("tokens", "logprobs", "finished"):
+            rank.buffers[f"{e.frame}.{part}@{s.id}"] = (now.stamp, rows[rank.number])
+
+
+def _infer(w: World, e: Infer, now: Moment) -> None:
+    rows = _model_call(w, e, e.frame, now)
+    need(e.mbs >= 0, "a negative number of sequences")
+    for rank in _here(w, e):
+        w.knows(rank, e.frame, rows[rank.number], now)
+        w.reads(rank, e, f"{e.frame}.tokens", rows[rank.number], now)
+        rank.buffers[f"{e.output}@{e.spread}"] = (now.stamp, rows[rank.number])
+
+
+def _train(w: World, e: Train, now: Moment) -> None:
+    s, x = w.story.spreads[e.spread], w.story.layouts[e.layout]
+    model = w.story.owners[e.model]
+    need(e.layout == model.home and e.mbs >= 0, "a copy that cannot be trained")
+    need(s.layout and w.story.layouts[s.layout].dp == x.dp and s.unit == "row", "minibatches of other shards")
+    rows = _model_call(w, e, e.frames[0], now)
+    for f in e.frames:
+        for rank in _here(w, e):
+            w.knows(rank, f, None, now)  # counts of the whole minibatch
+            mine = w.my_rows(rank, s, f, now)
+            need(mine == rows[rank.number], "frames that are divided apart")
+            w.reads(rank, e, f"{f}.tokens", mine, now)
+    for rank in _here(w, e):
+        for _, v in e.data:
+            record, f = w.story.records[v], w.story.frames[e.frames[0]]
+            mine = frozenset(kept(record, tuple(rows[rank.number]), f))
+            w.reads(rank, e, v, mine, now)
+        rank.shards[e.model, e.layout] = now.stamp
+        for _, v in e.outputs:
+            rank.buffers[f"{v}@{s.id}"] = (now.stamp, frozenset({0}))
+
+
+def _model_call(w: World, e: Any, frame: str, now: Moment) -> dict[int, frozenset[int]]:
+    """The rows of each rank; those that hold parts of one copy of the model have the same."""
+    w.on_layout(e, e.layout)
+    s, x = w.story.spreads[e.spread], w.story.layouts[e.layout]
+    rows = {r.number: w.my_rows(r, s, frame, now) for r in _here(w, e)}
+    for group in axis_ranks(x, w.story.meshes[x.mesh], "dp"):
+        need(s.unit != "all" or len(group) == 1, "every shard would work on every row")
+    for axis in ("tp", "pp", "cp"):
+        for group in axis_ranks(x, w.story.meshes[x.mesh], axis):
+            need(len({rows[r] for r in group}) == 1, "parts of one copy work on different rows")
+    for rank in _here(w, e):
+        w.uses(rank, e.model, e.layout, now)
+    return rows
+
+
+def _compute(w: World, e: Compute, now: Moment) -> None:
+    s, program = w.story.spreads[e.spread], w.story.programs[e.program]
+    ranks = _here(w, e)
+    need(set(w.members[e.mesh]) == set(w.members[s.mesh]), "a computation of other ranks")
+    own = {f: [w.my_rows(r, s, f, now) for r in ranks] for f in e.frames}
+    over_batch = [n for n in program.nodes if n.attr("to") == "batch" or n.op == "quantile"]
+    if over_batch or any(n.op == "py" for n in program.nodes):
+        for f, mine in own.items():
+            need(sum(map(len, mine)) == len(frozenset().union(*mine)), "a row on several ranks would count twice")
+    if over_batch:
+        w.communicates(w.members[s.mesh])
+    if any(n.level == "prompt" for n in program.nodes):
+        for f, mine in own.items():
+            prompts = [{r // w.story.frames[f].per_prompt for r in rows} for rows in mine]
+            if s.unit != "all" or len(ranks) == 1:
+                once = sum(map(len, prompts)) == len(set().union(*prompts))
+                need(once or s.unit == "all", "a prompt on several ranks")
+    for i, rank in enumerate(ranks):
+        views = {f: own[f][i] for f in e.frames}
+        for f, rows in views.items():
+            w.knows(rank, f, rows, now)
+        for _, v in e.inputs:
+            w.reads(rank, e, v, _ids(w, w.story.records[v], views), now)
+        for n in program.nodes:
+            if n.op == "py":
+                _python(w, e, rank, str(n.attr("frame")), views, now)
+        for _, v in e.outputs:
+            rank.buffers[f"{v}@{s.id}"] = (now.stamp, _ids(w, w.story.records[v], views))
+
+
+def _python(w: World, e: Compute, rank: Rank, frame: str, views: dict[str, frozenset[int]], now: Moment) -> None:
+    w.reads(rank, e, f"{frame}.tokens", views[frame], now)
+    f, of = w.story.frames[frame], w.story.origins[frame]
+    columns = [v for v in w.plan.values if v.extent == "columns" and w.story.frames[v.frame].prompts == of]
+    for v in columns[:1]:
+        w.reads(rank, e, v.id, frozenset(r // f.per_prompt for r in views[frame]), now)
+
+
+def _ids(w: World, v: Value, views: dict[str, frozenset[int]]) -> frozenset[int]:
+    if v.extent == "batch":
+        return frozenset({0})
+    known = w.story.frames
+    of = known[v.frame]
+    f = v.frame if v.frame in views else next(
+        f for f in views if (known[f].prompts == of.prompts if v.extent == "prompt" else known[f].rows == of.rows))
+    return frozenset(kept(v, tuple(views[f]), known[f]))
+
+
+def _select(w: World, e: Select, now: Moment) -> None:
+    s, f = w.story.spreads[e.spread], w.story.frames[e.frame]
+    need(set(w.members[e.mesh]) == set(w.members[s.mesh]), "a selection of other ranks")
+    for rank in _here(w, e):
+        if e.condition:
+            rows = w.my_rows(rank, s, f.of, now)
+            w.knows(rank, f.of, None, now)
+            w.reads(rank, e, e.condition, rows, now)
+            mine = frozenset(w.story.kept_rows[e.frame, now.stamp]) & rows
+            root = partition.root(f, w.story.frames).id  # those that are not kept have no tokens, and it knows that
+            rank.lens[e.frame] = (now.stamp, frozenset(w.shares(s, now)[w.shard(s, rank.number)][root]))
+        else:
+            mine = w.my_rows(rank, s, e.frame, now)
+        for v, kept_value in e.values:
+            ids = frozenset(kept(w.story.records[v], tuple(mine), f))
+            need(w.story.records[v].extent not in ("columns", "lengths"), "no rows to pick")
+            w.reads(rank, e, v, ids, now)
+            rank.buffers[f"{kept_value}@{s.id}"] = (now.stamp, ids)
+
+
+def _collect(w: World, e: Collect, now: Moment) -> None:
+    f = w.story.frames[e.frame]
+    for rank in _here(w, e):
+        for v, collected in e.values:
+            record, buffer = w.story.records[v], f"{collected}@{e.dst}"
+            if record.extent == "lengths":
+                w.knows(rank, e.frame, None, now)
+                w.knows(rank, e.into, None, now)
+                rank.lens[e.into] = (now.stamp, None)
+                continue
+            stamp, mine = rank.buffers[buffer]
+            need(stamp == now.values[collected].stamp, "appended to something else")
+            _, more = rank.buffers[f"{v}@{e.src}"]
+            w.holds(rank, f"{v}@{e.src}", more, now)
+            shift = now.turn * (f.count // f.per_prompt if record.extent == "prompt" else f.count)
+            rank.buffers[buffer] = (now.stamp, mine | {i + shift for i in more})
+
+
+def _load(w: World, e: Load, now: Moment) -> None:
+    w.on_layout(e, e.layout)
+    for rank in _here(w, e):
+        rank.shards.setdefault((e.model, e.layout), -1)
+
+
+def _realloc(w: World, e: Realloc, now: Moment) -> None:
+    src, dst = (w.members[w.story.layouts[x].mesh] for x in (e.src, e.dst))
+    source, target = w.story.owners[e.source or e.model], w.story.owners[e.model]
+    need(source.params == target.params and source.layers == target.layers, "parameters of other shapes")
+    need(0 <= e.decay <= 1 and (e.source or not e.decay), "a mean of one version")
+    need(e.source or e.src != e.dst, "parameters that would be sent to where they are")
+    need({*src, *dst} <= {*w.members[e.mesh]}, "a rank would send to one that does not take part")
+    for r in src:
+        w.uses(w.ranks[r], source.name, e.src, now)
+    stamp = now.stamp if e.source else now.models[e.model][0]
+    for r in dst:
+        rank = w.ranks[r]
+        if e.decay:
+            w.uses(rank, e.model, e.dst, now)
+        need((e.model, e.dst) not in rank.away, "parameters arrive where there is no room for them")
+        rank.shards[e.model, e.dst] = stamp
+
+
+def _save(w: World, e: Save, now: Moment) -> None:
+    w.on_layout(e, e.layout)
+    w.communicates(w.members[e.mesh])
+    for rank in _here(w, e):
+        w.uses(rank, e.model, e.layout, now)
+
+
+def _checkpoint(w: World, e: Checkpoint, now: Moment) -> None:
+    need(len(w.members[e.mesh]) == len(w.ranks), "a rank that does not know that the run ends")
+    w.communicates(w.members[e.mesh])
+    kept_models = set()
+    for b in e.reads:
+        name, where = split(b)
+        if where in w.story.layouts:
+            for r in w.members[w.story.layouts[where].mesh]:
+                w.uses(w.ranks[r], name, where, now)
+            if not w.story.owners[name].home or w.story.owners[name].home == where:
+                kept_models.add(name)
+        else:
+            for r in w.members[w.story.spreads[where].mesh]:
+                w.holds(w.ranks[r], b, frozenset({0}), now)
+    need(set(lasting_models(w.plan)) <= kept_models, "a model that a restart would lose")
+    need({f"{s.value}@{s.spread}" for s in w.plan.states} <= {*e.reads}, "a state that a restart would lose")
+
+
+def _log(w: World, e: Log, now: Moment) -> None:
+    here = w.members[e.mesh]
+    need(e.to in here and e.metrics, "nobody listens")
+    for _, b in e.metrics:
+        first = w.members[w.story.spreads[split(b)[1]].mesh][0]
+        need(first in here, "a rank that would be waited for does not take part")
+        need(w.story.records[split(b)[0]].level == "batch", "a metric of many numbers")
+        w.holds(w.ranks[first], b, frozenset({0}), now)
+
+
+def _free(w: World, e: Free, now: Moment) -> None:
+    for rank in _here(w, e):
+        for b in e.buffers:
+            rank.buffers.pop(b, None)
+
+
+def _side(w: World, e: Offload | Onload, now: Moment) -> None:
+    for rank in _here(w, e):
+        key = (e.model, e.layout)
+        need(key in rank.shards, f"rank {rank.number} has no {e.model}@{e.layout}")
+        (rank.away.add if isinstance(e, Offload) else rank.away.discard)(key)
+
+
+ACTS: dict[type[Event], Callable[[Any, Any, Moment], None]] = {
+    Fetch: _fetch, Lengths: _lengths, Transfer: _transfer, Generate: _generate, Infer: _infer, Train: _train,
+    Compute: _compute, Select: _select, Collect: _collect, Load: _load, Realloc: _realloc, Save: _save,
+    Checkpoint: _checkpoint, Log: _log, Free: _free, Offload: _side, Onload: _side,
+}

@@ -1,0 +1,170 @@
+"""What a program makes of some rows, with terms instead of numbers: the same term means the same computation.
+
+In: a program, its inputs, the rows of its frames. Out: for each output a `Cell`. Whatever the runtime's evaluator
+would choke on, or could only fill with nonsense, is `Garbage`. Written from the meaning of the operators; it knows
+nothing of `rldsl.plan.verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from zlib import crc32
+
+from rldsl.plan.expr import Node, Program
+from rldsl.plan.model import Frame, Function
+
+FINENESS = {"batch": 0, "prompt": 1, "seq": 2, "token": 3}
+ELEMENTWISE = {
+    1: "neg not exp log expm1 log1p sqrt abs sigmoid logsigmoid stop_gradient".split(),
+    2: "add sub mul div pow lt le gt ge eq ne and or min max".split(),
+    3: ["where"],
+}
+TRUTHS = "lt le gt ge eq ne and or not".split()
+REDUCTIONS = "sum mean amax amin count".split()
+
+
+class Garbage(Exception):
+    """A rank would use what is not there, or something else than was meant."""
+
+
+def need(condition: object, why: str) -> None:
+    if not condition:
+        raise Garbage(why)
+
+
+def term(*parts: object) -> int:
+    """A name for a tuple, the same in every process (hashes of integers are not seeded, those of strings are)."""
+    return hash(tuple([p if type(p) is int else term(*p) if type(p) is tuple else _code(type(p), p) for p in parts]))
+
+
+@cache
+def _code(kind: type, part: object) -> int:
+    return crc32(f"{kind.__name__} {part!r}".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """of: row (at token level all tokens of it together), prompt, or 0 at batch level -> term."""
+
+    level: str
+    space: str
+    truth: bool
+    of: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The rows of a frame at hand, ascending."""
+
+    frame: Frame
+    rows: tuple[int, ...]
+
+    def prompts(self) -> list[int]:
+        return sorted({r // self.frame.per_prompt for r in self.rows})
+
+
+def evaluate(program: Program, inputs: Mapping[str, Cell], views: Mapping[str, View],
+             functions: Mapping[str, Function], draw: int) -> dict[str, Cell]:
+    """draw: names the random numbers of this call."""
+    done: list[Cell] = []
+    for node in program.nodes:
+        need(all(0 <= a < len(done) for a in node.args), f"{program.id}: an argument that is not computed yet")
+        done.append(_node(node, [done[a] for a in node.args], inputs, views, functions, draw))
+    need(all(0 <= i < len(done) for _, i in program.outputs), f"{program.id}: an output of no node")
+    return {name: done[i] for name, i in program.outputs}
+
+
+def _node(n: Node, args: Sequence[Cell], inputs: Mapping[str, Cell], views: Mapping[str, View],
+          functions: Mapping[str, Function], draw: int) -> Cell:
+    ids = _ids(n.level, n.space, views)
+    attrs = dict(n.attrs)
+    if n.op == "input":
+        given = inputs[str(attrs["name"])]
+        need((given.level, given.space) == (n.level, n.space), f"input {attrs['name']} is something else")
+        need(given.of.keys() >= set(ids) and not args, f"input {attrs['name']} lacks rows")
+        return Cell(n.level, n.space, given.truth, {i: given.of[i] for i in ids})
+    if n.op == "const":
+        value = attrs["value"]
+        need(n.level == "batch" and not args and isinstance(value, bool | int | float), "a constant of what?")
+        return Cell("batch", "", isinstance(value, bool), {0: term("const", value)})
+    if n.op == "py":
+        function, frame = functions[str(attrs["function"])], str(attrs["frame"])
+        need(function.returns == n.level and not args, "a function that returns something else")
+        need(n.level in ("seq", "token") and frame in views, "a function of no rows")
+        need(_space(views[frame].frame, n.level) == n.space, "a function of other rows")
+        what = (function.path, function.name, function.sha256, frame)
+        return Cell(n.level, n.space, False, {i: term("py", what, i) for i in ids})
+    if n.op == "uniform":
+        need(n.level != "batch" and isinstance(attrs["call"], int) and not args, "random numbers of what?")
+        return Cell(n.level, n.space, False, {i: term("uniform", draw, attrs["call"], i) for i in ids})
+    if n.op in REDUCTIONS or n.op == "quantile":
+        return _reduced(n, args, views)
+    if n.op in ELEMENTWISE.get(len(args), ()):
+        need(n.level == "batch" or any(a.level != "batch" for a in args), "numbers that no row has")
+        lifted = [_lifted(a, n, ids, views) for a in args]
+        truth = n.op in TRUTHS or n.op in ("where", "stop_gradient") and all(a.truth for a in args[-2:])
+        return Cell(n.level, n.space, truth, {i: term(n.op, *(x[i] for x in lifted)) for i in ids})
+    return _sequence(n, args, views)
+
+
+def _ids(level: str, space: str, views: Mapping[str, View]) -> Sequence[int]:
+    if level == "batch":
+        need(space == "", "a number with a space")
+        return (0,)
+    mine = [v for v in views.values() if _space(v.frame, level) == space]
+    need(mine, f"no rows of {space}")
+    if level == "prompt":
+        return sorted({p for v in mine for p in v.prompts()})
+    return mine[0].rows
+
+
+def _space(f: Frame, level: str) -> str:
+    return {"token": f.id, "seq": f.rows, "prompt": f.prompts, "batch": ""}[level]
+
+
+def _over(n: Cell | Node, coarser: str, space: str, views: Mapping[str, View]) -> Mapping[int, int]:
+    """Each id of `n` -> the id of the coarser level that it lies in."""
+    ids = _ids(n.level, n.space, views)
+    if coarser == "batch":
+        return dict.fromkeys(ids, 0)
+    frames = [v.frame for v in views.values() if _space(v.frame, n.level) == n.space]
+    need(n.level != "prompt", "prompts lie in nothing but the batch")
+    need(any(_space(f, coarser) == space for f in frames), f"{n.space} does not lie in {space}")
+    return {i: i if coarser == "seq" else i // frames[0].per_prompt for i in ids}
+
+
+def _lifted(a: Cell, n: Node, ids: Sequence[int], views: Mapping[str, View]) -> Mapping[int, int]:
+    if a.level == n.level:
+        need(a.space == n.space, f"{a.space} and {n.space} are different rows")
+        return a.of
+    need(FINENESS[a.level] < FINENESS[n.level], f"{a.level} used as {n.level}")
+    over = _over(n, a.level, a.space, views)
+    return {i: a.of[over[i]] for i in ids}
+
+
+def _reduced(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:
+    need(len(args) == (2 if n.op == "quantile" else 1) and n.attr("to") == n.level, "a reduction of nothing")
+    a = args[0]
+    need(FINENESS[n.level] < FINENESS[a.level], f"{n.op} from {a.level} to {n.level}")
+    need(n.op != "quantile" or n.level == "batch" and args[1].level == "batch", "a quantile of what?")
+    over, parts = _over(a, n.level, n.space, views), {i: [] for i in _ids(n.level, n.space, views)}
+    for i in sorted(a.of):
+        parts[over[i]].append(a.of[i])
+    more = tuple(args[1].of.values()) if n.op == "quantile" else ()
+    return Cell(n.level, n.space, False, {i: term(n.op, tuple(x), more) for i, x in parts.items()})
+
+
+def _sequence(n: Node, args: Sequence[Cell], views: Mapping[str, View]) -> Cell:
+    """op -> levels of the arguments, level of the result; the frame is named, or that of the argument."""
+    takes, gives = {"next": ("token", "token"), "prev": ("token", "token"), "cumsum": ("token", "token"),
+                    "last": ("token", "seq"), "at_end": ("seq", "token"), "discount": ("token batch", "token"),
+                    "len": ("", "seq")}[n.op]
+    frame = str(n.attr("frame") or args[0].space)
+    need(" ".join(a.level for a in args) == takes and n.level == gives and frame in views, f"{n.op} of something else")
+    of = views[frame].frame
+    need(n.space == _space(of, gives) and all(a.space == _space(of, a.level) for a in args), f"{n.op} of other rows")
+    rest = tuple(a.of[0] for a in args[1:])
+    made = {i: term(n.op, frame, i, *(a.of[i] for a in args[:1]), rest) for i in views[frame].rows}
+    return Cell(n.level, n.space, False, made)

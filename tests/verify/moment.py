@@ -1,0 +1,83 @@
+"""What an event finds when it happens, and what all of this simulator's parts read alike from loops and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rldsl.plan.events import Every, Loop
+from rldsl.plan.model import Frame, Plan, Value
+from tests.verify.arithmetic import need
+
+# turns of the outermost loop that are looked at: an `every` is due in one of them and not in the other
+STEPS = (2, 3)
+TURNS = 6  # most turns of another
+
+Key = tuple[int, ...]  # the turns of the loops around, outermost first, and the event
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """stamp: the moment at which a value was made. of: id -> term."""
+
+    stamp: int
+    of: Mapping[int, int]
+    truth: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """Prompt and response length of each row of a frame, as they are since the moment `stamp`."""
+
+    stamp: int
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+
+    def totals(self) -> list[int]:
+        return [p + r for p, r in zip(self.prompt, self.response)]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What an event finds: values, lengths, versions of models (stamp, term). turn: of the innermost loop, from 0.
+    times: how often this event (a fetch: any of its source) has happened before, in the step (a fetch: the run)."""
+
+    stamp: int
+    step: int
+    turn: int
+    times: int
+    values: Mapping[str, Held]
+    lens: Mapping[str, Lens]
+    models: Mapping[str, tuple[int, int]]
+
+
+def due(every: Every, turn: int) -> bool:
+    return turn % (every.period if every.period < 4 else 2 + every.period % 2) == 0
+
+
+def turns(loop: Loop, outermost: bool) -> Iterator[int]:
+    yield from STEPS if outermost and loop.trips >= max(STEPS) else range(1, min(loop.trips, TURNS) + 1)
+
+
+def enough(held: Held) -> bool:
+    need(held.truth, "a repeat that ends by a number")
+    return bool(held.of[0] & 1)
+
+
+def space(frames: Mapping[str, Frame], v: Value) -> str:
+    if v.level == "batch":
+        return ""
+    f = frames[v.frame]
+    return {"token": f.id, "seq": f.rows, "prompt": f.prompts}[v.level]
+
+
+def kept(v: Value, rows: tuple[int, ...], f: Frame) -> tuple[int, ...]:
+    """The ids of a value for some rows."""
+    if v.extent == "batch":
+        return (0,)
+    return tuple(sorted({r // f.per_prompt for r in rows})) if v.extent == "prompt" else rows
+
+
+def lasting_models(plan: Plan) -> list[str]:
+    """What the next step takes over from this one."""
+    return [m.name for m in plan.models if m.home or m.sources]

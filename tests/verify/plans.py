@@ -1,0 +1,87 @@
+"""Plans that the compiler makes, small enough to be stepped through: every kind of event, block and record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from rldsl import api
+from rldsl.plan.model import Plan
+from tests.evaluation.programs import whole
+from tests.tiny import make_all
+
+ROOT = Path(__file__).parents[2]
+REWARDS = "def size(prompt, completion, **columns):\n    return float(len(completion))\n"
+GRPO = """
+use std.grpo (group_norm, grpo)
+use py "rewards.py" (size: gen, prompt -> seq)
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+model actor = causal_lm("models/sft", lora(r=4, targets=["q_proj", "down_proj"])) train adamw(lr=1e-3, warmup=2)
+model ref   = causal_lm("models/sft")
+flow grpo(steps=6, seed=7) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=4, max_new_tokens=6, temperature=0.9)   on mesh(0:4) dp=4
+  ref_lp = ref.logprobs(gen)                                                on mesh(2:4) dp=2 offload=true
+  reward = size(gen, prompt)
+  adv    = group_norm(reward)
+  metric reward = mean(reward)
+  metric kl     = mean(gen.logprobs - ref_lp)
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=adv, ref=ref_lp, beta=0.05), minibatches=2)   on mesh(0:4) dp=2 tp=2
+  every 3 { save actor }
+  checkpoint every 2
+}
+"""
+SYNC = """
+use std.sft (sft)
+cluster nodes=2 gpus=2
+data rows = jsonl("data/train.jsonl", batch=6)
+model actor = causal_lm("models/sft") train adamw(lr=0.02)
+model ref   = causal_lm("models/sft")
+model slow  = causal_lm("models/sft")
+flow f(steps=3) {
+  row = rows.next()
+  r = ref.logprobs(row)    on mesh(0:1, 0:2) dp=2
+  s = ref.logprobs(row)    on mesh(1:2, 0:2) tp=2
+  q = slow.logprobs(row)   on mesh(1:2, 0:2) dp=2 offload=true
+  metric m = mean(r) + mean(s) + mean(q)
+  actor.train(row, loss=sft())   on mesh(0:1, 0:2) pp=2
+  sync ref from actor every 2
+  ema slow from actor 0.9
+  save slow to "x"
+}
+"""
+TWO = "cluster nodes=1 gpus=2\nplace actor.* on mesh(0:2) tp=2\nplace slow.* on mesh(0:2) dp=2\n"
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """With the tiny models and data of the examples, and as the current directory."""
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as here:
+        made = make_all(Path(name))
+        here.chdir(made)
+        (made / "rewards.py").write_text(REWARDS)
+        yield made
+
+
+@cache
+def compiled() -> dict[str, Plan]:
+    with folder() as here:
+        for name, text in (("grpo", GRPO), ("sync", SYNC), ("eval", whole(True, ranks=2, gen="dp=2", infer="dp=2"))):
+            (here / f"{name}.rlf").write_text(text)
+        (here / "two.rlf").write_text(TWO)
+        sets = {"base": "models/sft", "rows": "data/prompts.jsonl"}
+        return {
+            "ppo": api.compile(str(ROOT / "examples/ppo.rlf"), {"batch": 8, "steps": 9}),
+            "dpo": api.compile(str(ROOT / "examples/dpo.rlf"), {"batch": 8, "steps": 4}),
+            "grpo": api.compile("grpo.rlf"),
+            "sync": api.compile("sync.rlf"),
+            "eval": api.compile("eval.rlf"),
+            "dynamic": api.compile(str(ROOT / "tests/end_to_end/dynamic.rlf"), sets),
+            "small": api.compile(str(ROOT / "tests/checkpoint/small.rlf"), sets, "two.rlf"),
+        }

@@ -1,0 +1,279 @@
+"""What a plan means: its events one after another in the body's order, on whole values, as if there were one rank.
+
+In: a plan. Out: `Story`: for each time that an event happens what it finds, and what a person would see of the run.
+Numbers are terms (`arithmetic.py`); lengths, kept rows and the end of a repeat follow from terms, so they differ from
+row to row but are the same on every rank. Loops run a few turns, an `every` on those that its period divides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rldsl.plan import partition
+from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Load, Log,
+                               Loop, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.model import Frame, Plan, Spread, Value
+from tests.verify.arithmetic import Cell, View, evaluate, need, term
+from tests.verify.loss import check_loss
+from tests.verify.moment import Held, Key, Lens, Moment, due, enough, kept, lasting_models, space, turns
+
+LEVEL = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
+SPLITS = {"prompts": {"": None}, "answers": {"": "answer"}, "pairs": {"chosen": "chosen", "rejected": "rejected"}}
+
+
+@dataclass
+class Story:
+    plan: Plan
+    moments: dict[Key, Moment] = field(default_factory=dict)
+    seen: list[object] = field(default_factory=list)
+    made: dict[tuple[str, int], Held] = field(default_factory=dict)  # value, stamp -> what it was then
+    kept_rows: dict[tuple[str, int], set[int]] = field(default_factory=dict)  # selection, stamp -> its rows
+    moments_over: set[int] = field(default_factory=set)  # stamps of fetches that go over their source
+
+    def __post_init__(self) -> None:
+        p = self.plan
+        self.frames: dict[str, Frame] = {f.id: f for f in p.frames}
+        self.records: dict[str, Value] = {v.id: v for v in p.values}
+        self.spreads: dict[str, Spread] = {s.id: s for s in p.spreads}
+        self.layouts, self.meshes = {x.id: x for x in p.layouts}, {m.id: m for m in p.meshes}
+        self.programs, self.functions = {x.id: x for x in p.programs}, {f.id: f for f in p.functions}
+        self.data, self.owners = {d.name: d for d in p.data}, {m.name: m for m in p.models}
+        self.values: dict[str, Held] = {s.value: Held(-1, {0: term("state", s.initial)}) for s in p.states}
+        self.lens: dict[str, Lens] = {}
+        self.models: dict[str, tuple[int, int]] = {}
+        self.fetched, self.drawn = Counter[str](), Counter[int]()
+        self.step = self.closed = 0
+        for f in p.frames:
+            above, steps = f, 0
+            while above.of or above.partial not in ("", above.id):
+                above, steps = self.frames[above.of or above.partial], steps + 1
+                need(steps <= len(p.frames), f"frame {f.id} comes from itself")
+        self.origins = {f.id: partition.origin(f, self.frames) for f in p.frames}
+    # ------------------------------------------------------------------------------------------------ walking
+
+    def tell(self) -> Story:
+        self._walk(self.plan.body, (), 1)
+        self.seen.append(sorted(self.models.items()))
+        return self
+
+    def _walk(self, items: tuple[Item, ...], key: Key, turn: int, over: str = "") -> None:
+        for item in items:
+            if isinstance(item, Event):
+                self._event(item, (*key, item.id), turn, over)
+            elif isinstance(item, Every):
+                if due(item, turn):
+                    self._walk(item.body, key, turn, over)
+            else:
+                self._loop(item, key)
+
+    def _loop(self, loop: Loop, key: Key) -> None:
+        outermost = not key
+        for buffer in loop.collects:
+            self._empty(split(buffer)[0])
+        for turn in turns(loop, outermost):
+            if outermost:
+                self.step, self.lens = turn, {}
+                self.values = {s.value: self.values[s.value] for s in self.plan.states}
+                self.drawn.clear()
+            last = turn == loop.trips or not loop.over
+            self._walk(loop.body, (*key, turn), turn, loop.over if last else f"{loop.over} ")
+            if loop.until and enough(self.values.pop(split(loop.until)[0])):
+                break
+
+    def _event(self, e: Event, key: Key, turn: int, over: str) -> None:
+        need(key not in self.moments, "an event with the number of another")
+        need(self.closed != self.step or not self.step, "an event of a step after its checkpoint")
+        times, turn = self.drawn[e.id], turn - 1
+        self.drawn[e.id] += 1
+        if isinstance(e, Fetch):
+            times = turn if over.strip() == e.data else self.fetched[e.data]
+            self.fetched[e.data] += over.strip() != e.data
+            if over.strip() == e.data:
+                self.moments_over.add(len(self.moments))
+        now = Moment(len(self.moments), self.step, turn, times, dict(self.values), dict(self.lens), dict(self.models))
+        self.moments[key] = now
+        match e:
+            case Fetch():
+                self._fetch(e, now, short=over == e.data)
+            case Generate():
+                self._generate(e, now)
+            case Infer():
+                self._infer(e, now)
+            case Train():
+                self._train(e, now)
+            case Compute():
+                self._compute(e, now)
+            case Select():
+                self._select(e, now)
+            case Collect():
+                self._collect(e, now)
+            case Transfer():
+                need(all(v in self.values for v in e.values), "a transfer of what is not there")
+            case Load():
+                self.models.setdefault(e.model, (-1, term("load", repr(self.owners[e.model]))))
+            case Realloc() if e.source:
+                old = self.models[e.model][1] if e.decay else 0
+                self.models[e.model] = now.stamp, term("mean", e.decay, old, self.models[e.source][1])
+            case Log():
+                self.seen.append(("log", [(n, self.values[split(b)[0]].of[0]) for n, b in e.metrics]))
+            case Save():
+                self.seen.append(("save", e.path, self.models[e.model]))
+            case Checkpoint():
+                need(e.every > 0, "a checkpoint that is never due")
+                self.closed = self.step
+                lasting = sorted((m, self.models[m]) for m in lasting_models(self.plan))
+                self.seen.append(("checkpoint", e.every, lasting))
+
+    # ------------------------------------------------------------------------------------------------ events
+
+    def rows(self, frame: str, lens: Mapping[str, Lens] | None = None) -> tuple[int, ...]:
+        """The rows that a frame has, by the present lengths or by others."""
+        f, lens = self.frames[frame], self.lens if lens is None else lens
+        return partition.there(f, self.frames, {f.partial: lens[f.partial].totals()} if f.partial else {})
+
+    def cell(self, value: str) -> Cell:
+        v, held = self.records[value], self.values[value]
+        return Cell(v.level, space(self.frames, v), held.truth, held.of)
+
+    def ids(self, value: Value) -> tuple[int, ...]:
+        return (0,) if value.extent == "batch" else kept(value, self.rows(value.frame), self.frames[value.frame])
+
+    def _make(self, value: str, now: Moment, of: Mapping[int, int], truth: bool = False, *extents: str) -> None:
+        v = self.records[value]
+        need(v.extent in extents and LEVEL.get(v.extent, v.level) == v.level, f"{value} cannot hold what is made")
+        wanted = "i64" if v.extent == "tokens" else "text" if v.extent == "columns" else "bool" if truth else "f32"
+        need(v.dtype == wanted, f"{value} has another dtype than what is made")
+        self.values[value] = self.made[value, now.stamp] = Held(now.stamp, of, truth)
+
+    def _fetch(self, e: Fetch, now: Moment, short: bool) -> None:
+        d = self.data[e.data]
+        here = d.batch - 1 if short and d.batch > 1 else d.batch
+        for suffix, role in SPLITS[d.kind].items():
+            frame = next(f for f in e.frames if not suffix or f.endswith(f".{suffix}"))
+            f = self.frames[frame]
+            need(f.count == d.batch and (here == d.batch or f.partial == frame), "rows that the frame has no room for")
+            made = {r: term("row", repr(d), suffix, now.times, r) for r in range(here)}
+            prompt = tuple(1 + made[r] % 3 if r < here else 0 for r in range(f.count))
+            response = tuple(1 + made[r] % 2 if r < here and role else 0 for r in range(f.count))
+            self.lens[frame] = Lens(now.stamp, prompt, response)
+            for value, _ in map(split, e.writes):
+                if value == f"{frame}.tokens":
+                    self._make(value, now, made, False, "tokens")
+                elif value == f"{frame}.columns":
+                    self._make(value, now, {r: term("column", x) for r, x in made.items()}, False, "columns")
+                elif value.rpartition(".")[0] == frame and value.rpartition(".")[2] in d.numbers:
+                    self._make(value, now, {r: term(value, x) for r, x in made.items()}, False, "row")
+
+    def _generate(self, e: Generate, now: Moment) -> None:
+        f, s = self.frames[e.frame], e.sampling
+        need(s.max_new_tokens > 0 and 0 <= s.min_new_tokens <= s.max_new_tokens, "a number of tokens")
+        need(s.greedy or s.temperature > 0 and 0 < s.top_p <= 1 and s.top_k >= 0, "no distribution")
+        need(f.temperature == s.temperature, "log-probabilities at another temperature")
+        prompts, given = self.values[f"{e.prompts}.tokens"], self.lens[e.prompts]
+        place = [x.id for x in self.plan.frames].index(e.frame)
+        key = (self.models[e.model][1], repr(s), place, now.times, self.plan.header.seed, self.step)
+        made = {r: term("sample", *key, r, prompts.of[r // f.per_prompt]) for r in self.rows(e.frame)}
+        lens = [(given.prompt[r // f.per_prompt], made[r] % 3) if r in made else (0, 0) for r in range(f.count)]
+        need(f.max_response_tokens >= s.max_new_tokens, "more tokens than the frame has room for")
+        self.lens[e.frame] = Lens(now.stamp, *zip(*lens))  # type: ignore[arg-type]
+        self._make(f"{e.frame}.tokens", now, made, False, "tokens")
+        self._make(f"{e.frame}.logprobs", now, {r: term("lp", x) for r, x in made.items()}, False, "response")
+        self._make(f"{e.frame}.finished", now, {r: term("end", x) for r, x in made.items()}, True, "row")
+
+    def _infer(self, e: Infer, now: Moment) -> None:
+        tokens, model = self.values[f"{e.frame}.tokens"], self.models[e.model][1]
+        heads = {"causal_lm": ("logprobs", "entropy"), "value_model": ("values",), "reward_model": ("scores",)}
+        need(e.what in heads[self.owners[e.model].kind], "another head")
+        need(self.records[e.output].frame == e.frame, "an output for other rows")
+        drawn = self.frames[e.frame].temperature
+        need(e.what not in heads["causal_lm"] or e.temperature == drawn, "another temperature")
+        made = {r: term(e.what, model, e.temperature, tokens.of[r]) for r in self.rows(e.frame)}
+        self._make(e.output, now, made, False, "row" if e.what == "scores" else "response")
+
+    def _train(self, e: Train, now: Moment) -> None:
+        model, s, program = self.owners[e.model], self.spreads[e.spread], self.programs[e.loss]
+        need(model.optimizer is not None, "nothing to train with")
+        frames = {f: self.frames[f] for f in e.frames}
+        cells = {n: self.cell(v) for n, v in e.data}
+        levels = {"logprobs": "token", "entropy": "token", "values": "token", "scores": "seq"}
+        for n, f, what in e.fresh:
+            rows = {r: term(what, self.models[e.model][1], self.values[f"{f}.tokens"].of[r]) for r in self.rows(f)}
+            cells[n] = Cell(levels[what], f if levels[what] == "token" else frames[f].rows, False, rows)
+        need(len(cells) == len(e.data) + len(e.fresh), "one input given twice")
+        views = {f: View(frames[f], self.rows(f)) for f in e.frames}
+        made = evaluate(program, cells, views, {}, 0)
+        known = check_loss(program, model.kind, e, frames)
+        need(all(n in known for n, _ in e.outputs), "a metric that no training has")
+        version = (self.models[e.model][1], repr(program), repr(model.optimizer), model.updates, s.minibatches,
+                   s.epochs, s.shuffle, self.plan.header.seed, e.nonfinite, tuple(made[n].of[0] for n in sorted(made)))
+        self.models[e.model] = now.stamp, term("train", *version)
+        for n, v in e.outputs:
+            self._make(v, now, {0: term(n, *version)}, False, "batch")
+
+    def _compute(self, e: Compute, now: Moment) -> None:
+        views = {f: View(self.frames[f], self.rows(f)) for f in e.frames}
+        cells = {n: self.cell(v) for n, v in e.inputs}
+        need(len(cells) == len(e.inputs), "one input given twice")
+        found = evaluate(self.programs[e.program], cells, views, self.functions, now.times)
+        for n, v in e.outputs:
+            record, cell = self.records[v], found[n]
+            need((record.level, space(self.frames, record)) == (cell.level, cell.space), f"{v} is something else")
+            self._make(v, now, cell.of, cell.truth, "response", "row", "prompt", "batch")
+
+    def _select(self, e: Select, now: Moment) -> None:
+        f = self.frames[e.frame]
+        if e.condition:
+            condition, of = self.values[e.condition], self.lens[f.of]
+            need(condition.truth, "a condition that is a number")
+            keeps = self.kept_rows[e.frame, now.stamp] = {r for r in self.rows(f.of) if condition.of[r] & 1}
+            need(f.count == self.frames[f.of].count and f.partial == f.id, "a selection that cannot tell its rows")
+            both = ([n if r in keeps else 0 for r, n in enumerate(x)] for x in (of.prompt, of.response))
+            self.lens[e.frame] = Lens(now.stamp, *map(tuple, both))  # type: ignore[arg-type]
+        self._lens_of(e.frame)
+        for v, w in e.values:
+            old, new = self.records[v], self.records[w]
+            need((old.extent, old.level) == (new.extent, new.level) and new.frame == e.frame, "kept as something else")
+            need(self._above(f, old), f"{v} is of other rows")
+            self._make(w, now, {i: self.values[v].of[i] for i in self.ids(new)}, self.values[v].truth, old.extent)
+
+    def _above(self, f: Frame, v: Value) -> bool:
+        """Whether the rows of a value are those that a selection was taken from, under the same numbers."""
+        of = self.frames[v.frame]
+        while f.of:
+            f = self.frames[f.of]
+            same = of.prompts == f.prompts if v.level == "prompt" else of.rows == f.rows
+            if v.frame == f.id or same:
+                return True
+        return False
+
+    def _lens_of(self, frame: str) -> Lens:
+        tells = self.frames[frame].partial or frame
+        need(tells in self.lens, f"the lengths of {frame} are not known")
+        return self.lens[tells]
+
+    def _empty(self, value: str) -> None:
+        v = self.records[value]
+        f = self.frames[v.frame]
+        if v.extent == "lengths":
+            self.lens[v.frame] = Lens(-1, (0,) * f.count, (0,) * f.count)
+        else:
+            self.values[value] = Held(-1, {}, v.dtype == "bool")
+
+    def _collect(self, e: Collect, now: Moment) -> None:
+        f, into = self.frames[e.frame], self.frames[e.into]
+        need((now.turn + 1) * f.count <= into.count and f.per_prompt == into.per_prompt, "no room for this turn")
+        for v, w in e.values:
+            old, new = self.records[v], self.records[w]
+            need((old.frame, new.frame) == (e.frame, e.into), "rows of another frame")
+            need((old.extent, old.level) == (new.extent, new.level), "collected as something else")
+            if old.extent == "lengths":
+                a, b, here = self.lens[e.into], self.lens[e.frame], now.turn * f.count
+                sides = (a.prompt, b.prompt), (a.response, b.response)
+                both = ((*x[:here], *y, *x[here + f.count :]) for x, y in sides)
+                self.lens[e.into] = Lens(now.stamp, *both)  # type: ignore[arg-type]
+                continue
+            shift = now.turn * (f.count // f.per_prompt if old.extent == "prompt" else f.count)
+            more = {i + shift: x for i, x in self.values[v].of.items()}
+            self._make(w, now, {**self.values[w].of, **more}, self.values[v].truth, old.extent)

@@ -1,0 +1,188 @@
+"""Inside calls: the order in which communicators are used has no circle, and is the one that the backend really
+issues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rldsl import api
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.events import Generate, Infer, Save, Train
+from rldsl.plan.layout import Coord, axis_ranks, coordinate
+from rldsl.plan.model import Layout
+from rldsl.plan.project import walk
+from rldsl.plan.verify import issue
+from rldsl.plan.verify.issue import PROTOCOLS, Use, stuck
+from tests.plan.sample import grpo
+from tests.verify.faults import codes
+from tests.verify.plans import folder
+from tests.world import run_world
+
+TORCH = PROTOCOLS["torch"]
+X = Layout("x", "m")
+
+
+@pytest.mark.parametrize("kind", [Generate, Infer, Train, Save])
+def test_no_call_of_the_backend_can_stop_for_ever(kind: type) -> None:
+    for pp, tp, dp, count in product((1, 2, 3, 5), (1, 2), (1, 2), (1, 2, 3, 7)):
+        assert not stuck(TORCH[kind], replace(X, pp=pp, tp=tp, dp=dp), count), (pp, tp, dp, count)
+
+
+def link(x: Layout, at: Coord, to: int, flow: str) -> Iterator[Use]:
+    if 0 <= at.pp + to < x.pp:
+        yield Use("link", min(at.pp, at.pp + to), at.dp, flow)
+
+
+def apart(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """1F1B that posts what goes and what comes one after the other: under rendezvous both neighbours send first."""
+    ahead = min(x.pp - 1 - at.pp, count)
+    for _ in range(ahead):
+        yield from link(x, at, -1, "down")
+        yield from link(x, at, 1, "down")
+    yield from link(x, at, -1, "down")
+    for i in range(ahead, count):
+        yield from link(x, at, 1, "down")
+        yield from link(x, at, 1, "up")
+        yield from link(x, at, -1, "up")
+        yield from link(x, at, -1, "down") if i + 1 < count else ()
+
+
+def crossed(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """Ranks that use two communicators in different orders."""
+    both = [Use("tp", at.pp, at.dp), Use("mesh", 0, 0)]
+    yield from both if at.tp else both[::-1]
+
+
+def unequal(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """A collective that one rank leaves out."""
+    for _ in range(2 - at.tp):
+        yield Use("tp", at.pp, at.dp)
+
+
+def backwards(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """The first stage hands on before a collective of all stages, the others take after it."""
+    if at.pp == 0:
+        yield from link(x, at, 1, "down")
+    yield Use("pp", 0, at.dp)
+    yield from link(x, at, -1, "down")
+    if at.pp:
+        yield from link(x, at, 1, "down")
+
+
+@pytest.mark.parametrize("protocol", [apart, crossed, unequal, backwards])
+def test_a_protocol_that_can_stop_is_found(protocol: issue.Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stuck(protocol, replace(X, pp=3, tp=2), 3)
+    monkeypatch.setattr(issue, "PROTOCOLS", {"torch": dict.fromkeys((Generate, Infer, Train, Save), protocol)})
+    assert "RL0537" in codes(grpo()) or protocol in (apart, backwards), "the sample has two tensor-parallel ranks"
+
+
+@pytest.mark.parametrize("backend", ["elsewhere"])
+def test_a_backend_without_a_protocol_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(issue, "PROTOCOLS", {backend: TORCH})
+    assert codes(grpo()) == {"RL0537"}
+
+
+# ------------------------------------------------------------------------------------------- what is really issued
+
+PROGRAM = """
+use std.grpo (group_norm, grpo_free)
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=8, max_prompt_tokens=16)
+model actor = causal_lm("models/sft") train adamw(lr=1e-3)
+flow f(steps=1, seed=7) {{
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, n=2, max_new_tokens=4)   on mesh(0:4) {0}
+  lp     = actor.logprobs(gen)                             on mesh(0:4) {0} mbs=3
+  adv    = group_norm(len(gen) + sum(lp by seq))
+  actor.train(gen, loss=grpo_free(old=gen.logprobs, adv=adv), minibatches=2)   on mesh(0:4) {0} mbs=2
+  save actor
+}}
+"""
+
+
+def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tuple[str, tuple[int, ...]]]]:
+    """Event -> what torch.distributed was asked to do during it: (kind, ranks)."""
+    import os
+
+    from rldsl.runtime import executor
+
+    os.chdir(here)
+    at: list[int] = [-1]
+    asked: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+
+    def note(kind: str, group: Any, peers: tuple[int, ...] = ()) -> None:
+        ranks = peers or tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        asked.setdefault(at[0], []).append((kind, ranks))
+
+    def collective(name: str) -> None:
+        plain = getattr(dist, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            note("all", options.get("group"))
+            return plain(*args, **options)
+        setattr(dist, name, wrapped)
+
+    for name in ("all_reduce", "broadcast", "all_gather"):
+        collective(name)
+    batch, send, receive = dist.batch_isend_irecv, dist.send, dist.recv
+    dist.batch_isend_irecv = lambda ops: (note("link", None, tuple(sorted({o.peer for o in ops}))), batch(ops))[1]
+    dist.send = lambda t, dst, **more: (note("link", None, (dst,)), send(t, dst, **more))[1]
+    dist.recv = lambda t, src, **more: (note("link", None, (src,)), receive(t, src, **more))[1]
+
+    def during(handler: Any, state: Any, event: Any) -> None:
+        at[0] = event.id
+        handler(state, event)
+
+    executor.HANDLERS = {kind: partial(during, handler) for kind, handler in executor.HANDLERS.items()}
+    executor.execute(data, "x.plan", out)
+    return asked
+
+
+@pytest.mark.parametrize("degrees", ["tp=2 pp=2", "dp=2 pp=2", "dp=2 tp=2"])
+def test_the_backend_issues_what_is_written_down(degrees: str, tmp_path: Path) -> None:
+    with folder() as here:
+        (here / "p.rlf").write_text(PROGRAM.format(degrees))
+        data = encode(api.compile("p.rlf"))
+        asked = run_world(4, recorded, data, str(tmp_path / "out"), str(here), timeout=200.0)
+    plan = decode(data, "x")
+    layouts, meshes = {x.id: x for x in plan.layouts}, {m.id: m for m in plan.meshes}
+    calls = [e for e, _ in walk(plan.body) if isinstance(e, Generate | Infer | Train)]
+    assert len(calls) == 3
+    for e, rank in product(calls, range(4)):
+        x = layouts[e.layout]
+        mesh = meshes[x.mesh]
+        axes = {axis: {ranks for ranks in axis_ranks(x, mesh, axis)} for axis in ("tp", "dp", "pp", "mesh")}
+        found = [(next(a for a, sets in axes.items() if ranks in sets) if kind == "all" else "link", ranks)
+                 for kind, ranks in asked[rank].get(e.id, ())]
+        names = [key for key, _ in groupby(a if a != "link" else f"link{ranks}" for a, ranks in found)]
+        written = (v for count in range(1, 13) for v in versions(TORCH[type(e)], x, mesh, rank, count))
+        assert any(names == v for v in written), (type(e).__name__, rank, names)
+
+
+def versions(protocol: issue.Protocol, x: Layout, mesh: Any, rank: int, count: int) -> Iterator[list[str]]:
+    """The uses of a rank, one for all that follow each other on one communicator, with and without those that only some
+    models and losses have: a vote on stopping, gradients in parts, tied embeddings."""
+    at = coordinate(x, mesh, rank)
+    uses = list(protocol(x, at, count))
+    names = []
+    for axis, stage, *_ in uses:
+        to = at.pp + (1 if stage == at.pp else -1)
+        names.append(f"link({mesh.members()[(to * x.dp + at.dp) * x.tp + at.tp]},)" if axis == "link" else axis)
+    ends = [i for i, n in enumerate(names) if n == "mesh"]
+    votes = set(ends[0::2][:-1]) if protocol is issue.train else set()
+    for vote, partial_, tied in product((True, False), repeat=3):
+        kept = []
+        for i, n in enumerate(names):
+            after_vote = protocol is issue.train and any(v < i < ends[2 * k + 1] for k, v in enumerate(sorted(votes)))
+            if i in votes and not vote or after_vote and (n == "tp" and not partial_ or n == "pp" and not tied):
+                continue
+            kept.append(n)
+        yield [key for key, _ in groupby(kept)]

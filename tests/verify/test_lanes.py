@@ -1,0 +1,99 @@
+"""Of many ranks some are looked at. Where all of them would show a mistake of the planner, those do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+
+from rldsl.plan.model import Layout, Mesh
+from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.records import Paths
+from rldsl.plan.verify import lanes
+from rldsl.plan.verify.lanes import Side
+from tests.plan_algebra.models import model
+
+WORLD = 128
+PAIRS = [  # (ranks, tp, pp) of source and destination; 8 devices a node
+    (((0, 128), 4, 2), ((0, 128), 2, 1)), (((0, 64), 4, 2), ((0, 128), 8, 1)), (((0, 8), 2, 1), ((0, 128), 1, 1)),
+    (((0, 16), 8, 2), ((16, 128), 2, 2)), (((64, 128), 8, 1), ((0, 96), 1, 2)), (((0, 4), 2, 2), ((8, 128), 4, 1)),
+]
+
+
+def side(name: str, ranks: tuple[int, int], tp: int, pp: int) -> tuple[Layout, Mesh]:
+    mesh = Mesh(name, (ranks,))
+    return Layout(f"L{name}", name, dp=(ranks[1] - ranks[0]) // (tp * pp), tp=tp, pp=pp), mesh
+
+
+def made(pair: tuple[Any, Any]) -> tuple[Paths, Side, Side]:
+    (src, a), (dst, b) = side("a", *pair[0]), side("b", *pair[1])
+    return paths(model(), src, a, dst, b, 8), Side.of(src, a), Side.of(dst, b)
+
+
+def whole(p: Paths, src: Side, dst: Side, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    with monkeypatch.context() as here:
+        here.setattr(lanes, "FEW", 10 * WORLD)
+        return some(p, src, dst)
+
+
+def some(p: Paths, src: Side, dst: Side) -> set[str]:
+    try:
+        return {code for code, _, _ in lanes.faults(p, src, dst)}
+    except (LookupError, ZeroDivisionError, AssertionError, TypeError, AttributeError, RuntimeError) as wrong:
+        return {type(wrong).__name__}  # paths that no rank can follow; ours are never such
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_right_paths_have_no_fault(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    p, src, dst = made(pair)
+    assert some(p, src, dst) == whole(p, src, dst, monkeypatch) == set()
+    assert len(lanes.chosen(p, src, dst)) < len(src.cells.keys() | dst.cells.keys())
+
+
+def numbers(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to all whole numbers in a record, but for the table of where ranks stand."""
+    found: list[tuple[Any, ...]] = []
+    if isinstance(node, int):
+        return [path]
+    if isinstance(node, Mapping):
+        for k, v in node.items():
+            found += numbers(v, (*path, k))
+    elif isinstance(node, tuple):
+        for i, v in enumerate(node):
+            found += numbers(v, (*path, i))
+    elif is_dataclass(node):
+        for f in fields(node):
+            if f.name not in ("lines", "places", "src", "dst", "devices"):
+                found += numbers(getattr(node, f.name), (*path, f.name))
+    return found
+
+
+def put(node: Any, path: tuple[Any, ...], change: int) -> Any:
+    if not path:
+        return node + change
+    step, rest = path[0], path[1:]
+    if isinstance(node, Mapping):
+        return {**node, step: put(node[step], rest, change)}
+    if isinstance(node, tuple):
+        values = (*node[:step], put(node[step], rest, change), *node[step + 1 :])
+        return type(node)(*values) if hasattr(node, "_fields") else values
+    return replace(node, **{step: put(getattr(node, step), rest, change)})
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_some_ranks_show_what_all_would_show(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of the paths one larger or smaller."""
+    p, src, dst = made(pair)
+    draw = random.Random(1)
+    ways, wrong = numbers(p), 0
+    for _ in range(12):
+        mutant = put(p, draw.choice(ways), draw.choice((-1, 1)))
+        seen = some(mutant, src, dst)
+        if seen:
+            wrong += 1
+        else:
+            assert not whole(mutant, src, dst, monkeypatch), mutant
+    assert wrong >= 4

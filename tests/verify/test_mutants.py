@@ -1,0 +1,163 @@
+"""The verifier against plans with mistakes in them: every mutant that the simulator calls harmful has a code.
+
+The simulator is the measure and the verifier what is measured: they share nothing but the records of a plan and the
+pure functions that a rank runs. What the verifier accepts is simulated in every case; of what it rejects, enough to
+say how many of its rejections keep harm away."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+
+import pytest
+
+from rldsl.diag import Failure
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.events import EVENTS, Every, Free, Lengths, Loop
+from rldsl.plan.model import Plan
+from rldsl.plan.realloc import paths
+from rldsl.plan.verify import STAGES, realloc, saves, verify
+from rldsl.plan.verify.tables import tables
+from tests.plan.sample import grpo
+from tests.verify.faults import faults
+from tests.verify.mutate import Mutator, at, put, records
+from tests.verify.plans import compiled
+from tests.verify.stepper import simulate
+
+NAMES = ("sample", "ppo", "dpo", "grpo", "sync", "eval", "dynamic", "small")
+EACH, SEED = 640, 21  # 8 plans: 5,120 mutants
+LENIENT = (Lengths, Free, Compute)  # lengths and tokens may be read besides, and what a free touches is said twice
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    return {"sample": grpo(), **compiled()}
+
+
+@pytest.fixture(autouse=True)
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows from layouts and models alone is found once for many mutants."""
+    monkeypatch.setattr(realloc, "examine", lru_cache(None)(realloc.examine))
+    monkeypatch.setattr(saves, "examine", lru_cache(None)(saves.examine))
+    monkeypatch.setattr(paths, "paths", lru_cache(None)(paths.paths))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_verifies_after_a_round_trip_and_runs(name: str, plans: dict[str, Plan]) -> None:
+    plan = decode(encode(plans[name]), name)
+    assert plan == plans[name] and verify(plan).events > 10
+    verdicts = [simulate(plan, random.Random(i)) for i in range(5)]
+    assert all(v.ends for v in verdicts), verdicts
+    assert len({v.meaning for v in verdicts}) == 1, "what a plan means does not depend on who comes first"
+
+
+def test_the_plans_have_every_kind_of_event_and_record(plans: dict[str, Plan]) -> None:
+    """So the mutants reach every field of every record."""
+    found = {type(r) for plan in plans.values() for _, r in records(plan)}
+    assert {*EVENTS.values(), Loop, Every} <= found
+    nested = {f.type for cls in found for f in fields(cls)}
+    assert found >= {cls for cls in vars(__import__("rldsl.plan.model", fromlist=["x"])).values()
+                     if is_dataclass(cls) and cls is not Plan}, nested
+
+
+def test_every_harmful_mutant_is_rejected(plans: dict[str, Plan], capsys: pytest.CaptureFixture[str]) -> None:
+    table: Counter[tuple[str, str]] = Counter()
+    by_check: dict[str, Counter[str]] = defaultdict(Counter)
+    touched: set[str] = set()
+    holes: list[str] = []
+    for name in NAMES:
+        plan = plans[name]
+        meaning, mutator = simulate(plan, random.Random(0)).meaning, Mutator(plan, random.Random(SEED))
+        for n in range(EACH):
+            told, mutant = mutator.mutant()
+            touched.update(told.split("; "))
+            found = {d.code for d in faults(mutant)}  # a traceback would end the test here
+            if found and n % 3:
+                table["not simulated", "rejected"] += 1
+                continue
+            verdict = simulate(mutant, random.Random(n))
+            kind = "harmful" if not verdict.ends else "same" if verdict.meaning == meaning else "other"
+            table[kind, "rejected" if found else "accepted"] += 1
+            for check in checks(mutant) if found and kind == "harmful" else ():
+                by_check[check]["harmful"] += 1
+            if kind == "harmful" and not found:
+                holes.append(f"{name} {n}: {told}: {verdict.why}")
+    lines = [f"{count:6} {kind} {done}" for (kind, done), count in sorted(table.items())]
+    lines += [f"{count['harmful']:6} harmful mutants rejected by {check}" for check, count in sorted(by_check.items())]
+    with capsys.disabled():
+        print("", f"{sum(table.values())} mutants of {len(NAMES)} plans", *lines, sep="\n")
+    assert not holes, holes
+    assert sum(table.values()) >= 5000 and table["harmful", "rejected"] > 500
+    assert table["same", "accepted"] > 200, "what does no harm is let through"
+    assert len(by_check) >= 12 and len({t.split(".")[0] for t in touched if "." in t}) >= 30
+
+
+def checks(plan: Plan) -> list[str]:
+    """The checks of the first stage that find something."""
+    t = tables(plan)
+    for stage in STAGES:
+        if found := [name for name, check in stage if any(True for _ in check(t))]:
+            return found
+    return []
+
+
+def test_every_field_of_every_record_is_mutated_and_no_mutant_makes_a_traceback(plans: dict[str, Plan]) -> None:
+    """Each field twice, in files: what the reader refuses has a code as well."""
+    draw, done = random.Random(3), Counter[str]()
+    for plan in plans.values():
+        mutator = Mutator(plan, draw)
+        for cls, places in mutator.places.items():
+            for f in fields(cls):
+                if cls is Plan or f.name == "body" or done[f"{cls.__name__}.{f.name}"] >= 2:
+                    continue
+                done[f"{cls.__name__}.{f.name}"] += 1
+                mutant = mutator.field(plan, draw.choice(places), f.name)
+                try:
+                    verify(decode(encode(mutant), "x.plan"))
+                except Failure as wrong:
+                    assert wrong.diagnostics and all(d.code.startswith("RL0") for d in wrong.diagnostics)
+    assert min(done.values()) >= 1 and len(done) > 180, len(done)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dynamic"])
+def test_the_simulator_sees_plain_harm(name: str, plans: dict[str, Plan]) -> None:
+    """It is a measure only if it tells good from bad by itself."""
+    plan = plans[name]
+    a, *rest = plan.classes
+    assert not simulate(replace(plan, classes=(replace(a, events=a.events[::-1]), *rest)), random.Random(0)).ends
+    assert not simulate(replace(plan, classes=(replace(a, events=a.events[1:]), *rest)), random.Random(0)).ends
+    assert not simulate(replace(plan, classes=rest), random.Random(0)).ends
+    assert not simulate(replace(plan, groups=()), random.Random(0)).ends
+    assert not simulate(replace(plan, values=plan.values[:3]), random.Random(0)).ends
+    mutator = Mutator(plan, random.Random(5))
+    frees = [p for p in mutator.places[Free]]
+    harmless = mutator.field(plan, frees[-1], "because")
+    assert simulate(harmless, random.Random(0)) == simulate(plan, random.Random(1))
+
+
+def test_a_buffer_of_another_kind_anywhere_has_a_code(plans: dict[str, Plan]) -> None:
+    """Parameters where values stand, and values where parameters do."""
+    for name in ("sample", "dynamic", "sync"):
+        plan = plans[name]
+        mutator = Mutator(plan, random.Random(1))
+        model = f"{plan.models[0].name}@{plan.layouts[0].id}"
+        value = f"{plan.values[0].id}@{plan.spreads[0].id}"
+        for cls in EVENTS.values():
+            for path in mutator.places[cls][:1]:
+                for field, extra in (("reads", model), ("writes", model), ("reads", value), ("writes", value)):
+                    held = at(plan, (*path, field))
+                    wrong = put(plan, (*path, field), (*held, extra))
+                    assert faults(wrong) or extra in held or cls in LENIENT, (name, cls.__name__, field, extra)
+
+
+def test_the_offline_simulator_is_not_fooled_by_text(plans: dict[str, Plan]) -> None:
+    """What only people read changes nothing, for the verifier and for the simulator."""
+    plan = plans["grpo"]
+    mutator = Mutator(plan, random.Random(2))
+    right = simulate(plan, random.Random(0))
+    for path in mutator.places[Free]:
+        for field in ("at", "because"):
+            mutant = put(plan, (*path, field), "something else")
+            assert not faults(mutant) and simulate(mutant, random.Random(0)) == right
