@@ -15,7 +15,7 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
-from rldsl.plan.events import EVENTS, Every, Free, Lengths, Loop
+from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop
 from rldsl.plan.model import Plan
 from rldsl.plan.realloc import paths
 from rldsl.plan.verify import STAGES, realloc, saves, verify
