@@ -6,7 +6,8 @@
 Each plan is profiled and run within the same minute. A step's time is the median over the steps of a run, without the
 first two. Gates: median error 15 %, Kendall's tau of the order 0.8. The machine must have nothing else to do: a step
 that waits for a core is no fault of the model. `work` is the error of the seconds that the ranks compute, which other
-programs disturb less; both sides use one thread for each rank (OMP_NUM_THREADS=1). """
+programs disturb less; both sides use one thread for each rank (OMP_NUM_THREADS=1).
+"""
 
 from __future__ import annotations
 
@@ -100,9 +101,11 @@ flow ppo(steps=steps, seed=1) {
   actor.train(gen, loss=ppo_clip(old=gen.logprobs, adv=whiten(adv)), minibatches=2)
   metric score = mean(score)
 }
-""" PROGRAMS = {"generate": GENERATE, "sft": SFT, "dpo": DPO, "grpo": GRPO, "ppo": PPO} ALL2, ALL4 = "mesh(0:2)",
-"mesh(0:4)" SPLIT = ("actor.generate on mesh(0:4) dp=4", "judge.* on mesh(0:1)", "ref.* on mesh(1:2)", "critic.values
-on mesh(2:4) dp=2", "critic.train on mesh(2:4) dp=2", "actor.train on mesh(0:2) dp=2")
+"""
+PROGRAMS = {"generate": GENERATE, "sft": SFT, "dpo": DPO, "grpo": GRPO, "ppo": PPO}
+ALL2, ALL4 = "mesh(0:2)", "mesh(0:4)"
+SPLIT = ("actor.generate on mesh(0:4) dp=4", "judge.* on mesh(0:1)", "ref.* on mesh(1:2)",
+         "critic.values on mesh(2:4) dp=2", "critic.train on mesh(2:4) dp=2", "actor.train on mesh(0:2) dp=2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +122,24 @@ class Case:
         return f"{self.program}-{self.size}{self.batch} {'; '.join(self.rules) or 'one rank'}"
 
 
-    CASES = ( Case("generate", "s", ()), Case("generate", "m", (), 32), Case("generate", "l", ()), Case("generate",
-    "s", (f"*.* on {ALL2} dp=2",), 32), Case("generate", "m", (f"*.* on {ALL2} tp=2",)), Case("generate", "m", (f"*.*
-    on {ALL2} pp=2",)), Case("generate", "m", (f"*.* on {ALL4} dp=4",), 32), Case("generate", "s", (f"*.* on {ALL4}
-    dp=2 tp=2",)), Case("sft", "s", (), 64), Case("sft", "m", (), 32), Case("sft", "l", ()), Case("sft", "m", (f"*.*
-    on {ALL2} dp=2",), 64), Case("sft", "m", (f"*.* on {ALL2} tp=2",), 32), Case("sft", "m", (f"*.* on {ALL2} pp=2
-    mbs=4",), 32), Case("sft", "m", (f"*.* on {ALL4} dp=2 pp=2",), 64), Case("dpo", "s", ()), Case("dpo", "m", (f"*.*
-    on {ALL2} dp=2",), 32), Case("dpo", "m", (f"ref.* on {ALL2} tp=2", f"actor.* on {ALL2} pp=2"), 32), Case("grpo",
-    "s", ()), Case("grpo", "m", (f"*.* on {ALL2} dp=2",)), Case("grpo", "m", (f"*.* on {ALL2} dp=2", f"actor.train on
-    {ALL2} tp=2")), Case("grpo", "s", (f"*.* on {ALL4} dp=4", f"actor.train on {ALL4} dp=2 pp=2"), 32), Case("ppo",
-    "s", (), 32), Case("ppo", "m", ()), Case("ppo", "m", (f"*.* on {ALL2} dp=2",), 32), Case("ppo", "m",
-    (f"actor.generate on {ALL2} dp=2", "judge.* on mesh(0:1)", "ref.* on mesh(1:2)", "critic.* on mesh(1:2)",
-    "actor.train on mesh(0:1)"), 32), Case("ppo", "m", SPLIT, 64), )
+CASES = (
+    Case("generate", "s", ()), Case("generate", "m", (), 32), Case("generate", "l", ()),
+    Case("generate", "s", (f"*.* on {ALL2} dp=2",), 32), Case("generate", "m", (f"*.* on {ALL2} tp=2",)),
+    Case("generate", "m", (f"*.* on {ALL2} pp=2",)), Case("generate", "m", (f"*.* on {ALL4} dp=4",), 32),
+    Case("generate", "s", (f"*.* on {ALL4} dp=2 tp=2",)),
+    Case("sft", "s", (), 64), Case("sft", "m", (), 32), Case("sft", "l", ()),
+    Case("sft", "m", (f"*.* on {ALL2} dp=2",), 64), Case("sft", "m", (f"*.* on {ALL2} tp=2",), 32),
+    Case("sft", "m", (f"*.* on {ALL2} pp=2 mbs=4",), 32), Case("sft", "m", (f"*.* on {ALL4} dp=2 pp=2",), 64),
+    Case("dpo", "s", ()), Case("dpo", "m", (f"*.* on {ALL2} dp=2",), 32),
+    Case("dpo", "m", (f"ref.* on {ALL2} tp=2", f"actor.* on {ALL2} pp=2"), 32),
+    Case("grpo", "s", ()), Case("grpo", "m", (f"*.* on {ALL2} dp=2",)),
+    Case("grpo", "m", (f"*.* on {ALL2} dp=2", f"actor.train on {ALL2} tp=2")),
+    Case("grpo", "s", (f"*.* on {ALL4} dp=4", f"actor.train on {ALL4} dp=2 pp=2"), 32),
+    Case("ppo", "s", (), 32), Case("ppo", "m", ()), Case("ppo", "m", (f"*.* on {ALL2} dp=2",), 32),
+    Case("ppo", "m", (f"actor.generate on {ALL2} dp=2", "judge.* on mesh(0:1)", "ref.* on mesh(1:2)",
+                      "critic.* on mesh(1:2)", "actor.train on mesh(0:1)"), 32),
+    Case("ppo", "m", SPLIT, 64),
+)
 
 
 def make(folder: Path) -> None:
@@ -163,8 +172,11 @@ def compiled(case: Case, steps: int) -> Path:
     from rldsl import api
     from rldsl.plan.codec import encode
 
-    plan = api.compile(f"{case.program}.rlf", {"size": case.size, "steps": steps, "batch": case.batch}, None,
-    case.rules) file = Path("case.plan") file.write_bytes(encode(plan)) return file
+    sets = {"size": case.size, "steps": steps, "batch": case.batch}
+    plan = api.compile(f"{case.program}.rlf", sets, None, case.rules)
+    file = Path("case.plan")
+    file.write_bytes(encode(plan))
+    return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +188,17 @@ class Real:
 
 
 def measured(plan: Path, world: int, steps: int) -> Real:
-               """A real run.""" command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone",
-               "--nproc-per-node", str(world), "-m", "rldsl.run", str(plan), "--out", "run", "--device", "cpu",
-               "--plain", "--overwrite", "--trace", "run.json"] done = subprocess.run(command, capture_output=True,
-               text=True) if done.returncode: raise SystemExit(f"{' '.join(command)}\n{done.stderr}") lines =
-               [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()] spans = [s for s in
-               json.loads(Path("run.json").read_text())["traceEvents"] if s["ph"] == "X"] computed =
-               sum(s["args"]["busy"] for s in spans if s["args"]["step"] > WARM) / (steps - WARM) return
-               Real(statistics.median(x["seconds"] for x in lines[WARM:]), computed)
+    """A real run."""
+    command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(world), "-m",
+               "rldsl.run", str(plan), "--out", "run", "--device", "cpu", "--plain", "--overwrite",
+               "--trace", "run.json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    spans = [s for s in json.loads(Path("run.json").read_text())["traceEvents"] if s["ph"] == "X"]
+    computed = sum(s["args"]["busy"] for s in spans if s["args"]["step"] > WARM) / (steps - WARM)
+    return Real(statistics.median(x["seconds"] for x in lines[WARM:]), computed)
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -208,17 +223,23 @@ def main() -> None:
     from rldsl.clusters import read
     from rldsl.simulate import Lengths, simulate
 
-        found: list[tuple[float, float]] = [] print(f"{'simulated':>10} {'measured':>10} {'error':>7} {'work':>7}
-        plan", flush=True) for case in CASES: if given.only not in case.name: continue file = compiled(case,
-        given.steps) plan = read_plan(str(file)) subprocess.run([sys.executable, "-m", "rldsl.cli", "profile",
-        str(file), "-o", "profile.yaml", "--device", "cpu", *([] if given.reuse else ["--fresh"])], check=True,
-        capture_output=True) guess = simulate(plan, read("profile.yaml"), Lengths(PROMPT, ANSWERS.get(case.program,
-        0.0))) real = measured(file, plan.header.world, given.steps) found.append((guess.seconds, real.seconds))
+    found: list[tuple[float, float]] = []
+    print(f"{'simulated':>10} {'measured':>10} {'error':>7} {'work':>7}  plan", flush=True)
+    for case in CASES:
+        if given.only not in case.name:
+            continue
+        file = compiled(case, given.steps)
+        plan = read_plan(str(file))
+        subprocess.run([sys.executable, "-m", "rldsl.cli", "profile", str(file), "-o", "profile.yaml",
+                        "--device", "cpu", *([] if given.reuse else ["--fresh"])], check=True, capture_output=True)
+        guess = simulate(plan, read("profile.yaml"), Lengths(PROMPT, ANSWERS.get(case.program, 0.0)))
+        real = measured(file, plan.header.world, given.steps)
+        found.append((guess.seconds, real.seconds))
         print(f"{guess.seconds:>9.3f}s {real.seconds:>9.3f}s {guess.seconds / real.seconds - 1:>+7.1%} "
-        f"{work(guess) / real.computed - 1:>+7.1%}  {case.name}", flush=True) errors = [abs(guess / real - 1) for
-        guess, real in found] print(f"\n{len(found)} plans: median error {statistics.median(errors):.1%} (gate
-        {GATES['median error']:.0%}), largest " f"{max(errors):.1%}, Kendall's tau {tau(found):.3f} (gate
-        {GATES['tau']})")
+              f"{work(guess) / real.computed - 1:>+7.1%}  {case.name}", flush=True)
+    errors = [abs(guess / real - 1) for guess, real in found]
+    print(f"\n{len(found)} plans: median error {statistics.median(errors):.1%} (gate {GATES['median error']:.0%}), "
+          f"largest {max(errors):.1%}, Kendall's tau {tau(found):.3f} (gate {GATES['tau']})")
 
 
 def work(timeline: Timeline) -> float:

@@ -2,7 +2,9 @@
 
 In: a plan or a program. Out: a YAML file. What was measured is kept by machine, libraries and threads, and model by
 model, so that the next profile measures only what is new. The measuring is `runtime/profile.py`, in processes of its
-own. Errors: RL0788 the measuring fails. """
+own.
+Errors: RL0788 the measuring fails.
+"""
 
 from __future__ import annotations
 

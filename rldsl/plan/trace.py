@@ -3,7 +3,8 @@ ones.
 
 In: events of a plan with begin and end on a rank. Out: trace events. A process is a node, a thread a rank; the name
 of a span is the kind of its event and what it is about; its `args` say which event, of which step, of which line, and
-why. """
+why.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 In: a played simulation. Out: hops backwards from the end of a step: the work that ended last, the message that it
 waited for, the work of the class that was last ready for that message, and so on. Each hop begins where the one
-before ended. """
+before ended.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 In: an event, a class, the world. Out: the acts at the event, the messages that are under way afterwards, and the
 seconds of putting what has come into its place. Who sends how much is expected, not worked out row by row or box by
 box: rows lie anywhere on the source's shards, and senders of equal boxes send equal parts (`plan/movement.py` sees to
-that). """
+that).
+"""
 
 from __future__ import annotations
 

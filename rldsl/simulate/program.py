@@ -2,7 +2,8 @@
 
 In: a world. Out: for each class its acts over some steps. What `every` holds is no part of an ordinary step, and left
 out unless it is asked for. Invariant: classes that share an event give its messages the same keys, since they go
-through it equally often. """
+through it equally often.
+"""
 
 from __future__ import annotations
 

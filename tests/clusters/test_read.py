@@ -100,22 +100,27 @@ def test_measurements_are_read() -> None:
     assert found == Measured("abc", "causal_lm", "float32", 2, 1, forward=(("call", 3.0), ("token", 0.001)))
 
 
-    @pytest.mark.parametrize("text, expected", [ ("gpus: 8\nnods: 2\n", [("RL0107", 2)]), ("gpus: 8\ngpus: 4\n",
-    [("RL0215", 2)]), ("gpus: eight\n", [("RL0205", 1)]), ("gpus: 0\n", [("RL0205", 1)]), ("gpus: 2.5\n", [("RL0205",
-    1)]), ("gpus: true\n", [("RL0205", 1)]), ("gpus: [8]\n", [("RL0205", 1)]), ("gpus:\n", [("RL0205", 1)]), ("gpus:
-    8\nmemory_gb: 0\n", [("RL0205", 2)]), ("gpus: 8\nmemory_gb: .inf\n", [("RL0205", 2)]), ("gpus: 8\nlink_gb_s:
-    .nan\n", [("RL0205", 2)]), ("gpus: 8\nlink_us: -1\n", [("RL0205", 2)]), ("gpus: 8\nmatmul_efficiency: 1.2\n",
-    [("RL0205", 2)]), ("gpus: 8\nmatmul_efficiency: 0\n", [("RL0205", 2)]), ("gpus: 8\nname: 3\n", [("RL0205", 2)]),
-    ("preset: h100x9\n", [("RL0205", 1)]), ("preset: [h100x8]\n", [("RL0205", 1)]), ("- 8\n", [("RL0205", 1)]), ("",
-    [("RL0205", 1)]), ("8\n", [("RL0205", 1)]), ("gpus: 8\nlink: [\n", [("RL0103", 2)]), ("gpus: 8\n\tnodes: 1\n",
-    [("RL0103", 2)]), ("gpus: !!python/none x\n", [("RL0205", 1)]), ("nods: 2\ngpus: x\nmemory_gb: -1\n", [("RL0107",
-    1), ("RL0205", 2), ("RL0205", 3)]), ("gpus: 1\nmeasured: 3\n", [("RL0205", 2)]), ("gpus: 1\nmeasured:\n  - 3\n",
-    [("RL0205", 3)]), (f"gpus: 1\nmeasured:\n{MEASURED.replace('head', 'haed')}", [("RL0107", 3), ("RL0215", 3)]),
-    (f"gpus: 1\nmeasured:\n{MEASURED.replace('token:', 'tokens:')}", [("RL0107", 3)]), (f"gpus:
-    1\nmeasured:\n{MEASURED.replace('call: 3', 'call: -3')}", [("RL0205", 3)]), (f"gpus:
-    1\nmeasured:\n{MEASURED.replace('{call: 3, token: 1e-3}', '7')}", [("RL0205", 3)]), ]) def
-    test_mistakes_are_found_where_they_are(text: str, expected: list[tuple[str, int]]) -> None: assert mistakes(text)
-    == expected
+@pytest.mark.parametrize("text, expected", [
+    ("gpus: 8\nnods: 2\n", [("RL0107", 2)]), ("gpus: 8\ngpus: 4\n", [("RL0215", 2)]),
+    ("gpus: eight\n", [("RL0205", 1)]), ("gpus: 0\n", [("RL0205", 1)]), ("gpus: 2.5\n", [("RL0205", 1)]),
+    ("gpus: true\n", [("RL0205", 1)]), ("gpus: [8]\n", [("RL0205", 1)]), ("gpus:\n", [("RL0205", 1)]),
+    ("gpus: 8\nmemory_gb: 0\n", [("RL0205", 2)]), ("gpus: 8\nmemory_gb: .inf\n", [("RL0205", 2)]),
+    ("gpus: 8\nlink_gb_s: .nan\n", [("RL0205", 2)]), ("gpus: 8\nlink_us: -1\n", [("RL0205", 2)]),
+    ("gpus: 8\nmatmul_efficiency: 1.2\n", [("RL0205", 2)]), ("gpus: 8\nmatmul_efficiency: 0\n", [("RL0205", 2)]),
+    ("gpus: 8\nname: 3\n", [("RL0205", 2)]), ("preset: h100x9\n", [("RL0205", 1)]),
+    ("preset: [h100x8]\n", [("RL0205", 1)]),
+    ("- 8\n", [("RL0205", 1)]), ("", [("RL0205", 1)]), ("8\n", [("RL0205", 1)]),
+    ("gpus: 8\nlink: [\n", [("RL0103", 2)]), ("gpus: 8\n\tnodes: 1\n", [("RL0103", 2)]),
+    ("gpus: !!python/none x\n", [("RL0205", 1)]),
+    ("nods: 2\ngpus: x\nmemory_gb: -1\n", [("RL0107", 1), ("RL0205", 2), ("RL0205", 3)]),
+    ("gpus: 1\nmeasured: 3\n", [("RL0205", 2)]), ("gpus: 1\nmeasured:\n  - 3\n", [("RL0205", 3)]),
+    (f"gpus: 1\nmeasured:\n{MEASURED.replace('head', 'haed')}", [("RL0107", 3), ("RL0215", 3)]),
+    (f"gpus: 1\nmeasured:\n{MEASURED.replace('token:', 'tokens:')}", [("RL0107", 3)]),
+    (f"gpus: 1\nmeasured:\n{MEASURED.replace('call: 3', 'call: -3')}", [("RL0205", 3)]),
+    (f"gpus: 1\nmeasured:\n{MEASURED.replace('{call: 3, token: 1e-3}', '7')}", [("RL0205", 3)]),
+])
+def test_mistakes_are_found_where_they_are(text: str, expected: list[tuple[str, int]]) -> None:
+    assert mistakes(text) == expected
 
 
 @pytest.mark.parametrize("text, word", [("gpus: 8\nlink_gbs: 2\n", "link_gb_s"), ("preset: h100x80\n", "h100x8"),
@@ -164,11 +169,15 @@ def test_programs_read_the_same_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cluster_of('cluster "h100x64.yaml"') == cluster_of('cluster "h100x64"') == (8, 8, 80)
 
 
-@pytest.mark.parametrize("text, code", [("nods: 1\ngpus: 8\n", "RL0107"), ("nodes: 2\n", "RL0215"), ("gpus: -1\n",
-"RL0205"), ("gpus: [\n", "RL0103"), ("name: x\n", "RL0215"), (None, "RL0103")]) def
-test_mistakes_in_a_program_s_file_are_the_program_s(text: str | None, code: str, tmp_path: Path, monkeypatch:
-pytest.MonkeyPatch) -> None: monkeypatch.chdir(tmp_path) if text is not None: Path("c.yaml").write_text(text) assert
-[d.code for d in api.check(f'cluster "c.yaml"\n{PROGRAM}')] == [code]
+@pytest.mark.parametrize("text, code", [
+    ("nods: 1\ngpus: 8\n", "RL0107"), ("nodes: 2\n", "RL0215"), ("gpus: -1\n", "RL0205"), ("gpus: [\n", "RL0103"),
+    ("name: x\n", "RL0215"), (None, "RL0103")])
+def test_mistakes_in_a_program_s_file_are_the_program_s(text: str | None, code: str, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("c.yaml").write_text(text)
+    assert [d.code for d in api.check(f'cluster "c.yaml"\n{PROGRAM}')] == [code]
 
 
 def test_an_unknown_preset_in_a_program() -> None:

@@ -36,8 +36,8 @@ def test_an_earlier_run_tells_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text, code", [
-    (None, "RL0091"), ("", "RL0205"), ('{"step": 1, "loss": 2}\n', "RL0205"), ("no json\n", "RL0092"), ("[1]\n",
-                                                                                                        "RL0205"),
+    (None, "RL0091"), ("", "RL0205"), ('{"step": 1, "loss": 2}\n', "RL0205"), ("no json\n", "RL0092"),
+    ("[1]\n", "RL0205"),
     ('{"length/response": "long"}\n', "RL0205")])
 def test_runs_that_tell_nothing(text: str | None, code: str, tmp_path: Path) -> None:
     if text is not None:

@@ -82,17 +82,24 @@ def test_a_solo_group_meets_nobody() -> None:
 
 def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of real shards of both kinds, one of them half a model; few shapes and tokens, for speed."""
-    monkeypatch.setattr("rldsl.runtime.profile_models.SHAPES", ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16,
-    4), (2, 2, 12, 4))) monkeypatch.setattr("rldsl.runtime.profile_models.DECODES", ((2, 1, 4), (1, 2, 4)))
-    monkeypatch.setattr("rldsl.runtime.profile_models.ENOUGH", 0.0) threads = torch.get_num_threads()
-    torch.set_num_threads(1) plan = api.compile("score.rlf") models = {m.name: m for m in plan.models} actor =
-    measure(models["actor"], 2, "torch", Sampling(), CPU) judge = measure(models["judge"], 1, "torch", Sampling(),
-    CPU) assert set(actor) == set(PASSES) and set(judge) == set(PASSES) - {"decode"} for found in (*actor.values(),
-    *judge.values()): assert all(rate >= 0 for rate in found.values()) assert all(set(found[p]) == set(PASSES[p]) for
-    found in (actor, judge) for p in found) assert sum(actor["forward"].values()) > 0 and
-    sum(actor["decode"].values()) > 0 torch.set_num_threads(threads) half, whole = (build(models["actor"], 1, tp,
-    "torch", CPU, False).tensors() for tp in (2, 1)) name = "model.layers.0.mlp.up_proj.weight" assert 2 *
-    half[name].numel() == whole[name].numel() and not any("layers.1" in n for n in whole)
+    shapes = ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16, 4), (2, 2, 12, 4))
+    for name, value in (("SHAPES", shapes), ("DECODES", ((2, 1, 4), (1, 2, 4))), ("ENOUGH", 0.0)):
+        monkeypatch.setattr(f"rldsl.runtime.profile_models.{name}", value)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    plan = api.compile("score.rlf")
+    models = {m.name: m for m in plan.models}
+    actor = measure(models["actor"], 2, "torch", Sampling(), CPU)
+    judge = measure(models["judge"], 1, "torch", Sampling(), CPU)
+    assert set(actor) == set(PASSES) and set(judge) == set(PASSES) - {"decode"}
+    for found in (*actor.values(), *judge.values()):
+        assert all(rate >= 0 for rate in found.values())
+    assert all(set(found[p]) == set(PASSES[p]) for found in (actor, judge) for p in found)
+    assert sum(actor["forward"].values()) > 0 and sum(actor["decode"].values()) > 0
+    torch.set_num_threads(threads)
+    half, whole = (build(models["actor"], 1, tp, "torch", CPU, False).tensors() for tp in (2, 1))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert 2 * half[name].numel() == whole[name].numel() and not any("layers.1" in n for n in whole)
 
 
 # -------------------------------------------------------------------------------------------- the command
@@ -108,12 +115,16 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """The machine is not measured; what was asked of it is written down."""
     seen: list[dict] = []
 
-        def run(line, environment) -> str: if "--facts" in line: return json.dumps({"device": "Toy", "devices": 0,
-        "cores": 2, "versions": ["torch 1"]}) plan, wanted, found = line[line.index("rldsl.runtime.profile") + 1
-        :][:3] seen.append(json.loads(Path(wanted).read_text()) | {"threads": environment["OMP_NUM_THREADS"]}) models
-        = {m.name: m for m in api.read_plan(plan).models} measured = [{"config": models[m].config_digest, "head":
-        models[m].kind, "dtype": models[m].dtype, "tp": tp, "threads": 1, **RATES} for m, tp, _ in seen[-1]["models"]]
-        Path(found).write_text(json.dumps((FOUND if seen[-1]["machine"] else {}) | {"measured": measured})) return ""
+    def run(line, environment) -> str:
+        if "--facts" in line:
+            return json.dumps({"device": "Toy", "devices": 0, "cores": 2, "versions": ["torch 1"]})
+        plan, wanted, found = line[line.index("rldsl.runtime.profile") + 1 :][:3]
+        seen.append(json.loads(Path(wanted).read_text()) | {"threads": environment["OMP_NUM_THREADS"]})
+        models = {m.name: m for m in api.read_plan(plan).models}
+        measured = [{"config": models[m].config_digest, "head": models[m].kind, "dtype": models[m].dtype, "tp": tp,
+                     "threads": 1, **RATES} for m, tp, _ in seen[-1]["models"]]
+        Path(found).write_text(json.dumps((FOUND if seen[-1]["machine"] else {}) | {"measured": measured}))
+        return ""
 
     monkeypatch.setattr(command, "_run", run)
     return seen
@@ -157,11 +168,12 @@ def test_a_damaged_cache_is_measured_again(asked: list[dict], folder: Path) -> N
     assert profile("score.rlf").exit_code == 0 and len(asked) == 2
 
 
-    @pytest.mark.parametrize("args, status, word", [ (("none.rlf",), 1, "RL0091"), (("score.rlf", "-o",
-    "none/x.yaml"), 1, "RL0094"), (("score.rlf", "--device", "tpu"), 2, "tpu"), ((), 2, "FILE"), (("score.rlf",
-    "--set", "x=1"), 1, "RL0106")]) def test_mistakes(asked: list[dict], args: tuple[str, ...], status: int, word:
-    str) -> None: said = profile(*args) assert said.exit_code == status and word in said.output and "Traceback" not in
-    said.output, said.output
+@pytest.mark.parametrize("args, status, word", [
+    (("none.rlf",), 1, "RL0091"), (("score.rlf", "-o", "none/x.yaml"), 1, "RL0094"), ((), 2, "FILE"),
+    (("score.rlf", "--device", "tpu"), 2, "tpu"), (("score.rlf", "--set", "x=1"), 1, "RL0106")])
+def test_mistakes(asked: list[dict], args: tuple[str, ...], status: int, word: str) -> None:
+    said = profile(*args)
+    assert said.exit_code == status and word in said.output and "Traceback" not in said.output, said.output
 
 
 def test_a_plan_is_fixed(asked: list[dict]) -> None:

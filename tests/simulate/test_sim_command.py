@@ -53,8 +53,8 @@ def test_json_is_the_same(folder: Path) -> None:
 
 def test_lengths_and_trace(folder: Path) -> None:
     full, short = (json.loads(sim("ppo.plan", "--cluster", "two.yaml", "--json", *more).output)
-                   for more in ((), ("--prompt-tokens", "4", "--response-tokens", "5", "--longest", "8", "--trace",
-                                     "t.json")))
+                   for more in ((), ("--prompt-tokens", "4", "--response-tokens", "5", "--longest", "8",
+                                     "--trace", "t.json")))
     assert short["seconds"] < full["seconds"] and short["tokens"] == 16 * 9
     assert json.loads((folder / "t.json").read_text())["otherData"]["what"] == "simulated"
     line = {"step": 1, "length/response": 5.0, "seconds": 1, "tokens_per_second": 144}
@@ -64,16 +64,16 @@ def test_lengths_and_trace(folder: Path) -> None:
 
 @pytest.mark.parametrize("args, status, word", [
     (("ppo.plan",), 2, "--cluster"), (("none.plan", "--cluster", "h100x8"), 1, "RL0091"),
-    (("ppo.plan", "--cluster", "h10x8"), 1, "did you mean `h100x8`"), (("ppo.plan", "--cluster", "small.yaml"), 1,
-                                                                       "RL0096"),
-    (("ppo.plan", "--cluster", "bare.yaml"), 1, "missing: bfloat16_tflops"), (("ppo.plan", "--cluster", "ppo.plan"),
-                                                                              1, "RL0"),
+    (("ppo.plan", "--cluster", "h10x8"), 1, "did you mean `h100x8`"),
+    (("ppo.plan", "--cluster", "small.yaml"), 1, "RL0096"),
+    (("ppo.plan", "--cluster", "bare.yaml"), 1, "missing: bfloat16_tflops"),
+    (("ppo.plan", "--cluster", "ppo.plan"), 1, "RL0"),
     (("ppo.plan", "--cluster", "h100x8", "--set", "lr=1"), 2, "a plan is fixed"),
     (("ppo.plan", "--cluster", "h100x8", "--lengths", "nowhere"), 1, "RL0091"),
     (("ppo.plan", "--cluster", "h100x8", "--lengths", ".", "--prompt-tokens", "3"), 2, "leave --prompt-tokens"),
     (("ppo.plan", "--cluster", "h100x8", "--prompt-tokens", "-3"), 2, "-3"),
-    (("ppo.plan", "--cluster", "h100x8", "--trace", "none/t.json"), 1, "RL0094"), (("two.yaml", "--cluster",
-                                                                                    "h100x8"), 1, "RL0")])
+    (("ppo.plan", "--cluster", "h100x8", "--trace", "none/t.json"), 1, "RL0094"),
+    (("two.yaml", "--cluster", "h100x8"), 1, "RL0")])
 def test_mistakes(folder: Path, args: tuple[str, ...], status: int, word: str) -> None:
     said = sim(*args)
     assert said.exit_code == status and word in said.output and "Traceback" not in said.output, said.output

@@ -256,8 +256,8 @@ def test_measurements_replace_counting() -> None:
     plan = known("together")
     zero = {p: tuple((f, 0.0) for f in names) for p, names in (("forward", ("call",)), ("train", ("call",)),
                                                                ("decode", ("call",)), ("update", ("call",)))}
-    every = tuple(Measured("c" * 64, kind, "float32", 1, 1, **zero) for kind in ("causal_lm", "value_model",
-                                                                                 "reward_model"))
+    kinds = ("causal_lm", "value_model", "reward_model")
+    every = tuple(Measured("c" * 64, kind, "float32", 1, 1, **zero) for kind in kinds)
     found = simulate(plan, replace(ROUND, measured=every))
     calls = {e.id for e, _ in events(plan) if isinstance(e, Generate)}
     assert not found.estimated and found.seconds < timeline("together").seconds / 2
@@ -294,8 +294,8 @@ def test_ranks_that_share_cores_are_slower() -> None:
 
 
 @pytest.mark.parametrize("cluster, code", [
-    (Cluster(gpus=8), "RL0215"), (replace(ROUND, float32_tflops=0.0), "RL0215"), (replace(ROUND, network_gb_s=0.0),
-                                                                                  "RL0215"),
+    (Cluster(gpus=8), "RL0215"), (replace(ROUND, float32_tflops=0.0), "RL0215"),
+    (replace(ROUND, network_gb_s=0.0), "RL0215"),
     (replace(ROUND, gpus=0), "RL0215"), (replace(ROUND, gpus=4, nodes=1), "RL0096")])
 def test_clusters_that_will_not_do(cluster: Cluster, code: str) -> None:
     with pytest.raises(Failure) as caught:
@@ -307,8 +307,8 @@ def test_a_timeline_is_plain_values() -> None:
     found = timeline("real")
     assert json.dumps({f.name: getattr(found, f.name) for f in fields(found)}, default=lambda o: {
         f.name: getattr(o, f.name) for f in fields(o)})
-    assert hash(found) == hash(simulate(known("real"),
-                                        ROUND)) and found.tokens_per_second == found.tokens / found.seconds
+    assert hash(found) == hash(simulate(known("real"), ROUND))
+    assert found.tokens_per_second == found.tokens / found.seconds
 
 
 def test_ten_thousand_ranks() -> None:

@@ -27,11 +27,13 @@ flow grpo(steps=2, seed=1) {
   gen    = actor.generate(prompt, n=2, max_new_tokens=4)                         on mesh(0:2, 0:1) dp=2
   ref_lp = ref.logprobs(gen)                                                     on mesh(1:2, 0:1)
   long   = len(gen) - ref_lp
-  actor.train(gen, loss=grpo(old=gen.logprobs, adv=group_norm(mean(long by seq)), ref=ref_lp, beta=0.1))
-      on mesh(0:2, 0:1) pp=2
+  adv    = group_norm(mean(long by seq))
+  actor.train(gen, loss=grpo(old=gen.logprobs, adv=adv, ref=ref_lp, beta=0.1))   on mesh(0:2, 0:1) pp=2
 }
-""" SPAN = {"name": str, "cat": str, "ph": str, "pid": int, "tid": int, "ts": (int, float), "dur": (int, float),
-"args": dict} ARGS = {"event": int, "at": str, "line": str, "step": int, "because": str, "busy": (int, float)}
+"""
+SPAN = {"name": str, "cat": str, "ph": str, "pid": int, "tid": int, "ts": (int, float), "dur": (int, float),
+        "args": dict}
+ARGS = {"event": int, "at": str, "line": str, "step": int, "because": str, "busy": (int, float)}
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +55,21 @@ def spans(trace: dict) -> list[dict]:
 
 
 def check(trace: dict, per_node: int) -> None:
-        """What Perfetto needs, and what we promise besides.""" assert trace["displayTimeUnit"] == "ms" and
-        {"program", "flow", "world", "what"} <= set(trace["otherData"]) labels = {(e["name"], e["pid"], e["tid"]) for
-        e in trace["traceEvents"] if e["ph"] == "M"} by: dict[int, list[dict]] = defaultdict(list) for span in
-        spans(trace): assert {k: True for k in SPAN} == {k: isinstance(span[k], t) for k, t in SPAN.items()} and
-        set(span) == set(SPAN) assert {k: True for k in ARGS} == {k: isinstance(span["args"][k], t) for k, t in
-        ARGS.items()} assert set(span["args"]) == set(ARGS) and span["dur"] >= 0 and span["ts"] >= 0 assert
-        span["pid"] == span["tid"] // per_node assert ("process_name", span["pid"], 0) in labels and ("thread_name",
-        span["pid"], span["tid"]) in labels by[span["tid"]].append(span) for mine in by.values():  # a rank does one
-        thing after the other mine.sort(key=lambda s: s["ts"]) assert all(a["ts"] + a["dur"] <= b["ts"] + 1.0 for a, b
-        in zip(mine, mine[1:])) assert len(json.dumps(trace)) > 0 and min(s["ts"] for s in spans(trace)) == 0
+    """What Perfetto needs, and what we promise besides."""
+    assert trace["displayTimeUnit"] == "ms" and {"program", "flow", "world", "what"} <= set(trace["otherData"])
+    labels = {(e["name"], e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "M"}
+    by: dict[int, list[dict]] = defaultdict(list)
+    for span in spans(trace):
+        assert set(span) == set(SPAN) and all(isinstance(span[k], t) for k, t in SPAN.items())
+        assert set(span["args"]) == set(ARGS) and all(isinstance(span["args"][k], t) for k, t in ARGS.items())
+        assert span["dur"] >= 0 and span["ts"] >= 0
+        assert span["pid"] == span["tid"] // per_node
+        assert ("process_name", span["pid"], 0) in labels and ("thread_name", span["pid"], span["tid"]) in labels
+        by[span["tid"]].append(span)
+    for mine in by.values():  # a rank does one thing after the other
+        mine.sort(key=lambda s: s["ts"])
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1.0 for a, b in zip(mine, mine[1:]))
+    assert len(json.dumps(trace)) > 0 and min(s["ts"] for s in spans(trace)) == 0
 
 
 def test_both_are_valid(traces: tuple[Plan, dict, dict]) -> None:
@@ -76,10 +83,13 @@ def test_both_say_the_same_of_a_step(traces: tuple[Plan, dict, dict]) -> None:
     """The same events on the same ranks, under the same names, in the same order, for the same lines and reasons."""
     _, recorded, simulated = traces
 
-                def told(trace: dict, step: int) -> dict[tuple, list[tuple]]: found: dict[tuple, list[tuple]] =
-                defaultdict(list) for s in sorted(spans(trace), key=lambda s: s["ts"]): if s["args"]["step"] == step:
-                found[s["pid"], s["tid"]].append((s["name"], s["cat"], *(s["args"][k] for k in ("event", "at", "line",
-                "because")))) return found
+    def told(trace: dict, step: int) -> dict[tuple, list[tuple]]:
+        found: dict[tuple, list[tuple]] = defaultdict(list)
+        for s in sorted(spans(trace), key=lambda s: s["ts"]):
+            if s["args"]["step"] == step:
+                args = (s["args"][k] for k in ("event", "at", "line", "because"))
+                found[s["pid"], s["tid"]].append((s["name"], s["cat"], *args))
+        return found
 
     assert told(recorded, 2) == told(simulated, 1) and len(told(recorded, 2)) == 2
 
