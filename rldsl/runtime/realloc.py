@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from rldsl.plan.boxes import (Box, Parameter, Piece, cell, contains, held, intersect, itemsize, local_slice,
-                              parameters, volume)
+from rldsl.plan.boxes import Box, cell, contains, intersect, itemsize, local_slice, volume
 from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.realloc.direct import Held, divided, held_at, room
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.rounds import AHEAD, BUCKET, Message, Round, buckets, kept, rank_ops
 from rldsl.runtime.exchange import Post, post_each
@@ -33,13 +33,12 @@ Arrived = dict[str, list[tuple[Box, torch.Tensor]]]  # parameter -> what came of
 class Place:
     """Where the boxes of parameters lie in this rank's local tensors under one layout."""
 
-    held: Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
+    held: Held
     tensors: Mapping[str, torch.Tensor]
 
     @staticmethod
     def of(model: Model, layout: Layout, mesh: Mesh, rank: int, tensors: Mapping[str, torch.Tensor]) -> Place:
-        at = cell(layout, mesh, rank)
-        return Place({p.name: (p, held(p, model.layers, layout, at)) for p in parameters(model)}, tensors)
+        return Place(held_at(model, layout, cell(layout, mesh, rank)), tensors)
 
     def has(self, name: str, box: Box) -> bool:
         return any(contains(p.box, box) for p in self.held[name][1])
@@ -80,7 +79,9 @@ def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dty
     for name, box in route.copies:
         assert src is not None
         put(name, box, src.view(name, box))
-    out, into = (_room([side(r) for r in route.rounds], dtype, device) for side in (_sends, _receives))
+    given = None if decay else dst
+    sizes = room(route.rounds, *(lambda m, side=side: _in_place(m, side, dtype) is not None for side in (src, given)))
+    out, into = ([torch.empty(n, dtype=dtype, device=device) for n in each] for each in sizes)
     under_way: deque[Callable[[], Arrived]] = deque()
     for number, ops in enumerate(route.rounds):
         came = under_way.popleft()() if len(under_way) == AHEAD else {}
@@ -90,7 +91,7 @@ def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dty
         for part, flat, in_place in sends:
             if not in_place:
                 _pack(part, flat, src, came)
-        receives = _parts(ops.receives, into[number % AHEAD], None if decay else dst, dtype)
+        receives = _parts(ops.receives, into[number % AHEAD], given, dtype)
         posted = post_each(*([(m.peer, flat) for m, flat, _ in side] for side in (sends, receives)), tag=tag, most=2)
         under_way.append(partial(_arrive, posted, receives, put))
 
@@ -101,40 +102,16 @@ def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dty
     return Pending(finish)
 
 
-def _sends(ops: Round) -> tuple[Message, ...]:
-    return ops.sends
-
-
-def _receives(ops: Round) -> tuple[Message, ...]:
-    return ops.receives
-
-
-def _room(sides: Sequence[Sequence[Message]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Buffers that rounds use in turn."""
-    sizes = [sum(m.size() for m in side) for side in sides]
-    return [torch.empty(max(sizes[i::AHEAD], default=0), dtype=dtype, device=device) for i in range(AHEAD)]
-
-
 def _parts(messages: Sequence[Message], room: torch.Tensor, side: Place | None, dtype: torch.dtype) -> list[Part]:
-    """The messages of a round, one after the other in `room`, or where their elements lie if that is in one stretch of a
-    parameter of `side`."""
+    """The messages of a round, where their elements lie if that is in one stretch of a parameter of `side`, and else one
+    after the other in `room`."""
     found, at = [], 0
     for message in messages:
-        for part in _halves(message):
+        for part in divided(message):
             flat = _in_place(part, side, dtype)
             found.append((part, room[at : at + part.size()] if flat is None else flat, flat is not None))
-            at += part.size()
+            at += part.size() if flat is None else 0
     return found
-
-
-def _halves(message: Message) -> tuple[Message, ...]:
-    """A box of at least half of a message goes by itself, so that it need not be copied; both ends see that alike."""
-    sizes = [volume(box) for _, box in message.boxes]
-    at = sizes.index(max(sizes))
-    if len(sizes) == 1 or 2 * sizes[at] < sum(sizes):
-        return (message,)
-    rest = (*message.boxes[:at], *message.boxes[at + 1 :])
-    return Message(message.peer, (message.boxes[at],)), Message(message.peer, rest)
 
 
 def _in_place(message: Message, side: Place | None, dtype: torch.dtype) -> torch.Tensor | None:

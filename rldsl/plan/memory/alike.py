@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
 
-from rldsl.plan.boxes import Cell
+from rldsl.plan.boxes import Cell, parts
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 
 
@@ -21,8 +21,8 @@ Place = tuple[str, str, int]  # a mesh, or a layout and one of its stages
 @dataclass(frozen=True, slots=True)
 class Alike:
     """Of a layout with `zero` all shards count as the first, which has the most. meshes: the ids of those that contain
-    these ranks. cells: for each way in which they stand in the layouts (tensor parallelism may put them at different
-    parts), layout id -> cell."""
+    these ranks. cells: for each way in which they stand in the layouts (tensor and expert parallelism may put them at
+    different parts), layout id -> cell."""
 
     ranks: Ranges
     meshes: frozenset[str]
@@ -56,14 +56,14 @@ def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, meshes: Mapping[st
     stages = {id: stage for kind, id, stage in mine if kind == "stage"}
     layouts = [x for x in plan.layouts if x.id in stages]
     cells = dict.fromkeys(
-        tuple((x.id, Cell(stages[x.id], _index(meshes[x.mesh], rank) % x.tp)) for x in layouts)
+        tuple((x.id, Cell(stages[x.id], _index(meshes[x.mesh], rank) % parts(x))) for x in layouts)
         for rank in _samples(ranges, layouts))
     return Alike(ranges, frozenset(id for kind, id, _ in mine if kind == "mesh"), tuple(map(dict, cells)))
 
 
 def _samples(ranges: Ranges, layouts: list[Layout]) -> Iterator[int]:
     """Ranks that stand at every part that any of them stands at: parts repeat along a range."""
-    period = lcm(1, *(x.tp for x in layouts))
+    period = lcm(1, *(parts(x) for x in layouts))
     for start, stop in ranges:
         yield from range(start, min(stop, start + period))
 

@@ -87,6 +87,7 @@ class _Walk:
             if isinstance(e, Train):
                 steps.setdefault(f"{e.model}@{e.layout}", i)
         moved = {f"{e.model}@{e.layout}" for e in self.events if isinstance(e, Offload)}
+        freed = {b for e in self.events if isinstance(e, Free) for b in e.buffers}
         there: list[Copy] = []
         copies = [(b, self._copies(b)) for b in first]
         # models with a base first: what others share with them is counted as theirs
@@ -96,6 +97,8 @@ class _Walk:
             start = min(2 * first[buffer] + 1, self.top)
             if buffer in moved:
                 self._away(buffer, mine)
+            elif buffer in freed:
+                self._for_a_while(buffer, mine)
             else:
                 self._copy(mine, there, start)
             if mine[0].trained:
@@ -132,6 +135,16 @@ class _Walk:
                     self._hold(what, size, since, 2 * i + 1, host=not here)
                 here, since = not here, 2 * i + 1
         self._hold(what, size, since, self.end, host=not here)
+
+    def _for_a_while(self, buffer: str, mine: tuple[Copy, ...]) -> None:
+        """A copy that is there from each realloc to the free behind it."""
+        since = -1
+        for i, e in enumerate(self.events):
+            if buffer in e.writes and since < 0:
+                since = 2 * i + 1
+            elif since >= 0 and isinstance(e, Free) and buffer in e.buffers:
+                self._hold(f"parameters of {_name(mine[0])}", max(c.stored * resting(c) for c in mine), since, 2 * i + 1)
+                since = -1
 
     def _again(self) -> bool:
         """Whether the run has more than one step."""
@@ -205,24 +218,25 @@ class _Walk:
 
     def _realloc(self, i: int, e: Realloc) -> None:
         """The last rounds live until the new copy is first used; a rank that only sends waits at once."""
-        source, model = self.models[e.source or e.model], self.models[e.model]
-        room = realloc_bytes(self.ways[e.model, e.src, e.dst], e, model, source, self.ranks)
+        model = self.models[e.model]
+        room = realloc_bytes(self.plan, self.ways[e.model, e.src, e.dst], e, self.ranks)
         what, now = f"realloc of {call_name(e) if e.source else e.model}", 2 * i + 1
         mean = 3 * FLOAT * max((largest(c) for c in self._copies(f"{model.name}@{e.dst}")), default=0)  # of old and new
         self._hold(what, room + (mean if e.decay else 0), now, now)
         if self.ranks.at(e.dst):
-            self._until_read(what, room, i, now + 1, [f"{model.name}@{e.dst}"])
+            self._until_read(what, room, i, now + 1, [f"{model.name}@{e.dst}"], before=1)
 
-    def _until_read(self, what: str, size: int, i: int, start: int, buffers: list[str]) -> None:
-        """Held from event i until one of some buffers is first read or freed; perhaps in the next step, or when the
-        event comes again."""
+    def _until_read(self, what: str, size: int, i: int, start: int, buffers: list[str], before: int = 0) -> None:
+        """Held from event i until one of some buffers is first read or freed, or until `before` moments earlier; perhaps
+        in the next step, or when the event comes again."""
         reader = self._reader(i + 1, buffers)
         if reader is not None:
-            self._hold(what, size, start, reader)
+            self._hold(what, size, start, reader - before)
             return
         self._hold(what, size, start, self.end)
         if self._again():
-            self._hold(what, size, self.top, min(start - 1, self._reader(self.top // 2, buffers) or start))
+            reader = self._reader(self.top // 2, buffers)
+            self._hold(what, size, self.top, min(start - 1, start if reader is None else reader - before))
 
     def _reader(self, first: int, buffers: list[str]) -> int | None:
         """The moment of the first event, from event `first` on, that reads or frees one of some buffers."""

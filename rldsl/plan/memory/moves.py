@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rldsl.plan.boxes import Box, itemsize, shards, volume
+from rldsl.plan.boxes import Box, cell, itemsize, parts, shards, volume
 from rldsl.plan.events import Realloc
 from rldsl.plan.memory.alike import Alike
 from rldsl.plan.memory.parameters import Copy, held
 from rldsl.plan.model import Model, ParamSpec, Plan
-from rldsl.plan.movement import carried
+from rldsl.plan.movement import carried, stored
 from rldsl.plan.project import events
+from rldsl.plan.realloc.direct import Held, held_at, room, together
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.records import Paths
-from rldsl.plan.realloc.rounds import buckets, room
+from rldsl.plan.realloc.rounds import buckets, rank_ops
 
 
 def ways(plan: Plan) -> dict[tuple[str, str, str], Paths]:
@@ -32,23 +33,39 @@ def ways(plan: Plan) -> dict[tuple[str, str, str], Paths]:
     return found
 
 
-def realloc_bytes(way: Paths, e: Realloc, model: Model, source: Model, ranks: Alike) -> int:
+def realloc_bytes(plan: Plan, way: Paths, e: Realloc, ranks: Alike) -> int:
     """The buffers of a rank, from the event until its last rounds have been waited for. Ranks that hold the same differ
     little in what they send, so the first of each range stands for the others."""
-    size = itemsize(carried(source, e.src, model, e.dst, e.decay))
-    count = buckets(way, size)
-    return size * max(room(way, start, count) for start, _ in ranks.ranks)
+    models = {m.name: m for m in plan.models}
+    source, model = models[e.source or e.model], models[e.model]
+    travels = carried(source, e.src, model, e.dst, e.decay)
+    count = buckets(way, itemsize(travels))
+    found = 0
+    for rank, _ in ranks.ranks:
+        lying, wanted = (_held(plan, model, at, rank) for at in (e.src, e.dst))
+        out, into = room(
+            rank_ops(way, rank, count),
+            lambda m: stored(source, e.src) == travels.dtype and together(m, lying),
+            lambda m: stored(model, e.dst) == travels.dtype and not e.decay and together(m, wanted))
+        found = max(found, sum(out) + sum(into))
+    return itemsize(travels) * found
+
+
+def _held(plan: Plan, model: Model, at: str, rank: int) -> Held:
+    layout = next(x for x in plan.layouts if x.id == at)
+    mesh = next(m for m in plan.meshes if m.id == layout.mesh)
+    return held_at(model, layout, cell(layout, mesh, rank))
 
 
 def saved_bytes(copy: Copy) -> int:
     """The parameters that a rank writes, whole, and what it sends and receives so that they and those of others are.
     Owners are even: they differ by less than the largest parameter."""
-    parts, ranks = copy.layout.tp * shards(copy.layout), copy.layout.dp * copy.layout.cp * copy.layout.tp
+    count, ranks = parts(copy.layout) * shards(copy.layout), copy.layout.dp * copy.layout.cp * copy.layout.tp
     here = [p for p in copy.model.params if _whole((p,), copy)]
     own = max(_whole(here, copy) // ranks, max((_volume(p) for p in here), default=0))
     if copy.model.lora is not None:  # one file of one rank
         own = sum(_volume(p) * (p.layers or copy.model.layers if p.stage == "layer" else 1) for p in copy.model.params)
-    return copy.stored * (own + 2 * own * (parts - 1) // parts)
+    return copy.stored * (own + 2 * own * (count - 1) // count)
 
 
 def _whole(specs: Iterable[ParamSpec], copy: Copy) -> int:

@@ -7,10 +7,10 @@ not listed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from rldsl.plan.boxes import Box, Cell, cut, itemsize, pieces, shards, volume
+from rldsl.plan.boxes import Box, Cell, itemsize, pieces_at, volume
 from rldsl.plan.layout import stage_layers
 from rldsl.plan.model import Layout, Model, ParamSpec
 
@@ -71,7 +71,7 @@ def elements(specs: Sequence[ParamSpec], copy: Copy) -> int:
 
 def resting(copy: Copy) -> int:
     """How many elements of `model.params` a rank holds between calls. `zero` divides rows; the first shard has most."""
-    return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout.tp, copy.cell.part, shards(copy.layout))))
+    return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
                for s in copy.model.params)
 
 
@@ -84,8 +84,9 @@ def held(spec: ParamSpec, copy: Copy) -> range:
 
 
 @cache
-def boxes(spec: ParamSpec, tp: int, part: int, shards: int = 1) -> tuple[Box, ...]:
-    return tuple(p.box for p in cut(spec, pieces(spec, tp, part), shards, 0))
+def boxes(spec: ParamSpec, layout: Layout, part: int, rest: bool = False) -> tuple[Box, ...]:
+    """Of a parameter at a part. rest: at rest, where `zero` divides it further; the first shard has most."""
+    return tuple(p.box for p in pieces_at(spec, layout if rest else replace(layout, zero=0), part, 0))
 
 
 def new_bytes(mine: Copy, earlier: Iterable[Copy]) -> int:
@@ -93,10 +94,10 @@ def new_bytes(mine: Copy, earlier: Iterable[Copy]) -> int:
     same = [c for c in earlier if (c.model.path, c.model.dtype) == (mine.model.path, mine.model.dtype)]
     total = 0
     for spec in mine.shared:
-        own, here = boxes(spec, mine.layout.tp, mine.cell.part), set(held(spec, mine))
+        own, here = boxes(spec, mine.layout, mine.cell.part), set(held(spec, mine))
         for other in same:
             twin = next((s for s in other.shared if s.name == spec.name), None)
-            if twin is not None and boxes(twin, other.layout.tp, other.cell.part) == own:
+            if twin is not None and boxes(twin, other.layout, other.cell.part) == own:
                 here.difference_update(held(twin, other))
         total += len(here) * sum(map(volume, own))
     return total * itemsize(mine.model)
@@ -123,7 +124,7 @@ def largest_weight(copy: Copy) -> int:
 
 
 def _size(spec: ParamSpec, copy: Copy) -> int:
-    return sum(map(volume, boxes(spec, copy.layout.tp, copy.cell.part)))
+    return sum(map(volume, boxes(spec, copy.layout, copy.cell.part)))
 
 
 def linear_elements(copy: Copy) -> int:

@@ -30,5 +30,5 @@ def gathered(copy: Copy) -> dict[str, int]:
 
 def _bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:
     """Of one layer, or of what belongs to none. matrix: bytes of an element of a matrix; others are float32."""
-    return sum((matrix if len(s.shape) == 2 else FLOAT) * sum(map(volume, boxes(s, copy.layout.tp, copy.cell.part)))
+    return sum((matrix if len(s.shape) > 1 else FLOAT) * sum(map(volume, boxes(s, copy.layout, copy.cell.part)))
                for s in specs)

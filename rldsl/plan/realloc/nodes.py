@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from rldsl.plan.boxes import Cell, shards
+from rldsl.plan.boxes import Cell, parts, shards
 from rldsl.plan.layout import degree_product
 from rldsl.plan.model import Layout, Mesh
 
@@ -39,7 +39,7 @@ class Side:
         assert degree_product(layout) == total, f"layout {layout.id} does not fill mesh {mesh.id}"
         runs = tuple(sorted(ordered))
         count = shards(layout)
-        return Side(layout.tp, count, layout.dp * layout.cp // count, runs, ordered, tuple(r[0] for r in runs))
+        return Side(parts(layout), count, total // (layout.pp * parts(layout) * count), runs, ordered, tuple(r[0] for r in runs))
 
     def index(self, rank: int) -> int | None:
         """The number of `rank` in the mesh."""

@@ -62,19 +62,6 @@ def count(p: Paths, buckets: int) -> int:
     return buckets + AHEAD * (steps(p) - 1) if steps(p) else 0
 
 
-def room(p: Paths, rank: int, buckets: int) -> int:
-    """Elements that a rank needs room for beside the parameters, to within rows: in each direction one buffer for each
-    round under way, as large as the largest round that uses it."""
-    total, short = 0, _short(p, buckets)
-    for side in rank_lanes(p, rank):
-        largest = [0] * AHEAD
-        for number in range(count(p, buckets)):
-            size = sum(stop - start for start, stop in (_stretch(p, x, number, buckets, short) for x in side))
-            largest[number % AHEAD] = max(largest[number % AHEAD], size)
-        total += sum(largest)
-    return total
-
-
 def _messages(p: Paths, lanes: Sequence[Lane], number: int, buckets: int, short: int) -> Iterator[Message]:
     found: dict[int, list[tuple[str, Box]]] = {}
     for lane in lanes:
