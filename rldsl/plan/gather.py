@@ -8,7 +8,7 @@ groups lie inside nodes, and nobody sends more than its part. Where rows are div
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
 
 from rldsl.plan.boxes import (
@@ -46,18 +46,26 @@ def owners(model: Model, layout: Layout, mesh: Mesh) -> dict[str, int]:
 def gather(model: Model, layout: Layout, mesh: Mesh, owners: Mapping[str, int],
            rank: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """What `rank` sends and receives so that each parameter becomes whole on its owner; by peer."""
-    sends: dict[int, list[tuple[str, Box]]] = {}
-    receives: dict[int, list[tuple[str, Box]]] = {}
+    return gathers(model, layout, mesh, owners, (rank,))[rank]
+
+
+def gathers(model: Model, layout: Layout, mesh: Mesh, owners: Mapping[str, int],
+            ranks: Sequence[int]) -> dict[int, tuple[tuple[Message, ...], tuple[Message, ...]]]:
+    """`gather` for each of some ranks."""
+    sends, receives = ({rank: defaultdict(list) for rank in ranks} for _ in range(2))
     side = Side.of(layout, mesh)
     for parameter in parameters(model):
         owner = owners[parameter.name]
         for src, box in _lacking(parameter, model, layout, side, owner):
-            if src == rank:
-                sends.setdefault(owner, []).append((parameter.name, box))
-            elif owner == rank:
-                receives.setdefault(src, []).append((parameter.name, box))
-    made = tuple(tuple(Message(peer, tuple(x[peer])) for peer in sorted(x)) for x in (sends, receives))
-    return made[0], made[1]
+            if src in sends:
+                sends[src][owner].append((parameter.name, box))
+            if owner in receives:
+                receives[owner][src].append((parameter.name, box))
+    return {rank: (_messages(sends[rank]), _messages(receives[rank])) for rank in sends}
+
+
+def _messages(by_peer: Mapping[int, list[tuple[str, Box]]]) -> tuple[Message, ...]:
+    return tuple(Message(peer, tuple(by_peer[peer])) for peer in sorted(by_peer))
 
 
 def _lacking(parameter: Parameter, model: Model, layout: Layout, side: Side, owner: int) -> Iterator[tuple[int, Box]]:

@@ -80,7 +80,8 @@ def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dty
         assert src is not None
         put(name, box, src.view(name, box))
     given = None if decay else dst
-    sizes = room(route.rounds, *(lambda m, side=side: _in_place(m, side, dtype) is not None for side in (src, given)))
+    sizes = room(enumerate(route.rounds), len(route.rounds),
+                 *(lambda m, side=side: _in_place(m, side, dtype) is not None for side in (src, given)))
     out, into = ([torch.empty(n, dtype=dtype, device=device) for n in each] for each in sizes)
     under_way: deque[Callable[[], Arrived]] = deque()
     for number, ops in enumerate(route.rounds):

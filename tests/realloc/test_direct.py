@@ -37,7 +37,7 @@ def test_a_large_box_goes_by_itself(sizes: list[int], parts: list[int]) -> None:
 def test_what_is_sent_late_has_room() -> None:
     message = Message(1, (("p", ((0, 8),)),))
     rounds = [Round((message,), (message,))] * (AHEAD + 1)
-    assert room(rounds[:1], lambda m: True, lambda m: True) == ([8, 0], [0, 0])
-    assert room(rounds, lambda m: True, lambda m: True) == ([8, 8], [0, 0])
-    assert room(rounds, lambda m: False, lambda m: False) == ([8, 8], [8, 8])
-    assert room([], lambda m: False, lambda m: False) == ([0, 0], [0, 0])
+    assert room(enumerate(rounds[:1]), 1, lambda m: True, lambda m: True) == ([8, 0], [0, 0])
+    assert room(enumerate(rounds), len(rounds), lambda m: True, lambda m: True) == ([8, 8], [0, 0])
+    assert room(enumerate(rounds), len(rounds), lambda m: False, lambda m: False) == ([8, 8], [8, 8])
+    assert room([], 0, lambda m: False, lambda m: False) == ([0, 0], [0, 0])

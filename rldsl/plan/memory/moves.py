@@ -18,7 +18,7 @@ from rldsl.plan.project import events
 from rldsl.plan.realloc.direct import Held, held_at, room, together
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.records import Paths
-from rldsl.plan.realloc.rounds import buckets, rank_ops
+from rldsl.plan.realloc.rounds import AHEAD, buckets, count, some_rounds
 
 
 def ways(plan: Plan) -> dict[tuple[str, str, str], Paths]:
@@ -35,16 +35,20 @@ def ways(plan: Plan) -> dict[tuple[str, str, str], Paths]:
 
 def realloc_bytes(plan: Plan, way: Paths, e: Realloc, ranks: Alike) -> int:
     """The buffers of a rank, from the event until its last rounds have been waited for. Ranks that hold the same differ
-    little in what they send, so the first of each range stands for the others."""
+    little in what they send, so the first of each range stands for the others; rounds are about equal, so those at the
+    beginning, in the middle and at the end stand for all."""
     models = {m.name: m for m in plan.models}
     source, model = models[e.source or e.model], models[e.model]
     travels = carried(source, e.src, model, e.dst, e.decay)
-    count = buckets(way, itemsize(travels))
+    parts = buckets(way, itemsize(travels))
+    total = count(way, parts)
+    starts = (0, total // 2, total - AHEAD)
+    numbers = sorted({n for start in starts for n in range(start, start + AHEAD) if 0 <= n < total})
     found = 0
     for rank, _ in ranks.ranks:
         lying, wanted = (_held(plan, model, at, rank) for at in (e.src, e.dst))
         out, into = room(
-            rank_ops(way, rank, count),
+            zip(numbers, some_rounds(way, rank, parts, numbers)), total,
             lambda m: stored(source, e.src) == travels.dtype and together(m, lying),
             lambda m: stored(model, e.dst) == travels.dtype and not e.decay and together(m, wanted))
         found = max(found, sum(out) + sum(into))

@@ -6,7 +6,7 @@ decides by its tensors, the memory estimate by their shapes; both ask here how a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from rldsl.plan.boxes import Box, Cell, Parameter, Piece, contains, held, local_shape, parameters, volume
 from rldsl.plan.model import Layout, Model
@@ -50,14 +50,14 @@ def _one_stretch(shape: tuple[int, ...], box: Box) -> bool:
     return all(n == 1 for n in counts[: max(0, inner - 1)])
 
 
-def room(rounds: Sequence[Round], direct_send: Callable[[Message], bool],
+def room(rounds: Iterable[tuple[int, Round]], total: int, direct_send: Callable[[Message], bool],
          direct_receive: Callable[[Message], bool]) -> tuple[list[int], list[int]]:
     """Elements of the buffers for sends and for receives: one for each round under way, as large as the largest round
-    that uses it. direct: whether what is sent, or received, needs none. What is sent in the last rounds always does:
-    they are waited for late, and until then the source may change."""
+    that uses it. rounds: with their numbers, of `total`. direct: whether what is sent, or received, needs none. What is
+    sent in the last rounds always does: they are waited for late, and until then the source may change."""
     out, into = [0] * AHEAD, [0] * AHEAD
-    for number, ops in enumerate(rounds):
-        late = number >= len(rounds) - AHEAD
+    for number, ops in rounds:
+        late = number >= total - AHEAD
         sent = sum(m.size() for part in ops.sends for m in divided(part) if late or not direct_send(m))
         came = sum(m.size() for part in ops.receives for m in divided(part) if not direct_receive(m))
         out[number % AHEAD] = max(out[number % AHEAD], sent)

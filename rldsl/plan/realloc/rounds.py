@@ -9,7 +9,7 @@ under way at a time, so what comes in a round may be sent on two rounds later, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rldsl.plan.boxes import Box, volume
@@ -47,13 +47,14 @@ class Round:
 
 def rank_ops(p: Paths, rank: int, buckets: int) -> tuple[Round, ...]:
     """All rounds of a rank; empty ones too, so that the i-th rounds of all ranks belong together."""
-    return tuple(each_round(p, rank, buckets))
+    return tuple(some_rounds(p, rank, buckets, range(count(p, buckets))))
 
 
-def each_round(p: Paths, rank: int, buckets: int) -> Iterator[Round]:
+def some_rounds(p: Paths, rank: int, buckets: int, numbers: Iterable[int]) -> Iterator[Round]:
+    """Those of the given numbers."""
     sends, receives = rank_lanes(p, rank)
     short = _short(p, buckets)
-    for number in range(count(p, buckets)):
+    for number in numbers:
         yield Round(*(tuple(_messages(p, side, number, buckets, short)) for side in (sends, receives)))
 
 

@@ -16,7 +16,7 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.batches import MESSAGES
 from rldsl.plan.boxes import Box, Cell, Parameter, contains, held, intersect, parameters, volume
 from rldsl.plan.events import Save
-from rldsl.plan.gather import gather, owners
+from rldsl.plan.gather import gathers, owners
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.realloc.rounds import Message
 from rldsl.plan.verify.lanes import Fault, Side
@@ -49,7 +49,7 @@ def _faults(m: Model, x: Layout, mesh: Mesh) -> Iterator[Fault]:
     if m.lora:  # adapters go into one file
         owner = dict.fromkeys(owner, mesh.members()[0])
     looked = _chosen(cells, x)
-    known = {r: gather(m, x, mesh, owner, r) for r in looked}
+    known = gathers(m, x, mesh, owner, looked)
     mine: dict[int, list[Parameter]] = defaultdict(list)
     for p in parameters(m):
         if owner.get(p.name) not in cells:

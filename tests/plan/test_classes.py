@@ -1,0 +1,65 @@
+"""Classes of ranks against every rank by itself: its list of events, what it holds, which groups it is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scale import GRPO, LLAMA, PPO, directory
+from rldsl import api
+from rldsl.plan.boxes import cell
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.memory.alike import Alike
+from rldsl.plan.memory.curve import peak
+from rldsl.plan.memory.lifetimes import lifetimes
+from rldsl.plan.memory.moves import ways
+from rldsl.plan.model import Plan
+from rldsl.plan.project import class_of, events, schedule, walk
+
+SHARED = GRPO.replace("on one", "on all").replace("on other", "on all")  # every call on all ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("scale")
+    for name, head in (("actor", False), ("judge", True)):
+        directory(made / name, LLAMA["70B"], head)
+    return made
+
+
+def compiled(folder: Path, text: str, ranks: int) -> Plan:
+    program = folder / "run.rlf"
+    program.write_text(text.format(nodes=ranks // 8, half=ranks // 16, batch=4 * ranks))
+    plan = api.compile(str(program), {"base": str(folder / "actor"), "judge_path": str(folder / "judge")})
+    return decode(encode(plan), "run.plan")
+
+
+@pytest.mark.parametrize("ranks", [64, 128, 256])
+@pytest.mark.parametrize("text", [PPO, GRPO, SHARED], ids=["ppo", "grpo", "shared"])
+def test_every_rank_has_its_own_program(folder: Path, text: str, ranks: int) -> None:
+    """A rank's events are those whose mesh lists it, one rank and one event at a time."""
+    plan = compiled(folder, text, ranks)
+    members = {m.id: set(m.members()) for m in plan.meshes}
+    seen = 0
+    for rank in range(ranks):
+        naive = tuple(e.id for e, _ in events(plan) if rank in members[e.mesh])
+        assert class_of(plan, rank).events == naive
+        assert tuple(e.id for e, _ in walk(schedule(plan.body, plan.meshes, rank))) == naive
+        seen += len(naive)
+    assert seen == sum(len(c.events) * sum(b - a for a, b in c.ranks) for c in plan.classes)
+    assert sorted(r for c in plan.classes for a, b in c.ranks for r in range(a, b)) == list(range(ranks))
+
+
+@pytest.mark.parametrize("text", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_every_rank_holds_what_its_class_says(folder: Path, text: str) -> None:
+    """The peak of a class is that of its ranks: of none less, and of some the same."""
+    plan = compiled(folder, text, 64)
+    meshes, found = {m.id: m for m in plan.meshes}, ways(plan)
+    for c in plan.classes:
+        alone = []
+        for rank in (r for a, b in c.ranks for r in range(a, b)):
+            cells = {x.id: at for x in plan.layouts if (at := cell(x, meshes[x.mesh], rank)) is not None}
+            inside = frozenset(m.id for m in plan.meshes if rank in m.members())
+            alone.append(peak(lifetimes(plan, Alike(((rank, rank + 1),), inside, (cells,)), "cuda", found)).bytes)
+        assert max(alone) <= c.peak_bytes * 1.005 and max(alone) >= c.peak_bytes * 0.995
