@@ -7,15 +7,13 @@ killed rank are in tests/runtime/test_failure.py.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rldsl import api
 from rldsl.plan.codec import encode
+from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
 
 PROGRAM = """use py "rewards.py" (good: g -> seq)
@@ -53,10 +51,7 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def message(module: str, *arguments: str, code: int = 1) -> str:
     """What a command that must fail says on stderr."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=120,
-                          env=environment)
+    done = command(module, *arguments)
     text = done.stderr + done.stdout
     assert done.returncode == code, text
     assert "Traceback" not in text, text
@@ -170,8 +165,7 @@ def test_a_trace_and_a_summary_of_a_run(place: Path) -> None:
     """The page around the mistakes is right; an earlier run's metrics do not stay."""
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text("of an earlier run\n")
-    done = subprocess.run([sys.executable, "-m", "rldsl.cli", "run", "p.rlf", "--out", "out", "--trace", "t/t.json"],
-                          capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = command("rldsl.cli", "run", "p.rlf", "--out", "out", "--trace", "t/t.json")
     assert done.returncode == 0, done.stderr
     assert json.loads(Path("out/metrics.jsonl").read_text())["r"] == 1.0
     assert any(s["name"] == "generate actor" for s in json.loads(Path("t/t.json").read_text())["traceEvents"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rldsl import api
 from tests.end_to_end.programs import compile_program
+from tests.forked import command
 from tests.rewards.functions import gone, noted
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
@@ -83,8 +82,7 @@ def test_the_same_run_for_any_ranks_and_workers(place: Path) -> None:
 
 
 def rlc(*arguments: str, code: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", "rldsl.cli", *arguments], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = command("rldsl.cli", *arguments)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
     return done.stderr
 
@@ -113,9 +111,9 @@ def test_one_message_and_nothing_left(place: Path, body: str, parts: tuple[str, 
 
 @pytest.mark.parametrize("arguments", [("--reward-workers", "-1"), ("--reward-workers", "x"), ("--reward-timeout", "0"),
                                        ("--reward-timeout", "x")])
-@pytest.mark.parametrize("command", ["rldsl.cli run p.rlf", "rldsl.run p.plan"])
-def test_options_that_make_no_sense(place: Path, command: str, arguments: tuple[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-m", *command.split(), *arguments], capture_output=True, text=True)
+@pytest.mark.parametrize("line", ["rldsl.cli run p.rlf", "rldsl.run p.plan"])
+def test_options_that_make_no_sense(place: Path, line: str, arguments: tuple[str, str]) -> None:
+    done = command(*line.split(), *arguments)
     assert done.returncode == 2 and arguments[0] in done.stderr and "Traceback" not in done.stderr
 
 

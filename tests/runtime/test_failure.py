@@ -15,6 +15,7 @@ import pytest
 
 from rldsl import api
 from rldsl.plan.codec import encode
+from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
 
 PROGRAM = """
@@ -63,10 +64,21 @@ def start(plan: Path, ranks: int = 2) -> subprocess.Popen[str]:
 def ended(process: subprocess.Popen[str]) -> str:
     """The messages of a run that must have failed."""
     _, text = process.communicate(timeout=100)
-    assert process.returncode == 1, text
+    return failed(process.returncode, text)
+
+
+def failed(code: int, text: str) -> str:
+    assert code == 1, text
     assert "Traceback" not in text, text
     assert text.count("error[") == 1, text
     return text
+
+
+def message(plan: Path, ranks: int = 2) -> str:
+    """What a run that must fail says; its ranks are forked, not started by torchrun."""
+    done = command("rldsl.runtime.launch", "--nproc-per-node", str(ranks), "-m", "rldsl.run", str(plan), "--out", "out",
+                   "--device", "cpu")
+    return failed(done.returncode, done.stderr)
 
 
 def test_a_run_leaves_metrics_a_summary_and_a_checkpoint_that_transformers_reads(place: Path) -> None:
@@ -117,26 +129,26 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def test_the_wrong_number_of_ranks(place: Path) -> None:
-    text = ended(start(compiled(), ranks=1))
+    text = message(compiled(), ranks=1)
     assert "the plan needs 2 ranks, torchrun started 1" in text
 
 
 def test_a_plan_edited_by_hand(place: Path) -> None:
     plan = compiled()
     plan.write_bytes(plan.read_bytes().replace(b'"seed":1', b'"seed":2', 1))
-    assert "RL0602" in ended(start(plan))
+    assert "RL0602" in message(plan)
 
 
 def test_bad_data_is_found_before_the_first_step(place: Path) -> None:
     plan = compiled()
     with Path("sums.jsonl").open("a") as file:
         file.write('{"prompt": "1+1="\n')
-    text = ended(start(plan))
+    text = message(plan)
     assert "sums.jsonl:17" in text
     assert not Path("out/metrics.jsonl").exists()
 
 
 def test_a_checkpoint_that_cannot_be_written(place: Path) -> None:
     Path("blocked").write_text("a file, not a directory")
-    text = ended(start(compiled(path="blocked/model")))
+    text = message(compiled(path="blocked/model"))
     assert "RL0706" in text and "blocked/model" in text

@@ -1,0 +1,128 @@
+"""Commands as they are typed, without paying for the import of torch each time.
+
+`command("rldsl.cli", "run", "p.rlf")` does what `python -m rldsl.cli run p.rlf` does, in a process that is forked from
+the server of `tests/world.py`, with its own arguments, environment, output and exit status. Ranks that it launches on
+this machine are forked in turn instead of by torchrun, and get what torchrun would tell them: the first that fails ends
+the others. Tests of launching itself use the real thing.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.world import context
+
+LAUNCH = "rldsl.runtime.launch"
+HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def command(module: str, *arguments: str, timeout: float = 120.0,
+            env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Raises AssertionError when it has not ended in time."""
+    environment = {k: v for k, v in (env or os.environ).items() if k not in HIDDEN} | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / name for name in ("out", "err")]
+        process = context().Process(target=_enter, args=(module, arguments, os.getcwd(), environment, said))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise AssertionError(f"{module} {' '.join(arguments)} has not ended after {timeout} s:\n{said[1].read_text()}")
+        return subprocess.CompletedProcess((module, *arguments), process.exitcode, *(p.read_text() for p in said))
+
+
+def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[str, str], said: list[Path]) -> NoReturn:
+    os.chdir(cwd)
+    for fd, file in zip((1, 2), said):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), fd)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    real = subprocess.Popen
+
+    def popen(line: Any, *rest: Any, **more: Any) -> Any:
+        if isinstance(line, list) and line[1:3] == ["-m", LAUNCH]:
+            return Launch(line[3:], more.get("env") or dict(os.environ))
+        return real(line, *rest, **more)
+
+    subprocess.Popen = popen  # type: ignore[assignment,misc]
+    _run(module, arguments, environment)
+
+
+def _run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
+    """The module as the main program; the process ends with its exit status."""
+    import traceback
+
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    code: Any = 0
+    try:
+        if module == LAUNCH:
+            code = Launch(list(arguments), dict(environment)).wait()
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+class Launch:
+    """The ranks of a launch, as far as `rlc run` asks for them: a Popen of torchrun."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        world = int(arguments[arguments.index("--nproc-per-node") + 1])
+        module, *rest = arguments[arguments.index("-m") + 1 :]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.ranks: set[int] = set()
+        self.code = 0
+        for rank in range(world):
+            told = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
+                        MASTER_PORT=port)
+            if (pid := os.fork()) == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                _run(module, tuple(rest), environment | {k: str(v) for k, v in told.items()})
+            self.ranks.add(pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.ranks:
+            pid, status = os.waitpid(-1, 0 if end is None else os.WNOHANG)
+            if pid in self.ranks:
+                self.ranks.remove(pid)
+                if (code := os.waitstatus_to_exitcode(status)) and not self.code:
+                    self.code = code if code > 0 else 1
+                    self.send_signal(signal.SIGTERM)
+            elif end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("ranks", timeout or 0.0)
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        for pid in self.ranks:
+            os.kill(pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
