@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup test demo clean
+.PHONY: setup test demo docs vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -16,6 +16,13 @@ test: setup
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+vsix: setup
+	cd grammar/editors/vscode && npm ci --omit=dev --ignore-scripts --no-audit --no-fund
+	$(BIN)/python grammar/editors/vsix.py grammar/editors/vscode dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

@@ -88,9 +88,6 @@ def examine(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | Non
             place: SourceFile | None = None, read: Callable[[str], str] | None = None) -> tuple[Diagnostic, ...]:
     """What `check` finds; of a program without mistakes the warnings (RL09xx). read: where imported files come from."""
     from rldsl.graph.build import attempt, read_text
-    from rldsl.placement.lints import lint as lint_rules
-    from rldsl.placement.place import problems_of
-    from rldsl.semantics.lints import lint
     from rldsl.syntax.parse import parse_recovering
 
     parsed = [parse_recovering(f) for f in (SourceFile(name, text), *([place] if place else []))]
@@ -99,9 +96,19 @@ def examine(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | Non
         return broken
     files = [file for file, _ in parsed]
     graph, found = attempt(files[0], dict(sets or {}), files[1] if place else None, read or read_text)
+    return judged(files, graph, found, place.name if place else "")
+
+
+def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnostic, ...],
+           rules: str = "") -> tuple[Diagnostic, ...]:
+    """What `examine` finds once `attempt` has made `graph` of `files` and `found` mistakes. rules: name of the placement
+    file."""
+    from rldsl.placement.lints import lint as lint_rules
+    from rldsl.placement.place import problems_of
+    from rldsl.semantics.lints import lint
+
     if graph is None:
         return found
-    rules = place.name if place else ""
     placed = problems_of(graph, rules)
     if found:  # calls with a mistake are not in the graph, so only what stands at the others can be judged
         return (*found, *(d for d in placed if d.code in LOCAL))
@@ -111,18 +118,22 @@ def examine(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | Non
 def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
           overrides: Sequence[str] = ()) -> "Draft":
     """The ordered events of a program, before they get numbers and short ids."""
+    return draft_source(read_source(path), sets, read_source(place) if place else None, overrides)
+
+
+def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
+                 overrides: Sequence[str] = ()) -> "Draft":
+    """The same of a program that need not be in a file."""
     from rldsl.passes.pipeline import run
     from rldsl.placement.place import place_graph
 
-    rules = read_source(place) if place else None
-    return run(place_graph(build_graph(read_source(path), sets, rules, overrides), rules.name if rules else ""))
+    return run(place_graph(build_graph(source, sets, place, overrides), place.name if place else ""))
 
 
 def compile_all(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
                 overrides: Sequence[str] = ()) -> "Compiled":
     """The plan of a program with its proof and memory. Raises Failure, or CompilerBug when the proof fails."""
-    events = draft(path, sets, place, overrides)
-    return finish(events)
+    return finish(draft(path, sets, place, overrides))
 
 
 def finish(events: "Draft") -> "Compiled":

@@ -89,7 +89,7 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
 def main(context: click.Context, output: str, verbose: bool) -> None:
     """Compile, check, look at and run .rlf programs."""
     context.obj = Settings(output, verbose)
-    if context.invoked_subcommand in ("check", "compile", "fmt", "graph", "run", "sim", "profile"):
+    if context.invoked_subcommand in ("check", "compile", "fmt", "graph", "lsp", "run", "sim", "profile"):
         from rldsl.syntax.parse import warm
 
         warm(_cache())
@@ -198,7 +198,7 @@ def lsp(settings: Settings) -> int:
 @_output
 def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> int:
     """Put FILES into the one form: programs, directories of programs, or - (standard input to standard output)."""
-    from rldsl.commands.files import write
+    from rldsl.files import write
     from rldsl.commands.fmt import SHOWN, STDIN, formatted
 
     done, broken = formatted(files, sys.stdin.buffer.read() if STDIN in files else b"")
@@ -223,7 +223,7 @@ def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> in
 def new(settings: Settings, name: str | None, target: str | None, force: bool) -> None:
     """Write a commented program to begin with; without NAME, list what there is."""
     from rldsl.commands import new as work
-    from rldsl.commands.files import write
+    from rldsl.files import write
 
     if name is None:
         return _say(work.listing())
@@ -300,7 +300,7 @@ def _rank(_: click.Context, __: click.Parameter, given: str) -> int | None:
 def emit(settings: Settings, plan: str, rank: int | None, target: str | None) -> None:
     """Write PLAN as a Python program, one line an event, to be run under torchrun and stepped through."""
     from rldsl.commands.emit import emit
-    from rldsl.commands.files import write
+    from rldsl.files import write
 
     text = emit(plan, rank, target)
     if target is None:
@@ -429,7 +429,7 @@ def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place
               "simulated one.")
 def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None) -> None:
     """Write PLAN as a page for a browser: dataflow, time, memory, and why each event is there."""
-    from rldsl.commands.files import write
+    from rldsl.files import write
     from rldsl.commands.report import report
 
     target = target or f"{plan.removesuffix('.plan')}.html"

@@ -1,6 +1,6 @@
 """What `rlc compile` shows before anything happens: the placement, all that was inserted and why, memory, the verdict.
 
-In: a compiled plan and its bytes. Out: text that fits a screen. Frees are counted, not listed.
+In: a compiled plan and its bytes. Out: text that fits a screen. Frees of values are counted, not listed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
 from rldsl.plan.events import (Collect, Compute, Event, Free, Generate, Infer, Lengths, Load, Log, Offload, Onload,
-                               Realloc, Train, Transfer)
-from rldsl.plan.meaning import call_name
+                               Realloc, Train, Transfer, split)
+from rldsl.plan.meaning import call_name, subject
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events
 from rldsl.plan.show import human
@@ -22,15 +22,18 @@ Call = Generate | Infer | Train
 
 
 def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
-    """source: the program's path; target: where the plan went; data: its bytes."""
+    """source: the program's path; target: where the plan went, "" for nowhere; data: its bytes."""
     plan = compiled.plan
     every = [e for e, _ in events(plan)]
-    inserted = [e for e in every if e.because and not isinstance(e, Free | Log)]
-    lines = [f"{source} -> {target}    {plan.header.world} ranks, {sum(isinstance(e, Call) for e in every)} calls, "
+    models = {m.name for m in plan.models}
+    copies = [e for e in every if isinstance(e, Free) and any(split(b)[0] in models for b in e.buffers)]
+    inserted = [e for e in every if e in copies or e.because and not isinstance(e, Free | Log)]
+    head = f"{source} -> {target}" if target else source
+    lines = [f"{head}    {plan.header.world} ranks, {sum(isinstance(e, Call) for e in every)} calls, "
              f"{len(inserted)} inserted"]
     lines += _meshes(compiled, every)
     lines += _inserted(plan, inserted)
-    frees = [e for e in every if isinstance(e, Free)]
+    frees = [e for e in every if isinstance(e, Free) and e not in copies]
     lines.append(f"  - free      {sum(len(e.buffers) for e in frees)} buffers after their last use")
     proof = compiled.proof
     lines.append(f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}")
@@ -69,6 +72,8 @@ def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:
         match e:
             case Load() | Offload() | Onload():
                 what, where, size = e.model, layouts[e.layout], ""
+            case Free():
+                what, where, size = subject(e), meshes[e.mesh], ""
             case Realloc():
                 what = f"{e.source} -> {e.model}" if e.source else e.model
                 where, size = f"{layouts[e.src]} -> {layouts[e.dst]}", human(e.bytes)

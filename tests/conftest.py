@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.cpu import Cpu
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files from what the code says now")
+    parser.addoption("--cpu", type=int, metavar="N", help="print the N tests that used most of the processors")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cpu"):
+        config.pluginmanager.register(Cpu(config.getoption("--cpu")))
 
 
 @pytest.fixture

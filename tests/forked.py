@@ -1,9 +1,9 @@
 """Commands as they are typed, without paying for the import of torch each time.
 
 `command("rldsl.cli", "run", "p.rlf")` does what `python -m rldsl.cli run p.rlf` does, in a process that is forked from
-the server of `tests/world.py`, with its own arguments, environment, output and exit status. Ranks that it launches on
-this machine are forked in turn instead of by torchrun, and get what torchrun would tell them: the first that fails ends
-the others. Tests of launching itself use the real thing.
+the server of `tests/world.py`, with its own arguments, environment, output and exit status; `command("x.py")` is
+`python x.py`. Ranks that it launches on this machine are forked in turn instead of by torchrun, and get what torchrun
+would tell them: the first that fails ends the others. Tests of launching itself use the real thing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,27 +28,39 @@ HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 def command(module: str, *arguments: str, timeout: float = 120.0,
             env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Raises AssertionError when it has not ended in time."""
-    environment = {k: v for k, v in (env or os.environ).items() if k not in HIDDEN} | {"OMP_NUM_THREADS": "1"}
+    """env: besides that of this process. Raises AssertionError when it has not ended in time."""
     with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("out", "err")]
-        process = context().Process(target=_enter, args=(module, arguments, os.getcwd(), environment, said))
-        process.start()
+        out, err = (str(Path(folder) / name) for name in ("out", "err"))
+        process = start(module, *arguments, files=(os.devnull, out, err), env=env)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise AssertionError(f"{module} {' '.join(arguments)} has not ended after {timeout} s:\n{said[1].read_text()}")
-        return subprocess.CompletedProcess((module, *arguments), process.exitcode, *(p.read_text() for p in said))
+            raise AssertionError(f"{module} {' '.join(arguments)} has not ended after {timeout} s:\n{Path(err).read_text()}")
+        return subprocess.CompletedProcess((module, *arguments), process.exitcode, Path(out).read_text(),
+                                           Path(err).read_text())
 
 
-def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[str, str], said: list[Path]) -> NoReturn:
+def run(line: Sequence[str], env: Mapping[str, str] | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
+    """In the place of `subprocess.run`, of a `python -m` whose output is captured as text."""
+    assert line[:2] == [sys.executable, "-m"]
+    return command(*line[2:], env=env)
+
+
+def start(module: str, *arguments: str, files: tuple[str, str, str], env: Mapping[str, str] | None = None) -> Any:
+    """The process, as of `multiprocessing`, just begun. files: what it reads from and writes to; they may be a terminal."""
+    environment = {k: v for k, v in os.environ.items() if k not in HIDDEN} | {"OMP_NUM_THREADS": "1"} | dict(env or {})
+    process = context().Process(target=_enter, args=(module, arguments, os.getcwd(), environment, files))
+    process.start()
+    return process
+
+
+def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[str, str],
+           files: tuple[str, str, str]) -> NoReturn:
     os.chdir(cwd)
-    for fd, file in zip((1, 2), said):
-        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), fd)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
+    for fd, file in enumerate(files):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND if fd else os.O_RDONLY), fd)
+    sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in enumerate("rww"))
     real = subprocess.Popen
 
     def popen(line: Any, *rest: Any, **more: Any) -> Any:
@@ -74,6 +86,8 @@ def _run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]
     try:
         if module == LAUNCH:
             code = Launch(list(arguments), dict(environment)).wait()
+        elif module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
         else:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -14,7 +14,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "transformers", "transformers.models.qwen3.modeling_qwen3",
-            "transformers.models.llama.modeling_llama", "safetensors.torch"]
+            "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers", "safetensors.torch",
+            "rldsl.runtime.executor", "rldsl.backends.torch", "rldsl.backends.torch.shard", "pytest"]
 
 
 def context() -> Any:

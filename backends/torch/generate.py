@@ -1,6 +1,7 @@
 """Completions by one shard: packed prefill, a static KV slab, decoding with refill of finished slots.
 
 Every rank of the shard runs the same control flow: the last pipeline stage samples, and the tokens go to all stages.
+Ranks that share experts make their passes together, until the sequences of all are complete.
 What is sampled for a row depends on (seed, step, row, position) and the model alone.
 """
 
@@ -17,7 +18,7 @@ from rldsl.backends.torch.attention import Decode, Prefill, Slab, Varlen
 from rldsl.backends.torch.sampling import choose
 from rldsl.diag import fail
 from rldsl.plan.events import Sampling
-from rldsl.runtime.backend import Axes, Generated, Packed
+from rldsl.runtime.backend import Axes, Axis, Generated, Packed
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.store import within
 
@@ -128,7 +129,7 @@ def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, e
     progress = Progress.start(count, sampling.max_new_tokens, device)
     if count and int(prompts.prompt_lens.min()) == 0:
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
-    if count:
+    if count or axes.ep.size > 1:
         stops = StopStrings(sampling.stop, tokenizer_dir) if sampling.stop else None
         sampler = Sampler(stage, axes, sampling, seed, step, eos_ids, stops, prompts.rows)
         _run(stage, axes, prompts, sampler, progress, min(limit or count, count))
@@ -139,11 +140,17 @@ def _run(stage: Stage, axes: Axes, prompts: Packed, sampler: Sampler, progress: 
     count, device = len(prompts), prompts.tokens.device
     longest = sampler.sampling.max_new_tokens
     starts = prompts.prompt_lens.cumsum(0) - prompts.prompt_lens
-    slab = Slab(slots, int(prompts.prompt_lens.max()) + longest)
+    slab = Slab(slots, (int(prompts.prompt_lens.max()) if count else 0) + longest)
     held = torch.full((slots,), -1, dtype=torch.long, device=device)  # the sequence in each slot
     waiting = 0  # sequences from here on have not begun
     while True:
         free = (held < 0).nonzero()[:, 0]
+        busy = waiting < count or len(free) < slots
+        if not _any(busy, axes.ep, device):
+            return
+        if not busy:  # others still need the experts of this rank
+            _forward(stage, axes, held.new_zeros(1), held.new_zeros(1), Varlen(held.new_ones(1)))
+            continue
         if waiting < count and len(free):
             ahead = prompts.prompt_lens[waiting : waiting + len(free)].cumsum(0)
             some = max(1, int((ahead <= PREFILL).sum()))
@@ -157,8 +164,6 @@ def _run(stage: Stage, axes: Axes, prompts: Packed, sampler: Sampler, progress: 
             last, which = lens.cumsum(0) - 1, begun
         else:
             slot = (held >= 0).nonzero()[:, 0]
-            if not len(slot):
-                return
             which, last = held[slot], None
             made = progress.lengths[which]
             tokens = progress.tokens[which, made - 1]
@@ -167,6 +172,15 @@ def _run(stage: Stage, axes: Axes, prompts: Packed, sampler: Sampler, progress: 
         hidden = hidden if hidden is None or last is None else hidden[last]
         ended = _record(sampler, progress, hidden, which)
         held[slot[ended]] = -1
+
+
+def _any(busy: bool, ep: Axis, device: torch.device) -> bool:
+    """Whether any rank that shares experts with this one has sequences that are not complete."""
+    if ep.size == 1:
+        return busy
+    flag = torch.tensor(int(busy), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=ep.group)
+    return bool(flag)
 
 
 def _record(sampler: Sampler, progress: Progress, hidden: torch.Tensor | None, which: torch.Tensor) -> torch.Tensor:

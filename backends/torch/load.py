@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from rldsl.diag import fail
-from rldsl.plan.boxes import Parameter, Piece, local_shape, local_slice
+from rldsl.plan.boxes import Parameter, Piece, intersect, local_shape, local_slice
 from rldsl.plan.model import Model
+from rldsl.plan.stored import of_experts, shape, tensors as stored_tensors
 from rldsl.runtime.backend import Pool
 
 HEAD = "score.weight"
@@ -37,30 +38,62 @@ def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
         open_files: dict[Path, safe_open] = {}
         for name, (parameter, pieces) in held.items():
             key = _stored_name(name, where)
+            if key is None and parameter.spec.stored:
+                _join(tensors[name], parameter, pieces, where, open_files, stack)
+                continue
             if key is None:
                 if name == HEAD and (model.kind == "value_model" or model.optimizer is not None):
                     tensors[name].zero_()  # a new head starts at zero
                     continue
                 raise fail("RL0722", f"parameter {name} is not in the checkpoint", place=model.path,
                            help="the weights do not belong to this config.json")
-            file = where[key]
-            if file not in open_files:
-                open_files[file] = stack.enter_context(open_file(file))
-            fill(tensors[name], parameter, pieces, stored(open_files[file], key, file), file)
+            reader, file = _reader(where[key], open_files, stack), where[key]
+            fill(tensors[name], parameter, pieces, stored(reader, key, file), file)
+
+
+def _reader(file: Path, open_files: dict[Path, safe_open], stack: ExitStack) -> safe_open:
+    if file not in open_files:
+        open_files[file] = stack.enter_context(open_file(file))
+    return open_files[file]
+
+
+def _join(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], where: Mapping[str, Path],
+          open_files: dict[Path, safe_open], stack: ExitStack) -> None:
+    """The pieces of a parameter from the tensors that make it up; only those with a part of them are read."""
+    single, dim = of_experts(parameter), parameter.spec.split.dim if parameter.spec.split else 0
+    for name, box in stored_tensors(parameter):
+        common = [(piece, both) for piece in pieces if (both := intersect(piece.box, box)) is not None]
+        if not common:
+            continue
+        key = _stored_name(name, where)
+        if key is None:
+            raise fail("RL0722", f"parameter {name} is not in the checkpoint", place=str(next(iter(where.values())).parent),
+                       help="the weights do not belong to this config.json")
+        file = where[key]
+        source = stored(_reader(file, open_files, stack), key, file)
+        _check(name, shape(single, box), source, file)
+        for piece, both in common:
+            inside = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(both, box))[int(single):]
+            part = source[inside]
+            target[local_slice(piece, both, dim)].copy_(part[None] if single else part)
 
 
 def fill(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path) -> None:
     """The pieces of a parameter from its slice in a file."""
-    if source.get_dtype() not in FLOATS:
-        raise fail("RL0721", f"{parameter.name} is stored as {source.get_dtype()}", place=str(file),
-                   help=f"weights are read as {', '.join(FLOATS)}; save the model unquantized")
-    if tuple(source.get_shape()) != parameter.spec.shape:
-        raise fail("RL0723", f"{parameter.name} has shape {tuple(source.get_shape())}, the config says "
-                   f"{parameter.spec.shape}", place=str(file), help="weights and config do not match")
+    _check(parameter.name, parameter.spec.shape, source, file)
     dim = parameter.spec.split.dim if parameter.spec.split else 0
     for piece in pieces:
         part = source[tuple(slice(a, b) for a, b in piece.box)]
         target[local_slice(piece, piece.box, dim)].copy_(part)
+
+
+def _check(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:
+    if source.get_dtype() not in FLOATS:
+        raise fail("RL0721", f"{name} is stored as {source.get_dtype()}", place=str(file),
+                   help=f"weights are read as {', '.join(FLOATS)}; save the model unquantized")
+    if tuple(source.get_shape()) != shape:
+        raise fail("RL0723", f"{name} has shape {tuple(source.get_shape())}, the config says {shape}", place=str(file),
+                   help="weights and config do not match")
 
 
 def allot(path: str, held: Held, dtype: torch.dtype, device: torch.device,

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from rldsl.backends.torch import load as checkpoint
 from rldsl.backends.torch.batch import batch
 from rldsl.backends.torch.generate import generate
+from rldsl.backends.torch.host import Host
 from rldsl.backends.torch.lora import begin
 from rldsl.backends.torch.outputs import outputs
 from rldsl.backends.torch.pipeline import forward, forward_backward
 from rldsl.backends.torch.stage import Stage
 from rldsl.backends.torch.train import Trainer
-from rldsl.plan.events import Sampling
+from rldsl.plan.events import Part, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed, Pool
+from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed, Pool, Shard
 
 ONE_TOKEN = Packed(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
 
@@ -36,6 +37,7 @@ class TorchShard:
             begin(model, self.stage.held, self.stage.parameters)
         elif load:
             checkpoint.load(model, self.stage.unread, self.stage.parameters)
+        self.host = Host(device)
         self.trainer = Trainer(self.stage, model, layout, mesh, axes) if trainable else None
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -48,12 +50,14 @@ class TorchShard:
 
     @torch.no_grad()
     def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:
-        packed = [batch((b,), self.device, self.axes.cp, self.stage.tokens) for b in batches if len(b)]
+        together = self.axes.ep.size > 1  # the ranks that share experts make the same passes
+        batches = [b for b in batches if together or len(b)]
+        packed = [batch((b if len(b) else ONE_TOKEN,), self.device, self.axes.cp, self.stage.tokens) for b in batches]
         found: list[torch.Tensor] = []
         with self._autocast(), self.stage.tokens.divided():
-            forward(self.stage, self.axes.pp, packed, lambda i, hidden: found.append(
-                outputs(self.stage, hidden, packed[i], (what,), temperature)[what][0]))
-        size = sum(b.sequences[0] if what == "scores" else b.responses[0] for b in packed)
+            forward(self.stage, self.axes.pp, packed, lambda i, hidden: found.extend(
+                [outputs(self.stage, hidden, packed[i], (what,), temperature)[what][0]] if len(batches[i]) else []))
+        size = sum(b.sequences[0] if what == "scores" else b.responses[0] for b, own in zip(packed, batches) if len(own))
         result = torch.cat(found) if found else torch.empty(size, device=self.device)
         if self.axes.pp.size > 1:
             dist.broadcast(result, src=self.axes.pp.ranks[-1], group=self.axes.pp.group)
@@ -64,7 +68,7 @@ class TorchShard:
         trainer = self._trained()
         sharded = self.stage.sharded
         there = [any(len(frame) for frame in frames) for frames in minibatch]
-        passes = [i for i, some in enumerate(there) if some or sharded]
+        passes = [i for i, some in enumerate(there) if some or sharded or self.axes.ep.size > 1]
         packed = [batch(minibatch[i] if there[i] else (ONE_TOKEN,), self.device, self.axes.cp, self.stage.tokens)
                   for i in passes]
         wanted = {name for names in what for name in names}
@@ -101,16 +105,47 @@ class TorchShard:
     def export(self) -> Mapping[str, Any]:
         return {"config": self.stage.config, "tokenizer": self.model.path}
 
-    def to(self, device: torch.device) -> None:
-        for parameter in (*self.stage.parameters.values(), *self.stage.base.values()):
-            parameter.data = parameter.data.to(device)
+    def offload(self, what: Part) -> None:
+        if what == "optimizer":
+            self._trained().away(self.host)
+        else:
+            self._place(self.host.away(self._resident()))
+
+    def onload(self, what: Part) -> Callable[[], None]:
+        if what == "optimizer":
+            return self._trained().back(self.host)
+        tensors, finish = self.host.back(self._resident())
+        self._place(tensors)
+        return finish
+
+    def _resident(self) -> dict[str, torch.Tensor]:
+        return {name: p.data for name, p in (*self.stage.parameters.items(), *self.stage.base.items())}
+
+    def _place(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in (*self.stage.parameters.items(), *self.stage.base.items()):
+            parameter.data = tensors[name]
+
+    def share(self, other: Shard) -> None:
+        theirs = other.tensors()
+        for name, parameter in self.stage.parameters.items():
+            parameter.data = theirs[name]
+
+    def release(self) -> None:
+        for parameter in self.stage.parameters.values():
+            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)  # one element, and the shape
+
+    def claim(self) -> None:
+        for parameter in self.stage.parameters.values():
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
     def _trained(self) -> Trainer:
         assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
         return self.trainer
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
+        # a copy that is kept over the passes of a minibatch would hand on its gradient after those of its layer were summed
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half,
+                              cache_enabled=self.stage.sharded is None)
 
     def _eos_ids(self) -> list[int]:
         """Every end-of-sequence token that the directory declares."""

@@ -23,11 +23,12 @@ from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch import attention
 from rldsl.backends.torch.attention import Packing
+from rldsl.backends.torch.experts import divide_experts
 from rldsl.backends.torch.load import HEAD, Held, allot
 from rldsl.backends.torch.lora import adapters
 from rldsl.backends.torch.parallel import Entry, divide
 from rldsl.backends.torch.sequence import Tokens, gathered
-from rldsl.backends.torch.zero import Sharded, Unit
+from rldsl.backends.torch.zero import Several, Sharded, Unit
 from rldsl.diag import fail
 from rldsl.plan.boxes import Parameter, each, holding, local_shape, parameters
 from rldsl.plan.layout import stage_layers
@@ -89,10 +90,10 @@ class Stage:
         self.sharded: Sharded | None = None
         if layout.zero:
             self.whole = {name: self._unfilled(name, whole) for name in self.held}
-            self.sharded = self._shards(layout.zero, axes.dp)
+            self.sharded = self._shards(layout.zero, axes)
         apart = gathered((*model.params, *model.base))
         self.tokens = Tokens(tp, bool(apart))
-        self._install(whole, model, tp)
+        self._install(whole, model, tp, axes.ep)
         self.entry = self._drop_other_layers()
         self.tokens.install([layer for _, layer in self._own_layers()], apart)
         self.again = False
@@ -147,21 +148,27 @@ class Stage:
     def _unfilled(self, name: str, whole: nn.Module) -> nn.Parameter:
         """A tensor for the module to compute with, in the dtype in which it does: autocast halves matrices of layers."""
         parameter, pieces = self.whole_held[name]
-        matrix = parameter.layer is not None and len(parameter.spec.shape) == 2 and (
+        matrix = parameter.spec.experts > 0 or parameter.layer is not None and len(parameter.spec.shape) == 2 and (
             module_of(name) != "" or isinstance(whole.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D))
         dtype = self.head_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
-    def _shards(self, level: int, dp: Axis) -> Sharded:
-        def unit(layer: int | None) -> Unit:
-            names = [n for n, (p, _) in self.held.items() if p.layer == layer]
-            return Unit([self.parameters[n] for n in names], [self.whole[n] for n in names], dp)
+    def _shards(self, level: int, axes: Axes) -> Sharded:
+        def part(layer: int | None, apart: bool) -> Unit | None:
+            names = [n for n, (p, _) in self.held.items()
+                     if p.layer == layer and apart == (axes.ep.size > 1 and p.spec.experts > 0)]
+            return Unit([self.parameters[n] for n in names], [self.whole[n] for n in names],
+                        axes.copies if apart else axes.dp) if names else None
+
+        def unit(layer: int | None) -> Unit | Several:
+            found = [u for apart in (False, True) if (u := part(layer, apart)) is not None]
+            return found[0] if len(found) == 1 else Several(found)
 
         numbers = dict.fromkeys(p.layer for p, _ in self.held.values())
         return Sharded(level, {x: unit(x) for x in sorted(x for x in numbers if x is not None)},
                        [unit(None)] if None in numbers else [])
 
-    def _install(self, whole: nn.Module, model: Model, tp: Axis) -> None:
+    def _install(self, whole: nn.Module, model: Model, tp: Axis, ep: Axis) -> None:
         """Put local parameters into the modules, with their collectives."""
         self.head: torch.Tensor | None = None
         self.score: torch.Tensor | None = self.whole.get(HEAD)
@@ -177,6 +184,9 @@ class Stage:
             path, _, attribute = name.rpartition(".")
             module = whole.get_submodule(path)
             setattr(module, attribute, local[name])
+            if parameter.spec.experts:
+                divide_experts(module, parameter.spec.experts, tp, ep)
+                continue
             start = held[0].box[0][0]
             if attribute == "weight":
                 divide(module, parameter.spec.style, tp, start, entry, added.get(path))

@@ -2,7 +2,8 @@
 
 Gradients live in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes: parts
 of one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole
-buffer over cp and dp (a sum: losses carry the global normalisation). Where parameters are divided over dp, the buffer
+buffer over cp and dp (a sum: losses carry the global normalisation). Where ranks of dp share experts, the gradient of an
+expert has come from all their tokens, and is summed over those alone that hold the same one. Where parameters are divided over dp, the buffer
 is of this rank's rows, and holds sums over dp already (`zero.py`). The norm counts each element of the model once.
 
 The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), made or
@@ -12,15 +13,18 @@ not: a train call that stops early does not stretch the schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from rldsl.backends.torch.host import Host
 from rldsl.backends.torch.stage import Stage
 from rldsl.plan.boxes import local_slice, pieces_at, replicas, volume
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW calls them
 
 
 class Trainer:
@@ -33,13 +37,12 @@ class Trainer:
         rank = axes.mesh.ranks[axes.mesh.index]
         named = list(stage.parameters.items())
         self.parameters = [p for _, p in named]
-        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=stage.device)
-        at = 0
+        held = [stage.held[name] for name, _ in named]
+        self.alone = [axes.ep.size > 1 and p.spec.experts > 0 for p, _ in held]
+        self.common = sum(p.numel() for p, own in zip(self.parameters, self.alone) if not own)  # that all of dp have
         for parameter in self.parameters:
             parameter.requires_grad_(True)
-            parameter.grad = self.flat[at : at + parameter.numel()].view(parameter.shape)
-            at += parameter.numel()
-        held = [stage.held[name] for name, _ in named]
+        self._gradients()
         self.shares = [max(1, replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
         tp = axes.tp.size
         # whole on every tp rank, but each sees only its own heads: their gradients are parts of one sum
@@ -52,6 +55,38 @@ class Trainer:
         self.held = held
         self.adam = torch.optim.AdamW(self.parameters, lr=self.options.lr, betas=self.options.betas,
                                       eps=self.options.eps, weight_decay=self.options.weight_decay, foreach=True)
+
+    def _gradients(self) -> None:
+        """The buffer, and each parameter's view of it."""
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=self.stage.device)
+        at = [0, self.common]
+        for parameter, own in zip(self.parameters, self.alone):
+            parameter.grad = self.flat[at[own] : at[own] + parameter.numel()].view(parameter.shape)
+            at[own] += parameter.numel()
+
+    def away(self, host: Host) -> None:
+        """Moments to host memory; gradients, which end with each step, give theirs up."""
+        self._place(host.away(self._moments()))
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.flat = self.flat.new_empty(0)
+
+    def back(self, host: Host) -> Callable[[], None]:
+        """The result is called before they are used."""
+        moments, finish = host.back(self._moments())
+        self._place(moments)
+        self._gradients()
+        return finish
+
+    def _moments(self) -> dict[str, torch.Tensor]:
+        """Those that there are: none before the first step."""
+        return {f"{kind} {i}": state[kind] for i, p in enumerate(self.parameters)
+                if (state := self.adam.state.get(p)) for kind in MOMENTS}
+
+    def _place(self, moments: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in moments.items():
+            kind, i = name.split()
+            self.adam.state[self.parameters[int(i)]][kind] = tensor
 
     def clear(self) -> None:
         self.flat.zero_()
@@ -79,7 +114,7 @@ class Trainer:
 
     def moments(self, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
         """By the optimizer's own names, then by parameter; zeros before the first step."""
-        found: dict[str, dict[str, torch.Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
+        found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in MOMENTS}
         for name, parameter in zip(names, self.parameters):
             state = self.adam.state[parameter]
             if not state:
@@ -122,7 +157,9 @@ class Trainer:
         if self.axes.cp.size > 1:  # each rank has seen its tokens alone
             dist.all_reduce(self.flat, group=self.axes.cp.group)
         if dp.size > 1 and not self.stage.sharded:
-            dist.all_reduce(self.flat, group=dp.group)
+            dist.all_reduce(self.flat[: self.common], group=dp.group)
+            if self.axes.ep.size > 1 and self.axes.copies.size > 1:
+                dist.all_reduce(self.flat[self.common :], group=self.axes.copies.group)
 
     def _norm(self) -> float:
         """2-norm over the whole model; each element counts once however many ranks hold it."""
@@ -139,7 +176,8 @@ def _tied_size(model: Model, layout: Layout, axes: Axes) -> int:
     spec = next((s for s in model.params if s.stage == "ends"), None)
     if spec is None:
         return 0
-    held = pieces_at(spec, layout, axes.tp.index, axes.dp.index if layout.zero else 0)
+    part = axes.ep.index * layout.tp + axes.tp.index
+    held = pieces_at(spec, layout, part, axes.dp.index // layout.ep if layout.zero else 0)
     return sum(volume(piece.box) for piece in held)
 
 

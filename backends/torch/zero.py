@@ -5,7 +5,7 @@ from all shards when they are needed, and gradients summed over the shards into 
 
 Level 1 gathers everything once a minibatch and sums gradients at its end; 2 sums them in each backward pass, layer by
 layer; 3 also gathers layer by layer, in forward and backward, the next layer's while one computes. Every rank of a dp
-group must make the same passes. What belongs to no layer (embedding, last norm, head) stays whole during a minibatch.
+group must make the same passes. Experts that ranks of dp share are divided over those alone that have the same. What belongs to no layer (embedding, last norm, head) stays whole during a minibatch.
 
 torch's own `fully_shard` is not used: it gathers all of a layer in one dtype, while here only matrices may be halved
 (norms and the residual stream stay as without sharding, so that numbers do), and it knows parameters only inside the
@@ -43,11 +43,13 @@ class Unit:
         for i, w in enumerate(whole):
             self.kinds[w.dtype].append(i)
         self.here = self.summed = False
-        self.arriving: list[tuple[dist.Work, torch.Tensor, list[int]]] = []
-        self.leaving: tuple[dist.Work, torch.Tensor] | None = None
+        self.arriving: list[tuple[dist.Work | None, torch.Tensor, list[int]]] = []
+        self.leaving: tuple[dist.Work | None, torch.Tensor] | None = None
         self.slopes: dict[int, torch.Tensor] = {}
-        for w in whole:
+        for i, w in enumerate(whole):
             w.untyped_storage().resize_(0)
+            w.requires_grad_(True)
+            w.register_post_accumulate_grad_hook(partial(self.take, i))
 
     @torch.no_grad()
     def start(self) -> None:
@@ -59,7 +61,9 @@ class Unit:
             for i, part in zip(members, mine.split([self.sizes[i] for i in members])):
                 part[: self.rows[i].numel()].copy_(self.rows[i].reshape(-1))
             every = mine.new_empty(self.dp.size * mine.numel())
-            work = ALL_GATHER(every, mine, group=self.dp.group, async_op=True)
+            work = ALL_GATHER(every, mine, group=self.dp.group, async_op=True) if self.dp.size > 1 else None
+            if work is None:
+                every = mine
             self.arriving.append((work, every, members))
 
     @torch.no_grad()
@@ -67,7 +71,8 @@ class Unit:
         """Make the parameters whole."""
         self.start()
         for work, every, members in self.arriving:
-            work.wait()
+            if work is not None:
+                work.wait()
             parts = every.view(self.dp.size, -1).split([self.sizes[i] for i in members], dim=1)
             for i, part in zip(members, parts):
                 w = self.whole[i]
@@ -100,8 +105,11 @@ class Unit:
                 padded[: slope.numel()] = slope
                 part.copy_(padded.view(self.dp.size, -1))
         self.slopes.clear()
-        mine = every.new_empty(sum(self.sizes))
-        self.leaving = REDUCE_SCATTER(mine, every.view(-1), group=self.dp.group, async_op=True), mine
+        if self.dp.size == 1:
+            self.leaving = None, every.view(-1)
+        else:
+            mine = every.new_empty(sum(self.sizes))
+            self.leaving = REDUCE_SCATTER(mine, every.view(-1), group=self.dp.group, async_op=True), mine
         self.summed = True
 
     @torch.no_grad()
@@ -110,25 +118,68 @@ class Unit:
         if self.leaving is None:
             return
         work, mine = self.leaving
-        work.wait()
+        if work is not None:
+            work.wait()
         for row, part in zip(self.rows, mine.split(self.sizes)):
             assert row.grad is not None
             row.grad.view(-1).add_(part[: row.numel()])
         self.leaving = None
 
+    def forget(self) -> None:
+        """What came and was not summed."""
+        self.slopes.clear()
+
+    @property
+    def late(self) -> bool:
+        """Whether a gradient has come that was not summed."""
+        return bool(self.slopes)
+
+
+class Several:
+    """Units that are divided over different ranks, and are gathered and summed at the same times."""
+
+    def __init__(self, units: Sequence[Unit]):
+        self.units, self.summed = units, False
+        self.whole = [w for unit in units for w in unit.whole]
+
+    def start(self) -> None:
+        for unit in self.units:
+            unit.start()
+
+    def gather(self) -> None:
+        for unit in self.units:
+            unit.gather()
+
+    def drop(self) -> None:
+        for unit in self.units:
+            unit.drop()
+
+    def sum(self) -> None:
+        for unit in self.units:
+            unit.sum()
+        self.summed = True
+
+    def keep(self) -> None:
+        for unit in self.units:
+            unit.keep()
+
+    def forget(self) -> None:
+        for unit in self.units:
+            unit.forget()
+
+    @property
+    def late(self) -> bool:
+        return any(unit.late for unit in self.units)
+
 
 class Sharded:
     """The units of a stage. layers: by number, in order. rest: what belongs to no layer."""
 
-    def __init__(self, level: int, layers: dict[int, Unit], rest: Sequence[Unit]):
+    def __init__(self, level: int, layers: dict[int, Unit | Several], rest: Sequence[Unit]):
         self.level, self.layers = level, layers
         self.units = [*layers.values(), *rest]
         self.kept = self.units if level < 3 else list(rest)
-        self.busy: Unit | None = None  # whose sum is under way
-        for unit in self.units:
-            for i, w in enumerate(unit.whole):
-                w.requires_grad_(True)
-                w.register_post_accumulate_grad_hook(partial(unit.take, i))
+        self.busy: Unit | Several | None = None  # whose sum is under way
 
     def begin(self) -> None:
         """Before the passes of a minibatch."""
@@ -149,10 +200,10 @@ class Sharded:
             self._sum_rest()
         if self.busy is not None:
             self.busy.keep()
-        assert not (use and any(unit.slopes for unit in self.units)), "a gradient came after those of its layer were summed"
+        assert not (use and any(unit.late for unit in self.units)), "a gradient came after those of its layer were summed"
         self.busy = None
         for unit in self.units:
-            unit.slopes.clear()
+            unit.forget()
             unit.drop()
 
     def around(self, layer: int, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +237,7 @@ class Sharded:
             self._sum(behind)
         self._need(layer, layer - 1)
 
-    def _sum(self, unit: Unit) -> None:
+    def _sum(self, unit: Unit | Several) -> None:
         """One sum is under way at a time."""
         unit.sum()
         if self.busy is not None:

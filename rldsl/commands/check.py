@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rldsl import api
 from rldsl.commands import Usage
-from rldsl.commands.files import write
 from rldsl.diag import Diagnostic
+from rldsl.files import write
 from rldsl.plan.expr import Scalar
 from rldsl.source import SourceFile
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from rldsl import api
-from rldsl.commands.files import write
 from rldsl.plan.expr import Scalar
 
 Stage = Literal["graph", "events", "plan"]
@@ -33,11 +32,9 @@ def stage(emit: Stage, file: str, sets: Mapping[str, Scalar], place: str | None,
 def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str],
             target: str | None) -> str:
     """Write the plan to `target` or beside the program; returns the preview."""
-    from rldsl.plan.codec import encode
-    from rldsl.preview import preview
+    from rldsl.python.entry import compile
 
-    compiled = api.compile_all(file, sets, place, overrides)
-    data = encode(compiled.plan)
+    plan = compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
     path = target or str(Path(file).with_suffix(".plan"))
-    write(path, data)
-    return preview(compiled, file, path, data)
+    plan.save(path)
+    return plan.preview(path)

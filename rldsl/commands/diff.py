@@ -9,21 +9,14 @@ from __future__ import annotations
 import json
 
 from rldsl import api
-from rldsl.clusters import find
 from rldsl.plan.codec import decode, plan_id
-from rldsl.plan.diff import diff as compare
-from rldsl.plan.diff_text import as_json, text
-from rldsl.simulate import simulate
+from rldsl.python.compare import compared
+from rldsl.python.machines import machine_of
 
 
 def diff(before: str, after: str, cluster: str | None = None, for_programs: bool = False) -> tuple[str, bool]:
     """cluster: the file or the preset of the machines that a step is simulated on."""
-    data = api.read_bytes(before), api.read_bytes(after)
-    one, two = decode(data[0], before), decode(data[1], after)
-    machine = find(cluster) if cluster else None
-    seconds = (simulate(one, machine).seconds, simulate(two, machine).seconds) if machine else None
-    found = compare(one, two, seconds)
-    ids = plan_id(data[0]), plan_id(data[1])
-    if for_programs:
-        return json.dumps(as_json(found, *ids), indent=1, ensure_ascii=False), found.same
-    return text(found, f"{before} ({ids[0]})", f"{after} ({ids[1]})"), found.same
+    one, two = api.read_bytes(before), api.read_bytes(after)
+    found = compared(decode(one, before), decode(two, after), (before, after), (plan_id(one), plan_id(two)),
+                     machine_of(cluster) if cluster else None)
+    return json.dumps(found.json(), indent=1, ensure_ascii=False) if for_programs else found.text(), found.same

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rldsl.commands.files import write
 from rldsl.commands.runs import Lines, metrics
 from rldsl.diag import fail
+from rldsl.files import write
 from rldsl.runtime.metrics.names import computed, first
 
 FORMATS = (".svg", ".png")

@@ -22,8 +22,8 @@ from typing import Any
 from rldsl import api
 from rldsl.clusters.model import FIELDS, PASSES
 from rldsl.commands import Usage
-from rldsl.commands.files import write
 from rldsl.diag import fail
+from rldsl.files import write
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.expr import Scalar

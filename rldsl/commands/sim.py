@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rldsl import api
-from rldsl.clusters import find
 from rldsl.commands import Usage
-from rldsl.commands.files import write
 from rldsl.plan.expr import Scalar
-from rldsl.simulate import Lengths, observed, simulate
-from rldsl.simulate.summary import text, to_json
-from rldsl.simulate.trace import chrome
+from rldsl.python.entry import compile, load
+from rldsl.simulate import Lengths
 
 
 def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str],
@@ -26,12 +22,11 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
     if file.endswith(".plan"):
         if sets or place or overrides:
             raise Usage("a plan is fixed: give --set, --place and --on when compiling it")
-        plan = api.read_plan(file)
+        plan = load(file)
     else:
-        plan = api.compile(file, sets, place, overrides)
-    machine = find(cluster)
-    expected = observed(plan, like) if like else lengths
-    timeline = simulate(plan, machine, expected)
+        plan = compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
+    found = plan.simulate(cluster, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
+                          longest=lengths.longest, like=like)
     if trace:
-        write(trace, chrome(plan, timeline).encode(), "choose another place with --trace")
-    return to_json(plan, timeline, machine) if as_json else text(plan, timeline, machine, expected, Path(file).name)
+        found.save_trace(trace)
+    return found.json() if as_json else found.text()

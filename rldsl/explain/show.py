@@ -12,6 +12,7 @@ from rldsl.explain import RANGES, Page
 
 _BOLD, _BLUE, _GREEN, _RED, _OFF = "\033[1m", "\033[34m", "\033[32m", "\033[31m", "\033[0m"
 _WORDS = {"broken": "this fails", "mended": "this is right"}
+_TONES = {"broken": _RED, "mended": _GREEN}
 
 
 def show(page: Page, color: bool = False) -> str:
@@ -25,16 +26,21 @@ def show(page: Page, color: bool = False) -> str:
         fence = re.match(r"```(\w*) ?(.*)", line)
         if fence and not inside:
             inside = True
-            name, _, options = fence[2].partition(" ")
-            word, command = _WORDS.get(name, name), options if options.startswith("compile") else f"check {options}"
-            if word:
-                tone = _RED if name == "broken" else _GREEN if name == "mended" else _BLUE
-                lines += [paint(tone, f"  {word}, with `rlc {command.strip()}`:" if options else f"  {word}:"), ""]
+            if fence[2]:
+                tone = _TONES.get(fence[2].split()[0], _BLUE)
+                lines += [paint(tone, f"  {caption(fence[2])}"), ""]
         elif fence:
             inside = False
         else:
             lines.append(f"    {line}".rstrip() if inside else line)
     return "\n".join(lines) + "\n"
+
+
+def caption(words: str) -> str:
+    """What a program of a page is, from the words behind its fence: "this fails, with `rlc check --set lr=fast`:"."""
+    name, _, options = words.partition(" ")
+    command = options if options.startswith("compile") else f"check {options}"
+    return f"{_WORDS.get(name, name)}, with `rlc {command}`:" if options else f"{_WORDS.get(name, name)}:"
 
 
 def listing(titles: Mapping[str, str]) -> str:

@@ -27,8 +27,9 @@ from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import Modules
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import DataRef, MeshValue, ModelRef, Module, StateRef
-from rldsl.source import Span
+from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
+from rldsl.syntax.parse import parse
 from rldsl.syntax.slips import slips
 
 PLACEMENT = (ast.MeshDecl, ast.Place, ast.Cluster, ast.Param)
@@ -50,11 +51,11 @@ def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = N
 
 
 def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = None,
-            read: Callable[[str], str] = read_text) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
+            read: Callable[[str], str] = read_text, parse: Callable[[SourceFile], ast.File] = parse,
+            ) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
     """The graph and every mistake found. Beside mistakes the graph holds what is right, so that its placement can be
-    looked at too; None where even that would lead to mistakes that are none."""
-    from rldsl.syntax.parse import parse
-
+    looked at too; None where even that would lead to mistakes that are none. parse: of imported files; an editor keeps
+    their trees."""
     found = slips(file)
     if found:
         return None, found

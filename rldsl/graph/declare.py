@@ -166,7 +166,7 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
     if tree.mesh is not None:
         value = lower.eval(tree.mesh, scope)
         if isinstance(value, MeshValue):
-            mesh = g.MeshRef(value.nodes, value.devices, tree.mesh.span)
+            mesh = g.MeshRef(value.nodes, value.devices, tree.mesh.span, value.free)
         elif not isinstance(value, Bad):
             lower.errors.add("RL0203", f"`on` needs a mesh, found {describe(value)}", tree.mesh.span,
                              help="write `on mesh(0:8)` or the name of a `mesh`")

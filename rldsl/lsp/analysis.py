@@ -38,10 +38,10 @@ def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) ->
     made = files.of(path, text, file)
     program = any(isinstance(i, ast.Flow) for i in file.items)
     if broken or not program:
-        found = broken or _alone(file, read)
+        found = broken or _alone(file, files, read)
         return Analysis(source, file, made, Facts(), _own(found, source))
-    found = api.examine(text, path, read=read)
-    graph, _ = attempt(file, {}, None, read)
+    graph, found = attempt(file, {}, None, read, files.parse)
+    found = api.judged([file], graph, found)
     known = Facts()
     if graph is not None:
         try:
@@ -51,11 +51,11 @@ def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) ->
     return Analysis(source, file, made, known, _own(found, source))
 
 
-def _alone(file: ast.File, read: Callable[[str], str]) -> tuple[Diagnostic, ...]:
+def _alone(file: ast.File, files: Library, read: Callable[[str], str]) -> tuple[Diagnostic, ...]:
     """Mistakes of a file that holds no flow: that it holds none is not one of them."""
     if any(isinstance(i, ast.Place) for i in file.items):
         return ()
-    return tuple(d for d in attempt(file, {}, None, read)[1] if d.code != "RL0109")
+    return tuple(d for d in attempt(file, {}, None, read, files.parse)[1] if d.code != "RL0109")
 
 
 def _own(found: tuple[Diagnostic, ...], source: SourceFile) -> tuple[Diagnostic, ...]:

@@ -15,6 +15,7 @@ from rldsl.lsp.describe import signature
 from rldsl.lsp.facts import Facts
 from rldsl.lsp.index import Index, Symbol
 from rldsl.lsp.library import Library
+from rldsl.placement.degrees import OPTIONS
 from rldsl.plan.expr import LEVELS
 from rldsl.semantics import options
 from rldsl.semantics.modules import library
@@ -22,11 +23,12 @@ from rldsl.syntax import ast
 from rldsl.syntax.parse import accepted
 from rldsl.syntax.recover import open_brackets, visible
 
-DEGREES = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "pipeline stages",
-           "cp": "context-parallel degree: tokens of each sequence",
-           "zero": "of train: 1 divides optimizer state at rest over dp, 2 gradients too, 3 layers' parameters too",
-           "mbs": "most sequences in a micro-batch (0: all)", "offload": "host memory between calls",
-           "recompute": "full: layers run again in backward, instead of keeping activations"}
+PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "pipeline stages",
+          "cp": "context-parallel degree: tokens of each sequence", "ep": "expert-parallel degree, along dp",
+          "zero": "of train: 1 divides optimizer state at rest over dp, 2 gradients too, 3 layers' parameters too",
+          "mbs": "most sequences in a micro-batch (0: all)", "offload": "host memory between calls",
+          "recompute": "full: layers run again in backward, instead of keeping activations",
+          "keep": "false: a copy is dropped after its last use in a step", "backend": "what computes the call"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,
           "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
           "causal_lm": options.MODEL, "value_model": options.MODEL, "reward_model": options.MODEL}
@@ -36,12 +38,14 @@ FIELDS = {"generated": {"logprobs": "token: of the sampled tokens", "finished": 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """kind: "keyword", "function", "method", "variable", "option", "field", "module", "class" or "level"."""
+    """kind: "keyword", "function", "method", "variable", "option", "field", "module", "class" or "level". more: what
+    else to write: (offset, text)."""
 
     text: str
     kind: str
     detail: str = ""
     doc: str = ""
+    more: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ def complete(text: str, offset: int, index: Index, facts: Facts, files: Library)
     if re.search(r"\buse\s+std\.$", line):
         return [Item(m, "module") for m in library() if m != "prelude"]
     if used := re.search(r"\buse\s+(std\.\w+|\"[^\"]*\")\s*\(([^)]*)$", written):
-        names = files.names(used[1].strip('"'), index.file.source.name)
-        return [Item(n, "function") for n in names if n not in re.findall(r"\w+", used[2])]
+        found = files.names(used[1].strip('"'), index.file.source.name)
+        return [_function(s) for s in found if s.name not in re.findall(r"\w+", used[2])]
     if owner := re.search(r"([A-Za-z_]\w*)\s*\.\s*$", line):
         return list(_members(owner[1], index, facts, start))
     if re.search(r"\bby\s+$", line):
@@ -77,9 +81,11 @@ def complete(text: str, offset: int, index: Index, facts: Facts, files: Library)
     if re.search(r"\bon\s+$", line):
         meshes = [Item(s.name, "variable", "mesh") for s in scope.values() if s.kind == "mesh"]
         return [*meshes, Item("mesh", "function", *FUNCTIONS["mesh"])]
-    if re.search(r"\bon\s+(mesh\([^)]*\)|\w+)(\s+\w+=\S+)*\s+$", line):
-        return [Item(f"{n}=", "option", d) for n, d in DEGREES.items()]
-    return [*_options(text, start, scope), *_words(before), *_names(scope), *_builtins()]
+    if clause := re.search(r"\bon\s+(?:mesh\([^)]*\)|\w+)((?:\s+\w+=\S+)*)\s+$", line):
+        given = re.findall(r"(\w+)=", clause[1])
+        return [Item(f"{n}=", "option", PLACED.get(n, "")) for n in OPTIONS if n not in given]
+    known = [*_options(text, start, scope), *_words(before), *_names(scope), *_builtins()]
+    return [*known, *_elsewhere(index.file, {i.text for i in known}, files)] if _inside(index, start) else known
 
 
 def _members(name: str, index: Index, facts: Facts, offset: int) -> Iterator[Item]:
@@ -96,7 +102,9 @@ def _members(name: str, index: Index, facts: Facts, offset: int) -> Iterator[Ite
         source = symbol.tree.value.span.text
         kind = "generated" if ".generate(" in source or f"{name}.logprobs" in facts.levels else \
             "pairs" if f"{name}.chosen" in facts.batches else ""
-        yield from (Item(n, "field", d) for n, d in FIELDS.get(kind, {}).items())
+        columns = {v.rpartition(".")[2]: f"{level}: of the data" for v, (level, _) in facts.levels.items()
+                   if re.match(rf"{name}\.(chosen\.|rejected\.)?(?!(tokens|lengths|columns)$)\w+$", v)}
+        yield from (Item(n, "field", d) for n, d in (columns | FIELDS.get(kind, {})).items())
 
 
 def _options(text: str, offset: int, scope: dict[str, Symbol]) -> Iterator[Item]:
@@ -154,6 +162,38 @@ def _names(scope: dict[str, Symbol]) -> Iterable[Item]:
     for s in scope.values():
         detail = signature(s)[0] if s.kind in ("fn", "loss", "python") else s.kind
         yield Item(s.name, kinds.get(s.kind, "variable"), detail, getattr(s.tree, "doc", ""))
+
+
+def _function(symbol: Symbol, module: str = "", more: tuple[tuple[int, str], ...] = ()) -> Item:
+    detail = signature(symbol)[0] + (f"  ({module})" if module else "")
+    return Item(symbol.name, "function", detail, getattr(symbol.tree, "doc", ""), more)
+
+
+def _inside(index: Index, offset: int) -> bool:
+    """Whether the place is in a body, where functions are called."""
+    return any(i.span.start <= offset <= i.span.end for i in index.file.items
+               if isinstance(i, ast.FnDecl | ast.LossDecl | ast.Flow))
+
+
+def _elsewhere(file: ast.File, known: set[str], files: Library) -> Iterator[Item]:
+    """Functions of the library that are not imported yet, with what imports them."""
+    for module, symbols in files.shelf().items():
+        for symbol in symbols:
+            if symbol.name not in known:
+                yield _function(symbol, module, (_import(file, module, symbol.name),))
+
+
+def _import(file: ast.File, module: str, name: str) -> tuple[int, str]:
+    """Into the `use` of the module, else as a line behind the last `use`, else before the first declaration and the
+    comment that documents it."""
+    uses = [i for i in file.items if isinstance(i, ast.Use | ast.UsePy)]
+    own = next((u for u in uses if isinstance(u, ast.Use) and u.module == module and u.names), None)
+    if own is not None:
+        return own.names[-1].span.end, f", {name}"
+    if uses:
+        return uses[-1].span.end, f"\nuse {module} ({name})"
+    documented = not file.items or isinstance(file.items[0], ast.FnDecl | ast.LossDecl)
+    return (0 if documented else file.items[0].span.start), f"use {module} ({name})\n"
 
 
 def _builtins() -> Iterable[Item]:

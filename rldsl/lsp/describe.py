@@ -5,11 +5,15 @@ In: a symbol, and the facts about its program. Out: texts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
-from rldsl.lsp.facts import Facts
-from rldsl.plan.texts import layout_text
+from rldsl.lsp.facts import CallFact, Facts
 from rldsl.lsp.index import Symbol
+from rldsl.plan.texts import layout_text
 from rldsl.syntax import ast
+
+Costs = Callable[[CallFact], list[str]]
 
 
 def signature(symbol: Symbol) -> tuple[str, tuple[str, ...]]:
@@ -30,7 +34,12 @@ def signature(symbol: Symbol) -> tuple[str, tuple[str, ...]]:
     return symbol.name, ()
 
 
-def hover(symbol: Symbol, facts: Facts) -> str:
+def placed(call: CallFact, costs: Costs) -> str:
+    """Where a call runs, and what it costs as far as that is known."""
+    return " · ".join([f"on {layout_text(call.place.layout, call.place.mesh)}", *costs(call)])
+
+
+def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
     """Markdown."""
     tree = symbol.tree
     match tree:
@@ -46,7 +55,7 @@ def hover(symbol: Symbol, facts: Facts) -> str:
         case ast.Assign() if symbol.kind == "value":
             shown = facts.shown(symbol.name)
             call = next((c for c in facts.calls if c.span == tree.span), None)
-            return _page(tree.span.text, shown, f"on {layout_text(call.place.layout, call.place.mesh)}" if call else "")
+            return _page(tree.span.text, shown, placed(call, costs) if call else "")
         case ast.Metric():
             return _page(tree.span.text, "logged at every step")
         case ast.Flow(name=name, options=options):

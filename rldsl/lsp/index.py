@@ -39,12 +39,14 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """symbols: those bound in this file. names: what another file may import from it."""
+    """symbols: those bound in this file. names: what another file may import from it. always: names of the library that
+    need no import."""
 
     file: ast.File
     symbols: tuple[Symbol, ...]
     occurrences: tuple[Occurrence, ...]
     names: dict[str, Symbol]
+    always: dict[str, Symbol]
 
     def at(self, offset: int) -> Occurrence | None:
         """The name at an offset, or just before it."""
@@ -60,7 +62,7 @@ class Index:
                        and i.span.start <= offset <= i.span.end), None)
         own = {s.name: s for s in self.symbols
                if s.inside == around and around is not None and s.span.start < offset and s.kind != "metric"}
-        return {**self.names, **own}
+        return {**self.always, **self.names, **own}
 
 
 Importer = Callable[[str, str], Index | None]  # (module, the file that imports it) -> its index
@@ -72,7 +74,7 @@ def index(file: ast.File, importer: Importer) -> Index:
         walker.declare(item)
     for item in file.items:
         walker.body(item)
-    return Index(file, tuple(walker.symbols), tuple(walker.occurrences), walker.module)
+    return Index(file, tuple(walker.symbols), tuple(walker.occurrences), walker.module, walker.always)
 
 
 class _Walker:
@@ -81,6 +83,8 @@ class _Walker:
         self.symbols: list[Symbol] = []
         self.occurrences: list[Occurrence] = []
         self.module: dict[str, Symbol] = {}
+        prelude = importer("std.prelude", file.source.name)
+        self.always = dict(prelude.names) if prelude is not None else {}
         self.local: dict[str, Symbol] = {}
         self.inside = ""
 
@@ -93,8 +97,11 @@ class _Walker:
         (self.local if self.inside else self.module).setdefault(ident.name, symbol)
         return symbol
 
+    def meant(self, name: str) -> Symbol | None:
+        return self.local.get(name) or self.module.get(name) or self.always.get(name)
+
     def see(self, name: str, span: Span) -> Symbol | None:
-        symbol = self.local.get(name) or self.module.get(name)
+        symbol = self.meant(name)
         if symbol is not None:
             self.occurrences.append(Occurrence(span, symbol))
         return symbol
@@ -235,8 +242,7 @@ class _Walker:
             return
         if isinstance(tree, ast.Call):
             self.expr(tree.func)
-            called = self.local.get(tree.func.name) or self.module.get(tree.func.name) \
-                if isinstance(tree.func, ast.Name) else None
+            called = self.meant(tree.func.name) if isinstance(tree.func, ast.Name) else None
             for arg in tree.args:
                 self.expr(arg.value)
                 parameter = _parameter(called, arg.name.name) if called and arg.name else None

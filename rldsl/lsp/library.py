@@ -10,11 +10,11 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
-from rldsl.lsp.index import Index, index
+from rldsl.lsp.index import Index, Symbol, index
 from rldsl.semantics.modules import LIBRARY, beside, library
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
-from rldsl.syntax.parse import parse_recovering
+from rldsl.syntax.parse import parse, parse_recovering
 
 Read = Callable[[str], str | None]  # path -> its text, or None
 
@@ -25,6 +25,7 @@ class Library:
     def __init__(self, read: Read):
         self.read = read
         self._known: dict[str, tuple[str, Index]] = {}
+        self._trees: dict[str, ast.File] = {}
         self._open: list[str] = []
 
     def of(self, path: str, text: str, file: ast.File | None = None) -> Index:
@@ -35,6 +36,13 @@ class Library:
         made = index(file if file is not None else parse_recovering(SourceFile(path, text))[0], self.load)
         self._known[path] = text, made
         return made
+
+    def parse(self, source: SourceFile) -> ast.File:
+        """The tree of an imported file, as the compiler wants it. Errors: those of `syntax.parse`."""
+        known = self._trees.get(source.name)
+        if known is None or known.source != source:
+            known = self._trees[source.name] = parse(source)
+        return known
 
     def load(self, module: str, importer: str) -> Index | None:
         """The index of an imported module; None for what cannot be read or imports itself."""
@@ -49,16 +57,21 @@ class Library:
             self._open.pop()
 
     def path(self, module: str, importer: str) -> str | None:
-        """Where a module lies."""
+        """Where a module lies: in full, so that a file has one name whoever asks."""
         if module.startswith("std."):
             name = module.removeprefix("std.")
-            return str(resources.files(LIBRARY) / f"{name}.rlf") if name in library() else None
-        return beside(importer, module)
+            return str(Path(str(resources.files(LIBRARY) / f"{name}.rlf")).resolve()) if name in library() else None
+        return str(Path(beside(importer, module)).resolve())
 
-    def names(self, module: str, importer: str) -> tuple[str, ...]:
-        """What can be imported from a module."""
+    def names(self, module: str, importer: str) -> tuple[Symbol, ...]:
+        """What can be imported from a module: the functions and losses that it declares."""
         found = self.load(module, importer)
-        return tuple(n for n, s in found.names.items() if s.kind in ("fn", "loss")) if found else ()
+        return tuple(s for s in found.symbols if s.kind in ("fn", "loss") and not s.inside) if found else ()
+
+    def shelf(self) -> dict[str, tuple[Symbol, ...]]:
+        """What can be imported from the modules of the standard library that have been looked at."""
+        paths = {m: self.path(f"std.{m}", "") for m in library() if m != "prelude"}
+        return {f"std.{m}": self.names(f"std.{m}", "") for m, path in paths.items() if path in self._known}
 
 
 def read_file(path: str) -> str | None:

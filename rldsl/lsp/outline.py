@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from rldsl.lsp.index import Index, Symbol
@@ -62,7 +61,3 @@ def word_at(source: SourceFile, offset: int) -> Span:
     while right < len(source.text) and (source.text[right].isalnum() or source.text[right] == "_"):
         right += 1
     return Span(source, left, right)
-
-
-def is_name(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text) is not None

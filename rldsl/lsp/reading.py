@@ -5,16 +5,16 @@ In: a Server, and how it takes a handler. Out: nothing; its handlers answer from
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lsprotocol import types as t
+from pygls.exceptions import JsonRpcInvalidParams
 
 from rldsl.lsp import outline, tokens
-from rldsl.lsp.describe import hover, word
+from rldsl.lsp.analysis import Analysis
+from rldsl.lsp.describe import Costs, hover, placed, word
 from rldsl.lsp.hints import hints
-from rldsl.lsp.index import Symbol
+from rldsl.lsp.lens import cost, lenses
+from rldsl.lsp.rename import in_library, refusal
 from rldsl.lsp.session import Feature, Server, uri_of
-from rldsl.plan.texts import layout_text
 
 SYMBOLS = {"fn": t.SymbolKind.Function, "loss": t.SymbolKind.Function, "flow": t.SymbolKind.Module,
            "model": t.SymbolKind.Class, "data": t.SymbolKind.Class, "mesh": t.SymbolKind.Array,
@@ -31,15 +31,23 @@ def reading(server: Server, feature: Feature) -> None:
 def _showing(server: Server, feature: Feature) -> None:
     """What helps to understand a text."""
 
+    def costs(analysis: Analysis) -> Costs:
+        """Of a call that is looked at, whether or not the program has a cluster."""
+        return lambda call: cost(call, server.forecast(analysis, always=True))
+
     @feature(t.TEXT_DOCUMENT_HOVER)
     def hovering(params: t.HoverParams) -> t.Hover | None:
         analysis, found = server.at(params)
         if found is not None:
-            text = hover(found.symbol, analysis.facts)
+            text = hover(found.symbol, analysis.facts, costs(analysis))
             return t.Hover(t.MarkupContent(t.MarkupKind.Markdown, text), server.range(found.span))
         at = server.offset(analysis, params.position)
         span = outline.word_at(analysis.source, at)
         text = word(span.text, analysis.source.text[: span.start].rstrip().endswith("."))
+        call = next((c for c in analysis.facts.calls if text and c.span.file == analysis.source
+                     and c.name.endswith(f".{span.text}") and c.span.start <= at <= c.span.end), None)
+        if call is not None:
+            text += "\n\n" + placed(call, costs(analysis))
         return t.Hover(t.MarkupContent(t.MarkupKind.Markdown, text), server.range(span)) if text else None
 
     @feature(t.TEXT_DOCUMENT_INLAY_HINT)
@@ -53,9 +61,8 @@ def _showing(server: Server, feature: Feature) -> None:
     @feature(t.TEXT_DOCUMENT_CODE_LENS)
     def lens(params: t.CodeLensParams) -> list[t.CodeLens]:
         analysis = server.analysis(params.text_document.uri)
-        own = [c for c in analysis.facts.calls if c.span.file == analysis.source]
-        return [t.CodeLens(server.range(c.span),
-                           t.Command(f"{c.name}: {layout_text(c.place.layout, c.place.mesh)}", "")) for c in own]
+        found = lenses(analysis, server.forecast(analysis))
+        return [t.CodeLens(server.range(span), t.Command(text, "")) for span, text in found]
 
     @feature(t.TEXT_DOCUMENT_SEMANTIC_TOKENS_FULL, t.SemanticTokensLegend(list(tokens.TYPES), list(tokens.MODIFIERS)))
     def semantic(params: t.SemanticTokensParams) -> t.SemanticTokens:
@@ -101,13 +108,16 @@ def _finding(server: Server, feature: Feature) -> None:
     @feature(t.TEXT_DOCUMENT_PREPARE_RENAME)
     def may_rename(params: t.PrepareRenameParams) -> t.Range | None:
         _, found = server.at(params)
-        return server.range(found.span) if found is not None and _ours(found.symbol) else None
+        return server.range(found.span) if found is not None and not in_library(found.symbol) else None
 
     @feature(t.TEXT_DOCUMENT_RENAME, t.RenameOptions(prepare_provider=True))
     def rename(params: t.RenameParams) -> t.WorkspaceEdit | None:
         _, found = server.at(params)
-        if found is None or not _ours(found.symbol) or not outline.is_name(params.new_name):
+        if found is None:
             return None
+        why = refusal(found.symbol, params.new_name, server.indices(found.symbol))
+        if why:
+            raise JsonRpcInvalidParams(why)
         changes: dict[str, list[t.TextEdit]] = {}
         for o in server.everywhere(found.symbol):
             changes.setdefault(uri_of(o.span.file.name), []).append(t.TextEdit(server.range(o.span), params.new_name))
@@ -119,10 +129,3 @@ def _finding(server: Server, feature: Feature) -> None:
         return [t.SymbolInformation(server.location(s.span), s.name, SYMBOLS.get(s.kind, t.SymbolKind.Variable))
                 for i in server.indices() for s in i.symbols if not s.inside and wanted in s.name.lower()]
 
-
-def _ours(symbol: Symbol) -> bool:
-    """Names of the standard library are not ours to change; a metric is a text of the log."""
-    from importlib import resources
-
-    library = Path(str(resources.files("rldsl.stdlib"))).resolve()
-    return library not in Path(symbol.span.file.name).resolve().parents

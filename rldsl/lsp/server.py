@@ -14,7 +14,9 @@ from lsprotocol import types as t
 from rldsl.lsp.reading import reading
 from rldsl.lsp.session import Server, diagnostic, path_of
 from rldsl.lsp.writing import writing
+from rldsl.semantics.modules import library
 
+PAUSE = 0.05  # seconds between two files that nobody has asked for
 QUIET = 0.15  # seconds without a change before a text is looked at
 
 
@@ -34,6 +36,25 @@ def make() -> Server:
     server = Server()
     feature = server.feature
 
+    @feature(t.INITIALIZE)
+    def begun(params: t.InitializeParams) -> None:
+        server.configure(params.initialization_options)
+
+    @feature(t.INITIALIZED)
+    async def idle(params: t.InitializedParams) -> None:
+        """Look at the library, a file at a time, so that its functions can be offered."""
+        for module in library():
+            server.files.load(f"std.{module}", "")
+            await asyncio.sleep(PAUSE)
+
+    @feature(t.WORKSPACE_DID_CHANGE_CONFIGURATION)
+    def configured(params: t.DidChangeConfigurationParams) -> None:
+        server.configure(params.settings)
+
+    @feature(t.SHUTDOWN)
+    async def ended(params: None) -> None:
+        await server.forecasts.close()
+
     @feature(t.TEXT_DOCUMENT_DID_OPEN)
     def opened(params: t.DidOpenTextDocumentParams) -> None:
         publish(server, params.text_document.uri)
@@ -45,12 +66,21 @@ def make() -> Server:
             server.waiting[uri].cancel()
         server.waiting[uri] = asyncio.create_task(later(server, uri))
 
-    @feature(t.TEXT_DOCUMENT_DID_SAVE)
-    def saved(params: t.DidSaveTextDocumentParams) -> None:
+    def again() -> None:
         """What is imported may have changed for other open files."""
         server.analyses.clear()
+        server.forecasts.clear()
         for uri in list(server.workspace.text_documents):
             publish(server, uri)
+
+    @feature(t.TEXT_DOCUMENT_DID_SAVE)
+    def saved(params: t.DidSaveTextDocumentParams) -> None:
+        again()
+
+    @feature(t.WORKSPACE_DID_CHANGE_WATCHED_FILES)
+    def watched(params: t.DidChangeWatchedFilesParams) -> None:
+        """Written by someone else than the editor."""
+        again()
 
     @feature(t.TEXT_DOCUMENT_DID_CLOSE)
     def closed(params: t.DidCloseTextDocumentParams) -> None:

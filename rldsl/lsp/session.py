@@ -6,7 +6,8 @@ In: uris and positions of an editor. Out: analyses of the newest texts, and rang
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,22 @@ from pygls.lsp.server import LanguageServer
 
 from rldsl.diag import Diagnostic
 from rldsl.lsp.analysis import Analysis, analyse
+from rldsl.lsp.forecast import Forecast, Question
+from rldsl.lsp.forecasts import Forecasts
 from rldsl.lsp.index import Index, Occurrence, Symbol
 from rldsl.lsp.library import Library, read_file
+from rldsl.lsp.rename import in_library
 from rldsl.lsp.text import Lines
+from rldsl.semantics.modules import library
 from rldsl.source import SourceFile, Span
+from rldsl.syntax import ast
 
 Feature = Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
 class Server(LanguageServer):
-    """One for each editor. analyses: path -> (text, what is known of it)."""
+    """One for each editor. analyses: path -> what is known of its newest text. cluster: what the editor's setting says
+    to predict on; "" is nothing."""
 
     def __init__(self) -> None:
         try:
@@ -37,6 +44,36 @@ class Server(LanguageServer):
         self.files = Library(self._text)
         self.analyses: dict[str, Analysis] = {}
         self.waiting: dict[str, asyncio.Task[None]] = {}
+        self.cluster = ""
+        self.forecasts = Forecasts(self._ask_again)
+
+    def configure(self, settings: Any) -> None:
+        """settings: {"cluster": ...} or {"rlf": {"cluster": ...}}, as editors send them; anything else says nothing."""
+        own = settings.get("rlf", settings) if isinstance(settings, dict) else {}
+        cluster = own.get("cluster") if isinstance(own, dict) else None
+        if isinstance(cluster, str) and cluster.strip() != self.cluster:
+            self.cluster = cluster.strip()
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Tell the editor that code lenses are others now, where it listens to that."""
+        workspace = self.client_capabilities.workspace
+        lens = workspace.code_lens if workspace is not None else None
+        if lens is not None and lens.refresh_support:
+            self.workspace_code_lens_refresh(None)
+
+    def forecast(self, analysis: Analysis, always: bool = False) -> Forecast | None:
+        """Of a program that has a cluster and no mistakes; None at first, and known when the editor asks again. always:
+        without a cluster, too."""
+        declared = any(isinstance(i, ast.Cluster) for i in analysis.file.items)
+        flow = any(isinstance(i, ast.Flow) for i in analysis.file.items)
+        wrong = any(d.severity == "error" for d in analysis.diagnostics)
+        if not flow or wrong or not (declared or self.cluster or always):
+            return None
+        own = analysis.source
+        texts = {path_of(uri): d.source for uri, d in self.workspace.text_documents.items()}
+        unsaved = {p: text for p, text in texts.items() if p != own.name and read_file(p) != text}
+        return self.forecasts.of(Question(own.name, own.text, unsaved, self.cluster))
 
     def _text(self, path: str) -> str | None:
         """A file as the editor has it, else as it is saved."""
@@ -76,15 +113,28 @@ class Server(LanguageServer):
         return analysis, analysis.index.at(self.offset(analysis, params.position))
 
     def everywhere(self, symbol: Symbol) -> list[Occurrence]:
-        """All uses of a symbol, in every .rlf of the workspace that could see it."""
-        found = {(o.span.file.name, o.span.start): o for i in self.indices() for o in i.uses(symbol)}
+        """All uses of a symbol, in every .rlf of the workspace and of the library that could see it."""
+        found = {(o.span.file.name, o.span.start): o for i in self.indices(symbol) for o in i.uses(symbol)}
         return [found[key] for key in sorted(found)]
 
-    def indices(self) -> list[Index]:
+    def indices(self, symbol: Symbol | None = None) -> list[Index]:
+        """Of the open files and of those in the workspace; with the file of `symbol`, and its neighbours in the library
+        where it is from there."""
         paths = {path_of(uri) for uri in self.workspace.text_documents}
         for folder in self.workspace.folders.values():
-            paths |= {str(p) for p in Path(path_of(folder.uri)).rglob("*.rlf") if ".venv" not in p.parts}
+            paths |= set(programs(path_of(folder.uri)))
+        if symbol is not None:
+            paths.add(str(Path(symbol.span.file.name).resolve()))
+            if in_library(symbol):
+                paths |= {path for m in library() if (path := self.files.path(f"std.{m}", "")) is not None}
         return [self.files.of(p, text) for p in sorted(paths) if (text := self._text(p)) is not None]
+
+
+def programs(folder: str) -> Iterator[str]:
+    """The .rlf files below a folder; not those of hidden folders, installed packages and runs."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if not f.startswith(".") and f not in ("node_modules", "__pycache__", "runs")]
+        yield from (os.path.join(root, n) for n in names if n.endswith(".rlf"))
 
 
 def path_of(uri: str) -> str:

@@ -13,6 +13,7 @@ from rldsl.diag import Failure
 from rldsl.lsp.complete import Item, call_at, complete
 from rldsl.lsp.describe import signature, word
 from rldsl.lsp.session import Feature, Server, diagnostic
+from rldsl.lsp.text import Lines
 from rldsl.source import Span
 
 KINDS = {"keyword": t.CompletionItemKind.Keyword, "function": t.CompletionItemKind.Function,
@@ -30,7 +31,8 @@ def writing(server: Server, feature: Feature) -> None:
         analysis = server.analysis(params.text_document.uri)
         at = server.offset(analysis, params.position)
         found = complete(analysis.source.text, at, analysis.index, analysis.facts, server.files)
-        return [_item(i, n) for n, i in enumerate(dict.fromkeys(found))]
+        lines = server.lines(analysis.source)
+        return [_item(i, n, lines) for n, i in enumerate(dict.fromkeys(found))]
 
     @feature(t.TEXT_DOCUMENT_SIGNATURE_HELP, t.SignatureHelpOptions(trigger_characters=["(", ","]))
     def help_(params: t.SignatureHelpParams) -> t.SignatureHelp | None:
@@ -75,9 +77,11 @@ def writing(server: Server, feature: Feature) -> None:
         return out
 
 
-def _item(i: Item, n: int) -> t.CompletionItem:
+def _item(i: Item, n: int, lines: Lines) -> t.CompletionItem:
+    at = [(t.Position(*lines.position(offset)), text) for offset, text in i.more]
     return t.CompletionItem(i.text, kind=KINDS[i.kind], detail=i.detail or None, documentation=i.doc or None,
-                            sort_text=f"{n:04}", insert_text=i.text)
+                            sort_text=f"{n:04}", insert_text=i.text,
+                            additional_text_edits=[t.TextEdit(t.Range(p, p), text) for p, text in at] or None)
 
 
 def _meets(a: t.Range, b: t.Range) -> bool:

@@ -106,7 +106,8 @@ class _Rename:
                                    "reads": tuple(map(self.buffer, e.reads)),
                                    "writes": tuple(map(self.buffer, e.writes))}
         own = {f.name for f in fields(e)}
-        changed |= {k: self.names[getattr(e, k)] for k in ("layout", "spread", "src", "dst") if k in own}
+        changed |= {k: self.names[getattr(e, k)] for k in ("layout", "spread", "src", "dst", "of")
+                    if k in own and getattr(e, k)}
         if isinstance(e, Free):
             changed["buffers"] = tuple(map(self.buffer, e.buffers))
         if isinstance(e, Log):

@@ -1,6 +1,7 @@
 """Communicators: what the runtime must create at start-up. In: events and tables. Out: Group records, deduplicated.
 
-Layouts of calls need "tp", "pp", "dp" and "cp" where the degree is above 1, and "mesh" when they have several ranks; Lengths,
+Layouts of calls need "tp", "pp", "dp", "cp" and "ep" where the degree is above 1, "copies" where several runs of ep ranks
+have all experts each, and "mesh" when they have several ranks; Lengths,
 Compute, Save and Checkpoint need their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from rldsl.plan.events import Checkpoint, Compute, Event, Generate, Infer, Lengths, Load, Save, Train
 from rldsl.plan.model import Group, Layout, Mesh
 
-AXES = ("tp", "pp", "dp", "cp")
+AXES = ("tp", "pp", "dp", "cp", "ep")
 
 
 def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mapping[str, Mesh]) -> tuple[Group, ...]:
@@ -21,6 +22,8 @@ def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mappi
         if isinstance(e, Load | Generate | Infer | Train):
             layout = layouts[e.layout]
             keys |= {(axis, layout.id, ""): None for axis in AXES if getattr(layout, axis) > 1}
+            if 1 < layout.ep < layout.dp:
+                keys["copies", layout.id, ""] = None
             if len(meshes[layout.mesh].members()) > 1:
                 keys["mesh", layout.id, ""] = None
         elif isinstance(e, Lengths | Compute | Save | Checkpoint) and len(meshes[e.mesh].members()) > 1:

@@ -1,9 +1,9 @@
 """Placements that need less memory, tried by estimating them.
 
 In: a `Placed` that needs more than a device has. Out: the mildest change found that fits, as rules for `--on`; or the
-least memory, or the number of nodes, that would do. Mild to hard: smaller micro-batches, recomputation, frozen models
-in host memory, more tensor or pipeline parallelism, more ranks. What is tried goes through the whole of placement and
-passes, so that a mend that is named is one that compiles.
+least memory, or the number of nodes, that would do. Mild to hard: smaller micro-batches, recomputation, copies that
+are dropped after use, frozen models in host memory, then trained ones, more tensor or pipeline parallelism, more ranks.
+What is tried goes through the whole of placement and passes, so that a mend that is named is one that compiles.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Search:
             if self._fits(_at(self.old, self._of(n), mbs=1)):
                 yield self._loosened(_at(self.old, self._of(n), mbs=1), n)
         yield from (_at(self.old, self._trains(m), recompute="full") for m in sorted(self.trained))
+        yield from (_at(self.old, self._of(n), keep=False) for n in self._copied)
         yield from (_at(self.old, self._of_model(m), offload=True) for m in self._frozen)
+        yield from (_at(self.old, self._trains(m), offload=True) for m in sorted(self.trained))
 
     def _together(self) -> Iterator[Setting]:
         """All of them at once, one kind after the other."""
@@ -93,7 +95,11 @@ class Search:
         yield setting
         setting = _at(setting, [i for m in self.trained for i in self._trains(m)], recompute="full")
         yield setting
-        yield _at(setting, [i for m in self._frozen for i in self._of_model(m)], offload=True)
+        setting = _at(setting, [i for n in self._copied for i in self._of(n)], keep=False)
+        yield setting
+        setting = _at(setting, [i for m in self._frozen for i in self._of_model(m)], offload=True)
+        yield setting
+        yield _at(setting, [i for m in self.trained for i in self._trains(m)], offload=True)
 
     @cached_property
     def _hard(self) -> Setting:
@@ -122,9 +128,9 @@ class Search:
         """Every call on every rank of a cluster."""
         mesh = mesh_of(range(nodes * self.placed.devices_per_node))
         size = len(mesh.members())
-        return {i: replace(p, mesh=mesh, layout=layout_of(
-            mesh, size // (p.layout.tp * p.layout.pp * p.layout.cp), p.layout.tp, p.layout.pp, p.layout.cp))
-            for i, p in setting.items()}
+        return {i: replace(p, mesh=mesh, given=None, layout=layout_of(
+            mesh, size // (p.layout.tp * p.layout.pp * p.layout.cp), p.layout.tp, p.layout.pp, p.layout.cp,
+            ep=p.layout.ep)) for i, p in setting.items()}
 
     # --------------------------------------------------------------------------------------------- names
 
@@ -140,6 +146,13 @@ class Search:
     def _frozen(self) -> list[str]:
         return sorted({n.model for n in self.calls} - self.trained)
 
+    @cached_property
+    def _copied(self) -> list[str]:
+        """Calls of trained models that have copies of their own."""
+        homes = {m.name: m.home for m in self.placed.models if m.home and not m.base}
+        return list(dict.fromkeys(_selector(n) for n in self.calls if n.model in homes and not isinstance(n, g.Train)
+                                  and self.old[n.id].layout.id != homes[n.model]))
+
     def _of(self, name: str) -> list[str]:
         return [n.id for n in self.calls if _selector(n) == name]
 
@@ -153,7 +166,7 @@ class Search:
 
     def bytes(self, setting: Setting, nodes: int = 0) -> int | None:
         """What a rank needs at most; None where the placement is not possible."""
-        key = (nodes, *((i, p.layout, p.mbs, p.recompute, p.offload) for i, p in setting.items()))
+        key = (nodes, *((i, p.layout, p.mbs, p.recompute, p.offload, p.keep) for i, p in setting.items()))
         if key not in self.known:
             try:
                 plan = emit(run(place_graph(self._graph(setting, nodes), describe=self._describe)), "")
@@ -172,7 +185,7 @@ class Search:
             ids = self._of_model(model)
             setting = self._without(setting, ids, "mesh", "layout")
         for name in self._names:
-            for field in ("offload", "recompute", "mbs"):
+            for field in ("offload", "keep", "recompute", "mbs"):
                 setting = self._without(setting, self._of(name), field)
         for name in self._names:
             if setting[self._of(name)[0]].mbs == 1 != self.old[self._of(name)[0]].mbs:
@@ -251,19 +264,21 @@ def _divide(setting: Setting, tp: int, pp: int) -> Setting:
             s //= 2
         while size % (t * s) and t > p.layout.tp:
             t //= 2
-        return p if size % (t * s) else replace(p, layout=layout_of(
-            p.mesh, size // (t * s), t, s, p.layout.cp, p.layout.backend))
+        if size % (t * s) or size // (t * s) % p.layout.ep:
+            return p
+        return replace(p, layout=layout_of(p.mesh, size // (t * s), t, s, p.layout.cp, p.layout.backend, ep=p.layout.ep))
 
     return {i: divided(p) for i, p in setting.items()}
 
 
 def _clause(p: Place, span: Span, mesh_only: bool = False) -> g.Clause:
-    (start, stop), = p.mesh.ranks
+    (start, stop), = (p.given or p.mesh).ranks
     x, options = p.layout, {}
     if not mesh_only:
-        options = dict(dp=x.dp, tp=x.tp, pp=x.pp, cp=x.cp, mbs=p.mbs, recompute=p.recompute, offload=p.offload,
-                       backend=x.backend)
-    return g.Clause(g.MeshRef(None, (start, stop), span), tuple((k, v, span) for k, v in options.items()), span)
+        options = dict(dp=x.dp, tp=x.tp, pp=x.pp, cp=x.cp, ep=x.ep, mbs=p.mbs, recompute=p.recompute, offload=p.offload,
+                       keep=p.keep, backend=x.backend)
+    mesh = g.MeshRef(None, (start, stop), span, p.given is not None)
+    return g.Clause(mesh, tuple((k, v, span) for k, v in options.items()), span)
 
 
 def _mapped(items: tuple[g.Item, ...], change: Callable[[g.Node], g.Node]) -> tuple[g.Item, ...]:
@@ -275,11 +290,13 @@ def _difference(old: Place, new: Place) -> str:
     x, moved = new.layout, old.mesh != new.mesh
     parts = [f"on mesh({new.mesh.id})"] if moved else []
     if moved or (old.layout.dp, old.layout.tp, old.layout.pp) != (x.dp, x.tp, x.pp):
-        parts.append(f"dp={x.dp} tp={x.tp} pp={x.pp}" + (f" cp={x.cp}" if x.cp > 1 else ""))
+        parts.append(f"dp={x.dp} tp={x.tp} pp={x.pp}" + (f" cp={x.cp}" if x.cp > 1 else "") + (f" ep={x.ep}" if x.ep > 1 else ""))
     if new.mbs != old.mbs or moved and new.mbs:
         parts.append(f"mbs={new.mbs}")
     if new.recompute != old.recompute or moved and new.recompute != "none":
         parts.append(f"recompute={new.recompute}")
     if new.offload != old.offload or moved and new.offload:
         parts.append("offload=true")
+    if new.keep != old.keep or moved and not new.keep:
+        parts.append("keep=false")
     return " ".join(parts)

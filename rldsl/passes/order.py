@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rldsl.passes.draft import Draft, all_spread, events, uses
-from rldsl.plan.events import (Compute, Event, Every, Fetch, Generate, Infer, Item, Lengths, Log, Loop, Realloc, Save,
-                               Train, Transfer)
+from rldsl.plan.events import (Compute, Event, Every, Fetch, Generate, Infer, Item, Lengths, Log, Loop, Offload, Onload,
+                               Realloc, Save, Train, Transfer)
 from rldsl.plan.model import Value
 
 # How long things take against each other; only the order of start times matters.
@@ -66,7 +66,10 @@ def _versions(e: Event) -> tuple[frozenset[str], frozenset[str]]:
         case Realloc():
             return frozenset({e.source or e.model}), frozenset({e.model} if e.source else ())
         case Train():
-            return frozenset({e.model}), frozenset({e.model})
+            both = frozenset({e.model, f"{e.model} optimizer"})
+            return both, both
+        case Offload(what="optimizer") | Onload(what="optimizer"):
+            return frozenset({f"{e.model} optimizer"}), frozenset({f"{e.model} optimizer"})
     return frozenset(), frozenset()
 
 

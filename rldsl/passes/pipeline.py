@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rldsl.passes import checkpoint, frees, loads, log, order, reallocs, transfers
+from rldsl.passes import checkpoint, drops, frees, loads, log, offloads, order, reallocs, transfers
 from rldsl.passes.draft import Draft
 from rldsl.passes.emit import emit
 from rldsl.passes.lengths import lengths
@@ -48,12 +48,16 @@ def run(placed: Placed) -> Draft:
     draft = loads.loads(draft)
     draft = reallocs.reallocs(draft)
     reallocs.check(draft)
-    draft = loads.offloads(draft)
+    draft = offloads.offloads(draft)
     before = log.log(draft)
     draft = order.order(before)
     order.check(before, draft)
+    draft = offloads.prefetch(draft)
+    offloads.check(draft.body)
     draft = frees.frees(draft)
     frees.check(draft)
+    draft = drops.drops(draft)
+    drops.check(draft)
     return checkpoint.checkpoint(draft)
 
 

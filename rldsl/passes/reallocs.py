@@ -3,7 +3,8 @@
 In: a draft. Out: the same with a Realloc before each such call. A copy is current from its load or realloc until the
 next train call of the model; what holds at the top of a loop is what holds on entry and after every trip, so a copy
 that a train call of step i made stale is brought up to date in step i+1. Frozen models are loaded under each layout
-instead. A sync makes a new version of its target, everywhere at once (`syncs.py`).
+instead. A copy that is not kept lives in the block that brings it, and never across a train call. A sync makes a new
+version of its target, everywhere at once (`syncs.py`).
 Invariant: every call finds the current version under its layout, and no realloc brings what is current.
 """
 
@@ -11,14 +12,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rldsl.graph.model import nodes
 from rldsl.passes.draft import Draft, events, union
+from rldsl.passes.drops import dropped
 from rldsl.passes.syncs import Syncs
+from rldsl.placement.model import Call
 from rldsl.plan.events import Every, Generate, Infer, Item, Load, Loop, Realloc, Train
 from rldsl.plan.meaning import call_name
-from rldsl.plan.model import Mesh, Model
+from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.movement import carried
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.summary import Summary, summary
+from rldsl.plan.show import human
 from rldsl.plan.texts import degrees_of
 
 Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current version
@@ -37,19 +42,26 @@ def reallocs(draft: Draft) -> Draft:
 class _Reallocs:
     def __init__(self, draft: Draft):
         self.draft, self.models = draft, {m.name: m for m in draft.placed.models}
+        self.dropped = dropped(draft)
+        self.one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.of}  # with what is trained
+        places = dict(draft.placed.places)
+        self.given = {(n.model, places[n.id].layout.id): places[n.id].given for n in nodes(draft.placed.graph.items)
+                      if isinstance(n, Call)}  # the ranks in order, of a mesh that leaves them free
         self.known: dict[tuple[str, str], Summary] = {}
         self.meshes: list[Mesh] = []
         self.syncs = Syncs(draft)
 
     def block(self, items: tuple[Item, ...], current: Copies) -> tuple[tuple[Item, ...], Copies]:
         out: list[Item] = []
+        begin = current
         for item in items:
             if isinstance(item, Every):
+                current = self._carried(current, item)
                 body, end = self.block(item.body, current)
                 out.append(replace(item, body=body))
                 current &= end
             elif isinstance(item, Loop):
-                trained = {e.model for e in events(item.body) if isinstance(e, Train)}
+                current, trained = self._carried(current, item), _trained(item)
                 for e in events(item.body):  # a model that the repeat does not train needs to come once only
                     if isinstance(e, Generate | Infer) and e.model not in trained:
                         out, current = self._bring(e, out, current)
@@ -67,8 +79,13 @@ class _Reallocs:
                     out, current = self._bring(item, out, current)
                 out.append(item)
                 if isinstance(item, Train):
-                    current = frozenset(c for c in current if c[0] != item.model) | {(item.model, item.layout)}
-        return tuple(out), current
+                    mine = {(item.model, item.layout), *(c for c in self.one if c[0] == item.model)}
+                    current = frozenset(c for c in current if c[0] != item.model) | mine
+        return tuple(out), frozenset(c for c in current if c not in self.dropped or c in begin)
+
+    def _carried(self, current: Copies, block: Every | Loop) -> Copies:
+        """What is current inside a block too: of models that it trains, copies that are not kept are brought there."""
+        return current - {c for c in self.dropped if c[0] in _trained(block)}
 
     def _bring(self, e: Generate | Infer | Train, out: list[Item], current: Copies) -> tuple[list[Item], Copies]:
         if (e.model, e.layout) in current:
@@ -79,17 +96,29 @@ class _Reallocs:
         draft = self.draft
         src, dst = draft.layouts[model.home], draft.layouts[e.layout]
         assert src != dst, f"{call_name(e)}: realloc of {model.name} to its home"
-        if (model.name, dst.id) not in self.known:
-            way = paths(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh], draft.placed.devices_per_node)
-            self.known[model.name, dst.id] = summary(way, carried(model, src.id, model, dst.id, 0.0))
-        total = self.known[model.name, dst.id]
+        total = self._total(model, src, dst, draft.meshes[dst.mesh])
         mesh = union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
         because = (f"{call_name(e)} runs with {degrees_of(dst)} on {dst.mesh}, training with "
                    f"{degrees_of(src)} on {src.mesh}")
+        if (given := self.given.get((model.name, dst.id))) is not None and given != draft.meshes[dst.mesh]:
+            other = self._total(model, src, replace(dst, id=f"{dst.id} in order", mesh=given.id), given)
+            because += (f"; mesh({len(given.members())}) leaves its ranks free, and {human(other.bytes)} would go to "
+                        f"{given.id}")
         return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
                        at=e.at, because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
                        messages=total.messages, digest=total.digest)
+
+
+    def _total(self, model: Model, src: Layout, dst: Layout, mesh: Mesh) -> Summary:
+        if (model.name, dst.id) not in self.known:
+            way = paths(model, src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node)
+            self.known[model.name, dst.id] = summary(way, carried(model, src.id, model, dst.id, 0.0))
+        return self.known[model.name, dst.id]
+
+
+def _trained(block: Every | Loop) -> set[str]:
+    return {e.model for e in events(block.body) if isinstance(e, Train)}
 
 
 def check(draft: Draft) -> None:

@@ -1,7 +1,7 @@
 """From a clause to a layout: options read, the missing degree inferred, everything checked.
 
 In: a mesh and options as written, the cluster, and the model's family. Out: a `Place`.
-Errors: RL0304 to RL0312, each underlining what is wrong.
+Errors: RL0304 to RL0312 and RL0323 to RL0325, each underlining what is wrong.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from math import prod
+from math import gcd, prod
 
 from rldsl.diag import Diagnostic, Failure, Fix, Label, fail
 from rldsl.graph.model import MeshRef
@@ -17,12 +17,14 @@ from rldsl.placement.families import Family
 from rldsl.placement.model import Place, layout_of, mesh_of
 from rldsl.placement.rules import Choice, Option
 from rldsl.plan.expr import Scalar
-from rldsl.plan.model import Mesh
+from rldsl.plan.model import Layout, Mesh
 from rldsl.source import Span
 
 DEGREES = ("dp", "tp", "pp", "cp")
+NOTHING = {"zero": (0,), "keep": (True,)}  # what a computation may be given, where it is not 0, 1 or none
 INFERRED = ("dp", "tp", "pp")  # cp is 1 where it is not given
-OPTIONS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "recompute", "offload", "backend")
+OPTIONS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "recompute", "offload", "keep", "backend")
+SWITCHES = ("offload", "keep")
 RECOMPUTE = ("none", "full")
 ZERO = "0 divides nothing over dp; 1 the optimizer state, 2 gradients too, 3 parameters too, for the passes of training"
 
@@ -41,7 +43,8 @@ class Cluster:
 
 
 def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
-    """The ranks of `mesh(a:b)` or `mesh(n:m, a:b)`; inside the cluster, and whole nodes or a part of one node."""
+    """The ranks of `mesh(a:b)` or `mesh(n:m, a:b)`, or the first n for `mesh(n)`; inside the cluster, and whole nodes
+    or a part of one node."""
     start, stop = ref.devices
     if stop <= start or start < 0 or (ref.nodes and not 0 <= ref.nodes[0] < ref.nodes[1]):
         raise fail("RL0305", "an empty mesh", ref.span, f"{start}:{stop} has no ranks",
@@ -49,6 +52,7 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
     if ref.nodes is None:
         if stop > cluster.world:
             raise fail("RL0305", "the mesh reaches beyond the cluster", ref.span,
+                       f"{stop} ranks" if ref.free else
                        f"needs rank {stop - 1}; the cluster has ranks 0 to {cluster.world - 1}",
                        help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {cluster.world} ranks")
         ranks = range(start, stop)
@@ -64,8 +68,10 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
     mesh = mesh_of(ranks)
     if cluster.declared and not _shaped(mesh, cluster.gpus):
         raise fail("RL0306", "a mesh that is neither whole nodes nor a dividing part of one node", ref.span,
+                   f"{stop} ranks on nodes of {cluster.gpus}" if ref.free else
                    f"ranks {mesh.id} on nodes of {cluster.gpus}",
-                   help=f"take whole nodes (a multiple of {cluster.gpus} ranks from a node's first), or a run of ranks "
+                   help=f"take a multiple of {cluster.gpus}, or a number that divides it" if ref.free else
+                        f"take whole nodes (a multiple of {cluster.gpus} ranks from a node's first), or a run of ranks "
                         f"of one node whose length divides {cluster.gpus}")
     return mesh
 
@@ -92,19 +98,20 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
         if name in found:
             raise fail("RL0311", f"`{name}` is given twice", span, "the second time", help="remove one of the two")
         least = 0 if name in ("mbs", "zero") else 1
-        right = (isinstance(value, bool) if name == "offload" else isinstance(value, str) if name == "backend"
+        right = (isinstance(value, bool) if name in SWITCHES else isinstance(value, str) if name == "backend"
                  else value in RECOMPUTE if name == "recompute" else type(value) is int and value >= least)
         if not right:
-            wanted = {"offload": "true or false", "backend": 'a name such as "torch"',
+            wanted = {**dict.fromkeys(SWITCHES, "true or false"), "backend": 'a name such as "torch"',
                       "recompute": " or ".join(RECOMPUTE)}.get(name, f"a whole number, at least {least}")
-            example = {"offload": "true", "backend": "torch", "recompute": "full"}.get(name, max(least, 1))
+            example = {"offload": "true", "keep": "false", "backend": "torch",
+                       "recompute": "full"}.get(name, max(least, 1))
             raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
                        help=f"write `{name}={example}`")
         if name == "zero" and value > 3:
             raise fail("RL0311", "`zero` must be a whole number from 0 to 3", span, f"this is {value!r}", help=ZERO)
-        if (name == "ep" and value > 1) or (name == "backend" and value != "torch"):
+        if name == "backend" and value != "torch":
             raise fail("RL0312", f"`{name}={value}` is not supported yet", span, "this version cannot run it",
-                       help="backend=torch with dp, tp, pp and cp is what there is so far")
+                       help="backend=torch is what there is so far")
         found[name] = (value, span)
     return found
 
@@ -116,18 +123,20 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     given = read_options(choice.options)
     size = len(mesh.members())
     if compute:
-        for name in ("tp", "pp", "cp", "zero", "offload", "mbs", "recompute"):
-            if name in given and given[name][0] not in ((0,) if name == "zero" else (0, 1, False, "none")):
+        for name in ("tp", "pp", "cp", "ep", "zero", "offload", "keep", "mbs", "recompute"):
+            if name in given and given[name][0] not in NOTHING.get(name, (0, 1, "none")):
                 raise fail("RL0311", f"`{name}` has no meaning for a computation", given[name][1],
                            f"`{call}` runs no model", help="give a mesh only; rows are divided over all its ranks")
     dp, tp, pp, cp = fill({k: int(given[k][0]) for k in DEGREES if k in given}, size, mesh, choice, given, call)
     layout = layout_of(mesh, dp, tp, pp, cp, str(given.get("backend", ("torch",))[0]),
-                       int(given.get("zero", (0,))[0]))
+                       int(given.get("zero", (0,))[0]), int(given.get("ep", (1,))[0]))
+    spans = {k: given[k][1] for k in (*DEGREES, "ep") if k in given}
+    check_experts(family, layout, spans, choice.span, call)
     if family is not None:
-        spans = {k: given[k][1] for k in DEGREES if k in given}
         check_family(family, tp, pp, cp, spans, choice.span, cluster, call)
     return Place(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
-                 choice.why, "full" if given.get("recompute", ("none",))[0] == "full" else "none")
+                 choice.why, "full" if given.get("recompute", ("none",))[0] == "full" else "none",
+                 bool(given.get("keep", (True,))[0]))
 
 
 def fill(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],
@@ -191,6 +200,10 @@ def check_family(family: Family, tp: int, pp: int, cp: int, spans: dict[str, Spa
             raise fail("RL0307", "tp and the key-value heads do not divide each other", at,
                        f'"{family.path}" has {family.kv_heads} key-value heads',
                        help=f"tp must divide {family.kv_heads} or be a multiple of it")
+        if family.experts and tp > family.expert_width:
+            raise fail("RL0307", "tp is larger than an expert is wide", at,
+                       f'each expert of "{family.path}" has {family.expert_width} columns',
+                       help=f"tp is at most {family.expert_width}; ep divides experts among ranks")
         if tp > cluster.gpus or cluster.gpus % tp:
             raise fail("RL0309", "a tensor-parallel group reaches beyond a node", at,
                        f"a node has {cluster.gpus} device{'s' * (cluster.gpus > 1)}",
@@ -203,6 +216,26 @@ def check_family(family: Family, tp: int, pp: int, cp: int, spans: dict[str, Spa
         if pp > family.layers:
             raise fail("RL0308", "more pipeline stages than layers", at, f'"{family.path}" has {family.layers} layers',
                        help=f"pp is at most {family.layers}")
+
+
+def check_experts(family: Family | None, x: Layout, spans: dict[str, Span], span: Span, call: str) -> None:
+    """ep against the other degrees and, where it is known, the model."""
+    if x.ep == 1:
+        return
+    at = spans.get("ep", span)
+    if x.cp > 1:
+        raise fail("RL0325", "experts and sequences cannot both be divided", at, f"beside cp={x.cp}",
+                   help=f"`{call}` can have ep or cp: give cp=1, or leave ep out")
+    if family is not None and not family.experts:
+        raise fail("RL0323", f"`{family.name}` models have no experts that can be divided here", at,
+                   f'"{family.path}" has no mixture-of-experts layers of the form that is known',
+                   help="remove ep; dense models are divided by tp and pp, and in training by zero")
+    experts = family.experts if family is not None else 0
+    if x.dp % x.ep or experts % x.ep:
+        what = "the dp degree" if x.dp % x.ep else "the experts"
+        about = f"dp is {x.dp}" if x.dp % x.ep else f'"{family.path}" has {experts} experts in a layer'  # type: ignore[union-attr]
+        raise fail("RL0324", f"ep does not divide {what}", at, about,
+                   help=f"ranks along dp share the experts: ep must be one of {_divisors(gcd(x.dp, experts))}")
 
 
 def _divisors(number: int) -> str:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
+from rldsl.placement import arithmetic, experts
+from rldsl.placement import directory as files
+from rldsl.placement.directory import HEAD
 from rldsl.plan.model import ParamSpec, Split
 from rldsl.source import Span
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-HEAD = "score.weight"
-MOST_HEADER = 100_000_000  # bytes that the library takes, too
 ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
          "problem_type", "torch_dtype", "transformers_version", "use_cache")
 KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise", "colwise_gather_output")
@@ -42,7 +41,8 @@ class Family:
     """layers, heads, kv_heads: counts. hidden, head_dim, intermediate: sizes. tp_problem, pp_problem: why tensor or
     pipeline parallelism cannot divide this model, "" if it can. tokenizer: sha256 of what decides token ids.
     itemsize: bytes of a parameter in the directory's own dtype. config: (key, JSON) of what says how the parameters are
-    used, sorted. linears: what can have an adapter."""
+    used, sorted. linears: what can have an adapter. experts: of a layer, 0 without any; chosen: of them, for a token;
+    expert_width: of one."""
 
     name: str
     path: str
@@ -63,30 +63,37 @@ class Family:
     pp_problem: str = ""
     config: tuple[tuple[str, str], ...] = ()
     linears: tuple[Linear, ...] = ()
+    experts: int = 0
+    chosen: int = 0
+    expert_width: int = 0
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
     """The family of the model in directory `path`; kind: "causal_lm", "value_model" or "reward_model". trained: a model
     that is trained may begin with a new head."""
     directory = Path(path)
-    _check_files(directory, path, kind, span, trained)
+    there = files.check(directory, path, kind, span, trained)
     config = _config(directory, path, span)
     _check_head(config, path, kind, span)
     skeleton = _skeleton(config, path, span)
+    arithmetic.check(skeleton, config, path, span)
     text = config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", 1) or 1)
     hidden = int(text.hidden_size)
     sizes = dict(heads=heads, kv_heads=int(getattr(text, "num_key_value_heads", None) or heads), hidden=hidden,
                  head_dim=int(getattr(text, "head_dim", None) or hidden // heads))
     layers = int(text.num_hidden_layers)
-    params, tp_problem, pp_problem = _specs(skeleton, config, layers, kind, sizes)
+    params, tp_problem, pp_problem = _specs(skeleton, config, layers, kind, sizes, there)
+    mixed = [s for s in params if s.experts]
     itemsize = {"bfloat16": 2, "float16": 2}.get(str(getattr(config, "dtype", "float32")).removeprefix("torch."), 4)
     return Family(name=str(config.model_type), path=path, kind=kind, params=params, layers=layers,
                   intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden), vocab=int(text.vocab_size),
                   max_positions=int(getattr(text, "max_position_embeddings", 0) or 0), itemsize=itemsize,
                   config_digest=sha256((directory / "config.json").read_bytes()).hexdigest(),
-                  tokenizer=_tokenizer(directory), tp_problem=tp_problem, pp_problem=pp_problem,
-                  config=_meaning(config), linears=_linears(skeleton, params), **sizes)
+                  tokenizer=files.tokenizer(directory), tp_problem=tp_problem, pp_problem=pp_problem,
+                  config=_meaning(config), linears=_linears(skeleton, params),
+                  experts=min((s.experts for s in mixed), default=0), chosen=experts.chosen(text) if mixed else 0,
+                  expert_width=min((s.shape[2] for s in mixed if s.name.endswith("down_proj")), default=0), **sizes)
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:
@@ -95,59 +102,7 @@ def _meaning(config: Any) -> tuple[tuple[str, str], ...]:
                         if k not in ASIDE and not k.endswith(("_token_id", "_dropout", "_pdrop"))))
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
-def _check_files(directory: Path, path: str, kind: str, span: Span | None, trained: bool) -> None:
-    if not (directory / "config.json").is_file():
-        what = "no config.json here" if directory.is_dir() else "no such directory"
-        raise fail("RL0301", f'no model directory "{path}"', span, what,
-                   help="give a HuggingFace directory (config.json, tokenizer, *.safetensors), relative to the working "
-                        f"directory {Path.cwd()}; a name on the hub must be downloaded first")
-    if not any((directory / name).is_file() for name in TOKENIZERS):
-        raise fail("RL0302", f'the model directory "{path}" has no tokenizer', span, "tokenizer.json is missing",
-                   help="save one there: `AutoTokenizer.from_pretrained(...).save_pretrained(directory)`")
-    names = _tensor_names(directory, path, span)
-    if not names:
-        raise fail("RL0302", f'the model directory "{path}" has no weights', span, "no *.safetensors file",
-                   help="save the model with `save_pretrained`, which writes safetensors")
-    if kind == "reward_model" and not trained and HEAD not in names:
-        raise fail("RL0302", f'the reward model "{path}" has no score head', span, f"no tensor {HEAD!r}",
-                   help="a reward model is an AutoModelForSequenceClassification with one label; "
-                        "only one that is trained may begin with a new head")
-
-
-def _tensor_names(directory: Path, path: str, span: Span | None) -> frozenset[str]:
-    """Names in the index, or in the headers of the safetensors files (8 bytes of length, then JSON)."""
-    index = directory / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            return frozenset(json.loads(index.read_text())["weight_map"])
-        names: set[str] = set()
-        for file in sorted(f for f in directory.glob("*.safetensors") if f.is_file()):
-            with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                if length > min(MOST_HEADER, file.stat().st_size - 8):
-                    raise ValueError(f"{file.name} has a header of {length} bytes")
-                names |= json.loads(stream.read(length)).keys() - {"__metadata__"}
-        return frozenset(names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error, OSError) as error:
-        raise fail("RL0302", f'the weights in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
-                   help="the safetensors files or their index are damaged; copy them again") from None
-
-
-def _tokenizer(directory: Path) -> str:
-    """Equal for tokenizers that make equal ids; padding and truncation settings do not count."""
-    file = directory / "tokenizer.json"
-    if file.is_file():
-        try:
-            whole = json.loads(file.read_bytes())
-            parts = {k: whole.get(k) for k in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
-            return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-        except (ValueError, AttributeError):
-            return sha256(file.read_bytes()).hexdigest()
-    found = [(directory / name) for name in TOKENIZERS if (directory / name).is_file()]
-    return sha256(b"\0".join(f.read_bytes() for f in found)).hexdigest()
+# ------------------------------------------------------------------------------------------------ config and modules
 
 
 def _config(directory: Path, path: str, span: Span | None) -> Any:
@@ -190,8 +145,8 @@ def _first_line(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def _specs(skeleton: Any, config: Any, layers: int, kind: str,
-           sizes: dict[str, int]) -> tuple[tuple[ParamSpec, ...], str, str]:
+def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, int],
+           there: frozenset[str]) -> tuple[tuple[ParamSpec, ...], str, str]:
     """Parameter specs in module order, and why tp or pp are impossible."""
     prefix = skeleton.base_model_prefix
     styles = dict(getattr(skeleton, "_tp_plan", None) or {})
@@ -208,7 +163,7 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str,
     pp_problem = ("" if pipeline and uniform else
                   "its config declares no pipeline plan" if uniform else "its layers differ from each other")
     problems = [] if getattr(config, "base_model_tp_plan", None) else ["its config declares no tensor-parallel plan"]
-    specs, behind = [], False
+    specs, behind, counted, renamed = [], False, experts.counts(skeleton), experts.transforms(skeleton)
     for name, shape in names:
         behind = behind or "{}" in name
         module = name.removeprefix(prefix + ".").split(".")[0]
@@ -221,15 +176,20 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str,
         else:
             late = pipeline.index(module) > pipeline.index("layers") if {module, "layers"} <= {*pipeline} else behind
             stage = "last" if late else "first"
-        split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
+        if count := counted.get(name.replace("{}", "0", 1), 0):
+            split, problem = experts.division(name, shape, styles.get(_generic(name), ""))
+            style, partial = "experts", False
+        else:
+            split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
         problems += [problem] if problem else []
-        specs.append(ParamSpec(name, shape, stage, layers if stage == "layer" else 0, split, style, partial))
+        specs.append(ParamSpec(name, shape, stage, layers if stage == "layer" else 0, split, style, partial, count,
+                               experts.stored(name, renamed, there)))
     for name, shape in head:
         split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
         problems += [problem] if problem else []
-        specs.append(ParamSpec(name, shape, "last", 0, split, style, partial))
+        specs.append(ParamSpec(name, shape, "last", 0, split, style, partial, stored=experts.stored(name, renamed, there)))
     if problems:  # one whole copy on every rank: no style must look divided
-        specs = [ParamSpec(s.name, s.shape, s.stage, s.layers) for s in specs]
+        specs = [ParamSpec(s.name, s.shape, s.stage, s.layers, experts=s.experts, stored=s.stored) for s in specs]
     return tuple(specs), problems[0] if problems else "", pp_problem
 
 
@@ -266,8 +226,13 @@ def _fold(params: list[tuple[str, tuple[int, ...]]], layers: int) -> tuple[list[
 
 def _style(name: str, styles: dict[str, str]) -> str:
     """The tensor-parallel style of a parameter's module, or of the parameter itself."""
-    generic = re.sub(r"\.(\{\}|\d+)\.", ".*.", name)
+    generic = _generic(name)
     return styles.get(generic.rpartition(".")[0]) or styles.get(generic) or ""
+
+
+def _generic(name: str) -> str:
+    """As plans of configs write it: "*" for numbers."""
+    return re.sub(r"\.(\{\}|\d+)\.", ".*.", name)
 
 
 def _division(name: str, shape: tuple[int, ...], style: str,

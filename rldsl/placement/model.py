@@ -25,7 +25,8 @@ Local = Compute | Select | Collect  # what runs on values alone
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a node runs. mbs: most sequences in a micro-batch (0: all). why: who decided it. recompute: as in
-    `plan.Train`."""
+    `plan.Train`. keep: whether a copy of a trained model stays after its last use in a step.
+    given: of `mesh(8)`, as many ranks in ascending order, where `free.py` chose others."""
 
     mesh: Mesh
     layout: Layout
@@ -34,6 +35,8 @@ class Place:
     span: Span | None = None
     why: str = ""
     recompute: Literal["none", "full"] = "none"
+    keep: bool = True
+    given: Mesh | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,12 @@ def mesh_of(ranks: Iterable[int]) -> Mesh:
 
 
 def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, backend: str = "torch",
-              zero: int = 0) -> Layout:
+              zero: int = 0, ep: int = 1) -> Layout:
     """`zero` divides by dp, so that with dp=1 it is the same as without."""
     zero = zero if dp > 1 else 0
-    degrees = degrees_text(dp, tp, pp, cp, zero)
+    degrees = degrees_text(dp, tp, pp, cp, zero, ep)
     return Layout(" ".join(filter(None, (mesh.id, degrees, "" if backend == "torch" else backend))), mesh.id, dp=dp,
-                  tp=tp, pp=pp, cp=cp, zero=zero, backend=backend)
+                  tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, backend=backend)
 
 
 def label(node: Node) -> str:

@@ -8,18 +8,17 @@ trained under one layout; a computation's layout is dp=|mesh|.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
-from rldsl.placement import sync
+from rldsl.placement import free, resident, sync
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.families import Family, describe
 from rldsl.placement.lora import parts
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
-from rldsl.placement.rules import Choice, choose, resolve
+from rldsl.placement.rules import Choice, choose, option_span, resolve
 from rldsl.plan.model import Layout, Mesh, Model, Sizes
 from rldsl.source import Span
 
@@ -74,8 +73,12 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
     calls = [n for n in every if isinstance(n, Call)]
     places = _call_places(calls, choices, families, cluster)
     homes = _homes(calls, places)
+    if families and any(p.given for p in places.values()):
+        models = {m.name: _model(m, families[m.name], homes[m.name], (), graph.seed) for m in graph.models
+                  if m.name in homes}
+        places = free.chosen(calls, places, models, cluster)
     places |= _compute_places(every, choices, places, cluster)
-    _check_offload(calls, places, homes)
+    resident.check(graph, calls, places, homes)
     sync.anchors(graph, places, homes)
     return places, homes
 
@@ -120,7 +123,7 @@ def _sizes(f: Family) -> Sizes:
     said = dict(f.config)
     activation = next((json.loads(said[k]) for k in ("hidden_activation", "hidden_act", "activation_function")
                        if said.get(k, "null") != "null"), "")
-    return Sizes(f.hidden, f.intermediate, f.heads, f.kv_heads, f.head_dim, f.vocab, str(activation))
+    return Sizes(f.hidden, f.expert_width or f.intermediate, f.heads, f.kv_heads, f.head_dim, f.vocab, str(activation), f.chosen)
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -132,18 +135,18 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
     places: dict[str, Place] = {}
     problems: list[Diagnostic] = []
 
-    def put(node: Call, choice: Choice, mesh: Mesh) -> None:
+    def put(node: Call, choice: Choice, mesh: Mesh, given: Mesh | None) -> None:
         made = place(choice, mesh, families.get(node.model), cluster, label(node))
         if isinstance(node, g.Generate) and made.layout.cp > 1:
-            raise fail("RL0318", f"`{label(node)}` cannot divide its sequences", _option(choice.span, "cp"),
+            raise fail("RL0318", f"`{label(node)}` cannot divide its sequences", option_span(choice.span, "cp"),
                        "context parallelism is for inference and training", help="a new token sees the whole sequence: "
                        f"generate with dp or tp; here dp={made.layout.dp * made.layout.cp} moves no parameter")
         if made.layout.zero and not isinstance(node, g.Train):
             raise fail("RL0320", f"`{label(node)}` cannot run on parameters divided by `zero`",
-                       _option(choice.span, "zero"), "zero is for training",
+                       option_span(choice.span, "zero"), "zero is for training",
                        help="every pass, of each token that is generated, would gather all parameters from all ranks of dp: "
                        f"say `zero` of the train call alone (`place {node.model}.train ...`), and this one gets a copy")
-        places[node.id] = made
+        places[node.id] = replace(made, given=given)
 
     late: list[Call] = []
     for node in calls:
@@ -152,7 +155,8 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             late.append(node)
             continue
         try:
-            put(node, choice, mesh_ranks(choice.mesh, cluster))
+            mesh = mesh_ranks(choice.mesh, cluster)
+            put(node, choice, mesh, mesh if choice.mesh.free else None)
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
@@ -164,7 +168,7 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             base, why = places[model.id], f"default: as {label(model)}"
             if isinstance(node, g.Generate) and base.layout.cp > 1:  # the same boxes, so nothing moves
                 x = base.layout
-                base = replace(base, layout=layout_of(base.mesh, x.dp * x.cp, x.tp, x.pp, backend=x.backend))
+                base = replace(base, layout=layout_of(base.mesh, x.dp * x.cp, x.tp, x.pp, backend=x.backend, ep=x.ep))
                 why += ", with dp for cp"
             if not isinstance(node, g.Train) and base.layout.zero:
                 base = replace(base, layout=_without_zero(base.layout, base.mesh))
@@ -173,13 +177,13 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             mesh = mesh_of(range(cluster.world))
             base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: every rank, pure dp"
         if choice is None:
-            places[node.id] = replace(base, mbs=0, offload=False, span=node.span, why=why, recompute="none")
+            places[node.id] = replace(base, mbs=0, offload=False, span=node.span, why=why, recompute="none", keep=True)
             continue
         try:
             degrees = {*DEGREES} & {name for name, _, _ in choice.options}
-            more = {"zero"} - {name for name, _, _ in choice.options} if isinstance(node, g.Train) else ()
-            inherit = () if degrees else tuple((k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *more))
-            put(node, replace(choice, options=choice.options + inherit), base.mesh)
+            more = {"ep", *(("zero",) if isinstance(node, g.Train) else ())} - {name for name, _, _ in choice.options}
+            inherit = () if degrees else tuple((k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *sorted(more)))
+            put(node, replace(choice, options=choice.options + inherit), base.mesh, base.given)
         except Failure as failure:
             problems += failure.diagnostics
     if problems:
@@ -188,7 +192,7 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
 
 
 def _without_zero(x: Layout, mesh: Mesh) -> Layout:
-    return layout_of(mesh, x.dp, x.tp, x.pp, x.cp, x.backend)
+    return layout_of(mesh, x.dp, x.tp, x.pp, x.cp, x.backend, ep=x.ep)
 
 
 def _leader(node: Call, calls: list[Call], places: Mapping[str, Place]) -> Call | None:
@@ -210,20 +214,6 @@ def _homes(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
                     (Label(places[other.id].span or other.span, f"{places[other.id].layout.id}"),),
                     help="the optimizer state lives under one layout: give both train calls the same placement")])
     return {name: places[node.id].layout.id for name, node in first.items()}
-
-
-def _option(clause: Span | None, name: str) -> Span | None:
-    """Where an option stands in its clause."""
-    found = re.search(rf"\b{name}[ \t]*=[ \t]*\w+", clause.text) if clause else None
-    return Span(clause.file, clause.start + found.start(), clause.start + found.end()) if clause and found else clause
-
-
-def _check_offload(calls: list[Call], places: Mapping[str, Place], homes: Mapping[str, str]) -> None:
-    for node in calls:
-        if places[node.id].offload and node.model in homes:
-            raise fail("RL0317", f"`{node.model}` is trained, so it cannot be offloaded yet",
-                       _option(places[node.id].span, "offload"), "it has an optimizer",
-                       help="offload is for frozen models, such as a reference or a reward model")
 
 
 # ------------------------------------------------------------------------------------------------ computations

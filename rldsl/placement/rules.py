@@ -9,6 +9,7 @@ Errors: RL0313 a selector that matches nothing, RL0314 two rules with equal righ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -152,3 +153,7 @@ def _selector(rule: Rule) -> Span:
     return Span(rule.span.file, start + len(text) - len(text.lstrip()), start + len(text.rstrip()))
 
 
+def option_span(clause: Span | None, name: str) -> Span | None:
+    """Where an option stands in its clause."""
+    found = re.search(rf"\b{name}[ \t]*=[ \t]*\w+", clause.text) if clause else None
+    return Span(clause.file, clause.start + found.start(), clause.start + found.end()) if clause and found else clause

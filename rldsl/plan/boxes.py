@@ -4,8 +4,10 @@ In: a `Model`'s parameter specs and a layout. Out: for a rank, the `Piece`s that
 Invariant: under every layout the pieces of all ranks cover each parameter; the pieces of one rank do not overlap, and
 joined in order along the split dimension they are its local tensor.
 
-Under a layout with `zero` the local tensor of tensor parallelism is divided once more, over dp: each of its ranks holds
-an even run of the rows (dimension 0), of ceil(rows / dp); the last may hold fewer, or none.
+Under a layout with `ep` dimension 0 of what belongs to experts is divided too, evenly over runs of ep ranks of dp.
+
+Under a layout with `zero` the local tensor is divided once more, over the ranks of dp that would hold the same: each
+holds an even run of the rows (dimension 0), of ceil(rows / ranks); the last may hold fewer, or none.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) for each dimension of the glo
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """What decides the boxes that a rank holds: all ranks of a layout at one cell hold the same. part: of a split.
-    shard: of the rows of that part, over dp; 0 without `zero`."""
+    """What decides the boxes that a rank holds: all ranks of a layout at one cell hold the same. part: ep * tp of them,
+    tp fastest. shard: of the rows of that part, over dp / ep; 0 without `zero`."""
 
     stage: int
     part: int
@@ -116,9 +118,14 @@ def pieces(spec: ParamSpec, tp: int, index: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
+def parts(layout: Layout) -> int:
+    """Into how many parts a layout divides parameters, by heads, columns, rows or experts."""
+    return layout.tp * layout.ep
+
+
 def shards(layout: Layout) -> int:
-    """Into how many runs of rows a layout divides the local tensors of tensor parallelism."""
-    return layout.dp if layout.zero else 1
+    """Into how many runs of rows a layout divides its parts."""
+    return layout.dp // layout.ep if layout.zero else 1
 
 
 def cut(spec: ParamSpec, whole: tuple[Piece, ...], count: int, shard: int) -> tuple[Piece, ...]:
@@ -142,7 +149,7 @@ def cut(spec: ParamSpec, whole: tuple[Piece, ...], count: int, shard: int) -> tu
 
 def places(layout: Layout) -> Iterator[tuple[int, int]]:
     """Every (part, shard) of a layout, ascending."""
-    return product(range(layout.tp), range(shards(layout)))
+    return product(range(parts(layout)), range(shards(layout)))
 
 
 def cells(layout: Layout, stage: int) -> Iterator[Cell]:
@@ -153,7 +160,18 @@ def cells(layout: Layout, stage: int) -> Iterator[Cell]:
 def pieces_at(spec: ParamSpec, layout: Layout, part: int, shard: int) -> tuple[Piece, ...]:
     """What the ranks at (part, shard) hold of a parameter, on the stages that have it. The one place that says what a
     layout means for boxes."""
-    return cut(spec, pieces(spec, layout.tp, part), shards(layout), shard)
+    expert, index = divmod(part, layout.tp)
+    whole, count = pieces(spec, layout.tp, index), shards(layout)
+    if layout.ep == 1:
+        return cut(spec, whole, count, shard)
+    if not spec.experts:
+        return cut(spec, whole, layout.dp if layout.zero else 1, shard * layout.ep + expert if layout.zero else 0)
+    assert spec.experts % layout.ep == 0, f"{spec.name}: {spec.experts} experts over ep={layout.ep}"
+    own = spec.experts // layout.ep
+    size = -(-own // count)
+    first = expert * own + shard * size
+    rows = (first, min(first + size, (expert + 1) * own))
+    return tuple(Piece((rows, *p.box[1:]), p.offset) for p in whole) if rows[0] < rows[1] else ()
 
 
 def cell(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:
@@ -161,7 +179,8 @@ def cell(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:
     if rank not in mesh.members():
         return None
     at = coordinate(layout, mesh, rank)
-    return Cell(at.pp, at.tp, at.dp if layout.zero else 0)
+    run, expert = divmod(at.dp, layout.ep)
+    return Cell(at.pp, expert * layout.tp + at.tp, run if layout.zero else 0)
 
 
 def held(parameter: Parameter, layers: int, layout: Layout, at: Cell | None) -> tuple[Piece, ...]:
@@ -183,11 +202,11 @@ def shares(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh) -> tup
     ranks: dict[tuple[Piece, ...], list[int]] = {}
     stage_size = layout.dp * layout.cp * layout.tp
     block = stage_size // shards(layout)
-    for tp, shard in places(layout):
-        same = ranks.setdefault(pieces_at(parameter.spec, layout, tp, shard), [])
+    for part, shard in places(layout):
+        same = ranks.setdefault(pieces_at(parameter.spec, layout, part, shard), [])
         for stage in stages(parameter, layers, layout.pp):
             first = stage * stage_size + shard * block
-            same.extend(members[first + tp : first + block : layout.tp])
+            same.extend(members[first + part : first + block : parts(layout)])
     return tuple(Share(held, tuple(sorted(found))) for held, found in ranks.items() if held)
 
 

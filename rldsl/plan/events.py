@@ -23,6 +23,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
 
+Part = Literal["parameters", "optimizer"]  # optimizer: moments and gradients
+
+
 def split(buffer: str) -> tuple[str, str]:
     """ "gen.tokens@s2" -> ("gen.tokens", "s2")."""
     left, _, right = buffer.rpartition("@")
@@ -46,10 +49,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Event):
-    """Build a model under a layout; each rank reads its own slices of the weights. Writes `model@layout`."""
+    """Build a model under a layout; each rank reads its own slices of the weights. Writes `model@layout`. of: the
+    layout whose copy it is too, where both hold the same (`plan/realloc/alias.py`): there is one, and nothing is
+    read from the disk."""
 
     model: str
     layout: str
+    of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,18 +104,20 @@ class Realloc(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload(Event):
-    """Parameters to host memory after use."""
+    """Parameters, or the optimizer's state of a model that is trained under this layout, to host memory after use."""
 
     model: str
     layout: str
+    what: Part = "parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Onload(Event):
-    """Parameters back on the device before use."""
+    """Back on the device: issued here, and waited for by what uses it."""
 
     model: str
     layout: str
+    what: Part = "parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rldsl.plan.events import Compute, Event, Every, Free, Load, Log, Realloc, Sampling, Train
+from rldsl.plan.events import Compute, Event, Every, Free, Load, Log, Realloc, Sampling, Train, split
 from rldsl.plan.meaning import Places, call_name, kind, line_of, makes, subject
 from rldsl.plan.model import Plan, Spread
 from rldsl.plan.project import Path, events
@@ -52,8 +52,8 @@ class Pair:
 
 
 def found(plan: Plan) -> tuple[Found, ...]:
-    """Every event but `free` and `log`, in order."""
-    every = list(events(plan))
+    """Every event but `log` and the frees of values, in order."""
+    every, models = list(events(plan)), {m.name for m in plan.models}
     read_by: dict[str, dict[str, None]] = defaultdict(dict)
     for event, _ in every:
         for buffer in () if isinstance(event, Free | Log) else event.reads:
@@ -65,7 +65,11 @@ def found(plan: Plan) -> tuple[Found, ...]:
               tuple(dict.fromkeys(about for b in event.writes for about in read_by[b])), _block(path),
               {name: text for name, text in _facts(event, path, places, spreads, computations) if text},
               bool(event.because) or isinstance(event, Load), event.because, line_of(event.at), event.bytes)
-        for event, path in every if not isinstance(event, Free | Log))
+        for event, path in every if not isinstance(event, Log) and not _of_values(event, models))
+
+
+def _of_values(event: Event, models: set[str]) -> bool:
+    return isinstance(event, Free) and not any(split(b)[0] in models for b in event.buffers)
 
 
 def pairs(before: Sequence[Found], after: Sequence[Found]) -> Iterator[Pair]:

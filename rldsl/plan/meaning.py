@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rldsl.plan.events import (Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Log, Realloc, Select,
-                               Train, Transfer, split)
+from rldsl.plan.events import (Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Log, Offload, Onload,
+                               Realloc, Select, Train, Transfer, split)
 from rldsl.plan.model import Layout, Plan
 from rldsl.plan.project import to_ranges
 from rldsl.plan.texts import degrees_of, ranks_text
@@ -80,6 +80,8 @@ def subject(event: Event) -> str:
             return ", ".join(dict.fromkeys(split(b)[0] for b in event.buffers))
         case Log():
             return ", ".join(name for name, _ in event.metrics)
+        case Offload(what="optimizer") | Onload(what="optimizer"):
+            return f"optimizer of {event.model}"
         case _:
             return str(getattr(event, "model", ""))
 
@@ -137,6 +139,4 @@ def mesh_text(ranks: tuple[int, ...]) -> str:
 
 def all_degrees(layout: Layout) -> str:
     """"dp=4 pp=2 zero=3": every degree and option of a layout that divides or chooses something."""
-    more = [f"{name}={n}" for name, n, none in (("ep", layout.ep, 1), ("zero", layout.zero, 0),
-                                                ("backend", layout.backend, "torch")) if n != none]
-    return " ".join([degrees_of(layout), *more])
+    return degrees_of(layout) + (f" backend={layout.backend}" if layout.backend != "torch" else "")

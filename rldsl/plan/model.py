@@ -58,7 +58,8 @@ class Mesh:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Degrees on a mesh; dp*tp*pp*cp = size of the mesh. Coordinates run pp slowest, then dp, cp, and tp fastest
-    (`plan/layout.py`). `ep` divides dp*cp*tp over experts. `zero`, of a layout that a model is trained under, divides
+    (`plan/layout.py`). `ep` divides dp: runs of ep neighbours along dp share the experts of each layer, and each run has
+    all of them; everything else is as without it. `zero`, of a layout that a model is trained under, divides
     parameters, gradients and optimizer state over dp at rest (`plan/boxes.py`). Gradients are whole during a minibatch
     with 1, and divided with 2 and 3; parameters are whole during a minibatch with 1 and 2, and layer by layer with 3
     (Rajbhandari et al. 2020, arXiv:1910.02054)."""
@@ -114,8 +115,11 @@ class ParamSpec:
 
     shape: global. stage: which pipeline stages hold it ("layer": the stage of its layer; "ends": first and last, for
     tied embeddings). style: the HF tensor-parallel style of its module ("colwise", "rowwise", "replicated", "vocab",
-    "head"; the backend chooses its collectives by it). partial: with tp > 1 each rank computes only a part
-    of its gradient though it holds the whole tensor."""
+    "head", and "experts" for what experts hold; the backend chooses its collectives by it). partial: with tp > 1 each
+    rank computes only a part of its gradient though it holds the whole tensor. experts: how many dimension 0 counts;
+    0 for what is not an expert's. stored: the tensors of the model's directory that make it up, where there is not one
+    of its own name: with "{expert}" in the name there is one for each expert, and several are joined along the
+    parameter's dimension 1."""
 
     name: str
     shape: tuple[int, ...]
@@ -124,6 +128,8 @@ class ParamSpec:
     split: Split | None = None
     style: str = "replicated"
     partial: bool = False
+    experts: int = 0
+    stored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,8 @@ class Lora:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What of a model decides the work and memory of a call, beyond its parameters; 0: unknown. hidden, intermediate
-    and head_dim: widths. heads, kv_heads, vocab: counts. activation: of the MLP, as the config calls it ("silu")."""
+    and head_dim: widths. heads, kv_heads, vocab: counts. activation: of the MLP, as the config calls it ("silu").
+    chosen: how many experts work on a token; intermediate is then the width of one."""
 
     hidden: int = 0
     intermediate: int = 0
@@ -168,6 +175,7 @@ class Sizes:
     head_dim: int = 0
     vocab: int = 0
     activation: str = ""
+    chosen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +288,11 @@ class State:
 @dataclass(frozen=True, slots=True)
 class Group:
     """A communicator that the runtime creates at start-up, in the order of these records. axis: "tp", "pp", "dp", "cp"
-    of a layout (one group for each combination of the other coordinates), or "mesh" (all ranks of `mesh`)."""
+    of a layout (one group for each combination of the other coordinates), "ep" and "copies" (ranks along dp that share
+    experts, and those that hold the same ones), or "mesh" (all ranks of `mesh`)."""
 
     id: str
-    axis: Literal["tp", "pp", "dp", "cp", "mesh"]
+    axis: Literal["tp", "pp", "dp", "cp", "ep", "copies", "mesh"]
     layout: str = ""
     mesh: str = ""
 

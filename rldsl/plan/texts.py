@@ -13,13 +13,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in to_ranges(ranks))
 
 
-def degrees_text(dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, zero: int = 0) -> str:
+def degrees_text(dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, zero: int = 0, ep: int = 1) -> str:
     """"dp=4 pp=2"; "dp=1" when nothing is divided."""
-    return " ".join(f"{n}={d}" for n, d in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp)) if d > 1) + (f" zero={zero}" if zero else "") or "dp=1"
+    degrees = (("dp", dp, 1), ("tp", tp, 1), ("pp", pp, 1), ("cp", cp, 1), ("ep", ep, 1), ("zero", zero, 0))
+    return " ".join(f"{name}={n}" for name, n, none in degrees if n > none) or "dp=1"
 
 
 def degrees_of(layout: Layout) -> str:
-    return degrees_text(layout.dp, layout.tp, layout.pp, layout.cp, layout.zero)
+    return degrees_text(layout.dp, layout.tp, layout.pp, layout.cp, layout.zero, layout.ep)
 
 
 def layout_text(layout: Layout, mesh: Mesh) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rldsl.plan.events import Sampling
+from rldsl.plan.events import Part, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
 
 
@@ -30,15 +30,21 @@ class Axis:
         return len(self.ranks)
 
 
+ALONE = Axis((0,), 0, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The communicators of this rank under one layout. mesh: all its ranks."""
+    """The communicators of this rank under one layout. mesh: all its ranks. ep: those along dp with which it shares the
+    experts of a layer; copies: those that hold the same experts."""
 
     dp: Axis
     tp: Axis
     pp: Axis
     cp: Axis
     mesh: Axis
+    ep: Axis = ALONE
+    copies: Axis = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +127,20 @@ class Shard(Protocol):
     def export(self) -> Mapping[str, Any]:
         """For saving: "config" (the HuggingFace config object) and "tokenizer" (the source directory)."""
 
-    def to(self, device: torch.device) -> None:
-        """Move parameters (offload, onload)."""
+    def offload(self, what: Part) -> None:
+        """Parameters, or what the optimizer has beside them, to host memory, where the device has memory of its own."""
+
+    def onload(self, what: Part) -> Callable[[], None]:
+        """Back on the device. What is issued after a call of the result finds their values."""
+
+    def share(self, other: "Shard") -> None:
+        """From now on the parameters are those of another shard, which holds the same ones."""
+
+    def release(self) -> None:
+        """Give up the memory of parameters; of a shard that is not trained."""
+
+    def claim(self) -> None:
+        """Memory for parameters after `release`, without values."""
 
 
 # Tensors that this rank has read and nothing writes, by what they are: shards that hold the same ones share them.

@@ -8,19 +8,22 @@ import torch
 
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
 from rldsl.plan.movement import carried
-from rldsl.plan.partition import micro_batches
+from rldsl.plan.partition import micro_batch_count, micro_batches
 from rldsl.runtime.backend import Packed
 from rldsl.runtime.realloc import Place, Route, realloc
 from rldsl.runtime.rows import Lens
 from rldsl.runtime.state import State
-from rldsl.runtime.store import Column, ragged
+from rldsl.runtime.store import Column, Pending, ragged
 
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load(state: State, event: Load) -> None:
-    """From the directory of the model, or from the checkpoint that the run goes on from."""
+    """From the directory of the model, or from the checkpoint that the run goes on from; or what another layout has."""
     held, found = (event.model, event.layout), state.resume
+    if event.of:
+        state.shard(*held).share(state.settled(event.model, event.of))
+        return
     if found is None or not found.has(event.model):
         state.shard(*held, load=True)
         return
@@ -54,11 +57,13 @@ def reallocate(state: State, event: Realloc) -> None:
 
 
 def offload(state: State, event: Offload) -> None:
-    state.settled(event.model, event.layout).to(torch.device("cpu"))
+    state.settled(event.model, event.layout).offload(event.what)
 
 
 def onload(state: State, event: Onload) -> None:
-    state.settled(event.model, event.layout).to(state.device)
+    """Issued here; waited for by what uses it."""
+    finish = state.settled(event.model, event.layout).onload(event.what)
+    state.arriving[event.model, event.layout] = Pending(finish)
 
 
 def generate(state: State, event: Generate) -> None:
@@ -89,8 +94,11 @@ def infer(state: State, event: Infer) -> None:
     rows = state.my_rows(spread, event.frame)
     totals = state.rows.lens[event.frame].of("tokens").tolist()
     tokens = state.read(event.reads, f"{event.frame}.tokens")
-    pp = state.world.layouts[event.layout].pp
-    parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows.tolist(), totals, event.mbs, pp)]
+    layout = state.world.layouts[event.layout]
+    parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows.tolist(), totals, event.mbs, layout.pp)]
+    if layout.ep > 1:  # ranks that share experts make as many passes
+        most = max(micro_batch_count(len(s[event.frame]), event.mbs, layout.pp) for s in state.rows.shards(spread))
+        parts += [torch.zeros(0, dtype=torch.int64, device=state.device)] * (most - len(parts))
     batches = [state.packed(event.frame, tokens, part) for part in parts]
     result = state.settled(event.model, event.layout).infer(batches, event.what, event.temperature)
     order = torch.cat(parts) if parts else rows

@@ -25,6 +25,7 @@ from rldsl.plan.events import Save
 from rldsl.plan.gather import gather, owners
 from rldsl.plan.lora import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.model import Model
+from rldsl.plan.stored import of_experts, tensors
 from rldsl.runtime.exchange import post
 from rldsl.runtime.paths import MARK, check_writes, foreign
 from rldsl.runtime.realloc import Place
@@ -42,8 +43,11 @@ def save(state: State, event: Save) -> None:
     whole = _gather(state, event, model, place, chosen)
     writers = sorted(set(chosen.values()))
     names = {rank: WEIGHTS if model.lora else _file(i, len(writers)) for i, rank in enumerate(writers)}
+    index = {name: names[rank] for name, rank in chosen.items()}
     if model.lora:
         whole = {stored_name(name): tensor for name, tensor in whole.items()}
+    else:
+        whole, index = _as_stored(model, whole, index)
     if "{step}" in event.path:  # another place than the one looked at before
         check_writes(state.plan, state.out, state.allow_write, event.path, state.step)
     final = Path(event.path.replace("{out}", str(state.out)).replace("{step}", str(state.step)))
@@ -52,7 +56,6 @@ def save(state: State, event: Save) -> None:
 
     _together(group, state, lambda: _fresh(partial, final) if first else None, final)
     _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
-    index = {name: names[rank] for name, rank in chosen.items()}
     header = state.plan.header
     mark = {"program": header.program, "flow": header.flow, "model": model.name, "step": state.step}
     _together(group, state,
@@ -87,6 +90,19 @@ def _gather(state: State, event: Save, model: Model, place: Place,
             target.copy_(into[message.peer][at : at + target.numel()].view(target.shape))
             at += target.numel()
     return {name: t.cpu() for name, t in whole.items()}
+
+
+def _as_stored(model: Model, whole: Mapping[str, torch.Tensor], index: Mapping[str, str]
+               ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors, and the file of every tensor, as the model's directory has them: of one expert each, where it does."""
+    made, files = dict(whole), dict(index)
+    for p in parameters(model):
+        file, tensor = (files.pop(p.name), made.pop(p.name, None)) if p.spec.stored else ("", None)
+        for name, box in tensors(p):
+            files[name] = file
+            if tensor is not None:
+                made[name] = tensor[_slices(box)][0] if of_experts(p) else tensor
+    return made, files
 
 
 def _slices(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:

@@ -47,6 +47,7 @@ class State:
     turn: int = 0  # of the innermost loop, from 0
     over: str = ""  # the data source that the innermost loop goes over
     shards: dict[tuple[str, str], Shard] = field(default_factory=dict)
+    dropped: set[tuple[str, str]] = field(default_factory=set)  # shards without memory
     pool: dict[Any, torch.Tensor] = field(default_factory=dict)  # what shards share
     sources: dict[str, Source] = field(default_factory=dict)
     routes: dict[int, Route] = field(default_factory=dict)
@@ -74,7 +75,8 @@ class State:
         self.spreads: dict[str, Spread] = {s.id: s for s in plan.spreads}
         self.programs: dict[str, Program] = {p.id: p for p in plan.programs}
         self.functions: dict[str, Function] = {f.id: f for f in plan.functions}
-        self.moved = {(e.model, e.layout) for e, _ in events(plan) if isinstance(e, Offload)}
+        self.moved = {(e.model, e.layout) for e, _ in events(plan) if isinstance(e, Offload)
+                      and e.what == "parameters"}
         self.rows = StepRows(plan, self.world, 0)
 
     @property
@@ -110,8 +112,11 @@ class State:
         return mix(self.seed, RANDOM_NUMBERS, times)
 
     def shard(self, model: str, layout: str, load: bool = False) -> Shard:
-        """This rank's shard, built at its first use."""
+        """This rank's shard, built at its first use; of one that was dropped the memory, without values."""
         key = (model, layout)
+        if key in self.dropped:
+            self.dropped.discard(key)
+            self.shards[key].claim()
         if key not in self.shards:
             record, where = self.models[model], self.world.layouts[layout]
             build = importlib.import_module(f"rldsl.backends.{where.backend}").build
@@ -126,6 +131,11 @@ class State:
         if pending is not None:
             pending.finish()
         return self.shards[model, layout]
+
+    def drop(self, model: str, layout: str) -> None:
+        """Give the memory of a copy up, until a realloc brings it again."""
+        self.settled(model, layout).release()
+        self.dropped.add((model, layout))
 
     def told(self, pending: Pending) -> Pending:
         """The same; that this rank waits for it, and which event posted it (the one that it is at now), is known."""

@@ -51,7 +51,7 @@ def train(state: State, event: Train) -> None:
         if stopped or not any(minibatch):
             rate = shard.skip(1)
             continue
-        run, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size, layout.zero > 0)
+        run, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size, layout.zero > 0 or layout.ep > 1)
         runs.append(run)
         step = shard.train(batches, call.what, call.temperature, loss, stop if STOP in outputs else None,
                            event.recompute)

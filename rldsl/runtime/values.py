@@ -199,4 +199,8 @@ def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) ->
 
 def free(state: State, event: Free) -> None:
     for buffer in event.buffers:
-        state.store.free(buffer)
+        left, right = split(buffer)
+        if left not in state.models:
+            state.store.free(buffer)
+        elif (left, right) in state.shards:  # of the layout's own ranks
+            state.drop(left, right)

@@ -95,7 +95,7 @@ class World:
 
     def axes(self, layout: Layout) -> Axes:
         mesh = self.meshes[layout.mesh]
-        return Axes(**{axis: self._axis(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh")})
+        return Axes(**{axis: self._axis(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")})
 
     def _axis(self, layout: Layout, mesh: Mesh, axis: str) -> Axis:
         ranks = next(ranks for ranks in axis_ranks(layout, mesh, axis) if self.rank in ranks)
@@ -118,5 +118,7 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
             sets = axis_ranks(layout, meshes[layout.mesh], group.axis)
         for ranks in sets:
             if len(ranks) > 1 and ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+                # of a mesh with an order of its own
+                more = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+                groups[ranks] = dist.new_group(list(ranks), timeout=timeout, **more)
     return World(rank, device, meshes, layouts, groups)

@@ -28,11 +28,11 @@ class Builtins:
         self.lower, self.errors = lower, lower.errors
 
     def mesh(self, expr: ast.Call, scope: "Scope") -> MeshValue | Bad:
-        """mesh(a:b) or mesh(n0:n1, d0:d1)."""
+        """mesh(a:b), mesh(n0:n1, d0:d1), or mesh(8)."""
         pairs: list[tuple[int, int]] = []
         for arg in expr.args:
             if not isinstance(arg.value, ast.Range):
-                return self.errors.add("RL0203", "`mesh` takes ranges", arg.span, help="write `mesh(0:8)`")
+                return self._size(expr, arg, scope)
             ends = [self.lower.constant(e, scope) for e in (arg.value.start, arg.value.stop)]
             numbers = [e.value for e in ends if isinstance(e, Term)]
             if len(numbers) < 2:
@@ -45,6 +45,20 @@ class Builtins:
         if len(pairs) not in (1, 2):
             return self.errors.add("RL0204", f"`mesh` takes one or two ranges, not {len(pairs)}", expr.span)
         return MeshValue(pairs[0] if len(pairs) == 2 else None, pairs[-1], expr.span)
+
+    def _size(self, expr: ast.Call, arg: ast.Argument, scope: "Scope") -> MeshValue | Bad:
+        """mesh(8): so many ranks."""
+        if len(expr.args) != 1 or arg.name is not None:
+            return self.errors.add("RL0203", "`mesh` takes ranges, or one number of ranks", arg.span,
+                                   help="write `mesh(0:8)`, or `mesh(8)` for 8 ranks that the compiler chooses")
+        size = self.lower.constant(arg.value, scope)
+        if isinstance(size, Bad):
+            return BAD
+        if type(size.value) is not int or size.unit or not 1 <= size.value <= MOST_RANKS:
+            return self.errors.add("RL0205", "`mesh` takes ranges, or one number of ranks", arg.span,
+                                   f"from 1 to {MOST_RANKS:_}",
+                                   help="write `mesh(0:8)`, or `mesh(8)` for 8 ranks that the compiler chooses")
+        return MeshValue(None, (0, size.value), expr.span, free=True)
 
     def call(self, name: str, expr: ast.Call, scope: "Scope") -> Meaning:
         args: list[Meaning] = []

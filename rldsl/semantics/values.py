@@ -65,9 +65,12 @@ class Several:
 
 @dataclass(frozen=True, slots=True)
 class MeshValue:
+    """free: `mesh(8)`, so many ranks, whichever they are; devices is then (0, 8)."""
+
     nodes: tuple[int, int] | None
     devices: tuple[int, int]
     span: Span
+    free: bool = False
 
 
 @dataclass(frozen=True, slots=True)

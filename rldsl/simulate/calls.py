@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from math import ceil
 
+from rldsl.plan.boxes import itemsize
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.simulate.classes import Groups
 from rldsl.simulate.cost import Counts, Shard, decode, decoding, micro, micro_batches, prefill, shard
@@ -33,7 +34,7 @@ class Stage:
         return self.groups.members["pp"]
 
     def together(self, axis: str, name: Hashable, seconds: float) -> list[Act]:
-        parties = self.groups.members[axis]
+        parties = self.groups.members.get(axis, ())
         return meet((self.key, axis, parties, name), parties, seconds)
 
     def all_reduce(self, axis: str, moved: float) -> float:
@@ -59,6 +60,14 @@ class Stage:
         kept = tokens * self.shard.cache * self.shard.item
         return ways * layers * self.machine.all_gather(kept, self.groups.sizes["cp"], self.groups.crosses["cp"])
 
+    def experts(self, tokens: float, layers: float, ways: int = 1) -> float:
+        """Seconds in which tokens travel to the ranks of their experts and back. tokens: of this rank."""
+        size, sizes = self.groups.sizes.get("ep", 1), self.shard.model.sizes
+        if size == 1 or not self.shard.mixed:
+            return 0.0
+        moved = tokens * max(sizes.chosen, 1) * sizes.hidden * itemsize(self.shard.model)
+        return 2 * ways * layers * self.machine.all_to_all(moved, size, self.groups.crosses["ep"])
+
     def over(self, i: int, way: str, moved: float) -> tuple[Act, Hashable]:
         """Ready for the message number `i` between this stage and the next ("next") or the one before ("before")."""
         s = self.groups.stage
@@ -83,8 +92,9 @@ def generate(world: World, event: Generate, c: int, key: Hashable) -> list[Act]:
         first, rest = prefill(held, d, row), decode(held, d)
         at = Stage(c, me.groups, held, machine, key)
         seconds = (machine.forward(held, first) + machine.decode(held, rest)
-                   + d.waves * at.divided(d.slots * row.prompt, 0, held.layers)
-                   + d.steps * (at.divided(d.active, 0, held.layers)))
+                   + d.waves * (at.divided(d.slots * row.prompt, 0, held.layers)
+                                + at.experts(d.slots * row.prompt, held.layers))
+                   + d.steps * (at.divided(d.active, 0, held.layers) + at.experts(d.active, held.layers)))
         if held.last and held.tp > 1:
             seconds += (d.steps + d.waves) * machine.all_gather(d.active * 4 * held.head / max(
                 held.model.sizes.hidden, 1), held.tp, me.groups.crosses["tp"])
@@ -97,7 +107,7 @@ def generate(world: World, event: Generate, c: int, key: Hashable) -> list[Act]:
     if not total:
         return []
     parties = me.groups.members["shard"]
-    return [*meet((key, "shard", parties), parties, 0.0), Run(total, own / total)]
+    return [*meet((key, "shard", parties), parties, 0.0), *me.together("ep", "start", 0.0), Run(total, own / total)]
 
 
 def infer(world: World, event: Infer, c: int, key: Hashable) -> list[Act]:
@@ -109,14 +119,14 @@ def infer(world: World, event: Infer, c: int, key: Hashable) -> list[Act]:
     one = micro(me.shard, rows / count, row, 1.0 if event.what == "scores" else row.response, layout.cp)
     tokens = rows / count * row.tokens / layout.cp
     seconds = (world.machine.forward(me.shard, one) + me.divided(tokens, one.outputs, me.shard.layers)
-               + me.context(tokens, me.shard.layers))
+               + me.context(tokens, me.shard.layers) + me.experts(tokens, me.shard.layers))
     acts: list[Act] = []
     sent: list[Hashable] = []
     for i in range(count):
         if not me.shard.first:
             post, key_in = me.over(i, "before", me.hidden(tokens))
             acts += [post, Wait(key_in)]
-        acts += [*me.together("tp", i, 0.0), Run(seconds)]
+        acts += [*me.together("tp", i, 0.0), *me.together("ep", i, 0.0), Run(seconds)]
         if not me.shard.last:
             post, key_out = me.over(i, "next", me.hidden(tokens))
             acts.append(post)
@@ -140,7 +150,9 @@ def train(world: World, event: Train, c: int, key: Hashable) -> list[Act]:
     tokens = sum(rows / count * world.row(f).tokens for f in event.frames) / layout.cp
     ahead, back = world.machine.train(me.shard, one, event.recompute == "full")
     comm = me.divided(tokens, one.outputs, me.shard.layers, apart=True) + me.context(tokens, me.shard.layers)
-    again = me.divided(tokens, 0, me.shard.layers, apart=True) if event.recompute == "full" else 0.0
+    comm += me.experts(tokens, me.shard.layers)
+    again = (me.divided(tokens, 0, me.shard.layers, apart=True) + me.experts(tokens, me.shard.layers)
+             if event.recompute == "full" else 0.0)
     come, go = _gathered(me, layout.zero >= 3), _gathered(me, layout.zero >= 2)  # parameters and gradients, by layers
     operators = len(world.programs[event.loss].nodes)
     loss = world.machine.compute(operators, one.outputs) if me.shard.last else 0.0
@@ -164,10 +176,10 @@ def one_f_one_b(me: Stage, count: int, ahead: float, back: float, moved: float) 
     sent: list[Hashable] = []
 
     def run(i: int) -> None:
-        acts.extend([*me.together("tp", ("ahead", i), 0.0), Run(ahead)])
+        acts.extend([*me.together("tp", ("ahead", i), 0.0), *me.together("ep", ("ahead", i), 0.0), Run(ahead)])
 
     def back_run(i: int) -> None:
-        acts.extend([*me.together("tp", ("back", i), 0.0), Run(back)])
+        acts.extend([*me.together("tp", ("back", i), 0.0), *me.together("ep", ("back", i), 0.0), Run(back)])
 
     def exchange(send: tuple[int, str] | None = None, receive: tuple[int, str] | None = None) -> None:
         """(message number, way): activations have even numbers, their slopes odd ones."""
@@ -215,7 +227,11 @@ def one_f_one_b(me: Stage, count: int, ahead: float, back: float, moved: float) 
 def _gathered(me: Stage, wanted: bool) -> float:
     """Seconds of a gather or a scatter of the shard's parameters over dp."""
     size = me.groups.sizes["dp"]
-    return me.machine.all_gather(4 * me.shard.trained / size, size, me.groups.crosses["dp"]) if wanted else 0.0
+    if not wanted:
+        return 0.0
+    common = me.machine.all_gather(4 * (me.shard.trained - me.shard.apart) / size, size, me.groups.crosses["dp"])
+    copies = me.groups.sizes.get("copies", 1)
+    return common + me.machine.all_gather(4 * me.shard.apart / copies, copies, me.groups.crosses.get("copies", False))
 
 
 def _reduce(me: Stage, zero: int) -> list[Act]:
@@ -230,8 +246,10 @@ def _reduce(me: Stage, zero: int) -> list[Act]:
     if me.groups.sizes["cp"] > 1:
         acts += me.together("cp", "gradients", me.all_reduce("cp", 4 * me.shard.trained))
     if me.groups.sizes["dp"] > 1:
-        seconds = {2: _gathered(me, True), 3: 0.0}.get(zero, me.all_reduce("dp", 4 * me.shard.trained))
-        acts += me.together("dp", "gradients", seconds)
+        common = me.all_reduce("dp", 4 * (me.shard.trained - me.shard.apart))
+        if me.groups.sizes.get("copies", 1) > 1:
+            common += me.all_reduce("copies", 4 * me.shard.apart)
+        acts += me.together("dp", "gradients", {2: _gathered(me, True), 3: 0.0}.get(zero, common))
     if me.groups.sizes["mesh"] > 1:
         acts += me.together("mesh", "norm", me.all_reduce("mesh", 8))
     return acts

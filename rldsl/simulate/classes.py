@@ -55,7 +55,7 @@ def _refined(plan: Plan) -> list[int]:
             colour[start:stop] = [number] * (stop - start)
     meshes = {m.id: m for m in plan.meshes}
     groups = [(axis == "pp", axis_ranks(layout, meshes[layout.mesh], axis))
-              for layout in called(plan).values() for axis in ("pp", "tp", "cp", "dp")]
+              for layout in called(plan).values() for axis in ("pp", "tp", "cp", "dp", *_of_experts(layout))]
     while True:
         signs: list[list[object]] = [[c] for c in colour]
         for ordered, every in groups:
@@ -74,7 +74,7 @@ def _refined(plan: Plan) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The groups of a layout as one class sees them ("pp", "tp", "cp", "dp", "mesh", and "shard": the ranks that work
-    on the same rows): the classes in each, the number of ranks, whether one of the layout's groups of that axis lies
+    on the same rows; with ep also "ep" and "copies"): the classes in each, the number of ranks, whether one of the layout's groups of that axis lies
     on several nodes. stage: of the pipeline."""
 
     members: dict[str, Members]
@@ -89,7 +89,7 @@ def groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> dict[in
     size = layout.dp * layout.cp * layout.tp
     for place, rank in enumerate(mesh.members()):
         made.setdefault(found.of[rank], Groups({}, {}, {}, place // size))
-    for axis in ("pp", "tp", "cp", "dp", "mesh", "shard"):
+    for axis in ("pp", "tp", "cp", "dp", "mesh", "shard", *_of_experts(layout)):
         every = _shards(layout, mesh) if axis == "shard" else axis_ranks(layout, mesh, axis)
         crosses = any(g[0] // per_node != g[-1] // per_node for g in every)
         for group in every:
@@ -99,6 +99,10 @@ def groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> dict[in
                     made[c].sizes[axis] = len(group)
                     made[c].crosses[axis] = crosses
     return made
+
+
+def _of_experts(layout: Layout) -> tuple[str, ...]:
+    return ("ep", "copies") if layout.ep > 1 else ()
 
 
 def _shards(layout: Layout, mesh: Mesh) -> tuple[tuple[int, ...], ...]:

@@ -21,8 +21,10 @@ from rldsl.simulate.lengths import Row
 class Shard:
     """What one rank holds of a model under a layout, the largest of its tensor-parallel places.
 
-    layers: of its stage. layer: elements of the matrices of one layer; head: of the output embedding, on the last
-    stage; elements: of all parameters; trained: of those that an optimizer changes. attention: width of its queries;
+    layers: of its stage. layer: elements of the matrices of one layer, mixed: of its experts among them, active: of what
+    works on one token (of all experts, wherever they are, those that it chose); head: of the output embedding, on the
+    last stage; elements: of all parameters; trained: of those that an optimizer changes, apart: of experts among them
+    that other ranks of dp do not hold. attention: width of its queries;
     cache: elements of keys and values, for a token and layer. item: bytes of an element as stored."""
 
     model: Model
@@ -37,6 +39,14 @@ class Shard:
     attention: int
     cache: int
     item: int
+    mixed: int = 0
+    active: int = 0
+    apart: int = 0
+
+    def read(self, tokens: float) -> float:
+        """Elements of the matrices of one layer that are read for so many tokens: an expert without any is not."""
+        rest = self.layer - self.mixed
+        return rest + min(self.mixed, tokens * (self.active - rest))
 
 
 @cache
@@ -46,19 +56,25 @@ def shard(model: Model, layout: Layout, stage: int) -> Shard:
     here = len(stage_layers(model.layers, layout.pp, stage))
     first, last = stage == 0, stage == layout.pp - 1
     sizes = model.sizes
-    layer = sum(_local(s, layout.tp) for s in specs if s.stage == "layer" and len(s.shape) > 1)
+    matrices = [s for s in specs if s.stage == "layer" and len(s.shape) > 1]
+    layer = sum(_local(s, layout) for s in matrices)
+    mixed = sum(_local(s, layout) for s in matrices if s.experts)
+    chosen = sum(_local(s, layout) * layout.ep * sizes.chosen // s.experts for s in matrices if s.experts)
+    apart = tuple(s for s in model.params if s.experts and layout.ep > 1)
     heads = ceil((sizes.heads or 1) / layout.tp)
     kv = max(1, ceil((sizes.kv_heads or sizes.heads or 1) / layout.tp))
-    vocabulary = max((_local(s, layout.tp) for s in specs if s.style in ("vocab", "head") and len(s.shape) > 1),
+    vocabulary = max((_local(s, layout) for s in specs if s.style in ("vocab", "head") and len(s.shape) > 1),
                      default=0)
     head = (vocabulary if model.kind == "causal_lm" else sizes.hidden) if last else 0
     return Shard(model, layout.tp, here, first, last, layer, head, _held(specs, layout, model.layers, stage),
                  _held(model.params, layout, model.layers, stage), heads * sizes.head_dim, 2 * kv * sizes.head_dim,
-                 4 if model.home == layout.id else itemsize(model))
+                 4 if model.home == layout.id else itemsize(model), mixed, layer - mixed + chosen,
+                 _held(apart, layout, model.layers, stage))
 
 
-def _local(spec: ParamSpec, tp: int) -> int:
-    return sum(volume(p.box) for p in pieces(spec, tp, 0)) if spec.split is not None else prod(spec.shape)
+def _local(spec: ParamSpec, layout: Layout) -> int:
+    whole = sum(volume(p.box) for p in pieces(spec, layout.tp, 0)) if spec.split is not None else prod(spec.shape)
+    return whole // layout.ep if spec.experts else whole
 
 
 def _there(spec: ParamSpec, layout: Layout, layers: int, stage: int) -> int:
@@ -69,7 +85,7 @@ def _there(spec: ParamSpec, layout: Layout, layers: int, stage: int) -> int:
 
 
 def _held(specs: tuple[ParamSpec, ...], layout: Layout, layers: int, stage: int) -> int:
-    return sum(_there(s, layout, layers, stage) * _local(s, layout.tp) for s in specs)
+    return sum(_there(s, layout, layers, stage) * _local(s, layout) for s in specs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from rldsl.simulate.world import World, meet
 # What the runtime does in Python and small tensors, in rows divided and kernels started; from recorded runs.
 FETCH_ROWS, FETCH_KERNELS = 90, 600  # a row to read and tokenize; a batch
 CALL_ROWS = 110  # a row to hand to a Python function
+MOMENTS = 8  # bytes of an element's two, in float32
 MOVE_KERNELS = 150  # a value to divide, pack and join
 
 
@@ -131,7 +132,8 @@ class _Walk:
             case Offload() | Onload():
                 at = world.layouts[event.layout]
                 held = shard(world.models[event.model], at, world.groups[at.id][self.c].stage)
-                self.run(machine.host(held.elements * held.item))
+                size = held.elements * held.item if event.what == "parameters" else held.elements * MOMENTS
+                self.run(machine.host(size))
             case Checkpoint():
                 self.together(event, key, 4.0)
             case Save():

@@ -60,8 +60,8 @@ class Machine:
         found = self.measured(s.model, s.tp)
         if found and found.decode:
             return _sum(found.decode, c)
-        held = s.item * (s.layers * s.layer + s.head)
-        products = self._roofline(2 * (c.tokens * s.layer + c.outputs * s.head), c.calls * held, s)
+        held = s.item * (s.layers * s.read(c.tokens / c.layers if c.layers else 0) + s.head)
+        products = self._roofline(2 * (c.tokens * s.active + c.outputs * s.head), c.calls * held, s)
         cached = self.memory(c.pairs * s.cache * s.item)
         sampled = self.memory(c.outputs * _vocabulary(s) * SCORES)
         kernels = c.layers * LAYER_KERNELS + c.calls * (CALL_KERNELS + SAMPLE_KERNELS * s.last)
@@ -79,9 +79,9 @@ class Machine:
         """work: how often the products of a forward pass are made: twice in a backward one, which starts its kernels
         from C++ and no slower than the forward pass did."""
         hidden = s.model.sizes.hidden
-        held = (c.layers * s.layer + (s.head if c.outputs else 0) * c.calls) * s.item
+        held = (c.layers * s.read(c.tokens / c.layers if c.layers else 0) + (s.head if c.outputs else 0) * c.calls) * s.item
         moved = work * (held + c.tokens * hidden * ACTIVATIONS * s.item)
-        products = self._roofline(2 * work * c.tokens * s.layer, moved, s)
+        products = self._roofline(2 * work * c.tokens * s.active, moved, s)
         attention = 4 * work * (c.pairs / 2) * s.attention / (self._rate(s) * self.cluster.attention_efficiency)
         head = self._roofline(2 * work * c.outputs * s.head, work * c.outputs * _vocabulary(s) * SCORES, s)
         return self._beside(c.layers * LAYER_KERNELS + c.calls * CALL_KERNELS, products + attention + head)
@@ -153,6 +153,12 @@ class Machine:
         if ranks < 2:
             return 0.0
         return self._rounds(ranks, crosses) + self._collective((ranks - 1) * moved, crosses)
+
+    def all_to_all(self, moved: float, ranks: int, crosses: bool) -> float:
+        """`moved` bytes from each, as many to every rank."""
+        if ranks < 2:
+            return 0.0
+        return self._rounds(ranks, crosses) + self._collective((ranks - 1) / ranks * moved, crosses)
 
     def _collective(self, moved: float, crosses: bool) -> float:
         """Bytes out of one device, which gets as many at the same time."""

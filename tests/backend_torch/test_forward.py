@@ -13,6 +13,7 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2)]
+SOME = [(1, 1, 1), (1, 4, 1), (1, 2, 2)]  # for what the first family has shown on all of them
 ROWS = ragged(9, 46)
 
 
@@ -79,7 +80,8 @@ def _partial(model, rank, dp, tp, pp, cp=1, trainable=False):
 @pytest.mark.parametrize("name", ["qwen3", "tied", "llama", "gemma", "granite"])
 def test_logprobs_equal_transformers_on_every_layout(directories, name):
     expected = reference(directories[name], 0.7)
-    for found in run_world(4, _forwards, directories[name], "causal_lm", "logprobs", LAYOUTS, 0.7):
+    layouts = LAYOUTS if name == "qwen3" else SOME
+    for found in run_world(4, _forwards, directories[name], "causal_lm", "logprobs", layouts, 0.7):
         for result in found:
             assert torch.allclose(torch.from_numpy(result), expected, atol=2e-5), name
 
@@ -123,7 +125,7 @@ def test_greedy_generation_equals_transformers(directories):
     expected = [model.generate(torch.tensor([p]), max_new_tokens=8, do_sample=False)[0].tolist() for p, _ in ROWS]
     expected = [t for row in expected for t in row]
     sampling = Sampling(max_new_tokens=8, greedy=True)
-    for found in run_world(4, _generations, directories["qwen3"], LAYOUTS, [(sampling, 0), (sampling, 2)]):
+    for found in run_world(4, _generations, directories["qwen3"], LAYOUTS[2:], [(sampling, 0), (sampling, 4)]):
         assert all(tokens == expected for tokens, _, _ in found)
 
 

@@ -19,8 +19,8 @@ OPTIONS = Optimizer(lr=5e-3, eps=1e-4, weight_decay=0.1, warmup=1, schedule="lin
 STEPS, UPDATES = 3, 6
 RATES = [OPTIONS.lr, OPTIONS.lr, 0.75 * OPTIONS.lr]  # one of warm-up, then 1, 3/4, 1/2, 1/4, 0
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 2, 2)]
-# every token of the vocabulary occurs, the padding token and the first row of each shard too
-ROWS = [(p + [t], r + [45 - t]) for t, (p, r) in zip(range(46), ragged(46, 46))] + [([3], [])]
+# every token of the vocabulary occurs in prompts and responses, the padding token and the first row of each shard too
+ROWS = [(p + [t, t + 23], r + [45 - t, 22 - t]) for t, (p, r) in zip(range(23), ragged(23, 46))] + [([3], [])]
 
 
 def minibatch(step: int) -> list[int]:

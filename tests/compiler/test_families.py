@@ -75,10 +75,22 @@ def test_heads(models: Path) -> None:
 
 
 def test_families_without_a_known_plan(models: Path) -> None:
-    gpt2, moe = describe(str(models / "gpt2"), "causal_lm"), describe(str(models / "moe"), "causal_lm")
+    gpt2 = describe(str(models / "gpt2"), "causal_lm")
     assert "no tensor-parallel plan" in gpt2.tp_problem and gpt2.pp_problem
-    assert "packed_colwise" in moe.tp_problem or "moe" in moe.tp_problem
-    assert all(s.split is None for f in (gpt2, moe) for s in f.params)
+    assert all(s.split is None for s in gpt2.params)
+
+
+def test_experts(models: Path) -> None:
+    """Whole rows of what gate and up projections give, whole columns of what down projections read."""
+    moe, found = describe(str(models / "moe"), "causal_lm"), specs(models / "moe")
+    assert (moe.experts, moe.chosen, moe.expert_width, moe.tp_problem) == (2, 2, 48, "")
+    layer = "model.layers.{}.mlp."
+    assert found[layer + "experts.gate_up_proj"].split == Split(1, ((48, 1), (48, 1)))
+    assert found[layer + "experts.down_proj"].split == Split(2, ((48, 1),))
+    assert [found[layer + n].experts for n in ("experts.gate_up_proj", "experts.down_proj", "gate.weight")] == [2, 2, 0]
+    assert found[layer + "experts.gate_up_proj"].stored == tuple(
+        "model.layers.{}.block_sparse_moe.experts.{expert}." + n for n in ("w1.weight", "w3.weight"))
+    assert found[layer + "gate.weight"].stored == ("model.layers.{}.block_sparse_moe.gate.weight",)
 
 
 def test_tokenizers_are_compared_by_what_they_do(models: Path) -> None:

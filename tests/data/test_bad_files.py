@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from rldsl.diag import Diagnostic, Failure
 from rldsl.runtime.data import open_source
 from tests.data.makers import declared, hf, parquet, wrong
+from tests.forked import command
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": float(i)} for i in range(8)]
 FORMATS = {"parquet": parquet, "hf": hf}
@@ -171,7 +171,8 @@ except Failure as failure:
 
 def test_no_room_for_the_temporary_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": [f"{i} " * 9 for i in range(20_000)]}), tmp_path / "d.parquet")
-    run = subprocess.run([sys.executable, "-c", NO_ROOM, str(tmp_path / "d.parquet")], capture_output=True, text=True)
+    (tmp_path / "scan.py").write_text(NO_ROOM)
+    run = command(str(tmp_path / "scan.py"), str(tmp_path / "d.parquet"))
     assert "RL0758" in run.stdout and "TMPDIR" in run.stdout, run.stderr
 
 

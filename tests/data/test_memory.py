@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from tests.forked import command
 
 ROWS, MB = 100_000, 1 << 20
 
@@ -71,8 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ])
 def test_a_large_file_is_not_held(folder: Path, tokenizer: str, format: str, name: str, over_long: str,
                                   most: int) -> None:
-    run = subprocess.run([sys.executable, "-c", MEASURED, format, str(folder / name), tokenizer, over_long],
-                         capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    (folder / "measured.py").write_text(MEASURED)
+    run = command(str(folder / "measured.py"), format, str(folder / name), tokenizer, over_long)
     assert run.returncode == 0, run.stderr
     assert (folder / "d.jsonl").stat().st_size > 95 * MB
     assert int(run.stdout) < most * MB, f"{int(run.stdout) / MB:.1f} MB"

@@ -16,13 +16,22 @@ from pathlib import Path
 from rldsl import api
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
+_FILE = re.compile(r"<!-- file: (\S+) -->\n(?:<!--[^\n]*-->\n)?```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"(?:<!-- rlf: (\w+)(?: fails (RL\d{4}))? -->\n)?^```rlf\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _MARK = "<!-- table: {} -->\n"
 
+
+
+def files(text: str) -> dict[str, str]:
+    """Name -> text of what a page asks to write: fences after `<!-- file: NAME -->`."""
+    return {name: body for name, body in _FILE.findall(text)}
+
+
 FILES = {  # what programs of the documentation read
+    **files((ROOT / "docs/tutorial.md").read_text()),
     "rewards.py": "def exact_match(rows):\n    return [0.0 for _ in rows]\n\n\n"
                   "def checked(rows):\n    return [0.0 for _ in rows]\n",
     "objectives.rlf": "loss careful(logprobs: token) {\n  return -mean(logprobs)\n}\n",
@@ -61,7 +70,7 @@ flow some(steps=10) {
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """text: completed. fails: the code of its one mistake, "" for a right one."""
+    """page: below docs/. text: completed. fails: the code of its one mistake, "" for a right one."""
 
     page: str
     line: int
@@ -82,7 +91,7 @@ def completed(context: str | None, body: str) -> str:
         case "flow":
             return FLOW % indented
         case "placement":
-            return body + FLOW % ""
+            return body + FLOW % "  actor.train(gen, loss=grpo_free(old=gen.logprobs, adv=adv))\n"
         case "declarations":
             return body + DECLARED
         case None if re.search(r"^flow\b", body, re.MULTILINE):

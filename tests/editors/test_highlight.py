@@ -99,22 +99,67 @@ GROUPS = [
 ]
 
 
+def place(text: str, line: int, word: str, nth: int = 1) -> tuple[int, int]:
+    """(line, column) of the nth occurrence of a word in a line, from 1."""
+    at = -1
+    for _ in range(nth):
+        at = text.splitlines()[line - 1].index(word, at + 1)
+    return line, at + 1
+
+
+def vim_groups(file: Path, places: list[tuple[int, int]], settings: str = "") -> list[str]:
+    """The type that Vim gives a file, and the groups of places in it."""
+    script, out = file.parent / "run.vim", file.parent / "out.txt"
+    script.write_text(
+        f"set nocompatible\nset runtimepath^={EDITORS / 'vim'}\n{settings}\nfiletype plugin on\nsyntax on\n"
+        f"edit {file}\nlet found = [&filetype]\n"
+        + "".join(f"call add(found, synIDattr(synID({a}, {b}, 1), 'name'))\n" for a, b in places)
+        + f"call writefile(found, '{out}')\nqa!\n")
+    subprocess.run(["vim", "-es", "-u", "NONE", "-S", str(script)], timeout=60, stdin=subprocess.DEVNULL)
+    return out.read_text().splitlines()
+
+
 @pytest.mark.skipif(shutil.which("vim") is None, reason="no vim on this machine")
 def test_vim_groups(tmp_path: Path) -> None:
     (tmp_path / "t.rlf").write_text(VIM)
-    places = []
-    for line, word, nth, _ in GROUPS:
-        text, at = VIM.splitlines()[line - 1], -1
-        for _ in range(nth):
-            at = text.index(word, at + 1)
-        places.append((line, at + 1))
-    script = tmp_path / "run.vim"
-    script.write_text(
-        f"set nocompatible\nset runtimepath^={EDITORS / 'vim'}\nfiletype plugin on\nsyntax on\nedit {tmp_path / 't.rlf'}\n"
-        "let found = [&filetype]\n"
-        + "".join(f"call add(found, synIDattr(synID({a}, {b}, 1), 'name'))\n" for a, b in places)
-        + f"call writefile(found, '{tmp_path / 'out.txt'}')\nqa!\n")
-    subprocess.run(["vim", "-es", "-u", "NONE", "-S", str(script)], timeout=60, stdin=subprocess.DEVNULL)
-    found = (tmp_path / "out.txt").read_text().splitlines()
+    found = vim_groups(tmp_path / "t.rlf", [place(VIM, *g[:3]) for g in GROUPS])
     assert found[0] == "rlf"
     assert list(zip([g[:3] for g in GROUPS], found[1:])) == [(g[:3], g[3]) for g in GROUPS]
+
+
+# ------------------------------------------------------------------------------------------------- markdown
+
+MARKDOWN = f"flow text\n\n```rlf\n{VIM}```\n\nflow text\n\n```python\nflow = 1\n```\n"
+FENCED = (1, 1, 3 + len(VIM.splitlines()) + 3, 3 + len(VIM.splitlines()) + 6)  # lines that are not of the language
+
+
+@pytest.mark.skipif(shutil.which("vim") is None, reason="no vim on this machine")
+def test_vim_knows_blocks_of_markdown(tmp_path: Path) -> None:
+    (tmp_path / "t.md").write_text(MARKDOWN)
+    inside = [place(MARKDOWN, line + 3, word, nth) for line, word, nth, _ in GROUPS]
+    found = vim_groups(tmp_path / "t.md", [*inside, *((line, 1) for line in FENCED)],
+                       "let g:markdown_fenced_languages = ['rlf']")
+    if found[0] != "markdown":
+        pytest.skip("this vim has no syntax files")
+    assert found[1 : len(GROUPS) + 1] == [g[3] for g in GROUPS]
+    assert not [g for g in found[len(GROUPS) + 1 :] if g.startswith("rlf")]
+
+
+def test_textmate_knows_blocks_of_markdown(tmgrammar: Path, tmp_path: Path) -> None:
+    """By the injection that package.json declares, into a grammar that knows no blocks."""
+    markdown = tmp_path / "markdown.json"
+    markdown.write_text('{"scopeName": "text.html.markdown", "patterns": []}')
+    text = ('// SYNTAX TEST "text.html.markdown" "blocks"\nflow text\n// <--- - storage.type.function.rlf\n```rlf\n'
+            "flow f(steps=3) {\n// <--- storage.type.function.rlf\n```\nflow text\n"
+            "// <--- - storage.type.function.rlf\n")
+    for expected in (text, text.replace("--- storage.type", "--- comment")):
+        (tmp_path / "t.md").write_text(expected)
+        done = subprocess.run([str(tmgrammar), "--config", str(EDITORS / "vscode/package.json"), "-g", str(markdown),
+                               str(tmp_path / "t.md")], capture_output=True, text=True, timeout=60)
+        assert (done.returncode == 0) == (expected == text), done.stdout + done.stderr
+
+
+def test_pygments_colours_blocks_by_their_name() -> None:
+    markdown = get_lexer_by_name("markdown")
+    found = {value: kind for kind, value in markdown.get_tokens("```rlf\nflow f(steps=3) {\n}\n```\n")}
+    assert found["flow"] is Keyword.Declaration

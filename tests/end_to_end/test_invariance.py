@@ -46,12 +46,12 @@ GRPO_PLACEMENTS = {
     "dp4": everywhere(4, "dp=4", "actor", "ref"),
     "tp2": everywhere(2, "tp=2", "actor", "ref"),
     "pp2": everywhere(2, "pp=2", "actor", "ref"),
-    "dp2_tp2_pp2": everywhere(8, "dp=2 tp=2 pp=2 mbs=3", "actor", "ref"),
+    "dp2_tp2_pp2": everywhere(8, "dp=2 tp=2 pp=2 mbs=6", "actor", "ref"),
     "disjoint": placement(4, actor_generate="on mesh(0:2) dp=2", actor_train="on mesh(2:4) tp=2", **{
         "ref_*": "on mesh(0:1) dp=1"}),
     "demo": placement(4, actor_generate="on mesh(0:4) dp=4", actor_train="on mesh(0:4) dp=2 tp=2", **{
         "ref_*": "on mesh(2:4) dp=2"}),
-    "kv_replicated": placement(4, actor_generate="on mesh(0:4) tp=4 mbs=5", actor_train="on mesh(0:4) tp=2 pp=2", **{
+    "kv_replicated": placement(4, actor_generate="on mesh(0:4) tp=4 mbs=13", actor_train="on mesh(0:4) tp=2 pp=2", **{
         "ref_*": "on mesh(0:2) pp=2"}),
 }
 
@@ -79,12 +79,10 @@ def test_grpo_learns_something_to_compare(grpo_alone):
 
 CALLS = ("actor", "critic", "ref", "judge")
 PPO_PLACEMENTS = {
-    "real": None,  # as ppo.rlf itself says: the allocation of ReaL's authors on 8 ranks
+    "real": None,  # as ppo.rlf itself says: the allocation of ReaL's authors on 8 ranks, pp=4 too
     "dp2": everywhere(2, "dp=2", *CALLS),
     "tp2": everywhere(2, "tp=2", *CALLS),
-    "pp4": everywhere(4, "pp=4", *CALLS),
     "tp2_pp2": everywhere(4, "tp=2 pp=2", *CALLS),
-    "dp2_tp2_pp2": everywhere(8, "dp=2 tp=2 pp=2", *CALLS),
     "disjoint": placement(4, **{"actor_*": "on mesh(0:2) dp=2", "critic_*": "on mesh(2:4) tp=2",
                                 "ref_*": "on mesh(2:3) dp=1", "judge_*": "on mesh(3:4) dp=1"}),
 }

@@ -15,7 +15,7 @@ from tests.lora.adapted import adapted, by_hand, make_adapter
 from tests.tiny import make_model
 from tests.world import run_world
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)]
 SOME = Lora(4, 8.0, ("q_proj", "v_proj", "o_proj", "mlp.up_proj", "down_proj"))
 ALL = Lora(3, 6.0, ())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_lsp
 from lsprotocol import types as t
+from pygls.exceptions import JsonRpcException
 from pytest_lsp import ClientServerConfig, LanguageClient, client_capabilities
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -51,12 +52,13 @@ async def client(lsp_client: LanguageClient, tmp_path_factory: pytest.TempPathFa
 
 
 def put(client: LanguageClient, text: str, name: str = "main.rlf") -> str:
-    """Open a text that is not saved; its uri."""
+    """Open a text that is not saved, or put it in the place of the one that is open; its uri."""
     uri = (client.folder / name).as_uri()
     if uri in client.versions:
-        client.text_document_did_close(t.DidCloseTextDocumentParams(t.TextDocumentIdentifier(uri)))
-    version = client.versions[uri] = client.versions.get(uri, 0) + 1
-    client.text_document_did_open(t.DidOpenTextDocumentParams(t.TextDocumentItem(uri, "rlf", version, text)))
+        change(client, uri, text)
+    else:
+        client.versions[uri] = 1
+        client.text_document_did_open(t.DidOpenTextDocumentParams(t.TextDocumentItem(uri, "rlf", 1, text)))
     return uri
 
 
@@ -173,6 +175,68 @@ async def test_completion(client: LanguageClient, after: str, nth: int, some: se
     assert some <= found and not none & found, found
 
 
+async def items(client: LanguageClient, text: str, after: str) -> dict[str, t.CompletionItem]:
+    uri = put(client, text)
+    found = await client.text_document_completion_async(t.CompletionParams(doc(uri), place(text, after, after=True)))
+    return {i.label: i for i in found or []}
+
+
+@pytest.mark.parametrize("text, edit", [
+    ("use std.grpo (grpo_free)\nfn f(x: seq) -> seq {\n  return \n}\n", (0, 23, ", group_norm")),
+    ("use std.ppo (gae)\n\nfn f(x: seq) -> seq {\n  return \n}\n", (0, 17, "\nuse std.grpo (group_norm)")),
+    ("# about f\nfn f(x: seq) -> seq {\n  return \n}\n", (0, 0, "use std.grpo (group_norm)\n")),
+    ("# a program\nparam a = 1\nfn f(x: seq) -> seq {\n  return \n}\n", (1, 0, "use std.grpo (group_norm)\n")),
+])
+async def test_a_function_of_the_library_comes_with_its_import(client: LanguageClient, text: str,
+                                                               edit: tuple[int, int, str]) -> None:
+    async with asyncio.timeout(30):
+        while "group_norm" not in (found := await items(client, text, "return ")):
+            await asyncio.sleep(0.2)
+    item = found["group_norm"]
+    assert item.detail.startswith("group_norm(") and item.detail.endswith("(std.grpo)")
+    (added,) = item.additional_text_edits
+    assert (added.range.start, added.new_text) == (t.Position(*edit[:2]), edit[2])
+    assert added.range.start == added.range.end
+
+
+async def test_what_is_in_scope_comes_without_an_import(client: LanguageClient) -> None:
+    found = await items(client, PROGRAM, "reward = ")
+    assert found["group_norm"].additional_text_edits is None and found["whiten"].additional_text_edits is None
+    outside = await items(client, PROGRAM, "data prompts = ")
+    assert "gae" not in outside
+
+
+async def test_imports_are_offered_with_their_signatures(client: LanguageClient) -> None:
+    found = await items(client, PROGRAM, "use std.grpo (group_norm, ")
+    assert "group_norm" not in found and found["grpo"].detail.startswith("grpo(")
+
+
+async def test_numbers_of_the_data_are_fields(client: LanguageClient) -> None:
+    text = ('data rated = jsonl("r.jsonl", batch=4, kind="answers", max_answer_tokens=8, numbers=["label"])\n'
+            "flow f(steps=1) {\n  row = rated.next()\n  metric m = mean(row.label)\n}\n")
+    found = set(await completions(client, text, "row."))
+    assert "label" in found and not {"tokens", "lengths", "columns", "generate"} & found
+
+
+async def test_options_of_a_placement_are_the_compilers(client: LanguageClient) -> None:
+    from rldsl.lsp.complete import PLACED
+    from rldsl.placement.degrees import OPTIONS
+
+    found = await items(client, PROGRAM, "on mesh(0:8) ")
+    assert {f"{n}=" for n in OPTIONS} == set(found) and set(OPTIONS) <= set(PLACED)
+    given = await items(client, PROGRAM.replace("on mesh(0:8) pp=2", "on mesh(0:8) pp=2 "), "on mesh(0:8) pp=2 ")
+    assert "pp=" not in given and "dp=" in given
+
+
+async def test_a_closed_file_has_no_diagnostics(client: LanguageClient) -> None:
+    uri = put(client, "flow f(", "closing.rlf")
+    assert await diagnostics(client, uri)
+    client.text_document_did_close(t.DidCloseTextDocumentParams(doc(uri)))
+    async with asyncio.timeout(30):
+        while client.diagnostics.get(uri):
+            await client.wait_for_notification(t.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)
+
+
 async def test_levels_after_by(client: LanguageClient) -> None:
     text = PROGRAM.replace("lp by seq", "lp by ")
     assert await completions(client, text, "lp by ") == ["batch", "prompt", "seq"]
@@ -197,10 +261,12 @@ async def hover(client: LanguageClient, text: str, word: str, nth: int = 1) -> s
 
 
 @pytest.mark.parametrize("word, nth, some", [
-    ("group_norm", 2, "advantage of a sequence"), ("grpo_free", 1, "loss grpo_free("), ("reward +", 1, "seq value of gen"),
+    ("group_norm", 2, "advantage of a sequence"), ("grpo_free", 1, "loss grpo_free("),
+    ("reward +", 1, "seq value of gen"),
     ("gen.logprobs", 1, "batch of 32 sequences, 4 a prompt"), ("gen    =", 1, "on mesh(0:8) dp=4 pp=2"),
     ("generate", 1, "completions of each prompt"), ("mean", 1, "The mean"), ("actor.gen", 1, "model actor"),
-    ("double", 2, "Twice."), ("adamw", 1, "decoupled weight decay"), ("exact", 2, "Python function"),
+    ("double", 2, "Twice."), ("generate(", 1, "on mesh(0:8) dp=4 pp=2"),
+    ("adamw", 1, "decoupled weight decay"), ("exact", 2, "Python function"),
 ])
 async def test_hover(client: LanguageClient, word: str, nth: int, some: str) -> None:
     assert some in await hover(client, PROGRAM, word, nth)
@@ -322,8 +388,46 @@ async def test_what_cannot_be_renamed(client: LanguageClient) -> None:
     uri = put(client, PROGRAM)
     library = t.PrepareRenameParams(doc(uri), place(PROGRAM, "group_norm", 2))
     assert await client.text_document_prepare_rename_async(library) is None
-    spaces = t.RenameParams(doc(uri), place(PROGRAM, "gen.logprobs"), "two words")
-    assert await client.text_document_rename_async(spaces) is None
+    assert await client.text_document_rename_async(t.RenameParams(doc(uri), place(PROGRAM, "steps"), "x")) is None
+    for word, nth, name, why in [("gen.logprobs", 1, "two words", "is no name"), ("gen.logprobs", 1, "", "is no name"),
+                                 ("gen.logprobs", 1, "prompt", "bound already in main.rlf"),
+                                 ("gen.logprobs", 1, "actor", "bound already"), ("actor.", 1, "lp", "bound already"),
+                                 ("double", 2, "reward", "bound already in main.rlf"),
+                                 ("double", 2, "whiten", "bound already"),
+                                 ("gen.logprobs", 1, "not", "word of the language"),
+                                 ("gen.logprobs", 1, "mean", "word of the language"),
+                                 ("group_norm", 2, "norm", "belongs to the standard library")]:
+        with pytest.raises(JsonRpcException, match=why):
+            await client.text_document_rename_async(t.RenameParams(doc(uri), place(PROGRAM, word, nth), name))
+
+
+async def test_a_name_may_be_one_of_another_body(client: LanguageClient) -> None:
+    text = "fn f(a: seq) -> seq {\n  b = a\n  return b\n}\nfn g(c: seq) -> seq {\n  return c\n}\n"
+    uri = put(client, text, "bodies.rlf")
+    edit = await client.text_document_rename_async(t.RenameParams(doc(uri), place(text, "b ="), "c"))
+    assert len(edit.changes[uri]) == 2
+
+
+async def test_the_file_that_binds_a_name_is_renamed_in_though_nobody_opened_it(client: LanguageClient,
+                                                                                tmp_path: Path) -> None:
+    (tmp_path / "far.rlf").write_text(MINE.replace("double", "distant"))
+    text = f'use "{tmp_path / "far.rlf"}" (distant)\nfn f(x: seq) -> seq {{\n  return distant(x)\n}}\n'
+    uri = put(client, text, "near.rlf")
+    edit = await client.text_document_rename_async(t.RenameParams(doc(uri), place(text, "distant", 2), "close"))
+    assert {Path(u).name: len(e) for u, e in edit.changes.items()} == {"near.rlf": 2, "far.rlf": 1}
+
+
+async def test_references_go_into_the_library(client: LanguageClient) -> None:
+    text = PROGRAM.replace("group_norm(reward)", "whiten(reward)")
+    uri = put(client, text)
+    found = await client.text_document_references_async(
+        t.ReferenceParams(t.ReferenceContext(False), doc(uri), place(text, "whiten")))
+    names = {Path(x.uri).name for x in found}
+    assert "main.rlf" in names and len(names) > 1
+    for x in found:
+        saved = not x.uri.endswith("/main.rlf")
+        line = (Path(x.uri.removeprefix("file://")).read_text() if saved else text).split("\n")
+        assert line[x.range.start.line][x.range.start.character : x.range.end.character] == "whiten"
 
 
 async def test_workspace_symbols(client: LanguageClient) -> None:

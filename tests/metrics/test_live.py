@@ -6,8 +6,7 @@ import io
 import os
 import pty
 import re
-import subprocess
-import sys
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from rich.console import Console
 from rldsl.runtime.metrics.live import Seen, View, clock, eta, picture, shares, sparkline, usable
 from rldsl.runtime.metrics.report import show
 from rldsl.runtime.metrics.tee import Tee, tee
+from tests.forked import start
 from tests.metrics.program import plan
 
 LINE = {"step": 4, "actor/loss": -0.5, "reward": 0.75, "seconds": 4.0, "tokens_per_second": 1234.0,
@@ -130,23 +130,19 @@ def on_terminal(place: Path, *options: str, out: str = "out") -> tuple[int, str]
     """Exit status and what a terminal gets of a run of one rank."""
     (place / "p.plan").write_bytes(plan(place))
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "rldsl.run", "p.plan", "--device", "cpu", "--out", out, *options]
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR")
-    environment = {k: v for k, v in os.environ.items() if k not in hidden}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs,
-                               env=environment | {"TERM": "xterm-256color", "COLUMNS": "100", "OMP_NUM_THREADS": "1"})
-    os.close(theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NO_COLOR", raising=False)
+        terminal = os.ttyname(theirs)
+        process = start("rldsl.run", "p.plan", "--device", "cpu", "--out", out, *options, files=(terminal,) * 3,
+                        env={"TERM": "xterm-256color", "COLUMNS": "100"})
     found = b""
-    while True:
-        try:
-            part = os.read(ours, 1 << 16)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        found += part
+    while ours in (ready := wait([ours, process.sentinel], 60)):
+        found += os.read(ours, 1 << 16)
+    assert ready, f"not ended: {found.decode()}"
+    os.close(theirs)
     os.close(ours)
-    return process.wait(timeout=60), found.decode()
+    process.join()
+    return process.exitcode, found.decode()
 
 
 def test_a_run_on_a_terminal(place: Path) -> None:

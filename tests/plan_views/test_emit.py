@@ -4,13 +4,11 @@ texts of the plan; it takes its own plan alone."""
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from rldsl.plan.codec import plan_id
 from rldsl.plan.events import Event, Every, Item
 from rldsl.plan.model import Plan
 from rldsl.plan.project import class_of, schedule
+from tests.forked import command
 from tests.plan_views.plans import edit, encode, grpo, renumbered
 
 Golden = Callable[[str, str], None]
@@ -208,24 +207,22 @@ def test_a_place_that_cannot_be_written(work: Path) -> None:
 # -------------------------------------------------------------------------------- a program and the plan it is given
 
 
-def start(folder: Path, *arguments: str, world: int = 4) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, world: int = 4) -> CompletedProcess[str]:
     """The emitted program as one rank, without the others: what it refuses, it refuses before it looks for them."""
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True,
-                          timeout=120)
+    return command(*arguments, env={"RANK": "0", "WORLD_SIZE": str(world)})
 
 
 def test_another_plan_is_refused(work: Path) -> None:
     (work / "b.plan").write_bytes(encode(renumbered(SAMPLE, 1)))
     (work / "run.py").write_text(emit("a.plan", None, "run.py"))
     for file, code in (("b.plan", "RL0791"), ("gone.plan", "RL0700"), ("grpo.rlf", "RL0601")):
-        found = start(work, "run.py", file)
+        found = start("run.py", file)
         assert found.returncode == 1 and code in found.stderr and "Traceback" not in found.stderr, found.stderr
-    assert plan_id(encode(SAMPLE)) in start(work, "run.py", "b.plan").stderr
+    assert plan_id(encode(SAMPLE)) in start("run.py", "b.plan").stderr
 
 
 def test_its_own_plan_is_the_default(work: Path) -> None:
     (work / "run.py").write_text(emit("a.plan", None, "run.py"))
-    assert "RL0701" in start(work, "run.py", world=3).stderr  # it is read, and another world is refused
+    assert "RL0701" in start("run.py", world=3).stderr  # it is read, and another world is refused
     (work / "a.plan").unlink()
-    assert "RL0700" in start(work, "run.py").stderr
+    assert "RL0700" in start("run.py").stderr

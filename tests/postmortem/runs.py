@@ -50,14 +50,14 @@ class World:
 
 @contextmanager
 def world(data: bytes, size: int, folder: Path, timeout: float = TIMEOUT,
-          library: float | None = None) -> Iterator[World]:
-    """library: seconds that a message may take (default: `timeout`)."""
+          library: float | None = None, last: float = 20.0) -> Iterator[World]:
+    """library: seconds that a message may take (default: `timeout`). last: those that a rank has in order to end."""
     (folder / "said").write_text("")
     ours, theirs = context().Pipe()
     store = context().Process(target=_store, daemon=True, args=(theirs,))
     store.start()
     port = ours.recv()
-    ranks = [context().Process(target=_rank, daemon=True, args=(r, size, port, data, str(folder), timeout, library))
+    ranks = [context().Process(target=_rank, daemon=True, args=(r, size, port, data, str(folder), timeout, library, last))
              for r in range(size)]
     try:
         for rank in ranks:
@@ -78,12 +78,13 @@ def _store(pipe: Any) -> None:
     time.sleep(3600)
 
 
-def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: float, library: float | None) -> None:
+def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: float, library: float | None,
+          last: float) -> None:
     import torch
     import torch.distributed as dist
 
+    from rldsl.runtime import failure
     from rldsl.runtime.executor import execute
-    from rldsl.runtime.failure import Watch
     from rldsl.runtime.options import Options
 
     os.chdir(folder)
@@ -95,7 +96,8 @@ def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: fl
     store = dist.TCPStore("localhost", port, is_master=False)
     limit = timedelta(seconds=library or timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    watch = Watch(store, rank, size, data, timeout)
+    failure.LAST = last
+    watch = failure.Watch(store, rank, size, data, timeout)
     try:
         execute(data, "p.plan", "out", watch=watch, options=Options(timeout=limit))
     except BaseException as error:

@@ -172,7 +172,7 @@ def test_a_store_that_is_gone(place: Path) -> None:
 def test_a_store_that_does_not_answer(place: Path) -> None:
     """Every rank must end, though it can neither ask the others nor tell them."""
     Path("asked").write_text("1 hold")
-    with world(plan(place), 4, place) as run:
+    with world(plan(place), 4, place, last=8.0) as run:
         run.until(Path("here").exists)
         run.send(-1, signal.SIGSTOP)
         run.ended([0, 2, 3], 60 + IN_TIME)

@@ -74,17 +74,21 @@ def failed(code: int, text: str) -> str:
     return text
 
 
-def message(plan: Path, ranks: int = 2) -> str:
-    """What a run that must fail says; its ranks are forked, not started by torchrun."""
-    done = command("rldsl.runtime.launch", "--nproc-per-node", str(ranks), "-m", "rldsl.run", str(plan), "--out", "out",
+def launched(plan: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """A whole run, its ranks forked, not started by torchrun."""
+    return command("rldsl.runtime.launch", "--nproc-per-node", str(ranks), "-m", "rldsl.run", str(plan), "--out", "out",
                    "--device", "cpu")
+
+
+def message(plan: Path, ranks: int = 2) -> str:
+    """What a run that must fail says."""
+    done = launched(plan, ranks)
     return failed(done.returncode, done.stderr)
 
 
 def test_a_run_leaves_metrics_a_summary_and_a_checkpoint_that_transformers_reads(place: Path) -> None:
-    process = start(compiled())
-    _, text = process.communicate(timeout=100)
-    assert process.returncode == 0, text
+    done = launched(compiled())
+    assert done.returncode == 0, done.stderr
     assert [json.loads(x)["step"] for x in Path("out/metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert json.loads(Path("out/summary.json").read_text())["saved"] == ["out/model"]
     from transformers import AutoModelForCausalLM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from rldsl.plan.events import Sampling
 from rldsl.runtime.profile_models import build, fit, measure
 from rldsl.runtime.solo import Solo
 from rldsl.simulate import simulate
+from tests import forked
 from tests.tiny import make_model, make_sums, write_jsonl
 
 PROGRAM = """data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=8)
@@ -181,8 +183,9 @@ def test_a_plan_is_fixed(asked: list[dict]) -> None:
     assert "a plan is fixed" in profile("score.plan", "--set", "x=1").output
 
 
-def test_measuring_that_fails(folder: Path) -> None:
+def test_measuring_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real command, with a model that is gone: what it said is shown, as a message."""
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=forked.run))
     Path("score.plan").write_bytes(encode(api.compile("score.rlf")))
     for file in Path("models/sft").iterdir():
         file.unlink()

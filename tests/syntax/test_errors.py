@@ -65,7 +65,7 @@ CASES = {
     "mesh_does_not_divide": "cluster nodes=1 gpus=8\n" + flow("p = d.next()", "g = m.generate(p) on mesh(0:3) dp=3"),
     "unknown_degree": flow("p = d.next()", "g = m.generate(p) on mesh(0:8) ddp=8"),
     "selector_matches_nothing": "place actor.generate on mesh(0:2) dp=2\n" + flow(*GEN),
-    "not_supported_yet": flow("p = d.next()", "g = m.generate(p) on mesh(0:8) dp=4 ep=2"),
+    "not_supported_yet": flow("p = d.next()", 'g = m.generate(p) on mesh(0:8) dp=8 backend="megatron"'),
     # what several places have a part in
     "library_mixes_frames": "use std.ppo (gae)\n" + flow(
         *GEN, "h = m.generate(p)", "a, b = gae(g.logprobs, h.logprobs)", "metric x = mean(a + b)"),

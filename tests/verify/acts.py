@@ -116,6 +116,7 @@ def _train(w: World, e: Train, now: Moment) -> None:
             mine = w.my_rows(rank, s, f, now)
             need(mine == rows[rank.number], "frames that are divided apart")
             w.reads(rank, e, f"{f}.tokens", mine, now)
+    need(not any((e.model, e.layout) in r.parked for r in _here(w, e)), "an optimizer's state that is elsewhere")
     for rank in _here(w, e):
         for _, v in e.data:
             record, f = w.story.records[v], w.story.frames[e.frames[0]]
@@ -231,6 +232,9 @@ def _load(w: World, e: Load, now: Moment) -> None:
     w.on_layout(e, e.layout)
     for rank in _here(w, e):
         rank.shards.setdefault((e.model, e.layout), -1)
+        if e.of:
+            need((e.model, e.of) in rank.shards, "the same as what is not there")
+            rank.one[e.model, e.layout] = e.model, e.of
 
 
 def _realloc(w: World, e: Realloc, now: Moment) -> None:
@@ -266,7 +270,7 @@ def _checkpoint(w: World, e: Checkpoint, now: Moment) -> None:
         name, where = split(b)
         if where in w.story.layouts:
             for r in w.members[w.story.layouts[where].mesh]:
-                w.uses(w.ranks[r], name, where, now)
+                w.uses(w.ranks[r], name, where, now, anywhere=True)
             if not w.story.owners[name].home or w.story.owners[name].home == where:
                 kept_models.add(name)
         else:
@@ -290,13 +294,18 @@ def _free(w: World, e: Free, now: Moment) -> None:
     for rank in _here(w, e):
         for b in e.buffers:
             rank.buffers.pop(b, None)
+            if (copy := split(b)) in rank.shards:
+                need(copy not in rank.away, "parameters are dropped that are elsewhere")
+                del rank.shards[copy]
 
 
 def _side(w: World, e: Offload | Onload, now: Moment) -> None:
     for rank in _here(w, e):
         key = (e.model, e.layout)
         need(key in rank.shards, f"rank {rank.number} has no {e.model}@{e.layout}")
-        (rank.away.add if isinstance(e, Offload) else rank.away.discard)(key)
+        away = rank.away if e.what == "parameters" else rank.parked
+        need(e.what == "parameters" or key not in rank.away, "gradients without parameters")
+        (away.add if isinstance(e, Offload) else away.discard)(key)
 
 
 ACTS: dict[type[Event], Callable[[Any, Any, Moment], None]] = {

@@ -77,7 +77,7 @@ def compiled() -> dict[str, Plan]:
         (here / "two.rlf").write_text(TWO)
         sets = {"base": "models/sft", "rows": "data/prompts.jsonl"}
         return {
-            "ppo": api.compile(str(ROOT / "examples/ppo.rlf"), {"batch": 8, "steps": 9}),
+            "ppo": api.compile(str(ROOT / "examples/ppo.rlf"), {"batch": 8, "steps": 5}),
             "dpo": api.compile(str(ROOT / "examples/dpo.rlf"), {"batch": 8, "steps": 4}),
             "grpo": api.compile("grpo.rlf"),
             "sync": api.compile("sync.rlf"),

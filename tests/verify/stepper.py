@@ -57,6 +57,8 @@ class Rank:
     buffers: dict[str, tuple[int, frozenset[int]]] = field(default_factory=dict)
     shards: dict[tuple[str, str], int] = field(default_factory=dict)
     away: set[tuple[str, str]] = field(default_factory=set)
+    parked: set[tuple[str, str]] = field(default_factory=set)
+    one: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)  # copies that are another's too
     lens: dict[str, tuple[int, frozenset[int] | None]] = field(default_factory=dict)
     fetched: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -173,10 +175,10 @@ class World:
         x = self.story.layouts[layout]
         mesh = self.story.meshes[x.mesh]
         need(set(self.members[e.mesh]) == set(mesh.members()), "ranks that are not those of the layout")
-        need(x.ep == 1 and x.backend == "torch", "what the backend does not do")
+        need(x.backend == "torch" and x.dp % x.ep == 0 and 1 in (x.ep, x.cp), "what the backend does not do")
         need(not x.zero or not isinstance(e, Generate | Infer), "parameters that are whole in training alone")
         need(x.cp == 1 or not isinstance(e, Generate), "a new token cannot be divided")
-        for axis in ("tp", "pp", "dp", "cp", "mesh"):
+        for axis in ("tp", "pp", "dp", "cp", "mesh", *(("ep", "copies") if x.ep > 1 else ())):
             for ranks in axis_ranks(x, mesh, axis):
                 self.communicates(ranks)
 
@@ -252,11 +254,11 @@ class World:
     def reads(self, rank: Rank, e: Event, value: str, ids: frozenset[int], now: Moment) -> None:
         self.holds(rank, next(b for b in e.reads if split(b)[0] == value), ids, now)
 
-    def uses(self, rank: Rank, model: str, layout: str, now: Moment) -> None:
-        key = (model, layout)
+    def uses(self, rank: Rank, model: str, layout: str, now: Moment, anywhere: bool = False) -> None:
+        key = rank.one.get((model, layout), (model, layout))
         need(key in rank.shards, f"rank {rank.number} has no {model}@{layout}")
         need(rank.shards[key] == now.models[model][0], f"rank {rank.number} has another version of {model}@{layout}")
-        need(key not in rank.away, f"{model}@{layout} is in host memory on rank {rank.number}")
+        need(anywhere or key not in rank.away, f"{model}@{layout} is in host memory on rank {rank.number}")
 
 
 def _walk(items: tuple[Item, ...], path: tuple[Block, ...]) -> Iterator[tuple[Event, tuple[Block, ...]]]:

@@ -66,7 +66,7 @@ ALONE: list[tuple[int, str, Callable[[Plan], Plan]]] = [
     (8, "RL0518", lambda p: drop(drop(p, 6), 16)),
     (11, "RL0512", lambda p: swapped(p, 0, 0, 17)),
     (11, "RL0537", lambda p: row(p, "layouts", 2, zero=1)),
-    (11, "RL0537", lambda p: row(p, "layouts", 2, ep=2)),
+    (2, "RL0531", lambda p: row(p, "layouts", 2, ep=2)),
     (12, "RL0521", lambda p: drop(p, 4)),
     (12, "RL0520", lambda p: drop(p, 2)),
     (12, "RL0523", lambda p: moved(p, 2, 4)),

@@ -36,6 +36,13 @@ def test_no_call_of_the_backend_can_stop_for_ever(kind: type) -> None:
         assert not stuck(TORCH[kind], replace(X, pp=pp, tp=tp, dp=dp), count), (pp, tp, dp, count)
 
 
+@pytest.mark.parametrize("kind", [Generate, Infer, Train])
+def test_ranks_that_share_experts_cannot_stop_for_ever(kind: type) -> None:
+    for pp, tp, zero, (dp, ep), count in product((1, 3), (1, 2), (0, 1, 2, 3), ((2, 2), (4, 2), (8, 4)), (1, 2, 5)):
+        x = replace(X, pp=pp, tp=tp, dp=dp, ep=ep, zero=zero)
+        assert not stuck(TORCH[kind], x, count), (x, count)
+
+
 def link(x: Layout, at: Coord, to: int, flow: str) -> Iterator[Use]:
     if 0 <= at.pp + to < x.pp:
         yield Use("link", min(at.pp, at.pp + to), at.dp, flow)

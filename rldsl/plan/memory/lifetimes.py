@@ -82,11 +82,12 @@ class _Walk:
         steps: dict[str, int] = {}
         for i, e in enumerate(self.events):
             for buffer in e.writes:
-                if split(buffer)[0] in self.models:
+                if split(buffer)[0] in self.models and not (isinstance(e, Load) and e.of):  # that is another's memory
                     first.setdefault(buffer, i)
             if isinstance(e, Train):
                 steps.setdefault(f"{e.model}@{e.layout}", i)
-        moved = {f"{e.model}@{e.layout}" for e in self.events if isinstance(e, Offload)}
+        moved = {f"{e.model}@{e.layout}" for e in self.events if isinstance(e, Offload) and e.what == "parameters"}
+        parked = {f"{e.model}@{e.layout}" for e in self.events if isinstance(e, Offload) and e.what == "optimizer"}
         freed = {b for e in self.events if isinstance(e, Free) for b in e.buffers}
         there: list[Copy] = []
         copies = [(b, self._copies(b)) for b in first]
@@ -101,7 +102,9 @@ class _Walk:
                 self._for_a_while(buffer, mine)
             else:
                 self._copy(mine, there, start)
-            if mine[0].trained:
+            if buffer in parked:
+                self._parked(buffer, mine, steps)
+            elif mine[0].trained:
                 name = mine[0].model.name
                 self._hold(f"gradients of {name}", max(map(gradient_bytes, mine)), start, self.end)
                 if buffer in steps:
@@ -126,24 +129,42 @@ class _Walk:
         """A copy that is on the device from an onload (or its load) to the offload after it, and else on the host."""
         what, model = f"parameters of {_name(mine[0])}", mine[0].model
         size = max(c.stored * resting(c) + c.compute * elements(model.base, c) for c in mine)
+        for here, start, stop in self._sides(buffer, "parameters"):
+            self._hold(what, size, start, stop, host=not here)
+
+    def _parked(self, buffer: str, mine: tuple[Copy, ...], steps: Mapping[str, int]) -> None:
+        """Moments that are on the device from an onload to the offload behind it, and gradients that are then there;
+        moments from the first training on. steps: the first training of each copy."""
+        name = mine[0].model.name
+        begins = self.top if self._again() else 2 * steps.get(buffer, len(self.events)) + 1
+        for here, start, stop in self._sides(buffer, "optimizer"):
+            if here:
+                self._hold(f"gradients of {name}", max(map(gradient_bytes, mine)), start, stop)
+            if stop >= begins:
+                self._hold(f"optimizer state of {name}", max(map(moment_bytes, mine)), max(start, begins), stop,
+                           host=not here)
+
+    def _sides(self, buffer: str, what: str) -> Iterator[tuple[bool, int, int]]:
+        """From when to when a part of a copy is on the device (true), or in host memory."""
         here, since = False, -1
         for i, e in enumerate(self.events):
-            if not (isinstance(e, Load | Onload | Offload) and f"{e.model}@{e.layout}" == buffer):
+            brings = isinstance(e, Load) and not e.of or isinstance(e, Onload) and e.what == what
+            if not (brings or isinstance(e, Offload) and e.what == what) or f"{e.model}@{e.layout}" != buffer:
                 continue
-            if here == isinstance(e, Offload):
+            if here != brings:
                 if since >= 0:
-                    self._hold(what, size, since, 2 * i + 1, host=not here)
+                    yield here, since, 2 * i + 1
                 here, since = not here, 2 * i + 1
-        self._hold(what, size, since, self.end, host=not here)
+        yield here, since, self.end
 
     def _for_a_while(self, buffer: str, mine: tuple[Copy, ...]) -> None:
         """A copy that is there from each realloc to the free behind it."""
-        since = -1
+        what, size, since = f"parameters of {_name(mine[0])}", max(c.stored * resting(c) for c in mine), -1
         for i, e in enumerate(self.events):
             if buffer in e.writes and since < 0:
                 since = 2 * i + 1
             elif since >= 0 and isinstance(e, Free) and buffer in e.buffers:
-                self._hold(f"parameters of {_name(mine[0])}", max(c.stored * resting(c) for c in mine), since, 2 * i + 1)
+                self._hold(what, size, since, 2 * i + 1)
                 since = -1
 
     def _again(self) -> bool:
@@ -197,7 +218,7 @@ class _Walk:
                 self._transfer(i, e)
             case Realloc():
                 self._realloc(i, e)
-            case Load():
+            case Load() if not e.of:
                 size = FLOAT * max(map(largest, self._copies(f"{e.model}@{e.layout}")))
                 self._hold(f"a part of the weights of {e.model}, being read", size, now, now, host=True)
             case Save():

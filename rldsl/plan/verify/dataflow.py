@@ -144,7 +144,7 @@ def _step(t: Tables, e: Event) -> Step:
     reads = [b for b in e.reads if split(b)[0] in t.values]
     writes = tuple((b, mesh(b)) for b in e.writes if split(b)[0] in t.values)
     if isinstance(e, Free):
-        return Step(e, (), (), tuple((b, mesh(b)) for b in e.buffers), ())
+        return Step(e, (), (), tuple((b, mesh(b)) for b in e.buffers if split(b)[0] in t.values), ())
     if isinstance(e, Log):
         where = {b: f"first of {mesh(b)}" for b in reads}
     elif isinstance(e, Transfer):

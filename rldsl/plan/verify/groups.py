@@ -1,7 +1,8 @@
 """Every communicator that an event needs is declared, once.
 
 In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed: for each layout of
-a Load, Generate, Infer or Train the axes tp, pp, dp and cp with a degree above 1, and "mesh" when it has several
+a Load, Generate, Infer or Train the axes tp, pp, dp, cp and ep with a degree above 1, "copies" when several ranks hold
+the same experts, and "mesh" when it has several
 ranks; for Lengths, Compute, Save and Checkpoint the mesh of the event when it has several. Transfers, reallocs and
 logs are point to point and use the group of all ranks. Groups are created at start-up, in their order, so declared
 means declared before use.
@@ -46,9 +47,11 @@ def _needs(t: Tables, e: Event) -> Iterator[Key]:
     match e:
         case Load() | Generate() | Infer() | Train():
             layout = t.layouts[e.layout]
-            for axis in ("tp", "pp", "dp", "cp"):
+            for axis in ("tp", "pp", "dp", "cp", "ep"):
                 if getattr(layout, axis) > 1:
                     yield axis, layout.id, ""
+            if layout.ep > 1 and layout.dp > layout.ep:
+                yield "copies", layout.id, ""
             if len(t.ranks[layout.mesh]) > 1:
                 yield "mesh", layout.id, ""
         case Lengths() | Compute() | Save() | Checkpoint():

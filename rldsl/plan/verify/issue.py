@@ -10,7 +10,8 @@ inside each event. What is waited for later than it is issued (transfers, reallo
 for less.
 
 Copies of a model over dp differ in nothing until they meet, and so do the ranks of a tensor- or context-parallel
-group; two of each are looked at, and all stages. Micro-batches: one alone, and more than there are stages.
+group; two of each are looked at, and all stages; of ranks that share experts, two in each of two runs. Micro-batches:
+one alone, and more than there are stages.
 """
 
 from __future__ import annotations
@@ -55,8 +56,6 @@ def check(t: Tables) -> Iterator[Diagnostic]:
 
 
 def _fault(kind: type[Event], x: Layout) -> str:
-    if x.ep > 1:
-        return f"has ep={x.ep}, of whose communication nothing is known"
     if x.zero and kind in (Generate, Infer):
         return f"has zero={x.zero}, under which parameters are whole in training alone"
     if kind is Generate and x.cp > 1:
@@ -69,7 +68,7 @@ def _fault(kind: type[Event], x: Layout) -> str:
 
 def stuck(protocol: Protocol, x: Layout, count: int) -> str:
     """Why the ranks of a layout would wait for each other for ever, or "". count: of micro-batches."""
-    lists = {Coord(*at): [] for at in product(range(x.pp), *(range(min(d, 2)) for d in (x.dp, x.cp, x.tp)))}
+    lists = {Coord(*at): [] for at in product(range(x.pp), _copies(x), *(range(min(d, 2)) for d in (x.cp, x.tp)))}
     members: dict[tuple[Use, Place], set[Coord]] = defaultdict(set)
     numbers: dict[tuple[Use, Place, int], int] = {}
     flows: dict[int, str] = {}
@@ -90,6 +89,12 @@ def stuck(protocol: Protocol, x: Layout, count: int) -> str:
     return f"has ranks that wait for each other in {len(found)} uses of its communicators" if found else ""
 
 
+def _copies(x: Layout) -> tuple[int, ...]:
+    """Those of dp that are looked at."""
+    found = range(min(x.dp, 2)) if x.ep == 1 else (0, 1, x.ep, x.ep + 1)
+    return tuple(d for d in found if d < x.dp)
+
+
 def _place(axis: str, at: Coord) -> Place:
     return {"tp": (at.cp,), "cp": (at.tp,), "mesh": ()}.get(axis, (at.cp, at.tp))
 
@@ -103,6 +108,7 @@ def _inside(x: Layout, at: Coord) -> Iterator[Use]:
         yield Use("tp", at.pp, at.dp)
     if x.cp > 1:
         yield Use("cp", at.pp, at.dp)
+    yield from _over(x, at, "ep")  # tokens, to their experts and back
 
 
 def _link(x: Layout, at: Coord, to: int, flow: str) -> Iterator[Use]:
@@ -118,6 +124,10 @@ def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
         yield Use("cp", at.pp, at.dp)
     elif axis == "dp" and x.dp > 1:
         yield Use("dp", at.pp, 0)
+    elif axis == "ep" and x.ep > 1:
+        yield Use("ep", at.pp, at.dp // x.ep)
+    elif axis == "copies" and 1 < x.ep < x.dp:
+        yield Use("copies", at.pp, at.dp % x.ep)
     elif axis == "mesh" and x.dp * x.tp * x.pp * x.cp > 1:
         yield Use("mesh", 0, 0)
 
@@ -125,6 +135,7 @@ def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
 def generate(x: Layout, at: Coord, count: int) -> Iterator[Use]:
     """count: of decoding steps."""
     for _ in range(count):
+        yield from _over(x, at, "ep")  # whether any of its ranks has more to do
         yield from _link(x, at, -1, "down")
         yield from _inside(x, at)
         yield from _link(x, at, 1, "down")
@@ -142,14 +153,20 @@ def infer(x: Layout, at: Coord, count: int) -> Iterator[Use]:
 def _forward(x: Layout, at: Coord) -> Iterator[Use]:
     """In training. A layer's parameters are gathered while the one before it computes, or before it does."""
     if x.zero == 3:
-        yield from _over(x, at, "dp")
+        yield from _divided(x, at)
     yield from _inside(x, at)
+
+
+def _divided(x: Layout, at: Coord) -> Iterator[Use]:
+    """Over those that `zero` divides parameters among; experts have ranks of their own."""
+    yield from _over(x, at, "dp")
+    yield from _over(x, at, "copies")
 
 
 def _backward(x: Layout, at: Coord) -> Iterator[Use]:
     yield from _forward(x, at)
     if x.zero > 1:
-        yield from _over(x, at, "dp")  # of gradients
+        yield from _divided(x, at)  # of gradients
 
 
 def train(x: Layout, at: Coord, count: int) -> Iterator[Use]:
@@ -157,7 +174,7 @@ def train(x: Layout, at: Coord, count: int) -> Iterator[Use]:
     for _ in range(2):
         ahead = min(x.pp - 1 - at.pp, count)
         if x.zero:
-            yield from _over(x, at, "dp")  # of parameters that stay whole
+            yield from _divided(x, at)  # of parameters that stay whole
         for _ in range(ahead):
             yield from _link(x, at, -1, "down")
             yield from _forward(x, at)
@@ -175,12 +192,12 @@ def train(x: Layout, at: Coord, count: int) -> Iterator[Use]:
             yield from _link(x, at, -1, "up")
         yield from _over(x, at, "mesh")  # whether to stop
         if x.zero == 1:
-            yield from _over(x, at, "dp")
+            yield from _divided(x, at)
         yield from _inside(x, at)
         yield from _over(x, at, "pp")  # of tied embeddings
         yield from _over(x, at, "cp")
         if not x.zero:
-            yield from _over(x, at, "dp")
+            yield from _divided(x, at)
         yield from _over(x, at, "mesh")  # the norm of the gradient
     yield from _over(x, at, "mesh")  # metrics
 

@@ -38,8 +38,9 @@ class Side:
 
     @staticmethod
     def of(x: Layout, mesh: Mesh) -> "Side":
-        stage, shard = x.dp * x.cp * x.tp, x.cp * x.tp
-        return Side({r: Cell(i // stage, i % x.tp, i % stage // shard if x.zero else 0)
+        stage, part = x.dp * x.cp * x.tp, x.ep * x.tp
+        shard = x.cp * part
+        return Side({r: Cell(i // stage, i % part, i % stage // shard if x.zero else 0)
                      for i, r in enumerate(mesh.members())})
 
 

@@ -12,6 +12,7 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
                                Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
 from rldsl.plan.model import Model, Value
+from rldsl.plan.realloc.alias import coincide
 from rldsl.plan.verify import calls, evaluations, rows
 from rldsl.plan.verify.ranks import Ranks, union
 from rldsl.plan.verify.tables import Tables, name, problem
@@ -79,13 +80,21 @@ def _on(t: Tables, buffers: Iterable[str]) -> Ranks:
 def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
     match e:
         case Load():
-            yield from _exactly(e, (), (f"{e.model}@{e.layout}",))
+            yield from _exactly(e, (f"{e.model}@{e.of}",) if e.of else (), (f"{e.model}@{e.layout}",))
+            if e.of and not _one(t, e):
+                yield problem("RL0615", f"{name(e)} takes {e.model}@{e.of} for {e.model}@{e.layout}, but they do not "
+                              "hold the same", e)
         case Save():
             yield from _exactly(e, (f"{e.model}@{e.layout}",), ())
         case Offload() | Onload():
             copy = {f"{e.model}@{e.layout}"}
+            if e.what == "optimizer" and t.models[e.model].home != e.layout:
+                yield problem("RL0615", f"{name(e)} moves an optimizer's state, but {e.model}@{e.layout} has none", e)
             if not ({*e.reads} <= copy and {*e.writes} <= copy):
                 yield problem("RL0614", f"{name(e)} may touch {e.model}@{e.layout} only", e)
+            if e.what == "parameters" and any(isinstance(x, Load) and x.of and x.model == e.model
+                                              and e.layout in (x.of, x.layout) for x, _ in t.events):
+                yield problem("RL0615", f"{name(e)} moves {e.model}@{e.layout}, which is another layout's copy too", e)
         case Realloc():
             yield from _realloc(t, e)
         case Lengths():
@@ -113,8 +122,25 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
         case Free():
             if not e.buffers or e.writes or e.reads not in ((), e.buffers) or len({*e.buffers}) != len(e.buffers):
                 yield problem("RL0614", f"{name(e)} must free distinct buffers and touch no other", e)
-            if models := [b for b in e.buffers if split(b)[0] in t.models]:
-                yield problem("RL0615", f"{name(e)} frees parameters ({', '.join(models)}); use offload", e)
+            if lost := [b for b in e.buffers if split(b)[0] in t.models and not _again(t, *split(b))]:
+                yield problem("RL0615", f"{name(e)} frees parameters that no realloc brings again "
+                              f"({', '.join(lost)}); use offload", e)
+
+
+def _again(t: Tables, model: str, layout: str) -> bool:
+    """Whether a copy has nothing that its model does not hold at home: adapters stand on a base, which has no other."""
+    m = t.models[model]
+    one = any(isinstance(e, Load) and e.of and (e.model, e.layout) == (model, layout) for e, _ in t.events)
+    return m.home not in ("", layout) and not m.base and not one
+
+
+def _one(t: Tables, e: Load) -> bool:
+    """Whether the two layouts of a load are one copy of what is trained."""
+    m, layouts, meshes = t.models[e.model], t.layouts, t.meshes
+    if e.of not in layouts or e.of != m.home or e.layout == e.of or m.base:
+        return False
+    a, b = layouts[e.of], layouts[e.layout]
+    return coincide(m, a, meshes[a.mesh], b, meshes[b.mesh])
 
 
 def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:

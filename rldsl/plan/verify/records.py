@@ -17,7 +17,7 @@ BACKENDS = ("torch",)
 LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
 DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",)}
 # style of a parameter -> the dimension along which it is divided
-DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "replicated": ()}
+DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "experts": (1, 2), "replicated": ()}
 FACTORS = (".lora_A.weight", ".lora_B.weight")  # they are divided as their modules are, which is another check's
 
 
@@ -38,6 +38,17 @@ def check(t: Tables) -> Iterator[Diagnostic]:
     for e, _ in t.events:
         if isinstance(e, Generate) and (fault := _sampling(e.sampling)):
             yield problem("RL0612", f"{name(e)} {fault}", e)
+    yield from _experts(t)
+
+
+def _experts(t: Tables) -> Iterator[Diagnostic]:
+    """As many experts on each of the ranks that share them."""
+    buffers = {tuple(b.split("@", 1)) for e, _ in t.events for b in (*e.reads, *e.writes)}
+    for m in t.plan.models:
+        counts = {p.experts for p in (*m.params, *m.base) if p.experts}
+        for x in t.plan.layouts:
+            if any(n % x.ep for n in counts) and (x.id == m.home or (m.name, x.id) in buffers):
+                yield problem("RL0612", f"layout {x.id} has ep={x.ep}, which does not divide the experts of model {m.name}")
 
 
 def _bad(where: str, fault: str) -> Iterator[Diagnostic]:
@@ -48,7 +59,9 @@ def _bad(where: str, fault: str) -> Iterator[Diagnostic]:
 def _layout(x: Layout) -> str:
     if x.backend not in BACKENDS:  # its name is imported
         return f"has the unknown backend {x.backend!r}"
-    return f"has ep={x.ep} zero={x.zero}" if x.ep < 1 or not 0 <= x.zero <= 3 else ""
+    if x.ep < 1 or not 0 <= x.zero <= 3:
+        return f"has ep={x.ep} zero={x.zero}"
+    return f"has ep={x.ep} beside dp={x.dp} and cp={x.cp}" if x.dp % x.ep or x.ep > 1 and x.cp > 1 else ""
 
 
 def _model(m: Model) -> str:
@@ -88,6 +101,8 @@ def _parameter(p: ParamSpec, layers: int) -> str:
     along = DIVIDED[p.style]
     if not p.name.endswith(FACTORS) and (s.dim not in along if s else along):
         return f"has the style {p.style}, and its division is another"
+    if p.experts and (len(p.shape) != 3 or p.shape[0] != p.experts or p.stored and p.shape[1] % len(p.stored)):
+        return f"is said to be of {p.experts} experts"
     return "has a gradient in parts, and is divided" if p.partial and s else ""
 
 

@@ -212,7 +212,7 @@ def _event(t: Tables, e: Event) -> Iterator[Diagnostic]:
     match e:
         case Load() | Offload() | Onload() | Save():
             yield from need("model", t.models, e.model)
-            yield from need("layout", t.layouts, e.layout)
+            yield from need("layout", t.layouts, e.layout, *([e.of] if isinstance(e, Load) and e.of else []))
         case Realloc():
             yield from need("model", t.models, e.model)
             yield from need("layout", t.layouts, e.src, e.dst)

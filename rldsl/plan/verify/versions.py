@@ -1,11 +1,13 @@
 """Every call uses the current version of its model, on the device.
 
-In: tables with sound references, classes and operations. Out: diagnostics RL0520 (not loaded), RL0521 (stale), RL0528
+In: tables with sound references, classes and operations. Out: diagnostics RL0515 (a copy is freed that is not there),
+RL0520 (not loaded, or freed), RL0521 (stale), RL0528
 (not the version, or not the events, that the plan declares for a model that follows others), RL0522
 (realloc without need), RL0523 (load twice or in a loop), RL0524 (train or realloc of the wrong layout or a frozen
 model), RL0525 (offload and onload do not alternate). A copy is `model@layout`. Load makes it current, Train makes
 its own copy the only current one, and so does a Realloc from another model; a Realloc of the model itself makes its
-destination current. What holds at the top of a loop is what holds on entry and after an iteration too.
+destination current. A Free ends a copy, until a Realloc brings it again. What holds at the top of a loop is what holds
+on entry and after an iteration too.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import (Checkpoint, Event, Generate, Infer, Item, Load, Loop, Offload, Onload, Realloc, Save,
-                               Train, split)
+from rldsl.plan.events import (Checkpoint, Event, Free, Generate, Infer, Item, Load, Loop, Offload, Onload,
+                               Realloc, Save, Train, split)
 from rldsl.plan.verify.tables import Tables, name, problem
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
@@ -25,11 +27,20 @@ Copies = frozenset[tuple[str, str]]  # (model, layout)
 @dataclass(frozen=True, slots=True)
 class State:
     """current: copies of the current version, whatever way led here. away: copies in host memory. built: copies that
-    were loaded from a directory."""
+    were loaded from a directory. there: copies that have memory, of whatever version. one: copies that are one with
+    what is trained. parked: those whose optimizer's state is in host memory."""
 
     current: Copies = frozenset()
     away: Copies = frozenset()
     built: Copies = frozenset()
+    there: Copies = frozenset()
+    one: Copies = frozenset()
+    parked: Copies = frozenset()
+
+    @property
+    def sides(self) -> frozenset[tuple[str, str, str]]:
+        """What is in host memory."""
+        return frozenset({(*c, "parameters") for c in self.away} | {(*c, "optimizer") for c in self.parked})
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
@@ -95,23 +106,23 @@ def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic
             top = state
             while (end := _meet(top, _run(t, item.body, top, []))) != top:
                 top = end
-            if (end := _run(t, item.body, top, found)).away != state.away:
+            if (end := _run(t, item.body, top, found)).sides != state.sides:
                 found.append(_unbalanced(f"loop {item.id}", end, state))
             state = end if item.trips else state
         else:
             end = _run(t, item.body, state, found)
-            if end.away != state.away:
+            if end.sides != state.sides:
                 found.append(_unbalanced(f"every {item.period}", end, state))
             state = _meet(state, end)
     return state
 
 
 def _meet(a: State, b: State) -> State:
-    return State(a.current & b.current, a.away, a.built & b.built)
+    return State(a.current & b.current, a.away, a.built & b.built, a.there & b.there, a.one & b.one, a.parked)
 
 
 def _unbalanced(where: str, end: State, start: State) -> Diagnostic:
-    copies = ", ".join(sorted(f"{m}@{x}" for m, x in end.away ^ start.away))
+    copies = ", ".join(sorted({f"{m}@{x}" for m, x, _ in end.sides ^ start.sides}))
     return problem("RL0525", f"{where} ends with {copies} on the other side of offload than it began")
 
 
@@ -119,17 +130,32 @@ def _after(e: Event, s: State) -> State:
     match e:
         case Load():
             copy = (e.model, e.layout)
-            return replace(s, current=s.current | {copy}, built=s.built | {copy})
+            return replace(s, current=s.current | {copy}, built=s.built | {copy}, there=s.there | {copy},
+                           one=s.one | {copy} if e.of else s.one)
         case Realloc(source=""):
-            return replace(s, current=s.current | {(e.model, e.dst)})
+            return replace(s, current=s.current | {(e.model, e.dst)}, there=s.there | {(e.model, e.dst)})
+        case Free():
+            freed = _freed(e)
+            return replace(s, current=s.current - freed, built=s.built - freed, there=s.there - freed)
         case Train() | Realloc():
             copy = (e.model, e.layout if isinstance(e, Train) else e.dst)
-            return replace(s, current=frozenset(c for c in s.current if c[0] != e.model) | {copy})
+            same = {c for c in s.one if c[0] == e.model and isinstance(e, Train)}
+            current = frozenset(c for c in s.current if c[0] != e.model) | same | {copy}
+            return replace(s, current=current, there=s.there | {copy})
+        case Offload(what="optimizer"):
+            return replace(s, parked=s.parked | {(e.model, e.layout)})
+        case Onload(what="optimizer"):
+            return replace(s, parked=s.parked - {(e.model, e.layout)})
         case Offload():
             return replace(s, away=s.away | {(e.model, e.layout)})
         case Onload():
             return replace(s, away=s.away - {(e.model, e.layout)})
     return s
+
+
+def _freed(e: Free) -> Copies:
+    """All that it frees, copies among it."""
+    return frozenset((left, right) for left, right in map(split, e.buffers))
 
 
 def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
@@ -139,12 +165,24 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
             used = ((e.model, e.layout),)
         case Realloc():
             used = ((e.source or e.model, e.src), *([(e.model, e.dst)] if e.decay else []))
+        case Load() if e.of:
+            used = ((e.model, e.of),)
         case Checkpoint():
             used = tuple(split(b) for b in e.reads if split(b)[0] in t.models)
         case Offload() | Onload():
             copy = (e.model, e.layout)
-            if (copy in s.away) != isinstance(e, Onload):
+            if (copy in (s.away if e.what == "parameters" else s.parked)) != isinstance(e, Onload):
                 yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is there already", e, ranks=ranks)
+            if e.what == "optimizer" and copy in s.away:
+                yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} have no parameters beside them", e,
+                              ranks=ranks)
+            return
+        case Free():
+            for model, layout in sorted(c for c in _freed(e) if c[0] in t.models):
+                if (model, layout) in s.away:
+                    yield problem("RL0525", f"{name(e)} frees {model}@{layout}, which is offloaded", e, ranks=ranks)
+                elif (model, layout) not in s.there:
+                    yield problem("RL0515", f"{name(e)} frees {model}@{layout}, which is not there", e, ranks=ranks)
             return
         case _:
             return
@@ -160,7 +198,10 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
                 ranks=ranks,
                 help=f"a realloc from {model}@{there[0]} must come before" if there else "",
             )
-        if (model, layout) in s.away:
+        if isinstance(e, Train) and (model, layout) in s.parked:
+            yield problem("RL0525", f"{name(e)} trains {model}@{layout}, whose optimizer's state is offloaded", e,
+                          ranks=ranks)
+        if (model, layout) in s.away and not isinstance(e, Checkpoint):  # a checkpoint is written from either side
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
     if isinstance(e, Realloc):
         if t.models[e.model].base and (e.model, e.dst) not in s.built:

@@ -1,0 +1,106 @@
+"""What the documentation site has beyond docs/*.md, made while it is built (a hook of MkDocs).
+
+In: pages. Out: pages whose links to files of the repository lead to generated pages with their text, whose codes of
+messages lead to the page of `rlc explain`, and the index of all codes. Nothing is written into the repository.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+from rldsl import explain
+from rldsl.explain import show
+
+ROOT = Path(__file__).resolve().parents[1]
+_LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)(#[^)\s]*)?(\))")
+_MARK = re.compile(r"^<!-- (?:rlf|sh|py|api|table|output|file)\b.*? -->\n", re.MULTILINE)
+_FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"(?<![\w\[/])RL\d{4}\b(?!\])")
+_EXAMPLE = re.compile(r"^```\w+ +([^\n]+)$", re.MULTILINE)
+_LANGUAGES = {".rlf": "rlf", ".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made here."""
+    made = {"errors/index.md": index(), **{f"errors/{code}.md": error(code) for code in explain.codes()}}
+    for page in [f for f in files if f.src_uri.endswith(".md")]:
+        for path in linked(page.src_uri, page.content_string):
+            made.setdefault(f"source/{path}.md", source(path))
+    for uri, text in made.items():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point links at what is on the site."""
+    uri = page.file.src_uri
+
+    def prose(part: str) -> str:
+        part = _LINK.sub(lambda m: m[1] + target(uri, m[2]) + m[4], _MARK.sub("\n", part))
+        return _CODE.sub(lambda m: coded(uri, m[0]), part)
+
+    parts = _FENCE.split(markdown)
+    parts[::2] = map(prose, parts[::2])
+    return "".join(parts)
+
+
+def linked(uri: str, text: str) -> list[str]:
+    """Files of the repository, outside docs/, that a page links to."""
+    found = (m for part in _FENCE.split(text)[::2] for m in _LINK.finditer(part))
+    paths = (normpath(f"docs/{PurePosixPath(uri).parent}/{m[2]}") for m in found)
+    return sorted({p for p in paths if not p.startswith("docs/")})
+
+
+def target(uri: str, link: str) -> str:
+    """A link as it leads from the page `uri`: files outside docs/ are under source/."""
+    path = normpath(f"docs/{PurePosixPath(uri).parent}/{link}")
+    return link if path.startswith("docs/") else relpath(f"source/{path}.md", str(PurePosixPath(uri).parent))
+
+
+def coded(uri: str, code: str) -> str:
+    """A code of a message as a link to its page. A range (RL06xx) is none."""
+    if code not in explain.codes():
+        raise PluginError(f"{uri} names {code}, which does not exist")
+    here = str(PurePosixPath(uri).parent)
+    return code if uri == f"errors/{code}.md" else f"[{code}]({relpath(f'errors/{code}.md', here)})"
+
+
+def source(path: str) -> str:
+    """The page of a file of the repository, or of all files of a folder."""
+    file = ROOT / path
+    if not file.exists():
+        raise PluginError(f"a page links to {path}, which does not exist")
+    files = sorted(f for f in file.iterdir() if f.suffix in _LANGUAGES) if file.is_dir() else [file]
+    parts = [f"# {path}\n"]
+    for each in files:
+        parts += [f"## {each.name}\n"] if len(files) > 1 else []
+        parts.append(f"```{_LANGUAGES.get(each.suffix, 'text')}\n{each.read_text(encoding='utf-8').rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def index() -> str:
+    """All codes with their titles, by range."""
+    lines = ["# All messages\n", "What `rlc explain` says of each; [Messages](../messages.md) says how they look.\n"]
+    for start, word in explain.RANGES.items():
+        lines += [f"## {start}xx: {word}", "", "| code | |", "|---|---|"]
+        lines += [f"| {code} | {title.replace('|', chr(92) + '|')} |" for code, title in explain.codes().items()
+                  if code.startswith(start)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def error(code: str) -> str:
+    """The page of a code, with a line before each program instead of the words behind its fence."""
+    page = explain.page(code)
+    assert page is not None
+    return _EXAMPLE.sub(lambda m: f"{first_upper(show.caption(m[1]))}\n\n{m[0].split()[0]}", page.text)
+
+
+def first_upper(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,125 @@
+"""What a program will cost: the time of its calls on a cluster, and the memory of a rank in each.
+
+In: a `Question`: a text, saved or not, the open texts that it may import, and the machines to assume. Out: a
+`Forecast`. Compiles, so it reads model directories and takes seconds: for a process of its own (worker.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rldsl.clusters import Cluster, find
+from rldsl.diag import Failure, fail
+from rldsl.graph import model as g
+from rldsl.graph.build import build, read_text
+from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.memory.curve import Curve, peak, points
+from rldsl.plan.meaning import call_name
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events
+from rldsl.source import SourceFile
+from rldsl.syntax import ast
+from rldsl.syntax.parse import parse
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """texts: path -> an open text that is not what the file holds. cluster: a file or a preset; "" is none."""
+
+    path: str
+    text: str
+    texts: Mapping[str, str] = field(default_factory=dict)
+    cluster: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """at: "LINE:COLUMN" of the call, from 1. seconds: the longest that a rank is in it in a step; -1: not known.
+    bytes: the most that a rank holds on its device meanwhile."""
+
+    at: str
+    name: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """seconds: of a step, with sequences of full length; -1: not known. peak: bytes of the rank that needs most.
+    memory: bytes of a device, 0: not known. machine: the name of the cluster. why: what is in the way of an answer, or
+    of the part of it that is missing."""
+
+    calls: tuple[CallCost, ...] = ()
+    seconds: float = -1.0
+    tokens_per_second: float = 0.0
+    peak: int = 0
+    memory: int = 0
+    machine: str = ""
+    why: str = ""
+
+
+def forecast(question: Question) -> Forecast:
+    """What can be said; a program that cannot be compiled has a `why` alone."""
+    from rldsl.passes.pipeline import planned, run
+    from rldsl.placement.place import place_graph
+
+    try:
+        file = parse(SourceFile(question.path, question.text))
+        graph = build(file, {}, None, reader(question.texts))
+        placed = place_graph(graph)
+        plan, curves = planned(run(placed), "rldsl")
+    except Failure as failure:
+        return Forecast(why=failure.diagnostics[0].title)
+    held = Forecast(_calls(plan, curves, {}), peak=max(peak(c).bytes for c in curves), memory=placed.memory)
+    try:
+        return _timed(held, plan, curves, machine(file, graph.cluster, question.cluster))
+    except Failure as failure:
+        return replace(held, why=failure.diagnostics[0].title)
+
+
+def reader(texts: Mapping[str, str]) -> Callable[[str], str]:
+    """Files as the editor has them, else as they are saved."""
+    from pathlib import Path
+
+    def read(path: str) -> str:
+        open_ = texts.get(str(Path(path).resolve()))
+        return read_text(path) if open_ is None else open_
+
+    return read
+
+
+def machine(file: ast.File, declared: g.Cluster | None, setting: str) -> Cluster:
+    """The cluster that the program names; where it does not say how fast it is, the devices of the setting, as many as
+    the program says. Errors: those of reading a cluster, RL0215 where neither says anything."""
+    path = next((i.path for i in file.items if isinstance(i, ast.Cluster)), None)
+    named = find(path) if path else None
+    if named is None and not setting:
+        raise fail("RL0215", "no cluster says how fast it is (the setting rlf.cluster can)")
+    if named is None or named.unknown() and setting:
+        named = find(setting)
+    return named if declared is None else replace(named, nodes=declared.nodes, gpus=declared.gpus)
+
+
+def _timed(held: Forecast, plan: Plan, curves: tuple[Curve, ...], cluster: Cluster) -> Forecast:
+    """Errors: RL0096 a cluster that is too small, RL0215 one that does not say how fast it is."""
+    from rldsl.simulate import simulate
+
+    found = simulate(plan, cluster)
+    memory = held.memory or int(cluster.memory_gb * 1e9)
+    return replace(held, calls=_calls(plan, curves, found.event_seconds()), seconds=found.seconds, memory=memory,
+                   tokens_per_second=found.tokens_per_second, machine=cluster.name)
+
+
+def _calls(plan: Plan, curves: tuple[Curve, ...], seconds: Mapping[int, float]) -> tuple[CallCost, ...]:
+    """Calls by their places; what is written once and runs as several events counts together."""
+    held: dict[int, int] = {}
+    for point in (p for c in curves for p in points(c)):
+        held[point.event] = max(held.get(point.event, 0), point.during)
+    found: dict[tuple[str, str], CallCost] = {}
+    for event in (e for e, _ in events(plan) if isinstance(e, Generate | Infer | Train)):
+        at, name = ":".join(event.at.rsplit(":", 2)[1:]), call_name(event)
+        before = found.get((at, name), CallCost(at, name, 0.0 if seconds else -1.0, 0))
+        found[at, name] = CallCost(at, name, before.seconds + seconds.get(event.id, 0.0),
+                                   max(before.bytes, held.get(event.id, 0)))
+    return tuple(found.values())

@@ -1,0 +1,87 @@
+"""Forecasts as an editor needs them: at once or not yet, and a word when there is a new one.
+
+In: questions. Out: the forecasts that are known; others are worked out one after the other in a process of their own,
+the newest question of each file alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+
+from rldsl.lsp.forecast import Forecast, Question
+from rldsl.lsp.worker import question_line, read_forecast
+
+QUIET = 0.5  # seconds that a program must stay as it is: compiling is dear
+LIMIT = 120.0  # seconds for one answer
+ROOM = 1 << 24  # bytes of an answer
+
+
+class Forecasts:
+    """told: called when a forecast has become known."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        self.told = told
+        self.known: dict[str, tuple[Question, Forecast]] = {}
+        self._wanted: dict[str, Question] = {}
+        self._work: asyncio.Task[None] | None = None
+        self._worker: asyncio.subprocess.Process | None = None
+
+    def of(self, question: Question) -> Forecast | None:
+        """None while it is being worked out."""
+        known = self.known.get(question.path)
+        if known is not None and known[0] == question:
+            return known[1]
+        self._wanted[question.path] = question
+        if self._work is None or self._work.done():
+            self._work = asyncio.get_running_loop().create_task(self._answer())
+        return None
+
+    def clear(self) -> None:
+        """Files may have changed."""
+        self.known.clear()
+
+    async def close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+        await self._kill()
+
+    async def _answer(self) -> None:
+        while self._wanted:
+            path, question = next(reversed(self._wanted.items()))
+            await asyncio.sleep(QUIET)
+            if self._wanted[path] != question:  # written on meanwhile
+                continue
+            try:
+                found = await asyncio.wait_for(self._ask(question), LIMIT)
+            except TimeoutError:
+                await self._kill()
+                found = Forecast(why=f"no answer in {LIMIT:.0f} s")
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                await self._kill()
+                found = Forecast(why=f"the forecast ended: {error}")
+            self.known[path] = question, found
+            if self._wanted[path] == question:
+                del self._wanted[path]
+            self.told()
+
+    async def _ask(self, question: Question) -> Forecast:
+        if self._worker is None or self._worker.returncode is not None:
+            self._worker = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "rldsl.lsp.worker", stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, limit=ROOM)
+        assert self._worker.stdin is not None and self._worker.stdout is not None
+        self._worker.stdin.write(question_line(question))
+        await self._worker.stdin.drain()
+        return read_forecast(await self._worker.stdout.readline())
+
+    async def _kill(self) -> None:
+        """And wait for its end, which a loop that is closed could not tell any more."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                worker.kill()
+            await worker.communicate()

@@ -1,0 +1,80 @@
+"""Drops: a copy of a trained model that is not kept goes when it was last used.
+
+In: an ordered draft. Out: the same with a Free of each such copy behind the last event that uses it before its next
+version comes, in the block whose realloc brought it. Invariant: what a realloc brings to such a copy is freed in the
+same block, once, and nothing uses the copy in between (`reallocs.py` brings it anew).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from rldsl.graph.model import nodes
+from rldsl.passes.draft import Draft, each_block, events
+from rldsl.placement.model import Call
+from rldsl.plan.events import Event, Free, Item, Load, Realloc
+from rldsl.plan.meaning import call_name
+
+Copies = frozenset[tuple[str, str]]  # (model, layout)
+
+
+def dropped(draft: Draft) -> Copies:
+    """The copies that are not kept: every call under that layout says so, and it is not what is trained."""
+    one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.of}
+    homes, places = {m.name: m.home for m in draft.placed.models}, dict(draft.placed.places)
+    kept: dict[tuple[str, str], bool] = {}
+    for n in nodes(draft.placed.graph.items):
+        if isinstance(n, Call):
+            copy = (n.model, places[n.id].layout.id)
+            kept[copy] = kept.get(copy, False) or places[n.id].keep
+    return frozenset((m, x) for (m, x), keep in kept.items()
+                     if not keep and homes[m] not in ("", x) and (m, x) not in one)
+
+
+def drops(draft: Draft) -> Draft:
+    gone = {f"{m}@{x}" for m, x in dropped(draft)}
+
+    def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        last: dict[str, int] = {}
+        ends: dict[int, list[str]] = defaultdict(list)
+        for i, item in enumerate(items):
+            own = list(events([item]))
+            brought = {b for e in own if isinstance(e, Realloc) for b in e.writes} & gone
+            for b in last.keys() - brought:
+                if any(b in e.reads for e in own):
+                    last[b] = i
+            if isinstance(item, Realloc):
+                for b in brought:
+                    if b in last:
+                        ends[last[b]].append(b)
+                    last[b] = i
+        for b, i in last.items():
+            ends[i].append(b)
+        return tuple(x for i, item in enumerate(items)
+                     for x in (item, *(_free(draft, b, item) for b in sorted(ends.get(i, ())))))
+
+    return replace(draft, body=each_block(draft.body, insert))
+
+
+def _free(draft: Draft, buffer: str, after: Item) -> Free:
+    user = call_name(after) if isinstance(after, Event) else "the block before"
+    return Free(id=0, mesh=draft.layouts[buffer.partition("@")[2]].mesh, buffers=(buffer,),
+                at=after.at if isinstance(after, Event) else "",
+                because=f"keep=false, and {user} was the last to use it")
+
+
+def check(draft: Draft) -> None:
+    """In each block, what is brought to a copy that is not kept is freed before more is, and nothing is freed twice."""
+    gone = {f"{m}@{x}" for m, x in dropped(draft)}
+
+    def block(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        there: set[str] = set()
+        for e in (i for i in items if isinstance(i, Realloc | Free)):
+            mine = gone & {*(e.buffers if isinstance(e, Free) else e.writes)}
+            assert mine <= there if isinstance(e, Free) else not mine & there, f"{call_name(e)}: {mine} and {there}"
+            there = there - mine if isinstance(e, Free) else there | mine
+        assert not there, f"copies that stay: {there}"
+        return items
+
+    each_block(draft.body, block)

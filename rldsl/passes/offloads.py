@@ -1,0 +1,115 @@
+"""Offload and onload: what a placement keeps in host memory between its uses.
+
+In: a draft with loads and reallocs. Out: the same with an Onload before each use of a copy that is offloaded and an
+Offload behind it; of a model that is trained, of its parameters and, around training, of what its optimizer has. After
+ordering, `prefetch` issues each Onload earlier. Invariant: a block ends with each copy on the side on which it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rldsl.graph import model as g
+from rldsl.passes.draft import Draft, each_block, events
+from rldsl.passes.loads import copies
+from rldsl.placement.model import Call
+from rldsl.plan.events import Event, Generate, Infer, Item, Load, Offload, Onload, Part, Realloc, Save, Train
+from rldsl.plan.meaning import call_name
+
+Copy = tuple[str, str]  # model, layout
+WHY: dict[Part, str] = {"parameters": "offload=true: in host memory between calls",
+                        "optimizer": "offload=true: the optimizer's state in host memory between trainings"}
+
+
+def offloads(draft: Draft) -> Draft:
+    """A copy is offloaded when every call under that layout asks for it; what is trained, when its training does."""
+    trained = _trained(draft)
+    shared = {(e.model, e.of) for e in draft.setup if isinstance(e, Load) and e.of}
+    away = _frozen(draft) | trained - shared
+
+    def side(kind: type[Offload] | type[Onload], copy: Copy, what: Part, at: str, because: str) -> Event:
+        model, layout = copy
+        buffer = (f"{model}@{layout}",)  # an optimizer's state comes after the parameters, and goes before them
+        writes = buffer if what == "parameters" else ()
+        return kind(id=0, mesh=draft.layouts[layout].mesh, reads=buffer, writes=writes, at=at, because=because,
+                    model=model, layout=layout, what=what)
+
+    def around(e: Event) -> list[Item]:
+        parts: list[tuple[Copy, Part]] = [(c, "parameters") for c in dict.fromkeys(copies(e)) if c in away]
+        if isinstance(e, Train) and (e.model, e.layout) in trained:
+            parts.append(((e.model, e.layout), "optimizer"))
+        why = {"parameters": f"{call_name(e)} {'moves its parameters' if isinstance(e, Realloc) else 'uses it'}",
+               "optimizer": f"{call_name(e)} uses the optimizer's state"}
+        return [*(side(Onload, c, what, e.at, why[what]) for c, what in parts), e,
+                *(side(Offload, c, what, e.at, WHY[what]) for c, what in reversed(parts))]
+
+    def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        return tuple(x for i in items for x in (around(i) if isinstance(i, Event) else [i]))
+
+    after = [side(Offload, (e.model, e.layout), what, e.at, WHY[what])
+             for what, those in (("optimizer", trained), ("parameters", away))
+             for e in draft.setup if isinstance(e, Load) and (e.model, e.layout) in those]
+    return replace(draft, setup=(*draft.setup, *after), body=each_block(draft.body, insert))
+
+
+def _trained(draft: Draft) -> set[Copy]:
+    """Homes of the models whose training asks for it."""
+    places = dict(draft.placed.places)
+    asked: dict[Copy, bool] = {}
+    for n in g.nodes(draft.placed.graph.items):
+        if isinstance(n, g.Train):
+            copy = (n.model, places[n.id].layout.id)
+            asked[copy] = asked.get(copy, True) and places[n.id].offload
+    return {copy for copy, wished in asked.items() if wished}
+
+
+def _frozen(draft: Draft) -> set[Copy]:
+    homes, places = {m.name: m.home for m in draft.placed.models}, dict(draft.placed.places)
+    asked: dict[Copy, bool] = {}
+    for n in g.nodes(draft.placed.graph.items):
+        if isinstance(n, Call) and not homes[n.model]:
+            copy = (n.model, places[n.id].layout.id)
+            asked[copy] = asked.get(copy, True) and places[n.id].offload
+    for e in events(draft.body):
+        if isinstance(e, Save) or draft.placed.graph.checkpoint and isinstance(e, Realloc) and e.source:
+            asked[e.model, e.layout if isinstance(e, Save) else e.dst] = False  # it is written from the device
+    return {copy for copy, wished in asked.items() if wished}
+
+
+def prefetch(draft: Draft) -> Draft:
+    """An ordered draft with each Onload right behind the call before on its ranks: it then runs beside what is between
+    calls (transfers, rewards, computations), and no call needs more memory."""
+    def earlier(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        out: list[Item] = []
+        for item in items:
+            at = len(out)
+            if isinstance(item, Onload):
+                while at and _passes(draft, item, out[at - 1]):
+                    at -= 1
+            out.insert(at, item)
+        return tuple(out)
+
+    return replace(draft, body=each_block(draft.body, earlier))
+
+
+def _passes(draft: Draft, onload: Onload, before: Item) -> bool:
+    """Whether an onload may be issued before an item that stands before it."""
+    if not isinstance(before, Event) or isinstance(before, Onload):
+        return False
+    copy = (onload.model, onload.layout)
+    if copy in copies(before) or isinstance(before, Offload) and (before.model, before.layout) == copy:
+        return False
+    return not (isinstance(before, Generate | Infer | Train) and draft.ranks(before.mesh) & draft.ranks(onload.mesh))
+
+
+def check(items: Sequence[Item]) -> None:
+    """In each block, what is brought or sent away ends where it began."""
+    away: dict[tuple[str, str, str], list[type[Event]]] = {}
+    for item in items:
+        if isinstance(item, Offload | Onload):
+            away.setdefault((item.model, item.layout, item.what), []).append(type(item))
+        elif not isinstance(item, Event):
+            check(item.body)
+    for copy, kinds in away.items():
+        assert kinds == [Onload, Offload] * (len(kinds) // 2), f"{copy}: {kinds}"

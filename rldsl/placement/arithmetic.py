@@ -1,0 +1,34 @@
+"""Families whose numbers would be others here: they compute with more than parameters and attention over packed sequences.
+
+In: a model on the meta device and its config. Out: nothing, or RL0303 that says why the family is refused. Everything
+else that transformers calls a causal language model runs its own code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rldsl.diag import fail
+from rldsl.source import Span
+
+HELP = ("take a family whose layers are attention and feed-forward or expert layers, such as Llama, Qwen, Gemma, Mistral, "
+        "Mixtral or Qwen3-MoE")
+
+
+def check(skeleton: Any, config: Any, path: str, span: Span | None) -> None:
+    if why := _problem(skeleton, config.get_text_config()):
+        raise fail("RL0303", f'the family {config.model_type} of "{path}" is not supported', span, why, help=HELP)
+
+
+def _problem(skeleton: Any, text: Any) -> str:
+    if getattr(skeleton, "_is_stateful", False):
+        return "its layers carry a state from token to token, which packed sequences would share"
+    if not getattr(skeleton, "_supports_attention_backend", False):
+        return "its attention is its own, and would reach from one packed sequence into the next"
+    if getattr(text, "attention_chunk_size", None):
+        return "its attention looks at chunks of a sequence"
+    if getattr(text, "kv_lora_rank", None):
+        return "its attention keeps keys and values in a latent form"
+    known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    kept = next((name for name in skeleton.state_dict() if name not in known), "")
+    return f"it keeps {kept} beside its parameters, which nobody trains or moves" if kept else ""

@@ -1,0 +1,73 @@
+"""The files of a model directory: whether all are there, the names of its tensors, and what its tokenizer does.
+
+In: a directory. Out: names, a digest. No weight is read.
+Errors: RL0301 no directory, RL0302 a file or tensor is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from hashlib import sha256
+from pathlib import Path
+
+from rldsl.diag import fail
+from rldsl.source import Span
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+HEAD = "score.weight"
+MOST_HEADER = 100_000_000  # bytes that the library takes, too
+
+
+def check(directory: Path, path: str, kind: str, span: Span | None, trained: bool) -> frozenset[str]:
+    """The names of its tensors."""
+    if not (directory / "config.json").is_file():
+        what = "no config.json here" if directory.is_dir() else "no such directory"
+        raise fail("RL0301", f'no model directory "{path}"', span, what,
+                   help="give a HuggingFace directory (config.json, tokenizer, *.safetensors), relative to the working "
+                        f"directory {Path.cwd()}; a name on the hub must be downloaded first")
+    if not any((directory / name).is_file() for name in TOKENIZERS):
+        raise fail("RL0302", f'the model directory "{path}" has no tokenizer', span, "tokenizer.json is missing",
+                   help="save one there: `AutoTokenizer.from_pretrained(...).save_pretrained(directory)`")
+    names = _tensor_names(directory, path, span)
+    if not names:
+        raise fail("RL0302", f'the model directory "{path}" has no weights', span, "no *.safetensors file",
+                   help="save the model with `save_pretrained`, which writes safetensors")
+    if kind == "reward_model" and not trained and HEAD not in names:
+        raise fail("RL0302", f'the reward model "{path}" has no score head', span, f"no tensor {HEAD!r}",
+                   help="a reward model is an AutoModelForSequenceClassification with one label; "
+                        "only one that is trained may begin with a new head")
+    return names
+
+
+def _tensor_names(directory: Path, path: str, span: Span | None) -> frozenset[str]:
+    """Names in the index, or in the headers of the safetensors files (8 bytes of length, then JSON)."""
+    index = directory / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return frozenset(json.loads(index.read_text())["weight_map"])
+        names: set[str] = set()
+        for file in sorted(f for f in directory.glob("*.safetensors") if f.is_file()):
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                if length > min(MOST_HEADER, file.stat().st_size - 8):
+                    raise ValueError(f"{file.name} has a header of {length} bytes")
+                names |= json.loads(stream.read(length)).keys() - {"__metadata__"}
+        return frozenset(names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error, OSError) as error:
+        raise fail("RL0302", f'the weights in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
+                   help="the safetensors files or their index are damaged; copy them again") from None
+
+
+def tokenizer(directory: Path) -> str:
+    """Equal for tokenizers that make equal ids; padding and truncation settings do not count."""
+    file = directory / "tokenizer.json"
+    if file.is_file():
+        try:
+            whole = json.loads(file.read_bytes())
+            parts = {k: whole.get(k) for k in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+            return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        except (ValueError, AttributeError):
+            return sha256(file.read_bytes()).hexdigest()
+    found = [(directory / name) for name in TOKENIZERS if (directory / name).is_file()]
+    return sha256(b"\0".join(f.read_bytes() for f in found)).hexdigest()

@@ -1,0 +1,86 @@
+"""Where the Python API begins: a program or a plan file -> diagnostics, or a plan that can show itself.
+
+A program is a path, or its text: a `str` with a line break in it is text, any other a path, as a `Path` always is.
+Values of its `param`s come by name; those whose names Python or this API needs for itself (`place`, `lambda`) come in
+a mapping.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rldsl import api
+from rldsl.plan.expr import Scalar
+from rldsl.python.errors import told
+from rldsl.python.messages import Diagnostics
+from rldsl.python.plan import Plan, opened
+from rldsl.source import SourceFile
+
+Program = str | os.PathLike[str]
+Param = Scalar | os.PathLike[str]
+TEXT = "<text>"
+
+
+@told
+def check(program: Program, params: Mapping[str, Param] | None = None, /, *, place: Program | None = None,
+          **named: Param) -> Diagnostics:
+    """All mistakes of a program that can be found without its models; of a program without mistakes, the warnings.
+
+    params, named: values of its `param`s. place: a file of `place` rules, or their text.
+    Raises DiagnosticError where a file cannot be read (RL0091 to RL0093): all else is returned."""
+    return check_source(source_of(program), values(params, named), rules(place))
+
+
+@told
+def compile(program: Program, params: Mapping[str, Param] | None = None, /, *, place: Program | None = None,
+            on: str | Sequence[str] = (), **named: Param) -> Plan:
+    """The verified plan of a program, as `rlc compile` makes it. Models must be there: their shapes are read.
+
+    params, named: values of its `param`s. place: a file of `place` rules, or their text. on: rules that are stronger
+    than all others, "actor.train on mesh(0:4) dp=2 tp=2". Paths in the program are relative to the working directory.
+    Raises DiagnosticError with all mistakes."""
+    return compile_source(source_of(program), values(params, named), rules(place), (on,) if isinstance(on, str) else on)
+
+
+@told
+def load(path: Program) -> Plan:
+    """The plan of a file that `rlc compile` or `Plan.save` wrote, proved again.
+
+    Raises DiagnosticError: RL0091 no such file, RL06xx no sound plan, RL05xx a plan that its verifier rejects."""
+    name = os.fspath(path)
+    return opened(api.read_bytes(name), name)
+
+
+def check_source(source: SourceFile, params: Mapping[str, Scalar], place: SourceFile | None = None) -> Diagnostics:
+    """`check` of a text with a name."""
+    return Diagnostics(api.examine(source.text, source.name, sets=params, place=place))
+
+
+def compile_source(source: SourceFile, params: Mapping[str, Scalar], place: SourceFile | None = None,
+                   on: Sequence[str] = ()) -> Plan:
+    """`compile` of a text with a name. Raises Failure."""
+    compiled = api.finish(api.draft_source(source, params, place, on))
+    texts = tuple((file.name, file.text) for file in (source, *([place] if place else [])))
+    return Plan(compiled, source.name, Path(source.name).parent, texts)
+
+
+def source_of(program: Program) -> SourceFile:
+    """The program's text, with the name that messages give it."""
+    if isinstance(program, str) and "\n" in program:
+        return SourceFile(TEXT, program)
+    return api.read_source(os.fspath(program))
+
+
+def rules(place: Program | None) -> SourceFile | None:
+    """The text of placement rules, with a name of their own."""
+    if isinstance(place, str) and "\n" in place:
+        return SourceFile("<place>", place)
+    return None if place is None else api.read_source(os.fspath(place))
+
+
+def values(params: Mapping[str, Param] | None, named: Mapping[str, Param]) -> dict[str, Scalar]:
+    """Paths become texts; a name that is given twice has the value that was given by name."""
+    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value
+            for name, value in {**(params or {}), **named}.items()}

@@ -1,0 +1,56 @@
+"""Diagnostics of a program as one value that prints itself.
+
+In: diagnostics. Out: text, with colours on request, or HTML.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rldsl.diag import Diagnostic
+from rldsl.python.html import terminal
+from rldsl.report import render, to_json
+
+
+class Diagnostics(tuple[Diagnostic, ...]):
+    """What was found in a program, in its order: a tuple of `rldsl.diag.Diagnostic`. Empty, and so false, where there
+    is nothing to say."""
+
+    __slots__ = ()
+
+    @property
+    def errors(self) -> "Diagnostics":
+        return Diagnostics(d for d in self if d.severity == "error")
+
+    @property
+    def warnings(self) -> "Diagnostics":
+        return Diagnostics(d for d in self if d.severity == "warning")
+
+    @property
+    def ok(self) -> bool:
+        """Whether the program may be compiled: warnings do not count."""
+        return not self.errors
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """`rlc explain CODE` tells what a code means."""
+        return tuple(d.code for d in self)
+
+    def text(self, color: bool = False) -> str:
+        """Every message with its place underlined."""
+        return render(self, color) if self else "no mistakes found"
+
+    def json(self) -> str:
+        """For programs; docs/messages.md describes it."""
+        return to_json(self)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return terminal(self.text(color=True))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.text())

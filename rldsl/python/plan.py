@@ -1,0 +1,174 @@
+"""A plan as a value of Python: what it will do, as text, pictures and numbers.
+
+In: a `Compiled` (the records of `rldsl/plan/model.py`, their proof, the memory of each rank). Out: `Plan`, whose views
+are made when they are asked for. All of its methods raise `DiagnosticError` for what is wrong with their arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rldsl.diag import fail
+from rldsl.files import write
+from rldsl.passes.pipeline import Compiled
+from rldsl.plan.codec import decode, encode, plan_id
+from rldsl.plan.expr import Scalar
+from rldsl.plan.memory import curves
+from rldsl.plan.verify import verify
+from rldsl.python.compare import Difference, compared
+from rldsl.python.errors import told
+from rldsl.python.html import terminal
+from rldsl.python.machines import Machines, assumed, machine_of
+from rldsl.python.sources import quote, sources_of
+from rldsl.python.views import Graph, Memory, Report, Simulation
+
+if TYPE_CHECKING:
+    from rldsl.plan.model import Plan as Record
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan:
+    """A verified plan. In a notebook it shows what `rlc compile` prints.
+
+    compiled: the plan as records, its proof, the memory of its ranks. name: the program's or plan's, for people.
+    folder: where sources are looked for that lie beside a plan. texts: sources that need no looking for."""
+
+    compiled: Compiled
+    name: str
+    folder: Path
+    texts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def record(self) -> "Record":
+        """All of it, as the records of `rldsl.plan.model`; docs/plans.md describes them."""
+        return self.compiled.plan
+
+    @property
+    def id(self) -> str:
+        """What `rlc` calls it: the first 12 hex digits of the sha256 of its file."""
+        return plan_id(bytes(self))
+
+    @property
+    def ranks(self) -> int:
+        """How many processes run it."""
+        return self.record.header.world
+
+    @property
+    def params(self) -> dict[str, Scalar]:
+        """The program's `param`s with the values that it was compiled for."""
+        return dict(self.record.header.params)
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """What was proved of it, in order; docs/verifier.md says what each means."""
+        return self.compiled.proof.checks
+
+    @property
+    def graph(self) -> Graph:
+        """The dataflow of a step, with movements and places."""
+        return Graph(self.record)
+
+    @property
+    def memory(self) -> Memory:
+        """What each rank holds, and its peak."""
+        return Memory(self.record, self.compiled.curves)
+
+    def __bytes__(self) -> bytes:
+        """Those of its file; equal plans have equal bytes."""
+        return encode(self.record)
+
+    @told
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan file, which `rlc run`, `torchrun -m rldsl.run` and `rldsl.load` take. Raises RL0094."""
+        write(os.fspath(path), bytes(self))
+        return Path(path)
+
+    def preview(self, target: str = "") -> str:
+        """What will happen: layouts, movements and why, memory, the proof. target: where the plan went."""
+        from rldsl.preview import preview
+
+        return preview(self.compiled, self.name, target, bytes(self))
+
+    @told
+    def text(self, *, rank: int | None = None, event: int | None = None) -> str:
+        """The whole plan, what one rank does, or one event in full. Raises RL0608 for one that is not there."""
+        from rldsl.plan.show import show
+
+        return show(self.record, rank, event, quote(self.record, event, self.sources) if event is not None else "")
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Path -> text of the program and what it uses, as far as they are still what was compiled."""
+        return sources_of(self.record, self.folder) | dict(self.texts)
+
+    @told
+    def simulate(self, cluster: Machines, *, prompt_tokens: float = 0.0, response_tokens: float = 0.0,
+                 longest: float = 0.0, like: str | os.PathLike[str] | None = None) -> Simulation:
+        """How long a step takes on a cluster, and why. Nothing is run.
+
+        cluster: a preset ("h100x64"), a file, or a `rldsl.clusters.Cluster`. prompt_tokens, response_tokens: means;
+        longest: tokens of the longest response of a batch; 0 is the most that the program allows. like: a run's
+        directory, to take the means from. Raises RL0091, RL0205, ... for the cluster, RL0096 where the plan does not
+        fit on it."""
+        from rldsl.simulate import Lengths, observed, simulate
+
+        machine = machine_of(cluster)
+        lengths = observed(self.record, os.fspath(like)) if like is not None else \
+            Lengths(prompt_tokens, response_tokens, longest)
+        return Simulation(self.record, simulate(self.record, machine, lengths), machine, lengths, self.name)
+
+    @told
+    def report(self, cluster: Machines | None = None, *, trace: str | os.PathLike[str] | None = None) -> Report:
+        """The plan as a page: dataflow, time, memory, and why each event is there.
+
+        cluster: what a step is simulated on; None takes as many nodes of h100x8 as the plan needs. trace: a recorded
+        timeline of the plan (`rlc run --trace`)."""
+        from rldsl.pages import Given, page
+        from rldsl.pages.recorded import read
+        from rldsl.simulate import simulate
+
+        machine = assumed(self.ranks) if cluster is None else machine_of(cluster)
+        recorded = read(trace_text(os.fspath(trace)), os.fspath(trace), self.record) if trace is not None else None
+        return Report(page(Given(self.record, self.id, self.compiled.proof, machine, cluster is None,
+                                 simulate(self.record, machine), recorded=recorded, sources=self.sources)),
+                      self.record.header.program)
+
+    @told
+    def diff(self, after: "Plan", cluster: Machines | None = None) -> Difference:
+        """What changed from this plan to another. cluster: to predict the time of a step on, too."""
+        machine = machine_of(cluster) if cluster is not None else None
+        return compared(self.record, after.record, (self.name, after.name), (self.id, after.id), machine)
+
+    def __str__(self) -> str:
+        return self.preview()
+
+    def __repr__(self) -> str:
+        return f"<rldsl.Plan {self.id}: {self.name}, {self.ranks} ranks, {self.compiled.proof.events} events>"
+
+    def _repr_html_(self) -> str:
+        return terminal(self.preview())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal."""
+        printer.text(self.preview().rstrip("\n"))
+
+
+def opened(data: bytes, name: str) -> Plan:
+    """A plan file's bytes -> the plan, proved again."""
+    record = decode(data, name)
+    return Plan(Compiled(record, verify(record), curves(record)), name, Path(name).parent)
+
+
+def trace_text(trace: str) -> str:
+    """Errors: RL0091, RL0092 no such file, RL0098 not text."""
+    try:
+        return Path(trace).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise fail("RL0091", f"no such file: {trace}", place=trace, help="`rlc run --trace FILE` writes it") from None
+    except UnicodeDecodeError:
+        raise fail("RL0098", "this is no timeline", place=trace, notes=("it is not UTF-8 text",)) from None
+    except OSError as error:
+        raise fail("RL0092", f"cannot read {trace}: {error.strerror}", place=trace) from None

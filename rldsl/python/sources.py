@@ -1,0 +1,45 @@
+"""The texts that a plan was compiled from, where they can still be found.
+
+In: a path with its digest, as a plan's header has them. Out: the text with exactly this digest, or "".
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from importlib import resources
+from pathlib import Path
+
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events
+
+
+def source_text(path: str, digest: str, beside: Path) -> str:
+    """The text of a source with this sha256, or "". beside: where the plan lies; it is looked for there, too."""
+    name = Path(path).name
+    found = [Path(path), beside / name, beside / "sources" / f"{digest[:12]}-{name}"]  # the last is that of a run
+    if path.startswith("std/"):
+        found.append(Path(str(resources.files("rldsl.stdlib").joinpath(name))))
+    for file in found:
+        try:
+            data = file.read_bytes()
+            if sha256(data).hexdigest() == digest:
+                return data.decode()
+        except (OSError, ValueError):
+            continue
+    return ""
+
+
+def sources_of(plan: Plan, beside: Path) -> dict[str, str]:
+    """Path -> text of the sources that are still those that were compiled."""
+    texts = ((path, source_text(path, digest, beside)) for path, digest in plan.header.sources)
+    return {path: text for path, text in texts if text}
+
+
+def quote(plan: Plan, event: int, texts: dict[str, str]) -> str:
+    """The line of the program that asked for an event; "" where its source is not among `texts`."""
+    at = next((e.at for e, _ in events(plan) if e.id == event), "")
+    path = next((path for path in texts if at.startswith(f"{path}:")), None)
+    if path is None:
+        return ""
+    number, lines = at[len(path) + 1 :].partition(":")[0], texts[path].splitlines()
+    return lines[int(number) - 1] if number.isdecimal() and 0 < int(number) <= len(lines) else ""

@@ -1,0 +1,167 @@
+"""Views of a plan: its dataflow, memory, report, simulated step.
+
+In: records of a plan, and what was computed of it. Out: values with numbers to use, `text()` to print, and pictures or
+HTML for a notebook.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rldsl.clusters import Cluster
+from rldsl.files import write
+from rldsl.plan.memory.curve import Curve, Peak, each_rank, peak
+from rldsl.plan.model import Plan as Record
+from rldsl.plan.show import human
+from rldsl.python.errors import told
+from rldsl.python.html import frame, table, terminal
+from rldsl.simulate import Lengths, Timeline
+
+HEIGHT = 640  # pixels of a page inside a notebook
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Graph:
+    """The dataflow of a step: a node for each call, computation and movement."""
+
+    plan: Record
+
+    @property
+    def svg(self) -> str:
+        """The picture as one SVG document."""
+        from rldsl.pages import graph_svg
+
+        return graph_svg(self.plan)
+
+    @told
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the picture. Raises RL0094."""
+        write(os.fspath(path), self.svg.encode())
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"<rldsl.Graph of {self.plan.header.program}>"
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Memory:
+    """What ranks hold on their devices over a step. curves: one for each set of ranks that hold the same."""
+
+    plan: Record
+    curves: tuple[Curve, ...]
+
+    @property
+    def peaks(self) -> dict[int, Peak]:
+        """Rank -> its most bytes, while which event, and who holds them."""
+        known = {id(c): peak(c) for c in self.curves}
+        return {rank: known[id(c)] for rank, c in each_rank(self.curves)}
+
+    @property
+    def bytes(self) -> int:
+        """The largest peak of a rank."""
+        return max(p.bytes for p in self.peaks.values())
+
+    def text(self) -> str:
+        """A line for each set of ranks that hold the same."""
+        rows = [_HEAD, *self._rows()]
+        wide = [max(len(r[i]) for r in rows) for i in range(len(_HEAD))]
+        return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide)).rstrip() for row in rows)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        from rldsl.plan.meaning import call_name
+        from rldsl.plan.project import events
+        from rldsl.plan.texts import ranks_text
+
+        known = {e.id: call_name(e) for e, _ in events(self.plan)}
+        found = [(tuple(r for a, b in c.ranks for r in range(a, b)), peak(c)) for c in self.curves]
+        return [(ranks_text(ranks), human(p.bytes), known.get(p.event, ""),
+                 ", ".join(f"{what} {human(size)}" for what, size in p.holders[:3])) for ranks, p in found]
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table(_HEAD, self._rows())
+
+
+_HEAD = ("ranks", "peak", "while", "held then")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """A page for a browser that needs no other file."""
+
+    html: str
+    program: str
+
+    @told
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page. Raises RL0094."""
+        write(os.fspath(path), self.html.encode())
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"<rldsl.Report on {self.program}: {human(len(self.html.encode()))}>"
+
+    def _repr_html_(self) -> str:
+        return frame(self.html, f"Plan of {self.program}", HEIGHT)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Simulation:
+    """A steady step of a plan on a cluster. timeline: every class of ranks in every event, and the critical path."""
+
+    plan: Record
+    timeline: Timeline
+    cluster: Cluster
+    lengths: Lengths = field(default_factory=Lengths)
+    name: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.timeline.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.timeline.tokens_per_second
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Mesh id -> share of the step in which its ranks do nothing."""
+        return dict(self.timeline.idle)
+
+    def text(self) -> str:
+        """What `rlc sim` prints."""
+        from rldsl.simulate.summary import text
+
+        return text(self.plan, self.timeline, self.cluster, self.lengths, Path(self.name).name)
+
+    def json(self) -> str:
+        """What `rlc sim --json` prints; docs/simulate.md describes it."""
+        from rldsl.simulate.summary import to_json
+
+        return to_json(self.plan, self.timeline, self.cluster)
+
+    @told
+    def save_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write the step as a Chrome trace (Perfetto, chrome://tracing). Raises RL0094."""
+        from rldsl.simulate.trace import chrome
+
+        write(os.fspath(path), chrome(self.plan, self.timeline).encode(), "choose another place with --trace")
+        return Path(path)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return terminal(self.text())

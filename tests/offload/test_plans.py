@@ -1,0 +1,190 @@
+"""Offload in plans: what goes and comes back when, what each side holds, and what may not be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from rldsl import api
+from rldsl.diag import Failure
+from rldsl.graph.build import build
+from rldsl.placement.place import check_graph
+from rldsl.plan.diff import diff
+from rldsl.plan.events import (Checkpoint, Event, Every, Generate, Infer, Item, Loop, Offload, Onload, Realloc, Save,
+                               Train)
+from rldsl.plan.memory import curves
+from rldsl.plan.memory.curve import during, host_peak, peak
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events
+from rldsl.plan.show import show
+from rldsl.source import SourceFile
+from rldsl.syntax.parse import parse
+from tests.offload.programs import program
+from tests.verify.faults import change, codes, drop, edited, faults, moved, with_body
+from tests.verify.plans import folder
+
+OFF = " offload=true"
+MORE = "  every 2 { save actor }\n  checkpoint every 2"
+
+
+@cache
+def plan(train: str = "tp=2", generate: str = "dp=2", ref: str = "dp=2", more: str = "", options: str = "") -> Plan:
+    with folder() as here:
+        (here / "p.rlf").write_text(program(train, generate, ref, more=more, options=options))
+        return api.compile("p.rlf")
+
+
+def both() -> Plan:
+    return plan("tp=2" + OFF, "dp=2", "dp=2" + OFF)
+
+
+def of(p: Plan, *kinds: type[Event]) -> list:
+    return [e for e, _ in events(p) if isinstance(e, kinds)]
+
+
+def walked(items: tuple[Item, ...], away: frozenset[tuple[str, str, str]]) -> frozenset[tuple[str, str, str]]:
+    """Go through a block once; what is in host memory at its end."""
+    for e in items:
+        if isinstance(e, Every | Loop):
+            assert walked(e.body, away) == away
+        elif isinstance(e, Offload):
+            assert (e.model, e.layout, e.what) not in away
+            away |= {(e.model, e.layout, e.what)}
+        elif isinstance(e, Onload):
+            assert (e.model, e.layout, e.what) in away
+            away -= {(e.model, e.layout, e.what)}
+        elif isinstance(e, Generate | Infer | Train | Save):
+            assert (e.model, e.layout, "parameters") not in away
+            assert not isinstance(e, Train) or (e.model, e.layout, "optimizer") not in away
+        elif isinstance(e, Realloc):
+            assert (e.model, e.src, "parameters") not in away
+    return away
+
+
+@pytest.mark.parametrize("train, generate, more, options", [
+    ("tp=2", "dp=2", "", ""), ("tp=2", "dp=2", MORE, ""), ("tp=2", "tp=2", MORE, ""), ("dp=2 zero=2", "dp=2", "", ""),
+    ("tp=2", "dp=2 keep=false", MORE, ', dtype="bfloat16"'), ("tp=2", "dp=2", MORE, ", lora(r=4)")])
+def test_everything_is_where_it_is_used(train: str, generate: str, more: str, options: str) -> None:
+    p = plan(train + OFF, generate, "dp=2" + OFF, more, options)
+    home = p.models[0].home
+    assert walked(p.body, frozenset()) >= {("actor", home, "optimizer"), ("actor", home, "parameters")}
+    assert {e.model for e in of(p, Offload)} == {"actor", "ref"} and not faults(p)
+
+
+def test_an_onload_is_issued_behind_the_call_before() -> None:
+    """It runs beside what is between calls, and no call of the same ranks needs more memory for it."""
+    p = both()
+    flat = [e for e, path in events(p) if path]
+    for i, e in enumerate(flat):
+        if isinstance(e, Onload):
+            user = next(x for x in flat[i:] if isinstance(x, Generate | Infer | Train | Realloc)
+                        and f"{e.model}@{e.layout}" in x.reads)
+            between = flat[i + 1 : flat.index(user)]
+            assert not any(isinstance(x, Generate | Infer | Train) for x in between), show(p)
+            before = flat[i - 1] if i else None
+            assert before is None or isinstance(before, Generate | Infer | Train | Onload | Offload) or \
+                type(before).__name__ == "Free" or f"{e.model}@{e.layout}" in (*before.reads, *before.writes), before
+    ahead = [e for e in of(p, Onload) if e.model == "ref"]
+    at = flat.index(ahead[0])
+    assert not isinstance(flat[at + 1], Infer), "transfers of what it reads come meanwhile"
+
+
+def test_the_device_holds_less() -> None:
+    p, plain = both(), plan()
+    for mine, other in zip(curves(p), curves(plain)):
+        for kind in (Generate, Infer):
+            a, b = (dict(during(c, of(x, kind)[0].id)) for c, x in ((mine, p), (other, plain)))
+            gone = {"gradients of actor", "optimizer state of actor", "parameters of actor (tp=2)"}
+            assert gone <= b.keys() - a.keys()
+        train = [dict(during(c, of(x, Train)[0].id)) for c, x in ((mine, p), (other, plain))]
+        one, two = ({k: v for k, v in held.items() if "actor" in k} for held in train)
+        assert one == two
+        assert peak(mine).bytes <= peak(other).bytes
+        assert host_peak(mine) >= sum(b for n, b in during(other, of(plain, Train)[0].id) if n.startswith((
+            "optimizer", "parameters of actor (tp=2)"))) > host_peak(other)
+        cpu = next(c for c in curves(p, "cpu") if c.ranks == mine.ranks)
+        assert "optimizer state of actor" in dict(during(cpu, of(p, Generate)[0].id)), "there is one memory"
+
+
+def test_optimizer_and_parameters_are_told_apart() -> None:
+    p = both()
+    changed = diff(plan(), p)
+    assert {(c.now.kind, c.now.about) for c in changed.inserted if c.before is None} == {
+        (kind, about) for kind in ("offload", "onload") for about in ("actor", "optimizer of actor", "ref")}
+    assert "optimizer's state in host memory between trainings" in show(p)
+
+
+def test_what_generates_too_stays() -> None:
+    """Where generation works on what is trained under another layout's name, parameters stay, and the rest goes."""
+    p = plan("cp=2" + OFF, "dp=2")
+    assert {e.what for e in of(p, Offload) if e.model == "actor"} == {"optimizer"} and not faults(p)
+
+
+# ------------------------------------------------------------------------------------------------ mistakes in plans
+
+
+def sides(p: Plan, kind: type[Event], what: str, model: str = "actor") -> list:
+    return [e for e, path in events(p) if isinstance(e, kind) and path and e.what == what and e.model == model]
+
+
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+@pytest.mark.parametrize("kind", [Offload, Onload])
+def test_a_lost_side_is_rejected(kind: type[Event], what: str) -> None:
+    p = both()
+    assert "RL0525" in codes(drop(p, sides(p, kind, what)[-1].id))
+
+
+def test_training_without_the_state_is_rejected() -> None:
+    p = both()
+    (back,), (train,) = sides(p, Onload, "optimizer"), of(p, Train)
+    after = edited(drop(p, back.id).body, lambda e: (e, back) if e.id == train.id else (e,))
+    assert "RL0525" in codes(with_body(p, after))
+
+
+def test_gradients_without_parameters_are_rejected() -> None:
+    p = both()
+    (back,) = sides(p, Onload, "optimizer")
+    assert "RL0525" in codes(moved(p, back.id, sides(p, Onload, "parameters")[-1].id))
+
+
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_going_twice_is_rejected(what: str) -> None:
+    p = both()
+    gone = sides(p, Offload, what)[-1]
+    assert "RL0525" in codes(with_body(p, edited(p.body, lambda e: (
+        e, replace(e, id=900)) if e.id == gone.id else (e,))))
+
+
+def test_a_frozen_model_has_no_optimizer() -> None:
+    p = both()
+    assert "RL0615" in codes(change(p, sides(p, Offload, "parameters", "ref")[0].id, what="optimizer", writes=()))
+
+
+def test_a_copy_has_no_optimizer() -> None:
+    p = both()
+    layout = of(p, Generate)[0].layout
+    gone = sides(p, Offload, "optimizer")[-1]
+    assert "RL0615" in codes(change(p, gone.id, layout=layout, reads=(f"actor@{layout}",)))
+
+
+def test_a_checkpoint_is_written_from_either_side_but_only_of_what_is_current() -> None:
+    p = plan("tp=2" + OFF, "dp=2", "dp=2", MORE)
+    assert isinstance(p.body[-1].body[-1], Checkpoint) and not faults(p)
+    (train,) = of(p, Train)
+    assert codes(change(p, of(p, Checkpoint)[0].id, reads=(f"actor@{of(p, Generate)[0].layout}",)))
+    assert codes(drop(p, train.id))
+
+
+@pytest.mark.parametrize("train, generate, code", [
+    ("tp=2", "dp=2" + OFF, "RL0317"), ("tp=2" + OFF, "dp=2" + OFF, "RL0317"), ("tp=2 offload=1", "dp=2", "RL0311"),
+    ("tp=2 offload=full", "dp=2", "RL0101"), ("tp=2" + OFF + OFF, "dp=2", "RL0311")])
+def test_mistakes(train: str, generate: str, code: str) -> None:
+    with pytest.raises(Failure) as caught:
+        check_graph(build(parse(SourceFile("p.rlf", program(train, generate))), {}))
+    assert caught.value.diagnostics[0].code == code
+
+
+def test_what_calls_share_with_the_training_may_be_said_of_all() -> None:
+    check_graph(build(parse(SourceFile("p.rlf", program("tp=2" + OFF, "tp=2" + OFF))), {}))
