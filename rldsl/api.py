@@ -68,14 +68,22 @@ def build_graph(source: SourceFile, sets: Mapping[str, Scalar] | None = None, pl
     """The dataflow graph. place: a placement file. overrides: rules of the command line
     ("actor.train on mesh(0:4)")."""
     from rldsl.graph.build import build
-    from rldsl.placement.rules import COMMAND_LINE
     from rldsl.syntax.parse import parse
 
-    more = parse(place) if place is not None else None
-    if overrides:
-        extra = parse(SourceFile(COMMAND_LINE, "".join(f"place {rule}\n" for rule in overrides)))
-        more = extra if more is None else ast.File(more.source, (*more.items, *extra.items))
-    return build(parse(source), dict(sets or {}), more)
+    return build(parse(source), dict(sets or {}), _joined([parse(f) for f in _rules(place, overrides)]))
+
+
+def _rules(place: SourceFile | None, overrides: Sequence[str]) -> tuple[SourceFile, ...]:
+    """The texts of the placement file and of the rules of the command line."""
+    from rldsl.placement.rules import COMMAND_LINE
+
+    line = SourceFile(COMMAND_LINE, "".join(f"place {rule}\n" for rule in overrides))
+    return tuple(f for f in (place, line if overrides else None) if f is not None)
+
+
+def _joined(files: Sequence[ast.File]) -> ast.File | None:
+    """One file of rules. A rule is known to be of the command line by the file of its span."""
+    return ast.File(files[0].source, tuple(item for file in files for item in file.items)) if files else None
 
 
 def check(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | None = None,
@@ -85,17 +93,19 @@ def check(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | None 
 
 
 def examine(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | None = None,
-            place: SourceFile | None = None, read: Callable[[str], str] | None = None) -> tuple[Diagnostic, ...]:
-    """What `check` finds; of a program without mistakes the warnings (RL09xx). read: where imported files come from."""
+            place: SourceFile | None = None, read: Callable[[str], str] | None = None,
+            overrides: Sequence[str] = ()) -> tuple[Diagnostic, ...]:
+    """What `check` finds; of a program without mistakes the warnings (RL09xx). read: where imported files come from.
+    overrides: as for `build_graph`."""
     from rldsl.graph.build import attempt, read_text
     from rldsl.syntax.parse import parse_recovering
 
-    parsed = [parse_recovering(f) for f in (SourceFile(name, text), *([place] if place else []))]
+    parsed = [parse_recovering(f) for f in (SourceFile(name, text), *_rules(place, overrides))]
     broken = tuple(d for _, found in parsed for d in found)
     if broken:
         return broken
     files = [file for file, _ in parsed]
-    graph, found = attempt(files[0], dict(sets or {}), files[1] if place else None, read or read_text)
+    graph, found = attempt(files[0], dict(sets or {}), _joined(files[1:]), read or read_text)
     return judged(files, graph, found, place.name if place else "")
 
 

@@ -20,7 +20,8 @@ import click
 from rldsl.commands import Usage
 from rldsl.diag import Diagnostic, Failure
 
-BUG = "this is a mistake of the compiler, not of your program: please report it, with the program and this message"
+BUG = ("this is a mistake of the compiler, not of your program: "
+       "please report it, with the program or plan and this message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,23 @@ def _cache() -> Path:
     return Path(home) / "rldsl"
 
 
+def _choose(context: click.Context, output: str | None) -> None:
+    """`rlc check --output json` means what `rlc --output json check` does."""
+    if output is not None:
+        context.obj = replace(context.obj, output=output)
+
+
+_output = click.option("--output", type=click.Choice(["human", "json", "github"]), expose_value=False,
+                       callback=lambda context, _, value: _choose(context, value), help="How to show errors.")
+
+
 def _command(body: Callable[..., int | None]) -> click.Command:
-    """A command of `rlc`: what it raises becomes messages, what it returns the exit status."""
+    """A command of `rlc`: what it raises becomes messages, what it returns the exit status; `--output` says how."""
     @wraps(body)
     def guarded(settings: Settings, **given: Any) -> None:
         _guarded(settings, lambda: body(settings, **given))
 
-    return main.command()(click.pass_obj(guarded))
+    return main.command()(_output(click.pass_obj(guarded)))
 
 
 def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
@@ -116,18 +127,10 @@ def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
             raise click.BadParameter(f"{text!r} is not of the form name=value")
+        if name.strip() in found:
+            raise click.BadParameter(f"{name.strip()} is given twice")
         found[name.strip()] = value
     return found
-
-
-_output = click.option("--output", type=click.Choice(["human", "json", "github"]), expose_value=False,
-                       callback=lambda context, _, value: _choose(context, value), help="How to show errors.")
-
-
-def _choose(context: click.Context, output: str | None) -> None:
-    """`rlc check --output json` means what `rlc --output json check` does."""
-    if output is not None:
-        context.obj = replace(context.obj, output=output)
 
 
 _set = click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets,
@@ -142,7 +145,6 @@ _on = click.option("--on", "overrides", multiple=True, metavar="RULE",
 @_set
 @_place
 @_on
-@_output
 @click.option("-o", "target", metavar="PLAN", help="Where the plan goes (default: beside the program, as .plan).")
 @click.option("--emit", type=click.Choice(["graph", "events", "plan"]), help="Print a stage of compilation instead.")
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
@@ -150,6 +152,8 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
     """Compile FILE to a verified plan, and show what it will do."""
     from rldsl.commands import compile as work
 
+    if emit and target:
+        raise Usage("--emit prints a stage and writes no plan: leave -o out")
     _say(work.stage(emit, file, sets, place, overrides) if emit else
          work.compile(file, sets, place, overrides, target))
 
@@ -158,15 +162,15 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 @click.argument("files", nargs=-1, required=True)
 @_set
 @_place
-@_output
+@_on
 @click.option("--fix", is_flag=True, help="Apply the fixes that are sure, then check again.")
 @click.option("--strict", is_flag=True, help="Warnings count as errors.")
-def check(settings: Settings, files: tuple[str, ...], sets: dict[str, Any], place: str | None, fix: bool,
-          strict: bool) -> int:
+def check(settings: Settings, files: tuple[str, ...], sets: dict[str, Any], place: str | None,
+          overrides: tuple[str, ...], fix: bool, strict: bool) -> int:
     """Find the mistakes in FILES without writing a plan; needs no model."""
     from rldsl.commands.check import check
 
-    done = {file: check(file, sets, place, fix) for file in dict.fromkeys(files)}
+    done = {file: check(file, sets, place, fix, overrides) for file in dict.fromkeys(files)}
     found = tuple(d for now in done.values() for d in now.found)
     for file, now in done.items():
         if now.mended:
@@ -195,7 +199,6 @@ def lsp(settings: Settings) -> int:
 @click.argument("files", nargs=-1, required=True)
 @click.option("--check", "ask", is_flag=True, help="Write nothing; name what would change, exit with 1 if anything.")
 @click.option("--diff", is_flag=True, help="Write nothing; show what would change.")
-@_output
 def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> int:
     """Put FILES into the one form: programs, directories of programs, or - (standard input to standard output)."""
     from rldsl.files import write
@@ -219,14 +222,17 @@ def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> in
 @click.argument("name", required=False)
 @click.option("-o", "target", metavar="FILE", help="Where the program goes (default: NAME.rlf; - is standard output).")
 @click.option("--force", is_flag=True, help="Overwrite the program if it is there.")
-@_output
 def new(settings: Settings, name: str | None, target: str | None, force: bool) -> None:
     """Write a commented program to begin with; without NAME, list what there is."""
     from rldsl.commands import new as work
     from rldsl.files import write
 
     if name is None:
+        if target or force:
+            raise Usage("NAME is missing: which program is written? `rlc new` lists them")
         return _say(work.listing())
+    if target == "-" and force:
+        raise Usage("--force overwrites a file, and `-o -` writes none")
     if target == "-":
         return _say(work.program(name))
     made = work.files(name, target, force)
@@ -257,7 +263,6 @@ def explain(settings: Settings, code: str | None) -> None:
 @click.option("--event", type=int, metavar="N", help="One event in full: who takes part, what it touches, and why.")
 @click.option("--paths", "touched", is_flag=True, help="Only what a run reads, which Python it runs, where it writes.")
 @click.option("--json", "as_json", is_flag=True, help="For programs (docs/plans.md describes it).")
-@_output
 def show(settings: Settings, plan: str, rank: int | None, event: int | None, touched: bool, as_json: bool) -> None:
     """Print PLAN as text."""
     from rldsl.commands.show import show
@@ -270,7 +275,6 @@ def show(settings: Settings, plan: str, rank: int | None, event: int | None, tou
 @click.argument("after", metavar="B.plan")
 @click.option("--cluster", metavar="FILE|PRESET", help="Predict the time of a step on these machines, too.")
 @click.option("--json", "as_json", is_flag=True, help="For programs (docs/plans.md describes it).")
-@_output
 def diff(settings: Settings, before: str, after: str, cluster: str | None, as_json: bool) -> int:
     """What changed from A.plan to B.plan: calls, layouts, inserted events, bytes, memory, time.
 
@@ -296,7 +300,6 @@ def _rank(_: click.Context, __: click.Parameter, given: str) -> int | None:
 @click.argument("plan")
 @click.option("--rank", required=True, metavar="R|all", callback=_rank, help="Whose list; `all`: everyone's.")
 @click.option("-o", "target", metavar="FILE", help="Where the program goes (default: standard output).")
-@_output
 def emit(settings: Settings, plan: str, rank: int | None, target: str | None) -> None:
     """Write PLAN as a Python program, one line an event, to be run under torchrun and stepped through."""
     from rldsl.commands.emit import emit
@@ -326,12 +329,14 @@ def verify(settings: Settings, plan: str) -> None:
 @click.argument("file")
 @_set
 @_place
+@_on
 @click.option("--format", "form", type=click.Choice(["mermaid", "dot", "svg"]), default="mermaid", show_default=True)
-def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None, form: str) -> None:
+def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
+          form: str) -> None:
     """Draw the dataflow graph of FILE."""
     from rldsl.commands.graph import draw
 
-    _say(draw(form, file, sets, place))
+    _say(draw(form, file, sets, place, overrides))
 
 
 @_command
@@ -346,10 +351,10 @@ def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None
 @click.option("--nproc", type=click.IntRange(1), help="Processes to start; must be what the plan needs.")
 @click.option("--reward-workers", type=click.IntRange(0), metavar="N", help="Processes in which each rank calls Python "
               "functions; 0: in its own, without a limit.")
-@click.option("--reward-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="That a Python function "
-              "may take for one row (default: 60).")
-@click.option("--allow-write", multiple=True, metavar="DIR", help="Let the program save models there too, outside --out and "
-              "the working directory.")
+@click.option("--reward-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="That a Python "
+              "function may take for one row (default: 60).")
+@click.option("--allow-write", multiple=True, metavar="DIR",
+              help="Let the program save models there too, outside --out and the working directory.")
 @click.option("--overwrite", is_flag=True, help="Remove the run that OUT holds.")
 @click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too, under OUT/tensorboard.")
 @click.option("--wandb", is_flag=False, flag_value="online", type=click.Choice(["offline", "online"]),
@@ -357,8 +362,8 @@ def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None
 @click.option("--log-samples", type=click.IntRange(0), default=0, metavar="N", help="Write so many sampled sequences "
               "of each step as text, under OUT/samples.")
 @click.option("--plain", is_flag=True, help="Show a line for each step, even on a terminal.")
-def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...], out: str,
-        resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
+def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
+        out: str, resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
         reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, tensorboard: bool,
         wandb: str | None, log_samples: int, plain: bool) -> int:
     """Compile FILE (or take a plan) and run it on this machine, one process for each rank."""
@@ -374,7 +379,7 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
     return run(file, sets, place, overrides, out, trace, nproc, resume, overwrite,
                [*(f"{option}={value}" for option, value in numbers.items() if value is not None),
                 *(option for option, given in flags.items() if given),
-                *(f"--allow-write={directory}" for directory in allow_write)])
+                *(f"--allow-write={directory}" for directory in allow_write)], lambda text: click.echo(text, err=True))
 
 
 @_command
@@ -382,9 +387,9 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
 @_set
 @_place
 @_on
-@_output
 @click.option("-o", "target", default="profile.yaml", show_default=True, metavar="FILE", help="Where the numbers go.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure (default: cuda where there is one).")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]),
+              help="What to measure (default: cuda where there is one).")
 @click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
 def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
             target: str, device: str | None, fresh: bool) -> None:
@@ -400,8 +405,8 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 @_set
 @_place
 @_on
-@_output
-@click.option("--prompt-tokens", type=click.FloatRange(0, min_open=True), help="Mean tokens of a prompt (default: the most).")
+@click.option("--prompt-tokens", type=click.FloatRange(0, min_open=True), help="Mean tokens of a prompt (default: the "
+              "most).")
 @click.option("--response-tokens", type=click.FloatRange(0, min_open=True), help="Mean tokens of a response (default: "
               "the most).")
 @click.option("--longest", type=click.FloatRange(0, min_open=True), help="Tokens of the longest response of a batch "
@@ -409,9 +414,9 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 @click.option("--lengths", "like", metavar="RUN_DIR", help="Take the means from the metrics of an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--trace", metavar="FILE", help="Write the timeline of the step to this file (Chrome trace JSON).")
-def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-        prompt_tokens: float | None, response_tokens: float | None, longest: float | None, like: str | None, as_json: bool,
-        trace: str | None) -> None:
+def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
+        overrides: tuple[str, ...], prompt_tokens: float | None, response_tokens: float | None, longest: float | None,
+        like: str | None, as_json: bool, trace: str | None) -> None:
     """How long a step of FILE (a plan or a program) takes on a cluster, and why."""
     from rldsl.commands.sim import sim as work
     from rldsl.simulate import Lengths
@@ -423,8 +428,8 @@ def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place
 @_command
 @click.argument("plan")
 @click.option("-o", "target", metavar="FILE", help="Where the page goes (default: PLAN with .html for .plan).")
-@click.option("--cluster", metavar="CLUSTER", help="A cluster's file, or a known one, to simulate a step on (default: as "
-              "many nodes of h100x8 as PLAN needs).")
+@click.option("--cluster", metavar="CLUSTER", help="A cluster's file, or a known one, to simulate a step on (default: "
+              "as many nodes of h100x8 as PLAN needs).")
 @click.option("--trace", metavar="FILE", help="A recorded timeline of PLAN (`rlc run --trace`), to stand beside the "
               "simulated one.")
 def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None) -> None:

@@ -12,10 +12,10 @@ from rldsl.plan.codec import plan_id
 from rldsl.plan.events import (Collect, Compute, Event, Free, Generate, Infer, Lengths, Load, Log, Offload, Onload,
                                Realloc, Train, Transfer, split)
 from rldsl.plan.meaning import call_name, subject
+from rldsl.plan.memory.curve import each_rank, host_peak
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events
-from rldsl.plan.show import human
-from rldsl.plan.texts import degrees_of, ranks_text
+from rldsl.plan.texts import cut, degrees_of, human, ranks_text
 
 WIDTH = 120
 Call = Generate | Infer | Train
@@ -44,6 +44,8 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
 def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
     plan = compiled.plan
     layouts, peaks = {x.id: x for x in plan.layouts}, compiled.peaks
+    sizes = {id(c): host_peak(c) for c in compiled.curves}
+    hosts = {rank: sizes[id(c)] for rank, c in each_rank(compiled.curves)}
     for mesh in plan.meshes:
         here = [e for e in every if e.mesh == mesh.id]
         calls = [f"{call_name(e)} {degrees_of(layouts[e.layout])}" for e in here if isinstance(e, Call)]
@@ -51,9 +53,9 @@ def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
         if not calls:
             continue
         members = mesh.members()
-        peak = max(peaks[r].bytes for r in members)
+        peak, host = max(peaks[r].bytes for r in members), max(hosts[r] for r in members)
         head = f"  {ranks_text(members):<10}  "
-        tail = f"   peak {human(peak)}"
+        tail = f"   peak {human(peak)}" + (f", host {human(host)}" if host else "")
         text, room = "", WIDTH - len(head) - len(tail)
         for call in calls:
             joined = f"{text} | {call}" if text else call
@@ -87,10 +89,6 @@ def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:
             case _:
                 what, where, size = "", meshes[e.mesh], ""
         at = e.at.rsplit(":", 1)[0]
-        text = f"  + {type(e).__name__.lower():<9} {_cut(what, 26):<26} {where:<12} {size:>9}  "
+        text = f"  + {type(e).__name__.lower():<9} {cut(what, 26):<26} {where:<12} {size:>9}  "
         room = WIDTH - len(text) - len(at) - 2
-        yield f"{text}{_cut(e.because, room):<{max(room, 0)}}  {at}"
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"
+        yield f"{text}{cut(e.because, room):<{max(room, 0)}}  {at}"

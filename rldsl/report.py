@@ -20,7 +20,7 @@ def render(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
 def to_json(diagnostics: Iterable[Diagnostic]) -> str:
     """{"format": 1, "diagnostics": [...]}; lines and columns count from 1, `start` and `end` are character offsets
     from 0. `fix`: null, or edits that mend the mistake, to be applied together."""
-    return json.dumps({"format": 1, "diagnostics": [_record(d) for d in diagnostics]}, indent=2, ensure_ascii=False)
+    return json.dumps({"format": 1, "diagnostics": [_record(d) for d in diagnostics]}, indent=1, ensure_ascii=False)
 
 
 def to_github(diagnostics: Iterable[Diagnostic]) -> str:

@@ -6,16 +6,17 @@ The only place of the runtime that reads the environment (what torchrun sets) an
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rldsl.diag import Failure, fail
 from rldsl.report import render
-from rldsl.runtime.metrics.record import CONTRADICTION, claim, within
+from rldsl.runtime.metrics.record import CONTRADICTION, Claim, claim, within
 
 if TYPE_CHECKING:
     import torch
@@ -29,14 +30,17 @@ GRACE = 20.0  # seconds in which a rank says what all of them have found
 def main(program: Program | None = None) -> None:
     """program: one that `rlc emit` wrote; its schedules are walked."""
     arguments = _arguments(program)
+    # transfers run beside the collectives of calls; with it a GPU starts them in the order in which a rank posts them,
+    # which is the plan's, so that no two wait for each other's room. Set before torch is imported
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         data = _read(arguments.plan)
         _check_world(data, arguments.plan, world)
         if program is not None:
             program.check(data, arguments.plan)
-    except Failure as failure:  # every rank finds the same; one of them says it
-        _stop(failure, say=rank == 0)
+    except Failure as failure:  # the ranks of a machine find the same; another machine may have another file, or none
+        _stop(failure, say=int(os.environ.get("LOCAL_RANK", 0)) == 0)
     _run(arguments, data, rank, world, program)
 
 
@@ -52,17 +56,19 @@ def _arguments(program: Program | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=None if program else "rldsl.run", description=__doc__)
     parser.add_argument("plan", **({"nargs": "?", "default": program.file} if program else {}))
     parser.add_argument("--out", help="directory for metrics, checkpoints and the summary (default: runs/PLAN)")
-    parser.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from the newest checkpoint of --out, or "
-                        "of another run, or from one checkpoint")
-    parser.add_argument("--trace", help="write the recorded timeline to this file (Chrome trace JSON)")
+    parser.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from the newest checkpoint of "
+                        "--out, or of another run, or from one checkpoint")
+    parser.add_argument("--trace", help="write the recorded timeline to this file (Chrome trace JSON); on GPUs every "
+                        "event is then waited for")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another")
     parser.add_argument("--reward-workers", type=_count, metavar="N", help="processes in which each rank calls Python "
-                        "functions; 0: in its own, without a limit (default: as many as there are cores for it, 8 at most)")
-    parser.add_argument("--reward-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="that a Python function "
-                        "may take for one row (default: 60)")
-    parser.add_argument("--allow-write", action="append", default=[], metavar="DIR", help="let the plan save models there "
-                        "too, outside --out and the working directory (may be repeated)")
+                        "functions; 0: in its own, without a limit (default: as many as there are cores for it, 8 at "
+                        "most)")
+    parser.add_argument("--reward-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="that a Python "
+                        "function may take for one row (default: 60)")
+    parser.add_argument("--allow-write", action="append", default=[], metavar="DIR", help="let the plan save models "
+                        "there too, outside --out and the working directory (may be repeated)")
     parser.add_argument("--allow-changed-python", action="store_true", help="run Python functions though their files "
                         "changed since the plan was compiled")
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier run left in --out")
@@ -137,29 +143,42 @@ def _device(asked: str | None, local: int, ranks: int) -> torch.device:
     return device
 
 
-def _meet(backend: str, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """Join the other ranks where torchrun says; without torchrun, a world of one. Returns the store of all starts of this
-    run, and whether an earlier one began it. RL0704: the others cannot be reached."""
+def _meet(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Join the other ranks where torchrun says; without torchrun, a world of one. Returns the store of all starts of
+    this run, and whether an earlier one began it. RL0704: the others cannot be reached."""
     import torch.distributed as dist
 
     from rldsl.runtime.meet import prefix, started_before
 
+    backend: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":  # with the device its communicators are made now, and those of groups from them, not late
+        backend = {"backend": "nccl", "device_id": device}
     try:
         if "MASTER_ADDR" not in os.environ:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(**backend, store=dist.HashStore(), rank=0, world_size=1)
             return dist.HashStore(), False
         found, _, world = next(dist.rendezvous("env://", timeout=timeout))
         run = dist.PrefixStore("rldsl", found)
         name = prefix(run, rank, world, timeout)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         again = started_before(run, dist.PrefixStore(f"{name}/start", run), rank, world, restarted)
-        dist.init_process_group(backend, store=dist.PrefixStore(name, found), rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(**backend, store=dist.PrefixStore(name, found), rank=rank, world_size=world,
+                                timeout=timeout)
         return run, again
     except (RuntimeError, ValueError, OSError) as error:  # the library's own errors are RuntimeErrors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise fail("RL0704", f"rank {rank} cannot join the other ranks: {reason}",
                    place=f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}",
                    help="check that every machine reaches this address and that all ranks were started") from None
+
+
+def _claim(arguments: argparse.Namespace, again: bool, rank: int, device: torch.device) -> Claim:
+    """Rank 0 looks at the run's directory: what machines see of a shared one may differ for a while."""
+    from rldsl.runtime.agree import from_first
+
+    mine = claim(arguments.out, arguments.resume, again, arguments.overwrite) if rank == 0 else Claim(None, False)
+    found = json.loads(from_first(json.dumps([str(mine.resume) if mine.resume else "", mine.goes_on]), device))
+    return Claim(Path(found[0]) if found[0] else None, bool(found[1]))
 
 
 def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, program: Program | None) -> None:
@@ -183,7 +202,7 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, prog
     late = device.type == "cuda"  # NCCL ends the process when its own time is over: the watcher must come before it
     limit = timedelta(seconds=arguments.timeout + (GRACE if late else 0.0))
     try:
-        run, again = _meet("nccl" if late else "gloo", rank, limit)
+        run, again = _meet(device, rank, limit)
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
         _stop(failure, say=True)
     watch = Watch(dist.distributed_c10d._get_default_store(), rank, world, data, arguments.timeout, late)
@@ -194,7 +213,7 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, prog
                   (arguments.command,) if arguments.command else tuple(sys.argv))
     screen = sys.stderr
     try:
-        claimed = claim(arguments.out, arguments.resume, again, arguments.overwrite)
+        claimed = _claim(arguments, again, rank, device)
         sys.stderr = tee(screen, arguments.out, rank, claimed.goes_on)
         options = Options(arguments.trace, claimed.resume, claimed.goes_on, not claimed.goes_on, workers,
                           arguments.reward_timeout, tuple(arguments.allow_write), arguments.allow_changed_python, asked,

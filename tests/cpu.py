@@ -16,12 +16,11 @@ TICK = os.sysconf("SC_CLK_TCK")
 def seconds(pid: int | str = "self") -> float:
     """Of a process, of the children that it has waited for, and of those that live (Linux)."""
     try:
-        *_, user, system, user_of_dead, system_of_dead = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:15]
+        used = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]  # own and of the dead
         children = [c for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
     except OSError:
         return 0.0  # it has ended since
-    own = sum(map(int, (user, system, user_of_dead, system_of_dead))) / TICK
-    return own + sum(map(seconds, children))
+    return sum(map(int, used)) / TICK + sum(map(seconds, children))
 
 
 class Cpu:

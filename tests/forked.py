@@ -36,7 +36,8 @@ def command(module: str, *arguments: str, timeout: float = 120.0,
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise AssertionError(f"{module} {' '.join(arguments)} has not ended after {timeout} s:\n{Path(err).read_text()}")
+            said = Path(err).read_text()
+            raise AssertionError(f"{module} {' '.join(arguments)} has not ended after {timeout} s:\n{said}")
         return subprocess.CompletedProcess((module, *arguments), process.exitcode, Path(out).read_text(),
                                            Path(err).read_text())
 
@@ -48,7 +49,7 @@ def run(line: Sequence[str], env: Mapping[str, str] | None = None, **_: Any) -> 
 
 
 def start(module: str, *arguments: str, files: tuple[str, str, str], env: Mapping[str, str] | None = None) -> Any:
-    """The process, as of `multiprocessing`, just begun. files: what it reads from and writes to; they may be a terminal."""
+    """The process, as of `multiprocessing`, just begun. files: what it reads from and writes to; a terminal, perhaps."""
     environment = {k: v for k, v in os.environ.items() if k not in HIDDEN} | {"OMP_NUM_THREADS": "1"} | dict(env or {})
     process = context().Process(target=_enter, args=(module, arguments, os.getcwd(), environment, files))
     process.start()

@@ -22,10 +22,11 @@ ALLOWED = {
     "passes": LEAVES | {"graph", "placement", "passes", "plan"},
     "runtime": LEAVES | {"plan", "runtime", "backends", "report"},
     "run": LEAVES | {"plan", "runtime", "report"},
+    "measure": LEAVES | {"plan", "runtime", "backends", "measure"},
     "backends": LEAVES | {"plan", "runtime", "backends"},
 }
 TORCH = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "flash_attn"}
-MAY_TORCH = {"runtime", "backends", "run"}
+MAY_TORCH = {"runtime", "backends", "run", "measure"}
 LAZY_TORCH = {"placement"}
 
 

@@ -127,11 +127,10 @@ class Prefill(Varlen):
 
 
 class Decode:
-    """One new token for each of `slots`; `positions` [S] are their places in their sequences."""
+    """One new token for each of `slots`; `positions` [S]: their places in their sequences; width: the largest, plus 1."""
 
-    def __init__(self, slab: Slab, slots: torch.Tensor, positions: torch.Tensor):
-        self.slab, self.slots, self.positions = slab, slots, positions
-        self.width = int(positions.max()) + 1
+    def __init__(self, slab: Slab, slots: torch.Tensor, positions: torch.Tensor, width: int):
+        self.slab, self.slots, self.positions, self.width = slab, slots, positions, width
         self.every = slots.numel() == slab.slots  # then the slab is read in place
         self.gap = positions[:, None] - torch.arange(self.width, device=positions.device)
 

@@ -47,8 +47,8 @@ def divide_experts(module: nn.Module, count: int, tp: Axis, ep: Axis) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the rows of this rank and those of the others reach their experts. sent, received: rows to and from each rank.
-    counts: [experts of this rank] rows for each, of all ranks. order: of received rows (rank after rank, each by
+    """How the rows of this rank and those of the others reach their experts. sent, received: rows to and from each
+    rank. counts: [experts of this rank] rows for each, of all ranks. order: of received rows (rank after rank, each by
     expert), so that they are by expert."""
 
     ep: Axis

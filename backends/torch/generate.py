@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from rldsl.diag import fail
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import Axes, Axis, Generated, Packed
 from rldsl.runtime.draws import uniform
+from rldsl.runtime.ends import ends
 from rldsl.runtime.store import within
 
 if TYPE_CHECKING:
@@ -58,14 +61,16 @@ class Sampler:
     sampling: Sampling
     seed: int
     step: int
-    eos_ids: list[int]
+    eos_ids: torch.Tensor
     stops: StopStrings | None
     rows: torch.Tensor
     widest: int = field(init=False)
+    head: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         tp, vocab = self.stage.head_axis.size, self.stage.vocab
         self.widest = max((i + 1) * vocab // tp - i * vocab // tp for i in range(tp))
+        self.head = None if self.stage.head is None else self.stage.head.to(self.stage.head_dtype)  # once for all
 
     def next(self, hidden: torch.Tensor | None, which: torch.Tensor, position: torch.Tensor
              ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,13 +86,15 @@ class Sampler:
             logprobs = torch.empty(which.shape, device=which.device)
         pp = self.axes.pp
         if pp.size > 1:
-            for value in (tokens, logprobs):
-                dist.broadcast(value, src=pp.ranks[-1], group=pp.group)
+            both = torch.stack((tokens.double(), logprobs.double()))  # exact: one message instead of two
+            dist.broadcast(both, src=pp.ranks[-1], group=pp.group)
+            tokens, logprobs = both[0].long(), both[1].float()
         return tokens, logprobs
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, V] float32, gathered over the vocabulary's shards."""
-        logits = (hidden @ self.stage.head.to(hidden.dtype).T).float()
+        assert self.head is not None
+        logits = (hidden @ self.head.T).float()
         tp, vocab = self.stage.head_axis, self.stage.vocab
         if tp.size == 1:
             return logits
@@ -100,78 +107,105 @@ class Sampler:
 
 
 class StopStrings:
-    """Whether a completion ends in one of the stop strings."""
+    """Whether the last token of a completion completes one of the stop strings; it may have more text behind it."""
 
-    def __init__(self, stop: tuple[str, ...], tokenizer_dir: str):
-        self.stop = stop
-        self.tokenizer = _tokenizer(tokenizer_dir)
-        self.tail = max(map(len, stop)) + 8  # every token has at least a character; 8 more for merges
+    def __init__(self, stop: tuple[str, ...], tokenizer: Any):
+        self.stop, self.tokenizer = stop, tokenizer
+        self.tail = max(len(text.encode()) for text in stop) + 8  # a token may be one byte of a character; 8 for others
 
     def hit(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """tokens [S, M], lengths [S] -> [S] bool."""
-        tails = [row[max(0, n - self.tail) : n] for row, n in zip(tokens.tolist(), lengths.tolist())]
-        texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True)
-        return torch.tensor([text.endswith(self.stop) for text in texts], dtype=torch.bool, device=tokens.device)
+        at = lengths[:, None] + torch.arange(-self.tail, 0, device=tokens.device)
+        some = torch.where(at >= 0, tokens.gather(1, at.clamp(min=0)), -1).tolist()
+        tails = [[token for token in row if token >= 0] for row in some]
+        before, after = (self.tokenizer.batch_decode(x, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                         for x in ([tail[:-1] for tail in tails], tails))
+        return torch.tensor(list(map(self._completed, before, after)), dtype=torch.bool, device=tokens.device)
+
+    def _completed(self, before: str, after: str) -> bool:
+        """Whether a stop string ends in what the last token changed, which may be the character before it too."""
+        same = len(commonprefix((before, after)))
+        return any(after.find(stop, max(0, same - len(stop) + 1)) >= 0 for stop in self.stop)
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(directory: str) -> Any:
+def _tokenizer(directory: str) -> tuple[Any, list[int]]:
+    """With the tokens that end a sequence."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    return found, sorted(ends(directory, found))
 
 
 @torch.no_grad()
-def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, eos_ids: list[int], tokenizer_dir: str,
-             seed: int, step: int, limit: int) -> Generated:
+def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, tokenizer_dir: str, seed: int, step: int,
+             limit: int) -> Generated:
     """See `Shard.generate`. limit: slots of the slab (0: one for each sequence)."""
     count, device = len(prompts), prompts.tokens.device
     progress = Progress.start(count, sampling.max_new_tokens, device)
     if count and int(prompts.prompt_lens.min()) == 0:
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
     if count or axes.ep.size > 1:
-        stops = StopStrings(sampling.stop, tokenizer_dir) if sampling.stop else None
-        sampler = Sampler(stage, axes, sampling, seed, step, eos_ids, stops, prompts.rows)
+        tokenizer, ids = _tokenizer(tokenizer_dir)
+        stops = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
+        sampler = Sampler(stage, axes, sampling, seed, step, torch.tensor(ids, dtype=torch.long, device=device), stops,
+                          prompts.rows)
         _run(stage, axes, prompts, sampler, progress, min(limit or count, count))
     return _pack(prompts, progress)
 
 
 def _run(stage: Stage, axes: Axes, prompts: Packed, sampler: Sampler, progress: Progress, slots: int) -> None:
-    count, device = len(prompts), prompts.tokens.device
-    longest = sampler.sampling.max_new_tokens
-    starts = prompts.prompt_lens.cumsum(0) - prompts.prompt_lens
-    slab = Slab(slots, (int(prompts.prompt_lens.max()) if count else 0) + longest)
-    held = torch.full((slots,), -1, dtype=torch.long, device=device)  # the sequence in each slot
-    waiting = 0  # sequences from here on have not begun
+    """Which sequence is in which slot, and how long it is, is known on the host: a decoding step asks the device once,
+    which sequences ended in it."""
+    device, longest, lens = prompts.tokens.device, sampler.sampling.max_new_tokens, prompts.prompt_lens.tolist()
+    count, starts = len(lens), prompts.prompt_lens.cumsum(0) - prompts.prompt_lens
+    slab = Slab(slots, max(lens, default=0) + longest)
+    held: dict[int, int] = {}  # slot -> its sequence
+    sizes: dict[int, int] = {}  # slot -> tokens of its sequence
+    free, waiting = list(range(slots)), 0  # sequences from `waiting` on have not begun
+    slot = which = torch.empty(0, dtype=torch.long, device=device)  # of `held`, in order
     while True:
-        free = (held < 0).nonzero()[:, 0]
-        busy = waiting < count or len(free) < slots
+        busy = waiting < count or bool(held)
         if not _any(busy, axes.ep, device):
             return
         if not busy:  # others still need the experts of this rank
-            _forward(stage, axes, held.new_zeros(1), held.new_zeros(1), Varlen(held.new_ones(1)))
+            one = torch.ones(1, dtype=torch.long, device=device)
+            _forward(stage, axes, one - 1, one - 1, Varlen(one))
             continue
-        if waiting < count and len(free):
-            ahead = prompts.prompt_lens[waiting : waiting + len(free)].cumsum(0)
-            some = max(1, int((ahead <= PREFILL).sum()))
+        if some := _begin(lens, waiting, len(free), slots):
+            into, free = free[:some], free[some:]
             begun = torch.arange(waiting, waiting + some, device=device)
-            slot, waiting = free[: len(begun)], waiting + len(begun)
-            held[slot] = begun
-            lens = prompts.prompt_lens[begun]
-            tokens = prompts.tokens[starts[begun].repeat_interleave(lens) + within(lens)]
-            packing = Prefill(slab, slot, lens)
+            each = prompts.prompt_lens[begun]
+            tokens = prompts.tokens[starts[begun].repeat_interleave(each) + within(each)]
+            packing = Prefill(slab, torch.tensor(into, device=device), each)
             hidden = _forward(stage, axes, tokens, packing.positions, packing)
-            last, which = lens.cumsum(0) - 1, begun
+            ended = _record(sampler, progress, None if hidden is None else hidden[each.cumsum(0) - 1], begun).tolist()
+            held.update(zip(into, range(waiting, waiting + some)))
+            sizes.update(zip(into, lens[waiting : waiting + some]))
+            waiting, changed = waiting + some, into
         else:
-            slot = (held >= 0).nonzero()[:, 0]
-            which, last = held[slot], None
             made = progress.lengths[which]
-            tokens = progress.tokens[which, made - 1]
             positions = prompts.prompt_lens[which] + made - 1
-            hidden = _forward(stage, axes, tokens, positions, Decode(slab, slot, positions))
-        hidden = hidden if hidden is None or last is None else hidden[last]
-        ended = _record(sampler, progress, hidden, which)
-        held[slot[ended]] = -1
+            packing = Decode(slab, slot, positions, max(sizes.values()))
+            hidden = _forward(stage, axes, progress.tokens[which, made - 1], positions, packing)
+            ended, changed = _record(sampler, progress, hidden, which).tolist(), list(held)
+        for s, over in zip(changed, ended):
+            sizes[s] += 1
+            if over:
+                del held[s], sizes[s]
+                free.append(s)
+        if some or any(ended):
+            held = dict(sorted(held.items()))
+            slot, which = (torch.tensor(x, dtype=torch.long, device=device) for x in (list(held), list(held.values())))
+
+
+def _begin(lens: list[int], waiting: int, free: int, slots: int) -> int:
+    """How many sequences to begin now: a prefill of a few is as slow as a decoding step, so it waits for a sixteenth of
+    the slots, or until its tokens are enough."""
+    ahead = list(accumulate(lens[waiting : waiting + free]))
+    some = max(1, sum(x <= PREFILL for x in ahead)) if ahead else 0
+    last = waiting + some == len(lens)
+    return some if 16 * free >= slots or last or ahead and ahead[-1] >= PREFILL else 0
 
 
 def _any(busy: bool, ep: Axis, device: torch.device) -> bool:
@@ -190,7 +224,7 @@ def _record(sampler: Sampler, progress: Progress, hidden: torch.Tensor | None, w
     progress.tokens[which, made] = tokens
     progress.logprobs[which, made] = logprobs
     progress.lengths[which] = made + 1
-    done = torch.isin(tokens, torch.tensor(sampler.eos_ids, dtype=torch.long, device=tokens.device))
+    done = torch.isin(tokens, sampler.eos_ids)
     if sampler.stops is not None:
         allowed = made + 1 >= sampler.sampling.min_new_tokens
         done |= sampler.stops.hit(progress.tokens[which], made + 1) & allowed

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from rldsl.diag import fail
-from rldsl.plan.boxes import Parameter, Piece, intersect, local_shape, local_slice
+from rldsl.plan.boxes import Parameter, Piece, inside, intersect, local_shape, local_slice, slices
 from rldsl.plan.model import Model
 from rldsl.plan.stored import of_experts, shape, tensors as stored_tensors
 from rldsl.runtime.backend import Pool
@@ -60,31 +60,29 @@ def _reader(file: Path, open_files: dict[Path, safe_open], stack: ExitStack) -> 
 def _join(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], where: Mapping[str, Path],
           open_files: dict[Path, safe_open], stack: ExitStack) -> None:
     """The pieces of a parameter from the tensors that make it up; only those with a part of them are read."""
-    single, dim = of_experts(parameter), parameter.spec.split.dim if parameter.spec.split else 0
+    single = of_experts(parameter)
     for name, box in stored_tensors(parameter):
         common = [(piece, both) for piece in pieces if (both := intersect(piece.box, box)) is not None]
         if not common:
             continue
         key = _stored_name(name, where)
         if key is None:
-            raise fail("RL0722", f"parameter {name} is not in the checkpoint", place=str(next(iter(where.values())).parent),
+            raise fail("RL0722", f"parameter {name} is not in the checkpoint",
+                       place=str(next(iter(where.values())).parent),
                        help="the weights do not belong to this config.json")
         file = where[key]
         source = stored(_reader(file, open_files, stack), key, file)
         _check(name, shape(single, box), source, file)
         for piece, both in common:
-            inside = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(both, box))[int(single):]
-            part = source[inside]
-            target[local_slice(piece, both, dim)].copy_(part[None] if single else part)
+            part = source[inside(both, box)[int(single):]]
+            target[local_slice(piece, both, parameter.dim)].copy_(part[None] if single else part)
 
 
 def fill(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path) -> None:
     """The pieces of a parameter from its slice in a file."""
     _check(parameter.name, parameter.spec.shape, source, file)
-    dim = parameter.spec.split.dim if parameter.spec.split else 0
     for piece in pieces:
-        part = source[tuple(slice(a, b) for a, b in piece.box)]
-        target[local_slice(piece, piece.box, dim)].copy_(part)
+        target[local_slice(piece, piece.box, parameter.dim)].copy_(source[slices(piece.box)])
 
 
 def _check(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:

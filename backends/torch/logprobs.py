@@ -29,9 +29,10 @@ class _TokenLogprobs(torch.autograd.Function):
         count = hidden.shape[0]
         normaliser = hidden.new_empty(count, dtype=_statistics(hidden))
         logprobs, entropy = torch.empty_like(normaliser), torch.zeros_like(normaliser)
+        head = weight.to(hidden.dtype)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, temperature)
+            logits = _logits(hidden[part], head, temperature)
             at, mine = _local(targets[part], vocab_start, logits.shape[1])
             peak = _reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
             weights = (logits - peak[:, None]).exp_()
@@ -54,9 +55,10 @@ class _TokenLogprobs(torch.autograd.Function):
         to_hidden, to_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:  # a head that is not trained is as large as the others
             to_weight = torch.zeros_like(weight)
+        head = weight.to(hidden.dtype)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, temperature)
+            logits = _logits(hidden[part], head, temperature)
             at, mine = _local(targets[part], vocab_start, logits.shape[1])
             share = (logits - normaliser[part, None]).exp_()
             slope = -from_logprobs[part, None] * share
@@ -64,7 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if want_entropy:  # dH/dl = -p (l - sum(p l)), and sum(p l) = normaliser - H
                 slope -= from_entropy[part, None] * share * (logits - (normaliser - entropy)[part, None])
             slope = (slope / temperature).to(hidden.dtype)
-            to_hidden[part] = slope @ weight.to(hidden.dtype)
+            to_hidden[part] = slope @ head
             if to_weight is not None:
                 to_weight += (slope.T @ hidden[part]).to(weight.dtype)
         return _reduce(to_hidden, dist.ReduceOp.SUM, tp), to_weight, *[None] * 6
@@ -74,8 +76,9 @@ def _statistics(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (hidden @ weight.to(hidden.dtype).T).to(_statistics(hidden)) / temperature
+def _logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = (hidden @ head.T).to(_statistics(hidden))
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _local(targets: torch.Tensor, vocab_start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

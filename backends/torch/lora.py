@@ -57,9 +57,8 @@ def begin(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None
     load(model, {name: held[name] for name in held if name == HEAD}, tensors)
     for name, (parameter, pieces) in held.items():
         if name.endswith(A):
-            dim = parameter.spec.split.dim if parameter.spec.split else 0
             for piece in pieces:
-                target = tensors[name][local_slice(piece, piece.box, dim)]
+                target = tensors[name][local_slice(piece, piece.box, parameter.dim)]
                 target.copy_(_drawn(model.lora.seed, name, piece, parameter.spec.shape[1]))
         elif module_of(name):
             tensors[name].zero_()

@@ -88,7 +88,7 @@ def _rowwise(module: nn.Module, x: torch.Tensor, tp: Axis, adapter: Adapter | No
     part = F.linear(x, module.weight)
     part = part if adapter is None else part + adapter(x)
     out = tokens.sum(part) if tokens.on else OutOfDivided.apply(part, tp)
-    return out if module.bias is None else out + module.bias
+    return out if module.bias is None else out + module.bias.to(out.dtype)
 
 
 def _embed(module: nn.Module, ids: torch.Tensor, tp: Axis, start: int) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """Micro-batches through the stages of a pipeline.
 
-`forward` streams them for inference. `forward_backward` is 1F1B (Narayanan et al. 2019, PipeDream-flush): each stage
-runs ahead by its distance from the end, then alternates one forward and one backward. Where both directions of a link
-are used at once, the two messages are posted together, so the schedule holds under rendezvous as well.
+`forward` streams them for inference. `forward_backward` does what `plan/schedule.py` says a rank does in training:
+1F1B, or with several chunks of layers on each rank its interleaved form. What it exchanges at once is posted together,
+and in one order of time on all ranks, so the schedule holds under rendezvous as well.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,38 +14,42 @@ import torch.distributed as dist
 
 from rldsl.backends.torch.batch import Batch
 from rldsl.backends.torch.stage import Stage
+from rldsl.plan.schedule import Exchange, Message, Pass, actions
 from rldsl.runtime.backend import Axis
+
+Key = tuple[int, int]  # a chunk and a micro-batch
 
 
 class Links:
-    """Messages to and from the neighbouring stages."""
+    """Messages to and from other stages. arriving: what passes wait for, by the pass."""
 
     def __init__(self, pp: Axis):
         self.pp = pp
         self.sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self.arriving: dict[Pass, tuple[dist.Work, torch.Tensor]] = {}
 
-    def exchange(self, *, send: torch.Tensor | None = None, to: int = 1,
-                 receive: torch.Tensor | None = None, of: int = -1) -> torch.Tensor | None:
-        """Post a send to the stage `to` places on and a receive from the stage `of` places on, together; wait for
-        the receive only. What was sent before must have arrived by then, so that one message at most is kept: under
+    def exchange(self, now: Exchange, made: torch.Tensor | None, room: Callable[[int], torch.Tensor]) -> None:
+        """Post all messages of an exchange together. made: what is sent. room(i): a tensor for hidden states of
+        micro-batch i. What was sent before must have arrived by then, so that one message at most is kept: under
         rendezvous it has."""
         self.drain()
-        operations, group = [], self.pp.group
-        if send is not None:
-            send = send.detach().contiguous()
-            operations.append(dist.P2POp(dist.isend, send, self.pp.ranks[self.pp.index + to], group))
-        if receive is not None:
-            operations.append(dist.P2POp(dist.irecv, receive, self.pp.ranks[self.pp.index + of], group))
-        if not operations:
-            return None
+        out = [made.detach().contiguous() for _ in now.sends if made is not None]
+        into = [room(message.wanted.micro) for message in now.takes]
+        operations = [dist.P2POp(dist.isend, t, self.pp.ranks[m.peer], self.pp.group) for m, t in zip(now.sends, out)]
+        operations += [dist.P2POp(dist.irecv, t, self.pp.ranks[m.peer], self.pp.group) for m, t in zip(now.takes, into)]
         works = dist.batch_isend_irecv(operations)
         if len(works) < len(operations):  # coalesced into one, as NCCL does
             works = [works[0]] * len(operations)
-        if receive is not None:
-            works[-1].wait()
-        if send is not None:
-            self.sending.append((works[0], send))
-        return receive
+        self.sending += zip(works, out)
+        self.arriving |= {m.wanted: found for m, found in zip(now.takes, zip(works[len(out) :], into))}
+
+    def take(self, wanted: Pass) -> torch.Tensor | None:
+        """What a pass needs of another rank; None if nothing."""
+        if wanted not in self.arriving:
+            return None
+        work, tensor = self.arriving.pop(wanted)
+        work.wait()
+        return tensor
 
     def drain(self) -> None:
         for work, _ in self.sending:
@@ -59,58 +62,52 @@ def forward(stage: Stage, pp: Axis, batches: Sequence[Batch],
     """Inference; finish(i, hidden [T, H]) is called on the last stage, in order."""
     links = Links(pp)
     for i, batch in enumerate(batches):
-        hidden = None if stage.first else links.exchange(receive=_empty(stage, batch))
+        wanted, hidden = Pass(False, 0, i), None
+        if not stage.first:
+            links.exchange(Exchange((), (Message(wanted, pp.index - 1),)), None, lambda _: _empty(stage, batch))
+            hidden = links.take(wanted)
         hidden = stage.forward(batch.tokens, batch.packing.positions, batch.packing, hidden)
         if stage.last:
             finish(i, hidden)
         else:
-            links.exchange(send=hidden)
+            links.exchange(Exchange((Message(wanted, pp.index + 1),), ()), hidden, lambda _: hidden)
     links.drain()
 
 
 def forward_backward(stage: Stage, pp: Axis, batches: Sequence[Batch],
                      loss: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-    """Training; loss(i, hidden) is called on the last stage. Gradients add up in the parameters, or, where these are
-    divided over dp, as `zero.py` says."""
-    links, count = Links(pp), len(batches)
-    ahead = min(pp.size - 1 - pp.index, count)
-    flying: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()  # (input, output or loss), oldest first
+    """Training; loss(i, hidden) is called where the last layers are. Gradients add up in the parameters, or, where
+    these are divided over dp, as `zero.py` says."""
+    links = Links(pp)
+    flying: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (input, output or loss)
 
-    def take(i: int) -> torch.Tensor | None:
-        return None if stage.first or i >= count else _empty(stage, batches[i])
-
-    def run(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
+    def ahead(p: Pass) -> torch.Tensor:
+        batch, hidden = batches[p.micro], links.take(p)
         if hidden is not None:
             hidden.requires_grad_()
-        batch = batches[i]
-        out = stage.forward(batch.tokens, batch.packing.positions, batch.packing, hidden)
-        out = loss(i, out) if stage.last else out
-        flying.append((hidden, out))
+        out = stage.forward(batch.tokens, batch.packing.positions, batch.packing, hidden, p.chunk)
+        out = loss(p.micro, out) if stage.chunks[p.chunk].last else out
+        flying[p.chunk, p.micro] = hidden, out
         return out
 
-    def back(slope: torch.Tensor | None) -> torch.Tensor | None:
-        hidden, out = flying.popleft()
+    def back(p: Pass) -> torch.Tensor | None:
+        hidden, out = flying.pop((p.chunk, p.micro))
+        slope = links.take(p)
         if out.requires_grad:
             torch.autograd.backward(out, slope)
         if stage.sharded:
-            stage.sharded.after_backward()
+            stage.sharded.after_backward(stage.chunks[p.chunk].layers)
         if hidden is None:
             return None
         return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
-    def room() -> torch.Tensor | None:
-        return None if stage.last else torch.empty_like(flying[0][1])
-
-    for i in range(ahead):
-        out = run(i, links.exchange(receive=take(i)))
-        links.exchange(send=None if stage.last else out)
-    hidden = links.exchange(receive=take(ahead))
-    for i in range(ahead, count):
-        out = run(i, hidden)
-        slope = links.exchange(send=None if stage.last else out, to=1, receive=room(), of=1)
-        hidden = links.exchange(send=back(slope), to=-1, receive=take(i + 1), of=-1)
-    for _ in range(ahead):
-        links.exchange(send=back(links.exchange(receive=room(), of=1)), to=-1)
+    made: torch.Tensor | None = None
+    for action in actions(pp.size, len(stage.chunks), len(batches))[pp.index]:
+        if isinstance(action, Exchange):
+            links.exchange(action, made, lambda i: _empty(stage, batches[i]))
+            made = None
+        else:
+            made = back(action) if action.backward else ahead(action)
     links.drain()
 
 

@@ -9,18 +9,16 @@ from rldsl.plan.events import Sampling
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor, forbidden: torch.Tensor | None,
-           eos_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+           eos_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens [S] and their log-probs [S] float32, at the sampling temperature and before any filter.
 
-    logits: [S, V] float32. draws: [S] in (0, 1). forbidden: [S] bool, rows that may not end yet."""
+    logits: [S, V] float32. draws: [S] in (0, 1). forbidden: [S] bool, rows that may not end yet. eos_ids: [E] int64."""
     temperature = 1.0 if sampling.greedy else sampling.temperature
     logprobs = (logits / temperature).log_softmax(-1)
     allowed = logprobs
-    if forbidden is not None and eos_ids:
-        allowed = logprobs.clone()
-        ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        ends[eos_ids] = True
-        allowed.masked_fill_(forbidden[:, None] & ends, -torch.inf)
+    if forbidden is not None:
+        ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill_(0, eos_ids, True)
+        allowed = logprobs.masked_fill(forbidden[:, None] & ends, -torch.inf)
     if sampling.greedy:
         tokens = allowed.argmax(-1)
     else:

@@ -75,7 +75,7 @@ class Tokens:
 
 
 class Filled:
-    """A packing whose row is filled up to `rows` tokens, which see nothing and are not seen."""
+    """A packing whose row is filled up to `rows` tokens with padding: it attends to nothing, nothing attends to it."""
 
     def __init__(self, packing: Packing, rows: int):
         self.packing, self.rows, self.count = packing, rows, len(packing.positions)

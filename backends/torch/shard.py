@@ -19,6 +19,7 @@ from rldsl.backends.torch.stage import Stage
 from rldsl.backends.torch.train import Trainer
 from rldsl.plan.events import Part, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.movement import stored
 from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed, Pool, Shard
 
 ONE_TOKEN = Packed(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
@@ -29,9 +30,9 @@ class TorchShard:
                  trainable: bool, pool: Pool | None = None):
         self.model, self.axes, self.device = model, axes, device
         self.half = model.dtype == "bfloat16"
-        # trained parameters stay float32 and run under autocast; others are stored as the model says
-        said = torch.bfloat16 if self.half else torch.float32
-        self.stage = Stage(model, layout, mesh, axes, device, torch.float32 if trainable else said, said, pool)
+        said, kept = (torch.bfloat16 if name == "bfloat16" else torch.float32
+                      for name in (model.dtype, stored(model, layout.id)))
+        self.stage = Stage(model, layout, mesh, axes, device, kept, said, pool)
         checkpoint.load(model, self.stage.unread_base, self.stage.base)
         if load and model.lora is not None:
             begin(model, self.stage.held, self.stage.parameters)
@@ -45,8 +46,8 @@ class TorchShard:
 
     def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int) -> Generated:
         with self._autocast():
-            return generate(self.stage, self.axes, prompts, sampling, eos_ids=self._eos_ids(),
-                            tokenizer_dir=self.model.path, seed=seed, step=step, limit=limit)
+            return generate(self.stage, self.axes, prompts, sampling, tokenizer_dir=self.model.path,
+                            seed=seed, step=step, limit=limit)
 
     @torch.no_grad()
     def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:
@@ -146,20 +147,3 @@ class TorchShard:
         # a copy that is kept over the passes of a minibatch would hand on its gradient after those of its layer were summed
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half,
                               cache_enabled=self.stage.sharded is None)
-
-    def _eos_ids(self) -> list[int]:
-        """Every end-of-sequence token that the directory declares."""
-        from transformers import AutoTokenizer, GenerationConfig
-
-        if not hasattr(self, "_ends"):
-            found: set[int] = set()
-            try:
-                declared = GenerationConfig.from_pretrained(self.model.path, local_files_only=True).eos_token_id
-            except OSError:
-                declared = None
-            for ids in (declared, self.stage.config.eos_token_id,
-                        AutoTokenizer.from_pretrained(self.model.path, local_files_only=True,
-                                                      trust_remote_code=False).eos_token_id):
-                found |= {ids} if isinstance(ids, int) else set(ids or ())
-            self._ends = sorted(found)
-        return self._ends

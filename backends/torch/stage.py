@@ -1,7 +1,7 @@
 """One pipeline stage of a HuggingFace model, as this rank's tensor-parallel shard.
 
 In: a plan's model, a layout and this rank's place in it. Out: a `Stage` whose forward is the family's own code.
-Invariants: parameters are exactly the pieces that `plan/boxes.py` gives this rank; layers of other stages are
+Invariants: parameters are exactly the pieces that `plan/boxes.py` gives this rank; layers of other chunks are
 pass-through modules, so that the family's forward runs unchanged. Under a layout with `zero`, parameters are rows, and
 modules compute with tensors that `zero.py` fills from the rows of all shards.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from transformers.pytorch_utils import Conv1D
 from rldsl.backends.torch import attention
 from rldsl.backends.torch.attention import Packing
 from rldsl.backends.torch.experts import divide_experts
+from rldsl.backends.torch.half import compute_rounded
 from rldsl.backends.torch.load import HEAD, Held, allot
 from rldsl.backends.torch.lora import adapters
 from rldsl.backends.torch.parallel import Entry, divide
 from rldsl.backends.torch.sequence import Tokens, gathered
 from rldsl.backends.torch.zero import Several, Sharded, Unit
 from rldsl.diag import fail
-from rldsl.plan.boxes import Parameter, each, holding, local_shape, parameters
+from rldsl.plan.boxes import Parameter, chunks, each, holding, local_shape, parameters
 from rldsl.plan.layout import stage_layers
 from rldsl.plan.lora import module_of
 from rldsl.plan.model import Layout, Mesh, Model
@@ -38,8 +40,8 @@ from rldsl.runtime.backend import Axes, Axis, Pool
 
 
 class Elsewhere(nn.Module):
-    """A layer of another stage. The last one before this stage's own layers lets in what the previous stage sent,
-    whatever the family's forward did to its input before (some scale embeddings)."""
+    """A layer of another chunk. The last one before a chunk's own layers lets in what the previous chunk gave, whatever
+    the family's forward did to its input before (some scale embeddings)."""
 
     arriving: torch.Tensor | None = None
 
@@ -47,11 +49,31 @@ class Elsewhere(nn.Module):
         return hidden_states if self.arriving is None else self.arriving
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of layers, and the family's model with these alone. entry: where hidden states come in. first, last: of the
+    model."""
+
+    body: nn.Module
+    entry: Elsewhere
+    layers: range
+    first: bool
+    last: bool
+
+    def own(self) -> Iterator[tuple[int, nn.Module]]:
+        """Its layers, by number."""
+        for child in self.body.children():
+            if isinstance(child, nn.ModuleList):
+                yield from ((i, layer) for i, layer in enumerate(child) if not isinstance(layer, Elsewhere))
+
+
 class Stage:
-    """first, last: place in the pipeline. hidden: size H. head: [V_local, H] local rows of the output embedding on the
-    last stage of a causal_lm, from row `vocab_start` of `vocab`; head_axis: over which ranks its rows are divided.
-    score: [1, H] on the last stage of a value or reward model. compute_dtype: of hidden states between stages, that of
-    the weights (autocast keeps the residual stream in it). parameters: HF name -> local parameter, of what has
+    """chunks: of layers, ascending; one, except under a layout with `vpp`. first, last: place in the pipeline. hidden:
+    size H. head: [V_local, H] local rows of the output embedding on the last stage of a causal_lm, from row
+    `vocab_start` of `vocab`; head_axis: over which ranks its rows are divided.
+    score: [1, H] on the last stage of a value or reward model. compute_dtype: of hidden states between layers and
+    stages, float32 whatever the weights are. dtype: in which `parameters` lie; head_dtype: in which matrices multiply,
+    the model's. parameters: HF name -> local parameter, of what has
     versions; base: of what has none, besides. unread, unread_base: those of them whose values are not there yet.
     sharded: of a layout with `zero`, what makes parameters whole."""
 
@@ -61,12 +83,11 @@ class Stage:
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
         self.device, self.head_dtype = device, head_dtype
-        self.compute_dtype = head_dtype if model.base else dtype
-        self.layers = stage_layers(model.layers, pp.size, pp.index)
+        self.compute_dtype = torch.float32
         self.config = _config(model)
         _check_logits(self.config, model)
         whole = _skeleton(self.config)
-        self.body: nn.Module = getattr(whole, whole.base_model_prefix)
+        body: nn.Module = getattr(whole, whole.base_model_prefix)
         text = self.config.get_text_config()
         self.hidden, self.vocab = int(text.hidden_size), int(text.vocab_size)
 
@@ -84,7 +105,7 @@ class Stage:
         constant = not (model.home or model.sources or model.base)
         self.parameters, self.unread = allot(model.path, self.held, dtype, device, pool if constant else None)
         self.base_held = here(each(model.base, model.layers))
-        self.base, self.unread_base = allot(model.path, self.base_held, self.compute_dtype, device, pool)
+        self.base, self.unread_base = allot(model.path, self.base_held, head_dtype, device, pool)
         _check_head(whole, model)
         self.whole: Mapping[str, nn.Parameter] = self.parameters
         self.sharded: Sharded | None = None
@@ -94,27 +115,33 @@ class Stage:
         apart = gathered((*model.params, *model.base))
         self.tokens = Tokens(tp, bool(apart))
         self._install(whole, model, tp, axes.ep)
-        self.entry = self._drop_other_layers()
-        self.tokens.install([layer for _, layer in self._own_layers()], apart)
+        for module in body.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
+        body.eval()
+        self.chunks = [self._chunk(body, s, pp.size * layout.vpp, model)
+                       for s in range(pp.index, pp.size * layout.vpp, pp.size)]
+        for chunk in self.chunks:
+            self.tokens.install([layer for _, layer in chunk.own()], apart)
         self.again = False
         self._recompute_layers()
-        self.body.eval()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
-                hidden: torch.Tensor | None) -> torch.Tensor:
-        """tokens, positions: [T] int64. hidden: [T, H] from the previous stage, None on the first. Returns [T, H]; on
-        the last stage after the final norm and in the dtype in which the head multiplies."""
+                hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
+        """Through one of the chunks. tokens, positions: [T] int64. hidden: [T, H] from the chunk before, None for the
+        first. Returns [T, H]; of the last one after the final norm and in the dtype in which the head multiplies."""
+        chunk = self.chunks[number]
         rest = dict(position_ids=positions[None], use_cache=False, packing=packing)
         if hidden is None:
             given = dict(input_ids=tokens[None])
         else:
             given = dict(inputs_embeds=hidden[None])
-            self.entry.arriving = hidden[None]
+            chunk.entry.arriving = hidden[None]
         try:
-            out = self.body(**given, **rest).last_hidden_state[0]
+            out = chunk.body(**given, **rest).last_hidden_state[0]
         finally:
-            self.entry.arriving = None
-        return out.to(self.head_dtype if self.last else self.compute_dtype)
+            chunk.entry.arriving = None
+        return out.to(self.head_dtype if chunk.last else self.compute_dtype)
 
     @contextmanager
     def recomputing(self, wanted: bool) -> Iterator[None]:
@@ -127,14 +154,9 @@ class Stage:
 
     def _recompute_layers(self) -> None:
         """Give each layer of this stage a forward that may be run twice (Chen et al. 2016, arXiv:1604.06174)."""
-        for i, layer in self._own_layers():
+        for i, layer in (own for chunk in self.chunks for own in chunk.own()):
             again = self._perhaps_again(layer.forward)
             layer.forward = self.sharded.around(i, again) if self.sharded else again
-
-    def _own_layers(self) -> Iterator[tuple[int, nn.Module]]:
-        for child in self.body.children():
-            if isinstance(child, nn.ModuleList):
-                yield from ((i, layer) for i, layer in enumerate(child) if not isinstance(layer, Elsewhere))
 
     def _perhaps_again(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -146,10 +168,9 @@ class Stage:
         return forward
 
     def _unfilled(self, name: str, whole: nn.Module) -> nn.Parameter:
-        """A tensor for the module to compute with, in the dtype in which it does: autocast halves matrices of layers."""
+        """A tensor for the module to compute with, in its dtype there: autocast halves matrices of layers."""
         parameter, pieces = self.whole_held[name]
-        matrix = parameter.spec.experts > 0 or parameter.layer is not None and len(parameter.spec.shape) == 2 and (
-            module_of(name) != "" or isinstance(whole.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D))
+        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and _multiplied(name, parameter, whole)
         dtype = self.head_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
@@ -194,27 +215,36 @@ class Stage:
                 self.head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
                     self.head_axis = tp
-        self._move_buffers()
+        if self.head_dtype == torch.bfloat16:
+            for name, (parameter, _) in {**self.base_held, **self.whole_held}.items():
+                path, _, attribute = name.rpartition(".")
+                if not _multiplied(name, parameter, whole):
+                    compute_rounded(whole.get_submodule(path), attribute)
 
-    def _move_buffers(self) -> None:
-        for module in self.body.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self.device))
-
-    def _drop_other_layers(self) -> Elsewhere:
-        """Pass-through modules in place of what this stage does not hold; returns the way in."""
-        mine = {id(p) for p in (*self.whole.values(), *self.base.values())}
-        entry = Elsewhere()
-        embedding = self.body.get_input_embeddings()
-        for name, child in list(self.body.named_children()):
+    def _chunk(self, whole: nn.Module, number: int, count: int, model: Model) -> Chunk:
+        """One of `count` runs of all layers: the same modules in a body of their own, with pass-through modules in
+        place of what belongs to others."""
+        entry, layers = Elsewhere(), stage_layers(model.layers, count, number)
+        local = {**self.base, **self.whole}
+        mine = {id(local[name]) for name, (p, _) in {**self.base_held, **self.whole_held}.items()
+                if number in chunks(p, model.layers, count)}
+        body, embedding = copy(whole), whole.get_input_embeddings()
+        body._modules = dict(whole._modules)
+        for name, child in whole.named_children():
             if isinstance(child, nn.ModuleList):
-                for i in range(len(child)):
-                    if i not in self.layers:
-                        child[i] = entry if i == self.layers.start - 1 else Elsewhere()
+                setattr(body, name, nn.ModuleList(
+                    layer if i in layers else entry if i == layers.start - 1 else Elsewhere()
+                    for i, layer in enumerate(child)))
             elif child is not embedding and any(True for _ in child.parameters()):
                 if not any(id(p) in mine for p in child.parameters()):
-                    setattr(self.body, name, nn.Identity())
-        return entry
+                    setattr(body, name, nn.Identity())
+        return Chunk(body, entry, layers, number == 0, number == count - 1)
+
+
+def _multiplied(name: str, parameter: Parameter, whole: nn.Module) -> bool:
+    """Whether only products see a parameter, which autocast halves: of experts, factors, linear layers, the head."""
+    return parameter.spec.experts > 0 or module_of(name) != "" or name == HEAD or isinstance(
+        whole.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D)
 
 
 def _config(model: Model) -> Any:

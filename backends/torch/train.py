@@ -2,9 +2,10 @@
 
 Gradients live in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes: parts
 of one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole
-buffer over cp and dp (a sum: losses carry the global normalisation). Where ranks of dp share experts, the gradient of an
-expert has come from all their tokens, and is summed over those alone that hold the same one. Where parameters are divided over dp, the buffer
-is of this rank's rows, and holds sums over dp already (`zero.py`). The norm counts each element of the model once.
+buffer over cp and dp (a sum: losses carry the global normalisation). Where ranks of dp share experts, the gradient of
+an expert has come from all their tokens, and is summed over those alone that hold the same one. Where parameters are
+divided over dp, the buffer is of this rank's rows, and holds sums over dp already (`zero.py`). The norm counts each
+element of the model once.
 
 The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), made or
 not: a train call that stops early does not stretch the schedule.
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from rldsl.backends.torch.host import Host
 from rldsl.backends.torch.stage import Stage
-from rldsl.plan.boxes import local_slice, pieces_at, replicas, volume
+from rldsl.plan.boxes import local_slice, pieces_at, replicas, slices, volume
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes
 
@@ -28,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW calls them
 
 
 class Trainer:
-    """Gradient buffer and AdamW state of one shard. done: planned updates that are over, those not made too."""
+    """Gradient buffer and AdamW state of one shard. done: updates of the schedule so far, made or skipped."""
 
     def __init__(self, stage: Stage, model: Model, layout: Layout, mesh: Mesh, axes: Axes):
         assert model.optimizer is not None
@@ -145,11 +146,11 @@ class Trainer:
             whole = grads[i].new_zeros(parameter.spec.shape)
             dim = parameter.spec.split.dim
             for piece in pieces:
-                box = tuple(slice(a, b) for a, b in piece.box)
+                box = slices(piece.box)
                 whole[box] = grads[i][local_slice(piece, piece.box, dim)]
             dist.all_reduce(whole, group=tp.group)
             for piece in pieces:
-                box = tuple(slice(a, b) for a, b in piece.box)
+                box = slices(piece.box)
                 grads[i][local_slice(piece, piece.box, dim)] = whole[box]
         if self.tied_size and pp.size > 1:  # stages between the ends add nothing
             mine = [grads[i] for i in self.tied] or [self.flat.new_zeros(self.tied_size)]

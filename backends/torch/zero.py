@@ -1,11 +1,12 @@
-"""Parameters divided over dp at rest, and whole where a layer computes (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054).
+"""Parameters divided over dp at rest, whole where a layer computes (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054).
 
 In: this rank's rows of each parameter in float32, and how far to go. Out: the tensors that modules compute with, filled
 from all shards when they are needed, and gradients summed over the shards into those of the rows.
 
 Level 1 gathers everything once a minibatch and sums gradients at its end; 2 sums them in each backward pass, layer by
 layer; 3 also gathers layer by layer, in forward and backward, the next layer's while one computes. Every rank of a dp
-group must make the same passes. Experts that ranks of dp share are divided over those alone that have the same. What belongs to no layer (embedding, last norm, head) stays whole during a minibatch.
+group must make the same passes. Experts that ranks of dp share are divided over those alone that have the same. What
+belongs to no layer (embedding, last norm, head) stays whole during a minibatch.
 
 torch's own `fully_shard` is not used: it gathers all of a layer in one dtype, while here only matrices may be halved
 (norms and the residual stream stay as without sharding, so that numbers do), and it knows parameters only inside the
@@ -15,7 +16,7 @@ forward of their module, while heads and adapters are read outside.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,8 +34,8 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 class Unit:
     """Parameters that are gathered together, and whose gradients are summed together.
 
-    rows: this rank's. whole: leaves of the shape that modules see, without memory until `gather`; their dtype is the one
-    in which they travel. A shard's rows are padded to those of the first, which has the most."""
+    rows: this rank's. whole: leaves of the shape that modules see, without memory until `gather`; their dtype is the
+    one in which they travel. A shard's rows are padded to those of the first, which has the most."""
 
     def __init__(self, rows: Sequence[nn.Parameter], whole: Sequence[nn.Parameter], dp: Axis):
         self.rows, self.whole, self.dp = rows, whole, dp
@@ -126,7 +127,7 @@ class Unit:
         self.leaving = None
 
     def forget(self) -> None:
-        """What came and was not summed."""
+        """Drop gradients that were not summed."""
         self.slopes.clear()
 
     @property
@@ -173,12 +174,12 @@ class Several:
 
 
 class Sharded:
-    """The units of a stage. layers: by number, in order. rest: what belongs to no layer."""
+    """The units of a rank. layers: by number, in order. rest: what belongs to no layer."""
 
-    def __init__(self, level: int, layers: dict[int, Unit | Several], rest: Sequence[Unit]):
-        self.level, self.layers = level, layers
+    def __init__(self, level: int, layers: dict[int, Unit | Several], rest: Sequence[Unit | Several]):
+        self.level, self.layers, self.rest = level, layers, list(rest)
         self.units = [*layers.values(), *rest]
-        self.kept = self.units if level < 3 else list(rest)
+        self.kept = self.units if level < 3 else self.rest
         self.busy: Unit | Several | None = None  # whose sum is under way
 
     def begin(self) -> None:
@@ -189,26 +190,28 @@ class Sharded:
                 following.start()
             unit.gather()
 
-    def after_backward(self) -> None:
-        """After each backward pass: sum what the pass of a layer before it has not set off."""
+    def after_backward(self, layers: Collection[int]) -> None:
+        """After each backward pass through some layers: sum what the pass of a layer before it has not set off."""
         if self.level > 1:
-            self._sum_rest()
+            self._sum_rest([unit for i, unit in self.layers.items() if i in layers] + self.rest)
 
     def end(self, use: bool) -> None:
         """After the passes of a minibatch. use: whether its gradients are wanted."""
         if use and self.level == 1:
-            self._sum_rest()
+            self._sum_rest(self.units)
         if self.busy is not None:
             self.busy.keep()
-        assert not (use and any(unit.late for unit in self.units)), "a gradient came after those of its layer were summed"
+        late = use and any(unit.late for unit in self.units)
+        assert not late, "a gradient came after those of its layer were summed"
         self.busy = None
         for unit in self.units:
             unit.forget()
             unit.drop()
 
     def around(self, layer: int, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward of a layer that has its parameters while it runs, and again while its gradient is computed; when that
-        begins, the layer behind it is done. So the order of all that dp does never depends on which gradients there are."""
+        """A forward of a layer that has its parameters while it runs, and again while its gradient is computed; when
+        that begins, the layer behind it is done. So the order of all that dp does never depends on which gradients
+        there are."""
         unit = self.layers.get(layer)
         if unit is None or self.level == 1:
             return plain
@@ -246,11 +249,11 @@ class Sharded:
         if unit not in self.kept:
             unit.drop()
 
-    def _sum_rest(self) -> None:
-        for unit in self.units:
+    def _sum_rest(self, units: Sequence[Unit | Several]) -> None:
+        for unit in units:
             if not unit.summed:
                 self._sum(unit)
-        for unit in self.units:
+        for unit in units:
             unit.summed = False
 
 

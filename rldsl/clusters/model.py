@@ -42,11 +42,12 @@ PASSES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """nodes of `gpus` devices (one rank each) with `memory_gb` 10^9 bytes. The rest is in `FIELDS`, row by row."""
+    """`nodes` machines of `gpus` devices (one rank each) with `memory_gb` 10^9 bytes. The rest is in `FIELDS`, row by
+    row; 0: not known."""
 
     gpus: int = 0
     nodes: int = 1
-    memory_gb: float = 80.0
+    memory_gb: float = 0.0
     name: str = ""
     cores: int = 0
     threads: int = 0
@@ -78,7 +79,7 @@ class Cluster:
         return self.nodes * self.gpus
 
     def unknown(self) -> tuple[str, ...]:
-        """What the file does not say and a simulation needs."""
+        """Names of what the file does not say and a simulation needs."""
         needed = [*NEEDED, *(["link_gb_s"] if self.gpus > 1 else []), *(["network_gb_s"] if self.nodes > 1 else [])]
         return tuple(n for n in needed if not getattr(self, n))
 

@@ -7,7 +7,6 @@ given twice.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from difflib import get_close_matches
@@ -22,7 +21,8 @@ from rldsl.source import SourceFile, Span
 if TYPE_CHECKING:
     from yaml.nodes import MappingNode, Node
 
-NAMED = re.compile(r"([a-z]\w*?)x([1-9]\d*)(?:\.ya?ml)?")
+NAMED = re.compile(r"([a-z]\w*?)x([1-9]\d{0,8})(?:\.ya?ml)?")
+MOST = 1e300  # of a number; larger whole ones have no float
 MEASURED: dict[str, Field] = {
     "config": Field("text", ""), "head": Field("text", ""), "dtype": Field("text", ""), "tp": Field("int", "", 1),
     "threads": Field("int", "", 1),
@@ -37,15 +37,17 @@ def presets() -> tuple[str, ...]:
 
 def preset(name: str) -> Cluster | None:
     """A known node ("h100x8"), or several of one kind by the number of their devices ("h100x64": eight nodes); None
-    where the name is neither. A file's name stands for the same ("h100x64.yaml")."""
+    where the name is neither, or means more nodes than a cluster may have. A file's name stands for the same
+    ("h100x64.yaml")."""
     found = NAMED.fullmatch(name)
     if found is None:
         return None
     for known in presets():
         kind, _, gpus = known.rpartition("x")
-        if kind == found[1] and int(found[2]) % int(gpus) == 0:
+        nodes, rest = divmod(int(found[2]), int(gpus))
+        if kind == found[1] and not rest and nodes <= FIELDS["nodes"].high:
             text = files(__package__).joinpath("presets", f"{known}.yaml").read_text()
-            return replace(parse(SourceFile(f"{known}.yaml", text)), nodes=int(found[2]) // int(gpus),
+            return replace(parse(SourceFile(f"{known}.yaml", text)), nodes=nodes,
                            name=f"{kind}x{found[2]}")
     return None
 
@@ -66,7 +68,8 @@ def read(path: str) -> Cluster:
         known = f"did you mean `{near[0]}`?" if near else f"known without a file: {', '.join(presets())}"
         raise fail("RL0091", f"no such file: {path}", place=path, help=known) from None
     except OSError as error:
-        raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None
+        raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path,
+                   help=f"give a file that this user may read, or a known node: {', '.join(presets())}") from None
     except UnicodeDecodeError as error:
         raise fail("RL0103", f"`{path}` is not valid YAML", place=path,
                    help=f"byte {error.start} is no UTF-8") from None
@@ -112,8 +115,10 @@ class _Reader:
         """Key -> value, of the keys that may stand here."""
         kept: dict[str, Node] = {}
         for key, value in tree.value:
-            name = str(key.value)
-            if name not in known:
+            name = key.value
+            if not isinstance(name, str):
+                self.say("RL0107", "the name of a value must be a word", key, help=f"known: {', '.join(known)}")
+            elif name not in known:
                 near = get_close_matches(name, known, n=1)
                 self.say("RL0107", f"a cluster has no `{name}`", key,
                          help=f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}")
@@ -146,14 +151,14 @@ class _Reader:
     def value(self, name: str, field: Field, node: Node) -> Any:
         """One value of the right type and range; None after a mistake."""
         plain = _scalar(node)
-        number = isinstance(plain, int | float) and not isinstance(plain, bool) and math.isfinite(plain)
+        number = isinstance(plain, int | float) and not isinstance(plain, bool) and -MOST <= plain <= MOST
         if field.kind == "text":
             if isinstance(plain, str):
                 return plain
-            return self.say("RL0205", f"`{name}` must be a text", node)
+            return self.say("RL0205", f"`{name}` must be a text", node, help=f'for instance `{name}: "mine"`')
         if not number or field.kind == "int" and plain != int(plain):
-            what = "a whole number" if field.kind == "int" else "a number"
-            return self.say("RL0205", f"`{name}` must be {what}", node)
+            what, like = ("a whole number", "8") if field.kind == "int" else ("a number", "0.75")
+            return self.say("RL0205", f"`{name}` must be {what}", node, help=f"for instance `{name}: {like}`")
         if not (field.low < plain or plain == field.low and not field.above) or not plain <= field.high:
             low = f"more than {field.low:g}" if field.above else f"at least {field.low:g}"
             high = f" and at most {field.high:g}" if field.high < float("inf") else ""

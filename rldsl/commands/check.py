@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -41,13 +41,14 @@ def errors(found: Found) -> int:
     return sum(d.severity == "error" for d in found)
 
 
-def check(file: str, sets: Mapping[str, Scalar], place: str | None, fix: bool) -> Checked:
+def check(file: str, sets: Mapping[str, Scalar], place: str | None, fix: bool,
+          overrides: Sequence[str] = ()) -> Checked:
     """With `fix` the file is written if anything could be mended."""
     source = api.read_source(file)
     rules = api.read_source(place) if place else None
 
     def again(source: SourceFile) -> Found:
-        return api.examine(source.text, source.name, sets=sets, place=rules)
+        return api.examine(source.text, source.name, sets=sets, place=rules, overrides=overrides)
 
     if fix and _in_library(file):
         raise Usage(f"{file} belongs to the standard library, which `--fix` leaves alone; copy it first")

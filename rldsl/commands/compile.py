@@ -32,9 +32,9 @@ def stage(emit: Stage, file: str, sets: Mapping[str, Scalar], place: str | None,
 def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str],
             target: str | None) -> str:
     """Write the plan to `target` or beside the program; returns the preview."""
-    from rldsl.python.entry import compile
+    from rldsl.python import entry
 
-    plan = compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
+    plan = entry.compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
     path = target or str(Path(file).with_suffix(".plan"))
     plan.save(path)
     return plan.preview(path)

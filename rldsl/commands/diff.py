@@ -1,15 +1,20 @@
 """`rlc diff`: what changed between two plans, as text or JSON, and whether anything did.
 
-In: two paths, and a cluster to predict times for. Out: text, and whether the plans are the same. Errors: those of reading
-a plan or a cluster, and RL0096 for a plan that the cluster is not for.
+In: two paths, and a cluster to predict times for. Out: text, and whether the plans are the same. Only plans with a
+proof are simulated. Errors: those of reading a plan or a cluster, RL0096 for a plan that the cluster is not for, and
+RL05xx and RL06xx for one that no rank can follow.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from rldsl import api
+from rldsl.diag import Failure
 from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.model import Plan
+from rldsl.plan.verify import verify
 from rldsl.python.compare import compared
 from rldsl.python.machines import machine_of
 
@@ -17,6 +22,17 @@ from rldsl.python.machines import machine_of
 def diff(before: str, after: str, cluster: str | None = None, for_programs: bool = False) -> tuple[str, bool]:
     """cluster: the file or the preset of the machines that a step is simulated on."""
     one, two = api.read_bytes(before), api.read_bytes(after)
-    found = compared(decode(one, before), decode(two, after), (before, after), (plan_id(one), plan_id(two)),
-                     machine_of(cluster) if cluster else None)
+    plans = decode(one, before), decode(two, after)
+    if cluster:
+        for plan, name in zip(plans, (before, after)):
+            _proved(plan, name)
+    found = compared(*plans, (before, after), (plan_id(one), plan_id(two)), machine_of(cluster) if cluster else None)
     return json.dumps(found.json(), indent=1, ensure_ascii=False) if for_programs else found.text(), found.same
+
+
+def _proved(plan: Plan, name: str) -> None:
+    """Faults name their file: there are two."""
+    try:
+        verify(plan)
+    except Failure as failure:
+        raise Failure(replace(d, place=f"{name}, {d.place}") for d in failure.diagnostics) from None

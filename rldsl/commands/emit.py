@@ -12,12 +12,12 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import PurePath
 
 from jinja2 import Environment, StrictUndefined
 
 from rldsl import api
+from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.meaning import kind, told
@@ -50,11 +50,10 @@ def emit(file: str, rank: int | None, target: str | None = None) -> str:
     if rank is not None:
         check_rank(plan, rank)
     schedules = tuple(_schedules(plan, rank))
-    template = resources.files("rldsl").joinpath("templates", TEMPLATE).read_text(encoding="utf-8")
     per_node = max(1, min(plan.header.world, plan.header.devices_per_node))
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                               keep_trailing_newline=True)
-    return environment.from_string(template).render(
+    return environment.from_string(template(TEMPLATE)).render(
         program=_plain(plan.header.program), plan=plan_id(data), file=file, rank=rank, schedules=schedules,
         nproc=per_node, nodes=-(-plan.header.world // per_node), quoted=_plain(shlex.quote(file)), text=json.dumps,
         name=_plain(shlex.quote(target or f"{PurePath(file).stem}_ranks.py")))
@@ -87,7 +86,7 @@ def _name(ranks: Ranges) -> str:
 
 
 def _lines(items: Sequence[Item], depth: int, turns: tuple[str, ...]) -> Iterator[str]:
-    """turns: the variables of the loops around, outermost first."""
+    """turns: the variables of the loops around, outermost first; an `every` is in one."""
     indent = "    " * depth
     for item in items:
         if isinstance(item, Loop):
@@ -95,7 +94,7 @@ def _lines(items: Sequence[Item], depth: int, turns: tuple[str, ...]) -> Iterato
             yield f'{indent}for {turn} in run.loop({json.dumps(item.id)}):{_about(item)}'
             yield from _lines(item.body, depth + 1, (*turns, turn))
         elif isinstance(item, Every):
-            yield f"{indent}if {turns[-1] if turns else 1} % {item.period} == 0:"
+            yield f"{indent}if {turns[-1]} % {item.period} == 0:"
             yield from _lines(item.body, depth + 1, turns)
         else:
             yield _line(item, indent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from rldsl import api
@@ -13,9 +13,10 @@ from rldsl.graph import picture
 from rldsl.plan.expr import Scalar
 
 
-def draw(form: Literal["mermaid", "dot", "svg"], file: str, sets: Mapping[str, Scalar], place: str | None) -> str:
+def draw(form: Literal["mermaid", "dot", "svg"], file: str, sets: Mapping[str, Scalar], place: str | None,
+         overrides: Sequence[str] = ()) -> str:
     """The text of the picture. Error: RL0095 SVG without Graphviz."""
-    made = api.build_graph(api.read_source(file), sets, api.read_source(place) if place else None)
+    made = api.build_graph(api.read_source(file), sets, api.read_source(place) if place else None, overrides)
     if form == "mermaid":
         return picture.mermaid(made)
     if form == "dot":

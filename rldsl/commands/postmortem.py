@@ -129,4 +129,4 @@ def _json(plan: Plan, findings: Findings) -> str:
     waits = [{"ranks": list(w.ranks), "on": list(w.on), "at": moment(w.at), "kind": w.kind} for w in findings.waits]
     culprits = [asdict(c) for c in findings.culprits]
     return json.dumps({"format": 1, "program": plan.header.program, "title": title(findings), "culprits": culprits,
-                       "waits": waits, "ranks": ranks}, indent=2) + "\n"
+                       "waits": waits, "ranks": ranks}, indent=1) + "\n"

@@ -1,7 +1,7 @@
 """`rlc profile`: measure this machine and the models of a plan on it; the file is a cluster's, for `rlc sim --cluster`.
 
 In: a plan or a program. Out: a YAML file. What was measured is kept by machine, libraries and threads, and model by
-model, so that the next profile measures only what is new. The measuring is `runtime/profile.py`, in processes of its
+model, so that the next profile measures only what is new. The measuring is `measure/profile.py`, in processes of its
 own.
 Errors: RL0788 the measuring fails.
 """
@@ -19,9 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rldsl import api
 from rldsl.clusters.model import FIELDS, PASSES
-from rldsl.commands import Usage
+from rldsl.commands.inputs import plan_or_program
 from rldsl.diag import fail
 from rldsl.files import write
 from rldsl.plan.codec import encode
@@ -51,12 +50,7 @@ class Facts:
 def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], target: str,
             cache: Path, device: str | None, fresh: bool) -> str:
     """target: where the file goes. cache: where measurements are kept. fresh: measure everything again. A summary."""
-    if file.endswith(".plan"):
-        if sets or place or overrides:
-            raise Usage("a plan is fixed: give --set, --place and --on when compiling it")
-        plan = api.read_plan(file)
-    else:
-        plan = api.compile(file, sets, place, overrides)
+    plan = plan_or_program(file, sets, place, overrides).record
     facts = _facts(plan, device)
     ranks = facts.devices or max(2, min(facts.cores, RANKS))
     kept = cache / "profile" / f"{facts.key()}.json"
@@ -86,7 +80,7 @@ def _same(held: Mapping[str, Any], plan: Plan, wanted: tuple[str, int, str]) -> 
 
 
 def _facts(plan: Plan, device: str | None) -> Facts:
-    command = [sys.executable, "-m", "rldsl.runtime.profile", "--facts", *(["--device", device] if device else [])]
+    command = [sys.executable, "-m", "rldsl.measure.profile", "--facts", *(["--device", device] if device else [])]
     found = json.loads(_run(command, os.environ).splitlines()[-1])
     cores = 0 if found["devices"] else found["cores"]
     ranks = max(1, plan.header.world)
@@ -107,7 +101,7 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
             firsts.setdefault((model.config_digest, model.kind, model.dtype, w[1]), w)
         asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine}))
         _run([sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "-m",
-              "rldsl.runtime.profile", str(file), str(asked), str(found), "--device",
+              "rldsl.measure.profile", str(file), str(asked), str(found), "--device",
               "cuda" if facts.devices else "cpu"], os.environ | {"OMP_NUM_THREADS": str(facts.threads)})
         return json.loads(found.read_text())
 

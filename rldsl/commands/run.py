@@ -8,40 +8,39 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rldsl import api
 from rldsl.commands import Usage
+from rldsl.commands.inputs import ENDING, plan_or_program
 from rldsl.diag import fail
-from rldsl.plan.codec import encode
 from rldsl.plan.expr import Scalar
 from rldsl.runtime.metrics.record import CONTRADICTION, claim, within
 
 
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str,
         trace: str | None, nproc: int | None, resume: str | None = None, overwrite: bool = False,
-        options: Sequence[str] = ()) -> int:
+        options: Sequence[str] = (), say: Callable[[str], None] = print) -> int:
     """resume: go on from the newest checkpoint of this run, or from this checkpoint; "": of the run in `out`.
-    overwrite: remove the run that is there. options: further ones of `rldsl.run`. The exit status of the ranks. Errors: RL0096
-    another number of processes than the plan needs; RL0763, RL0781 there is a run already."""
+    overwrite: remove the run that is there. options: further ones of `rldsl.run`. say: tells the user something.
+    Returns the exit status of the ranks; they say RL0703 themselves where a machine lacks GPUs. Errors: those of a plan
+    that cannot run, before any rank starts; RL0096 another number of processes than the plan needs; RL0763, RL0781
+    there is a run already."""
     origin = None if resume is None else Path(resume or out)
     if overwrite and origin and within(Path(out), origin):
         raise Usage(CONTRADICTION)
     claim(Path(out), origin, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
-        if file.endswith(".plan"):
-            if sets or place or overrides:
-                raise Usage("a plan is fixed: give --set, --place and --on when compiling it")
-            plan, path = api.read_plan(file), file
-        else:
-            plan = api.compile(file, sets, place, overrides)
-            path = str(Path(folder) / f"{Path(file).stem}.plan")
-            Path(path).write_bytes(encode(plan))
-        world = plan.header.world
+        plan, path = plan_or_program(file, sets, place, overrides), file
+        if not file.endswith(ENDING):
+            path = str(plan.save(Path(folder) / f"{Path(file).stem}{ENDING}"))
+        world = plan.ranks
         if nproc not in (None, world):
             raise fail("RL0096", f"the plan is for {world} rank{'s' * (world > 1)}, not {nproc}", place=file,
                        help=f"leave --nproc out, or write --nproc {world}")
+        if world > (cores := os.cpu_count() or 1):
+            say(f"{world} ranks share the {cores} core{'s' * (cores > 1)} of this machine "
+                "(docs/cluster.md says how a plan is started on several)")
         more = [*([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
         return _launch(path, world, out, trace, more)
 

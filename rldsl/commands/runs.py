@@ -5,19 +5,15 @@ In: directories. Out: a table as text; the metrics of a run. Errors: RL0783 no r
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rldsl.diag import Failure, fail
+from rldsl.plan.metrics import METRICS, Lines, last, read
 from rldsl.runtime.metrics.names import computed, first
 from rldsl.runtime.metrics.record import runs
-
-METRICS = "metrics.jsonl"
-Lines = list[dict[str, float]]
 
 
 def listing(folder: str) -> str:
@@ -35,10 +31,9 @@ def listing(folder: str) -> str:
 
 def _row(folder: Path, out: Path, held: dict[str, Any]) -> tuple[str, ...]:
     try:
-        lines = metrics(out)
-    except Failure:  # the list of runs is no place to learn that one of them is damaged
-        lines = []
-    line = lines[-1] if lines else {}
+        line = last(out / METRICS)
+    except (Failure, FileNotFoundError):  # the list of runs is no place to learn that one of them is damaged
+        line = {}
     names = sorted(computed(line), key=first)
     name = str(out.relative_to(folder)) if out != folder else out.name
     done = f"{line.get('step', held.get('step', 0))}/{held.get('steps', '?')}"
@@ -52,30 +47,13 @@ def metrics(out: Path) -> Lines:
     if not out.is_dir():
         raise fail("RL0783", f"no such run: {out}", place=str(out), help=_near(out))
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        found = read(file)
     except FileNotFoundError:
         raise fail("RL0783", "there is no run in this directory", place=str(file), help=_inside(out)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise fail("RL0784", f"the metrics cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
-                   place=str(file)) from None
-    found = [_line(file, i, text) for i, text in enumerate(lines[:-1], 1)]
     if not found:
         raise fail("RL0784", "this run has no metrics yet", place=str(file),
                    help="they come with the end of the first step")
     return found
-
-
-def _line(file: Path, number: int, text: str) -> dict[str, float]:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        line = None
-    if isinstance(line, dict):  # null: not finite
-        line = {name: math.nan if value is None and name != "step" else value for name, value in line.items()}
-    if not isinstance(line, dict) or "step" not in line or not all(type(v) in (int, float) for v in line.values()):
-        raise fail("RL0784", "this line is not the metrics of a step", place=f"{file}:{number}",
-                   help='a line is one JSON object: {"step": 1, "reward": 0.5}')
-    return line
 
 
 def _near(out: Path) -> str:

@@ -15,7 +15,7 @@ from rldsl.plan import paths
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.show import show as text
 from rldsl.plan.view import event_json, plan_json
-from rldsl.python.sources import quote, sources_of
+from rldsl.python.sources import event_quote, sources_of
 
 
 def show(file: str, rank: int | None, event: int | None, touched: bool, as_json: bool) -> str:
@@ -28,7 +28,7 @@ def show(file: str, rank: int | None, event: int | None, touched: bool, as_json:
     plan = decode(data, file)
     if touched:
         return paths.text(paths.paths(plan))
-    source = quote(plan, event, sources_of(plan, Path(file).parent)) if event is not None else ""
+    source = event_quote(plan, event, sources_of(plan, Path(file).parent)) if event is not None else ""
     if not as_json:
         return text(plan, rank, event, source)
     found = plan_json(plan, plan_id(data), rank) if event is None else event_json(plan, plan_id(data), event, source)

@@ -6,11 +6,10 @@ In: a plan or a program, a cluster's file or preset. Out: text, JSON or a trace.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rldsl.commands import Usage
+from rldsl.commands.inputs import plan_or_program
 from rldsl.plan.expr import Scalar
-from rldsl.python.entry import compile, load
 from rldsl.simulate import Lengths
 
 
@@ -19,12 +18,7 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
     """like: the directory of an earlier run whose lengths to take."""
     if like and lengths != Lengths():
         raise Usage("--lengths takes them from a run: leave --prompt-tokens and --response-tokens out")
-    if file.endswith(".plan"):
-        if sets or place or overrides:
-            raise Usage("a plan is fixed: give --set, --place and --on when compiling it")
-        plan = load(file)
-    else:
-        plan = compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
+    plan = plan_or_program(file, sets, place, overrides)
     found = plan.simulate(cluster, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
                           longest=lengths.longest, like=like)
     if trace:

@@ -174,7 +174,8 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
     found: list[tuple[str, Scalar, Span]] = []
     for option in tree.options:
         bare = isinstance(option.value, ast.Name) and scope.find(option.value.name) is None
-        value = option.value.name if bare and option.name.name in ("backend", "recompute") else lower.scalar(option.value, scope)
+        named = bare and option.name.name in ("backend", "recompute")
+        value = option.value.name if named else lower.scalar(option.value, scope)
         unit = "sequences" if option.name.name == "mbs" else ""
         if isinstance(value, (Bad, tuple)):
             bad = True

@@ -117,7 +117,8 @@ class Evaluations:
             self._refuse(f"`eval {ref.name}` reads none of its rows", head,
                          f"begin it with `prompt = {ref.name}.next()`")
         if not metrics:
-            self._refuse(f"`eval {ref.name}` has no `metric`", head, "say what it measures: `metric accuracy = mean(x)`")
+            self._refuse(f"`eval {ref.name}` has no `metric`", head,
+                         "say what it measures: `metric accuracy = mean(x)`")
 
     @contextmanager
     def _within(self, data: str) -> Iterator[None]:

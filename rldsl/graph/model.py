@@ -51,7 +51,8 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class MeshRef:
-    """Resolved numbers of `mesh(a:b)` (nodes None) or `mesh(n0:n1, d0:d1)`. free: of `mesh(8)`; devices is then (0, 8)."""
+    """Resolved numbers of `mesh(a:b)` (nodes None) or `mesh(n0:n1, d0:d1)`. free: of `mesh(8)`; devices is then
+    (0, 8)."""
 
     nodes: tuple[int, int] | None
     devices: tuple[int, int]

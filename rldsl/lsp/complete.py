@@ -24,6 +24,7 @@ from rldsl.syntax.parse import accepted
 from rldsl.syntax.recover import open_brackets, visible
 
 PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "pipeline stages",
+          "vpp": "of train: chunks of layers on each rank of a pipeline, which it interleaves",
           "cp": "context-parallel degree: tokens of each sequence", "ep": "expert-parallel degree, along dp",
           "zero": "of train: 1 divides optimizer state at rest over dp, 2 gradients too, 3 layers' parameters too",
           "mbs": "most sequences in a micro-batch (0: all)", "offload": "host memory between calls",

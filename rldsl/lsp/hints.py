@@ -17,7 +17,7 @@ def hints(analysis: Analysis) -> list[tuple[int, str]]:
         if call.clause is None or call.clause.file != analysis.source:
             continue
         x = call.place.layout
-        degrees = (("dp", x.dp), ("tp", x.tp), ("pp", x.pp), ("cp", x.cp), ("ep", x.ep))
+        degrees = (("dp", x.dp), ("tp", x.tp), ("pp", x.pp), ("vpp", x.vpp), ("cp", x.cp), ("ep", x.ep))
         missing = [f"{n}={d}" for n, d in degrees if d > 1 and n not in call.given]
         if missing:
             out.append((call.clause.end, " " + " ".join(missing)))

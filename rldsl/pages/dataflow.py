@@ -15,7 +15,7 @@ from rldsl.plan.events import (Collect, Compute, Event, Fetch, Generate, Infer, 
 from rldsl.plan.meaning import Places, call_name, kind, makes
 from rldsl.plan.model import Plan
 from rldsl.plan.project import Path, events
-from rldsl.plan.show import human
+from rldsl.plan.texts import human
 
 CALLS, MOVES = (Generate, Infer, Train), (Transfer, Realloc)
 VALUES = (Fetch, Compute, Select, Collect, Save)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from rldsl.pages.texts import block_text, ranges_text
 from rldsl.plan.events import Event
-from rldsl.plan.meaning import kind, line_of, subject
+from rldsl.plan.meaning import kind, line_of, quote, subject
 from rldsl.plan.model import Plan
-from rldsl.plan.project import to_ranges
-from rldsl.plan.show import LABEL, field_text, human
+from rldsl.plan.show import LABEL, field_text
+from rldsl.plan.texts import count, human, joined
 from rldsl.plan.view import View, views
 
 PLACES = ("layout", "spread", "src", "dst")  # ids of the plan, which `where` tells in words
@@ -53,22 +53,15 @@ def details(plan: Plan, sources: Sources) -> tuple[Detail, ...]:
     return tuple(_detail(plan, v, sources) for v in views(plan))
 
 
-def quote(sources: Sources, at: str) -> str:
-    """The line of a source position."""
-    path, _, number = line_of(at).rpartition(":")
-    lines = sources.get(path, "").splitlines()
-    return lines[int(number) - 1].strip() if number.isdecimal() and 0 < int(number) <= len(lines) else ""
-
-
 def _detail(plan: Plan, view: View, sources: Sources) -> Detail:
     event = view.event
     told = ((LABEL.get(name, name).replace("_", " "), field_text(value)) for name, value in view.fields
             if name not in PLACES)
-    ranks = f"{ranges_text(to_ranges(view.ranks))} · {len(view.ranks):,} of {plan.header.world:,}"
+    ranks = f"{ranges_text(joined(view.ranks))} · {count(view.ranks):,} of {plan.header.world:,}"
     inside = " › ".join(map(block_text, view.inside))
-    return Detail(event.id, kind(event), subject(event), line_of(event.at), quote(sources, event.at), event.because,
-                  ranks, inside, view.where, size_text(event), tuple((name, text) for name, text in told if text),
-                  _buffers(view))
+    line = quote(sources, event.at).strip()
+    return Detail(event.id, kind(event), subject(event), line_of(event.at), line, event.because, ranks, inside,
+                  view.where, size_text(event), tuple((name, text) for name, text in told if text), _buffers(view))
 
 
 def size_text(event: Event) -> str:

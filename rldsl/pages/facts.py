@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 from rldsl.clusters import Cluster
 from rldsl.pages.colours import WORK, Hue
-from rldsl.pages.details import Sources, quote
+from rldsl.pages.details import Sources
 from rldsl.pages.memory import Panel
 from rldsl.pages.recorded import Recorded
-from rldsl.pages.texts import seconds_text
 from rldsl.plan.events import Fetch, Generate, Infer, Train
-from rldsl.plan.meaning import Places, call_name, makes
+from rldsl.plan.meaning import Places, call_name, makes, quote
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events, times
-from rldsl.plan.show import human
-from rldsl.plan.texts import ranks_text
+from rldsl.plan.texts import human, ranks_text, seconds_text
 from rldsl.simulate import Timeline
 from rldsl.simulate.summary import parts
 
@@ -116,7 +114,7 @@ class Wait:
 
 def waits(plan: Plan, timeline: Timeline, sources: Sources) -> tuple[Wait, ...]:
     """The critical path by lines, the longest first."""
-    found = [Wait(p.what, p.line, quote(sources, f"{p.line}:1"), seconds_text(p.seconds), p.seconds / timeline.seconds)
+    found = [Wait(p.what, p.line, quote(sources, p.line).strip(), seconds_text(p.seconds), p.seconds / timeline.seconds)
              for p in parts(plan, timeline) if p.seconds >= LEAST * timeline.seconds > 0]
     return tuple(sorted(found, key=lambda w: -w.share)[:MOST])
 

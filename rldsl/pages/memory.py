@@ -17,12 +17,13 @@ from rldsl.plan.meaning import call_name, kind, subject
 from rldsl.plan.memory.curve import Curve, Peak, during, peak, points
 from rldsl.plan.model import Ranges
 from rldsl.plan.project import to_ranges
-from rldsl.plan.show import human
+from rldsl.plan.texts import human
 
 KINDS = ("parameters", "optimizer state", "gradients", "activations", "key-value cache", "values and movements")
 MOST = 12  # panels
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 560.0, 190.0, 52.0, 14.0, 32.0
 Scale = Callable[[float], float]  # bytes -> y
+Steps = list[tuple[int, int, int, int]]
 ALIKE = 0.004  # of the peak: below it two curves look the same
 
 
@@ -38,25 +39,28 @@ class Panel:
 def panels(curves: Sequence[Curve]) -> tuple[Panel, ...]:
     """Curves that look the same as one; in the order of their first ranks."""
     found: list[list[Curve]] = []
-    for curve in curves:
-        same = next((each for each in found if _alike(each[0], curve)), None)
+    seen: dict[tuple[int, ...], list[tuple[Steps, list[Curve]]]] = {}  # events that matter -> curves; only such can be
+    for curve in curves:                                               # alike
+        steps = _steps(curve)
+        rows = seen.setdefault(tuple(x[0] for x in steps), [])
+        same = next((each for other, each in rows if _alike(other, steps)), None)
         if same is None:
             found.append([curve])
+            rows.append((steps, found[-1]))
         else:
             same.append(curve)
     return tuple(Panel(to_ranges(sorted(r for c in each for a, b in c.ranks for r in range(a, b))), each[0],
                        max((peak(c) for c in each), key=lambda p: p.bytes)) for each in found)
 
 
-def _alike(one: Curve, other: Curve) -> bool:
-    """Whether they differ only in events that change nothing, and by too little to see."""
-    a, b = _steps(one), _steps(other)
-    most = ALIKE * max([1, *(x for _, *values in a for x in values)])
-    return len(a) == len(b) and all(x[0] == y[0] and all(abs(m - n) <= most for m, n in zip(x[1:], y[1:]))
-                                    for x, y in zip(a, b))
+def _alike(one: Steps, other: Steps) -> bool:
+    """Whether the same events hold nearly the same."""
+    most = ALIKE * max([1, *(x for _, *values in one for x in values)])
+    return all(abs(m - n) <= most for x, y in zip(one, other, strict=True) for m, n in zip(x[1:], y[1:]))
 
 
-def _steps(curve: Curve) -> list[tuple[int, int, int, int]]:
+def _steps(curve: Curve) -> Steps:
+    """The events that change something, with the bytes before, while and after them."""
     found = [(p.event, p.before, p.during, p.after) for p in points(curve)]
     most = ALIKE / 2 * max([1, *(x[2] for x in found)])
     return [x for x in found if max(x[1:]) - min(x[1:]) > most]

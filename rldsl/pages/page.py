@@ -24,13 +24,13 @@ from rldsl.pages.graph import graph
 from rldsl.pages.recorded import Recorded, beside
 from rldsl.pages.rows import Chart, simulated
 from rldsl.pages.templates import template
-from rldsl.pages.texts import cut, ranges_text, seconds_text
+from rldsl.pages.texts import ranges_text
 from rldsl.plan.events import Event
 from rldsl.plan.meaning import call_name
-from rldsl.plan.memory import curves
+from rldsl.plan.memory.curve import Curve
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events
-from rldsl.plan.show import human
+from rldsl.plan.texts import cut, human, seconds_text
 from rldsl.plan.verify import Proof
 from rldsl.simulate import Lengths, Timeline
 from rldsl.simulate.lengths import made
@@ -40,12 +40,13 @@ MANY = 40  # rows of a chart; of more, the first
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """id: of the plan. proof: that it can run. assumed: nobody named the cluster. recorded: a run of the plan.
-    sources: the texts that are still those that were compiled."""
+    """id: of the plan. proof: that it can run. curves: what its ranks hold when. assumed: nobody named the cluster.
+    recorded: a run of the plan. sources: the texts that are still those that were compiled."""
 
     plan: Plan
     id: str
     proof: Proof
+    curves: tuple[Curve, ...]
     cluster: Cluster
     assumed: bool
     timeline: Timeline
@@ -86,7 +87,7 @@ def page(given: Given) -> str:
     known = {e.id: e for e, _ in events(plan)}
     script = template("report.js")
     steps = simulated(given.timeline)
-    panels = memory.panels(curves(plan))
+    panels = memory.panels(given.curves)
     limit = plan.header.memory or round(given.cluster.memory_gb * 1e9)
     top = memory.scale(panels, limit)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

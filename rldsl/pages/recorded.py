@@ -101,6 +101,8 @@ def _steps(every: list[Any]) -> dict[int, list[Ran]]:
 def beside(recorded: Recorded, simulated: Chart) -> Chart:
     """The same rows as those of the simulation, each with what its first rank did."""
     begin = min(r.start for r in recorded.ran)
-    rows = [Row(row.ranks, row.first, tuple(Bar(r.event, r.start - begin, r.stop - begin, r.busy) for r in recorded.ran
-                                            if r.rank == row.first)) for row in simulated.rows]
+    bars: dict[int, list[Bar]] = {}
+    for r in recorded.ran:
+        bars.setdefault(r.rank, []).append(Bar(r.event, r.start - begin, r.stop - begin, r.busy))
+    rows = [Row(row.ranks, row.first, tuple(bars.get(row.first, ()))) for row in simulated.rows]
     return chart(rows, 0.0, max(recorded.seconds, 1e-9))

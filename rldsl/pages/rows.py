@@ -61,20 +61,23 @@ def simulated(timeline: Timeline) -> Chart:
     for span in timeline.spans:
         by[span.rank_class].append(span)
     alike: list[list[int]] = []
+    found: dict[tuple[tuple[int, int], ...], list[list[int]]] = {}  # what ranks do -> rows; only such can be alike
     for c, spans in by.items():
-        same = next((row for row in alike if _alike(by[row[0]], spans, (stop - start) * ALIKE)), None)
+        rows = found.setdefault(tuple((s.event, s.turn) for s in spans), [])
+        same = next((row for row in rows if _alike(by[row[0]], spans, (stop - start) * ALIKE)), None)
         if same is None:
-            alike.append([c])
+            rows.append([c])
+            alike.append(rows[-1])
         else:
             same.append(c)
     critical: dict[int, list[tuple[float, float]]] = {}
     for hop in timeline.critical:
         critical.setdefault(hop.rank_class, []).append((hop.start, hop.stop))
-    rows = [Row(_together(timeline.classes[c] for c in row), timeline.classes[row[0]][0][0],
+    made = [Row(_together(timeline.classes[c] for c in row), timeline.classes[row[0]][0][0],
                 tuple(Bar(s.event, s.start, s.stop, s.busy / (s.stop - s.start) if s.stop > s.start else None, s.turn)
                       for s in by[row[0]]),
                 _joined([x for c in row for x in critical.get(c, [])], (stop - start) * SEEN)) for row in alike]
-    return chart(rows, start, stop)
+    return chart(made, start, stop)
 
 
 def chart(rows: Iterable[Row], start: float, stop: float) -> Chart:
@@ -88,9 +91,9 @@ def chart(rows: Iterable[Row], start: float, stop: float) -> Chart:
 
 
 def _alike(one: Sequence[Span], other: Sequence[Span], most: float) -> bool:
-    return len(one) == len(other) and all(
-        a.event == b.event and a.turn == b.turn and abs(a.start - b.start) <= most and abs(a.stop - b.stop) <= most
-        and abs(a.busy - b.busy) <= 4 * most for a, b in zip(one, other))
+    """Whether the same events run at nearly the same times."""
+    return all(abs(a.start - b.start) <= most and abs(a.stop - b.stop) <= most and abs(a.busy - b.busy) <= 4 * most
+               for a, b in zip(one, other, strict=True))
 
 
 def _together(ranges: Iterable[Ranges]) -> Ranges:

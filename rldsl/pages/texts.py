@@ -6,23 +6,6 @@ from rldsl.plan.events import Every, Loop
 from rldsl.plan.model import Ranges
 
 
-def cut(text: str, room: int) -> str:
-    """At most `room` letters, with an ellipsis where some are left out."""
-    return text if len(text) <= room else text[: room - 1] + "…"
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits and a unit: 0.0123 -> "12.3 ms"."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if abs(seconds) * factor >= 0.9995:
-            return f"{_three(seconds * factor)} {unit}"
-    return f"{_three(seconds * 1e6)} µs" if seconds else "0 s"
-
-
-def _three(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
-
-
 def ranges_text(ranges: Ranges, most: int = 3) -> str:
     """Ranks of a class: "0-3", "0, 8, 16, … (64 ranks)"."""
     shown = [str(a) if b == a + 1 else f"{a}–{b - 1}" for a, b in ranges[:most]]

@@ -29,7 +29,7 @@ def emit(draft: Draft, compiler: str) -> Plan:
     setup = tuple(rename.event(e, next(numbers)) for e in draft.setup)
     steps = Loop("steps", graph.steps, rename.block(draft.body, numbers))
     body: tuple[Item, ...] = (*setup, steps)
-    models = tuple(replace(m, home=names.get(m.home, "") if m.home else "", updates=updates(draft, m.name))
+    models = tuple(replace(m, home=names.get(m.home, ""), mean=names.get(m.mean, ""), updates=updates(draft, m.name))
                    for m in placed.models)
     used = {e.model for e in every if hasattr(e, "model")}
     header = Header(FORMAT, compiler, graph.program, graph.flow, placed.world, placed.devices_per_node, graph.steps,

@@ -11,7 +11,7 @@ from rldsl.passes.mends import Mend, Search
 from rldsl.placement.model import Placed
 from rldsl.plan.memory.curve import Curve, peak
 from rldsl.plan.project import to_ranges
-from rldsl.plan.show import human
+from rldsl.plan.texts import human, ranges_text
 
 
 def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
@@ -25,21 +25,23 @@ def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
     over = to_ranges(sorted(rank for p, x in peaks if p.bytes > placed.memory for a, b in x for rank in range(a, b)))
     cluster = placed.graph.cluster
     three = tuple(f"{what}: {human(size)}" for what, size in worst.holders[:3])
-    ranks = ", ".join(f"{a}:{b}" for a, b in over)
     help, notes = advice(placed)
     raise Failure([Diagnostic(
         "RL0401", f"a rank needs {human(worst.bytes)}, but a device has {human(placed.memory)}",
-        cluster.span if cluster else None, f"ranks {ranks} need too much", notes=(*three, *notes), help=help)])
+        cluster.span if cluster else None, f"ranks {ranges_text(over)} need too much",
+        notes=(*three, *notes), help=help)])
 
 
 def advice(placed: Placed) -> tuple[str, tuple[str, ...]]:
     """(a mend that fits, no notes); where there is none on this cluster, (the smallest device and the number of devices
-    that would do, how)."""
+    that would do, how); where nothing can be tried, (what to do, no notes)."""
     search = Search(placed)
     mend = search.best()
     if mend is not None:
         return f"{_rules(mend)} needs {human(mend.bytes)}", ()
     least, more = search.least(), search.larger()
+    if least is None:  # not even what is there can be written as clauses, so nothing can be tried
+        return "take larger devices, or fewer rows at a time", ()
     help = f"nothing that was tried fits; devices of {human(least.bytes)} would do"
     notes = [f"{human(least.bytes)}: {_rules(least)}"] if least.rules else []
     if more is not None:

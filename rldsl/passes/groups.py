@@ -1,8 +1,8 @@
 """Communicators: what the runtime must create at start-up. In: events and tables. Out: Group records, deduplicated.
 
-Layouts of calls need "tp", "pp", "dp", "cp" and "ep" where the degree is above 1, "copies" where several runs of ep ranks
-have all experts each, and "mesh" when they have several ranks; Lengths,
-Compute, Save and Checkpoint need their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
+Layouts of calls need "tp", "pp", "dp", "cp" and "ep" where the degree is above 1, "copies" where several runs of ep
+ranks have all experts each, and "mesh" when they have several ranks; Lengths, Compute, Save and Checkpoint need
+their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
 """
 
 from __future__ import annotations

@@ -116,5 +116,27 @@ def schedule(jobs: Sequence[_Job]) -> list[int]:
 
 
 def check(before: Draft, after: Draft) -> None:
-    """Nothing is lost or doubled, and every block still reads after it writes."""
-    assert sorted(map(repr, events(before.body))) == sorted(map(repr, events(after.body))), "ordering lost an event"
+    """In every block nothing is lost or doubled, and what depends on something still comes after it."""
+    whole = {f: all_spread(before, f) for f in before.frames}
+    _check(before, before.body, after.body, before.values, whole)
+
+
+def _check(draft: Draft, was: tuple[Item, ...], now: tuple[Item, ...], values: Mapping[str, Value],
+           whole: Mapping[str, str]) -> None:
+    names = [_name(i) for i in was]
+    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for at, item in enumerate(now):
+        places[_name(item)].append(at)
+    assert sorted(names) == sorted(map(_name, now)), "ordering lost or doubled an event"
+    places = {name: found[::-1] for name, found in places.items()}
+    moved = [places[name].pop() for name in names]  # equal items stay in their order
+    for at, earlier in zip(moved, dependencies([_job(draft, i, values, whole) for i in was])):
+        assert all(moved[i] < at for i in earlier), f"ordering put {names[moved.index(at)]} before what it needs"
+    for item, at in zip(was, moved):
+        if isinstance(item, Every | Loop):
+            _check(draft, item.body, now[at].body, values, whole)  # type: ignore[union-attr]  # equal names: a block too
+
+
+def _name(item: Item) -> tuple[str, ...]:
+    """The same for an item before and after its own blocks are ordered."""
+    return (type(item).__name__, *sorted(map(repr, events([item]))))

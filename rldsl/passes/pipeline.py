@@ -1,7 +1,7 @@
 """All passes in their order. In: a `Placed`. Out: the finished `Draft`, and the plan with its proof.
 
-Every pass is followed by a cheap check of its invariant, and the plan by the independent verifier: a failure of either
-is a mistake of the compiler, not of the program.
+A pass whose invariant is cheap to look at is followed by a check of it, and the plan by the independent verifier, which
+proves all of them again: a failure of either is a mistake of the compiler, not of the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rldsl.passes.lengths import lengths
 from rldsl.passes.lower import lower
 from rldsl.placement.model import Placed
 from rldsl.plan.memory import curves
-from rldsl.plan.memory.curve import Curve, Peak, each_rank, peak
+from rldsl.plan.memory.curve import Curve, Peak, peaks
 from rldsl.plan.model import Plan
 from rldsl.plan.project import rank_classes
 from rldsl.plan.verify import Proof, verify
@@ -32,12 +32,7 @@ class Compiled:
     @property
     def peaks(self) -> dict[int, Peak]:
         """Of every rank."""
-        return peaks_of(self.curves)
-
-
-def peaks_of(found: tuple[Curve, ...]) -> dict[int, Peak]:
-    known = {id(c): peak(c) for c in found}
-    return {rank: known[id(c)] for rank, c in each_rank(found)}
+        return peaks(self.curves)
 
 
 def run(placed: Placed) -> Draft:
@@ -65,8 +60,8 @@ def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:
     """The plan, its classes with their peaks of memory, and what its ranks hold when."""
     plan = emit(draft, compiler)
     found = curves(plan)
-    peaks = {rank: p.bytes for rank, p in peaks_of(found).items()}
-    return replace(plan, classes=rank_classes(plan.meshes, plan.body, plan.header.world, peaks)), found
+    bytes = {rank: p.bytes for rank, p in peaks(found).items()}
+    return replace(plan, classes=rank_classes(plan.meshes, plan.body, plan.header.world, bytes)), found
 
 
 def finish(plan: Plan, found: tuple[Curve, ...]) -> Compiled:

@@ -23,8 +23,7 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.movement import carried
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.summary import Summary, summary
-from rldsl.plan.show import human
-from rldsl.plan.texts import degrees_of
+from rldsl.plan.texts import degrees_of, human
 
 Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current version
 
@@ -50,8 +49,16 @@ class _Reallocs:
         self.known: dict[tuple[str, str], Summary] = {}
         self.meshes: list[Mesh] = []
         self.syncs = Syncs(draft)
+        self.blocks: dict[tuple[int, Copies], tuple[tuple[Item, ...], Copies]] = {}
 
     def block(self, items: tuple[Item, ...], current: Copies) -> tuple[tuple[Item, ...], Copies]:
+        """The items of a block with what they need, and what is current after them. Each is found once for what is
+        current before it, so that loops in loops are not walked again and again."""
+        if (key := (id(items), current)) not in self.blocks:
+            self.blocks[key] = self._block(items, current)
+        return self.blocks[key]
+
+    def _block(self, items: tuple[Item, ...], current: Copies) -> tuple[tuple[Item, ...], Copies]:
         out: list[Item] = []
         begin = current
         for item in items:

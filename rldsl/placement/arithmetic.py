@@ -1,4 +1,5 @@
-"""Families whose numbers would be others here: they compute with more than parameters and attention over packed sequences.
+"""Families whose numbers would be others here: they compute with more than parameters and attention over packed
+sequences.
 
 In: a model on the meta device and its config. Out: nothing, or RL0303 that says why the family is refused. Everything
 else that transformers calls a causal language model runs its own code.
@@ -11,8 +12,8 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.source import Span
 
-HELP = ("take a family whose layers are attention and feed-forward or expert layers, such as Llama, Qwen, Gemma, Mistral, "
-        "Mixtral or Qwen3-MoE")
+HELP = ("take a family whose layers are attention and feed-forward or expert layers, such as Llama, Qwen, Gemma, "
+        "Mistral, Mixtral or Qwen3-MoE")
 
 
 def check(skeleton: Any, config: Any, path: str, span: Span | None) -> None:

@@ -23,7 +23,7 @@ from rldsl.source import Span
 DEGREES = ("dp", "tp", "pp", "cp")
 NOTHING = {"zero": (0,), "keep": (True,)}  # what a computation may be given, where it is not 0, 1 or none
 INFERRED = ("dp", "tp", "pp")  # cp is 1 where it is not given
-OPTIONS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "recompute", "offload", "keep", "backend")
+OPTIONS = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "recompute", "offload", "keep", "backend")
 SWITCHES = ("offload", "keep")
 RECOMPUTE = ("none", "full")
 ZERO = "0 divides nothing over dp; 1 the optimizer state, 2 gradients too, 3 parameters too, for the passes of training"
@@ -123,15 +123,18 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     given = read_options(choice.options)
     size = len(mesh.members())
     if compute:
-        for name in ("tp", "pp", "cp", "ep", "zero", "offload", "keep", "mbs", "recompute"):
+        for name in ("tp", "pp", "vpp", "cp", "ep", "zero", "offload", "keep", "mbs", "recompute"):
             if name in given and given[name][0] not in NOTHING.get(name, (0, 1, "none")):
                 raise fail("RL0311", f"`{name}` has no meaning for a computation", given[name][1],
                            f"`{call}` runs no model", help="give a mesh only; rows are divided over all its ranks")
     dp, tp, pp, cp = fill({k: int(given[k][0]) for k in DEGREES if k in given}, size, mesh, choice, given, call)
     layout = layout_of(mesh, dp, tp, pp, cp, str(given.get("backend", ("torch",))[0]),
-                       int(given.get("zero", (0,))[0]), int(given.get("ep", (1,))[0]))
-    spans = {k: given[k][1] for k in (*DEGREES, "ep") if k in given}
+                       int(given.get("zero", (0,))[0]), int(given.get("ep", (1,))[0]),
+                       int(given.get("vpp", (1,))[0]))
+    spans = {k: given[k][1] for k in (*DEGREES, "ep", "vpp") if k in given}
     check_experts(family, layout, spans, choice.span, call)
+    if family is not None:
+        check_chunks(family, layout, spans, choice.span)
     if family is not None:
         check_family(family, tp, pp, cp, spans, choice.span, cluster, call)
     return Place(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
@@ -230,12 +233,20 @@ def check_experts(family: Family | None, x: Layout, spans: dict[str, Span], span
         raise fail("RL0323", f"`{family.name}` models have no experts that can be divided here", at,
                    f'"{family.path}" has no mixture-of-experts layers of the form that is known',
                    help="remove ep; dense models are divided by tp and pp, and in training by zero")
-    experts = family.experts if family is not None else 0
+    experts, path = (family.experts, family.path) if family is not None else (0, "")
     if x.dp % x.ep or experts % x.ep:
         what = "the dp degree" if x.dp % x.ep else "the experts"
-        about = f"dp is {x.dp}" if x.dp % x.ep else f'"{family.path}" has {experts} experts in a layer'  # type: ignore[union-attr]
+        about = f"dp is {x.dp}" if x.dp % x.ep else f'"{path}" has {experts} experts in a layer'
         raise fail("RL0324", f"ep does not divide {what}", at, about,
                    help=f"ranks along dp share the experts: ep must be one of {_divisors(gcd(x.dp, experts))}")
+
+
+def check_chunks(family: Family, x: Layout, spans: dict[str, Span], span: Span) -> None:
+    """Each chunk of layers must have one; how many stages there may be at all, `check_family` says."""
+    if x.vpp > 1 and x.pp <= family.layers < x.pp * x.vpp:
+        raise fail("RL0308", "more chunks of layers than layers", spans.get("vpp", span),
+                   f'pp={x.pp} ranks with {x.vpp} each are {x.pp * x.vpp}; "{family.path}" has {family.layers} layers',
+                   help=f"vpp is at most {family.layers // x.pp} with pp={x.pp}")
 
 
 def _divisors(number: int) -> str:

@@ -10,6 +10,7 @@ import json
 import struct
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from rldsl.diag import fail
 from rldsl.source import Span
@@ -60,14 +61,25 @@ def _tensor_names(directory: Path, path: str, span: Span | None) -> frozenset[st
 
 
 def tokenizer(directory: Path) -> str:
-    """Equal for tokenizers that make equal ids; padding and truncation settings do not count."""
+    """Equal for tokenizers that make equal ids of a text, with the tokens that they put around it; settings of padding,
+    truncation and offsets do not count."""
     file = directory / "tokenizer.json"
     if file.is_file():
         try:
             whole = json.loads(file.read_bytes())
             parts = {k: whole.get(k) for k in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+            parts["around"] = _around(whole.get("post_processor"))
             return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         except (ValueError, AttributeError):
             return sha256(file.read_bytes()).hexdigest()
     found = [(directory / name) for name in TOKENIZERS if (directory / name).is_file()]
     return sha256(b"\0".join(f.read_bytes() for f in found)).hexdigest()
+
+
+def _around(processor: Any) -> list[Any]:
+    """What adds tokens before and after a text: [BOS] and the like. A `ByteLevel` one moves offsets only."""
+    if not isinstance(processor, dict) or processor.get("type") == "ByteLevel":
+        return []
+    if processor.get("type") == "Sequence":
+        return [found for one in processor.get("processors", ()) for found in _around(one)]
+    return [{k: v for k, v in processor.items() if k not in ("trim_offsets", "add_prefix_space")}]

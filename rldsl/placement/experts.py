@@ -2,8 +2,8 @@
 
 In: a model on the meta device and the styles of its config's plan. Out: which parameters count experts along dimension
 0, how tensor parallelism divides them, and the tensors that make one up in directories that have one for each expert.
-The form that is known: gate and up projections joined, [experts, 2 * width, hidden], and down, [experts, hidden, width],
-without biases. Other forms run whole on every rank.
+The form that is known: gate and up projections joined, [experts, 2 * width, hidden], and down, [experts, hidden,
+width], without biases. Other forms run whole on every rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def counts(skeleton: Any) -> dict[str, int]:
         if all(getattr(module, name, None) is value for name, value in FORM.items()):
             shapes = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
             up, down = (shapes.get(n, ()) for n in ("gate_up_proj", "down_proj"))
-            if len(shapes) == 2 and len(up) == len(down) == 3 and (up[0], up[1], up[2]) == (down[0], 2 * down[2], down[1]):
+            known = len(shapes) == 2 and len(up) == len(down) == 3
+            if known and (up[0], up[1], up[2]) == (down[0], 2 * down[2], down[1]):
                 found |= {f"{path}.{name}": up[0] for name in shapes}
     return found
 

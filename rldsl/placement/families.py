@@ -187,7 +187,8 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, 
     for name, shape in head:
         split, style, partial, problem = _division(name, shape, _style(name, styles), sizes)
         problems += [problem] if problem else []
-        specs.append(ParamSpec(name, shape, "last", 0, split, style, partial, stored=experts.stored(name, renamed, there)))
+        specs.append(ParamSpec(name, shape, "last", 0, split, style, partial,
+                               stored=experts.stored(name, renamed, there)))
     if problems:  # one whole copy on every rank: no style must look divided
         specs = [ParamSpec(s.name, s.shape, s.stage, s.layers, experts=s.experts, stored=s.stored) for s in specs]
     return tuple(specs), problems[0] if problems else "", pp_problem

@@ -12,12 +12,12 @@ from typing import Literal
 
 from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Select, Train
 from rldsl.placement.families import Family
+from rldsl.plan.heads import CALL_OF
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.project import to_ranges
 from rldsl.plan.texts import degrees_text
 from rldsl.source import Span
 
-METHODS = {"logprobs": "logprobs", "entropy": "entropy", "values": "values", "scores": "score"}
 Call = Generate | Infer | Train
 Local = Compute | Select | Collect  # what runs on values alone
 
@@ -61,12 +61,12 @@ def mesh_of(ranks: Iterable[int]) -> Mesh:
 
 
 def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, backend: str = "torch",
-              zero: int = 0, ep: int = 1) -> Layout:
-    """`zero` divides by dp, so that with dp=1 it is the same as without."""
-    zero = zero if dp > 1 else 0
-    degrees = degrees_text(dp, tp, pp, cp, zero, ep)
+              zero: int = 0, ep: int = 1, vpp: int = 1) -> Layout:
+    """`zero` divides by dp, so that with dp=1 it is the same as without; so is `vpp` with pp=1."""
+    zero, vpp = zero if dp > 1 else 0, vpp if pp > 1 else 1
+    degrees = degrees_text(dp, tp, pp, cp, zero, ep, vpp)
     return Layout(" ".join(filter(None, (mesh.id, degrees, "" if backend == "torch" else backend))), mesh.id, dp=dp,
-                  tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, backend=backend)
+                  tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, vpp=vpp, backend=backend)
 
 
 def label(node: Node) -> str:
@@ -75,7 +75,7 @@ def label(node: Node) -> str:
         case Generate():
             return f"{node.model}.generate"
         case Infer():
-            return f"{node.model}.{METHODS.get(node.what, node.what)}"
+            return f"{node.model}.{CALL_OF.get(node.what, node.what)}"
         case Train():
             return node.id
         case Compute():

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
-from rldsl.placement import free, resident, sync
+from rldsl.placement import free, resident, sync, tokenizers
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.families import Family, describe
 from rldsl.placement.lora import parts
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
 from rldsl.placement.rules import Choice, choose, option_span, resolve
 from rldsl.plan.model import Layout, Mesh, Model, Sizes
-from rldsl.source import Span
 
 Describe = Callable[..., Family]
 
@@ -32,15 +31,15 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     cluster = cluster_of(graph, choices)
     families = _families(graph, describe)
     sync.check(graph, families)
-    _check_tokenizers(graph, families)
+    tokenizers.check(graph, families)
     places, homes = _places(graph, choices, families, cluster)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
-    models = tuple(_model(m, families[m.name], homes.get(m.name, ""), sync.sources(graph, m.name), graph.seed)
-                   for m in graph.models)
+    means = sync.means(graph, places, homes)
+    models = tuple(replace(_model(m, families[m.name], homes.get(m.name, ""), sync.sources(graph, m.name), graph.seed),
+                           mean=means.get(m.name, "")) for m in graph.models)
     sync.check_adapters(graph, models)
-    return Placed(graph, models,
-                  tuple(families.items()), tuple(places.items()), _tokenizers(graph), cluster.world, cluster.gpus,
-                  memory)
+    return Placed(graph, models, tuple(families.items()), tuple(places.items()), tokenizers.tokenizers(graph),
+                  cluster.world, cluster.gpus, memory)
 
 
 def check_graph(graph: g.Graph, place_file: str = "") -> None:
@@ -123,7 +122,8 @@ def _sizes(f: Family) -> Sizes:
     said = dict(f.config)
     activation = next((json.loads(said[k]) for k in ("hidden_activation", "hidden_act", "activation_function")
                        if said.get(k, "null") != "null"), "")
-    return Sizes(f.hidden, f.expert_width or f.intermediate, f.heads, f.kv_heads, f.head_dim, f.vocab, str(activation), f.chosen)
+    return Sizes(f.hidden, f.expert_width or f.intermediate, f.heads, f.kv_heads, f.head_dim, f.vocab, str(activation),
+                 f.chosen)
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -144,8 +144,14 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
         if made.layout.zero and not isinstance(node, g.Train):
             raise fail("RL0320", f"`{label(node)}` cannot run on parameters divided by `zero`",
                        option_span(choice.span, "zero"), "zero is for training",
-                       help="every pass, of each token that is generated, would gather all parameters from all ranks of dp: "
-                       f"say `zero` of the train call alone (`place {node.model}.train ...`), and this one gets a copy")
+                       help="every pass, of each token that is generated, would gather all parameters from all ranks "
+                       f"of dp: say `zero` of the train call alone (`place {node.model}.train ...`), and this one gets a "
+                       "copy")
+        if made.layout.vpp > 1 and not isinstance(node, g.Train):
+            raise fail("RL0320", f"`{label(node)}` cannot run on interleaved chunks of layers",
+                       option_span(choice.span, "vpp"), "vpp is for training",
+                       help="only training has forward and backward passes to interleave: say `vpp` of the train call "
+                       f"alone (`place {node.model}.train ...`), and this one gets a copy")
         places[node.id] = replace(made, given=given)
 
     late: list[Call] = []
@@ -170,9 +176,9 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
                 x = base.layout
                 base = replace(base, layout=layout_of(base.mesh, x.dp * x.cp, x.tp, x.pp, backend=x.backend, ep=x.ep))
                 why += ", with dp for cp"
-            if not isinstance(node, g.Train) and base.layout.zero:
-                base = replace(base, layout=_without_zero(base.layout, base.mesh))
-                why += ", without zero"
+            if not isinstance(node, g.Train) and (base.layout.zero or base.layout.vpp > 1):
+                why += f", without {' and '.join(k for k in ('zero', 'vpp') if getattr(base.layout, k) > (k == 'vpp'))}"
+                base = replace(base, layout=_for_passes(base.layout, base.mesh))
         else:
             mesh = mesh_of(range(cluster.world))
             base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: every rank, pure dp"
@@ -180,9 +186,10 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             places[node.id] = replace(base, mbs=0, offload=False, span=node.span, why=why, recompute="none", keep=True)
             continue
         try:
-            degrees = {*DEGREES} & {name for name, _, _ in choice.options}
-            more = {"ep", *(("zero",) if isinstance(node, g.Train) else ())} - {name for name, _, _ in choice.options}
-            inherit = () if degrees else tuple((k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *sorted(more)))
+            said = {name for name, _, _ in choice.options}
+            more = {"ep", *(("zero", "vpp") if isinstance(node, g.Train) else ())} - said
+            inherit = () if said & {*DEGREES} else tuple(
+                (k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *sorted(more)))
             put(node, replace(choice, options=choice.options + inherit), base.mesh, base.given)
         except Failure as failure:
             problems += failure.diagnostics
@@ -191,7 +198,8 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
     return places
 
 
-def _without_zero(x: Layout, mesh: Mesh) -> Layout:
+def _for_passes(x: Layout, mesh: Mesh) -> Layout:
+    """Without what is for training alone: `zero` and `vpp`."""
     return layout_of(mesh, x.dp, x.tp, x.pp, x.cp, x.backend, ep=x.ep)
 
 
@@ -272,38 +280,3 @@ def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], ca
         places[node.id] = Place(mesh, layout_of(mesh, dp=len(mesh.members())), 0, False, node.span,
                                 f"default: as {label(near)}" if near else "default: as the first call")
     return places
-
-
-# ------------------------------------------------------------------------------------------------ tokenizers
-
-
-def _readers(graph: g.Graph) -> dict[str, list[str]]:
-    """Fetched frame (or one generated from it) -> the models that read its tokens, in program order."""
-    root = {f.id: f.data or f.id for f in graph.frames}
-    readers: dict[str, list[str]] = {}
-    for node in g.nodes(graph.items):
-        frames = {g.Generate: lambda n: (n.prompts, n.frame), g.Infer: lambda n: (n.frame,),
-                  g.Train: lambda n: n.frames}.get(type(node))
-        for frame in frames(node) if frames else ():
-            names = readers.setdefault(root.get(frame, frame), [])
-            if node.model not in names:
-                names.append(node.model)
-    return readers
-
-
-def _check_tokenizers(graph: g.Graph, families: Mapping[str, Family]) -> None:
-    models = {m.name: m for m in graph.models}
-    for names in _readers(graph).values():
-        for other in names[1:]:
-            if families[other].tokenizer != families[names[0]].tokenizer:
-                raise Failure([Diagnostic(
-                    "RL0316", f"`{names[0]}` and `{other}` read the same tokens with different tokenizers",
-                    models[other].span, f'the tokenizer of "{families[other].path}"',
-                    (Label(models[names[0]].span, f'differs from that of "{families[names[0]].path}"'),),
-                    help="tokens pass between models as numbers: use models that share one tokenizer.json")])
-
-
-def _tokenizers(graph: g.Graph) -> tuple[tuple[str, str], ...]:
-    readers, paths = _readers(graph), {m.name: m.path for m in graph.models}
-    fallback = next(iter(paths.values()), "")
-    return tuple((d.name, paths[readers[d.name][0]] if readers.get(d.name) else fallback) for d in graph.data)

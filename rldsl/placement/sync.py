@@ -25,6 +25,11 @@ def sources(graph: g.Graph, model: str) -> tuple[str, ...]:
     return tuple(n.source for n in syncs(graph) if n.model == model)
 
 
+def means(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, str]:
+    """Model that an `ema` writes -> the layout under which it does."""
+    return {n.model: anchors(graph, places, homes)[n.model].layout.id for n in syncs(graph) if n.decay}
+
+
 def check(graph: g.Graph, families: Mapping[str, Family]) -> None:
     """RL0321 where the parameters of target and source, or the configs that say what they mean, differ."""
     models = {m.name: m for m in graph.models}
@@ -113,9 +118,3 @@ def _settle(n: g.Sync, used: Mapping[str, list[Place]], found: dict[str, Place])
     found.setdefault(n.model, target)
     found.setdefault(n.source, source or replace(target, offload=False))
     return True
-
-
-def only_synced(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> Iterable[tuple[str, Place]]:
-    """Copies that only syncs need: (model, place)."""
-    of_calls = {(n.model, places[n.id].layout) for n in g.nodes(graph.items) if isinstance(n, Call)}
-    return [(m, p) for m, p in anchors(graph, places, homes).items() if (m, p.layout) not in of_calls]

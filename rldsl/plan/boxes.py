@@ -25,7 +25,8 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) for each dimension of the glo
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """What decides the boxes that a rank holds: all ranks of a layout at one cell hold the same. part: ep * tp of them,
+    """What decides the boxes that a rank holds: all ranks of a layout at one cell hold the same. stage: along pp, which
+    with `vpp` is a rank's place in the pipeline and not one run of layers. part: ep * tp of them,
     tp fastest. shard: of the rows of that part, over dp / ep; 0 without `zero`."""
 
     stage: int
@@ -48,6 +49,11 @@ class Parameter:
     name: str
     spec: ParamSpec
     layer: int | None
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which local tensors have pieces one after the other."""
+        return self.spec.split.dim if self.spec.split else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +84,26 @@ def itemsize(model: Model) -> int:
     return {"float32": 4, "bfloat16": 2}[model.dtype]
 
 
-def stages(parameter: Parameter, layers: int, pp: int) -> tuple[int, ...]:
-    """The pipeline stages that hold a parameter of a model with `layers` layers."""
+def chunks(parameter: Parameter, layers: int, count: int) -> tuple[int, ...]:
+    """Which of `count` runs of consecutive layers, all layers of a model, have a parameter."""
     match parameter.spec.stage:
         case "first":
             return (0,)
         case "last":
-            return (pp - 1,)
+            return (count - 1,)
         case "ends":
-            return (0,) if pp == 1 else (0, pp - 1)
+            return (0,) if count == 1 else (0, count - 1)
         case "layer":
             assert parameter.layer is not None, f"{parameter.name} belongs to no layer"
-            return (layer_stage(layers, pp, parameter.layer),)
+            return (layer_stage(layers, count, parameter.layer),)
         case _:
-            return tuple(range(pp))
+            return tuple(range(count))
+
+
+def stages(parameter: Parameter, layers: int, layout: Layout) -> tuple[int, ...]:
+    """The coordinates along pp that hold a parameter of a model with `layers` layers, ascending."""
+    pp = layout.pp
+    return tuple(dict.fromkeys(chunk % pp for chunk in chunks(parameter, layers, pp * layout.vpp)))
 
 
 def pieces(spec: ParamSpec, tp: int, index: int) -> tuple[Piece, ...]:
@@ -185,7 +197,7 @@ def cell(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:
 
 def held(parameter: Parameter, layers: int, layout: Layout, at: Cell | None) -> tuple[Piece, ...]:
     """What a rank at a cell holds of a parameter; empty if nothing. layers: of the model."""
-    if at is None or at.stage not in stages(parameter, layers, layout.pp):
+    if at is None or at.stage not in stages(parameter, layers, layout):
         return ()
     return pieces_at(parameter.spec, layout, at.part, at.shard)
 
@@ -204,7 +216,7 @@ def shares(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh) -> tup
     block = stage_size // shards(layout)
     for part, shard in places(layout):
         same = ranks.setdefault(pieces_at(parameter.spec, layout, part, shard), [])
-        for stage in stages(parameter, layers, layout.pp):
+        for stage in stages(parameter, layers, layout):
             first = stage * stage_size + shard * block
             same.extend(members[first + part : first + block : parts(layout)])
     return tuple(Share(held, tuple(sorted(found))) for held, found in ranks.items() if held)
@@ -230,6 +242,16 @@ def local_slice(piece: Piece, box: Box, dim: int) -> tuple[slice, ...]:
     assert contains(piece.box, box), f"{box} is not inside {piece.box}"
     shift = [(piece.offset if d == dim else 0) - start for d, (start, _) in enumerate(piece.box)]
     return tuple(slice(start + s, stop + s) for (start, stop), s in zip(box, shift))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Where a box lies in the whole tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def inside(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where `inner` lies in a tensor that holds just `outer`."""
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(inner, outer))
 
 
 def volume(box: Box) -> int:

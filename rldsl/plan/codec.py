@@ -5,8 +5,12 @@ One record a line: the header, then the tables in the order of `Plan`'s fields, 
 separators have no spaces, a field at its default is left out, and a record's own field `kind` is written "type".
 So one plan has exactly one encoding, and `decode(encode(p)) == p`. No pickle: reading a plan runs nothing of it.
 
+A reader may walk the blocks and list the ranks of what it is given: blocks nest no deeper than `MOST_BLOCKS`, and ranks
+are of the world, which is no larger than `MOST_RANKS`.
+
 Codes: RL0601 not a plan of this format, RL0602 edited after it was compiled, RL0603 not canonical JSON,
-RL0604 unknown or misplaced record, RL0605 unknown or missing field, RL0606 wrong type, RL0607 broken nesting.
+RL0604 unknown or misplaced record, RL0605 unknown or missing field, RL0606 wrong type, RL0607 broken nesting,
+RL0612 ranks that cannot be.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from rldsl.diag import Failure, fail
 from rldsl.plan.expr import Program
 from rldsl.plan.events import EVENTS, Every, Item, Loop
-from rldsl.plan.model import (FORMAT, Data, Frame, Function, Group, Header, Layout, Mesh, Model, Plan, RankClass,
-                              Spread, State, Value)
+from rldsl.plan.model import (FORMAT, MOST_BLOCKS, MOST_RANKS, Data, Frame, Function, Group, Header, Layout, Mesh,
+                              Model, Plan, RankClass, Spread, State, Value)
 
 # kind of line -> (record, the field of Plan it belongs to), in the order of the file; body lines follow the groups.
 TABLES: Mapping[str, tuple[type, str]] = {
@@ -148,8 +152,12 @@ def decode(data: bytes, name: str) -> Plan:
             )
         section = at
         if kind in RECORDS:
-            tables[TABLES[kind][1]].append(_record(RECORDS[kind], obj, place))
+            record = _record(RECORDS[kind], obj, place)
+            _bounded(record, tables["header"], place)
+            tables[TABLES[kind][1]].append(record)
         elif kind in BLOCKS:
+            if len(open_blocks) == MOST_BLOCKS:
+                raise fail("RL0607", f"blocks nest deeper than {MOST_BLOCKS}", place=place, help=EDITED)
             open_blocks.append((BLOCKS[kind], obj, place, items))
             items = []
         elif kind == "end":
@@ -167,6 +175,16 @@ def decode(data: bytes, name: str) -> Plan:
             "RL0607", f"the {open_blocks[-1][0].__name__.lower()} has no end", place=open_blocks[-1][2], help=EDITED
         )
     return Plan(header=tables.pop("header")[0], **{table: tuple(rows) for table, rows in tables.items()})
+
+
+def _bounded(record: Any, header: list[Header], place: str) -> None:
+    """Ranks that can be: those of a mesh or class are of the world, and each once."""
+    if isinstance(record, Header) and not 1 <= record.world <= MOST_RANKS:
+        raise fail("RL0612", f"a world of {record.world} ranks: a plan is for 1 to {MOST_RANKS:_}", place=place, help=EDITED)
+    if isinstance(record, Mesh | RankClass):
+        world = header[0].world
+        if any(not 0 <= a < b <= world for a, b in record.ranks) or sum(b - a for a, b in record.ranks) > world:
+            raise fail("RL0612", f"ranks that are not of the world of {world}", place=place, help=EDITED)
 
 
 def _checked_lines(data: bytes, name: str) -> list[str]:

@@ -8,13 +8,14 @@ no section tells how, `others` names the records.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
 from typing import Any
 
 from rldsl.plan.codec import encode
-from rldsl.plan.events import Event, Every, Item, Log
+from rldsl.plan.events import EVENTS, Event, Every, Item, Log
 from rldsl.plan.match import Found, Pair, found, pairs, text
 from rldsl.plan.meaning import kind
 from rldsl.plan.model import Model, Plan
@@ -23,6 +24,13 @@ from rldsl.plan.texts import ranks_text
 
 
 Record = Mapping[str, str]  # field -> text
+CALLS = ("calls", "inserted")
+# kind of record -> the sections that tell how it differs; meshes, groups, spreads and the like show at events alone
+TELLS: dict[str, tuple[str, ...]] = {
+    "header": ("program",), "class": (*CALLS, "metrics", "peaks"), "log": (*CALLS, "metrics"),
+    **dict.fromkeys(("model", "data", "function", "state"), ("tables",)),
+    **dict.fromkeys(("loop", "every", "end"), ("tables", "program")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """seconds: predicted for a step, before and after. others: kinds of records that differ where nothing else does."""
+    """seconds: predicted for a step, before and after. others: kinds of records that differ without a section that tells
+    how."""
 
     program: tuple[Change, ...]
     tables: tuple[Change, ...]
@@ -113,7 +122,7 @@ def diff(before: Plan, after: Plan, seconds: tuple[float, float] | None = None) 
         peaks=tuple(_peaks(before, after)),
         seconds=seconds,
     )
-    return replace(made, others=tuple(_others(before, after))) if made.same else made
+    return replace(made, others=tuple(_others(before, after, made)))
 
 
 # --------------------------------------------------------------------------------------- the program and its tables
@@ -121,7 +130,7 @@ def diff(before: Plan, after: Plan, seconds: tuple[float, float] | None = None) 
 
 def _program(before: Plan, after: Plan) -> Iterator[Change]:
     a, b = before.header, after.header
-    for name in ("program", "flow", "world", "devices_per_node", "steps", "seed", "compiler"):
+    for name in ("program", "flow", "world", "devices_per_node", "memory", "steps", "seed", "compiler"):
         yield from _field("plan", name, "", getattr(a, name), getattr(b, name))
     yield from _keyed("source", {p: d[:12] for p, d in a.sources}, {p: d[:12] for p, d in b.sources})
     yield from _keyed("param", {k: text(v) for k, v in a.params}, {k: text(v) for k, v in b.params})
@@ -226,13 +235,25 @@ def _peak(plan: Plan) -> dict[int, int]:
     return {rank: c.peak_bytes for c in plan.classes for start, stop in c.ranks for rank in range(start, stop)}
 
 
-def _others(before: Plan, after: Plan) -> Iterator[str]:
-    """Kinds of records that differ in two files that are said to be the same."""
+def _others(before: Plan, after: Plan, made: Diff) -> Iterator[str]:
+    """Kinds of records that differ in two files, but for those of which what was found tells."""
     a, b = (encode(plan).decode().split("\n")[:-2] for plan in (before, after))
-    if a != b:
-        both = set(a) & set(b)
-        kinds = [json.loads(line)["kind"] for line in (*a, *b) if line not in both]
-        yield from dict.fromkeys(kinds) or ["order"]
+    if a == b:
+        return
+    one, two = (Counter(_record(line, made.same) for line in lines) for lines in (a, b))
+    kinds = dict.fromkeys(kind for kind, _ in ((one - two) + (two - one)))
+    yield from (kind for kind in kinds if not any(getattr(made, section) for section in TELLS.get(kind, CALLS)))
+    if made.same and not kinds:
+        yield "order"
+
+
+def _record(line: str, whole: bool) -> tuple[str, str]:
+    """(kind, the rest). whole: with an event's number and position, which shift where something else came or went."""
+    record = json.loads(line)
+    kind = record.pop("kind")
+    if not whole and kind in EVENTS:
+        record = {name: value for name, value in record.items() if name not in ("id", "at", "version")}
+    return kind, json.dumps(record, sort_keys=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers

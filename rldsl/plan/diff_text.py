@@ -10,9 +10,9 @@ from typing import Any
 
 from rldsl.plan.diff import Change, Diff, EventChange, Moved
 from rldsl.plan.match import Found
-from rldsl.plan.show import human
+from rldsl.plan.texts import human, seconds_text
 
-SCHEMA = 1
+FORMAT = 1
 SAME = "no difference"
 BARE = ("save", "checkpoint", "select", "collect")  # what these are about does not say what they do
 
@@ -38,7 +38,7 @@ def text(diff: Diff, before: str, after: str) -> str:
         lines.append(SAME)
     if diff.seconds is not None:
         lines += ["predicted time of a step", f"  {'=' if diff.seconds[0] == diff.seconds[1] else '~'} "
-                  f"{_seconds(diff.seconds[0])} -> {_seconds(diff.seconds[1])}{_ratio(*diff.seconds)}"]
+                  f"{seconds_text(diff.seconds[0])} -> {seconds_text(diff.seconds[1])}{_ratio(*diff.seconds)}"]
     return "\n".join(lines)
 
 
@@ -90,17 +90,13 @@ def _ratio(before: float | None, after: float | None) -> str:
     return f"  ({(after - before) / before:+.0%})" if before and after is not None and before != after else ""
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
 # ----------------------------------------------------------------------------------------------------------- as JSON
 
 
 def as_json(diff: Diff, before: str, after: str) -> dict[str, Any]:
     """before, after: ids of the plans."""
     return {
-        "schema": SCHEMA, "before": before, "after": after, "same": diff.same,
+        "format": FORMAT, "before": before, "after": after, "same": diff.same,
         "program": _changes(diff.program), "tables": _changes(diff.tables),
         "calls": [_event_json(e) for e in diff.calls], "inserted": [_event_json(e) for e in diff.inserted],
         "metrics": _changes(diff.metrics),

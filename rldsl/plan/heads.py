@@ -27,6 +27,7 @@ OUTPUTS: Mapping[str, tuple[Output, ...]] = {  # the main one first
     "reward_model": (Output("score", "scores", "seq"),),
 }
 HEAD_OF: Mapping[str, str] = {o.what: head for head, outputs in OUTPUTS.items() for o in outputs}
+CALL_OF: Mapping[str, str] = {o.what: o.call for outputs in OUTPUTS.values() for o in outputs}
 LEVEL_OF: Mapping[str, Level] = {o.what: o.level for outputs in OUTPUTS.values() for o in outputs}
 
 STOP = "stop"  # the output of a loss's program that tells whether training ends here

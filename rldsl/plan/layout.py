@@ -40,6 +40,11 @@ def coordinate(layout: Layout, mesh: Mesh, rank: int) -> Coord:
     return Coord(pp, dp, cp, tp)
 
 
+def shard_of(layout: Layout, index: int) -> int:
+    """The dp coordinate of the `index`th rank of the mesh."""
+    return index // (layout.cp * layout.tp) % layout.dp
+
+
 def rank_at(layout: Layout, mesh: Mesh, coord: Coord) -> int:
     """The global rank at `coord`."""
     degrees = (layout.pp, layout.dp, layout.cp, layout.tp)
@@ -78,6 +83,12 @@ def layer_stage(layers: int, pp: int, layer: int) -> int:
     """The pipeline stage that holds `layer`: the inverse of `stage_layers`."""
     assert 0 <= layer < layers, f"layer {layer} of {layers}"
     return ((layer + 1) * pp - 1) // layers
+
+
+def own_layers(layers: int, layout: Layout, rank: int) -> tuple[int, ...]:
+    """The layers of the ranks at coordinate `rank` along pp: chunk c is stage c * pp + rank of pp * vpp."""
+    count = layout.pp * layout.vpp
+    return tuple(layer for stage in range(rank, count, layout.pp) for layer in stage_layers(layers, count, stage))
 
 
 def _members(layout: Layout, mesh: Mesh) -> tuple[int, ...]:

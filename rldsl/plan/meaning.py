@@ -5,13 +5,14 @@ In: a plan and its events. Out: short texts. Two compilations of one program say
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rldsl.plan.events import (Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Log, Offload, Onload,
                                Realloc, Select, Train, Transfer, split)
+from rldsl.plan.heads import CALL_OF
 from rldsl.plan.model import Layout, Plan
-from rldsl.plan.project import to_ranges
-from rldsl.plan.texts import degrees_of, ranks_text
+from rldsl.plan.texts import degrees_of, mesh_text
 
 
 def kind(event: Event) -> str:
@@ -25,7 +26,7 @@ def call_name(event: Event) -> str:
         case Generate():
             return f"{event.model}.generate"
         case Infer():
-            return f"{event.model}.{'score' if event.what == 'scores' else event.what}"
+            return f"{event.model}.{CALL_OF.get(event.what, event.what)}"
         case Train():
             return f"{event.model}.train"
         case Select() | Collect():
@@ -92,6 +93,13 @@ def line_of(at: str) -> str:
     return head if last.isdecimal() and head.rpartition(":")[2].isdecimal() else at
 
 
+def quote(texts: Mapping[str, str], at: str) -> str:
+    """The line of a source position; "" where its source is not among `texts`, by path."""
+    path, _, number = line_of(at).rpartition(":")
+    lines = texts.get(path, "").splitlines()
+    return lines[int(number) - 1] if number.isdecimal() and 0 < int(number) <= len(lines) else ""
+
+
 def told(event: Event) -> str:
     """One event in a line: where it stands in the program, what it is about, and why it is there."""
     because = f" ({event.because})" if event.because and not isinstance(event, Free) else ""
@@ -108,7 +116,7 @@ class Places:
 
     @staticmethod
     def of(plan: Plan) -> "Places":
-        meshes = {m.id: mesh_text(m.members()) for m in plan.meshes}
+        meshes = {m.id: mesh_text(m.ranks) for m in plan.meshes}
         layouts = {x.id: f"{meshes.get(x.mesh, x.mesh)} {all_degrees(x)}" for x in plan.layouts}
         spreads = {s.id: layouts.get(s.layout) or meshes.get(s.mesh, s.mesh) for s in plan.spreads}
         return Places(meshes, layouts, spreads)
@@ -129,12 +137,6 @@ class Places:
         """What holds a buffer: "mesh(0:4) tp=2"."""
         _, at = split(buffer)
         return self.layouts.get(at) or self.spreads.get(at, at)
-
-
-def mesh_text(ranks: tuple[int, ...]) -> str:
-    """As a program writes it, "mesh(0:8)"; ranks that are not consecutive by number: "ranks 0,2,4"."""
-    runs = to_ranges(ranks)
-    return f"mesh({runs[0][0]}:{runs[0][1]})" if len(runs) == 1 else f"ranks {ranks_text(ranks)}"
 
 
 def all_degrees(layout: Layout) -> str:

@@ -22,6 +22,8 @@ from rldsl.plan.expr import Level, Program, Scalar
 from rldsl.plan.heads import Head
 
 FORMAT = 1
+MOST_RANKS = 16_384 * 256  # nodes, devices of each: beyond it a number is a slip
+MOST_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
 
 Ranges = tuple[tuple[int, int], ...]  # half-open [start, stop), in order
 
@@ -62,7 +64,8 @@ class Layout:
     all of them; everything else is as without it. `zero`, of a layout that a model is trained under, divides
     parameters, gradients and optimizer state over dp at rest (`plan/boxes.py`). Gradients are whole during a minibatch
     with 1, and divided with 2 and 3; parameters are whole during a minibatch with 1 and 2, and layer by layer with 3
-    (Rajbhandari et al. 2020, arXiv:1910.02054)."""
+    (Rajbhandari et al. 2020, arXiv:1910.02054). `vpp`, of a layout that a model is trained under, is the number of
+    chunks of layers that each rank of a pipeline has (`plan/schedule.py`)."""
 
     id: str
     mesh: str
@@ -72,6 +75,7 @@ class Layout:
     cp: int = 1
     ep: int = 1
     zero: int = 0
+    vpp: int = 1
     backend: str = "torch"
 
 
@@ -185,7 +189,8 @@ class Model:
     with adapters, those that stay as they are in the directory; each rank reads its slices of them under every layout.
     dtype: "float32" or "bfloat16". home: the layout that holds the trained parameters and the optimizer state
     ("" when frozen). updates: optimizer steps planned for the whole run. config_digest: sha256 of its config.json.
-    sources: of a model that is not trained but written by others, the model that each such event takes, in order."""
+    sources: of a model that is not trained but written by others, the model that each such event takes, in order. mean:
+    the layout under which a mean with others is taken ("" when none is), so that what is added to it is not lost."""
 
     name: str
     kind: Head
@@ -198,6 +203,7 @@ class Model:
     optimizer: Optimizer | None = None
     updates: int = 0
     sources: tuple[str, ...] = ()
+    mean: str = ""
     base: tuple[ParamSpec, ...] = ()
     lora: Lora | None = None
     sizes: Sizes = Sizes()

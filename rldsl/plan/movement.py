@@ -11,8 +11,8 @@ from rldsl.plan.model import Model
 
 
 def stored(model: Model, layout: str) -> str:
-    """The dtype of the parameters under a layout: what is trained stays float32 at its home."""
-    return "float32" if model.home == layout else model.dtype
+    """The dtype of the parameters under a layout: where they are trained, or a mean is taken, a small change counts."""
+    return "float32" if layout in (model.home, model.mean) else model.dtype
 
 
 def carried(source: Model, src: str, model: Model, dst: str, decay: float) -> Model:

@@ -5,12 +5,14 @@ another cannot end an event. """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 from rldsl.plan.dumps import Moment
 from rldsl.plan.events import (Checkpoint, Collect, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load,
                                Log, Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
-from rldsl.plan.layout import coordinate
+from rldsl.plan.layout import shard_of
 from rldsl.plan.model import Layout, Plan
 
 Place = tuple[int, ...]  # index, turn, index, ... of the blocks and the event, and at last 0 in the event, 1 after it
@@ -20,14 +22,26 @@ POSTED = (Transfer, Realloc)  # issued here, waited for later
 TOGETHER = (Lengths, Train, Save, Checkpoint)  # no rank ends these before all have begun them
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Ranks that need each other, in ascending order. One object for all of them, so that what is found for a group is
+    found once: it is equal only to itself."""
+
+    ranks: tuple[int, ...]
+
+
+NOBODY = Group(())
+
+
 class Order:
     """events: by their numbers."""
 
     def __init__(self, plan: Plan):
-        self._meshes = {m.id: m for m in plan.meshes}
         self._members = {m.id: m.members() for m in plan.meshes}
         self._sets = {id: frozenset(ranks) for id, ranks in self._members.items()}
         self._layouts, self._spreads = {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}
+        self._groups: dict[Hashable, Group] = {}
+        self._replicas: dict[str, dict[int, Group]] = {}  # layout -> rank -> group
         self._ways: dict[int, tuple[tuple[int, bool], ...]] = {}  # to each event: indices, and whether a turn follows
         self.events: dict[int, Event] = {}
         self._note(plan.body, ())
@@ -58,27 +72,44 @@ class Order:
 
     def partners(self, event: Event, rank: int) -> tuple[int, ...]:
         """The other ranks without which `rank` cannot end the event."""
-        ranks: Iterable[int] = self._members[event.mesh]
+        return tuple(q for q in self.group(event, rank).ranks if q != rank)
+
+    def group(self, event: Event, rank: int) -> Group:
+        """The same, where `rank` may be one of them."""
         if rank not in self._sets[event.mesh] or isinstance(event, ALONE):
-            return ()
+            return NOBODY
         if isinstance(event, Generate | Infer):
-            ranks = self._replica(self._layouts[event.layout], rank)
-        elif isinstance(event, Transfer):
-            ranks = self._across(self._spreads[event.src].mesh, self._spreads[event.dst].mesh, rank)
-        elif isinstance(event, Realloc):
-            ranks = self._across(self._layouts[event.src].mesh, self._layouts[event.dst].mesh, rank)
-        elif isinstance(event, Log):
+            return self._replica(self._layouts[event.layout], rank)
+        if isinstance(event, Transfer):
+            return self._across(self._spreads[event.src].mesh, self._spreads[event.dst].mesh, rank)
+        if isinstance(event, Realloc):
+            return self._across(self._layouts[event.src].mesh, self._layouts[event.dst].mesh, rank)
+        if isinstance(event, Log):
             firsts = {self._members[self._spreads[split(b)[1]].mesh][0] for _, b in event.metrics}
-            ranks = firsts if rank == event.to else {event.to} if rank in firsts else ()
-        return tuple(sorted(q for q in ranks if q != rank))
+            to = rank == event.to
+            return self._known((event.id, to), firsts if to else (event.to,)) if to or rank in firsts else NOBODY
+        return self._known(event.mesh, self._sets[event.mesh])
 
-    def _replica(self, layout: Layout, rank: int) -> Iterable[int]:
+    def _known(self, key: Hashable, ranks: Iterable[int]) -> Group:
+        if key not in self._groups:
+            self._groups[key] = Group(tuple(sorted(ranks)))
+        return self._groups[key]
+
+    def _replica(self, layout: Layout, rank: int) -> Group:
         """The ranks that work on the same rows: those of one dp shard."""
-        mesh = self._meshes[layout.mesh]
-        mine = coordinate(layout, mesh, rank).dp
-        return (q for q in mesh.members() if coordinate(layout, mesh, q).dp == mine)
+        if layout.id not in self._replicas:
+            shards: dict[int, list[int]] = defaultdict(list)
+            for index, member in enumerate(self._members[layout.mesh]):
+                shards[shard_of(layout, index)].append(member)
+            groups = [Group(tuple(sorted(ranks))) for ranks in shards.values()]
+            self._replicas[layout.id] = {q: group for group in groups for q in group.ranks}
+        return self._replicas[layout.id][rank]
 
-    def _across(self, src: str, dst: str, rank: int) -> Iterable[int]:
+    def _across(self, src: str, dst: str, rank: int) -> Group:
         """Who receives needs who sends, and the other way round: a send waits for its receive."""
-        here, there = self._members[src], self._members[dst]
-        return {*(here if rank in there else ()), *(there if rank in here else ())}
+        gives, takes = rank in self._sets[src], rank in self._sets[dst]
+        key = (src, dst, gives, takes)
+        if key not in self._groups:
+            ranks = {*(self._members[src] if takes else ()), *(self._members[dst] if gives else ())}
+            self._groups[key] = Group(tuple(sorted(ranks)))
+        return self._groups[key]

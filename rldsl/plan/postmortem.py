@@ -11,14 +11,15 @@ wait for each other.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from rldsl.plan.dumps import Dump, Moment, Sign, Stand
 from rldsl.plan.model import Plan
-from rldsl.plan.order import END, POSTED, START, Order, Place
+from rldsl.plan.order import END, POSTED, START, Group, Order, Place
 
 Kind = Literal["not reached", "inside", "each other", "end"]
 Why = Literal["failed", "gone", "stopped", "silent", "waited for", "each other"]
@@ -93,12 +94,12 @@ def analyse(plan: Plan, found: Sequence[Trace]) -> Findings:
     """found: of every rank of the plan, in order."""
     order = Order(plan)
     found = _with_reached(order, found)
-    edges = _edges(order, found)
+    edges = _Waits(order, found).edges()
     grouped: dict[tuple[tuple[int, ...], Moment | None, Kind], list[int]] = defaultdict(list)
-    for rank, waits in edges.items():
-        for on, at, kind in waits:
-            grouped[tuple(sorted((*on, rank))) if kind == "each other" else on, at, kind].append(rank)
-    waits = [Wait(tuple(ranks), on, at, kind) for (on, at, kind), ranks in grouped.items()]
+    for edge, ranks in _waiting(edges).items():
+        on = tuple(sorted({*edge.on, *ranks})) if edge.kind == "each other" else edge.on
+        grouped[on, edge.at, edge.kind] += ranks
+    waits = [Wait(tuple(sorted(ranks)), on, at, kind) for (on, at, kind), ranks in grouped.items()]
     waits.sort(key=lambda w: (order.place(w.at), w.ranks))
     return Findings(tuple(found), tuple(waits), tuple(_culprits(found, edges)))
 
@@ -147,55 +148,97 @@ def _in(trace: Trace, step: tuple[int, ...]) -> bool:
 
 # ---------------------------------------------------------------------------------------------------- who waits
 
-_Edge = tuple[tuple[int, ...], Moment | None, Kind]  # for these ranks, in this run of an event
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edge:
+    """For these ranks, in this run of an event. One object for all that wait so: what grows with ranks times ranks is
+    too much for the moment in which a large run fails."""
+
+    on: tuple[int, ...]
+    at: Moment | None
+    kind: Kind
+
+
 _Edges = Mapping[int, Sequence[_Edge]]  # of each rank
 
 
-def _edges(order: Order, found: Sequence[Trace]) -> _Edges:
-    places = [where(order, t) for t in found]
-    return {t.rank: _waits(order, t, found, places) or _behind(order, t, places)
-            for t in found if not (lost(t) or spoke(t))}
+class _Waits:
+    """Whom ranks wait for. found: of every rank, in order."""
+
+    def __init__(self, order: Order, found: Sequence[Trace]):
+        self._order, self._found = order, found
+        self._places = [where(order, t) for t in found]
+        self._kept: dict[Hashable, _Edge] = {}
+
+    def edges(self) -> _Edges:
+        return {t.rank: self._waits(t) or self._behind(t) for t in self._found if not (lost(t) or spoke(t))}
+
+    def _edge(self, key: Hashable, at: Moment | None, kind: Kind, ranks: Callable[[], Iterable[int]]) -> list[_Edge]:
+        """The one with this key; none if it is for no rank."""
+        edge = self._kept.get((key, at, kind))
+        if edge is None:
+            edge = self._kept[key, at, kind] = _Edge(tuple(ranks()), at, kind)
+        return [edge] if edge.on else []
+
+    def _short(self, group: Group, at: Moment, rank: int) -> list[_Edge]:
+        """For the others of a group that have not come to a run of an event."""
+        place = self._order.place(at)
+        short = self._edge(group, at, "not reached", lambda: (q for q in group.ranks if self._places[q] < place))
+        return self._without(short[0], rank) if short else []
+
+    def _waits(self, trace: Trace) -> list[_Edge]:
+        stand = trace.stand
+        if stand is None or stand.phase in ("start-up", "ends", "calls"):
+            return []
+        if stand.phase == "over":
+            return self._edge(None, None, "end", lambda: (q for q, place in enumerate(self._places) if place != END))
+        at = stand.awaits if stand.phase == "waits" and stand.awaits else stand.at
+        event = self._order.events.get(at.event) if at is not None else None
+        if at is None or event is None or isinstance(event, POSTED) and not (stand.phase == "waits" or stand.call):
+            return []
+        group = self._order.group(event, trace.rank)
+        if short := self._short(group, at, trace.rank):
+            return short
+        return self._inside(trace, group, at) if stand.call else []
+
+    def _inside(self, trace: Trace, group: Group, at: Moment) -> list[_Edge]:
+        """For others in the same event: those that have not come so far as they can, else all for each other."""
+        place, rank = self._order.place(at), trace.rank
+        busy = self._edge(group, at, "inside", lambda: (
+            q for q in group.ranks
+            if lost(self._found[q]) or self._places[q] == place and not _stuck(self._found[q])))
+        if busy and busy[0].on != (rank,):
+            return self._without(busy[0], rank)
+        here = self._edge(group, at, "each other", lambda: (q for q in group.ranks if self._places[q] == place))
+        waits = trace.stand is not None and trace.stand.phase == "waits"
+        return here if here and here[0].on != (rank,) and not waits else []
+
+    def _without(self, edge: _Edge, rank: int) -> list[_Edge]:
+        """`rank` itself may be one that the others wait for."""
+        i = bisect_left(edge.on, rank)
+        if edge.on[i : i + 1] != (rank,):
+            return [edge]
+        return self._edge((edge, rank), edge.at, edge.kind, lambda: (*edge.on[:i], *edge.on[i + 1 :]))
+
+    def _behind(self, trace: Trace) -> list[_Edge]:
+        """Of a rank that may be ahead of what it has posted: the first event that others have not reached."""
+        found: list[_Edge] = []
+        for at in () if trace.stand is not None and trace.stand.phase == "calls" else trace.begun:
+            event = self._order.events.get(at.event)
+            for edge in self._short(self._order.group(event, trace.rank), at, trace.rank) if event else ():
+                found += self._edge((edge, *found), at, edge.kind, lambda: _others(edge, found))
+        return found
 
 
-def _waits(order: Order, trace: Trace, found: Sequence[Trace], places: Sequence[Place]) -> list[_Edge]:
-    stand = trace.stand
-    if stand is None or stand.phase in ("start-up", "ends", "calls"):
-        return []
-    if stand.phase == "over":
-        short = tuple(q for q, place in enumerate(places) if place != END)
-        return [(short, None, "end")] if short else []
-    at = stand.awaits if stand.phase == "waits" and stand.awaits else stand.at
-    event = order.events.get(at.event) if at is not None else None
-    if event is None or isinstance(event, POSTED) and not (stand.phase == "waits" or stand.call):
-        return []
-    partners, place = order.partners(event, trace.rank), order.place(at)
-    if short := tuple(q for q in partners if places[q] < place):
-        return [(short, at, "not reached")]
-    if not stand.call:
-        return []
-    here = tuple(q for q in partners if places[q] == place or lost(found[q]))
-    if busy := tuple(q for q in here if lost(found[q]) or not _stuck(found[q])):
-        return [(busy, at, "inside")]
-    return [(here, at, "each other")] if here and stand.phase != "waits" else []
+def _others(edge: _Edge, before: Sequence[_Edge]) -> Iterable[int]:
+    """Ranks that no edge before is for."""
+    seen = {q for e in before for q in e.on}
+    return [q for q in edge.on if q not in seen]
 
 
 def _stuck(trace: Trace) -> bool:
     """Whether a rank in an event has come as far as it can: it is in an operation between the ranks of this event."""
     return trace.stand is not None and bool(trace.stand.call) and trace.stand.phase in ("begins", "goes on")
-
-
-def _behind(order: Order, trace: Trace, places: Sequence[Place]) -> list[_Edge]:
-    """Of a rank that may be ahead of what it has posted: the first event that others have not reached."""
-    found: list[_Edge] = []
-    seen: set[int] = set()
-    for at in () if trace.stand is not None and trace.stand.phase == "calls" else trace.begun:
-        event, place = order.events.get(at.event), order.place(at)
-        short = tuple(q for q in (order.partners(event, trace.rank) if event else ())
-                      if q not in seen and places[q] < place)
-        if short:
-            found.append((short, at, "not reached"))
-            seen.update(short)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------- who is to blame
@@ -208,18 +251,34 @@ def _culprits(found: Sequence[Trace], edges: _Edges) -> Sequence[Culprit]:
     # one that the system says is running may be in a long call that holds Python's lock: it is to blame if waited for
     if sure := [c for c in silent if found[c.rank].process != "running"]:
         return sorted(sure, key=lambda c: (ORDER.index(c.why), c.rank))
-    on = {rank: {q for ranks, _, _ in waits for q in ranks if q != rank} for rank, waits in edges.items()}
-    last = {t.rank for t in found if not on.get(t.rank)}
-    waited = sorted({q for ranks in on.values() for q in ranks} & last)
+    waiting = _waiting(edges)
+    last = {t.rank for t in found if not edges.get(t.rank)}
+    waited = sorted({q for edge in waiting for q in edge.on} & last)
     if waited:
         return [Culprit(rank, "silent" if lost(found[rank]) else "waited for") for rank in waited]
-    return [Culprit(rank, "each other") for rank in sorted(_circle(on))] or silent
+    return [Culprit(rank, "each other") for rank in sorted(_circle(waiting))] or silent
 
 
-def _circle(on: Mapping[int, set[int]]) -> set[int]:
-    """The ranks that are left when those that nobody waits for are taken away, again and again. Nobody waits for a rank
-    that waits for none."""
-    left = {rank for rank in on if on[rank]}
-    while (waited := {q for rank in left for q in on[rank]} & left) != left:
+def _waiting(edges: _Edges) -> dict[_Edge, list[int]]:
+    """The ranks of each edge."""
+    ranks: dict[_Edge, list[int]] = defaultdict(list)
+    for rank, waits in edges.items():
+        for edge in waits:
+            ranks[edge].append(rank)
+    return ranks
+
+
+def _circle(waiting: Mapping[_Edge, Sequence[int]]) -> set[int]:
+    """The ranks that are left when those that nobody else waits for are taken away, again and again. Nobody waits for a
+    rank that waits for none."""
+    left = {rank for ranks in waiting.values() for rank in ranks}
+    while True:
+        waited = {q for edge, ranks in waiting.items() for q in _waited(edge, left.intersection(ranks))} & left
+        if waited == left:
+            return left
         left = waited
-    return left
+
+
+def _waited(edge: _Edge, by: set[int]) -> Iterable[int]:
+    """Those that others than themselves wait for."""
+    return edge.on if len(by) > 1 else (q for q in edge.on if by and q not in by)

@@ -10,12 +10,12 @@ from typing import Any
 from rldsl.plan.dumps import Moment, Stand
 from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Log, Select,
                                Train, Transfer)
+from rldsl.plan.meaning import call_name, kind
 from rldsl.plan.model import Plan
 from rldsl.plan.order import Order
 from rldsl.plan.postmortem import LOST_CONTACT, Findings, Trace, Wait, lost, where
 from rldsl.plan.texts import ranks_text
 
-CALLS = {"scores": "score"}  # what of an infer -> the call that asks for it
 TITLES = {
     "gone": ("stopped without a word", "stopped without a word"),
     "stopped": ("is stopped: its process is there and does not run",
@@ -29,11 +29,9 @@ PROCESS = {"gone": "gone", "stopped": "stopped", "running": "there"}
 
 def call_text(event: Event) -> str:
     """What the event does, as its author knows it: "actor.generate", "transfer gen.tokens"."""
-    kind, model = type(event).__name__.lower(), getattr(event, "model", "")
-    if isinstance(event, Generate | Train):
-        return f"{model}.{kind}"
-    if isinstance(event, Infer):
-        return f"{model}.{CALLS.get(event.what, event.what)}"
+    model = getattr(event, "model", "")
+    if isinstance(event, Generate | Infer | Train):
+        return call_name(event)
     if isinstance(event, Compute):
         of = tuple(value for _, value in event.outputs)
     elif isinstance(event, Transfer):
@@ -45,7 +43,7 @@ def call_text(event: Event) -> str:
     else:
         of = (model or (event.data if isinstance(event, Fetch) else event.frame if isinstance(event, Lengths) else ""),)
     more = f" and {len(of) - 3} more" if len(of) > 3 else ""
-    return f"{kind} {', '.join(of[:3])}{more}".strip()
+    return f"{kind(event)} {', '.join(of[:3])}{more}".strip()
 
 
 def event_text(event: Event, why: bool = False) -> str:

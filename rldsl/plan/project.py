@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 
-from rldsl.diag import fail
+from rldsl.diag import Failure, fail
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Mesh, Plan, RankClass, Ranges
 
@@ -55,10 +55,21 @@ def last_step(path: Path) -> int:
 
 def participants(plan: Plan, event: Event) -> tuple[int, ...]:
     """The ranks that take part in `event`, in mesh order."""
+    return tuple(rank for start, stop in ranges(plan, event) for rank in range(start, stop))
+
+
+def ranges(plan: Plan, event: Event) -> Ranges:
+    """The same as the ranges of its mesh."""
     for mesh in plan.meshes:
         if mesh.id == event.mesh:
-            return mesh.members()
-    raise fail("RL0610", f"event {event.id} names no mesh of the plan: {event.mesh!r}", place=f"event {event.id}")
+            return mesh.ranks
+    raise no_mesh(event)
+
+
+def no_mesh(event: Event) -> Failure:
+    """RL0610: the plan is not sound."""
+    return fail("RL0610", f"event {event.id} names no mesh of the plan: {event.mesh!r}", place=f"event {event.id}",
+                help="compile the program again; `rlc verify` tells all that is wrong with a plan")
 
 
 def schedule(body: Sequence[Item], meshes: Sequence[Mesh], rank: int) -> tuple[Item, ...]:

@@ -9,26 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rldsl.plan.events import Event, Every, Item, Loop, Sampling
-from rldsl.plan.meaning import kind, subject
+from rldsl.plan.meaning import all_degrees, kind, subject
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.project import class_of, schedule
-from rldsl.plan.texts import ranks_text
+from rldsl.plan.texts import count, human, ranges_text
 from rldsl.plan.view import Touch, View, check_rank, view
 
 WIDTH = 120
 LABEL = {"frame": "sequences", "frames": "sequences"}  # what users call a field
-
-
-def human(bytes: int) -> str:
-    """Bytes in binary units: 1536 -> "1.5 KiB". -1, known at run time only, is "?"."""
-    if bytes < 0:
-        return "?"
-    size = float(bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
 
 
 def show(plan: Plan, rank: int | None = None, event: int | None = None, source: str = "") -> str:
@@ -49,23 +37,21 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
     mine = {m.id for m in plan.meshes if rank is None or rank in m.members()}
     for m in plan.meshes:
         if m.id in mine:
-            yield f"mesh {m.id}  ranks {ranks_text(m.members())}"
+            yield f"mesh {m.id}  ranks {ranges_text(m.ranks)}"
     for x in plan.layouts:
         if x.mesh in mine:
-            degrees = " ".join(f"{d}={n}" for d in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(x, d)) > 1)
-            yield f"layout {x.id}  mesh {x.mesh}  {degrees or 'one rank'}" + (f" zero={x.zero}" if x.zero else "")
+            yield f"layout {x.id}  mesh {x.mesh}  {all_degrees(x)}"
     for m in plan.models:
         yield f"model {m.name}  {m.kind}  {m.path}  {m.dtype}  " + _life(m)
     if rank is not None:
         c = class_of(plan, rank)
         yield (
-            f"rank {rank}  class of ranks {', '.join(f'{a}-{b - 1}' if b > a + 1 else str(a) for a, b in c.ranks)}  "
+            f"rank {rank}  class of ranks {ranges_text(c.ranks)}  "
             f"{len(c.events)} events  peak {human(c.peak_bytes)}"
         )
     else:
         for c in plan.classes:
-            ranks = [r for a, b in c.ranks for r in range(a, b)]
-            yield f"class  ranks {ranks_text(ranks)}  {len(c.events)} events  peak {human(c.peak_bytes)}"
+            yield f"class  ranks {ranges_text(c.ranks)}  {len(c.events)} events  peak {human(c.peak_bytes)}"
 
 
 def _life(m: Model) -> str:
@@ -110,7 +96,7 @@ def _one(plan: Plan, found: View, source: str) -> Iterator[str]:
     if event.at:
         yield f"  {event.at}" + (f"  | {source.strip()}" if source else "")
     yield from _row("because", event.because)
-    yield from _row("ranks", f"{ranks_text(found.ranks)}, {len(found.ranks)} of {plan.header.world}")
+    yield from _row("ranks", f"{ranges_text(found.ranks)}, {count(found.ranks)} of {plan.header.world}")
     yield from _row("inside", " > ".join(
         f"loop {p.id} x{p.trips}" if isinstance(p, Loop) else f"every {p.period}" for p in found.inside))
     yield from _row("where", found.where)

@@ -1,22 +1,23 @@
 """A plan as values for `rlc show`: what an event touches and who else does, and everything as JSON.
 
-In: a plan. Out: records, and objects of plain types for `json`. docs/plans.md describes the JSON; SCHEMA grows when a
+In: a plan. Out: records, and objects of plain types for `json`. docs/plans.md describes the JSON; FORMAT grows when a
 field goes or changes its meaning, not when one comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.events import Event, Every, Free, Item, Loop
 from rldsl.plan.meaning import Places, kind, subject
-from rldsl.plan.model import Plan
-from rldsl.plan.project import Path, class_of, events, participants, schedule, to_ranges
+from rldsl.plan.model import Plan, Ranges
+from rldsl.plan.project import Path, class_of, events, no_mesh, ranges, schedule
 
-SCHEMA = 1
+FORMAT = 1
 OWN = ("id", "mesh", "reads", "writes", "at", "because", "bytes")  # fields that every event has
 
 
@@ -38,7 +39,7 @@ class View:
     where to where it moves. fields: those of its kind."""
 
     event: Event
-    ranks: tuple[int, ...]
+    ranks: Ranges
     inside: Path
     where: str
     fields: tuple[tuple[str, Any], ...]
@@ -61,24 +62,51 @@ def view(plan: Plan, id: int) -> View:
         ids = [e.id for e, _ in every]
         raise fail("RL0608", f"the plan has no event {id}", place="--event",
                    help=f"events are {min(ids)} to {max(ids)}; `rlc show PLAN` lists them" if ids else "it has none")
-    return _view(plan, Places.of(plan), every, *found)
+    return _view(_Index.of(plan, every), *found)
 
 
 def views(plan: Plan) -> tuple[View, ...]:
     """Every event, in order."""
-    every, places = list(events(plan)), Places.of(plan)
-    return tuple(_view(plan, places, every, e, path) for e, path in every)
+    every = list(events(plan))
+    index = _Index.of(plan, every)
+    return tuple(_view(index, e, path) for e, path in every)
 
 
-def _view(plan: Plan, places: Places, every: Sequence[tuple[Event, Path]], event: Event, path: Path) -> View:
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What all views of a plan look up. Buffer -> the ids of the events that write, read, free it, in order."""
+
+    meshes: Mapping[str, Ranges]
+    places: Places
+    written: Mapping[str, Sequence[int]]
+    read: Mapping[str, Sequence[int]]
+    freed: Mapping[str, Sequence[int]]
+
+    @staticmethod
+    def of(plan: Plan, every: Sequence[tuple[Event, Path]]) -> "_Index":
+        written, read, freed = defaultdict(list), defaultdict(list), defaultdict(list)
+        for e, _ in every:
+            gone = e.buffers if isinstance(e, Free) else ()
+            for ids, buffers in ((written, e.writes), (read, e.reads), (freed, gone)):
+                for buffer in dict.fromkeys(buffers):
+                    ids[buffer].append(e.id)
+        return _Index({m.id: m.ranks for m in plan.meshes}, Places.of(plan), written, read, freed)
+
+    def ranks(self, event: Event) -> Ranges:
+        if event.mesh not in self.meshes:
+            raise no_mesh(event)
+        return self.meshes[event.mesh]
+
+    def touch(self, buffer: str, write: bool) -> Touch:
+        of = (tuple(ids.get(buffer, ())) for ids in (self.written, self.read, self.freed))
+        return Touch(buffer, self.places.holder(buffer), write, *of)
+
+
+def _view(index: _Index, event: Event, path: Path) -> View:
     freed = event.buffers if isinstance(event, Free) else ()
     touched = [*((b, False) for b in dict.fromkeys((*event.reads, *freed))), *((b, True) for b in event.writes)]
-    touches = (Touch(buffer, places.holder(buffer), write,
-                     tuple(e.id for e, _ in every if buffer in e.writes),
-                     tuple(e.id for e, _ in every if buffer in e.reads),
-                     tuple(e.id for e, _ in every if isinstance(e, Free) and buffer in e.buffers))
-               for buffer, write in touched)
-    return View(event, participants(plan, event), path, places.where(event), fields(event), tuple(touches))
+    return View(event, index.ranks(event), path, index.places.where(event), fields(event),
+                tuple(index.touch(buffer, write) for buffer, write in touched))
 
 
 def fields(event: Event) -> tuple[tuple[str, Any], ...]:
@@ -99,7 +127,7 @@ def plan_json(plan: Plan, id: str, rank: int | None = None) -> dict[str, Any]:
     classes = plan.classes if rank is None else (class_of(plan, rank),)
     mine = {m.id for m in plan.meshes if rank is None or rank in m.members()}
     return {
-        "schema": SCHEMA, "plan": id, "rank": rank, "program": header.program, "flow": header.flow,
+        "format": FORMAT, "plan": id, "rank": rank, "program": header.program, "flow": header.flow,
         "world": header.world, "devices_per_node": header.devices_per_node, "steps": header.steps, "seed": header.seed,
         "compiler": header.compiler, "params": dict(header.params),
         "sources": [{"path": path, "sha256": digest} for path, digest in header.sources],
@@ -121,7 +149,7 @@ def event_json(plan: Plan, id: str, number: int, source: str = "") -> dict[str, 
     buffers = [{"buffer": t.buffer, "where": t.where, "access": "write" if t.write else "read",
                 "written_by": t.written_by, "read_by": t.read_by, "freed_by": t.freed_by} for t in found.touches]
     event = _event(plan, Places.of(plan), found.event)
-    return {"schema": SCHEMA, "plan": id, "event": event | {"inside": inside, "source": source or None,
+    return {"format": FORMAT, "plan": id, "event": event | {"inside": inside, "source": source or None,
                                                             "buffers": buffers}}
 
 
@@ -137,6 +165,6 @@ def _event(plan: Plan, places: Places, event: Event) -> dict[str, Any]:
     """bytes: null where the lengths of a run decide."""
     own = {name: value for name, value in asdict(event).items() if name not in OWN}
     return {"id": event.id, "kind": kind(event), "about": subject(event), "where": places.where(event),
-            "mesh": event.mesh, "ranks": to_ranges(participants(plan, event)), "reads": event.reads,
+            "mesh": event.mesh, "ranks": ranges(plan, event), "reads": event.reads,
             "writes": event.writes, "at": event.at, "because": event.because,
             "bytes": None if event.bytes < 0 else event.bytes, "fields": own}

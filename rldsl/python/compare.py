@@ -1,7 +1,7 @@
 """What changed from one plan to another, as a value.
 
 In: two plans' records, how their reader calls them, and perhaps a cluster to predict times on. Out: `Difference`. Plans
-need no proof to be compared.
+need no proof to be compared, but one to be simulated.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ class Difference:
 
 def compared(before: Record, after: Record, names: tuple[str, str], ids: tuple[str, str],
              cluster: Cluster | None = None) -> Difference:
-    """cluster: None predicts no times. Raises Failure where a plan does not fit on it."""
+    """cluster: None predicts no times; with one, both plans have a proof. Raises Failure where a plan does not fit on it."""
     seconds = (simulate(before, cluster).seconds, simulate(after, cluster).seconds) if cluster else None
     return Difference(diff(before, after, seconds), names, ids)

@@ -1,12 +1,13 @@
 """Which cluster a user means.
 
-In: a preset, a file or a `Cluster`; or a number of ranks, where nobody named one. Out: a `Cluster`. Errors: those of
+In: a preset, a file or a `Cluster`; or the shape of a plan, where nobody named one. Out: a `Cluster`. Errors: those of
 reading a cluster's file.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from rldsl.clusters import Cluster, find, preset
 
@@ -19,9 +20,11 @@ def machine_of(cluster: Machines) -> Cluster:
     return cluster if isinstance(cluster, Cluster) else find(os.fspath(cluster))
 
 
-def assumed(ranks: int) -> Cluster:
-    """As many nodes of the preset `ASSUMED` as so many ranks need."""
-    kind, _, gpus = ASSUMED.rpartition("x")
-    found = preset(f"{kind}x{-(-ranks // int(gpus)) * int(gpus)}")
+def assumed(ranks: int, devices: int) -> Cluster:
+    """As many nodes of the preset `ASSUMED` as so many ranks need, `devices` of which share a node; with more devices in
+    each where a node of the plan has more."""
+    found = preset(ASSUMED)
     assert found is not None
-    return found
+    size = min(devices, ranks)
+    nodes, gpus = -(-ranks // size), max(found.gpus, size)
+    return replace(found, nodes=nodes, gpus=gpus, name=f"{ASSUMED.rpartition('x')[0]}x{nodes * gpus}")

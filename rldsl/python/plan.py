@@ -22,7 +22,7 @@ from rldsl.python.compare import Difference, compared
 from rldsl.python.errors import told
 from rldsl.python.html import terminal
 from rldsl.python.machines import Machines, assumed, machine_of
-from rldsl.python.sources import quote, sources_of
+from rldsl.python.sources import event_quote, sources_of
 from rldsl.python.views import Graph, Memory, Report, Simulation
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ class Plan:
         """The whole plan, what one rank does, or one event in full. Raises RL0608 for one that is not there."""
         from rldsl.plan.show import show
 
-        return show(self.record, rank, event, quote(self.record, event, self.sources) if event is not None else "")
+        source = event_quote(self.record, event, self.sources) if event is not None else ""
+        return show(self.record, rank, event, source)
 
     @property
     def sources(self) -> dict[str, str]:
@@ -130,11 +131,11 @@ class Plan:
         from rldsl.pages.recorded import read
         from rldsl.simulate import simulate
 
-        machine = assumed(self.ranks) if cluster is None else machine_of(cluster)
+        machine = assumed(self.ranks, self.record.header.devices_per_node) if cluster is None else machine_of(cluster)
         recorded = read(trace_text(os.fspath(trace)), os.fspath(trace), self.record) if trace is not None else None
-        return Report(page(Given(self.record, self.id, self.compiled.proof, machine, cluster is None,
-                                 simulate(self.record, machine), recorded=recorded, sources=self.sources)),
-                      self.record.header.program)
+        given = Given(self.record, self.id, self.compiled.proof, self.compiled.curves, machine, cluster is None,
+                      simulate(self.record, machine), recorded=recorded, sources=self.sources)
+        return Report(page(given), self.record.header.program)
 
     @told
     def diff(self, after: "Plan", cluster: Machines | None = None) -> Difference:

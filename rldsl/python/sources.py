@@ -5,10 +5,12 @@ In: a path with its digest, as a plan's header has them. Out: the text with exac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 
+from rldsl.plan.meaning import quote
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events
 
@@ -35,11 +37,6 @@ def sources_of(plan: Plan, beside: Path) -> dict[str, str]:
     return {path: text for path, text in texts if text}
 
 
-def quote(plan: Plan, event: int, texts: dict[str, str]) -> str:
+def event_quote(plan: Plan, event: int, texts: Mapping[str, str]) -> str:
     """The line of the program that asked for an event; "" where its source is not among `texts`."""
-    at = next((e.at for e, _ in events(plan) if e.id == event), "")
-    path = next((path for path in texts if at.startswith(f"{path}:")), None)
-    if path is None:
-        return ""
-    number, lines = at[len(path) + 1 :].partition(":")[0], texts[path].splitlines()
-    return lines[int(number) - 1] if number.isdecimal() and 0 < int(number) <= len(lines) else ""
+    return quote(texts, next((e.at for e, _ in events(plan) if e.id == event), ""))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rldsl.clusters import Cluster
 from rldsl.files import write
-from rldsl.plan.memory.curve import Curve, Peak, each_rank, peak
+from rldsl.plan.memory.curve import Curve, Peak, peak, peaks
 from rldsl.plan.model import Plan as Record
-from rldsl.plan.show import human
+from rldsl.plan.texts import human
 from rldsl.python.errors import told
 from rldsl.python.html import frame, table, terminal
 from rldsl.simulate import Lengths, Timeline
@@ -58,8 +58,7 @@ class Memory:
     @property
     def peaks(self) -> dict[int, Peak]:
         """Rank -> its most bytes, while which event, and who holds them."""
-        known = {id(c): peak(c) for c in self.curves}
-        return {rank: known[id(c)] for rank, c in each_rank(self.curves)}
+        return peaks(self.curves)
 
     @property
     def bytes(self) -> int:

@@ -99,11 +99,12 @@ class Shard(Protocol):
 
     def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float, loss: LossFn,
               stop: Callable[[], bool] | None = None, recompute: str = "none") -> Mapping[str, float] | None:
-        """Forward and backward of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss already carries
-        the global normalisation), clipping over all shards, one optimizer step. what: for each frame, the fresh
+        """Forward and backward of every micro-batch, one gradient reduction (a *sum* over dp and cp: the loss already
+        carries the global normalisation), clipping over all shards, one optimizer step. what: for each frame, the fresh
         outputs that the loss wants. `loss` is called on last-stage ranks only. Returns "grad_norm" (before clipping)
         and "lr", equal on all ranks. A shard may have no rows at all: it still takes part in every reduction.
-        Under a layout with `zero` all shards of dp get the same number of micro-batches, some of them without rows.
+        Under a layout with `zero` or `ep` all shards of dp get the same number of micro-batches, some of them without
+        rows.
 
         stop: asked once, between the backward passes and the reduction, on every rank alike. When it says yes the
         gradient is dropped, nothing changes (no weight decay, no moments) and the result is None.

@@ -21,7 +21,7 @@ DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load(state: State, event: Load) -> None:
     """From the directory of the model, or from the checkpoint that the run goes on from; or what another layout has."""
     held, found = (event.model, event.layout), state.resume
-    if event.of:
+    if event.of:  # that one has been filled from the checkpoint, where there is one
         state.shard(*held).share(state.settled(event.model, event.of))
         return
     if found is None or not found.has(event.model):
@@ -32,8 +32,8 @@ def load(state: State, event: Load) -> None:
 
 
 def reallocate(state: State, event: Realloc) -> None:
-    """Issued here; its last round is waited for by the first call that uses the new copy. What both sides still wait for
-    comes first."""
+    """Issued here; its last round is waited for by the first call that uses the new copy. Earlier movement into either
+    copy is finished first."""
     model, source, world = state.models[event.model], state.models[event.source or event.model], state.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
     src_mesh, dst_mesh = world.meshes[src.mesh], world.meshes[dst.mesh]
@@ -61,9 +61,13 @@ def offload(state: State, event: Offload) -> None:
 
 
 def onload(state: State, event: Onload) -> None:
-    """Issued here; waited for by what uses it."""
-    finish = state.settled(event.model, event.layout).onload(event.what)
-    state.arriving[event.model, event.layout] = Pending(finish)
+    """Issued here; waited for by what uses it. What still comes into parameters is there before they move; the
+    optimizer's part comes behind them, and nothing waits between the two."""
+    key = (event.model, event.layout)
+    if event.what == "parameters":
+        state.settled(*key)
+    before, finish = state.arriving.pop(key, None), state.shards[key].onload(event.what)
+    state.arriving[key] = Pending(finish if before is None else lambda: (before.finish(), finish()))
 
 
 def generate(state: State, event: Generate) -> None:

@@ -29,9 +29,11 @@ import torch.distributed as dist
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.boxes import Box, Parameter, Piece, local_slice, parameters, shares
 from rldsl.plan.events import Checkpoint, split
-from rldsl.plan.model import Layout, Mesh, Model, Plan
+from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.project import events
-from rldsl.runtime.files import digest
+from rldsl.runtime.agree import anywhere
+from rldsl.runtime.facts import facts
+from rldsl.runtime.files import digest, sync
 from rldsl.runtime.log import end_step
 from rldsl.runtime.state import State
 
@@ -55,7 +57,8 @@ def checkpoint(state: State, event: Checkpoint) -> None:
     due = state.step % event.every == 0
     if due:
         writer.join()
-    stop, failed = _vote(state, event, (state.stop_asked(), writer.problem is not None))
+    votes = (state.stop_asked(), writer.problem is not None)
+    stop, failed = anywhere(votes, state.world.group(event.mesh), state.device)
     if failed:
         raise writer.failure()
     if stop and not due:
@@ -63,13 +66,6 @@ def checkpoint(state: State, event: Checkpoint) -> None:
     if due or stop:
         writer.begin(state.step, event.keep, _tensors(state, event), _facts(state, event))
     state.stopped = stop
-
-
-def facts(plan: Plan) -> dict[str, Any]:
-    """What a checkpoint says of its program: a run that goes on from it is told what has changed."""
-    header = plan.header
-    return {"sources": dict(header.sources), "functions": {f.path: f.sha256 for f in plan.functions},
-            "params": dict(header.params), "seed": header.seed}
 
 
 def begin(state: State, plan: str, watch: Any = None) -> None:
@@ -85,21 +81,11 @@ def begin(state: State, plan: str, watch: Any = None) -> None:
         watch.waits, state.stop_asked = True, lambda: watch.asked
 
 
-def _vote(state: State, event: Checkpoint, mine: tuple[bool, bool]) -> tuple[bool, bool]:
-    """What is true on any rank."""
-    votes = torch.tensor([float(x) for x in mine], device=state.device)
-    group = state.world.group(event.mesh)
-    if group is not None:
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
-    stop, failed = votes.tolist()
-    return bool(stop), bool(failed)
-
-
 def finish(state: State) -> None:
     """Wait for the last one; every rank learns when it could not be written."""
     state.writer.join()
     last = next(e for e, _ in events(state.plan) if isinstance(e, Checkpoint))
-    if _vote(state, last, (False, state.writer.problem is not None))[1]:
+    if anywhere((state.writer.problem is not None,), state.world.group(last.mesh), state.device)[0]:
         raise state.writer.failure()
 
 
@@ -118,9 +104,8 @@ def _tensors(state: State, event: Checkpoint) -> dict[str, torch.Tensor]:
         if (name, layout) not in state.writer.mine:
             state.writer.mine[name, layout] = mine(model, where, mesh, rank)
         for parameter, piece in state.writer.mine[name, layout]:
-            dim = parameter.spec.split.dim if parameter.spec.split else 0
             for part, tensors in parts.items():
-                view = tensors[parameter.name][local_slice(piece, piece.box, dim)]
+                view = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
                 key = f"{name}|{part}|{parameter.name}|{box_text(piece.box)}"
                 found[key] = view.detach().to("cpu", copy=True).contiguous()
     return found
@@ -152,7 +137,7 @@ class Writer:
         self.out, self.plan, self.header, self.store = out, plan, header, store
         self.rank, self.world, self.token = rank, world, token
         self.problem: str | None = None
-        self.mine: dict[tuple[str, str], tuple[tuple[Parameter, Piece], ...]] = {}  # model, layout -> what it writes of it
+        self.mine: dict[tuple[str, str], tuple[tuple[Parameter, Piece], ...]] = {}  # model, layout -> what it writes
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
@@ -194,7 +179,7 @@ class Writer:
         partial.mkdir(parents=True, exist_ok=True)
         name = f"rank-{self.rank:05d}.safetensors"
         save_file(tensors, str(partial / name))
-        _sync(partial / name)
+        sync(partial / name)
         return {name: {"bytes": (partial / name).stat().st_size, "sha256": digest(partial / name)}}
 
     def _commit(self, step: int, keep: int, partial: Path, final: Path) -> None:
@@ -213,12 +198,12 @@ class Writer:
         partial.mkdir(parents=True, exist_ok=True)
         manifest = {"format": FORMAT, "step": step, "plan": self.plan, **self.header, **merged}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        _sync(partial / MANIFEST)
-        _sync(partial)
+        sync(partial / MANIFEST)
+        sync(partial)
         if final.exists():  # of an earlier run that went further; this one has passed the same step again
             shutil.rmtree(final)
         os.replace(partial, final)
-        _sync(final.parent)
+        sync(final.parent)
         for old in found(self.out)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -229,14 +214,11 @@ def found(out: Path) -> Sequence[Path]:
     return sorted((p for p in every if (p / MANIFEST).is_file()), key=step_of)
 
 
+def drop_unfinished(out: Path) -> None:
+    """Remove what starts that ended while they wrote have left; no run may be writing there now."""
+    for partial in (out / "checkpoints").glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
-
-
-def _sync(path: Path) -> None:
-    """Until it is on the disk: a crash of the machine must not leave a name without its bytes."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

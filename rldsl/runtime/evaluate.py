@@ -1,7 +1,8 @@
 """A plan's programs with torch: flow arithmetic over all ranks (`run_compute`), losses over micro-batches (`LossRun`).
 
 In: a Program, inputs and the rows at hand (`View`s). Out: its outputs, or a loss share with its gradient.
-Invariant: results do not depend on how rows are divided over ranks and micro-batches, but for rounding of float64.
+Invariant: results do not depend on how rows are divided over ranks and micro-batches, but for rounding of float64. On
+CUDA `index_add` adds in no fixed order, so there two runs under one placement may differ by that rounding too.
 """
 
 from __future__ import annotations
@@ -219,15 +220,6 @@ class LossRun:
     def partials(self, device: torch.device | None = None) -> Tensor:
         """A copy of what this rank has found so far (float64; see the class), on `device` or where the rows were."""
         return self._vector.clone().to(device or self._vector.device)
-
-    def reduced(self, group: Any, device: torch.device | None = None) -> Tensor:
-        """`partials` of all ranks of `group` together; each row must be on one of them. None: this rank alone."""
-        vector = self.partials(device)
-        if group is not None:
-            for part, op in ((vector[: self.sums], dist.ReduceOp.SUM), (vector[self.sums :], dist.ReduceOp.MAX)):
-                if part.numel():
-                    dist.all_reduce(part, op=op, group=group)
-        return vector
 
     def finish(self, vector: Tensor) -> dict[str, float]:
         """"loss" and every metric of the whole minibatch, from the partials of all ranks."""

@@ -58,11 +58,11 @@ def check_evaluations(state: State, items: Sequence[Item]) -> None:
         data = state.data[name]
         rows = sorted({int(f[i]) for f in found} - {-1})
         if len(rows) > 1:
-            raise fail("RL0779", f"ranks see files of {rows[0]} and of {rows[-1]} rows under this name", place=data.path,
-                       help="give every machine the same data")
+            raise fail("RL0779", f"ranks see files of {rows[0]} and of {rows[-1]} rows under this name",
+                       place=data.path, help="give every machine the same data")
         if rows and rows[0] > loop.trips * data.batch:
-            raise fail("RL0779", f"this data has {rows[0]} rows, and `eval {name}` has room for {loop.trips} batches of "
-                       f"{data.batch}", place=data.path,
+            raise fail("RL0779", f"this data has {rows[0]} rows, and `eval {name}` has room for {loop.trips} batches "
+                       f"of {data.batch}", place=data.path,
                        help=f"write `eval {name} max {-(-rows[0] // data.batch)}` and compile again")
 
 

@@ -29,7 +29,7 @@ from rldsl.runtime.save import save
 from rldsl.runtime.start import functions, prepare, recorded, settle
 from rldsl.runtime.state import State
 from rldsl.runtime.summary import summarise, write_summary
-from rldsl.runtime.trace import Recorder, now, write
+from rldsl.runtime.trace import Recorder, settled, write
 from rldsl.runtime.train import train
 
 HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
@@ -69,17 +69,19 @@ class Walk:
         assert self.state.report is not None
         self.state.ring.begins(event)
         self.state.report.begins(event)
-        begin = now()
+        begin = time.monotonic()
         HANDLERS[type(event)](self.state, event)
-        end = now()
+        if self.recorder is not None:
+            settled(self.state.device)
+        end = time.monotonic()
         self.state.ring.ends()
         self.state.report.took(event, end - begin)
         if self.recorder is not None:
             self.recorder.add(event, self.state.step, begin, end)
 
     def turns(self, loop: Loop) -> Iterator[int]:
-        """The iterations of a loop, from 1. Each is begun before it is given out and ended when the next is asked for;
-        the outermost loop is that of the steps."""
+        """The iterations of a loop, from 1. A generator: a step starts before its `yield` and ends after it. The
+        outermost loop is that of the steps."""
         state, steps = self.state, self.depth == 0
         assert state.report is not None
         outer, state.over = (state.turn, state.over), loop.over

@@ -3,7 +3,8 @@
 Every rank leaves signs of life (`runtime/signs.py`), with the event that it is at, and looks there for the name of a
 rank that has failed. A rank that dies without a word (killed, out of memory) is the one whose signs stay the same.
 torchrun answers such a death with SIGTERM to all others, at once; the watcher catches it, so that they can still say
-why they stop. Where the ranks were and who waited for whom (`plan/postmortem.py`) is part of the message; each rank
+why they stop. Each also looks after the rank that follows it, which may be in no connection with it, or on another
+machine. Where the ranks were and who waited for whom (`plan/postmortem.py`) is part of the message; each rank
 that still can leaves a dump of what it did last. """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from rldsl.runtime import stack
 from rldsl.runtime.blame import others, own_words
 from rldsl.runtime.postmortem import leave
 from rldsl.runtime.ring import Ring
-from rldsl.runtime.signs import Signs
+from rldsl.runtime.signs import Neighbour, Signs
 
 BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as silent
+FAR = 60.0  # seconds for which ranks of several machines stand still before a silent one counts as gone
 LAST = 20.0  # seconds in which a rank that ends must be gone, whatever the store does
 
 
@@ -55,10 +57,10 @@ class Watch:
         self._fell: stack.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
         # a main thread that waits for a peer in C++ runs no handler: the wake-up descriptor reaches the watcher anyway
-        self._bell, rope = socket.socketpair()
-        rope.setblocking(False)
-        self._rope = rope
-        self._before = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(rope.fileno())
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
+        self._before = (signal.signal(signal.SIGTERM, lambda *_: None),
+                        signal.set_wakeup_fd(self._wake_write.fileno()))
         self._thread = threading.Thread(target=self._run, name="rldsl-watch", daemon=True)
         self._thread.start()
 
@@ -68,8 +70,8 @@ class Watch:
         self._thread.join(timeout=4 * BEAT)
         signal.set_wakeup_fd(self._before[1])
         signal.signal(signal.SIGTERM, self._before[0])
-        self._bell.close()
-        self._rope.close()
+        self._wake_read.close()
+        self._wake_write.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say what went wrong, once, and end this process."""
@@ -104,17 +106,19 @@ class Watch:
         return passed
 
     def _run(self) -> None:
-        due = self._timeout
+        due, next_rank = self._timeout, Neighbour(self.signs)
         while not self._done.is_set():
             self.signs.beat(self._stand())
             if self.signs.failed():
                 self._follow()
+            if self.ring.walks and next_rank.gone(SILENCE, FAR, self.ring.seconds()):
+                self._blame(f"rank {next_rank.rank} has stopped without a word")
             if self.ring.seconds() < self._timeout:
                 due = self._timeout
             elif self.ring.seconds() >= due:
                 due += max(4 * BEAT, self._timeout / 8)
                 self._overdue()
-            if select.select([self._bell], [], [], BEAT)[0] and signal.SIGTERM in self._bell.recv(64):
+            if select.select([self._wake_read], [], [], BEAT)[0] and signal.SIGTERM in self._wake_read.recv(64):
                 if not self.waits:
                     self._blame("the run was asked to stop (SIGTERM)", asked=True)
                 self.asked = True
@@ -137,9 +141,9 @@ class Watch:
             last.join(4 * BEAT)
             _leave()
 
-        bomb = threading.Timer(LAST, end)
-        bomb.daemon = True
-        bomb.start()
+        deadline = threading.Timer(LAST, end)
+        deadline.daemon = True
+        deadline.start()
 
     def _follow(self) -> NoReturn:
         """Stop because another rank failed; one of those that follow says so."""

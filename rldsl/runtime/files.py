@@ -6,6 +6,7 @@ Errors: RL0708 the file cannot be written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -25,13 +26,40 @@ def written(file: Path) -> Iterator[None]:
 
 
 def check_writable(file: Path) -> None:
-    """Whether `file` could be written now; its contents stay, and no new file does."""
+    """Whether `file` could be written now; its contents stay, and it leaves no new file behind."""
     with written(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         new = not file.exists()
         file.open("a").close()
         if new:
             file.unlink()
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file that is whole under its name, or as it was: beside it, to the disk, then renamed. What is no file
+    (a pipe, /dev/null) is written as it is. OSError."""
+    file = file.resolve()  # a link stays a link
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")
+        return
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        os.replace(partial, file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Until it is on the disk: a crash of the machine must not leave a name without its bytes. Of a directory, its
+    names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def digest(file: Path) -> str:

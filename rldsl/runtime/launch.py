@@ -1,7 +1,7 @@
 """torchrun on this machine, without its traceback when a rank fails: the rank itself has said what went wrong.
 
-In: the arguments of torchrun. Out: the exit status of the first rank that failed, else 0. SIGTERM goes to the ranks, which
-end by themselves (a run with checkpoints after writing one), instead of ending torchrun first.
+In: the arguments of torchrun. Out: the exit status of the first rank that failed, else 0. SIGTERM goes to the ranks,
+which end by themselves (a run with checkpoints after writing one), instead of ending torchrun first.
 """
 
 from __future__ import annotations

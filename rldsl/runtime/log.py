@@ -25,7 +25,7 @@ def log(state: State, event: Log) -> None:
                     for peer, names in by_rank.items() if peer != rank}
     post(sends, receives, event.id * 16).wait()
     if rank == event.to:
-        receives[rank] = torch.cat(mine) if mine else torch.empty(0)
+        receives[rank] = torch.cat(mine) if mine else torch.empty(0, device=state.device)
         found = {name: told for peer, names in by_rank.items()
                  for (name, _), told in zip(names, receives[peer].view(-1, 2).tolist())}
         for name, _ in event.metrics:

@@ -14,12 +14,12 @@ from hashlib import sha256
 from secrets import token_hex
 from typing import Any
 
-PAUSE = 0.02  # seconds between two looks
+PAUSE, SLOWEST, SLOWER = 0.02, 0.5, 1.3  # seconds between two looks: at first, at most, and how fast they grow
 
 
 def prefix(store: Any, rank: int, world: int, timeout: timedelta) -> str:
     """The same on all ranks of this start, and on no others. TimeoutError: one of them did not come."""
-    mine, end = token_hex(8), time.monotonic() + timeout.total_seconds()
+    mine, end, pause = token_hex(8), time.monotonic() + timeout.total_seconds(), PAUSE
     store.set(_word(rank), mine)
     while time.monotonic() < end:
         if rank == 0:
@@ -34,7 +34,8 @@ def prefix(store: Any, rank: int, world: int, timeout: timedelta) -> str:
                     if rank == 0:
                         store.set(f"{name}/go", "go")
                     return name
-        time.sleep(PAUSE)
+        time.sleep(pause)
+        pause = min(SLOWER * pause, SLOWEST)  # a thousand ranks that wait for a slow machine share one store
     raise TimeoutError(f"not all of {world} ranks came within {timeout.total_seconds():g} s")
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from rldsl.diag import fail
 from rldsl.plan.events import Train
+from rldsl.runtime.agree import anywhere
 from rldsl.runtime.state import State
 
 
@@ -27,10 +27,9 @@ def refuse(state: State, event: Train, rows: Mapping[str, torch.Tensor], norm: f
     loss = event.loss.rpartition("/")[2]
     problem = _write(folder / f"rank-{state.world.rank:05d}.safetensors", rows,
                      {"step": str(state.step), "model": event.model, "loss": loss, "grad_norm": f"{norm:g}"})
-    failed = torch.tensor(float(bool(problem)), device=state.device)
-    if group is not None:  # also: no rank leaves, and ends the run, before all have written
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    kept = f"the minibatch is in {folder}" if not failed.item() else \
+    # also: no rank leaves, and ends the run, before all have written
+    failed = anywhere((bool(problem),), group, state.device)[0]
+    kept = f"the minibatch is in {folder}" if not failed else \
         f"the minibatch could not be written to {folder}" + (f": {problem}" if problem else "")
     raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,
                notes=(f"loss: {loss}; nothing was updated", kept),

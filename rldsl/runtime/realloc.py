@@ -2,10 +2,10 @@
 
 In: a `Route`, worked out once, and the local tensors under both layouts. Out: a `Pending` for the last rounds.
 
-Every rank goes through all rounds in order, two of them under way at a time: at most a bucket that it sends and one that
-it receives. A rank waits in a round only for ranks that are in the same round or in an earlier one, or at an earlier
-event, so the order of the plan is enough against deadlock. What has to be passed on is taken from the messages of two
-rounds before, so that it is the same whether the destination keeps it or a mean of it and something older.
+Every rank goes through all rounds in order, two of them under way at a time: at most a bucket that it sends and one
+that it receives. A rank waits in a round only for ranks that are in the same round or in an earlier one, or at an
+earlier event, so the order of the plan is enough against deadlock. What has to be passed on is taken from the messages
+of two rounds before, so that it is the same whether the destination keeps it or a mean of it and something older.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from rldsl.plan.boxes import Box, cell, contains, intersect, itemsize, local_slice, volume
+from rldsl.plan.boxes import Box, cell, contains, inside, intersect, itemsize, local_slice, volume
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.realloc.direct import Held, divided, held_at, room
 from rldsl.plan.realloc.paths import paths
@@ -46,8 +46,7 @@ class Place:
     def view(self, name: str, box: Box) -> torch.Tensor:
         parameter, pieces = self.held[name]
         piece = next(p for p in pieces if contains(p.box, box))
-        dim = parameter.spec.split.dim if parameter.spec.split else 0
-        return self.tensors[name][local_slice(piece, box, dim)]
+        return self.tensors[name][local_slice(piece, box, parameter.dim)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,8 @@ def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dty
 
 
 def _parts(messages: Sequence[Message], room: torch.Tensor, side: Place | None, dtype: torch.dtype) -> list[Part]:
-    """The messages of a round, where their elements lie if that is in one stretch of a parameter of `side`, and else one
-    after the other in `room`."""
+    """The messages of a round, where their elements lie if that is in one stretch of a parameter of `side`, and else
+    one after the other in `room`."""
     found, at = [], 0
     for message in messages:
         for part in divided(message):
@@ -130,7 +129,7 @@ def _pack(message: Message, out: torch.Tensor, src: Place | None, came: Arrived)
             continue
         for there, value in came[name]:
             if (both := intersect(there, box)) is not None:
-                view[_inside(box, both)] = value[_inside(there, both)]
+                view[inside(both, box)] = value[inside(both, there)]
 
 
 @torch.no_grad()
@@ -151,7 +150,3 @@ def _views(message: Message, flat: torch.Tensor) -> Iterator[tuple[str, Box, tor
     at = 0
     for name, box in message.boxes:
         yield name, box, flat[at : (at := at + volume(box))].view([stop - start for start, stop in box])
-
-
-def _inside(outer: Box, inner: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer))

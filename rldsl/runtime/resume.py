@@ -3,7 +3,7 @@
 In: a run's directory, or that of one checkpoint. Out: a `Resume`, equal on all ranks: the newest checkpoint whose files
 are all as they were written. Each rank reads the boxes that it needs, by intersection, whatever ranks wrote them.
 A manifest or a file that somebody else wrote is damage like any other: what is read is checked before it is used.
-Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program.
+Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program, RL0766 ranks see others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +23,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from rldsl.diag import Failure, fail
-from rldsl.plan.boxes import Box, holding, intersect, local_slice, parameters, subtract
+from rldsl.plan.boxes import Box, holding, inside, intersect, local_slice, parameters, subtract
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Shard
 from rldsl.plan.paths import shown
+from rldsl.plan.texts import ranks_text
+from rldsl.runtime.agree import anywhere, from_first, others_than_first
+from rldsl.runtime.backend import Shard
 from rldsl.runtime.checkpoint import FORMAT, MANIFEST, found, step_of
+from rldsl.runtime.facts import changes
 from rldsl.runtime.files import digest
 from rldsl.runtime.positions import Reading
 
@@ -66,16 +69,15 @@ class Resume:
         with ExitStack() as stack:
             open_files: dict[Path, Any] = {}
             for parameter in parameters(model):
-                dim = parameter.spec.split.dim if parameter.spec.split else 0
                 for piece in holding(parameter, model.layers, layout, mesh, rank):
                     for part, tensors in parts.items():
-                        target = tensors[parameter.name][local_slice(piece, piece.box, dim)]
+                        target = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
                         name = f"{model.name}|{part}|{parameter.name}"
                         for common, (box, file, key) in self._cover(name, piece.box):
                             if file not in open_files:
                                 open_files[file] = stack.enter_context(safe_open(file, framework="pt"))
-                            value = open_files[file].get_slice(key)[_inside(common, box)]
-                            target[_inside(common, piece.box)].copy_(value)
+                            value = open_files[file].get_slice(key)[inside(common, box)]
+                            target[inside(common, piece.box)].copy_(value)
         if model.home == layout.id:
             try:
                 shard.resume(self.models[model.name])
@@ -99,18 +101,20 @@ class Resume:
 
 def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resume:
     """asked: a checkpoint, or a run's directory, of which the newest good one counts. header: what the plan says of its
-    program (`facts`). All ranks call it together."""
-    whole = (asked / MANIFEST).is_file()
-    candidates = [asked] if whole else list(reversed(found(asked)))
-    if not candidates:
+    program (`facts`). All ranks call it together. Rank 0 alone lists the directory: what machines see of a shared one
+    may differ for a while, and ranks that tried other checkpoints, or more of them, would not go on from one."""
+    whole, names = json.loads(from_first(json.dumps(_candidates(asked)), device))
+    if not names:
         raise fail("RL0760", "there is no checkpoint to resume from", place=str(asked),
                    help="`checkpoint every K` in the flow writes them; without `--resume` the run starts anew")
     notes: list[str] = []
-    for path in candidates:
+    for path in map(Path, names):
+        if other := others_than_first(_bytes(path / MANIFEST), device):
+            raise fail("RL0766", f"rank{'s' * (len(other) > 1)} {ranks_text(other)} and rank 0 do not see the same "
+                       "checkpoint", place=str(path / MANIFEST), help="`--out` and what `--resume` names must be one "
+                       "directory that every machine reads; where it is, wait a minute: its caches may be behind")
         problem = _damage(path)
-        failed = torch.tensor(float(bool(problem)), device=device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if not failed.item():
+        if not anywhere((bool(problem),), dist.group.WORLD, device)[0]:
             return _read(path, header)
         if problem:
             notes.append(f"{path}: {problem}")
@@ -120,6 +124,20 @@ def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resu
         raise Failure([])  # another rank has the words
     raise fail("RL0761", "no checkpoint is whole", place=str(asked), notes=tuple(notes),
                help="copy one from a backup, or start anew without `--resume`")
+
+
+def _candidates(asked: Path) -> tuple[bool, list[str]]:
+    """Whether one checkpoint is asked for; those to try, the newest first."""
+    whole = (asked / MANIFEST).is_file()
+    return whole, [str(asked)] if whole else [str(path) for path in reversed(found(asked))]
+
+
+def _bytes(file: Path) -> bytes:
+    """Nothing, where it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def drop_later(out: Path, held: Resume) -> None:
@@ -188,33 +206,5 @@ def _count(value: Any) -> int:
     return value
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What of a program (`checkpoint.facts`) is not as it was; a file under another name is the same file."""
-    for name, value in now["params"].items():
-        before = then["params"].get(name)
-        if before != value:
-            yield f"param {name}: {'not there' if before is None else before} -> {value}"
-    yield from (f"param {name}: {value} -> not there" for name, value in then["params"].items()
-                if name not in now["params"])
-    for kind in ("sources", "functions"):
-        before, after = dict(then.get(kind, now[kind])), dict(now[kind])
-        for name in [*after, *(n for n in before if n not in after)]:
-            old, new = before.get(name), after.get(name)
-            moved = old is None and new in before.values() or new is None and old in after.values()
-            if old != new and not moved:
-                yield f"{name}: {_short(old)} -> {_short(new)}"
-    if then["seed"] != now["seed"]:
-        yield f"seed: {then['seed']} -> {now['seed']}; what is left of a shuffled epoch comes in another order"
-
-
-def _short(digest: Any) -> str:
-    return "not there" if digest is None else str(digest)[:8]
-
-
 def _box(text: str) -> Box:
     return tuple((int(a), int(b)) for a, _, b in (part.partition(":") for part in text.split(",")))
-
-
-def _inside(common: Box, box: Box) -> tuple[slice, ...]:
-    """Where a part of `box` lies in it."""
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box))

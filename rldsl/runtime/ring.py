@@ -31,6 +31,11 @@ class Ring:
         """The one that the rank is at, or was at last."""
         return self._event
 
+    @property
+    def walks(self) -> bool:
+        """Whether the rank is on its way: it has begun with its list and not ended it."""
+        return self._event is not None and self._slots[self._count % len(self._slots)][4] != "over"
+
     def turn(self, depth: int, turn: int) -> None:
         """Iteration `turn`, from 1, of the loop that has `depth` loops around it is entered; 0: the loop is left."""
         self._turns = (*self._turns[:depth], turn) if turn else self._turns[:depth]

@@ -41,7 +41,7 @@ class StepRows:
     _shards: dict[str, tuple[dict[str, Rows], ...]] = field(default_factory=dict)
 
     def know(self, frame: str, lens: Lens) -> None:
-        """Lengths that every rank knows. Divisions found before may have weighed others (a frame made in a repeat)."""
+        """Lengths that every rank knows. Divisions found before used older lengths (of a frame made in a repeat)."""
         self.lens[frame] = lens
         self._shards.clear()
 

@@ -1,7 +1,8 @@
 """A model as a HuggingFace directory, without one rank ever holding all of it; adapters as PEFT's.
 
 Each parameter becomes whole on one owner, and each owner writes its own safetensors file. Everything is written into a
-sibling directory that takes the final name at the end: a crash never leaves a damaged checkpoint under that name.
+sibling directory that takes the final name at the end, when all of it is on the disk: a crash, of the machine too,
+never leaves a damaged checkpoint under that name.
 A crash between the two renames that replace a checkpoint leaves the earlier one whole as `.NAME.old`; the next save to
 that name begins by giving it its name back.
 Errors: RL0706 the directory cannot be written.
@@ -17,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from rldsl.diag import Failure, fail
-from rldsl.plan.boxes import local_slice, parameters
+from rldsl.diag import Diagnostic
+from rldsl.plan.boxes import local_slice, parameters, slices
 from rldsl.plan.events import Save
 from rldsl.plan.gather import gather, owners
 from rldsl.plan.lora import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.model import Model
 from rldsl.plan.stored import of_experts, tensors
+from rldsl.runtime.agree import agree
 from rldsl.runtime.exchange import post
+from rldsl.runtime.files import sync
 from rldsl.runtime.paths import MARK, check_writes, foreign
 from rldsl.runtime.realloc import Place
 from rldsl.runtime.state import State
@@ -77,16 +79,15 @@ def _gather(state: State, event: Save, model: Model, place: Place,
              for p in parameters(model) if chosen[p.name] == rank}
     for name, target in whole.items():
         parameter, pieces = place.held[name]
-        dim = parameter.spec.split.dim if parameter.spec.split else 0
         for piece in pieces:
-            target[_slices(piece.box)] = place.tensors[name][local_slice(piece, piece.box, dim)]
+            target[slices(piece.box)] = place.tensors[name][local_slice(piece, piece.box, parameter.dim)]
     out = {m.peer: torch.cat([place.view(name, box).reshape(-1) for name, box in m.boxes]) for m in sends}
     into = {m.peer: torch.empty(m.size(), dtype=_dtype(place), device=state.device) for m in receives}
     post(out, into, event.id * 16).wait()
     for message in receives:
         at = 0
         for name, box in message.boxes:
-            target = whole[name][_slices(box)]
+            target = whole[name][slices(box)]
             target.copy_(into[message.peer][at : at + target.numel()].view(target.shape))
             at += target.numel()
     return {name: t.cpu() for name, t in whole.items()}
@@ -101,12 +102,8 @@ def _as_stored(model: Model, whole: Mapping[str, torch.Tensor], index: Mapping[s
         for name, box in tensors(p):
             files[name] = file
             if tensor is not None:
-                made[name] = tensor[_slices(box)][0] if of_experts(p) else tensor
+                made[name] = tensor[slices(box)][0] if of_experts(p) else tensor
     return made, files
-
-
-def _slices(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in box)
 
 
 def _dtype(place: Place) -> torch.dtype:
@@ -115,19 +112,14 @@ def _dtype(place: Place) -> torch.dtype:
 
 def _together(group: Any, state: State, work: Any, final: Path) -> None:
     """Run `work` on this rank; when it fails anywhere, every rank stops, and the one that failed says why."""
-    problem: OSError | None = None
+    said: tuple[Diagnostic, ...] = ()
     try:
         work()
     except OSError as error:
-        problem = error
-    failed = torch.tensor(int(problem is not None), device=state.device)
-    if group is not None:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if problem is not None:
-        raise fail("RL0706", f"the checkpoint cannot be written: {problem.strerror or problem}", place=str(final),
-                   help="check the path, its permissions and the space left; no earlier checkpoint was touched")
-    if int(failed):
-        raise Failure([])
+        why = f"the checkpoint cannot be written: {error.strerror or error}"
+        said = (Diagnostic("RL0706", why, place=str(final), help="check the path, its permissions and the space left; "
+                           "no earlier checkpoint was touched"),)
+    agree(said, group, state.device)
 
 
 def _aside(final: Path) -> Path:
@@ -151,6 +143,7 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         save_file({name: t.contiguous() for name, t in tensors.items()}, str(file), metadata={"format": "pt"})
     except Exception as error:  # the library's own error type covers a full disk and a missing directory
         raise OSError(str(error)) from error
+    sync(file)
 
 
 def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any], index: Mapping[str, str],
@@ -169,14 +162,19 @@ def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any],
         if file.is_file() and file.name.startswith(kept):
             shutil.copyfile(file, partial / file.name)
     (partial / MARK).write_text(json.dumps(mark, indent=1) + "\n")
+    for file in partial.iterdir():  # weights have been synced by their writers, and cost nothing now
+        sync(file)
+    sync(partial)
     if final.exists():
         aside = _aside(final)  # POSIX cannot exchange two directories: until the second rename this is the checkpoint
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(final, aside)
         os.replace(partial, final)
+        sync(final.parent)
         shutil.rmtree(aside, ignore_errors=True)
     else:
         os.replace(partial, final)
+        sync(final.parent)
 
 
 def _config(config: Any, model: Model) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
-from time import time
+from time import monotonic, time
 from typing import Any, Literal
 
 from rldsl.diag import Failure
@@ -50,6 +50,14 @@ class Signs:
         except (RuntimeError, Failure):  # the store is gone, or holds what is none of ours
             return {}
 
+    def of(self, rank: int) -> Sign | None:
+        """The latest sign of one rank."""
+        key = f"{_ALIVE}{rank}"
+        try:
+            return read_sign(self.store.get(key).decode()) if self.store.check([key]) else None
+        except (RuntimeError, Failure):
+            return None
+
     def compared(self, before: Mapping[int, Sign], seconds: float) -> dict[int, Sign]:
         """The signs now, of which those say so that have not changed in `seconds`."""
         found = self.all()
@@ -85,6 +93,32 @@ class Signs:
             return bool(self.store.compare_set(key, "", mine).decode() == mine)
         except RuntimeError:
             return True
+
+
+class Neighbour:
+    """The rank after this one, which this rank looks after: every rank that goes has one that notices. A death breaks
+    no connection where programs run behind what they post (NCCL), and torchrun tells nobody on other machines."""
+
+    def __init__(self, signs: Signs):
+        self._signs, self.rank = signs, (signs.rank + 1) % signs.world
+        self._last: Sign | None = None
+        self._since = self._looked = monotonic()
+
+    def gone(self, near: float, far: float, still: float) -> bool:
+        """Whether it has gone. near: seconds without a sign after which the system is asked for its process. far: those
+        after which one of another machine counts as gone, if this rank has come no further either, for `still`
+        seconds."""
+        now = monotonic()
+        if now - self._looked < near or self.rank == self._signs.rank:
+            return False
+        self._looked, sign = now, self._signs.of(self.rank)
+        if sign is None or sign != self._last:
+            self._last, self._since = sign, now
+            return False
+        silent = now - self._since
+        if sign.machine == self._signs.machine:
+            return silent >= near and process(sign.pid) == "gone"
+        return min(silent, still) >= far
 
 
 def machine() -> str:

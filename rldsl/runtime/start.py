@@ -23,8 +23,10 @@ from rldsl.plan.paths import paths, shown, text
 from rldsl.plan.project import schedule
 from rldsl.plan.verify import verify
 from rldsl.report import render
-from rldsl.runtime.checkpoint import begin, facts
+from rldsl.runtime.agree import agree
+from rldsl.runtime.checkpoint import begin, drop_unfinished
 from rldsl.runtime.evaluations import check_evaluations
+from rldsl.runtime.facts import facts
 from rldsl.runtime.failure import Watch
 from rldsl.runtime.files import check_writable
 from rldsl.runtime.metrics.record import FAILED, FINISHED, STOPPED, Record, clear, refuse_checkpoints
@@ -96,10 +98,7 @@ def _check_positions(state: State) -> None:
     errors = [d for d in told if d.severity == "error"]
     if warnings := [d for d in told if d not in errors]:
         print(render(warnings, sys.stderr.isatty()), file=sys.stderr, flush=True)
-    failed = torch.tensor(float(bool(errors)), device=state.device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failed.item():
-        raise Failure(errors)  # without any, another rank has the words
+    agree(errors, dist.group.WORLD, state.device)
 
 
 def settle(state: State, options: Options, begun: Callable[[], None]) -> None:
@@ -111,6 +110,7 @@ def settle(state: State, options: Options, begun: Callable[[], None]) -> None:
         forget(state.out)
         if options.overwrite:
             clear(state.out, dist.get_world_size())
+        drop_unfinished(state.out)
         if held is not None:
             drop_later(state.out, held)
             more = f"after step {held.step}" if held.step < state.plan.header.steps else "where nothing is left to do"

@@ -36,7 +36,7 @@ RANDOM_NUMBERS = 1 << 32  # keeps the seeds of computations apart from those of 
 
 @dataclass
 class State:
-    """step: iterations of the run's loop begun so far, from 1; 0 before it. out: where files go."""
+    """step: number of the current step, from 1; 0 before the first. out: where files go."""
 
     plan: Plan
     world: World

@@ -10,13 +10,14 @@ from rldsl.plan.events import Realloc, Save
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events, last_step, times, walk
 from rldsl.plan.texts import layout_text
-from rldsl.runtime.files import written
+from rldsl.runtime.files import replace_text, written
 
 SUMMARY = "summary.json"
 
 
 def summarise(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> dict:
-    """steps: done in all; made: of these in this start, in so many seconds. Worked out from the plan, since the rank that writes it need not have taken part."""
+    """steps: done in all; made: of these in this start, in so many seconds. Worked out from the plan, since the rank
+    that writes it need not have taken part."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
 
     def text(layout: str) -> str:
@@ -37,7 +38,7 @@ def _saved(plan: Plan, out: Path, steps: int) -> list[str]:
 
 def write_summary(plan: Plan, out: Path, summary: dict) -> None:
     with written(out / SUMMARY):
-        (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+        replace_text(out / SUMMARY, json.dumps(summary, indent=2) + "\n")
     print(f"{plan.header.flow}: {summary['made']} steps in {summary['seconds']:.1f} s", file=sys.stderr)
     for move in summary["reallocs"]:
         print(f"  realloc {move['model']}  {move['src']} -> {move['dst']}  {move['times']} x {move['bytes']:,} bytes: "

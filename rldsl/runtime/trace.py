@@ -13,29 +13,33 @@ import torch.distributed as dist
 from rldsl.plan import trace
 from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
-from rldsl.runtime.files import written
+from rldsl.runtime.files import replace_text, written
 
 
 @dataclass
 class Recorder:
-    """Events of one rank; begin and end in seconds since the epoch. Of each span `args` also say how many seconds the
-    process computed in it (busy)."""
+    """Events of one rank, in seconds since the epoch: comparable between the processes of a machine, and between
+    machines as far as their clocks agree. zero: when this rank's monotonic clock was 0; read once, since the other one
+    may be set while a run goes on. Of each span `args` also say how many seconds the process computed in it (busy)."""
 
     rank: int
     per_node: int = 1
     spans: list[trace.Span] = field(default_factory=list)
     computed: float = field(default_factory=time.process_time)
+    zero: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def add(self, event: Event, step: int, begin: float, end: float) -> None:
+        """begin, end: of the monotonic clock."""
         before, self.computed = self.computed, time.process_time()
-        self.spans.append(trace.span(event, self.rank, self.per_node, step, begin, end - begin,
+        self.spans.append(trace.span(event, self.rank, self.per_node, step, self.zero + begin, end - begin,
                                      busy=round(self.computed - before, 6)))
 
 
-def now() -> float:
-    """Seconds since the epoch: comparable between the processes of a machine, and between machines as far as their
-    clocks agree."""
-    return time.time()
+def settled(device: torch.device) -> None:
+    """What a GPU was asked for is done: else an event would end when it is posted, and the next that waits would take
+    its time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def write(recorder: Recorder, plan: Plan, file: Path, device: torch.device) -> None:
@@ -52,4 +56,4 @@ def write(recorder: Recorder, plan: Plan, file: Path, device: torch.device) -> N
         zero = min((s["ts"] for s in spans), default=0.0)
         moved = [s | {"ts": round(s["ts"] - zero, 3)} for s in spans]
         with written(file):
-            file.write_text(trace.document(plan, moved, "recorded"))
+            replace_text(file, trace.document(plan, moved, "recorded"))

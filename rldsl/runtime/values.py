@@ -35,7 +35,8 @@ def fetch(state: State, event: Fetch) -> None:
             if f"{frame}.{number}" in spreads:
                 data = torch.tensor([float(row[number]) for row in source.columns(turn, state.seed)],
                                     device=state.device)
-                state.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], torch.arange(len(data)), data)
+                ids = torch.arange(len(data), device=state.device)
+                state.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], ids, data)
         if f"{frame}.columns" in spreads:
             places = [source.table.place(n) for n in source.batch(turn, state.seed)]
             state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}",

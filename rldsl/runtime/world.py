@@ -20,6 +20,7 @@ from rldsl.diag import fail
 from rldsl.plan.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Plan, Spread
 from rldsl.plan.texts import ranks_text
+from rldsl.runtime.agree import others_than_first
 from rldsl.runtime.backend import Axes, Axis
 
 NAME = 64  # bytes of a host's name that ranks compare
@@ -35,11 +36,7 @@ def check_size(plan: Plan, started: int, name: str) -> None:
 
 def check_same_plan(data: bytes, device: torch.device) -> None:
     """Every rank's digest against every other's: 32 bytes each."""
-    mine = torch.tensor(list(sha256(data).digest()), dtype=torch.uint8, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    other = [rank for rank, digest in enumerate(every) if not torch.equal(digest, every[0])]
-    if other:
+    if other := others_than_first(data, device):
         raise fail("RL0702", f"ranks {other} have another plan than rank 0",
                    help="copy one plan file to a place that every machine reads")
 
@@ -70,8 +67,8 @@ def check_hosts(plan: Plan, found: Sequence[str], name: str) -> str:
             for ranks in torn]
         shown = (*where[:4], *([f"and {len(where) - 4} more"] if len(where) > 4 else []))
         raise fail("RL0711", f"the ranks of one node of the plan are on several machines, {size} should share one",
-                   place=name, notes=shown, help=f"start each machine with `torchrun --nproc-per-node {size}`, or compile "
-                   f"with a `cluster` that has as many `gpus` as ranks start on a machine")
+                   place=name, notes=shown, help=f"start each machine with `torchrun --nproc-per-node {size}`, or "
+                   "compile with a `cluster` that has as many `gpus` as ranks start on a machine")
     if len(nodes) > 1 and len(set(found)) == 1:
         return f"all {len(nodes)} nodes of the plan are on one machine, {found[0]}: for development only"
     on = {host: [ranks[0] // size for ranks in nodes if found[ranks[0]] == host] for host in dict.fromkeys(found)}
@@ -91,22 +88,28 @@ class World:
 
     def group(self, mesh: str) -> Any:
         """The communicator of all ranks of a mesh; None for one rank."""
-        return self.groups.get(self.meshes[mesh].members())
+        return self._of(self.meshes[mesh].members())
+
+    def _of(self, ranks: tuple[int, ...]) -> Any:
+        """A missing group is a mistake of the plan: taken for one rank, sums would be wrong, and nobody would know."""
+        return None if len(ranks) == 1 else self.groups[ranks]
 
     def axes(self, layout: Layout) -> Axes:
         mesh = self.meshes[layout.mesh]
-        return Axes(**{axis: self._axis(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")})
+        axes = ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")
+        return Axes(**{axis: self._axis(layout, mesh, axis) for axis in axes})
 
     def _axis(self, layout: Layout, mesh: Mesh, axis: str) -> Axis:
         ranks = next(ranks for ranks in axis_ranks(layout, mesh, axis) if self.rank in ranks)
-        return Axis(ranks, ranks.index(self.rank), self.groups.get(ranks))
+        return Axis(ranks, ranks.index(self.rank), self._of(ranks))
 
     def dp(self, spread: Spread) -> int:
         return self.layouts[spread.layout].dp if spread.layout else 1
 
 
 def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None = None) -> World:
-    """Create the plan's groups, equal sets of ranks once. timeout: of each; they do not take over that of the world."""
+    """Create the plan's groups; a set of ranks that occurs twice gets one group. timeout: of each; they do not take
+    over that of the world."""
     meshes = {m.id: m for m in plan.meshes}
     layouts = {x.id: x for x in plan.layouts}
     groups: dict[tuple[int, ...], Any] = {}

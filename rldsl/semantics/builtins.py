@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from rldsl.plan.model import MOST_RANKS
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.operators import REDUCERS, UNARY_CALLS
 from rldsl.semantics.terms import Term
@@ -16,7 +17,6 @@ from rldsl.syntax import ast
 if TYPE_CHECKING:
     from rldsl.semantics.lower import Lower, Scope
 
-MOST_RANKS = 4_194_304  # of a cluster: beyond it a range is a slip
 # name -> (least, most) arguments by position; all others take one
 ARITY = {"clip": (3, 3), "where": (3, 3), "discount": (2, 2), "over": (2, 2), "quantile": (2, 2), "choice": (2, 99),
          "at_end": (1, 2), "min": (1, 2), "max": (1, 2)}

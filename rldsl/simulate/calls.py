@@ -5,14 +5,18 @@ In: an event, a class, the world. Out: acts. `key` tells this execution of the e
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 
 from rldsl.plan.boxes import itemsize
 from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.layout import stage_layers
+from rldsl.plan.model import Layout
+from rldsl.plan.partition import micro_batch_count
+from rldsl.plan.schedule import Exchange, Message, Pass, actions
 from rldsl.simulate.classes import Groups
-from rldsl.simulate.cost import Counts, Shard, decode, decoding, micro, micro_batches, prefill, shard
+from rldsl.simulate.cost import Counts, Shard, decode, decoding, micro, prefill, shard
 from rldsl.simulate.engine import Act, Post, Run, Wait
 from rldsl.simulate.times import Machine
 from rldsl.simulate.world import World, meet
@@ -40,15 +44,28 @@ class Stage:
     def all_reduce(self, axis: str, moved: float) -> float:
         return self.machine.all_reduce(moved, self.groups.sizes[axis], self.groups.crosses[axis])
 
+    @property
+    def resting(self) -> float:
+        """Elements that an optimizer step of this rank changes under `zero`: experts are divided over those alone that
+        hold the same."""
+        s, sizes = self.shard, self.groups.sizes
+        return (s.trained - s.apart) / sizes["dp"] + s.apart / sizes.get("copies", 1)
+
+    def over_dp(self, item: int, elements: float, apart: float = 0.0) -> float:
+        """Seconds of a gather or a scatter of so many elements over dp, and of experts over those that hold the same.
+        item: bytes of one."""
+        size, copies, crosses = self.groups.sizes["dp"], self.groups.sizes.get("copies", 1), self.groups.crosses
+        return self.machine.all_gather(item * elements / size, size, crosses["dp"]) + self.machine.all_gather(
+            item * apart / copies, copies, crosses.get("copies", False))
+
     def hidden(self, tokens: float) -> float:
         """Bytes of hidden states."""
         return tokens * self.shard.model.sizes.hidden * self.shard.item
 
     def divided(self, tokens: float, outputs: float, layers: float, apart: bool = False) -> float:
         """Seconds of the collectives of tensor parallelism in one direction of a pass: after attention and after the
-        feed-forward of each layer, after the embedding, and about the normaliser of the log-probabilities. apart:
-        hidden states are divided by tokens between them, so that a sum is a scatter and a gather: as many bytes, in
-        two goes."""
+        feed-forward of each layer, after the embedding, and about the normaliser of the log-probabilities. apart: with
+        sequence parallelism each all-reduce is a reduce-scatter and an all-gather: the same bytes, two latencies."""
         if self.shard.tp == 1:
             return 0.0
         whole = (2 * layers + self.shard.first) * self.all_reduce("tp", self.hidden(tokens))
@@ -67,6 +84,12 @@ class Stage:
             return 0.0
         moved = tokens * max(sizes.chosen, 1) * sizes.hidden * itemsize(self.shard.model)
         return 2 * ways * layers * self.machine.all_to_all(moved, size, self.groups.crosses["ep"])
+
+    def message(self, found: Message, wanting: int, moved: float) -> tuple[Act, Hashable]:
+        """Ready for a message of a minibatch, which the rank `wanting` along pp is to have."""
+        pair = tuple(sorted((self.line[self.groups.stage], self.line[found.peer])))
+        key = (self.key, "pp", pair, wanting, found.wanted)
+        return Post(key, pair, self.machine.message(moved, self.groups.crosses["pp"]), 1.0), key
 
     def over(self, i: int, way: str, moved: float) -> tuple[Act, Hashable]:
         """Ready for the message number `i` between this stage and the next ("next") or the one before ("before")."""
@@ -113,7 +136,7 @@ def generate(world: World, event: Generate, c: int, key: Hashable) -> list[Act]:
 def infer(world: World, event: Infer, c: int, key: Hashable) -> list[Act]:
     me, layout = stage(world, event.model, event.layout, c, key), world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
-    count = micro_batches(rows, event.mbs, layout.pp)
+    count = micro_batch_count(rows, event.mbs, layout.pp)
     if not count:
         return []
     one = micro(me.shard, rows / count, row, 1.0 if event.what == "scores" else row.response, layout.cp)
@@ -140,103 +163,95 @@ def train(world: World, event: Train, c: int, key: Hashable) -> list[Act]:
     me = stage(world, event.model, event.layout, c, key)
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
     rows = ceil(world.frames[event.frames[0]].count / spread.minibatches / layout.dp)
-    count = micro_batches(rows, event.mbs, layout.pp)
+    count = micro_batch_count(rows, event.mbs, layout.pp)
     if not count:
         return []
     scores = all(what == "scores" for _, _, what in event.fresh)
-    parts = [micro(me.shard, rows / count, world.row(f), 1.0 if scores else world.row(f).response, layout.cp)
-             for f in event.frames]
-    one = Counts(1, me.shard.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
     tokens = sum(rows / count * world.row(f).tokens for f in event.frames) / layout.cp
-    ahead, back = world.machine.train(me.shard, one, event.recompute == "full")
-    comm = me.divided(tokens, one.outputs, me.shard.layers, apart=True) + me.context(tokens, me.shard.layers)
-    comm += me.experts(tokens, me.shard.layers)
-    again = (me.divided(tokens, 0, me.shard.layers, apart=True) + me.experts(tokens, me.shard.layers)
-             if event.recompute == "full" else 0.0)
-    come, go = _gathered(me, layout.zero >= 3), _gathered(me, layout.zero >= 2)  # parameters and gradients, by layers
     operators = len(world.programs[event.loss].nodes)
-    loss = world.machine.compute(operators, one.outputs) if me.shard.last else 0.0
-    beside = world.machine.beside
+    durations: list[tuple[float, float]] = []
+    for chunk in _chunks(me, layout):
+        held = chunk.shard
+        parts = [micro(held, rows / count, world.row(f), 1.0 if scores else world.row(f).response, layout.cp)
+                 for f in event.frames]
+        one = Counts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
+        ahead, back = world.machine.train(held, one, event.recompute == "full")
+        comm = chunk.divided(tokens, one.outputs, held.layers, apart=True) + chunk.context(tokens, held.layers)
+        comm += chunk.experts(tokens, held.layers)
+        again = (chunk.divided(tokens, 0, held.layers, apart=True) + chunk.experts(tokens, held.layers)
+                 if event.recompute == "full" else 0.0)
+        share = held.layers / max(me.shard.layers, 1)  # of parameters and gradients, which come and go by layers
+        come = share * _gathered(me) if layout.zero >= 3 else 0.0
+        go = _scattered(me, share) if layout.zero >= 2 else 0.0
+        loss = world.machine.compute(operators, one.outputs) if held.last else 0.0
+        beside = world.machine.beside
+        durations.append((beside(ahead + comm + loss, come), beside(back + comm + again + 2 * loss, come + go)))
     acts: list[Act] = []
     for m in range(spread.minibatches * spread.epochs):
         step = Stage(c, me.groups, me.shard, me.machine, (key, m))
-        acts += one_f_one_b(step, count, beside(ahead + comm + loss, come),
-                            beside(back + comm + again + 2 * loss, come + go), me.hidden(tokens))
+        acts += pipelined(step, count, durations, me.hidden(tokens))
         acts += _reduce(step, layout.zero)
-        acts.append(Run(world.machine.update(me.shard, layout.dp if layout.zero else 1)))
+        acts.append(Run(world.machine.update(me.shard, me.resting if layout.zero else me.shard.trained)))
     return [*acts, *me.together("mesh", "metrics", 2 * me.all_reduce("mesh", 64))]
 
 
-def one_f_one_b(me: Stage, count: int, ahead: float, back: float, moved: float) -> list[Act]:
-    """The order of `backends/torch/pipeline.py`: run ahead by the distance from the end, then one forward, one
-    backward. Sends are posted beside the receive that is waited for, and themselves waited for at the end."""
-    first, last = me.shard.first, me.shard.last
-    warm = min(len(me.line) - 1 - me.groups.stage, count)
+def _chunks(me: Stage, layout: Layout) -> list[Stage]:
+    """One for each chunk of layers: the shard with these alone."""
+    if layout.vpp == 1:
+        return [me]
+    found, s, number = [], me.shard, layout.pp * layout.vpp
+    for at in range(me.groups.stage, number, layout.pp):
+        last = at == number - 1
+        held = replace(s, layers=len(stage_layers(s.model.layers, number, at)), first=at == 0, last=last,
+                       head=s.head if last else 0)
+        found.append(replace(me, shard=held))
+    return found
+
+
+def pipelined(me: Stage, count: int, durations: Sequence[tuple[float, float]], moved: float) -> list[Act]:
+    """A minibatch as `backends/torch/pipeline.py` runs it. durations: of a forward and of a backward pass, for each
+    chunk. What comes is waited for by the pass that needs it, what goes before the next exchange."""
     acts: list[Act] = []
     sent: list[Hashable] = []
-
-    def run(i: int) -> None:
-        acts.extend([*me.together("tp", ("ahead", i), 0.0), *me.together("ep", ("ahead", i), 0.0), Run(ahead)])
-
-    def back_run(i: int) -> None:
-        acts.extend([*me.together("tp", ("back", i), 0.0), *me.together("ep", ("back", i), 0.0), Run(back)])
-
-    def exchange(send: tuple[int, str] | None = None, receive: tuple[int, str] | None = None) -> None:
-        """(message number, way): activations have even numbers, their slopes odd ones."""
-        wait: Hashable = None
-        for message, sends in ((send, True), (receive, False)):
-            if message is not None:
-                post, key = me.over(*message, moved)
+    arriving: dict[Pass, Hashable] = {}
+    here = me.groups.stage
+    for action in actions(len(me.line), len(durations), count)[here]:
+        if isinstance(action, Exchange):
+            acts += [Wait(key) for key in sent]
+            sent.clear()
+            for message in action.sends:
+                post, key = me.message(message, message.peer, moved)
                 acts.append(post)
-                if sends:
-                    sent.append(key)
-                else:
-                    wait = key
-        if receive is not None:
-            acts.append(Wait(wait))
-
-    def take(i: int) -> tuple[int, str] | None:
-        return None if first or i >= count else (2 * i, "before")
-
-    def give(i: int) -> tuple[int, str] | None:
-        return None if last else (2 * i, "next")
-
-    def slope(i: int) -> tuple[int, str] | None:
-        return None if last else (2 * i + 1, "next")
-
-    def send_back(i: int) -> tuple[int, str] | None:
-        return None if first else (2 * i + 1, "before")
-
-    for i in range(warm):
-        exchange(receive=take(i))
-        run(i)
-        exchange(send=give(i))
-    exchange(receive=take(warm))
-    for i in range(warm, count):
-        run(i)
-        exchange(send=give(i), receive=slope(i - warm))
-        back_run(i - warm)
-        exchange(send=send_back(i - warm), receive=take(i + 1))
-    for i in range(count - warm, count):
-        exchange(receive=slope(i))
-        back_run(i)
-        exchange(send=send_back(i))
-    return [*acts, *(Wait(k) for k in sent)]
+                sent.append(key)
+            for message in action.takes:
+                post, arriving[message.wanted] = me.message(message, here, moved)
+                acts.append(post)
+            continue
+        if action in arriving:
+            acts.append(Wait(arriving.pop(action)))
+        way = ("back" if action.backward else "ahead", action.chunk, action.micro)
+        acts += [*me.together("tp", way, 0.0), *me.together("ep", way, 0.0),
+                 Run(durations[action.chunk][action.backward])]
+    return [*acts, *(Wait(key) for key in sent)]
 
 
-def _gathered(me: Stage, wanted: bool) -> float:
-    """Seconds of a gather or a scatter of the shard's parameters over dp."""
-    size = me.groups.sizes["dp"]
-    if not wanted:
-        return 0.0
-    common = me.machine.all_gather(4 * (me.shard.trained - me.shard.apart) / size, size, me.groups.crosses["dp"])
-    copies = me.groups.sizes.get("copies", 1)
-    return common + me.machine.all_gather(4 * me.shard.apart / copies, copies, me.groups.crosses.get("copies", False))
+def _gathered(me: Stage) -> float:
+    """Seconds in which the layers become whole, in the dtype in which they multiply."""
+    s = me.shard
+    return me.over_dp(itemsize(s.model), s.trained - s.rest - s.apart, s.apart)
+
+
+def _scattered(me: Stage, share: float) -> float:
+    """Seconds in which gradients are summed and divided, in float32: of a share of the layers, and of what belongs to
+    none."""
+    s = me.shard
+    return me.over_dp(4, share * (s.trained - s.rest - s.apart) + s.rest, share * s.apart)
 
 
 def _reduce(me: Stage, zero: int) -> list[Act]:
     """Gradients: tied embeddings over the ends of the pipeline, all over cp and dp; then the norm over the mesh. With
-    `zero` parameters are gathered again after the update: a sum is a scatter and a gather, so 1 costs what 0 does."""
+    `zero` what belongs to no layer becomes whole once a minibatch in float32, and so do layers but for 3, which gathers
+    them in each pass; gradients are divided here with 1 alone."""
     acts: list[Act] = []
     model = me.shard.model
     tied = next((s for s in model.params if s.stage == "ends"), None)
@@ -249,7 +264,10 @@ def _reduce(me: Stage, zero: int) -> list[Act]:
         common = me.all_reduce("dp", 4 * (me.shard.trained - me.shard.apart))
         if me.groups.sizes.get("copies", 1) > 1:
             common += me.all_reduce("copies", 4 * me.shard.apart)
-        acts += me.together("dp", "gradients", {2: _gathered(me, True), 3: 0.0}.get(zero, common))
+        if zero:
+            common = me.over_dp(4, me.shard.rest) + (_gathered(me) if zero < 3 else 0.0)
+            common += _scattered(me, 1.0) if zero == 1 else 0.0
+        acts += me.together("dp", "gradients", common)
     if me.groups.sizes["mesh"] > 1:
         acts += me.together("mesh", "norm", me.all_reduce("mesh", 8))
     return acts

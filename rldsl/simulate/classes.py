@@ -74,8 +74,8 @@ def _refined(plan: Plan) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The groups of a layout as one class sees them ("pp", "tp", "cp", "dp", "mesh", and "shard": the ranks that work
-    on the same rows; with ep also "ep" and "copies"): the classes in each, the number of ranks, whether one of the layout's groups of that axis lies
-    on several nodes. stage: of the pipeline."""
+    on the same rows; with ep also "ep" and "copies"): the classes in each, the number of ranks, whether one of the
+    layout's groups of that axis lies on several nodes. stage: of the pipeline."""
 
     members: dict[str, Members]
     sizes: dict[str, int]
@@ -91,7 +91,7 @@ def groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> dict[in
         made.setdefault(found.of[rank], Groups({}, {}, {}, place // size))
     for axis in ("pp", "tp", "cp", "dp", "mesh", "shard", *_of_experts(layout)):
         every = _shards(layout, mesh) if axis == "shard" else axis_ranks(layout, mesh, axis)
-        crosses = any(g[0] // per_node != g[-1] // per_node for g in every)
+        crosses = any(len({r // per_node for r in g}) > 1 for g in every)  # in whatever order its ranks are
         for group in every:
             for c in (here := found.among(group)):
                 if axis not in made[c].members:

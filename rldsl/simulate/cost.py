@@ -12,8 +12,9 @@ from math import ceil, prod
 
 from rldsl.plan.boxes import itemsize, pieces, volume
 from rldsl.plan.events import Generate
-from rldsl.plan.layout import stage_layers
+from rldsl.plan.layout import own_layers
 from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.plan.movement import stored
 from rldsl.simulate.lengths import Row
 
 
@@ -24,7 +25,7 @@ class Shard:
     layers: of its stage. layer: elements of the matrices of one layer, mixed: of its experts among them, active: of what
     works on one token (of all experts, wherever they are, those that it chose); head: of the output embedding, on the
     last stage; elements: of all parameters; trained: of those that an optimizer changes, apart: of experts among them
-    that other ranks of dp do not hold. attention: width of its queries;
+    that other ranks of dp do not hold, rest: of what belongs to no layer. attention: width of its queries;
     cache: elements of keys and values, for a token and layer. item: bytes of an element as stored."""
 
     model: Model
@@ -42,6 +43,7 @@ class Shard:
     mixed: int = 0
     active: int = 0
     apart: int = 0
+    rest: int = 0
 
     def read(self, tokens: float) -> float:
         """Elements of the matrices of one layer that are read for so many tokens: an expert without any is not."""
@@ -53,7 +55,7 @@ class Shard:
 def shard(model: Model, layout: Layout, stage: int) -> Shard:
     """Of a pipeline stage."""
     specs = (*model.params, *model.base)
-    here = len(stage_layers(model.layers, layout.pp, stage))
+    here = len(own_layers(model.layers, layout, stage))
     first, last = stage == 0, stage == layout.pp - 1
     sizes = model.sizes
     matrices = [s for s in specs if s.stage == "layer" and len(s.shape) > 1]
@@ -66,10 +68,16 @@ def shard(model: Model, layout: Layout, stage: int) -> Shard:
     vocabulary = max((_local(s, layout) for s in specs if s.style in ("vocab", "head") and len(s.shape) > 1),
                      default=0)
     head = (vocabulary if model.kind == "causal_lm" else sizes.hidden) if last else 0
-    return Shard(model, layout.tp, here, first, last, layer, head, _held(specs, layout, model.layers, stage),
-                 _held(model.params, layout, model.layers, stage), heads * sizes.head_dim, 2 * kv * sizes.head_dim,
-                 4 if model.home == layout.id else itemsize(model), mixed, layer - mixed + chosen,
-                 _held(apart, layout, model.layers, stage))
+    outside = tuple(s for s in model.params if s.stage != "layer")
+
+    def held(of: tuple[ParamSpec, ...]) -> int:
+        return _held(of, layout, model.layers, stage)
+
+    return Shard(
+        model=model, tp=layout.tp, layers=here, first=first, last=last, layer=layer, head=head, elements=held(specs),
+        trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
+        item=4 if stored(model, layout.id) == "float32" else itemsize(model), mixed=mixed, active=layer - mixed + chosen,
+        apart=held(apart), rest=held(outside))
 
 
 def _local(spec: ParamSpec, layout: Layout) -> int:
@@ -81,7 +89,7 @@ def _there(spec: ParamSpec, layout: Layout, layers: int, stage: int) -> int:
     """How many parameters of a spec the stage holds."""
     first, last = stage == 0, stage == layout.pp - 1
     return {"first": first, "last": last, "ends": first or last, "all": True,
-            "layer": len(stage_layers(spec.layers or layers, layout.pp, stage))}[spec.stage]
+            "layer": len(own_layers(spec.layers or layers, layout, stage))}[spec.stage]
 
 
 def _held(specs: tuple[ParamSpec, ...], layout: Layout, layers: int, stage: int) -> int:
@@ -146,9 +154,3 @@ def decode(s: Shard, d: Decoding) -> Counts:
     """All steps together."""
     each = d.steps * d.active
     return Counts(d.steps, d.steps * s.layers, each * s.layers, each * s.layers * d.width, each * s.last)
-
-
-def micro_batches(rows: float, limit: int, at_least: int) -> int:
-    """How many micro-batches `plan/partition.py` makes of some rows."""
-    rows = ceil(rows)
-    return min(rows, max(at_least, -(-rows // limit) if limit else 1, 1))

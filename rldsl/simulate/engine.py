@@ -7,20 +7,23 @@ waits late, and a collective is a message for which everybody waits at once.
 
 Where ranks share the cores of a machine (a pool), work and messages in it slow each other down: with more of them than
 cores each gets an equal share.
+
+A loop of many turns is not played turn by turn: between a `Mark` and an `Again` a class goes through one turn, and the
+turns that are left take as long as that one did.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Work of `seconds` alone on a core. share: of it that the rank itself works; in the rest others of its group
-    do."""
+    """Work of `seconds` alone on a core. share: fraction of these seconds in which this rank computes, and not another
+    stage of its pipeline."""
 
     seconds: float
     share: float = 1.0
@@ -51,7 +54,23 @@ class Begin:
     turn: int
 
 
-Act = Run | Post | Wait | Begin
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A turn of a loop begins here. depth: of the loop; inner ones have larger ones."""
+
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What happened since the mark of this depth happens `times` more. runs: event -> how often a turn runs it."""
+
+    depth: int
+    times: int
+    runs: Mapping[int, int]
+
+
+Act = Run | Post | Wait | Begin | Mark | Again
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +90,8 @@ class Pool:
 
 @dataclass(slots=True)
 class Piece:
-    """Of what a class did: from start to stop, in one event. key: of the message that it waited for; None for work.
-    busy: seconds of own work."""
+    """Of what a class did: from start to stop, in one event. key: of the message that it waited for; None for work, and
+    for turns that were not played. busy: seconds of own work."""
 
     start: float
     stop: float
@@ -113,6 +132,15 @@ class _Task:
     version: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Where a turn began: when, and how many pieces and begins of the class there were."""
+
+    start: float
+    pieces: int
+    begins: int
+
+
 class Deadlock(Exception):
     """Classes wait for each other; never for a verified plan."""
 
@@ -132,6 +160,7 @@ class _Engine:
         self.at = [0] * count  # the next act of each class
         self.since = [0.0] * count  # when it began to wait
         self.begin = [Begin(-1, 0, 0)] * count
+        self.turns: list[dict[int, _Turn]] = [{} for _ in range(count)]  # of each class, by depth of the loop
         self.played = Played([[] for _ in range(count)], {}, [[] for _ in range(count)], [0.0] * count)
         self.going = deque(range(count))  # classes that can go on
         self.heap: list[tuple[float, int, int, _Task]] = []
@@ -173,6 +202,14 @@ class _Engine:
                 case Begin():
                     self.begin[c] = act
                     self.played.begins[c].append((act, self.now))
+                case Mark():
+                    pieces, begins = len(self.played.pieces[c]), len(self.played.begins[c])
+                    self.turns[c][act.depth] = _Turn(self.now, pieces, begins)
+                case Again():
+                    left = (self.now - self.turns[c][act.depth].start) * act.times
+                    if left > 0:  # the cores have been shared already when the turn was timed
+                        self.start(self.pools[c], _Task(c, None, left, 0.0, self.now))
+                        return
             self.at[c] += 1
         self.played.ends[c] = self.now
 
@@ -196,11 +233,30 @@ class _Engine:
             self.arrive(task.key, self.played.messages[task.key])
             return
         act = self.programs[c][self.at[c]]
-        assert isinstance(act, Run)
-        busy = (self.now - task.begun) * act.share
-        self.played.pieces[c].append(Piece(task.begun, self.now, self.begin[c], None, busy))
+        if isinstance(act, Again):
+            self.again(c, act, task.begun)
+        else:
+            assert isinstance(act, Run)
+            busy = (self.now - task.begun) * act.share
+            self.played.pieces[c].append(Piece(task.begun, self.now, self.begin[c], None, busy))
         self.at[c] += 1
         self.going.append(c)
+
+    def again(self, c: int, act: Again, begun: float) -> None:
+        """The turn that ended at `begun`, drawn out until now: each of its events and pieces has its part of it."""
+        turn = self.turns[c][act.depth]
+        longer = (self.now - begun) / (begun - turn.start)
+
+        def later(when: float) -> float:
+            return self.now if when == begun else begun + (when - turn.start) * longer
+
+        known: dict[int, Begin] = {}
+        for mark, when in self.played.begins[c][turn.begins :]:
+            known[id(mark)] = replace(mark, turn=mark.turn + act.runs.get(mark.event, 1))
+            self.played.begins[c].append((known[id(mark)], later(when)))
+        for p in self.played.pieces[c][turn.pieces :]:
+            mark = known.get(id(p.begin), p.begin)
+            self.played.pieces[c].append(Piece(later(p.start), later(p.stop), mark, None, p.busy * longer))
 
     def arrive(self, key: Hashable, message: Message) -> None:
         message.done = self.now

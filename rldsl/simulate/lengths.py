@@ -1,19 +1,18 @@
 """How long the sequences of a step are expected to be: by default as long as the program lets them be.
 
 In: means that a user gives, or the metrics of an earlier run. Out: `Lengths`.
-Errors: RL0091, RL0092 no metrics there, RL0205 metrics without lengths.
+Errors: RL0091 no metrics there, RL0205 metrics without lengths, RL0784 metrics that cannot be read.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from rldsl.diag import fail
+from rldsl.plan.metrics import METRICS, read
 from rldsl.plan.model import Frame, Plan
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +47,19 @@ def observed(plan: Plan, folder: str) -> Lengths:
     """The mean lengths of an earlier run of the program, from the metrics in its directory."""
     file = Path(folder) / METRICS if Path(folder).is_dir() else Path(folder)
     try:
-        lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+        lines = read(file)
     except FileNotFoundError:
         raise fail("RL0091", f"no such file: {file}", place=str(file),
                    help="name the directory of a run (--out)") from None
-    except (OSError, ValueError) as error:
-        raise fail("RL0092", f"cannot read {file}: {error}", place=str(file)) from None
-    told = [x for x in lines if isinstance(x, dict) and isinstance(x.get("length/response"), int | float)]
+    told = [x for x in lines if isfinite(x.get("length/response", float("nan")))]
     if not told:
         raise fail("RL0205", f"{file} tells no lengths", place=str(file),
                    help="they are there for programs that generate; give --prompt-tokens and --response-tokens")
     response = sum(x["length/response"] for x in told) / len(told)
     rows = sum(f.count for f in made(plan))
-    tokens = sum(x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in told) / len(told)
+    counted = [x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in told]
+    finite = [x for x in counted if isfinite(x)]
+    tokens = sum(finite) / len(finite) if finite else 0.0
     return Lengths(max(tokens / rows - response, 1.0) if rows and tokens else 0.0, response)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import takewhile
+from math import lcm
 
 from rldsl.clusters import Cluster
 from rldsl.diag import fail
-from rldsl.plan.events import Every, Generate, Infer, Train
+from rldsl.plan.events import Every, Generate, Infer, Loop, Offload, Onload, Save, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events, walk
+from rldsl.plan.project import Path, events, walk
 from rldsl.simulate.critical import critical
 from rldsl.simulate.engine import Played, Pool, play
 from rldsl.simulate.lengths import Lengths, made
@@ -20,7 +24,8 @@ STEPS = 3  # the last one is steady: movement that stands at the top of a step o
 
 
 def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = Lengths()) -> Timeline:
-    """Errors: RL0096 the cluster has another number of devices, RL0215 its file says too little."""
+    """Time one step. Errors: RL0096 the cluster has too few nodes, or too few devices in each, RL0215 its file says too
+    little."""
     check(plan, cluster)
     return run(World(plan, cluster, lengths))
 
@@ -29,20 +34,30 @@ def run(world: World) -> Timeline:
     played = _played(world)
     begin, end, last = _step(played)
     seconds = end - begin
-    found = [Occasion(each.period, tuple(e.id for e, _ in walk(each.body)), max(0.0, _length(world, each) - seconds))
-             for each in occasions(step_of(world).body)]
+    lengths: dict[tuple[Every, ...], float] = {(): seconds}
+    found: list[Occasion] = []
+    for path in occasions(step_of(world).body):
+        lengths[path] = _length(world, path)
+        own = tuple(e.id for e, around in walk(path[-1].body) if not any(
+            isinstance(b, Every) and b.period > 1 for b in _outside(around)))
+        found.append(Occasion(lcm(*(e.period for e in path)), own, max(0.0, lengths[path] - lengths[path[:-1]])))
     return Timeline(seconds, world.classes.ranks, _spans(played, begin), _idle(world, played, begin, end),
-                    critical(played, last, end, begin), _tokens(world), tuple(found), _estimated(world))
+                    critical(played, last, end, begin), _tokens(world), tuple(found), _estimated(world), _free(world))
 
 
-def _played(world: World, also: Every | None = None) -> Played:
+def _outside(path: Path) -> Path:
+    """The blocks down to the first loop: those whose `every`s count steps."""
+    return tuple(takewhile(lambda block: not isinstance(block, Loop), path))
+
+
+def _played(world: World, also: Sequence[Every] = ()) -> Played:
     cluster = world.cluster
     nodes = [r // world.per_node for r in world.classes.first]
     pool = Pool(max(1, cluster.cores // world.machine.threads), cluster.core_speed) if cluster.cores else None
     return play(programs(world, STEPS, also), nodes, pool)
 
 
-def _length(world: World, also: Every) -> float:
+def _length(world: World, also: Sequence[Every]) -> float:
     begin, end, _ = _step(_played(world, also))
     return end - begin
 
@@ -59,6 +74,17 @@ def check(plan: Plan, cluster: Cluster) -> None:
         raise fail("RL0096", f"the plan is for {header.world} ranks, `{cluster.name}` has {cluster.world} "
                    f"device{'s' * (cluster.world > 1)}", place=cluster.name,
                    help="name a larger cluster, or compile for this one")
+    size = min(header.devices_per_node, header.world)
+    nodes = -(-header.world // size)
+    if size > cluster.gpus or nodes > cluster.nodes:
+        raise fail("RL0096", f"the plan is for {_machines(nodes, size)}, `{cluster.name}` has "
+                   f"{_machines(cluster.nodes, cluster.gpus)}", place=cluster.name,
+                   help=f"links inside a node are faster than those between nodes: compile with `cluster "
+                   f"nodes={cluster.nodes} gpus={cluster.gpus}` or with `cluster` and the name of this one")
+
+
+def _machines(nodes: int, devices: int) -> str:
+    return f"{nodes} node{'s' * (nodes > 1)} of {devices} device{'s' * (devices > 1)}"
 
 
 def _step(played: Played) -> tuple[float, float, int]:
@@ -71,13 +97,13 @@ def _step(played: Played) -> tuple[float, float, int]:
 def _spans(played: Played, zero: float) -> tuple[Span, ...]:
     found = []
     for c, begins in enumerate(played.begins):
-        busy: dict[tuple[int, int], float] = defaultdict(float)
+        busy: dict[int, float] = defaultdict(float)
+        times = [start for _, start in begins]
         for piece in played.pieces[c]:
-            if piece.begin.step == STEPS - 1:
-                busy[piece.begin.event, piece.begin.turn] += piece.busy
-        for (mark, start), (_, stop) in zip(begins, begins[1:]):
+            busy[bisect_right(times, piece.start) - 1] += piece.busy
+        for i, ((mark, start), (_, stop)) in enumerate(zip(begins, begins[1:])):
             if mark.step == STEPS - 1 and mark.event >= 0:
-                found.append(Span(c, mark.event, start - zero, stop - zero, busy[mark.event, mark.turn], mark.turn))
+                found.append(Span(c, mark.event, start - zero, stop - zero, busy[i], mark.turn))
     return tuple(found)
 
 
@@ -101,3 +127,13 @@ def _estimated(world: World) -> tuple[str, ...]:
     calls = dict.fromkeys((e.model, world.layouts[e.layout].tp) for e, _ in events(world.plan)
                           if isinstance(e, Generate | Infer | Train))
     return tuple(dict.fromkeys(m for m, tp in calls if world.machine.measured(world.models[m], tp) is None))
+
+
+def _free(world: World) -> tuple[str, ...]:
+    """Names of a cluster's file that this plan needs and that the file leaves out, so that they cost nothing."""
+    header, machine = world.plan.header, world.machine
+    used = {type(e) for e, _ in events(world.plan)}
+    asked = {"host_gb_s": bool(used & {Offload, Onload}) and not machine.shared, "disk_gb_s": Save in used,
+             "link_us": world.per_node > 1, "network_us": header.world > world.per_node, "kernel_us": True,
+             "row_us": True}
+    return tuple(name for name, needed in asked.items() if needed and not getattr(world.cluster, name))

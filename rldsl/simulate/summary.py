@@ -6,16 +6,16 @@ In: a plan and its timeline. Out: text. The critical path is told by lines of th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rldsl.clusters import Cluster
-from rldsl.plan.events import Compute, Event, Generate, Infer, Save, Train
+from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Lengths as Counted, Train
 from rldsl.plan.meaning import Places, call_name, kind, line_of, subject
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events
-from rldsl.plan.texts import ranks_text
+from rldsl.plan.texts import cut, ranges_text
 from rldsl.simulate.lengths import Lengths, made
 from rldsl.simulate.model import Timeline
 
@@ -75,8 +75,8 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
         lines.append(f"  {call_name(event):<28} {_seconds(seconds):>13}  {busy:>4.0%}  {places.where(event)}  "
                      f"{line_of(event.at)}")
     lines += ["", "  idle"]
-    meshes = {m.id: ranks_text(m.members()) for m in plan.meshes}
-    lines += [f"  ranks {_cut(meshes[m], 22):<22} {share:>13.1%}" for m, share in timeline.idle]
+    meshes = {m.id: ranges_text(m.ranks) for m in plan.meshes}
+    lines += [f"  ranks {cut(meshes[m], 22):<22} {share:>13.1%}" for m, share in timeline.idle]
     lines += ["", "  critical path"]
     small = [0, 0.0]
     for part in parts(plan, timeline):
@@ -86,18 +86,29 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
             continue
         way = part.messages / part.seconds
         on_the_way = f"  ({way:.0%} on the way)" if way > 0.005 else ""
-        lines.append(f"  {_cut(part.what, 28):<28} {_seconds(part.seconds):>13}  {share:>4.0%}  "
+        lines.append(f"  {cut(part.what, 28):<28} {_seconds(part.seconds):>13}  {share:>4.0%}  "
                      f"{'█' * max(1, round(share * BAR)):<{BAR}}  {part.line}{on_the_way}")
     if small[0]:
         lines.append(f"  {f'{small[0]:.0f} smaller parts':<28} {_seconds(small[1]):>13}  "
                      f"{small[1] / timeline.seconds:>4.0%}")
     for o in timeline.occasions:
-        what = ", ".join(dict.fromkeys(_place(known[e])[1] for e in o.events
-                                       if isinstance(known[e], Save | Generate | Infer)))
-        lines.append(f"  every {o.period} steps: {_seconds(o.seconds)} more  ({_cut(what, 60)})")
+        lines.append(f"  every {o.period} steps: {_seconds(o.seconds)} more  "
+                     f"({cut(_named([known[e] for e in o.events]), 60)})")
     if timeline.estimated:
         lines += ["", f"  from counted operations, not measured: {', '.join(timeline.estimated)}"]
+    if timeline.free:
+        lines += [*([""] if not timeline.estimated else []),
+                  f"  taken to cost nothing, since {cluster.name} does not say: {', '.join(timeline.free)}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _named(found: Sequence[Event]) -> str:
+    """What the program asks for; where all of it was inserted, that. Frees and lengths only with nothing else."""
+    for chosen in ([e for e in found if not e.because and not isinstance(e, Free | Counted)],
+                   [e for e in found if not isinstance(e, Free | Counted)], found):
+        if chosen:
+            return ", ".join(dict.fromkeys(_place(e)[1] for e in chosen))
+    return "nothing"
 
 
 def _busy(timeline: Timeline, event: int) -> float:
@@ -111,10 +122,6 @@ def _seconds(seconds: float) -> str:
     if seconds >= 0.9995:
         return f"{seconds:,.{max(0, 2 - (len(f'{seconds:.0f}') - 1))}f} s"
     return f"{seconds * 1e3:.{0 if seconds >= 0.0995 else 1 if seconds >= 0.00995 else 2}f} ms"
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: room - 1] + "…"
 
 
 def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
@@ -134,6 +141,6 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
         "spans": [{"class": s.rank_class, "event": s.event, "turn": s.turn, "start": s.start, "stop": s.stop,
                    "busy": s.busy} for s in timeline.spans],
         "every": [{"steps": o.period, "events": list(o.events), "seconds": o.seconds} for o in timeline.occasions],
-        "estimated": list(timeline.estimated),
+        "estimated": list(timeline.estimated), "free": list(timeline.free),
     }
     return json.dumps(found, indent=1)

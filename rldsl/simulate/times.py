@@ -8,7 +8,7 @@ the host needs to start so many kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, inf, log2
 
 from rldsl.clusters import Cluster, Measured
 from rldsl.plan.model import Model
@@ -67,19 +67,20 @@ class Machine:
         kernels = c.layers * LAYER_KERNELS + c.calls * (CALL_KERNELS + SAMPLE_KERNELS * s.last)
         return self._beside(kernels, products + cached + sampled)
 
-    def update(self, s: Shard, shards: int = 1) -> float:
-        """One optimizer step: norm, clipping, AdamW, and the gradients cleared. shards: over which zero divides it."""
+    def update(self, s: Shard, elements: float) -> float:
+        """One optimizer step over so many elements: norm, clipping, AdamW, and the gradients cleared."""
         found = self.measured(s.model, s.tp)
         if found and found.update:
             rates = dict(found.update)
-            return (rates.get("call", 0.0) + rates.get("element", 0.0) * s.trained / shards) * 1e-6
-        return self._beside(32.0, self.memory(s.trained / shards * (ADAM + 12.0)))
+            return (rates.get("call", 0.0) + rates.get("element", 0.0) * elements) * 1e-6
+        return self._beside(32.0, self.memory(elements * (ADAM + 12.0)))
 
     def _pass(self, s: Shard, c: Counts, work: int) -> float:
         """work: how often the products of a forward pass are made: twice in a backward one, which starts its kernels
         from C++ and no slower than the forward pass did."""
         hidden = s.model.sizes.hidden
-        held = (c.layers * s.read(c.tokens / c.layers if c.layers else 0) + (s.head if c.outputs else 0) * c.calls) * s.item
+        read = c.layers * s.read(c.tokens / c.layers if c.layers else 0)
+        held = (read + (s.head if c.outputs else 0) * c.calls) * s.item
         moved = work * (held + c.tokens * hidden * ACTIVATIONS * s.item)
         products = self._roofline(2 * work * c.tokens * s.active, moved, s)
         attention = 4 * work * (c.pairs / 2) * s.attention / (self._rate(s) * self.cluster.attention_efficiency)
@@ -133,11 +134,13 @@ class Machine:
         return (self.cluster.network_us if crosses else self.cluster.link_us) * 1e-6
 
     def link(self, moved: float, crosses: bool) -> float:
-        """Bytes in or out of one device."""
+        """Seconds of bytes in or out of one device. Where no rate is known they never arrive; `check` refuses that."""
         c = self.cluster
         shared = c.node_network_gb_s / c.gpus if c.node_network_gb_s else c.network_gb_s
         rate = min(c.network_gb_s, shared) if crosses else c.link_gb_s
-        return moved / (rate * 1e9 * c.link_efficiency) if moved and rate else 0.0
+        if not moved:
+            return 0.0
+        return moved / (rate * 1e9 * c.link_efficiency) if rate else inf
 
     def message(self, moved: float, crosses: bool) -> float:
         return self.latency(crosses) + self.link(moved, crosses)

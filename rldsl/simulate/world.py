@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil
 
 from rldsl.clusters import Cluster
 from rldsl.plan.expr import Program
+from rldsl.plan.memory.moves import ways
+from rldsl.plan.memory.values import rows
 from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
+from rldsl.plan.realloc.records import Paths
 from rldsl.simulate.classes import Classes, Groups, called, classes, groups
 from rldsl.simulate.engine import Act, Post, Run, Wait
 from rldsl.simulate.lengths import Lengths, Row
 from rldsl.simulate.times import Machine
+from rldsl.simulate.traffic import Traffic
 
 
-@dataclass
 class World:
-    """apart: every rank is a class of its own, as those that share cores must be."""
+    """A plan on a cluster. moved: what has been worked out of reallocations, by event."""
 
-    plan: Plan
-    cluster: Cluster
-    lengths: Lengths
-    apart: bool = False
-    machine: Machine = field(init=False)
-    classes: Classes = field(init=False)
-
-    def __post_init__(self) -> None:
-        plan = self.plan
-        per_node = min(plan.header.devices_per_node, plan.header.world)
-        cores = self.cluster.cores
-        self.per_node = per_node
-        self.machine = Machine(self.cluster, self.cluster.threads or max(1, cores // per_node))
-        self.classes = classes(plan, apart=self.apart or cores > 0)
+    def __init__(self, plan: Plan, cluster: Cluster, lengths: Lengths, apart: bool = False):
+        """apart: every rank is a class of its own, as those that share cores must be."""
+        self.plan, self.cluster, self.lengths = plan, cluster, lengths
+        self.per_node = min(plan.header.devices_per_node, plan.header.world)
+        self.machine = Machine(cluster, cluster.threads or max(1, cluster.cores // self.per_node))
+        self.classes: Classes = classes(plan, apart=apart or cluster.cores > 0)
+        self.moved: dict[int, dict[int, Traffic]] = {}
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}
         self.layouts: dict[str, Layout] = {x.id: x for x in plan.layouts}
         self.spreads: dict[str, Spread] = {s.id: s for s in plan.spreads}
@@ -53,14 +47,20 @@ class World:
 
     def crosses(self, *meshes: str) -> bool:
         """Whether the ranks of some meshes are on several nodes."""
-        ends = [end for m in meshes for start, stop in self.meshes[m].ranks for end in (start, stop - 1)]
-        return min(ends) // self.per_node != max(ends) // self.per_node
+        ends = [end // self.per_node for m in meshes for start, stop in self.meshes[m].ranks
+                for end in (start, stop - 1)]
+        return min(ends) != max(ends)
 
     @cached_property
     def groups(self) -> dict[str, dict[int, Groups]]:
         """Layout -> class -> its groups, of the layouts under which calls run."""
         return {id: groups(layout, self.meshes[layout.mesh], self.classes, self.per_node)
                 for id, layout in called(self.plan).items()}
+
+    @cached_property
+    def ways(self) -> dict[tuple[str, str, str], Paths]:
+        """(model, source layout, destination layout) -> how that reallocation goes."""
+        return ways(self.plan)
 
     # ------------------------------------------------------------------------------- rows and lengths
 
@@ -72,10 +72,7 @@ class World:
 
     def rows(self, spread: Spread, frame: str) -> int:
         """Sequences of a frame on the fullest shard of a spread."""
-        record = self.frames[frame]
-        if spread.unit == "prompt":
-            return ceil(record.count / record.per_prompt / self.dp(spread)) * record.per_prompt
-        return ceil(record.count / self.dp(spread))
+        return rows(self.frames[frame], spread, self.layouts)
 
     def entries(self, value: Value, rows: float) -> float:
         """Numbers of a value on so many rows of its frame."""

@@ -17,7 +17,8 @@ from rldsl.runtime.backend import Axes, Axis, Packed, Pool, Shard
 def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None = None, updates: int = 10,
                dtype: str = "float32") -> Model:
     family = describe(path, kind)
-    return Model("m", kind, path, dtype, family.params, family.layers, family.config_digest, "L0", optimizer, updates)
+    return Model("m", kind, path, dtype, family.params, family.layers, family.config_digest,
+                 "L0" if optimizer else "", optimizer, updates)
 
 
 def make_shard(model: Model, rank: int, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1,

@@ -77,7 +77,7 @@ def _steps(rank, path, kind, what, layouts, expected):
         norms, seen = [], []
         for step in range(STEPS):
             rows = minibatch(step)[at.dp :: dp]
-            parts = [rows[i::3] for i in range(3) if rows[i::3]]  # one sequence after another within a share
+            parts = [rows[i::2] for i in range(2) if rows[i::2]]  # one sequence after another within a share
 
             def loss(i, fresh, parts=parts):
                 sizes = [len(ROWS[r][1]) for r in parts[i]]
@@ -100,10 +100,11 @@ def _difference(shard, name, tensor, expected):
                for p in pieces)
 
 
+TWO = dict(num_hidden_layers=2)
 CASES = [("qwen3", {}, "causal_lm", "logprobs", LAYOUTS),
-         ("qwen3", dict(tie_word_embeddings=True), "causal_lm", "logprobs", [(1, 1, 2), (1, 2, 2)]),
-         ("llama", dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", [(1, 4, 1), (2, 2, 1)]),
-         ("qwen3", {}, "value_model", "values", [(2, 1, 1), (1, 2, 2)])]
+         ("qwen3", TWO | dict(tie_word_embeddings=True), "causal_lm", "logprobs", [(1, 1, 2), (1, 2, 2)]),
+         ("llama", TWO | dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", [(1, 4, 1), (2, 2, 1)]),
+         ("qwen3", TWO, "value_model", "values", [(2, 1, 1), (1, 2, 2)])]
 
 
 @pytest.mark.parametrize("family, overrides, kind, what, layouts", CASES, ids=["qwen3", "tied", "llama", "values"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rldsl.runtime.positions import Reading, compare
-from rldsl.runtime.resume import changes
+from rldsl.runtime.facts import changes
 from tests.checkpoint.runs import lines, run
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_model, make_sums, write_jsonl

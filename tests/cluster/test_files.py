@@ -42,7 +42,7 @@ def calls(bin: Path) -> list[str]:
 def test_the_script_is_bash_and_asks_slurm_for_what_it_needs() -> None:
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     asked = [line.split(None, 1)[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert {"--signal=B:TERM@60", "--requeue", "--ntasks-per-node=1", "--nodes=2"} <= set(asked)
+    assert {"--signal=B:TERM@120", "--requeue", "--ntasks-per-node=1", "--nodes=2"} <= set(asked)
 
 
 def test_one_torchrun_a_node_that_meets_at_the_first(bin: Path) -> None:

@@ -66,7 +66,8 @@ def test_a_name_says_how_many_devices(name: str, nodes: int) -> None:
     assert (found.nodes, found.gpus, found.world) == (nodes, 8, 8 * nodes)
 
 
-@pytest.mark.parametrize("name", ["h100x12", "h100x0", "h100", "x8", "h100x8.txt", "H100x8", "p100x8", "../h100x8"])
+@pytest.mark.parametrize("name", ["h100x12", "h100x0", "h100", "x8", "h100x8.txt", "H100x8", "p100x8", "../h100x8",
+                                  "h100x131080", "h100x8000000000", f"h100x{'8' * 5000}"])
 def test_other_names_are_none(name: str) -> None:
     assert clusters.preset(name) is None
 
@@ -85,6 +86,20 @@ def test_a_small_file_is_enough_to_compile_and_not_to_simulate() -> None:
     found = parse("nodes: 2\ngpus: 8\nmemory_gb: 40\n")
     assert (found.nodes, found.gpus, found.memory_gb, found.name) == (2, 8, 40, "c")
     assert set(found.unknown()) == {*NEEDED, "link_gb_s", "network_gb_s"} - {"gpus"}
+
+
+def test_what_a_file_does_not_say_is_not_known() -> None:
+    """Not even memory: nobody is accused by a number that nobody gave."""
+    found = parse("gpus: 8\nnodes: 1\n")
+    assert found.memory_gb == 0 and found.link_gb_s == 0 and parse("preset: h100x8\n").memory_gb == 80
+
+
+def test_a_wrong_value_comes_with_a_right_one() -> None:
+    for text, like in (("gpus: eight\n", "gpus: 8"), ("gpus: 8\nlink_us: x\n", "link_us: 0.75"),
+                       ("gpus: 8\nname: 3\n", 'name: "mine"')):
+        with pytest.raises(Failure) as caught:
+            parse(text)
+        assert like in caught.value.diagnostics[0].help
 
 
 def test_every_field_is_of_the_record() -> None:
@@ -111,7 +126,8 @@ def test_measurements_are_read() -> None:
     ("preset: [h100x8]\n", [("RL0205", 1)]),
     ("- 8\n", [("RL0205", 1)]), ("", [("RL0205", 1)]), ("8\n", [("RL0205", 1)]),
     ("gpus: 8\nlink: [\n", [("RL0103", 2)]), ("gpus: 8\n\tnodes: 1\n", [("RL0103", 2)]),
-    ("gpus: !!python/none x\n", [("RL0205", 1)]),
+    ("gpus: !!python/none x\n", [("RL0205", 1)]), (f"gpus: 1\ncores: 1{'0' * 400}\n", [("RL0205", 2)]),
+    ("gpus: 1\n? [a, b]\n: 2\n", [("RL0107", 2)]), ("? {a: 1}\n: 2\n", [("RL0107", 1)]),
     ("nods: 2\ngpus: x\nmemory_gb: -1\n", [("RL0107", 1), ("RL0205", 2), ("RL0205", 3)]),
     ("gpus: 1\nmeasured: 3\n", [("RL0205", 2)]), ("gpus: 1\nmeasured:\n  - 3\n", [("RL0205", 3)]),
     (f"gpus: 1\nmeasured:\n{MEASURED.replace('head', 'haed')}", [("RL0107", 3), ("RL0215", 3)]),

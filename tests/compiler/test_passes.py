@@ -184,6 +184,8 @@ def test_checks_between_passes_notice() -> None:
         frees.check(replace(done, body=tuple(i for i in done.body if not isinstance(i, p.Free))))
     with pytest.raises(AssertionError, match="lost"):
         order.check(done, replace(done, body=done.body[1:]))
+    with pytest.raises(AssertionError, match="before what it needs"):
+        order.check(done, replace(done, body=done.body[::-1]))
     train = next(e for e in events(done.body) if isinstance(e, p.Train))
     with pytest.raises(AssertionError, match="away from its home"):
         reallocs.check(replace(done, body=(replace(train, layout="0:8 dp=8"),)))

@@ -39,7 +39,7 @@ def _between(rank: int, path: str, rows: list) -> tuple[list[int], list[int], bo
     from rldsl.plan.events import Sampling
 
     shard, seen = _partial(plan_model(path), rank, 1, 2, 1), []
-    norm = next(m for n, m in shard.stage.body.named_modules() if n.endswith("layers.1.input_layernorm"))
+    norm = next(m for n, m in shard.stage.chunks[0].body.named_modules() if n.endswith("layers.1.input_layernorm"))
     norm.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[1]))
     shard.infer([pack(rows)], "logprobs", 1.0)
     inferred, seen[:] = list(seen), []

@@ -41,7 +41,7 @@ def test_scores_and_entropy_equal_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("overrides, kind, what, layouts", [
-    (dict(tie_word_embeddings=True), "causal_lm", "logprobs", TRAIN), ({}, "value_model", "values", TRAIN[2:])],
+    (dict(tie_word_embeddings=True), "causal_lm", "logprobs", TRAIN), (train.TWO, "value_model", "values", TRAIN[2:])],
     ids=["tied", "values"])
 def test_steps_equal_one_process(tmp_path, overrides, kind, what, layouts):
     path = str(make_model(tmp_path / "m", **overrides))

@@ -10,7 +10,7 @@ from rldsl.plan.layout import coordinate
 from rldsl.plan.model import Layout, Lora, Mesh
 from tests.backend_torch.shards import pack
 from tests.backend_torch.test_forward import _partial
-from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, UPDATES, minibatch, share
+from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, TWO, UPDATES, minibatch, share
 from tests.lora.adapted import adapted, by_hand, make_adapter
 from tests.tiny import make_model
 from tests.world import run_world
@@ -60,11 +60,12 @@ def _steps(rank, path, adapter, kind, what, layouts, expected):
             continue
         base = {n: p.data.clone() for n, p in shard.stage.base.items()}
         at = coordinate(Layout("L0", "m0", dp=dp, tp=tp, pp=pp), Mesh("m0", ((0, dp * tp * pp),)), rank)
-        first = shard.infer([pack([ROWS[r]]) for r in minibatch(0)], what, 0.7).numpy()
+        batches = [[ROWS[r] for r in minibatch(0)[i : i + 4]] for i in range(0, len(minibatch(0)), 4)]
+        first = shard.infer([pack(rows) for rows in batches], what, 0.7).numpy()
         norms = []
         for step in range(STEPS):
             rows = minibatch(step)[at.dp :: dp]
-            parts = [rows[i::3] for i in range(3) if rows[i::3]]
+            parts = [rows[i::2] for i in range(2) if rows[i::2]]
 
             def loss(i, fresh, parts=parts):
                 return sum(share(f.square()) for f in fresh[0][what].split([len(ROWS[r][1]) for r in parts[i]]))
@@ -86,10 +87,11 @@ def _difference(shard, name, tensor, expected):
 
 CASES = {
     "qwen3": ("qwen3", {}, "causal_lm", "logprobs", SOME, LAYOUTS),
-    "tied": ("qwen3", dict(tie_word_embeddings=True), "causal_lm", "logprobs", ALL, [(1, 1, 2), (1, 4, 1)]),
-    "llama": ("llama", dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", ALL, [(1, 4, 1), (2, 2, 1)]),
+    "tied": ("qwen3", TWO | dict(tie_word_embeddings=True), "causal_lm", "logprobs", ALL, [(1, 1, 2), (1, 4, 1)]),
+    "llama": ("llama", TWO | dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", ALL,
+              [(1, 4, 1), (2, 2, 1)]),
     "gpt2": ("gpt2", {}, "causal_lm", "logprobs", ALL, [(1, 1, 1), (2, 1, 1)]),
-    "values": ("qwen3", {}, "value_model", "values", ALL, [(2, 1, 1), (1, 2, 2)]),
+    "values": ("qwen3", TWO, "value_model", "values", ALL, [(2, 1, 1), (1, 2, 2)]),
 }
 
 

@@ -75,7 +75,7 @@ def _runs_twice(rank, path):
     """How often the first layer's forward runs in a training step, and in a forward pass."""
     shard = _partial(plan_model(path, "causal_lm", Optimizer(lr=1e-2), 4), rank, 1, 1, 1, trainable=True)
     calls = []
-    shard.stage.body.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    shard.stage.chunks[0].body.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     counts = []
     for recompute in ("none", "full", "none"):
         _train(shard, 0, 1, recompute)

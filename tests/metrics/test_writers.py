@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -117,3 +118,13 @@ def test_lines_of_the_steps_before_stay(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_begins_empty(tmp_path: Path, step: int) -> None:
     truncate(tmp_path / "x.jsonl", step)
     assert (tmp_path / "x.jsonl").read_text() == ""
+
+
+def test_lines_that_are_none_of_ours_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    odd = ["{step: 1}", "[]", "3", '{"t": 1}', '{"step": "1"}', '{"step": true}', '{"step": -1}', "[" * 100_000, ""]
+    file.write_text("".join(f"{line}\n" for line in ['{"step": 1}', *odd, '{"step": 2}']))
+    with file.open("ab") as opened:
+        opened.write(b'{"step": 1, "t": "\xff\xfe"}\n\xff\n')
+    truncate(file, 3)
+    assert [json.loads(line)["step"] for line in file.read_text(encoding="utf-8").splitlines()] == [1, 2, 1]

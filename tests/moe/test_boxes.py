@@ -140,7 +140,7 @@ def test_numbers_arrive_bit_for_bit():
 def test_a_save_makes_each_parameter_whole_on_one_rank(degrees):
     on = mesh((0, degrees["dp"] * degrees.get("tp", 1) * degrees.get("pp", 1)))
     x = at(on, **degrees)
-    assert not saves.examine(MODEL, x, on)
+    assert not saves.examine(MODEL, x, on, len(on.members()))
     owner = owners(MODEL, x, on)
     for p in parameters(MODEL):
         mine = holding(p, 2, x, on, owner[p.name])

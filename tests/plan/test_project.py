@@ -7,7 +7,8 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.plan.events import Every
 from rldsl.plan.project import class_of, events, participants, rank_classes, schedule, walk
-from rldsl.plan.show import human, show
+from rldsl.plan.show import show
+from rldsl.plan.texts import human
 from tests.plan.sample import grpo
 
 

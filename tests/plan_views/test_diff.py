@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from rldsl.cli import main
 from rldsl.plan.diff import Diff, diff
 from rldsl.plan.diff_text import as_json, text
-from rldsl.plan.events import Event, Sampling
+from rldsl.plan.events import Event, Item, Sampling
 from rldsl.plan.expr import Node
 from rldsl.plan.model import Layout, Plan
 from tests.plan_views.plans import change, drop, edit, encode, grpo, insert, renumbered
@@ -73,7 +73,7 @@ def test_a_plan_is_the_same_as_itself() -> None:
 
 def test_predicted_time_is_no_difference_of_plans() -> None:
     found = diff(SAMPLE, SAMPLE, (1.5, 1.2))
-    assert found.same and "1.5 s -> 1.2 s  (-20%)" in text(found, "a", "b")
+    assert found.same and "1.50 s -> 1.20 s  (-20%)" in text(found, "a", "b")
 
 
 def test_ids_of_events_explain_nothing() -> None:
@@ -141,6 +141,31 @@ def test_a_computation_that_computes_something_else() -> None:
     nodes[2] = Node("div", (0, 1), "seq", "gen")
     found = diff(SAMPLE, replace(SAMPLE, programs=(replace(first, nodes=tuple(nodes)), *others)))
     assert [(e.now.about, [c.field for c in e.changes]) for e in found.calls] == [("adv, reward", ["operations"])]
+
+
+def test_a_device_with_other_memory_is_told() -> None:
+    other = replace(SAMPLE, header=replace(SAMPLE.header, memory=123, seed=9))
+    found = diff(SAMPLE, other)
+    assert [(c.name, c.after) for c in found.program] == [("memory", "123"), ("seed", "9")] and not found.others
+
+
+def test_what_no_section_tells_is_named_beside_what_they_tell() -> None:
+    """A communicator less and another seed: both are said."""
+    other = replace(SAMPLE, header=replace(SAMPLE.header, seed=9), groups=SAMPLE.groups[:-1])
+    found = diff(SAMPLE, other)
+    assert [c.name for c in found.program] == ["seed"] and found.others == ("group",)
+    assert "the group records differ, and nothing above tells how" in text(found, "a", "b")
+
+
+def test_lines_that_shift_are_no_difference_of_events() -> None:
+    """A comment above a program: other sources and positions, nothing else."""
+    def lower(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        return tuple(replace(i, body=lower(i.body)) if not isinstance(i, Event) else
+                     replace(i, at=f"{i.at.split(':')[0]}:99:1") for i in items)
+
+    other = replace(SAMPLE, header=replace(SAMPLE.header, sources=(("a.rlf", "0" * 64),)), body=lower(SAMPLE.body))
+    found = diff(SAMPLE, other)
+    assert found.program and not found.others and not found.calls and not found.inserted
 
 
 def test_a_renamed_result_is_one_change() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from rldsl.clusters import Cluster, preset
 from rldsl.pages import Given, page
 from rldsl.pages.recorded import Recorded
+from rldsl.plan.memory import curves
 from rldsl.plan.model import Mesh, Plan
 from rldsl.plan.project import events
 from rldsl.plan.trace import document, span
@@ -30,8 +31,8 @@ def given(plan: Plan | None = None, cluster: Cluster = H100, recorded: Recorded 
           **sources: str) -> Given:
     """sources: texts by path, with _ for the dot of it."""
     plan = plan or grpo()
-    return Given(plan, "0123456789ab", Proof(18, 40, ("references",)), cluster, assumed, simulate(plan, cluster),
-                 recorded=recorded, sources={path.replace("_", "."): text for path, text in sources.items()})
+    return Given(plan, "0123456789ab", Proof(18, 40, ("references",)), curves(plan), cluster, assumed,
+                 simulate(plan, cluster), recorded=recorded, sources={path.replace("_", "."): text for path, text in sources.items()})
 
 
 def made(plan: Plan | None = None, **more: Any) -> Outline:

@@ -12,7 +12,7 @@ from rldsl.pages.dataflow import Dataflow, dataflow
 from rldsl.plan.events import Free, Log, split
 from rldsl.plan.model import Mesh, Plan
 from rldsl.plan.project import events
-from rldsl.plan.show import human
+from rldsl.plan.texts import human
 from tests.plan.sample import grpo
 from tests.plan_views.plans import change, drop
 

@@ -20,7 +20,8 @@ ALLOWED = {
     ("rldsl/runtime/reward.py", "exec_module"): "the user's own file, by the hash in the plan",
     ("rldsl/runtime/reward.py", "spec_from_file_location"): "the same file",
     ("rldsl/runtime/metrics/writers.py", "import_module"): "packages that an option asks for, by names in the source",
-    ("rldsl/runtime/profile_models.py", "import_module"): "a backend of this package, of a plan that was verified",
+    ("rldsl/__init__.py", "import_module"): "files of this package, by names in the source",
+    ("rldsl/measure/models.py", "import_module"): "a backend of this package, of a plan that was verified",
     ("rldsl/runtime/state.py", "import_module"): "a backend of this package: the verifier knows their names",
 }
 

@@ -35,10 +35,24 @@ def test_an_earlier_run_tells_them(tmp_path: Path) -> None:
     assert observed(plan(), str(tmp_path / "metrics.jsonl")).response == 11
 
 
+def test_a_number_that_was_not_finite_is_left_out(tmp_path: Path) -> None:
+    """The runtime writes it as null."""
+    lines = [{"step": 1, "length/response": 10.0, "seconds": None, "tokens_per_second": 3.0},
+             {"step": 2, "length/response": None, "seconds": 2.0, "tokens_per_second": 3.0},
+             {"step": 3, "length/response": 12.0, "seconds": 2.0, "tokens_per_second": (5 + 12) * 16 / 2.0}]
+    found = observed(plan(), run(tmp_path, lines))
+    assert found.response == 11 and found.prompt == pytest.approx(6)
+
+
+def test_a_run_that_goes_on_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "length/response": 7}\n{"step": 2, "length/resp')
+    assert observed(plan(), str(tmp_path)).response == 7
+
+
 @pytest.mark.parametrize("text, code", [
-    (None, "RL0091"), ("", "RL0205"), ('{"step": 1, "loss": 2}\n', "RL0205"), ("no json\n", "RL0092"),
-    ("[1]\n", "RL0205"),
-    ('{"length/response": "long"}\n', "RL0205")])
+    (None, "RL0091"), ("", "RL0205"), ('{"step": 1, "loss": 2}\n', "RL0205"), ("no json\n", "RL0784"),
+    ("[1]\n", "RL0784"), ('{"step": 1, "length/response": null}\n', "RL0205"), ("[" * 100_000 + "\n", "RL0784"),
+    ('{"step": 1, "length/response": "long"}\n', "RL0784")])
 def test_runs_that_tell_nothing(text: str | None, code: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)

@@ -19,8 +19,8 @@ from rldsl.clusters.model import PASSES
 from rldsl.commands import profile as command
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Sampling
-from rldsl.runtime.profile_models import build, fit, measure
-from rldsl.runtime.solo import Solo
+from rldsl.measure.models import build, fit, measure
+from rldsl.measure.solo import Solo
 from rldsl.simulate import simulate
 from tests import forked
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -86,7 +86,7 @@ def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """Of real shards of both kinds, one of them half a model; few shapes and tokens, for speed."""
     shapes = ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16, 4), (2, 2, 12, 4))
     for name, value in (("SHAPES", shapes), ("DECODES", ((2, 1, 4), (1, 2, 4))), ("ENOUGH", 0.0)):
-        monkeypatch.setattr(f"rldsl.runtime.profile_models.{name}", value)
+        monkeypatch.setattr(f"rldsl.measure.models.{name}", value)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     plan = api.compile("score.rlf")
@@ -120,7 +120,7 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     def run(line, environment) -> str:
         if "--facts" in line:
             return json.dumps({"device": "Toy", "devices": 0, "cores": 2, "versions": ["torch 1"]})
-        plan, wanted, found = line[line.index("rldsl.runtime.profile") + 1 :][:3]
+        plan, wanted, found = line[line.index("rldsl.measure.profile") + 1 :][:3]
         seen.append(json.loads(Path(wanted).read_text()) | {"threads": environment["OMP_NUM_THREADS"]})
         models = {m.name: m for m in api.read_plan(plan).models}
         measured = [{"config": models[m].config_digest, "head": models[m].kind, "dtype": models[m].dtype, "tp": tp,

@@ -181,6 +181,11 @@ def moved(plan: Plan, src: str) -> dict[str, object]:
     return dict(mesh=mesh, bytes=total.bytes, messages=total.messages, digest=total.digest)
 
 
+def mean(model: str, layout: str) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(plan, models=tuple(replace(m, mean=layout) if m.name == model else m
+                                                   for m in plan.models))
+
+
 def other_shapes(plan: Plan) -> Plan:
     return replace(plan, models=tuple(replace(m, params=m.params[1:]) if m.name == "ref" else m for m in plan.models))
 
@@ -203,6 +208,9 @@ def other_shapes(plan: Plan) -> Plan:
     (on_sync("ref", digest="0"), "RL0526"),
     (trained_too, "RL0612"),
     (other_shapes, "RL0615"),
+    (mean("slow", ""), "RL0615"),
+    (mean("slow", "nowhere"), "RL0610"),
+    (mean("actor", "L0"), "RL0612"),
 ])
 def test_the_verifier_refuses(change, code, plan):
     verify(plan)

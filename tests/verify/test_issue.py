@@ -36,6 +36,12 @@ def test_no_call_of_the_backend_can_stop_for_ever(kind: type) -> None:
         assert not stuck(TORCH[kind], replace(X, pp=pp, tp=tp, dp=dp), count), (pp, tp, dp, count)
 
 
+def test_interleaved_training_cannot_stop_for_ever() -> None:
+    for pp, vpp, tp, zero, count in product((2, 3, 4), (2, 3), (1, 2), (0, 3), (1, 2, 3, 7, 8)):
+        x = replace(X, pp=pp, vpp=vpp, tp=tp, dp=2, zero=zero)
+        assert not stuck(TORCH[Train], x, count), (x, count)
+
+
 @pytest.mark.parametrize("kind", [Generate, Infer, Train])
 def test_ranks_that_share_experts_cannot_stop_for_ever(kind: type) -> None:
     for pp, tp, zero, (dp, ep), count in product((1, 3), (1, 2), (0, 1, 2, 3), ((2, 2), (4, 2), (8, 4)), (1, 2, 5)):
@@ -74,6 +80,15 @@ def unequal(x: Layout, at: Coord, count: int) -> Iterator[Use]:
         yield Use("tp", at.pp, at.dp)
 
 
+def early(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """The last rank takes one message of its neighbour before another that comes first."""
+    uses = list(issue.train(replace(x, vpp=min(x.pp, 2)), at, count))
+    links = [i for i, u in enumerate(uses) if u.axis == "link"]
+    if 0 < at.pp == x.pp - 1:
+        uses[links[0]], uses[links[1]] = uses[links[1]], uses[links[0]]
+    yield from uses
+
+
 def backwards(x: Layout, at: Coord, count: int) -> Iterator[Use]:
     """The first stage hands on before a collective of all stages, the others take after it."""
     if at.pp == 0:
@@ -84,11 +99,11 @@ def backwards(x: Layout, at: Coord, count: int) -> Iterator[Use]:
         yield from link(x, at, 1, "down")
 
 
-@pytest.mark.parametrize("protocol", [apart, crossed, unequal, backwards])
+@pytest.mark.parametrize("protocol", [apart, crossed, unequal, backwards, early])
 def test_a_protocol_that_can_stop_is_found(protocol: issue.Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stuck(protocol, replace(X, pp=3, tp=2), 3)
     monkeypatch.setattr(issue, "PROTOCOLS", {"torch": dict.fromkeys((Generate, Infer, Train, Save), protocol)})
-    assert "RL0537" in codes(grpo()) or protocol in (apart, backwards), "the sample has two tensor-parallel ranks"
+    assert "RL0537" in codes(grpo()) or protocol in (apart, backwards, early), "the sample has two tensor-parallel ranks"
 
 
 @pytest.mark.parametrize("backend", ["elsewhere"])
@@ -109,7 +124,7 @@ flow f(steps=1, seed=7) {{
   gen    = actor.generate(prompt, n=2, max_new_tokens=4)   on mesh(0:4) {0}
   lp     = actor.logprobs(gen)                             on mesh(0:4) {0} mbs=3
   adv    = group_norm(len(gen) + sum(lp by seq))
-  actor.train(gen, loss=grpo_free(old=gen.logprobs, adv=adv), minibatches=2)   on mesh(0:4) {0} mbs=2
+  actor.train(gen, loss=grpo_free(old=gen.logprobs, adv=adv), minibatches=2)   on mesh(0:4) {0} {1} mbs=2
   save actor
 }}
 """
@@ -153,10 +168,10 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
     return asked
 
 
-@pytest.mark.parametrize("degrees", ["tp=2 pp=2", "dp=2 pp=2", "dp=2 tp=2"])
-def test_the_backend_issues_what_is_written_down(degrees: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("degrees, more", [("tp=2 pp=2", ""), ("dp=2 pp=2", "vpp=2"), ("dp=2 tp=2", "")])
+def test_the_backend_issues_what_is_written_down(degrees: str, more: str, tmp_path: Path) -> None:
     with folder() as here:
-        (here / "p.rlf").write_text(PROGRAM.format(degrees))
+        (here / "p.rlf").write_text(PROGRAM.format(degrees, more))
         data = encode(api.compile("p.rlf"))
         asked = run_world(4, recorded, data, str(tmp_path / "out"), str(here), timeout=200.0)
     plan = decode(data, "x")

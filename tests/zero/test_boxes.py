@@ -175,7 +175,7 @@ def test_a_save_makes_each_parameter_whole_on_one_rank_and_no_rank_has_all(kind:
     for degrees in (dict(dp=4), dict(dp=2, tp=2), dict(dp=3, pp=2), dict(dp=2, cp=2)):
         on = mesh((0, int(np.prod(list(degrees.values())))))
         at = sharded(on, 3, **degrees)
-        assert not saves.examine(made, at, on)
+        assert not saves.examine(made, at, on, len(on.members()))
         owner = owners(made, at, on)
         assert len(set(owner.values())) > 1
         for rank in on.members():

@@ -19,7 +19,7 @@ from rldsl.plan.layout import axis_ranks, coordinate
 from rldsl.plan.model import Layout, Mesh
 from rldsl.runtime.backend import Axes, Shard
 from tests.backend_torch.shards import _axis, pack, plan_model
-from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, UPDATES, minibatch, reference, share
+from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, TWO, UPDATES, minibatch, reference, share
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -48,7 +48,7 @@ def run(shard: Shard, what: str, mine: int, dp: int, steps: int = STEPS, recompu
     norms = []
     for step in range(steps):
         rows = [minibatch(step)[i::dp] for i in range(dp)]
-        parts = [rows[mine][i::3] for i in range(min(3, max(map(len, rows))))]
+        parts = [rows[mine][i::2] for i in range(min(2, max(map(len, rows))))]
 
         def loss(i: int, fresh: Sequence[Any], parts: list[list[int]] = parts) -> torch.Tensor:
             sizes = [len(ROWS[r][1]) for r in parts[i]]
@@ -84,9 +84,9 @@ def steps(rank: int, path: str, kind: str, what: str, every: list[Degrees], expe
 
 
 CASES = [("qwen3", {}, "causal_lm", "logprobs", EVERY),
-         ("qwen3", dict(tie_word_embeddings=True), "causal_lm", "logprobs", [(1, 2, 1, 2), (3, 2, 2, 2)]),
-         ("llama", dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", [(3, 2, 4, 1)]),
-         ("qwen3", {}, "value_model", "values", [(2, 4, 1, 1), (3, 2, 1, 2)])]
+         ("qwen3", TWO | dict(tie_word_embeddings=True), "causal_lm", "logprobs", [(1, 2, 1, 2), (3, 2, 2, 2)]),
+         ("llama", TWO | dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", [(3, 2, 4, 1)]),
+         ("qwen3", TWO, "value_model", "values", [(2, 4, 1, 1), (3, 2, 1, 2)])]
 
 
 @pytest.mark.parametrize("family, overrides, kind, what, every", CASES, ids=["qwen3", "tied", "llama", "values"])
@@ -111,7 +111,7 @@ def watched(rank: int, path: str) -> dict[int, Any]:
     for zero in (1, 2, 3):
         shard, mine = make(path, "causal_lm", rank, (zero, 2, 1, 1))
         seen: list[set[int]] = []
-        for layer in shard.stage.body.layers:
+        for layer in shard.stage.chunks[0].body.layers:
             layer.mlp.register_forward_pre_hook(lambda *_: seen.append(gathered(shard)))
         run(shard, "logprobs", mine, 2, 1)
         numbers = sum(t.numel() for t in shard.tensors().values())

@@ -5,15 +5,14 @@ In: a plan. Out: `Alike`s, found from ranges, so that their number and their cos
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import lcm
 
+from rldsl.plan.alike import alike
 from rldsl.plan.boxes import Cell, parts
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
-
+from rldsl.plan.realloc.nodes import Side
 
 Place = tuple[str, str, int]  # a mesh, or a layout and one of its stages
 
@@ -42,23 +41,24 @@ def classes(plan: Plan) -> tuple[Alike, ...]:
     places: dict[Place, Ranges] = {("mesh", m.id, 0): m.ranks for m in plan.meshes}
     for x in plan.layouts:
         size = x.dp * x.cp * x.tp
-        places |= {("stage", x.id, stage): _part(meshes[x.mesh], stage * size, (stage + 1) * size)
+        places |= {("stage", x.id, stage): _stretch(meshes[x.mesh], stage * size, (stage + 1) * size)
                    for stage in range(x.pp)}
-    ends = sorted({0, world, *(end for ranges in places.values() for pair in ranges for end in pair)})
-    found: dict[frozenset[Place], list[tuple[int, int]]] = defaultdict(list)
-    for start, stop in pairwise(ends):
-        mine = frozenset(p for p, ranges in places.items() if any(a <= start < b for a, b in ranges))
-        found[mine].append((start, stop))
-    return tuple(_made(plan, mine, tuple(ranges), meshes) for mine, ranges in found.items())
+    sides = {x.id: Side.of(x, meshes[x.mesh]) for x in plan.layouts}
+    return tuple(_made(plan, mine, ranges, sides) for mine, ranges in alike(places, world).items())
 
 
-def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, meshes: Mapping[str, Mesh]) -> Alike:
+def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, sides: Mapping[str, Side]) -> Alike:
     stages = {id: stage for kind, id, stage in mine if kind == "stage"}
     layouts = [x for x in plan.layouts if x.id in stages]
-    cells = dict.fromkeys(
-        tuple((x.id, Cell(stages[x.id], _index(meshes[x.mesh], rank) % parts(x))) for x in layouts)
-        for rank in _samples(ranges, layouts))
+    cells = dict.fromkeys(tuple((x.id, Cell(stages[x.id], _part(sides[x.id], rank))) for x in layouts)
+                          for rank in _samples(ranges, layouts))
     return Alike(ranges, frozenset(id for kind, id, _ in mine if kind == "mesh"), tuple(map(dict, cells)))
+
+
+def _part(side: Side, rank: int) -> int:
+    at = side.cell(rank)
+    assert at is not None, f"rank {rank} is not on the mesh"
+    return at.part
 
 
 def _samples(ranges: Ranges, layouts: list[Layout]) -> Iterator[int]:
@@ -68,7 +68,7 @@ def _samples(ranges: Ranges, layouts: list[Layout]) -> Iterator[int]:
         yield from range(start, min(stop, start + period))
 
 
-def _part(mesh: Mesh, first: int, last: int) -> Ranges:
+def _stretch(mesh: Mesh, first: int, last: int) -> Ranges:
     """The ranks at positions first to last - 1 of a mesh."""
     found, at = [], 0
     for start, stop in mesh.ranks:
@@ -77,13 +77,3 @@ def _part(mesh: Mesh, first: int, last: int) -> Ranges:
             found.append((start + a - at, start + b - at))
         at += stop - start
     return tuple(found)
-
-
-def _index(mesh: Mesh, rank: int) -> int:
-    """The position of a rank in a mesh that contains it."""
-    at = 0
-    for start, stop in mesh.ranks:
-        if start <= rank < stop:
-            return at + rank - start
-        at += stop - start
-    raise AssertionError(f"rank {rank} is not in mesh {mesh.id}")

@@ -17,6 +17,8 @@ from rldsl.plan.memory.parameters import FLOAT, Copy, largest_weight, linear_ele
 from rldsl.plan.memory.values import Tables, rows, width
 from rldsl.plan.memory.zero import gathered
 from rldsl.plan.model import Layout
+from rldsl.plan.partition import micro_batch_count
+from rldsl.plan.schedule import actions, in_flight, passes, waiting
 
 PREFILL = 1 << 14  # tokens of prompts that `backends/torch/generate.py` runs at once
 INDEX = 48  # bytes of numbers for each token that a call works on: tokens, positions, places in the grid
@@ -39,7 +41,7 @@ def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, layout: Lay
     """The largest of the micro-batches that `rows` rows of some frames are divided into. With context parallelism a
     rank has two chunks of each row, and at worst nothing but responses in them."""
     at_least, pieces = layout.pp, 2 * layout.cp
-    count = min(rows, max(at_least, -(-rows // limit) if limit else 1))
+    count = micro_batch_count(rows, limit, at_least)
     each = -(-rows // count)
     records = [t.frames[f] for f in frames]
     whole, responses = each * sum(map(width, records)), each * sum(f.max_response_tokens for f in records)
@@ -71,14 +73,14 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Need
     wide = prompts.max_prompt_tokens + new
     each = 2 * sizes.head_dim * wide * copy.compute  # keys and values of a sequence in one head of one layer
     prefill = min(slots * prompts.max_prompt_tokens, max(PREFILL, prompts.max_prompt_tokens))
-    sampling = 0
+    sampling, cast = 0, _head(copy).cast if copy.last else 0  # of the head, once
     if copy.last:
         sampling = slots * b.hidden + logits.sampling(_head(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
     # one layer reads a copy: of the slots that are in use, or on CUDA repeated for every head that shares it
     read = each * (heads if device == "cuda" and heads != groups else groups)
     decode = slots * (read + b.forward + 16 * wide)
     return {"key-value cache": slots * groups * each * copy.layers,
-            "activations": max(prefill * b.forward, prefill * b.hidden + sampling, decode),
+            "activations": cast + max(prefill * b.forward, prefill * b.hidden + sampling - cast, decode),
             "half-precision weights": _half(copy),
             "progress": count * (12 * new + INDEX + 8 * width(frame) + 8 * prompts.max_prompt_tokens)}
 
@@ -99,30 +101,43 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: Block) -> Needs:
 
 def _train(t: Tables, e: Train, copy: Copy, b: Block) -> Needs:
     """The largest of four moments: the backward pass of a layer, of the head, of the embedding, and the optimizer's
-    step. 1F1B keeps as many micro-batches as there are stages from here on (Narayanan et al. 2019)."""
+    step. How many passes a rank keeps meanwhile, its schedule says."""
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
     count = -(-(-(-frames[0].count // t.spreads[e.spread].minibatches)) // layout.dp)
     m = micro(t, e.frames, count, e.mbs, layout)
-    flying = min(layout.pp - copy.cell.stage, m.count)
     full = e.recompute == "full"
-    ends = (0 if copy.first else b.stream) + (0 if copy.last else b.stream)  # what came, and what was sent on
     kept = m.tokens * b.saved + m.whole * b.seen  # of a layer
-    each = m.tokens * ends + copy.layers * (m.tokens * b.stream if full else kept)
-    passed = 2 * m.tokens * b.stream if layout.pp > 1 else 0
+    each = [m.tokens * b.stream * _ends(copy, c) + layers * (m.tokens * b.stream if full else kept)
+            for c, layers in enumerate(copy.chunks)]
+    order = passes(layout.pp, layout.vpp, m.count, copy.cell.stage)
+    passed = m.tokens * b.stream * _passed(layout, m.count, copy.cell.stage)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
-    inside = flying * each + (kept if full else 0) + m.tokens * b.backward + 2 * m.whole * b.seen + weight
+    inside = in_flight(order, each) + (kept if full else 0) + m.tokens * b.backward + 2 * m.whole * b.seen + weight
     embedding = 0
     if copy.first and not copy.model.base:  # its gradient comes last of a micro-batch, and whole
-        embedding = (flying - 1) * each + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
+        embedding = in_flight(order, each, 0) - each[0] + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
     head = 0
     if copy.last:
-        head = flying * each + m.tokens * b.final + max(m.tokens * b.norm, _loss(e, copy, b, m))
+        head = in_flight(order, each, layout.vpp - 1) + m.tokens * b.final + max(m.tokens * b.norm, _loss(e, copy, b, m))
     whole = count * sum(map(width, frames)) * INDEX
     most = passed + max(inside, embedding, head)
-    passes = {"activations": most, "half-precision weights": _half(copy), "rows": whole, **gathered(copy)}
+    during = {"activations": most, "half-precision weights": _half(copy), "rows": whole, **gathered(copy)}
     # AdamW takes the roots of all second moments at once
     step = {"optimizer step": FLOAT * resting(copy), "rows": whole}
-    return max(passes, step, key=lambda found: sum(found.values()))
+    return max(during, step, key=lambda found: sum(found.values()))
+
+
+def _ends(copy: Copy, chunk: int) -> int:
+    """How many hidden states a pass through a chunk keeps beside its layers: what came, and what was sent on."""
+    return 2 - (copy.first and chunk == 0) - (copy.last and chunk == copy.layout.vpp - 1)
+
+
+def _passed(layout: Layout, count: int, rank: int) -> int:
+    """Messages that are on their way or wait for their passes."""
+    if layout.pp == 1:
+        return 0
+    steady = min(count, 4 * layout.pp)  # more micro-batches do the same for longer
+    return max(2, waiting(actions(layout.pp, layout.vpp, steady)[rank]))
 
 
 def _loss(e: Train, copy: Copy, b: Block, m: Micro) -> int:
@@ -142,6 +157,8 @@ def _head(copy: Copy) -> logits.Head:
 
 
 def _half(copy: Copy) -> int:
-    """Autocast keeps what it has cast of trained parameters until the call ends; under `zero` they come half."""
-    cast = copy.trained and copy.compute != FLOAT and not copy.layout.zero
-    return copy.compute * linear_elements(copy) if cast else 0
+    """Autocast keeps what it has cast of trained parameters until the call ends; under `zero` they come half. Of a mean
+    it casts one matrix at a time."""
+    if copy.stored == copy.compute or copy.layout.zero:
+        return 0
+    return copy.compute * (linear_elements(copy) if copy.trained else largest_weight(copy))

@@ -70,6 +70,12 @@ def peak(curve: Curve) -> Peak:
     return Peak(totals[moment], curve.events[at] if curve.events else -1, _held(curve, moment))
 
 
+def peaks(curves: tuple[Curve, ...]) -> dict[int, Peak]:
+    """Of every rank."""
+    known = {id(c): peak(c) for c in curves}
+    return {rank: known[id(c)] for rank, c in each_rank(curves)}
+
+
 def during(curve: Curve, event: int) -> tuple[tuple[str, int], ...]:
     """What is held on the device while an event runs, the largest first."""
     return _held(curve, 2 * curve.events.index(event) + 1)

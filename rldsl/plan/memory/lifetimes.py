@@ -77,7 +77,8 @@ class _Walk:
     # ------------------------------------------------------------------------------------------- parameters
 
     def _parameters(self) -> None:
-        """Each copy from the event that makes it: in the loop, from the step's beginning."""
+        """Hold parameters. A copy made inside the step loop is counted from the start of the step, because it survives
+        from the step before."""
         first: dict[str, int] = {}
         steps: dict[str, int] = {}
         for i, e in enumerate(self.events):

@@ -29,25 +29,30 @@ class Head:
         """The weight in the dtype of the hidden states, where that is another."""
         return self.compute * self.rows * self.hidden if self.stored != self.compute else 0
 
+    @property
+    def making(self) -> int:
+        """Of a logit: the product, and the same in float32."""
+        return 4 if self.compute == 4 else self.compute + 4
+
 
 def forward(head: Head, tokens: int, entropy: bool) -> int:
-    """Logits, and their exponentials; of entropies their product too; of a second chunk what is left of the first."""
+    """Bytes of the logits and their exp (and p * log p for entropy); from the second chunk on, the previous chunk's
+    logits are still alive."""
     chunk = min(tokens, CHUNK) * head.rows
     again = 8 if tokens > CHUNK else 0
-    making = head.cast + (again + head.compute) * chunk
-    scaled = (again + max(8, head.compute + 4)) * chunk
-    return max(making, scaled, (12 if entropy else 8) * chunk)
+    return head.cast + max(again + head.making, 12 if entropy or again else 8) * chunk
 
 
 def backward(head: Head, tokens: int, trained: bool, entropy: bool) -> int:
-    """Logits, shares and slopes of a chunk, and the gradient of the weight where it is trained."""
+    """Bytes of the logits, probabilities and gradients of a chunk, and the gradient of the weight where it is
+    trained."""
     chunk, weight = min(tokens, CHUNK) * head.rows, head.rows * head.hidden
     gradient = 4 * weight if trained else 0
     again = 8 + head.compute if tokens > CHUNK else 0
-    making = gradient + (again + 8) * chunk
-    sloping = gradient + (16 + (2 if head.compute == 2 else 0) + (4 if entropy else 0)) * chunk
-    product = (head.compute + (4 if head.compute == 2 else 0)) * weight if trained else head.cast
-    return max(making, sloping, gradient + (8 + head.compute) * chunk + product)
+    making = (again + head.making) * chunk
+    sloping = (16 + (2 if head.compute == 2 else 0) + (4 if entropy else 0)) * chunk
+    product = (head.compute + (4 if head.compute == 2 else 0)) * weight if trained else 0
+    return head.cast + gradient + max(making, sloping, (8 + head.compute) * chunk + product)
 
 
 def sampling(head: Head, sequences: int, options: Sampling, tp: int) -> int:
@@ -62,4 +67,4 @@ def sampling(head: Head, sequences: int, options: Sampling, tp: int) -> int:
         choosing = 44 + kept
     else:
         choosing = 24 + kept + (4 if options.top_k else 0)
-    return max(gathered + head.cast, choosing * here)
+    return head.cast + max(gathered, choosing * here)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rldsl.plan.boxes import Box, cell, itemsize, parts, shards, volume
+from rldsl.plan import boxes
+from rldsl.plan.boxes import Box, Cell, Parameter, Piece, cell, itemsize, parameters, parts, shards, volume
 from rldsl.plan.events import Realloc
 from rldsl.plan.memory.alike import Alike
 from rldsl.plan.memory.parameters import Copy, held
-from rldsl.plan.model import Model, ParamSpec, Plan
+from rldsl.plan.model import Layout, Model, ParamSpec, Plan
 from rldsl.plan.movement import carried, stored
 from rldsl.plan.project import events
-from rldsl.plan.realloc.direct import Held, held_at, room, together
+from rldsl.plan.realloc.direct import Held, room, together
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.records import Paths
 from rldsl.plan.realloc.rounds import AHEAD, buckets, count, some_rounds
@@ -58,12 +59,25 @@ def realloc_bytes(plan: Plan, way: Paths, e: Realloc, ranks: Alike) -> int:
 def _held(plan: Plan, model: Model, at: str, rank: int) -> Held:
     layout = next(x for x in plan.layouts if x.id == at)
     mesh = next(m for m in plan.meshes if m.id == layout.mesh)
-    return held_at(model, layout, cell(layout, mesh, rank))
+    return _There(model, layout, cell(layout, mesh, rank))
+
+
+class _There(dict[str, tuple[Parameter, tuple[Piece, ...]]]):
+    """What the ranks at a cell hold of a parameter, worked out when it is asked for: a few rounds ask about few."""
+
+    def __init__(self, model: Model, layout: Layout, at: Cell | None):
+        self.model, self.layout, self.at = model, layout, at
+        self.by_name = {p.name: p for p in parameters(model)}
+
+    def __missing__(self, name: str) -> tuple[Parameter, tuple[Piece, ...]]:
+        p = self.by_name[name]
+        self[name] = p, boxes.held(p, self.model.layers, self.layout, self.at)
+        return self[name]
 
 
 def saved_bytes(copy: Copy) -> int:
-    """The parameters that a rank writes, whole, and what it sends and receives so that they and those of others are.
-    Owners are even: they differ by less than the largest parameter."""
+    """Bytes of the parameters that a rank writes, whole, and of what it sends and receives until all are whole.
+    Parameters are spread evenly over the ranks that write them."""
     count, ranks = parts(copy.layout) * shards(copy.layout), copy.layout.dp * copy.layout.cp * copy.layout.tp
     here = [p for p in copy.model.params if _whole((p,), copy)]
     own = max(_whole(here, copy) // ranks, max((_volume(p) for p in here), default=0))

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from rldsl.plan.boxes import Box, Cell, itemsize, pieces_at, volume
-from rldsl.plan.layout import stage_layers
+from rldsl.plan.layout import own_layers, stage_layers
 from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.plan.movement import stored
 
 FLOAT = 4  # bytes of float32
 
@@ -38,16 +39,22 @@ class Copy:
     @property
     def stored(self) -> int:
         """Bytes of an element of `model.params`."""
-        return FLOAT if self.trained else itemsize(self.model)
+        return FLOAT if stored(self.model, self.layout.id) == "float32" else itemsize(self.model)
 
     @property
     def stream(self) -> int:
-        """Bytes of an element of the residual stream, which has the dtype of the weights."""
-        return itemsize(self.model) if self.model.base else self.stored
+        """Bytes of an element of the residual stream."""
+        return FLOAT
 
     @property
     def layers(self) -> int:
-        return len(stage_layers(self.model.layers, self.layout.pp, self.cell.stage))
+        return sum(self.chunks)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Layers of each chunk."""
+        pp, count = self.layout.pp, self.layout.pp * self.layout.vpp
+        return tuple(len(stage_layers(self.model.layers, count, s)) for s in range(self.cell.stage, count, pp))
 
     @property
     def first(self) -> bool:
@@ -75,10 +82,10 @@ def resting(copy: Copy) -> int:
                for s in copy.model.params)
 
 
-def held(spec: ParamSpec, copy: Copy) -> range:
+def held(spec: ParamSpec, copy: Copy) -> Sequence[int]:
     """The layers of which a rank has a spec; one for what belongs to none."""
     if spec.stage == "layer":
-        return stage_layers(copy.model.layers, copy.layout.pp, copy.cell.stage)
+        return own_layers(copy.model.layers, copy.layout, copy.cell.stage)
     there = {"first": copy.first, "last": copy.last, "ends": copy.first or copy.last, "all": True}
     return range(int(there[spec.stage]))
 

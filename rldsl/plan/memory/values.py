@@ -32,7 +32,7 @@ class Tables:
 
 def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
     """The most full rows of a frame that a shard of a spread works on."""
-    if spread.unit == "all":
+    if spread.unit == "all" or not spread.layout:
         return frame.count
     shards = layouts[spread.layout].dp
     if spread.unit == "prompt":

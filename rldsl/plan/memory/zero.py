@@ -20,10 +20,10 @@ def gathered(copy: Copy) -> dict[str, int]:
     layers = [s for s in copy.model.params if s.stage == "layer" and held(s, copy)]
     rest = [s for s in copy.model.params if s.stage != "layer" and held(s, copy)]
     layer, last = _bytes(layers, copy, copy.compute), _bytes(rest, copy, FLOAT)
-    slope, slopes = _bytes(layers, copy, FLOAT), _bytes(rest, copy, FLOAT)
+    gradient, others = _bytes(layers, copy, FLOAT), _bytes(rest, copy, FLOAT)  # of a layer; of what belongs to none
     there = last + (copy.layers if level < 3 else min(2, copy.layers)) * layer
-    unit = max(slope, slopes)
-    whole = slopes + copy.layers * slope if level == 1 else unit
+    unit = max(gradient, others)
+    whole = others + copy.layers * gradient if level == 1 else unit
     # what arrives is copied from where all shards' rows lie; what leaves is put there, and one sum is under way
     return {"gathered parameters": there + max(layer, last), "gradients on their way": whole + 2 * unit}
 

@@ -62,7 +62,7 @@ def lines(model: Model, src: Layout, dst: Layout) -> tuple[Line, ...]:
         atoms = tuple(_atoms(spec, src, dst))
         between: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Parameter]] = defaultdict(list)
         for p in each((spec,), model.layers):
-            between[stages(p, model.layers, src.pp), stages(p, model.layers, dst.pp)].append(p)
+            between[stages(p, model.layers, src), stages(p, model.layers, dst)].append(p)
         for ends, found in between.items():
             layers = tuple(p.layer for p in found)
             for box, parts in atoms:

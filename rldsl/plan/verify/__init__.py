@@ -1,10 +1,13 @@
 """The proof that a plan can run: an independent reader of the file that trusts nothing the compiler says.
 
 In: a `Plan`. Out: a `Proof`, or a Failure with one diagnostic for each fault (codes RL05xx and RL06xx, the events,
-their source positions and the ranks). Each module beside this one is one check and knows nothing of the others,
-except that
-the first (references) has passed when the others look things up, and that data flow and versions read schedules that
-are already known to be right.
+their source positions and the ranks). A check may be several files, and relies on the stages before its own, never on
+another check of its stage: names and records are sound when the others look things up, and data flow and versions read
+schedules that are known to be right.
+
+What is computed here once more, though the planner or a pass computes it too, is so on purpose: a proof that shares the
+code of what it proves repeats its mistakes. So `lanes.Side` says where ranks stand, `lines` and `saves` who holds a box,
+`rows` which frame a value comes from, `schedule` which ranks are of a class, `programs` what is true or false.
 """
 
 from __future__ import annotations

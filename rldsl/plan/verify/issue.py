@@ -25,12 +25,13 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.events import Event, Generate, Infer, Save, Train
 from rldsl.plan.layout import Coord
 from rldsl.plan.model import Layout
+from rldsl.plan.schedule import Exchange, actions
 from rldsl.plan.verify.order import circle
 from rldsl.plan.verify.tables import Tables, name, problem
 
 class Use(NamedTuple):
     """axis: "link" is between a stage and the next one. stage, dp: to which the communicator belongs. flow: what goes
-    over a link, "down" to the next stage, "up" from it, or "both" posted together."""
+    over a link: "down" to the next stage, or in training which message."""
 
     axis: str
     stage: int
@@ -48,7 +49,7 @@ def check(t: Tables) -> Iterator[Diagnostic]:
         if not isinstance(e, Generate | Infer | Train | Save):
             continue
         x = t.layouts[e.layout]
-        key = (type(e), x.backend, x.tp > 1, x.pp, x.dp > 1, x.cp, x.ep, x.zero)
+        key = (type(e), x.backend, x.tp > 1, x.pp, x.dp > 1, x.cp, x.ep, x.zero, x.vpp)
         if key not in known:
             known[key] = _fault(type(e), x)
         if known[key]:
@@ -58,6 +59,8 @@ def check(t: Tables) -> Iterator[Diagnostic]:
 def _fault(kind: type[Event], x: Layout) -> str:
     if x.zero and kind in (Generate, Infer):
         return f"has zero={x.zero}, under which parameters are whole in training alone"
+    if x.vpp > 1 and kind in (Generate, Infer):
+        return f"has vpp={x.vpp}, which is a schedule of training"
     if kind is Generate and x.cp > 1:
         return f"has cp={x.cp}, which no new token can be divided by"
     protocol = PROTOCOLS.get(x.backend, {}).get(kind)
@@ -117,6 +120,15 @@ def _link(x: Layout, at: Coord, to: int, flow: str) -> Iterator[Use]:
         yield Use("link", min(at.pp, at.pp + to), at.dp, flow)
 
 
+def _exchange(x: Layout, at: Coord, now: Exchange) -> Iterator[Use]:
+    """One message after the other, by sender, though they are posted together: that waits for less. The link of a rank
+    is the one to the next, and of the last the one to the first; between two ranks there is one."""
+    for _, peer, wanted in sorted((*((at.pp, m.peer, m.wanted) for m in now.sends),
+                                   *((m.peer, m.peer, m.wanted) for m in now.takes))):
+        around = {at.pp, peer} == {0, x.pp - 1} and x.pp > 2
+        yield Use("link", x.pp - 1 if around else min(at.pp, peer), at.dp, f"for {wanted}")
+
+
 def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
     if axis == "pp" and x.pp > 1:
         yield Use("pp", 0, at.dp)
@@ -170,26 +182,15 @@ def _backward(x: Layout, at: Coord) -> Iterator[Use]:
 
 
 def train(x: Layout, at: Coord, count: int) -> Iterator[Use]:
-    """Two minibatches. 1F1B: a stage runs ahead by its distance from the last, then one forward, one backward."""
+    """Two minibatches, by the schedule of the pipeline."""
     for _ in range(2):
-        ahead = min(x.pp - 1 - at.pp, count)
         if x.zero:
             yield from _divided(x, at)  # of parameters that stay whole
-        for _ in range(ahead):
-            yield from _link(x, at, -1, "down")
-            yield from _forward(x, at)
-            yield from _link(x, at, 1, "down")
-        if ahead < count:
-            yield from _link(x, at, -1, "down")
-        for i in range(ahead, count):
-            yield from _forward(x, at)
-            yield from _link(x, at, 1, "both")  # hidden states go, a gradient comes
-            yield from _backward(x, at)
-            yield from _link(x, at, -1, "both" if i + 1 < count else "up")  # a gradient goes, hidden states come
-        for _ in range(ahead):
-            yield from _link(x, at, 1, "up")
-            yield from _backward(x, at)
-            yield from _link(x, at, -1, "up")
+        for action in actions(x.pp, x.vpp, count)[at.pp]:
+            if isinstance(action, Exchange):
+                yield from _exchange(x, at, action)
+            else:
+                yield from _backward(x, at) if action.backward else _forward(x, at)
         yield from _over(x, at, "mesh")  # whether to stop
         if x.zero == 1:
             yield from _divided(x, at)

@@ -43,7 +43,7 @@ def _faults(model: Model, src: Layout, dst: Layout, lines: Sequence[Line]) -> It
         every = range(spec.layers or model.layers) if "{}" in spec.name else (None,)
         for layer in every:
             p = Parameter(spec.name, spec, layer)
-            ends = (stages(p, model.layers, src.pp), stages(p, model.layers, dst.pp))
+            ends = (stages(p, model.layers, src), stages(p, model.layers, dst))
             found = tuple(said.pop((spec.name, layer), ()))
             key = (spec.name, ends, found)
             if key not in tested:
@@ -97,10 +97,10 @@ def _covers(whole: Sequence[Box], got: Sequence[Box]) -> bool:
     """Whether `got` is a division of `whole`, whose boxes are disjoint."""
     return (all(any(contains(w, b) for w in whole) for b in got)
             and sum(map(volume, got)) == sum(map(volume, whole))
-            and not _overlapping(got))
+            and not overlapping(got))
 
 
-def _overlapping(boxes: Sequence[Box]) -> bool:
+def overlapping(boxes: Sequence[Box]) -> bool:
     """Whether any two have something in common. Only those whose rows meet are compared."""
     ordered = sorted(boxes)
     for i, a in enumerate(ordered):

@@ -2,7 +2,7 @@
 
 In: tables with sound references. Out: diagnostics RL0536. A loop is one record, so its participants have the same
 trips; what could part them is what ends it early: a condition that not all of them hold. Also: the one loop of the
-steps runs as often as the header says; a frame has a turn for each trip of the loop that collects into it; and a
+steps is there and runs as often as the header says; a frame has a turn for each trip of the loop that collects into it; and a
 model's learning rate is planned for as many updates as its train events make.
 """
 
@@ -20,8 +20,8 @@ from rldsl.plan.verify.tables import Tables, problem
 
 def check(t: Tables) -> Iterator[Diagnostic]:
     steps = [x for x in t.plan.body if isinstance(x, Loop)]
-    if len(steps) > 1:
-        yield problem("RL0536", f"the run has {len(steps)} loops of steps")
+    if len(steps) != 1:
+        yield problem("RL0536", f"the run has {len(steps) or 'no'} loop{'s' * (len(steps) > 1)} of steps")
     for loop in steps:
         if loop.trips != t.plan.header.steps:
             yield problem("RL0536", f"loop {loop.id} runs {loop.trips} times, and the run has {t.plan.header.steps} "

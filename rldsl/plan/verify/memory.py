@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rldsl.diag import Diagnostic
 from rldsl.plan.memory import curves
 from rldsl.plan.memory.curve import peak
-from rldsl.plan.show import human
+from rldsl.plan.texts import human
 from rldsl.plan.verify.ranks import Ranks
 from rldsl.plan.verify.tables import Tables, class_ranks, problem
 

@@ -168,6 +168,9 @@ def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
     if e.source == e.model or not 0 <= e.decay <= 1 or not e.source and (e.decay or e.version):
         yield problem("RL0615", f"{name(e)} takes {e.source or 'no other model'} with decay {e.decay}, version "
                       f"{e.version!r}", e)
+    if e.decay and t.models[e.model].mean != e.dst:
+        yield problem("RL0615", f"{name(e)} takes a mean under {e.dst}, but {e.model} keeps one "
+                      f"{'under ' + t.models[e.model].mean if t.models[e.model].mean else 'nowhere'}", e)
     mine, other = t.models[e.model], t.models[source]
     if _parts(mine) != _parts(other):
         yield problem("RL0615", f"{name(e)}: {e.model} has other parameters than {source}", e)

@@ -7,7 +7,7 @@ argument unless a reduction makes it so; a node's space exists and covers those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.expr import ELEMENTWISE, FLOW_ONLY, LEAVES, LEVELS, RANDOM, REDUCTIONS, SEQUENCE, Node, Program
@@ -30,6 +30,17 @@ SHAPES = {
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
+    """What uses programs is looked at when they are well formed."""
+    found = [*_malformed(t)]
+    yield from found
+    for event, _ in t.events if not found else ():
+        if isinstance(event, Compute):
+            yield from _compute(t, event)
+        elif isinstance(event, Train):
+            yield from _train(t, event)
+
+
+def _malformed(t: Tables) -> Iterator[Diagnostic]:
     for program in t.plan.programs:
         for index, node in enumerate(program.nodes):
             if fault := _fault(t, program, index, node):
@@ -41,11 +52,6 @@ def check(t: Tables) -> Iterator[Diagnostic]:
         names = [n for n, _ in program.outputs]
         if len({*names}) != len(names) or any(not 0 <= i < len(program.nodes) for _, i in program.outputs):
             yield problem("RL0616", f"program {program.id} has outputs {program.outputs} of {len(program.nodes)} nodes")
-    for event, _ in t.events:
-        if isinstance(event, Compute):
-            yield from _compute(t, event)
-        elif isinstance(event, Train):
-            yield from _train(t, event)
 
 
 def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
@@ -133,13 +139,13 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
         yield problem("RL0617", f"{name(e)}: program {program.id} works on {strange[0]}, the event on "
                       f"{', '.join(e.frames) or 'no frame'}", e)
     outputs = dict(program.outputs)
+    truths = _truths(program, {n for n, v in e.inputs if t.values[v].dtype == "bool"})
     for output, value in e.outputs:
         if output not in outputs:
             yield problem("RL0617", f"{name(e)}: program {program.id} has no output {output}", e)
-        elif 0 <= outputs[output] < len(program.nodes):
+        else:
             yield from _alike(t, e, output, program.nodes[outputs[output]], t.values[value])
-            given = {n for n, v in e.inputs if t.values[v].dtype == "bool"}
-            made = "bool" if _truth(program, outputs[output], given) else "f32"
+            made = "bool" if truths[outputs[output]] else "f32"
             if t.values[value].dtype != made:
                 yield problem("RL0617", f"{name(e)}: {output} is {made}, but {value} is {t.values[value].dtype}", e)
     if not e.outputs:
@@ -168,9 +174,9 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     if "loss" not in outputs:
         yield problem("RL0617", f"{name(e)}: program {program.id} has no output named loss", e)
     for output, index in outputs.items():
-        if 0 <= index < len(program.nodes) and program.nodes[index].level != "batch":
+        if program.nodes[index].level != "batch":
             yield problem("RL0617", f"{name(e)}: output {output} of {program.id} is not at batch level", e)
-    if STOP in outputs and not _condition(program, outputs[STOP]):
+    if STOP in outputs and not _truths(program, {*program.inputs()})[outputs[STOP]]:  # a loss's inputs may be any
         yield problem("RL0617", f"{name(e)}: output stop of {program.id} is not a condition", e)
     known = outputs.keys() - {STOP} | {"grad_norm", "lr"} | ({UPDATES} if STOP in outputs else set())
     known |= {SKIPPED} if e.nonfinite == "skip" else set()
@@ -179,26 +185,20 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
             yield problem("RL0617", f"{name(e)}: program {program.id} has no metric {metric}", e)
 
 
-def _truth(program: Program, index: int, given: set[str]) -> bool:
-    """Whether a node's elements are truth values. given: inputs whose are."""
-    node = program.nodes[index]
-    if node.op == "input":
-        return node.attr("name") in given
-    if node.op == "const":
-        return isinstance(node.attr("value"), bool)
-    if node.op in ("where", "stop_gradient"):
-        return all(_truth(program, a, given) for a in node.args[-2:] if 0 <= a < index)
-    return node.op in CONDITIONS
-
-
-def _condition(program: Program, index: int) -> bool:
-    """Whether a node is true or false, so far as its operator tells."""
-    node = program.nodes[index] if 0 <= index < len(program.nodes) else None
-    if node is None or node.op == "const":
-        return node is None or isinstance(node.attr("value"), bool)
-    if node.op in ("where", "stop_gradient"):
-        return all(_condition(program, a) for a in node.args[-2:])
-    return node.op in (*CONDITIONS, "input")
+def _truths(program: Program, given: set[str]) -> Sequence[bool]:
+    """For each node of a program that is well formed, whether its elements are truth values. given: inputs whose are."""
+    found: list[bool] = []
+    for node in program.nodes:
+        match node.op:
+            case "input":
+                found.append(node.attr("name") in given)
+            case "const":
+                found.append(isinstance(node.attr("value"), bool))
+            case "where" | "stop_gradient":
+                found.append(all(found[a] for a in node.args[-2:]))
+            case _:
+                found.append(node.op in CONDITIONS)
+    return found
 
 
 def _bound(t: Tables, e: Event, program: Program, given: set[str], count: int) -> Iterator[Diagnostic]:

@@ -6,12 +6,12 @@ not empty, and no two of them touch; so equal sets are equal values.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import TypeVar
 
+from rldsl.plan.alike import alike as sweep
 from rldsl.plan.model import Ranges
 
 Place = TypeVar("Place", bound=Hashable)
@@ -77,16 +77,7 @@ def union(sets: Iterable[Ranks]) -> Ranks:
 
 def alike(places: Mapping[Place, Ranks], world: int) -> dict[frozenset[Place], Ranks]:
     """The ranks of the world by the places that they are in: those with the same ones can do no different thing."""
-    turns: dict[int, set[Place]] = defaultdict(set)
-    for place, ranks in places.items():
-        for end in chain.from_iterable(ranks.ranges):
-            turns[end] ^= {place}
-    points = sorted({0, world, *turns})
-    inside: frozenset[Place] = frozenset()
-    found: dict[frozenset[Place], list[tuple[int, int]]] = defaultdict(list)
-    for start, stop in pairwise(points):
-        inside ^= turns.get(start, set())
-        found[inside].append((start, stop))
+    found = sweep({place: ranks.ranges for place, ranks in places.items()}, world)
     return {mine: Ranks.of(ranges, world) for mine, ranges in found.items()}
 
 

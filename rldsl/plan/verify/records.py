@@ -61,6 +61,8 @@ def _layout(x: Layout) -> str:
         return f"has the unknown backend {x.backend!r}"
     if x.ep < 1 or not 0 <= x.zero <= 3:
         return f"has ep={x.ep} zero={x.zero}"
+    if x.vpp < 1 or x.vpp > 1 and x.pp == 1:
+        return f"has vpp={x.vpp} beside pp={x.pp}"
     return f"has ep={x.ep} beside dp={x.dp} and cp={x.cp}" if x.dp % x.ep or x.ep > 1 and x.cp > 1 else ""
 
 

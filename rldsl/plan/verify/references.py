@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
                                Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
-from rldsl.plan.model import Frame, Layout, Mesh, Model, Spread
+from rldsl.plan.model import MOST_RANKS, Frame, Layout, Mesh, Model, Spread
 from rldsl.plan.verify import adapters
 from rldsl.plan.verify.tables import Tables, name, problem
-
-MOST_RANKS = 1 << 20
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
@@ -74,7 +73,7 @@ def _header(t: Tables) -> Iterator[Diagnostic]:
 def _mesh(mesh: Mesh, world: int) -> Iterator[Diagnostic]:
     if not mesh.ranks or any(not 0 <= a < b <= world for a, b in mesh.ranks):
         yield _bad("RL0612", f"mesh {mesh.id} {mesh.ranks} is not made of ranks of the world of {world}")
-    elif any(a < d and c < b for i, (a, b) in enumerate(mesh.ranks) for c, d in mesh.ranks[:i]):
+    elif any(stop > start for (_, stop), (start, _) in pairwise(sorted(mesh.ranks))):
         yield _bad("RL0612", f"mesh {mesh.id} contains a rank twice: {mesh.ranks}")
 
 
@@ -113,6 +112,10 @@ def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
     where = f"model {m.name}"
     if m.home and m.home not in t.layouts:
         yield _unknown("layout", m.home, where)
+    if m.mean and m.mean not in t.layouts:
+        yield _unknown("layout", m.mean, where)
+    if m.mean and not m.sources:
+        yield _bad("RL0612", f"{where} keeps a mean under {m.mean}, but follows no other")
     if bool(m.home) != (m.optimizer is not None):
         yield _bad(
             "RL0612", f"{where} has " + ("a home layout but no optimizer" if m.home else "an optimizer but no home")

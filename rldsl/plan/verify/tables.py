@@ -13,6 +13,7 @@ from rldsl.plan.expr import Program
 from rldsl.plan.events import Event
 from rldsl.plan.model import Data, Frame, Function, Layout, Mesh, Model, Plan, RankClass, Spread, Value
 from rldsl.plan.project import Path, to_ranges, walk
+from rldsl.plan.texts import ranges_text
 from rldsl.plan.verify.ranks import Ranks
 
 
@@ -68,22 +69,25 @@ def name(event: Event) -> str:
     return f"event {event.id} ({type(event).__name__.lower()}{', ' + event.at if event.at else ''})"
 
 
+MEND = "compile the program again; if rlc wrote this plan and nobody changed it, please report it with the plan"
+
+
 def problem(
     code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "", notes: Iterable[str] = ()
 ) -> Diagnostic:
-    """A diagnostic at the first of `events` that names the others and the ranks involved."""
+    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than `MEND` to
+    say."""
     shown = say(ranks)
     others = tuple(f"and {name(e)}" for e in events[1:])
     return Diagnostic(
         code,
         title,
         place=name(events[0]) if events else "plan",
-        help=help,
+        help=f"{help}; {MEND}" if help else MEND,
         notes=(*others, *notes, *((f"ranks {shown}",) if shown else ())),
     )
 
 
 def say(ranks: Iterable[int]) -> str:
-    """0,1,2,5 -> "0-2, 5"."""
-    ranges = ranks.ranges if isinstance(ranks, Ranks) else to_ranges(sorted(ranks))
-    return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in ranges)
+    """0,1,2,5 -> "0-2,5"."""
+    return ranges_text(ranks.ranges if isinstance(ranks, Ranks) else to_ranges(sorted(ranks)))

@@ -45,7 +45,7 @@ class State:
 
 def check(t: Tables) -> Iterator[Diagnostic]:
     found: list[Diagnostic] = []
-    _run(t, t.plan.body, State(), found)
+    _run(t, t.plan.body, State(), found, {})
     yield from found
     yield from _declared(t)
     built = {
@@ -97,24 +97,33 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
             yield problem("RL0528", f"model {m.name} follows {list(m.sources)}, but is written from {written[m.name]}")
 
 
-def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic]) -> State:
+def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic],
+         known: dict[tuple[int, State], State]) -> State:
+    """known: (loop, state at its top) -> the state after a turn, so that loops in loops are not walked again and again."""
     for item in body:
         if isinstance(item, Event):
             found += _problems(t, item, state)
             state = _after(item, state)
         elif isinstance(item, Loop):
             top = state
-            while (end := _meet(top, _run(t, item.body, top, []))) != top:
+            while (end := _meet(top, _end(t, item, top, known))) != top:
                 top = end
-            if (end := _run(t, item.body, top, found)).sides != state.sides:
+            if (end := _run(t, item.body, top, found, known)).sides != state.sides:
                 found.append(_unbalanced(f"loop {item.id}", end, state))
             state = end if item.trips else state
         else:
-            end = _run(t, item.body, state, found)
+            end = _run(t, item.body, state, found, known)
             if end.sides != state.sides:
                 found.append(_unbalanced(f"every {item.period}", end, state))
             state = _meet(state, end)
     return state
+
+
+def _end(t: Tables, loop: Loop, top: State, known: dict[tuple[int, State], State]) -> State:
+    """The state after one turn that began with `top`."""
+    if (key := (id(loop), top)) not in known:
+        known[key] = _run(t, loop.body, top, [], known)
+    return known[key]
 
 
 def _meet(a: State, b: State) -> State:

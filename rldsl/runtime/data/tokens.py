@@ -16,6 +16,7 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.plan.model import Data
 from rldsl.runtime.data.rows import Row
+from rldsl.runtime.ends import ends
 
 Place = Callable[[int], str]  # index in a list of rows -> file and line
 
@@ -30,15 +31,8 @@ class Tokens:
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:
-        """The tokens that end a sequence: the tokenizer's, and those of a generation config beside it."""
-        from transformers import GenerationConfig
-
-        try:
-            declared = GenerationConfig.from_pretrained(self.directory, local_files_only=True).eos_token_id
-        except (OSError, ValueError):  # a directory need not have one
-            declared = None
-        more = declared if isinstance(declared, list) else [declared]
-        return frozenset(i for i in (self.tokenizer.eos_token_id, *more) if i is not None)
+        """The tokens that end a sequence."""
+        return ends(self.directory, self.tokenizer)
 
     def prompts(self, rows: Sequence[Row], place: Place) -> list[list[int]]:
         """With the special tokens that the tokenizer puts before a text."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rldsl.runtime.files import replace_text
+
 
 def encoded(line: Mapping[str, Any]) -> str:
     """One line, without its end."""
@@ -18,9 +20,21 @@ def encoded(line: Mapping[str, Any]) -> str:
 
 
 def truncate(file: Path, step: int) -> None:
-    """Keep the lines of the steps before `step`; from 1 on, none. A line that a crash cut is dropped."""
+    """Keep the lines of the steps before `step`; from 1 on, none. A line that a crash cut, or that is none of ours, is
+    dropped. Until the new file is whole, the old one stays. OSError."""
     kept: list[str] = []
     if step > 1 and file.exists():
-        with file.open(encoding="utf-8", newline="\n") as opened:  # a text may hold other ends of lines
-            kept = [line for line in opened if line.endswith("\n") and json.loads(line)["step"] < step]
-    file.write_text("".join(kept), encoding="utf-8")
+        # a text may hold other ends of lines
+        with file.open(encoding="utf-8", errors="replace", newline="\n") as opened:
+            kept = [line for line in opened if line.endswith("\n") and 0 <= _step(line) < step]
+    replace_text(file, "".join(kept))
+
+
+def _step(line: str) -> int:
+    """-1: none."""
+    try:
+        held = json.loads(line)
+    except (ValueError, RecursionError):
+        return -1
+    found = held.get("step") if isinstance(held, dict) else None
+    return found if type(found) is int else -1

@@ -26,7 +26,7 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.plan.codec import plan_id
 from rldsl.plan.model import Plan
-from rldsl.runtime.files import written
+from rldsl.runtime.files import replace_text, written
 from rldsl.runtime.reward import located
 
 RECORD, PLAN, SOURCES = "run.json", "run.plan", "sources"
@@ -54,8 +54,8 @@ def read(out: Path) -> dict[str, Any] | None:
 
 
 def _born(pid: int) -> str | None:
-    """When a process began, as the system counts; None where it does not say. In a container that starts again, the same
-    numbers come back."""
+    """When a process began, as the system counts; None where it does not say. In a container that starts again, the
+    same numbers come back."""
     try:
         return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, ValueError, TypeError, IndexError):
@@ -183,9 +183,7 @@ class Record:
     def _write(self) -> None:
         """Beside its name and renamed, so that a reader finds a whole one."""
         with written(self._file):
-            partial = self._file.with_suffix(".partial")
-            partial.write_text(json.dumps(self._held, indent=1) + "\n")
-            os.replace(partial, self._file)
+            replace_text(self._file, json.dumps(self._held, indent=1) + "\n")
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from rldsl.plan.events import Event, Free, Log
+from rldsl.plan.metrics import METRICS
 from rldsl.plan.project import events
 from rldsl.runtime.files import check_writable, written
 from rldsl.runtime.metrics.lines import encoded, truncate
@@ -24,8 +25,6 @@ from rldsl.runtime.state import State
 
 if TYPE_CHECKING:
     from rldsl.runtime.metrics.live import View
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

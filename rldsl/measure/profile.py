@@ -1,6 +1,6 @@
 """Measure this machine and the calls of models on it: what `rlc profile` starts, once for each rank of a machine.
 
-    python -m rldsl.runtime.launch --standalone --nproc-per-node 2 -m rldsl.runtime.profile wanted.json found.json
+    python -m rldsl.runtime.launch --standalone --nproc-per-node 2 -m rldsl.measure.profile wanted.json found.json
 
 In: which models, under which tensor parallelism. Out: numbers by the names of a cluster's file. A model is built from
 its config with random weights and one or two layers, as one rank's shard; collectives inside it return at once, since
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rldsl.plan.events import Sampling
 from rldsl.plan.partition import partition
 from rldsl.runtime.metrics.record import PACKAGES, versions
-from rldsl.runtime.profile_models import measure, settle, timed, training
+from rldsl.measure.models import measure, settle, timed, training
 
 
 def machine(device: torch.device) -> dict[str, float]:

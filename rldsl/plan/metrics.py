@@ -1,0 +1,53 @@
+"""The metrics of a run as a file: one JSON object a line, each of a step, numbers by name.
+
+In: the file's path. Out: its lines. Errors: RL0784 a file that cannot be read, or a line of another form.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from rldsl.diag import fail
+
+METRICS = "metrics.jsonl"  # in the directory of a run
+Lines = list[dict[str, float]]
+
+
+def read(file: Path) -> Lines:
+    """Return the lines, one a step; `null` is a number that was not finite. A last line that is not whole is left out:
+    the run may be writing it. Raises FileNotFoundError where there is no file, since callers know what to say then."""
+    return [_line(file, i, text) for i, text in enumerate(_texts(file), 1)]
+
+
+def last(file: Path) -> dict[str, float]:
+    """Return the line of the last step, `{}` before the first. Only this one is parsed. Raises as `read` does."""
+    lines = _texts(file)
+    return _line(file, len(lines), lines[-1]) if lines else {}
+
+
+def _texts(file: Path) -> list[str]:
+    """Whole lines."""
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise fail("RL0784", f"the metrics cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
+                   place=str(file), help="name the directory of a run (`--out` of `rlc run`); `rlc runs` lists them"
+                   ) from None
+    return lines[:-1]
+
+
+def _line(file: Path, number: int, text: str) -> dict[str, float]:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        line = None
+    if isinstance(line, dict):
+        line = {name: math.nan if value is None and name != "step" else value for name, value in line.items()}
+    if not isinstance(line, dict) or "step" not in line or not all(type(v) in (int, float) for v in line.values()):
+        raise fail("RL0784", "this line is not the metrics of a step", place=f"{file}:{number}",
+                   help='a line is one JSON object: {"step": 1, "reward": 0.5}')
+    return line

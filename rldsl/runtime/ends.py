@@ -1,0 +1,23 @@
+"""Which tokens end a sequence: one answer for sampling, for reading data and for rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ends(directory: str, tokenizer: Any) -> frozenset[int]:
+    """The end-of-sequence tokens of a model's directory: those of its generation config, of its config, and the
+    tokenizer's. A directory need not have the first two."""
+    from transformers import AutoConfig, GenerationConfig
+
+    found = _ids(tokenizer.eos_token_id)
+    for kind, more in ((GenerationConfig, {}), (AutoConfig, {"trust_remote_code": False})):
+        try:
+            found |= _ids(getattr(kind.from_pretrained(directory, local_files_only=True, **more), "eos_token_id", None))
+        except (OSError, ValueError):  # no such file, or of a family that is not known
+            continue
+    return found
+
+
+def _ids(declared: int | list[int] | None) -> frozenset[int]:
+    return frozenset([declared] if isinstance(declared, int) else declared or ())

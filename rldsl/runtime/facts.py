@@ -1,0 +1,41 @@
+"""The program of a run, as its checkpoints name it, and what of it has changed when a run goes on.
+
+In: a plan. Out: facts for the manifest; of two such facts, lines that tell the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rldsl.plan.model import Plan
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """What a checkpoint says of its program: a run that goes on from it is told what has changed."""
+    header = plan.header
+    return {"sources": dict(header.sources), "functions": {f.path: f.sha256 for f in plan.functions},
+            "params": dict(header.params), "seed": header.seed}
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What of a program (`facts`) is not as it was; a file under another name is the same file."""
+    for name, value in now["params"].items():
+        before = then["params"].get(name)
+        if before != value:
+            yield f"param {name}: {'not there' if before is None else before} -> {value}"
+    yield from (f"param {name}: {value} -> not there" for name, value in then["params"].items()
+                if name not in now["params"])
+    for kind in ("sources", "functions"):
+        before, after = dict(then.get(kind, now[kind])), dict(now[kind])
+        for name in [*after, *(n for n in before if n not in after)]:
+            old, new = before.get(name), after.get(name)
+            moved = old is None and new in before.values() or new is None and old in after.values()
+            if old != new and not moved:
+                yield f"{name}: {_short(old)} -> {_short(new)}"
+    if then["seed"] != now["seed"]:
+        yield f"seed: {then['seed']} -> {now['seed']}; what is left of a shuffled epoch comes in another order"
+
+
+def _short(digest: Any) -> str:
+    return "not there" if digest is None else str(digest)[:8]

@@ -1,0 +1,66 @@
+"""bfloat16: a home, which holds float32, and every other copy compute the same numbers, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rldsl.plan.events import Sampling
+from rldsl.plan.model import Optimizer
+from tests.backend_torch.shards import pack, plan_model, ragged
+from tests.backend_torch.test_forward import _partial
+from tests.tiny import make_model
+from tests.world import run_world
+
+ROWS = [(p, r) for p, r in ragged(12, 46, seed=3) if r]
+PROMPTS = [(p, []) for p, _ in ROWS]
+SAMPLING = Sampling(max_new_tokens=6)
+LAYOUTS = [(1, 1, 1), (1, 1, 2), (1, 2, 1)]
+MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[],
+               decoder_sparse_step=1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {}, "llama": {"attention_bias": True}, "gpt2": {}, "gemma": {"head_dim": 8}, "olmo2": {},
+    "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4},
+    "qwen3_moe": {"head_dim": 8, **MIXTURE}}
+
+
+def _numbers(shard: Any) -> list[torch.Tensor]:
+    made = shard.generate(pack(PROMPTS), SAMPLING, seed=1, step=0, limit=0)
+    return [shard.infer([pack(ROWS)], "logprobs", 1.0), shard.infer([pack(ROWS)], "entropy", 0.7), made.batch.tokens,
+            made.logprobs]
+
+
+def _copies(rank: int, path: str, layouts: list[tuple[int, int, int]]) -> list[tuple[list[bool], bool, bool]]:
+    """(which numbers are equal, whether training sees the same log-probs, whether rounding matters)."""
+    found = []
+    for layout in layouts:
+        model = plan_model(path, "causal_lm", Optimizer(lr=1e-3), dtype="bfloat16")
+        home = _partial(model, rank, *layout, trainable=True)
+        copy = _partial(replace(model, home="", optimizer=None), rank, *layout)
+        if home is None:
+            continue
+        for name, tensor in home.tensors().items():
+            drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+            tensor.mul_(1 + 0.05 * drawn).add_(0.01 * drawn)  # norms and biases too are no bfloat16 numbers
+            copy.tensors()[name].copy_(tensor)
+        rounds = all(copy.tensors()[n].dtype == torch.bfloat16 and not torch.equal(t, copy.tensors()[n].float())
+                     for n, t in home.tensors().items() if t.numel() > 1)
+        mine, theirs = _numbers(home), _numbers(copy)
+        seen: list[torch.Tensor] = []
+        home.train([(pack(ROWS),)], [("logprobs",)], 1.0,
+                   lambda i, f: seen.append(f[0]["logprobs"].detach()) or f[0]["logprobs"].sum())
+        fresh = all(torch.equal(x, mine[0]) for x in seen)
+        found.append(([torch.equal(a, b) for a, b in zip(mine, theirs)], fresh, rounds))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_computes_what_its_home_does(tmp_path, family):
+    path = make_model(tmp_path / "m", family, **FAMILIES[family])
+    layouts = LAYOUTS[:1] if family in ("gpt2", "qwen3_moe") else LAYOUTS
+    for found in run_world(2 if len(layouts) > 1 else 1, _copies, str(path), layouts, timeout=60):
+        for equal, fresh, rounds in found:
+            assert equal == [True] * 4 and fresh and rounds

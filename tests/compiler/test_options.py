@@ -1,0 +1,126 @@
+"""Options of `rlc` that all commands share, that are refused where they would be ignored, and `rlc run` before it
+starts anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rldsl import api
+from rldsl.cli import main
+from rldsl.commands import run as running
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Loop
+from tests.plan.sample import grpo
+
+PROGRAM = """param steps = 2
+cluster nodes=1 gpus=4
+data prompts = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=8)
+model actor = causal_lm("models/sft")
+flow generate(steps=steps, seed=1) {
+  prompt = prompts.next()
+  gen    = actor.generate(prompt, max_new_tokens=4)
+  metric logprob = mean(gen.logprobs)
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.rlf").write_text(PROGRAM)
+    (tmp_path / "a.plan").write_bytes(encode(grpo()))
+    return tmp_path
+
+
+def rlc(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def usage(*arguments: str) -> str:
+    found = rlc(*arguments)
+    assert found.exit_code == 2 and "Traceback" not in found.output, found.output
+    return found.output
+
+
+ASKED = {"check": ["no.rlf"], "compile": ["no.rlf"], "graph": ["no.rlf"], "run": ["no.rlf"], "show": ["no.plan"],
+         "verify": ["no.plan"], "diff": ["no.plan", "no.plan"], "emit": ["no.plan", "--rank", "0"], "report": ["no.plan"],
+         "runs": ["nothing"], "plot": ["nothing"], "postmortem": ["nothing"], "fmt": ["no.rlf"],
+         "sim": ["no.plan", "--cluster", "h100x8"], "profile": ["no.rlf"]}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_each_command_says_its_errors_as_json(name: str) -> None:
+    for given in (["--output", "json", name, *ASKED[name]], [name, *ASKED[name], "--output", "json"]):
+        found = rlc(*given)
+        assert found.exit_code in (1, 2), found.output
+        (first, *_) = json.loads(found.stdout)["diagnostics"]
+        assert first["code"].startswith("RL0")
+
+
+def test_all_commands_are_asked() -> None:
+    assert {*main.commands} - {*ASKED} == {"new", "explain", "lsp"}
+
+
+def test_rules_of_the_command_line_are_checked_and_drawn() -> None:
+    right, wrong = "actor.generate on mesh(0:4) dp=2 tp=2", "actor.generate on mesh(0:4) dp=3"
+    for command in ("check", "graph"):
+        assert rlc(command, "p.rlf", "--on", right).exit_code == 0
+    found = rlc("check", "p.rlf", "--on", wrong)
+    assert found.exit_code == 1 and "RL0304" in found.output and "<command line>" in found.output
+    assert "RL0313" in rlc("check", "p.rlf", "--on", "actor.train dp=4").output
+    assert rlc("check", "p.rlf", "--on", "actor.generate on on").exit_code == 1
+
+
+def test_rules_of_the_command_line_are_stronger_than_the_placement_file(work: Path) -> None:
+    (work / "wrong").write_text("place actor.generate on mesh(0:4) dp=3\n")
+    assert rlc("check", "p.rlf", "--place", "wrong").exit_code == 1
+    assert rlc("check", "p.rlf", "--place", "wrong", "--on", "actor.generate on mesh(0:4) dp=4").exit_code == 0
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["compile", "p.rlf", "--emit", "graph", "-o", "x.plan"], "leave -o out"),
+    (["check", "p.rlf", "--set", "steps=1", "--set", "steps=2"], "steps is given twice"),
+    (["new", "-o", "x.rlf"], "NAME is missing"), (["new", "--force"], "NAME is missing"),
+    (["new", "grpo", "-o", "-", "--force"], "writes none"),
+    (["run", "a.plan", "--on", "actor.train dp=1"], "a plan is fixed"),
+    (["sim", "a.plan", "--cluster", "h100x8", "--set", "a=1"], "a plan is fixed"),
+    (["profile", "a.plan", "--place", "x"], "a plan is fixed"),
+])
+def test_what_would_be_ignored_is_refused(work: Path, arguments: list[str], said: str) -> None:
+    assert said in usage(*arguments)
+    assert not (work / "x.plan").exists() and not (work / "x.rlf").exists()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of ranks that were started, instead of starting them."""
+    found: list[int] = []
+    launch: Callable[..., int] = lambda plan, world, *_: found.append(world) or 0  # noqa: E731
+    monkeypatch.setattr(running, "_launch", launch)
+    return found
+
+
+def test_a_plan_that_cannot_run_starts_nothing(work: Path, launched: list[int]) -> None:
+    plan = grpo()
+    loop = next(i for i in plan.body if isinstance(i, Loop))
+    broken = replace(plan, body=tuple(replace(i, body=i.body[::-1]) if i is loop else i for i in plan.body))
+    (work / "b.plan").write_bytes(encode(broken))
+    found = rlc("run", "b.plan")
+    assert found.exit_code == 1 and "RL05" in found.output and launched == []
+    assert rlc("run", "a.plan").exit_code == 0 and launched == [plan.header.world]
+
+
+@pytest.mark.parametrize("cores, said", [(1, True), (2, True), (4, False), (64, False)])
+def test_more_ranks_than_cores_are_told(launched: list[int], monkeypatch: pytest.MonkeyPatch, cores: int,
+                                        said: bool) -> None:
+    monkeypatch.setattr(running.os, "cpu_count", lambda: cores)
+    found = rlc("run", "a.plan")
+    world = api.read_plan("a.plan").header.world
+    assert world == 4 and found.exit_code == 0 and launched == [4]
+    assert (f"4 ranks share the {cores} core" in found.stderr) == said

@@ -1,0 +1,64 @@
+"""The two parts of a trained model come back beside each other: no wait between them, and both are there when used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rldsl.plan.events import Onload
+from rldsl.runtime import calls
+from rldsl.runtime.state import State
+from rldsl.runtime.store import Pending
+
+
+class Shard:
+    def __init__(self, seen: list[str]):
+        self.seen = seen
+
+    def onload(self, what: str) -> Any:
+        self.seen.append(f"issue {what}")
+        return lambda: self.seen.append(f"wait {what}")
+
+
+class Rank:
+    """As much of a State as the event needs."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.shards = {("actor", "home"): Shard(self.seen)}
+        self.arriving: dict[tuple[str, str], Pending] = {}
+
+    def settled(self, model: str, layout: str) -> Any:
+        return State.settled(self, model, layout)  # type: ignore[arg-type]
+
+    def onload(self, what: Any) -> None:
+        calls.onload(self, Onload(id=1, mesh="m", model="actor", layout="home", what=what))  # type: ignore[arg-type]
+
+
+def test_nothing_waits_between_them() -> None:
+    rank = Rank()
+    rank.onload("parameters")
+    rank.onload("optimizer")
+    assert rank.seen == ["issue parameters", "issue optimizer"]
+    rank.settled("actor", "home")
+    assert rank.seen[2:] == ["wait parameters", "wait optimizer"] and not rank.arriving
+
+
+@pytest.mark.parametrize("what", ["parameters", "optimizer"])
+def test_one_alone(what: str) -> None:
+    rank = Rank()
+    rank.onload(what)
+    rank.settled("actor", "home")
+    rank.settled("actor", "home")
+    assert rank.seen == [f"issue {what}", f"wait {what}"]
+
+
+@pytest.mark.parametrize("what, order", [("parameters", ["came", "issue parameters", "wait parameters"]),
+                                         ("optimizer", ["issue optimizer", "came", "wait optimizer"])])
+def test_what_still_comes_into_the_parameters(what: str, order: list[str]) -> None:
+    rank = Rank()
+    rank.arriving["actor", "home"] = Pending(lambda: rank.seen.append("came"))
+    rank.onload(what)
+    rank.settled("actor", "home")
+    assert rank.seen == order

@@ -1,0 +1,164 @@
+"""Schedules of pipelines, all ranks at once: passes, waiting, memory and idle time as in the papers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from rldsl.plan import schedule
+from rldsl.plan.schedule import Exchange, Message, Pass, actions, in_flight, passes, waiting
+
+SHAPES = [(1, 1, 1), (1, 1, 5), *product((2, 3, 4, 7), (1, 2, 3), (1, 2, 3, 4, 7, 8, 9, 13))]
+
+
+@pytest.mark.parametrize("pp, chunks, count", SHAPES)
+def test_every_pass_once_and_backward_after_forward(pp: int, chunks: int, count: int) -> None:
+    for rank in range(pp):
+        order = passes(pp, chunks, count, rank)
+        assert Counter(order) == Counter(Pass(*p) for p in product((False, True), range(chunks), range(count)))
+        assert all(order.index(p._replace(backward=False)) < order.index(p) for p in order if p.backward)
+        assert tuple(a for a in actions(pp, chunks, count)[rank] if isinstance(a, Pass)) == order
+
+
+def rendezvous(lists: list[list]) -> int:
+    """Run the lists of all ranks, where an exchange ends only when everybody named is at theirs of the same messages. The
+    moments it takes; -1 when nobody can go on. A message may pass while others of the same exchange wait."""
+    at, moments = [0] * len(lists), 0
+    open_: list[set[tuple[int, Message]]] = [set() for _ in lists]  # (who is to have it, message as this rank names it)
+
+    def posted(rank: int) -> set[tuple[int, Message]]:
+        now = lists[rank][at[rank]]
+        return {(m.peer, m) for m in now.sends} | {(rank, m) for m in now.takes}
+
+    for rank, own in enumerate(lists):
+        open_[rank] = posted(rank) if own and isinstance(own[0], Exchange) else set()
+    while any(i < len(own) for i, own in zip(at, lists)):
+        moved = False
+        for rank, mine in enumerate(open_):
+            for to, m in list(mine):
+                other = (to, Message(m.wanted, rank))
+                if other in open_[m.peer]:
+                    mine.discard((to, m))
+                    open_[m.peer].discard(other)
+        for rank, own in enumerate(lists):
+            if at[rank] < len(own) and not open_[rank]:
+                at[rank] += 1
+                moved = True
+                if at[rank] < len(own) and isinstance(own[at[rank]], Exchange):
+                    open_[rank] = posted(rank)
+        moments += 1
+        if not moved:
+            return -1
+    return moments
+
+
+@pytest.mark.parametrize("pp, chunks, count", SHAPES)
+def test_nobody_waits_for_ever(pp: int, chunks: int, count: int) -> None:
+    """Even if each exchange ends before the next action begins; and what a pass needs has come by then."""
+    lists = [list(own) for own in actions(pp, chunks, count)]
+    assert rendezvous(lists) > 0
+    for rank, own in enumerate(lists):
+        here: set[Pass] = set()
+        made: Pass | None = None
+        for action in own:
+            if isinstance(action, Exchange):
+                assert len(action.sends) <= 1 and made is not None or not action.sends
+                for m in action.sends:
+                    assert made is not None and schedule.following(pp, chunks, rank, made) == (m.peer, m.wanted)
+                here |= {m.wanted for m in action.takes}
+                made = None
+                continue
+            made, stage = action, action.chunk * pp + rank
+            alone = stage == pp * chunks - 1 if action.backward else stage == 0
+            assert alone or pp == 1 or action in here
+            here.discard(action)
+        assert not here
+
+
+def span(pp: int, chunks: int, count: int, ahead: int, back: int) -> int:
+    """Time until all are done, with messages that take none; of passes that are as long as these."""
+    lists = [list(passes(pp, chunks, count, rank)) for rank in range(pp)]
+    done: dict[tuple[int, bool, int], int] = {}
+    clock, last = [0] * pp, pp * chunks - 1
+    while any(lists):
+        left = sum(map(len, lists))
+        for rank, own in enumerate(lists):
+            while own:
+                back_, chunk, micro = own[0]
+                stage = chunk * pp + rank
+                needs = (stage, False, micro) if back_ and stage == last else (stage + (1 if back_ else -1), back_, micro)
+                if (back_ or stage) and needs not in done:
+                    break
+                clock[rank] = max(clock[rank], done.get(needs, 0)) + (back if back_ else ahead)
+                done[stage, back_, micro] = clock[rank]
+                own.pop(0)
+        assert sum(map(len, lists)) < left
+    return max(clock)
+
+
+@pytest.mark.parametrize("pp, chunks, count", [s for s in SHAPES if s[2] >= s[0]])
+@pytest.mark.parametrize("ahead, back", [(1, 1), (1, 2), (2, 3)])
+def test_idle_time_is_that_of_the_paper(pp: int, chunks: int, count: int, ahead: int, back: int) -> None:
+    """(pp - 1) passes of a chunk each way, for any number of micro-batches from pp on: 1/chunks of 1F1B's."""
+    assert span(pp, chunks, count, ahead, back) == (count * chunks + pp - 1) * (ahead + back)
+
+
+@pytest.mark.parametrize("pp, chunks, count", SHAPES)
+def test_memory_is_that_of_the_paper(pp: int, chunks: int, count: int) -> None:
+    """1F1B keeps as many micro-batches as there are stages from here on; interleaved, (chunks - 1) groups and twice the
+    distance from the end, in passes of one chunk: 1 + (pp - 1) / (pp * chunks) times as much on the first rank."""
+    group = -(-count // max(1, count // pp))
+    for rank in range(pp):
+        apart = pp - 1 - rank
+        most = apart + 1 if chunks == 1 else (chunks - 1) * group + 2 * apart + 1
+        assert in_flight(passes(pp, chunks, count, rank), [1] * chunks) == min(most, chunks * count)
+    if chunks > 1 and count % pp == 0 and count > pp:
+        assert in_flight(passes(pp, chunks, count, 0), [1] * chunks) / chunks == pytest.approx(
+            pp * (1 + (pp - 1) / (pp * chunks)))
+
+
+@pytest.mark.parametrize("pp, chunks, most",
+                         [(2, 1, 1), (3, 1, 2), (8, 1, 2), (2, 2, 3), (4, 2, 4), (8, 2, 5), (8, 4, 5)])
+def test_few_messages_wait_however_many_micro_batches(pp: int, chunks: int, most: int) -> None:
+    for count in (pp, 2 * pp, 4 * pp, 6 * pp):
+        assert max(map(waiting, actions(pp, chunks, count))) <= most
+
+
+def test_kept_when_the_pass_of_one_chunk_begins() -> None:
+    order = passes(2, 2, 4, 0)
+    assert in_flight(order, [10, 1], 1) >= in_flight(order, [10, 0], 0)
+    assert in_flight(order, [10, 0]) == 40 and in_flight((), [1]) == 0
+
+
+# ------------------------------------------------------------------------------------------- what would go wrong
+
+
+def test_a_schedule_that_waits_for_itself_is_found() -> None:
+    wrong = [list(passes(2, 2, 4, rank)) for rank in range(2)]
+    wrong[1] = wrong[1][:2] + list(passes(2, 2, 4, 1))[2:][::-1]
+    with pytest.raises(AssertionError, match="waits for itself"):
+        list(schedule._moments(wrong, 2))
+
+
+@pytest.mark.parametrize("pp, chunks, rank", [(1, 2, 0), (2, 0, 0), (2, 1, 2), (2, 1, -1)])
+def test_what_is_no_schedule_is_refused(pp: int, chunks: int, rank: int) -> None:
+    with pytest.raises(AssertionError):
+        passes(pp, chunks, 4, rank)
+
+
+def test_lists_in_two_orders_stop_for_ever() -> None:
+    """The check itself sees a circle: two ranks that send first and take later."""
+    a, b = Pass(False, 0, 0), Pass(True, 0, 0)
+    first = [Exchange((Message(a, 1),), ()), Exchange((), (Message(b, 1),))]
+    second = [Exchange((Message(b, 0),), ()), Exchange((), (Message(a, 0),))]
+    assert rendezvous([first, second]) == -1
+    assert rendezvous([first, second[::-1]]) > 0
+
+
+def test_a_message_that_nobody_takes_stops_for_ever() -> None:
+    lists = [list(own) for own in actions(2, 2, 4)]
+    at = next(i for i, a in enumerate(lists[1]) if isinstance(a, Exchange) and a.takes)
+    del lists[1][at]
+    assert rendezvous(lists) == -1

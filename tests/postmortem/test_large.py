@@ -1,0 +1,64 @@
+"""A post-mortem is made in the moment in which a large run fails: it must not grow with ranks times ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from rldsl.plan.dumps import Stand
+from rldsl.plan.model import Layout, Mesh, Plan
+from rldsl.plan.order import Order
+from rldsl.plan.postmortem import Findings, Trace, analyse
+from rldsl.plan.postmortem_text import notes, report
+from tests.postmortem.hand import FETCH, GENERATE, LENGTHS, PLAN, SCORE, TRAIN, TRANSFER, at
+
+WORLD = 4096
+
+
+def large(world: int = WORLD) -> Plan:
+    """The plan of `hand.py` for as many ranks: the left half generates and trains, the right half scores."""
+    half = world // 2
+    meshes = (Mesh("all", ((0, world),)), Mesh("left", ((0, half),)), Mesh("right", ((half, world),)))
+    layouts = (Layout("L0", "left", dp=half // 2, pp=2), Layout("L1", "right", dp=half // 4, tp=4),
+               Layout("L2", "all", dp=world // 8, tp=8))
+    return replace(PLAN, header=replace(PLAN.header, world=world), meshes=meshes, layouts=layouts)
+
+
+def waits(stand: Stand) -> Trace:
+    return Trace(0, stand, dump=True, begun=(at(LENGTHS, 1).at, at(TRANSFER, 1).at))  # type: ignore[arg-type]
+
+
+CASES = {
+    "in one generate": lambda r: Trace(r, at(GENERATE, 1), dump=True),
+    "in one train": lambda r: Trace(r, at(TRAIN, 1), dump=True),
+    "a third behind": lambda r: Trace(r, at(LENGTHS, 1) if r % 3 else at(GENERATE, 1), dump=True),
+    "in one transfer": lambda r: Trace(r, at(TRANSFER, 1), dump=True),
+    "one behind, all wait for what it sends": lambda r: replace(
+        waits(at(FETCH, 1) if not r else at(TRAIN if r < WORLD // 2 else SCORE, 1, phase="waits",
+                                            awaits=at(TRANSFER, 1).at)), rank=r),
+    "none left a dump": lambda r: Trace(r, at(TRAIN, 1), silent=3.0, process="gone" if r == 7 else "running"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_thousands_of_ranks_take_seconds(case: str) -> None:
+    plan, found = large(), [CASES[case](r) for r in range(WORLD)]
+    start = time.process_time()
+    findings: Findings = analyse(plan, found)
+    assert notes(plan, findings) and report(plan, findings)
+    assert time.process_time() - start < 10  # of 512 ranks in one generate it was 4 s once, and cubic
+    named = sum(len(w.on) + len(w.ranks) for w in findings.waits)
+    assert named < 8 * WORLD, "what is said is not of ranks times ranks"
+
+
+def test_partners_are_the_dp_shard_of_any_layout() -> None:
+    """By the rank's place in its mesh, which need not begin at 0 nor be in ascending order."""
+    mesh = Mesh("left", ((6, 8), (0, 2), (3, 5), (9, 11)))
+    plan = replace(PLAN, meshes=(PLAN.meshes[0], mesh, PLAN.meshes[2]),
+                   layouts=(Layout("L0", "left", dp=2, tp=2, pp=2), *PLAN.layouts[1:]))
+    order = Order(plan)
+    event = order.events[GENERATE]
+    assert order.partners(event, 6) == (3, 4, 7) and order.partners(event, 0) == (1, 9, 10)
+    assert order.partners(event, 5) == ()

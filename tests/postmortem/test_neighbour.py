@@ -1,0 +1,144 @@
+"""A rank looks after the next one: a death that breaks no connection, and of which nobody is told, ends the run too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rldsl.plan.dumps import Sign, Stand
+from rldsl.plan.events import Free
+from rldsl.runtime import signs as module
+from rldsl.runtime.ring import Ring
+from rldsl.runtime.signs import Neighbour
+from tests.postmortem.runs import _store
+from tests.world import context
+
+
+def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
+    """Its main thread is in a collective that never returns and does not notice that anybody is gone, as with NCCL."""
+    import torch.distributed as dist
+
+    from rldsl.runtime import failure
+
+    said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(said, 2)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    watch = failure.Watch(dist.TCPStore("localhost", port, is_master=False), rank, 3, b"", 600.0, late=True)
+    watch.waits = waits
+    watch.ring.begins(Free(id=7, mesh="m", buffers=(), at="p.rlf:1:1"))
+    Path(f"{folder}/{rank}").touch()
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_death_that_breaks_no_connection(tmp_path: Path, told: bool) -> None:
+    """told: torchrun sends SIGTERM, which in a run with checkpoints asks for the end of the step."""
+    ours, theirs = context().Pipe()
+    store = context().Process(target=_store, daemon=True, args=(theirs,))
+    store.start()
+    port = ours.recv()
+    ranks = [context().Process(target=_rank, daemon=True, args=(r, port, str(tmp_path), True)) for r in range(3)]
+    try:
+        for rank in ranks:
+            rank.start()
+        end = time.monotonic() + 60
+        while not all((tmp_path / str(r)).exists() for r in range(3)) and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(1.5)  # a sign of life of each
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        if told:
+            os.kill(ranks[0].pid, signal.SIGTERM)
+            os.kill(ranks[2].pid, signal.SIGTERM)
+        for rank in (ranks[0], ranks[2]):
+            rank.join(30)
+        text = (tmp_path / "said").read_text()
+        assert [ranks[0].exitcode, ranks[2].exitcode] == [1, 1], text
+        assert text.count("error[") == 1 and "RL0709" in text and "rank 1 " in text, text
+    finally:
+        for process in (*ranks, store):
+            process.kill()
+
+
+class Signs:
+    """Of rank 0 in a world; `at` is the sign of the next one."""
+
+    rank, machine = 0, "here"
+
+    def __init__(self, world: int = 2, at: Sign | None = None):
+        self.world, self.at = world, at
+
+    def of(self, rank: int) -> Sign | None:
+        assert rank == 1
+        return self.at
+
+
+NEAR, FAR = 2.5, 60.0
+DEAD = 1 << 22  # above the largest number that a process can have
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    return now
+
+
+def looks(clock: list[float], signs: Any, still: float = 1e9, seconds: int = 200, beats: bool = False) -> int | None:
+    """The second in which the neighbour counts as gone."""
+    found = Neighbour(signs)
+    for second in range(seconds):
+        clock[0] = float(second)
+        if beats:
+            signs.at = replace(signs.at, beat=second)
+        if found.gone(NEAR, FAR, min(still, float(second))):
+            return second
+    return None
+
+
+def sign(machine: str, pid: int) -> Sign:
+    return Sign(1, machine, pid, 0.0, Stand())
+
+
+def test_a_process_of_this_machine(clock: list[float]) -> None:
+    assert looks(clock, Signs(at=sign("here", DEAD))) == 6
+
+
+def test_a_rank_of_another_machine(clock: list[float]) -> None:
+    second = looks(clock, Signs(at=sign("there", DEAD)))
+    assert second is not None and FAR <= second <= FAR + 3 * NEAR
+
+
+@pytest.mark.parametrize("case", ["process is there", "no sign", "it beats", "far and it beats", "alone",
+                                  "this rank goes on"])
+def test_who_is_not_gone(clock: list[float], case: str) -> None:
+    if case == "process is there":  # in a long call that holds Python's lock
+        assert looks(clock, Signs(at=sign("here", os.getpid()))) is None
+    elif case == "no sign":  # it has not begun
+        assert looks(clock, Signs()) is None
+    elif case == "it beats":
+        assert looks(clock, Signs(at=sign("here", DEAD)), beats=True) is None
+    elif case == "far and it beats":
+        assert looks(clock, Signs(at=sign("there", DEAD)), beats=True) is None
+    elif case == "alone":
+        assert looks(clock, Signs(world=1, at=sign("here", DEAD))) is None
+    else:  # silent in a long call, and nobody has waited for it for so long
+        assert looks(clock, Signs(at=sign("there", DEAD)), still=10.0) is None
+
+
+def test_a_rank_walks_between_its_first_event_and_its_end() -> None:
+    ring = Ring()
+    assert not ring.walks
+    ring.begins(Free(id=0, mesh="m", buffers=()))
+    assert ring.walks
+    ring.ends()
+    assert ring.walks
+    ring.over()
+    assert not ring.walks

@@ -1,0 +1,144 @@
+"""Loops and `every`s inside a step: how often what happens, and a loop of a million turns in no time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from math import lcm
+from time import process_time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rldsl.plan.events import Every, Item, Loop, Realloc
+from rldsl.plan.model import Plan
+from rldsl.plan.project import events, times
+from rldsl.simulate import Lengths, simulate
+from rldsl.simulate.engine import Again, Begin, Mark, Played, Run, play
+from rldsl.simulate.summary import text
+from rldsl.simulate.turns import Kind, kinds
+from tests.simulate import plans
+from tests.simulate.plans import ROUND
+
+known = cache(plans.plan)
+
+
+def with_first(wrap) -> tuple[Plan, Realloc]:
+    """The plan with its first reallocation inside something else, and that event."""
+    plan = known("real")
+    steps = plan.body[-1]
+    assert isinstance(steps, Loop)
+    first = next(e for e in steps.body if isinstance(e, Realloc))
+    body = tuple(wrap(e) if e is first else e for e in steps.body)
+    return replace(plan, body=(*plan.body[:-1], replace(steps, body=body))), first
+
+
+# -------------------------------------------------------------------------------------------------- turns
+
+PERIODS = st.recursive(st.just(()), lambda inner: st.lists(st.builds(Every, st.integers(1, 6), inner), max_size=3).map(
+    tuple), max_leaves=6)
+
+
+def runs(body: tuple[Item, ...], turn: int, path: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
+    """The paths of the `every`s that run in a turn, one by one as the language says it."""
+    return tuple(p for i, e in enumerate(body) if isinstance(e, Every) and turn % e.period == 0
+                 for p in ((*path, i), *runs(e.body, turn, (*path, i))))
+
+
+def runs_in(body: tuple[Item, ...], kind: Kind, around: int = 1, path: tuple[int, ...] = ()) -> tuple:
+    return tuple(p for i, e in enumerate(body) if isinstance(e, Every)
+                 and (e.period == 1 or kind.runs(lcm(around, e.period)))
+                 for p in ((*path, i), *runs_in(e.body, kind, lcm(around, e.period), (*path, i))))
+
+
+@given(PERIODS, st.integers(1, 40))
+def test_kinds_of_turns_are_all_turns(body: tuple[Item, ...], trips: int) -> None:
+    one_by_one = Counter(runs(body, turn) for turn in range(1, trips + 1))
+    assert one_by_one == sum((Counter({runs_in(body, k): k.played + k.left}) for k in kinds(Loop("r", trips, body))),
+                             Counter())
+
+
+def test_many_periods_are_no_burden() -> None:
+    start = process_time()
+    found = kinds(Loop("r", 10**8, tuple(Every(p, ()) for p in range(2, 24))))
+    assert sum(k.played + k.left for k in found) == 10**8 and process_time() - start < 5
+
+
+# ------------------------------------------------------------------------------------------------- engine
+
+
+def played(programs) -> Played:
+    return play(programs, [0] * len(programs))
+
+
+def test_the_rest_of_a_loop_lasts_as_long_as_its_last_turn() -> None:
+    begin = Begin(7, 0, 0)
+    found = played([[Mark(1), begin, Run(2.0), Run(1.0, 0.5), Again(1, 9, {7: 1}), Begin(-1, 0, 0), Run(1.0)]])
+    assert found.ends == [31.0]
+    assert [(m.event, m.turn, at) for m, at in found.begins[0]] == [(7, 0, 0.0), (7, 1, 3.0), (-1, 0, 30.0)]
+    assert [(p.start, p.stop, p.busy) for p in found.pieces[0]] == [
+        (0, 2, 2), (2, 3, 0.5), (3, 21, 18), (21, 30, 4.5), (30, 31, 1)]
+
+
+def test_loops_in_loops() -> None:
+    inner = [Mark(2), Begin(1, 0, 0), Run(1.0), Again(2, 4, {1: 1})]
+    assert played([[Mark(1), *inner, Run(5.0), Again(1, 99, {1: 5})]]).ends == [1000.0]
+
+
+@pytest.mark.parametrize("acts", [[Mark(1), Again(1, 10**9, {})], [Mark(1), Run(0.0), Again(1, 5, {})]])
+def test_a_turn_that_takes_no_time(acts: list) -> None:
+    assert played([acts]).ends == [0.0]
+
+
+# -------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("trips, inside", [(2, 1), (9, 1), (20, 3), (12, 2)])
+def test_a_loop_takes_what_its_turns_take(trips: int, inside: int) -> None:
+    """As many reallocations as the plan says, and as long as if each were written down."""
+    plan, first = with_first(lambda e: Loop("r", trips, (Every(inside, (e,)) if inside > 1 else e,)))
+    count = {e.id: times(path) for e, path in events(plan)}[first.id] // plan.header.steps
+    assert count == trips // inside
+    written, found = simulate(with_first(lambda e: Loop("r", 1, (e,) * count))[0], ROUND), simulate(plan, ROUND)
+    assert found.seconds == pytest.approx(written.seconds, rel=0.01)
+    assert found.event_seconds()[first.id] == pytest.approx(written.event_seconds()[first.id], rel=0.05)
+
+
+def test_an_every_in_a_repeat_counts_its_turns() -> None:
+    """It is part of each step, and no occasion of some."""
+    plan, _ = with_first(lambda e: Loop("r", 4, (Every(2, (e,)),)))
+    found, twice = simulate(plan, ROUND), simulate(with_first(lambda e: Loop("r", 2, (e,)))[0], ROUND)
+    assert found.seconds == pytest.approx(twice.seconds, rel=0.02)
+    assert [o.period for o in found.occasions] == [2]  # the save alone
+
+
+def test_an_every_that_never_comes_takes_no_time() -> None:
+    plan, first = with_first(lambda e: Loop("r", 3, (Every(4, (e,)),)))
+    assert first.id not in simulate(plan, ROUND).event_seconds()
+
+
+def test_ten_million_turns() -> None:
+    start = process_time()
+    few, many = (simulate(with_first(lambda e: Loop("r", n, (e, Every(3, ()))))[0], ROUND) for n in (100, 10**7))
+    assert process_time() - start < 20
+    rest = simulate(known("real"), ROUND).seconds
+    assert (many.seconds - rest) / (few.seconds - rest) == pytest.approx(10**5, rel=0.05)
+    assert sum(h.stop - h.start for h in many.critical) == pytest.approx(many.seconds)
+    for c in range(len(many.classes)):
+        mine = [s for s in many.spans if s.rank_class == c]
+        assert all(a.stop == pytest.approx(b.start) for a, b in zip(mine, mine[1:]))
+        assert all(s.busy <= (s.stop - s.start) * (1 + 1e-9) + 1e-9 for s in mine)
+
+
+def test_an_every_in_an_every_comes_when_both_do() -> None:
+    plan, first = with_first(lambda e: Every(2, (Every(3, (e,)),)))
+    found = [o for o in simulate(plan, ROUND).occasions if first.id in o.events]
+    assert [o.period for o in found] == [6] and found[0].seconds > 0
+
+
+def test_what_comes_now_and_then_has_a_name() -> None:
+    plan, first = with_first(lambda e: Every(5, (e,)))
+    (line,) = [x for x in text(plan, simulate(plan, ROUND), ROUND, Lengths(), "x").splitlines() if "every 5" in x]
+    assert f"realloc {first.model}" in line and "()" not in line
