@@ -126,9 +126,9 @@ def test_plain_lines_are_as_ever() -> None:
     assert stream.getvalue() == "step    4/1000  reward 0.75  actor/loss -0.5  tokens/s 1234\n"
 
 
-def on_terminal(place: Path, *options: str, out: str = "out") -> tuple[int, str]:
+def on_terminal(place: Path, *options: str, out: str = "out", steps: int = 3) -> tuple[int, str]:
     """Exit status and what a terminal gets of a run of one rank."""
-    (place / "p.plan").write_bytes(plan(place))
+    (place / "p.plan").write_bytes(plan(place, steps=steps))
     ours, theirs = pty.openpty()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NO_COLOR", raising=False)
@@ -146,10 +146,10 @@ def on_terminal(place: Path, *options: str, out: str = "out") -> tuple[int, str]
 
 
 def test_a_run_on_a_terminal(place: Path) -> None:
-    code, shown = on_terminal(place)
+    code, shown = on_terminal(place, steps=60)  # longer than a few pictures take
     assert code == 0, shown
     last = re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", shown[shown.rindex("\033[1A"):])
-    assert "step 3/3" in last and "reward" in last and "generate" in last and "ETA 0:00" in last and "steps in" in last
+    assert "step 60/60" in last and "reward" in last and "generate" in last and "ETA 0:00" in last and "steps in" in last
     assert "now:" not in last and shown.rindex("\033[?25h") > shown.rindex("\033[?25l")
     log = (place / "out/log/rank-0.log").read_text()
     assert "steps in" in log and "\033" not in log and "ETA" not in log

@@ -37,10 +37,14 @@ class Part(NamedTuple):
     stop: int
 
 
-def rank_lanes(p: Paths, rank: int) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]:
-    """(sends, receives), sorted."""
+Known = dict[tuple[int, bool, Cell], tuple[Part, ...]]  # kind, whether its trees pass anything on, cell
+
+
+def rank_lanes(p: Paths, rank: int, known: Known | None = None) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]:
+    """(sends, receives), sorted. known: kept from rank to rank of the same paths by who asks for many."""
     node, device = divmod(rank, p.devices)
-    sends, receives = list(_supplied(p, rank)), []
+    known = {} if known is None else known
+    sends, receives = list(_supplied(p, rank, known)), []
     for q, kind in enumerate(p.kinds):
         at = bisect_right(kind.nodes, node) - 1
         if at >= 0 and kind.nodes[at] == node:
@@ -50,7 +54,7 @@ def rank_lanes(p: Paths, rank: int) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]
                 elif hop.dst == device:
                     receives.append(Lane(hop.step, node * p.devices + hop.src, hop.line, hop.start, hop.stop))
             sends += _passed_on(p, kind, at, device)
-            receives += _entering(p, q, at, device)
+            receives += _entering(p, q, at, device, known)
     return tuple(sorted(sends)), tuple(sorted(receives))
 
 
@@ -90,7 +94,7 @@ def _passed_on(p: Paths, kind: Kind, at: int, device: int) -> Iterator[Lane]:
                 yield Lane(step, peer, i, start, stop)
 
 
-def _entering(p: Paths, q: int, at: int, device: int) -> Iterator[Lane]:
+def _entering(p: Paths, q: int, at: int, device: int, known: Known) -> Iterator[Lane]:
     """What comes to the device over the network."""
     kind = p.kinds[q]
     i, first, count = place(kind, at)
@@ -101,7 +105,7 @@ def _entering(p: Paths, q: int, at: int, device: int) -> Iterator[Lane]:
             for line, start, stop in _own(kind, device, tree, True):
                 yield Lane(step, peer, line, start, stop)
         else:
-            yield from _from_sources(p, q, i, tree, device)
+            yield from _from_sources(p, q, i, tree, device, known)
 
 
 def _own(kind: Kind, device: int, tree: int, trees: bool) -> Iterator[tuple[int, int, int]]:
@@ -117,12 +121,19 @@ def _own(kind: Kind, device: int, tree: int, trees: bool) -> Iterator[tuple[int,
 # ---------------------------------------------------------------------------------------------------- sources
 
 
-def parts(p: Paths, q: int, i: int, cell: Cell) -> tuple[Part, ...]:
+def parts(p: Paths, q: int, i: int, cell: Cell, known: Known) -> tuple[Part, ...]:
     """What `cell` sends to tree number `i` of a kind, in the order of its line: device after device, so that each
-    hears from few."""
+    hears from few. The same for all trees of several nodes, and for all of one."""
+    start, stop = p.kinds[q].tree(i)
+    key = (q, stop - start > 1, cell)
+    if key not in known:
+        known[key] = _parts(p, *key)
+    return known[key]
+
+
+def _parts(p: Paths, q: int, several: bool, cell: Cell) -> tuple[Part, ...]:
     kind, found, at = p.kinds[q], [], 0
-    start, stop = kind.tree(i)
-    trees = TREES[: 2 if stop - start > 1 else 1]
+    trees = TREES[: 2 if several else 1]
     cuts: list[tuple[int, int, int, int, int]] = []
     for line, entering in kind.entering.items():
         for who, low, high in p.shares[line]:
@@ -138,7 +149,7 @@ def parts(p: Paths, q: int, i: int, cell: Cell) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _supplied(p: Paths, rank: int) -> Iterator[Lane]:
+def _supplied(p: Paths, rank: int, known: Known) -> Iterator[Lane]:
     """What the rank sends as a holder."""
     cell = p.src.cell(rank)
     source = p.sources.get(cell) if cell is not None else None
@@ -148,14 +159,11 @@ def _supplied(p: Paths, rank: int) -> Iterator[Lane]:
     if window is None:
         return
     low, high = (source.size * x // source.senders for x in (window, window + 1))
-    known: dict[tuple[int, bool], tuple[Part, ...]] = {}
     for q, copies, amount, at in source.supplies:
         for i in range(max(low - at, 0) // amount, min(copies, -(-max(high - at, 0) // amount))):
             kind = p.kinds[q]
             first, past = kind.tree(i)
-            if (q, past - first > 1) not in known:
-                known[q, past - first > 1] = parts(p, q, i, cell)
-            for part in known[q, past - first > 1]:
+            for part in parts(p, q, i, cell, known):
                 begin = at + i * amount + part.at
                 start, stop = max(low, begin), min(high, begin + part.stop - part.start)
                 if start < stop:
@@ -164,13 +172,13 @@ def _supplied(p: Paths, rank: int) -> Iterator[Lane]:
                                part.start + stop - begin)
 
 
-def _from_sources(p: Paths, q: int, i: int, tree: int, device: int) -> Iterator[Lane]:
+def _from_sources(p: Paths, q: int, i: int, tree: int, device: int, known: Known) -> Iterator[Lane]:
     """What the first node of tree number `i` of a kind gets from the holders."""
     cells = {p.lines[line].have[share.who] for line in p.kinds[q].entering for share in p.shares[line]}
     for cell in sorted(cells):
         source = p.sources[cell]
         supply = next(s for s in source.supplies if s.kind == q)
-        for part in parts(p, q, i, cell):
+        for part in parts(p, q, i, cell, known):
             if (part.tree, part.device) != (tree, device):
                 continue
             start = begin = supply.start + i * supply.amount + part.at

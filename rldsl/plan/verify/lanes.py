@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from rldsl.plan.batches import MESSAGES
 from rldsl.plan.boxes import Cell
 from rldsl.plan.model import Layout, Mesh
-from rldsl.plan.realloc.lanes import Lane, place, rank_lanes
+from rldsl.plan.realloc.lanes import Known, Lane, place, rank_lanes
 from rldsl.plan.realloc.lines import Line
 from rldsl.plan.realloc.records import Kind, Paths
 from rldsl.plan.realloc.trees import TREES, children, depth
@@ -53,9 +53,9 @@ class Ends:
     arriving: Mapping[int, Sequence[Lane]]
 
     @staticmethod
-    def of(p: Paths, rank: int) -> "Ends":
+    def of(p: Paths, rank: int, parts: Known) -> "Ends":
         sends, receives, arriving = defaultdict(list), defaultdict(list), defaultdict(list)
-        out, into = rank_lanes(p, rank)
+        out, into = rank_lanes(p, rank, parts)
         for lane in out:
             sends[lane.peer].append(lane)
         for lane in into:
@@ -75,16 +75,24 @@ def faults(p: Paths, src: Side, dst: Side) -> Iterator[Fault]:
     if found := [*_kinds(p, src, dst)]:
         yield from found  # otherwise the lanes of a rank may not even be defined
         return
-    known: dict[int, Ends] = {}
+    known = _Ends(p)
     for rank in chosen(p, src, dst):
-        yield from _received(p, rank, src.cells.get(rank), dst.cells.get(rank), _ends(p, rank, known))
+        yield from _received(p, rank, src.cells.get(rank), dst.cells.get(rank), known.of(rank))
         yield from _matched(p, rank, src.cells.get(rank), known)
 
 
-def _ends(p: Paths, rank: int, known: dict[int, Ends]) -> Ends:
-    if rank not in known:
-        known[rank] = Ends.of(p, rank)
-    return known[rank]
+class _Ends:
+    """Those of the ranks that were asked for."""
+
+    def __init__(self, p: Paths):
+        self.p = p
+        self.known: dict[int, Ends] = {}
+        self.parts: Known = {}
+
+    def of(self, rank: int) -> Ends:
+        if rank not in self.known:
+            self.known[rank] = Ends.of(self.p, rank, self.parts)
+        return self.known[rank]
 
 
 def _received(p: Paths, rank: int, held: Cell | None, cell: Cell | None, mine: Ends) -> Iterator[Fault]:
@@ -95,10 +103,10 @@ def _received(p: Paths, rank: int, held: Cell | None, cell: Cell | None, mine: E
             yield "RL0527", f"rank {rank} does not get line {i} ({what}) exactly once", (rank,)
 
 
-def _matched(p: Paths, rank: int, held: Cell | None, known: dict[int, Ends]) -> Iterator[Fault]:
-    mine = _ends(p, rank, known)
+def _matched(p: Paths, rank: int, held: Cell | None, known: _Ends) -> Iterator[Fault]:
+    mine = known.of(rank)
     for peer in sorted({*mine.sends, *mine.receives}):
-        other = _ends(p, peer, known)
+        other = known.of(peer)
         for a, b, sent, expected in ((rank, peer, mine.sends.get(peer, ()), other.receives.get(rank, ())),
                                      (peer, rank, other.sends.get(rank, ()), mine.receives.get(peer, ()))):
             if [x._replace(peer=0) for x in sent] != [x._replace(peer=0) for x in expected]:
