@@ -54,7 +54,7 @@ def _stop(failure: Failure, say: bool) -> NoReturn:
 
 def _arguments(program: Program | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=None if program else "rldsl.run", description=__doc__)
-    parser.add_argument("plan", **({"nargs": "?", "default": program.file} if program else {}))
+    parser.add_argument("plan", nargs="?", default=program.file if program else None)
     parser.add_argument("--out", help="directory for metrics, checkpoints and the summary (default: runs/PLAN)")
     parser.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from the newest checkpoint of "
                         "--out, or of another run, or from one checkpoint")
@@ -80,6 +80,10 @@ def _arguments(program: Program | None) -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="show a line for each step, even on a terminal")
     parser.add_argument("--command", help=argparse.SUPPRESS)  # what the user typed, when it was not this
     found = parser.parse_args()
+    if found.plan is None and (found.resume or "").endswith(".plan"):  # "--resume PLAN" names no directory
+        found.plan, found.resume = found.resume, ""
+    if found.plan is None:
+        parser.error("name the plan to run")
     found.out = Path(found.out or Path("runs") / Path(found.plan).stem)
     if found.resume is not None:
         found.resume = Path(found.resume or found.out)

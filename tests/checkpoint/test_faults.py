@@ -19,7 +19,7 @@ from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all
 
 HERE = Path(__file__).parent
-KILLS, STEPS = 6, 40
+KILLS, STEPS = 4, 30
 PLACE = """cluster nodes=1 gpus=2
 place actor.* on mesh(0:2) tp=2
 place slow.* on mesh(0:2) dp=2

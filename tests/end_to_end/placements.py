@@ -44,8 +44,8 @@ class Drawn:
 
 
 def program(name: str, tiny: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Three steps of a program with tiny models."""
-    sets: dict[str, Any] = {"base": str(tiny / "models/sft"), "steps": 3}
+    """Two steps of a program with tiny models."""
+    sets: dict[str, Any] = {"base": str(tiny / "models/sft"), "steps": 2}
     if name == "grpo":
         return HERE / "grpo_small.rlf", sets | {"rows": str(tiny / "data/prompts.jsonl"), "tokens": 4}
     path, text = folder / f"{name}.rlf", (EXAMPLES / f"{name}.rlf").read_text()

@@ -169,3 +169,12 @@ def test_a_trace_and_a_summary_of_a_run(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(Path("out/metrics.jsonl").read_text())["r"] == 1.0
     assert any(s["name"] == "generate actor" for s in json.loads(Path("t/t.json").read_text())["traceEvents"])
+
+
+def test_resume_before_the_plan_names_no_directory(place: Path) -> None:
+    """`--resume p.plan` goes on with this plan; there is nothing yet to go on from."""
+    Path("p.plan").write_bytes(encode(api.compile("p.rlf")))
+    before, after = (message("rldsl.run", *line) for line in (("--resume", "p.plan"), ("p.plan", "--resume")))
+    assert before == after and "no checkpoint" in before
+    done = command("rldsl.run", "--resume")
+    assert done.returncode == 2 and "name the plan" in done.stderr

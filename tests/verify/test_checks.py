@@ -90,7 +90,7 @@ def test_a_file_that_was_changed() -> None:
 
 def test_a_rank_that_sends_something_else_than_its_peer_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank gets what it lacks once, by what it says itself; the senders see it otherwise."""
-    def wrong(p, rank):  # noqa: ANN001, ANN202
+    def wrong(p, rank, known=None):  # noqa: ANN001, ANN202
         sends, receives = rank_lanes(p, rank)
         return tuple(x._replace(step=x.step + 1) for x in sends), receives
 
@@ -158,7 +158,7 @@ def test_a_planner_that_sends_what_is_not_there(planner: Callable[..., object],
 
 
 def test_a_planner_that_leaves_something_out_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(p, rank):  # noqa: ANN001, ANN202
+    def wrong(p, rank, known=None):  # noqa: ANN001, ANN202
         return tuple(tuple(x for x in side if x.step < 1) for side in rank_lanes(p, rank))
 
     monkeypatch.setattr(lanes, "rank_lanes", wrong)
