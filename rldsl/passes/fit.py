@@ -10,6 +10,7 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.passes.mends import Mend, Search
 from rldsl.placement.model import Placed
 from rldsl.plan.memory.curve import Curve, peak
+from rldsl.plan.model import Ranges
 from rldsl.plan.project import to_ranges
 from rldsl.plan.texts import human, ranges_text
 
@@ -28,7 +29,7 @@ def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
     help, notes = advice(placed)
     raise Failure([Diagnostic(
         "RL0401", f"a rank needs {human(worst.bytes)}, but a device has {human(placed.memory)}",
-        cluster.span if cluster else None, f"ranks {ranges_text(over)} need too much",
+        cluster.span if cluster else None, f"{_who(over)} too much",
         notes=(*three, *notes), help=help)])
 
 
@@ -49,6 +50,11 @@ def advice(placed: Placed) -> tuple[str, tuple[str, ...]]:
         help += f", or {count} like these"
         notes.append(f"{count} devices: {_rules(more)} needs {human(more.bytes)}")
     return help, tuple(notes)
+
+
+def _who(ranks: Ranges) -> str:
+    return f"rank {ranges_text(ranks)} needs" if ranks == ((ranks[0][0], ranks[0][0] + 1),) else \
+        f"ranks {ranges_text(ranks)} need"
 
 
 def _rules(mend: Mend) -> str:

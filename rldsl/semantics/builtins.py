@@ -47,7 +47,11 @@ class Builtins:
         return MeshValue(pairs[0] if len(pairs) == 2 else None, pairs[-1], expr.span)
 
     def _size(self, expr: ast.Call, arg: ast.Argument, scope: "Scope") -> MeshValue | Bad:
-        """mesh(8): so many ranks."""
+        """mesh(8): so many ranks. `mesh(0-4)` is a range with the wrong sign in it, not the number -4."""
+        match arg.value:
+            case ast.Binary(op="-", left=ast.Number() as start, right=ast.Number() as stop):
+                return self.errors.add("RL0203", "`mesh` takes ranges", arg.span, "`-` subtracts",
+                                       help=f"write `mesh({start.span.text}:{stop.span.text})`")
         if len(expr.args) != 1 or arg.name is not None:
             return self.errors.add("RL0203", "`mesh` takes ranges, or one number of ranks", arg.span,
                                    help="write `mesh(0:8)`, or `mesh(8)` for 8 ranks that the compiler chooses")

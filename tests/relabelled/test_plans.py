@@ -107,6 +107,10 @@ def test_a_named_mesh_and_a_rule_may_be_free() -> None:
         assert order(api.compile("p.rlf")) == (0, 2, 1, 3)
 
 
+def test_the_size_may_be_reckoned() -> None:
+    assert order(plan("tp=4", "dp=4", "mesh(n - 1)", more="param n = 5")) == order(plan("tp=4", "dp=4", "mesh(4)"))
+
+
 # ------------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -121,7 +125,7 @@ def checked(mesh: str, cluster: str = "cluster nodes=2 gpus=4", generate: str = 
     ("mesh(4, 0:2)", "RL0203", "4"), ("mesh(0:2, 4)", "RL0203", "4"), ("mesh(4, 4)", "RL0203", "4"),
     ("mesh(size=4)", "RL0203", "size=4"), ("mesh()", "RL0204", "mesh()"), ("mesh(many)", "RL0101", "many"),
     ("mesh(len(prompt))", "RL0211", "len(prompt)"), ("mesh(16)", "RL0305", "mesh(16)"),
-    ("mesh(3)", "RL0306", "mesh(3)"), ("mesh(6)", "RL0306", "mesh(6)"),
+    ("mesh(0-4)", "RL0203", "0-4"), ("mesh(3)", "RL0306", "mesh(3)"), ("mesh(6)", "RL0306", "mesh(6)"),
 ])
 def test_mistakes(mesh: str, code: str, under: str) -> None:
     with pytest.raises(Failure) as caught:

@@ -38,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Bytes on the device before, while and after an event runs."""
+    """Bytes on the device before, at most while, and after an event runs."""
 
     event: int
     before: int
@@ -57,9 +57,10 @@ class Peak:
 
 
 def points(curve: Curve) -> tuple[Point, ...]:
-    """The curve, event by event."""
+    """The curve, event by event. An event begins with what is there before it, even if it lets go of some at once."""
     totals = _totals(curve)
-    return tuple(Point(id, *totals[2 * i : 2 * i + 3]) for i, id in enumerate(curve.events))
+    return tuple(Point(id, before, max(before, during), after) for i, id in enumerate(curve.events)
+                 for before, during, after in [totals[2 * i : 2 * i + 3]])
 
 
 def peak(curve: Curve) -> Peak:
