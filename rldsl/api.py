@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rldsl.plan.model import Plan
 
 
+MANUAL = "manual"  # calls are placed as rules say
 # Mistakes of placement that concern one clause alone.
 LOCAL = frozenset({"RL0304", "RL0305", "RL0306", "RL0310", "RL0311", "RL0312", "RL0314"})
 
@@ -114,7 +115,8 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     """What `examine` finds once `attempt` has made `graph` of `files` and `found` mistakes. rules: name of the placement
     file."""
     from rldsl.placement.lints import lint as lint_rules
-    from rldsl.placement.place import problems_of
+    from rldsl.placement.place import places_of, problems_of
+    from rldsl.placement.resident import idle
     from rldsl.semantics.lints import lint
 
     if graph is None:
@@ -122,22 +124,28 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     placed = problems_of(graph, rules)
     if found:  # calls with a mistake are not in the graph, so only what stands at the others can be judged
         return (*found, *(d for d in placed if d.code in LOCAL))
-    return placed or (*lint(files), *lint_rules(graph, rules))
+    return placed or (*lint(files), *lint_rules(graph, rules), *idle(graph, places_of(graph, rules)))
 
 
 def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
-          overrides: Sequence[str] = ()) -> "Draft":
+          overrides: Sequence[str] = (), mode: str = MANUAL) -> "Draft":
     """The ordered events of a program, before they get numbers and short ids."""
-    return draft_source(read_source(path), sets, read_source(place) if place else None, overrides)
+    return draft_source(read_source(path), sets, read_source(place) if place else None, overrides, mode)
 
 
 def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
-                 overrides: Sequence[str] = ()) -> "Draft":
-    """The same of a program that need not be in a file."""
+                 overrides: Sequence[str] = (), mode: str = MANUAL) -> "Draft":
+    """The same of a program that need not be in a file. mode: who places its calls (`search/modes.py`); those that are
+    `auto` the search places anyway."""
     from rldsl.passes.pipeline import run
-    from rldsl.placement.place import place_graph
+    from rldsl.placement.place import describe, place_graph
 
-    return run(place_graph(build_graph(source, sets, place, overrides), place.name if place else ""))
+    graph, name = build_graph(source, sets, place, overrides), place.name if place else ""
+    if mode != MANUAL or any(r.clause.auto for r in graph.rules):
+        from rldsl.search.modes import placed
+
+        graph, _ = placed(graph, name, mode, describe)
+    return run(place_graph(graph, name))
 
 
 def compile_all(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,

@@ -90,7 +90,8 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
 def main(context: click.Context, output: str, verbose: bool) -> None:
     """Compile, check, look at and run .rlf programs."""
     context.obj = Settings(output, verbose)
-    if context.invoked_subcommand in ("check", "compile", "fmt", "graph", "lsp", "run", "sim", "profile"):
+    if context.invoked_subcommand in ("check", "compile", "explain-placement", "fmt", "graph", "lsp", "run",
+                                      "search", "sim", "profile"):
         from rldsl.syntax.parse import warm
 
         warm(_cache())
@@ -135,7 +136,8 @@ def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict
 
 _set = click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets,
                     help="Give a `param` of the program another value.")
-_place = click.option("--place", metavar="FILE", help="A file of `place` rules.")
+_place = click.option("--place", metavar="FILE|MODE", help="A file of `place` rules; or who places the calls: "
+                      "heuristic, search, or a pattern for all alike (d2p2t2, pipe_data, pipe_model).")
 _on = click.option("--on", "overrides", multiple=True, metavar="RULE",
                    help='A placement rule, stronger than all others: "actor.train on mesh(0:4) dp=2 tp=2".')
 
@@ -423,6 +425,64 @@ def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place
 
     lengths = Lengths(prompt_tokens or 0.0, response_tokens or 0.0, longest or 0.0)
     _say(work(file, cluster, sets, place, overrides, lengths, like, as_json, trace))
+
+
+def _asked(body: Callable[..., Any]) -> Callable[..., Any]:
+    """What `search` and `explain-placement` are told."""
+    for option in reversed((
+            click.argument("file"),
+            click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster's file, or a known one: "
+                         "h100x64."),
+            _set, _place, _on,
+            click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None, help="Of the processor, "
+                         "after which the search ends with what it has."),
+            click.option("--memory", type=click.FloatRange(0, min_open=True), help="GB of a device (default: as the "
+                         "cluster says)."),
+            click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True, help="How far from the "
+                         "bound is good enough; 0: the best there is."),
+            click.option("--prompt-tokens", type=click.FloatRange(0, min_open=True), help="Mean tokens of a prompt "
+                         "(default: the most)."),
+            click.option("--response-tokens", type=click.FloatRange(0, min_open=True), help="Mean tokens of a response "
+                         "(default: the most)."),
+            click.option("--longest", type=click.FloatRange(0, min_open=True), help="Tokens of the longest response of "
+                         "a batch (default: the most)."),
+            click.option("--json", "as_json", is_flag=True, help="For programs."))):
+        body = option(body)
+    return body
+
+
+@_command
+@_asked
+@click.option("-o", "target", metavar="FILE", help="Where the placement goes (default: FILE with .place.rlf).")
+@click.option("--lock", "locks", multiple=True, metavar="CALL", help="Keep the program's placement of these calls: "
+              "actor.generate, ref.*.")
+def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
+           overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float,
+           prompt_tokens: float | None, response_tokens: float | None, longest: float | None, as_json: bool,
+           target: str | None, locks: tuple[str, ...]) -> None:
+    """Find the placement of FILE that makes a step shortest on a cluster, and prove how good it is."""
+    from rldsl.commands import search as work
+    from rldsl.simulate import Lengths
+
+    lengths = Lengths(prompt_tokens or 0.0, response_tokens or 0.0, longest or 0.0)
+    asked = work.Asked(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap, lengths)
+    _say(work.search(asked, target or work.target_of(file), as_json, lambda text: click.echo(text, err=True)))
+
+
+@_command
+@_asked
+def explain_placement(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
+                      overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float,
+                      prompt_tokens: float | None, response_tokens: float | None, longest: float | None,
+                      as_json: bool) -> None:
+    """Why not the placement that FILE, --place and --on say: its time and memory, and what makes it slower than the
+    best."""
+    from rldsl.commands import search as work
+    from rldsl.simulate import Lengths
+
+    lengths = Lengths(prompt_tokens or 0.0, response_tokens or 0.0, longest or 0.0)
+    asked = work.Asked(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)
+    _say(work.explain(asked, as_json, lambda text: click.echo(text, err=True)))
 
 
 @_command

@@ -25,7 +25,7 @@ from IPython.display import display
 from rldsl import api
 from rldsl.files import write
 from rldsl.python.entry import check_source, compile_source
-from rldsl.python.errors import DiagnosticError, told
+from rldsl.python.errors import ELSEWHERE, DiagnosticError, told
 from rldsl.source import SourceFile
 
 CELL = "<cell>"
@@ -54,18 +54,19 @@ class RlfMagics(Magics):
         if given.name is not None and (not given.name.isidentifier() or iskeyword(given.name)):
             raise UsageError(f"{given.name!r} cannot be the name of a plan")
         sets = dict(map(_pair, given.sets))
-        source = SourceFile(given.write or CELL, cell)
+        kept, on = unquoted(given.write or ""), [unquoted(rule) for rule in given.on]
+        source = SourceFile(kept or CELL, cell)
         place = api.read_source(unquoted(given.place)) if given.place else None
-        if given.write:
-            write(given.write, cell.encode())
+        if kept:
+            write(kept, cell.encode(), ELSEWHERE)
         if given.name is None:
-            found = check_source(source, sets, place)
+            found = check_source(source, sets, place, on)
             if not found.ok:
                 raise DiagnosticError(found)
             display(found)
             return
         assert self.shell is not None
-        plan = compile_source(source, sets, place, [unquoted(rule) for rule in given.on])
+        plan = compile_source(source, sets, place, on)
         self.shell.push({given.name: plan})
         display(plan)
 

@@ -20,6 +20,7 @@ ALLOWED = {
     "pages": LEAVES | {"plan", "clusters", "simulate", "pages"},
     "placement": LEAVES | {"graph", "placement", "plan"},
     "passes": LEAVES | {"graph", "placement", "passes", "plan"},
+    "search": LEAVES | {"graph", "placement", "passes", "plan", "clusters", "simulate", "search"},
     "runtime": LEAVES | {"plan", "runtime", "backends", "report"},
     "run": LEAVES | {"plan", "runtime", "report"},
     "measure": LEAVES | {"plan", "runtime", "backends", "measure"},

@@ -1,15 +1,23 @@
-"""HuggingFace models under tensor and pipeline parallelism: `build` makes one rank's shard."""
+"""HuggingFace models under tensor and pipeline parallelism: `build` makes one rank's shard.
+
+torch is imported when a shard is built, so that `describe` stays light.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from rldsl.backends.torch.shard import TorchShard
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, Pool, Shard
+
+if TYPE_CHECKING:
+    import torch
+
+    from rldsl.runtime.backend import Axes, Pool, Shard
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
           trainable: bool, pool: Pool | None = None) -> Shard:
     """See `rldsl.runtime.backend.Build`."""
+    from rldsl.backends.torch.shard import TorchShard
+
     return TorchShard(model, layout, mesh, axes, device, load, trainable, pool)

@@ -1,18 +1,16 @@
-"""Attention over packed sequences, and against a KV slab while decoding; registered with transformers as "rldsl".
+"""Attention over packed sequences, registered with transformers as "rldsl".
 
 A forward pass gets a *packing*: it says where sequences begin and end in the packed row, and what to do with keys and
-values. `Varlen` keeps nothing; `Prefill` also writes them into a slab; `Decode` appends one token for each sequence.
+values. `Varlen` keeps nothing; those of `slab.py` write and read a slab of keys and values; `Context` asks other ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from rldsl.diag import fail
 from rldsl.runtime.store import within
@@ -27,9 +25,9 @@ class Packing(Protocol):
 
 
 def register() -> None:
-    """Make `config._attn_implementation = "rldsl"` mean `attention`, without any mask tensor."""
+    """Make `config._attn_implementation = "rldsl"` mean `attention`. It has no entry among the makers of masks, so
+    transformers makes none, and does not ask the device whether sequences are packed."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -47,10 +45,6 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = packing.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window)
     return out.unsqueeze(0), None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 class Varlen:
@@ -92,56 +86,3 @@ class Varlen:
         k, v = (x.repeat_interleave(repeat, 0) if repeat > 1 else x for x in (k, v))
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         return varlen_attn(q, k, v, edges, edges, self.longest, self.longest, scale=scale, window_size=(-1, 0))
-
-
-@dataclass
-class Slab:
-    """Keys and values of `slots` sequences of at most `width` tokens, a pair of [slots, K, width, D] for each layer."""
-
-    slots: int
-    width: int
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def of(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v: any [K, T, D] of this layer; autocast may give them different dtypes."""
-        if layer not in self.layers:
-            keys, values = (x.new_zeros(self.slots, x.shape[0], self.width, x.shape[2]) for x in (k, v))
-            self.layers[layer] = (keys, values)
-        return self.layers[layer]
-
-
-class Prefill(Varlen):
-    """Varlen, and keys and values go to `slots` (one for each sequence) of the slab."""
-
-    def __init__(self, slab: Slab, slots: torch.Tensor, lengths: torch.Tensor):
-        super().__init__(lengths)
-        self.slab = slab
-        self.slot = slots.repeat_interleave(lengths)
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
-        keys, values = self.slab.of(layer, k, v)
-        keys[self.slot, :, self.positions] = k.transpose(0, 1)
-        values[self.slot, :, self.positions] = v.transpose(0, 1)
-        return super().attend(layer, q, k, v, scale, window)
-
-
-class Decode:
-    """One new token for each of `slots`; `positions` [S]: their places in their sequences; width: the largest, plus 1."""
-
-    def __init__(self, slab: Slab, slots: torch.Tensor, positions: torch.Tensor, width: int):
-        self.slab, self.slots, self.positions, self.width = slab, slots, positions, width
-        self.every = slots.numel() == slab.slots  # then the slab is read in place
-        self.gap = positions[:, None] - torch.arange(self.width, device=positions.device)
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:
-        keys, values = self.slab.of(layer, k, v)
-        keys[self.slots, :, self.positions] = k.transpose(0, 1)
-        values[self.slots, :, self.positions] = v.transpose(0, 1)
-        keys, values = (x[:, :, : self.width] if self.every else x[self.slots, :, : self.width] for x in (keys, values))
-        q, keys = q.to(values.dtype), keys.to(values.dtype)
-        seen = self.gap >= 0 if window is None else (self.gap >= 0) & (self.gap < window)
-        out = F.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(2), keys, values,
-                                             attn_mask=seen[:, None, None, :], scale=scale, enable_gqa=True)
-        return out.squeeze(2)

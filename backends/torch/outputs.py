@@ -9,6 +9,7 @@ import torch
 from rldsl.backends.torch.batch import Batch
 from rldsl.backends.torch.logprobs import token_logprobs
 from rldsl.backends.torch.stage import Stage
+from rldsl.plan.memory.logits import rows_at_once
 
 
 def outputs(stage: Stage, hidden: torch.Tensor, batch: Batch, what: Collection[str],
@@ -19,7 +20,7 @@ def outputs(stage: Stage, hidden: torch.Tensor, batch: Batch, what: Collection[s
     if "logprobs" in what or "entropy" in what:
         found["logprobs"], entropy = token_logprobs(
             hidden[batch.before], stage.head, batch.targets, temperature, stage.head_axis, stage.vocab_start,
-            "entropy" in what)
+            "entropy" in what, rows_at_once(-(-stage.vocab // stage.head_axis.size), hidden.device.type))
         if entropy is not None:
             found["entropy"] = entropy
     if "values" in what:

@@ -26,20 +26,25 @@ ONE_TOKEN = Packed(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torc
 
 
 class TorchShard:
+    """stages, trainers: what a backend with modules of its own puts in their places."""
+
+    stages: type[Any] = Stage
+    trainers: type[Trainer] = Trainer
+
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load: bool,
                  trainable: bool, pool: Pool | None = None):
         self.model, self.axes, self.device = model, axes, device
         self.half = model.dtype == "bfloat16"
         said, kept = (torch.bfloat16 if name == "bfloat16" else torch.float32
                       for name in (model.dtype, stored(model, layout.id)))
-        self.stage = Stage(model, layout, mesh, axes, device, kept, said, pool)
+        self.stage = self.stages(model, layout, mesh, axes, device, kept, said, pool)
         checkpoint.load(model, self.stage.unread_base, self.stage.base)
         if load and model.lora is not None:
             begin(model, self.stage.held, self.stage.parameters)
         elif load:
             checkpoint.load(model, self.stage.unread, self.stage.parameters)
         self.host = Host(device)
-        self.trainer = Trainer(self.stage, model, layout, mesh, axes) if trainable else None
+        self.trainer = self.trainers(self.stage, model, layout, mesh, axes) if trainable else None
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: p.data for name, p in self.stage.parameters.items()}

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch import attention
 from rldsl.backends.torch.attention import Packing
+from rldsl.backends.torch.config import config
 from rldsl.backends.torch.experts import divide_experts
 from rldsl.backends.torch.half import compute_rounded
 from rldsl.backends.torch.load import HEAD, Held, allot
@@ -84,7 +83,7 @@ class Stage:
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
         self.device, self.head_dtype = device, head_dtype
         self.compute_dtype = torch.float32
-        self.config = _config(model)
+        self.config = config(model)
         _check_logits(self.config, model)
         whole = _skeleton(self.config)
         body: nn.Module = getattr(whole, whole.base_model_prefix)
@@ -245,18 +244,6 @@ def _multiplied(name: str, parameter: Parameter, whole: nn.Module) -> bool:
     """Whether only products see a parameter, which autocast halves: of experts, factors, linear layers, the head."""
     return parameter.spec.experts > 0 or module_of(name) != "" or name == HEAD or isinstance(
         whole.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D)
-
-
-def _config(model: Model) -> Any:
-    """The HuggingFace config. Errors: RL0726 there is none, RL0724 it is not the one that was compiled."""
-    file = Path(model.path) / "config.json"
-    if not file.is_file():
-        raise fail("RL0726", "no model directory here", place=model.path, label="config.json is missing",
-                   help="it must be where it was at compilation, relative to the working directory")
-    if sha256(file.read_bytes()).hexdigest() != model.config_digest:
-        raise fail("RL0724", "the config of the model changed since compilation", place=str(file),
-                   help="compile the program again")
-    return AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
 
 
 def _check_head(whole: nn.Module, model: Model) -> None:

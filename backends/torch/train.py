@@ -55,7 +55,7 @@ class Trainer:
         self.tied_size = _tied_size(model, layout, axes)
         self.held = held
         self.adam = torch.optim.AdamW(self.parameters, lr=self.options.lr, betas=self.options.betas,
-                                      eps=self.options.eps, weight_decay=self.options.weight_decay, foreach=True)
+                                      eps=self.options.eps, weight_decay=self.options.weight_decay, fused=True)
 
     def _gradients(self) -> None:
         """The buffer, and each parameter's view of it."""
@@ -119,7 +119,8 @@ class Trainer:
         for name, parameter in zip(names, self.parameters):
             state = self.adam.state[parameter]
             if not state:
-                state |= {"step": torch.tensor(0.0), **{kind: torch.zeros_like(parameter) for kind in found}}
+                state |= {"step": torch.zeros((), device=parameter.device),
+                          **{kind: torch.zeros_like(parameter) for kind in found}}
             for kind in found:
                 found[kind][name] = state[kind]
         return found

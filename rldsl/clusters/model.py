@@ -59,6 +59,8 @@ class Cluster:
     link_us: float = 0.0
     reduce_us: float = 0.0
     reduce_gb_s: float = 0.0
+    scatter_us: float = 0.0
+    scatter_gb_s: float = 0.0
     network_gb_s: float = 0.0
     network_us: float = 0.0
     node_network_gb_s: float = 0.0
@@ -113,6 +115,8 @@ FIELDS: dict[str, Field] = {
     "link_us": Field("float", "latency of a message inside a machine, microseconds"),
     "reduce_us": Field("float", "of a collective inside a machine, for each doubling of its ranks; 0: as link_us"),
     "reduce_gb_s": Field("float", "of a device in a collective inside a machine; 0: as link_gb_s"),
+    "scatter_us": Field("float", "as reduce_us, of a reduce-scatter, which some libraries make of more than they need"),
+    "scatter_gb_s": Field("float", "as reduce_gb_s, of a reduce-scatter; 0: as any collective"),
     "network_gb_s": Field("float", "of a device to other machines, one direction"),
     "network_us": Field("float", "latency of a message between machines"),
     "node_network_gb_s": Field("float", "of a whole machine to others, where its devices share it; 0: they do not"),

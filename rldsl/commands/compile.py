@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rldsl import api
+from rldsl.files import write
 from rldsl.plan.expr import Scalar
 
 Stage = Literal["graph", "events", "plan"]
@@ -19,7 +20,10 @@ def stage(emit: Stage, file: str, sets: Mapping[str, Scalar], place: str | None,
 
         rules = api.read_source(place) if place else None
         return text(api.build_graph(api.read_source(file), sets, rules, overrides))
-    events = api.draft(file, sets, place, overrides)
+    from rldsl.python.entry import placing
+
+    mode, rules = placing(place)
+    events = api.draft_source(api.read_source(file), sets, rules, overrides, mode)
     if emit == "events":
         from rldsl.passes.show import show
 
@@ -36,5 +40,5 @@ def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
 
     plan = entry.compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
     path = target or str(Path(file).with_suffix(".plan"))
-    plan.save(path)
+    write(path, bytes(plan))
     return plan.preview(path)

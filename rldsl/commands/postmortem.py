@@ -110,7 +110,7 @@ def _name(one: Dump | Signs) -> str:
 
 
 def _json(plan: Plan, findings: Findings) -> str:
-    events = Order(plan).events
+    events = findings.order.events
 
     def moment(at: Moment | None) -> dict[str, Any] | None:
         if at is None:

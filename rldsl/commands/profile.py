@@ -26,7 +26,7 @@ from rldsl.files import write
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.expr import Scalar
-from rldsl.plan.model import Plan
+from rldsl.plan.model import DEFAULT_BACKEND, Plan
 from rldsl.plan.project import events
 
 FORMAT = 1  # of what is kept; it grows with every change of what is measured
@@ -67,10 +67,11 @@ def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
 
 
 def shards(plan: Plan) -> tuple[tuple[str, int, str], ...]:
-    """(model, tp, backend) of every call."""
+    """(model, tp, backend) of every call. One rank alone stands for all of them on the usual backend, and its times for
+    those of others: what is measured is the machine and the shapes."""
     layouts = {x.id: x for x in plan.layouts}
     calls = (e for e, _ in events(plan) if isinstance(e, Generate | Infer | Train))
-    return tuple(dict.fromkeys((e.model, layouts[e.layout].tp, layouts[e.layout].backend) for e in calls))
+    return tuple(dict.fromkeys((e.model, layouts[e.layout].tp, DEFAULT_BACKEND) for e in calls))
 
 
 def _same(held: Mapping[str, Any], plan: Plan, wanted: tuple[str, int, str]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from rldsl.commands import Usage
 from rldsl.commands.inputs import plan_or_program
+from rldsl.files import write
 from rldsl.plan.expr import Scalar
 from rldsl.simulate import Lengths
 
@@ -18,9 +19,11 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
     """like: the directory of an earlier run whose lengths to take."""
     if like and lengths != Lengths():
         raise Usage("--lengths takes them from a run: leave --prompt-tokens and --response-tokens out")
+    from rldsl.simulate.trace import chrome
+
     plan = plan_or_program(file, sets, place, overrides)
     found = plan.simulate(cluster, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
                           longest=lengths.longest, like=like)
     if trace:
-        found.save_trace(trace)
+        write(trace, chrome(found.plan, found.timeline).encode(), "choose another place with --trace")
     return found.json() if as_json else found.text()

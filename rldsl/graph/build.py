@@ -29,6 +29,7 @@ from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import DataRef, MeshValue, ModelRef, Module, StateRef
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
+from rldsl.syntax.errors import too_deep
 from rldsl.syntax.parse import parse
 from rldsl.syntax.slips import slips
 
@@ -56,6 +57,14 @@ def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None =
     """The graph and every mistake found. Beside mistakes the graph holds what is right, so that its placement can be
     looked at too; None where even that would lead to mistakes that are none. parse: of imported files; an editor keeps
     their trees."""
+    try:
+        return _attempt(file, sets, place, read, parse)
+    except RecursionError:  # expressions in functions in functions
+        return None, (too_deep(Span(file.source, 0, min(1, len(file.source.text)))),)
+
+
+def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None, read: Callable[[str], str],
+             parse: Callable[[SourceFile], ast.File]) -> tuple[g.Graph | None, tuple[Diagnostic, ...]]:
     found = slips(file)
     if found:
         return None, found
@@ -93,6 +102,9 @@ def attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None =
     builder = FlowBuilder(lower, top.models, top.data, top.states)
     given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, lower,
                          scope)
+    for node in ast.walk(flow):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            lower.elsewhere.setdefault(target.name, node.span)
     known = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()}
     body = builder.block(flow.body, Scope(module, scope, known), "flow")
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)

@@ -15,8 +15,8 @@ from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, suggest
 from rldsl.semantics.losses import lower_loss
 from rldsl.semantics.scope import Scope
-from rldsl.semantics.terms import Term, input_
-from rldsl.semantics.values import DataRef, FrameRef, LossUse, Meaning, ModelRef, Pairs, describe
+from rldsl.semantics.terms import input_
+from rldsl.semantics.values import DataRef, FrameRef, LossRef, LossUse, Meaning, ModelRef, Pairs, describe
 from rldsl.source import Span
 from rldsl.syntax import ast
 
@@ -191,7 +191,8 @@ class CallsOfFlow:
                                    help="write `loss=ppo_clip(...)`")
         use = self.flow.lower.eval(losses[0].value, scope)
         if not isinstance(use, (LossUse, Bad)):
-            help_ = "call it: `loss=name(...)`" if not isinstance(use, Term) else "write it as a `loss` declaration"
+            help_ = "call it: `loss=name(...)`" if isinstance(use, LossRef) else \
+                "write it as a `loss`, which is declared like a function"
             return self.errors.add("RL0203", f"`loss` needs a loss, found {describe(use)}", losses[0].value.span,
                                    help=help_)
         if not owner.trainable:
@@ -208,6 +209,10 @@ class CallsOfFlow:
         if refs[0].frame.rows != refs[-1].frame.rows:
             return self.errors.add("RL0202", f"`{refs[0].frame.id}` and `{refs[1].frame.id}` are not two sides of one "
                                    "row", call.span, help="train on `pair.chosen` and `pair.rejected`")
+        if len(refs) == 2 and refs[0].frame.id == refs[1].frame.id:
+            second = [a for a in call.args if a.name is None][1]
+            return self.errors.add("RL0215", f"`{refs[1].frame.id}` is given twice", second.span,
+                                   "both sides are the same", help="train on `pair.chosen` and `pair.rejected`")
         parts = minibatches(call, given, refs[0], self.flow.lower, scope)
         if isinstance(parts, Bad):
             return BAD

@@ -134,7 +134,8 @@ def cluster(decl: ast.Cluster, lower: Lower, scope: Scope, read: Callable[[str],
         own = {i.name for i, _ in given}
         given = [(i, v) for i, v in loaded if i.name not in own] + given
     values = options.read(options.CLUSTER, given, "`cluster`", decl.span, lower, scope)
-    return values if isinstance(values, Bad) else g.Cluster(**cast(dict[str, Any], values), span=decl.span)
+    return values if isinstance(values, Bad) else g.Cluster(**cast(dict[str, Any], values), span=decl.span,
+                                                            path=decl.path or "")
 
 
 def _cluster_file(path: str, span: Span, read: Callable[[str], str],
@@ -176,7 +177,7 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
         bare = isinstance(option.value, ast.Name) and scope.find(option.value.name) is None
         named = bare and option.name.name in ("backend", "recompute")
         value = option.value.name if named else lower.scalar(option.value, scope)
-        unit = "sequences" if option.name.name == "mbs" else ""
+        unit = {"mbs": "sequences", "mbt": "tokens"}.get(option.name.name, "")
         if isinstance(value, (Bad, tuple)):
             bad = True
         elif not bare and options.counts(option.name.name, unit, options.unit_of(option.value, lower, scope),
@@ -184,4 +185,4 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
             bad = True
         else:
             found.append((option.name.name, value, option.span))
-    return BAD if bad else g.Clause(mesh, tuple(found), tree.span)
+    return BAD if bad else g.Clause(mesh, tuple(found), tree.span, tree.auto)

@@ -24,10 +24,15 @@ UNITS = {"generated": ("sequences", "prompts"), "answers": ("sequences",), "pair
 def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, lower: Lower, scope: Scope) -> int | Bad:
     """Errors: RL0205 does not divide, RL0213 the size of the batch is not known, RL0215 both options, RL0218 unit."""
     size = cast("int | None", given["minibatch"])
-    if size is None:
-        return cast(int, given["minibatches"])
     args = {a.name.name: a for a in call.args if a.name is not None}
-    tree, frame, add = args["minibatch"], batch.frame, lower.errors.add
+    frame, add = batch.frame, lower.errors.add
+    if size is None:
+        count = cast(int, given["minibatches"])
+        if count > frame.count and not frame.partial:
+            return add("RL0205", f"`{frame.id}` has {frame.count} rows, too few for {count} minibatches",
+                       args["minibatches"].value.span, help=f"`minibatches` is at most {frame.count} here")
+        return count
+    tree = args["minibatch"]
     if "minibatches" in args:
         return add("RL0215", "`minibatch` and `minibatches` say the same twice", tree.span,
                    help="give one of them: the size of a minibatch, or how many there are")

@@ -62,11 +62,13 @@ class MeshRef:
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """A placement as written: degrees and options not yet checked. option: (name, value, span)."""
+    """A placement as written: degrees and options not yet checked. option: (name, value, span). auto: the compiler
+    chooses."""
 
     mesh: MeshRef | None
     options: tuple[tuple[str, Scalar, Span], ...]
     span: Span
+    auto: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +252,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
+    """path: of its file, or the name of a known one; "" where the program says it all."""
+
     nodes: int
     gpus: int
     memory_gb: float
     span: Span | None = None
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)

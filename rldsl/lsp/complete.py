@@ -27,7 +27,8 @@ PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "p
           "vpp": "of train: chunks of layers on each rank of a pipeline, which it interleaves",
           "cp": "context-parallel degree: tokens of each sequence", "ep": "expert-parallel degree, along dp",
           "zero": "of train: 1 divides optimizer state at rest over dp, 2 gradients too, 3 layers' parameters too",
-          "mbs": "most sequences in a micro-batch (0: all)", "offload": "host memory between calls",
+          "mbs": "most sequences in a micro-batch (0: all)", "mbt": "most tokens in a micro-batch (0: all)",
+          "offload": "host memory between calls",
           "recompute": "full: layers run again in backward, instead of keeping activations",
           "keep": "false: a copy is dropped after its last use in a step", "backend": "what computes the call"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,

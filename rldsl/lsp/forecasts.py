@@ -26,6 +26,7 @@ class Forecasts:
         self.told = told
         self.known: dict[str, tuple[Question, Forecast]] = {}
         self._wanted: dict[str, Question] = {}
+        self._cleared = 0  # how often: an answer made of older files is none
         self._work: asyncio.Task[None] | None = None
         self._worker: asyncio.subprocess.Process | None = None
 
@@ -41,6 +42,7 @@ class Forecasts:
 
     def clear(self) -> None:
         """Files may have changed."""
+        self._cleared += 1
         self.known.clear()
 
     async def close(self) -> None:
@@ -55,6 +57,7 @@ class Forecasts:
             await asyncio.sleep(QUIET)
             if self._wanted[path] != question:  # written on meanwhile
                 continue
+            cleared = self._cleared
             try:
                 found = await asyncio.wait_for(self._ask(question), LIMIT)
             except TimeoutError:
@@ -63,6 +66,8 @@ class Forecasts:
             except (OSError, ValueError, TypeError, KeyError) as error:
                 await self._kill()
                 found = Forecast(why=f"the forecast ended: {error}")
+            if self._cleared != cleared:
+                continue
             self.known[path] = question, found
             if self._wanted[path] == question:
                 del self._wanted[path]

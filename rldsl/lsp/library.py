@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from rldsl.lsp.index import Index, Symbol, index
-from rldsl.semantics.modules import LIBRARY, beside, library
+from rldsl.semantics.modules import LIBRARY, beside, library, python_path
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse, parse_recovering
@@ -62,6 +62,28 @@ class Library:
             name = module.removeprefix("std.")
             return str(Path(str(resources.files(LIBRARY) / f"{name}.rlf")).resolve()) if name in library() else None
         return str(Path(beside(importer, module)).resolve())
+
+    def reads(self, path: str) -> set[str]:
+        """The files that a program reads, in full: its imports and theirs, Python files, the cluster. Not the standard
+        library's."""
+        found: set[str] = set()
+        left = [path]
+        while left:
+            one = left.pop()
+            text = self.read(one)
+            items = self.of(one, text).file.items if text is not None else ()
+            imported = {p for i in items if isinstance(i, ast.Use) and (p := self._beside(i.module, one))} - found
+            left += sorted(imported)
+            found |= imported
+            for item in items:
+                if isinstance(item, ast.UsePy):
+                    found.add(str(Path(python_path(one, item.path)).resolve()))
+                elif isinstance(item, ast.Cluster) and item.path is not None:
+                    found.add(str(Path(item.path).resolve()))
+        return found
+
+    def _beside(self, module: str, importer: str) -> str | None:
+        return None if module.startswith("std.") else self.path(module, importer)
 
     def names(self, module: str, importer: str) -> tuple[Symbol, ...]:
         """What can be imported from a module: the functions and losses that it declares."""

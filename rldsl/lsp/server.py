@@ -84,8 +84,11 @@ def make() -> Server:
 
     @feature(t.TEXT_DOCUMENT_DID_CLOSE)
     def closed(params: t.DidCloseTextDocumentParams) -> None:
-        server.analyses.pop(path_of(params.text_document.uri), None)
-        server.text_document_publish_diagnostics(t.PublishDiagnosticsParams(params.text_document.uri, []))
+        uri = params.text_document.uri
+        if uri in server.waiting:
+            server.waiting.pop(uri).cancel()
+        server.analyses.pop(path_of(uri), None)
+        server.text_document_publish_diagnostics(t.PublishDiagnosticsParams(uri, []))
 
     writing(server, feature)
     reading(server, feature)

@@ -72,7 +72,8 @@ class Server(LanguageServer):
             return None
         own = analysis.source
         texts = {path_of(uri): d.source for uri, d in self.workspace.text_documents.items()}
-        unsaved = {p: text for p, text in texts.items() if p != own.name and read_file(p) != text}
+        reads = self.files.reads(own.name)
+        unsaved = {p: text for p, text in texts.items() if p in reads and p != own.name and read_file(p) != text}
         return self.forecasts.of(Question(own.name, own.text, unsaved, self.cluster))
 
     def _text(self, path: str) -> str | None:

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from math import ceil, log2
@@ -52,13 +53,17 @@ def machine(device: torch.device) -> dict[str, float]:
 
 def links(device: torch.device) -> dict[str, float]:
     """Between the ranks of this machine; of a processor between two, since more share its cores, which the simulator
-    adds. All of them call it."""
+    adds. All of them call it.
+
+    Latencies are what a message of a decoding step costs beside computing, and not what it takes in a loop of nothing
+    else: there threads and caches are warm and nobody comes late, which on a processor is several times as fast."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if world < 2:
         return {}
     ranks = world if device.type == "cuda" else 2
     group = dist.new_group(list(range(ranks)))
-    small, large = (torch.ones(n, device=device) for n in (2, 2**20 if device.type == "cpu" else 2**26))
+    most = 2**20 if device.type == "cpu" else 2**26
+    small, large = (torch.ones(n // ranks * ranks, device=device) for n in (2**12, most))
 
     def there_and_back(x: torch.Tensor) -> None:
         if rank < 2:
@@ -67,28 +72,44 @@ def links(device: torch.device) -> dict[str, float]:
 
     found: dict[str, float] = {}
     if rank < ranks:
-        latency = _quick(lambda: there_and_back(small), device, 200) / 2
-        whole = _quick(lambda: there_and_back(large), device, 20) / 2
-        summed = _quick(lambda: dist.all_reduce(small, group=group), device, 200)
-        sums = _quick(lambda: dist.all_reduce(large, group=group), device, 20)
+        latency = _beside(lambda: there_and_back(small), device, 20, group) / 2
+        whole = _beside(lambda: there_and_back(large), device, 2, group) / 2
+        summed = _beside(lambda: dist.all_reduce(small, group=group), device, 20, group)
+        sums = _beside(lambda: dist.all_reduce(large, group=group), device, 2, group)
+        scattered, scatters = (_beside(lambda: _scatter(x, ranks, group), device, n, group)
+                               for x, n in ((small, 20), (large, 2)))
         ring = 2 * (ranks - 1) / ranks * large.nbytes
         found = {"link_us": latency * 1e6, "link_gb_s": large.nbytes / max(whole - latency, 1e-9) / 1e9,
-                 "reduce_us": summed * 1e6 / ceil(log2(ranks)), "reduce_gb_s": ring / max(sums - summed, 1e-9) / 1e9}
+                 "reduce_us": summed * 1e6 / ceil(log2(ranks)), "reduce_gb_s": ring / max(sums - summed, 1e-9) / 1e9,
+                 "scatter_us": scattered * 1e6 / ceil(log2(ranks)),
+                 "scatter_gb_s": ring / 2 / max(scatters - scattered, 1e-9) / 1e9}
     dist.barrier()
     return found
 
 
-def _quick(work: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Seconds of one of `times`, of the quickest fifth: a rank that another program has driven from its core comes
-    late, which is not the link's doing."""
-    found = []
-    for _ in range(times):
+def _scatter(x: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> None:
+    parts = list(x.unflatten(0, (ranks, -1)).unbind())
+    dist.reduce_scatter(torch.empty_like(parts[0]), parts, group=group)
+
+
+def _beside(message: Callable[[], Any], device: torch.device, times: int, group: dist.ProcessGroup) -> float:
+    """Seconds that a message adds to work of about a millisecond on each side: the median of batches of so many."""
+    a = torch.randn(64, 256, device=device)
+    b = torch.randn(256, 256, device=device)
+
+    def seconds(also: Callable[[], Any]) -> float:
+        dist.barrier(group=group)
         settle(device)
         begin = time.perf_counter()
-        work()
+        for _ in range(times):
+            for _ in range(10):
+                (a @ b).add_(1.0)
+            also()
         settle(device)
-        found.append(time.perf_counter() - begin)
-    return sorted(found)[times // 5]
+        return (time.perf_counter() - begin) / times
+
+    found = [seconds(message) - seconds(lambda: None) for _ in range(12)]
+    return max(statistics.median(found[2:]), 1e-9)
 
 
 # --------------------------------------------------------------------------------------------------- rank

@@ -109,7 +109,7 @@ def page(given: Given) -> str:
 
 def _lengths(given: Given) -> str:
     """The tokens of a prompt and of a response that the simulation expects; "" where nothing is generated."""
-    rows = (given.lengths.of(f) for f in made(given.plan))
+    rows = (given.lengths.of(f) for f, _ in made(given.plan))
     return " or ".join(dict.fromkeys(f"{r.prompt:g} + {r.response:g}" for r in rows))
 
 

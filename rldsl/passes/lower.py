@@ -11,6 +11,7 @@ from dataclasses import replace
 from rldsl.diag import fail
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft
+from rldsl.placement.budget import decoded
 from rldsl.placement.model import Call, Place, Placed, mesh_of
 from rldsl.placement.sync import anchors
 from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Loop, Realloc, Save,
@@ -166,17 +167,17 @@ class _Lower:
             case g.Generate():
                 return Generate(**common, **self._model(node.model, place), writes=writes,
                                 reads=(self._copy(node.model, place), *reads), prompts=node.prompts, frame=node.frame,
-                                sampling=node.sampling, mbs=place.mbs)
+                                sampling=node.sampling, mbs=decoded(self.frames[node.frame], place))
             case g.Infer():
                 return Infer(**common, **self._model(node.model, place), writes=writes,
                              reads=(self._copy(node.model, place), *reads), frame=node.frame, what=node.what,
-                             output=node.writes[0], temperature=node.temperature, mbs=place.mbs)
+                             output=node.writes[0], temperature=node.temperature, mbs=place.mbs, mbt=place.mbt)
             case g.Train():
                 self.written[node.model] = at
                 copy = self._copy(node.model, place)
                 return Train(**common, **self._model(node.model, place), reads=(copy, *reads), writes=(copy, *writes),
                              frames=node.frames, loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs,
-                             mbs=place.mbs, nonfinite=node.nonfinite, recompute=place.recompute)
+                             mbs=place.mbs, mbt=place.mbt, nonfinite=node.nonfinite, recompute=place.recompute)
         raise AssertionError(f"no event for {type(node).__name__}")
 
     def keep(self, node: g.Keep, at: str) -> Event:

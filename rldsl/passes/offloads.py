@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rldsl.graph import model as g
-from rldsl.passes.draft import Draft, each_block, events
+from rldsl.passes.draft import Draft, each_block
 from rldsl.passes.loads import copies
 from rldsl.placement.model import Call
-from rldsl.plan.events import Event, Generate, Infer, Item, Load, Offload, Onload, Part, Realloc, Save, Train
+from rldsl.plan.events import Event, Generate, Infer, Item, Load, Offload, Onload, Part, Realloc, Train
 from rldsl.plan.meaning import call_name
 
 Copy = tuple[str, str]  # model, layout
@@ -71,15 +71,22 @@ def _frozen(draft: Draft) -> set[Copy]:
         if isinstance(n, Call) and not homes[n.model]:
             copy = (n.model, places[n.id].layout.id)
             asked[copy] = asked.get(copy, True) and places[n.id].offload
-    for e in events(draft.body):
-        if isinstance(e, Save) or draft.placed.graph.checkpoint and isinstance(e, Realloc) and e.source:
-            asked[e.model, e.layout if isinstance(e, Save) else e.dst] = False  # it is written from the device
     return {copy for copy, wished in asked.items() if wished}
 
 
 def prefetch(draft: Draft) -> Draft:
-    """An ordered draft with each Onload right behind the call before on its ranks: it then runs beside what is between
-    calls (transfers, rewards, computations), and no call needs more memory."""
+    """An ordered draft with each Onload right behind the call before on its ranks, and behind what goes from there: it
+    then runs beside what is between calls (transfers, rewards, computations), and no rank needs more memory. What would
+    go and come back before another call stays."""
+    def stay(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        out: list[Item] = []
+        for item in items:
+            if isinstance(item, Onload) and (at := _went(draft, item, out)) is not None:
+                del out[at]
+            else:
+                out.append(item)
+        return tuple(out)
+
     def earlier(items: tuple[Item, ...]) -> tuple[Item, ...]:
         out: list[Item] = []
         for item in items:
@@ -90,17 +97,37 @@ def prefetch(draft: Draft) -> Draft:
             out.insert(at, item)
         return tuple(out)
 
-    return replace(draft, body=each_block(draft.body, earlier))
+    return replace(draft, body=each_block(each_block(draft.body, stay), earlier))
+
+
+def _went(draft: Draft, onload: Onload, before: Sequence[Item]) -> int | None:
+    """Where it was sent away, when nothing runs on its ranks between."""
+    for at in range(len(before) - 1, -1, -1):
+        item = before[at]
+        if isinstance(item, Offload) and _what(item) == _what(onload):
+            return at
+        if not isinstance(item, Event) or _runs(draft, item, onload):
+            return None
+    return None
+
+
+def _what(e: Offload | Onload) -> tuple[str, str, Part]:
+    return e.model, e.layout, e.what
+
+
+def _runs(draft: Draft, item: Event, onload: Onload) -> bool:
+    return isinstance(item, Generate | Infer | Train) and bool(draft.ranks(item.mesh) & draft.ranks(onload.mesh))
 
 
 def _passes(draft: Draft, onload: Onload, before: Item) -> bool:
     """Whether an onload may be issued before an item that stands before it."""
     if not isinstance(before, Event) or isinstance(before, Onload):
         return False
-    copy = (onload.model, onload.layout)
-    if copy in copies(before) or isinstance(before, Offload) and (before.model, before.layout) == copy:
+    if (onload.model, onload.layout) in copies(before):
         return False
-    return not (isinstance(before, Generate | Infer | Train) and draft.ranks(before.mesh) & draft.ranks(onload.mesh))
+    if isinstance(before, Offload):
+        return not draft.ranks(before.mesh) & draft.ranks(onload.mesh)
+    return not _runs(draft, before, onload)
 
 
 def check(items: Sequence[Item]) -> None:

@@ -13,17 +13,18 @@ from math import gcd, prod
 
 from rldsl.diag import Diagnostic, Failure, Fix, Label, fail
 from rldsl.graph.model import MeshRef
+from rldsl.placement.backends import check_name
 from rldsl.placement.families import Family
 from rldsl.placement.model import Place, layout_of, mesh_of
 from rldsl.placement.rules import Choice, Option
 from rldsl.plan.expr import Scalar
-from rldsl.plan.model import Layout, Mesh
+from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
 from rldsl.source import Span
 
 DEGREES = ("dp", "tp", "pp", "cp")
-NOTHING = {"zero": (0,), "keep": (True,)}  # what a computation may be given, where it is not 0, 1 or none
+NOTHING = {"zero": (0,), "keep": (True,), "backend": (DEFAULT_BACKEND,)}  # of a computation, if not 0, 1 or none
 INFERRED = ("dp", "tp", "pp")  # cp is 1 where it is not given
-OPTIONS = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "recompute", "offload", "keep", "backend")
+OPTIONS = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload", "keep", "backend")
 SWITCHES = ("offload", "keep")
 RECOMPUTE = ("none", "full")
 ZERO = "0 divides nothing over dp; 1 the optimizer state, 2 gradients too, 3 parameters too, for the passes of training"
@@ -97,7 +98,7 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
                 fix=Fix(((at, near[0]),)) if near and at is not span else None)])
         if name in found:
             raise fail("RL0311", f"`{name}` is given twice", span, "the second time", help="remove one of the two")
-        least = 0 if name in ("mbs", "zero") else 1
+        least = 0 if name in ("mbs", "mbt", "zero") else 1
         right = (isinstance(value, bool) if name in SWITCHES else isinstance(value, str) if name == "backend"
                  else value in RECOMPUTE if name == "recompute" else type(value) is int and value >= least)
         if not right:
@@ -109,9 +110,8 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
                        help=f"write `{name}={example}`")
         if name == "zero" and value > 3:
             raise fail("RL0311", "`zero` must be a whole number from 0 to 3", span, f"this is {value!r}", help=ZERO)
-        if name == "backend" and value != "torch":
-            raise fail("RL0312", f"`{name}={value}` is not supported yet", span, "this version cannot run it",
-                       help="backend=torch is what there is so far")
+        if name == "backend":
+            check_name(str(value), span)
         found[name] = (value, span)
     return found
 
@@ -123,12 +123,12 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     given = read_options(choice.options)
     size = len(mesh.members())
     if compute:
-        for name in ("tp", "pp", "vpp", "cp", "ep", "zero", "offload", "keep", "mbs", "recompute"):
+        for name in ("tp", "pp", "vpp", "cp", "ep", "zero", "offload", "keep", "mbs", "mbt", "recompute", "backend"):
             if name in given and given[name][0] not in NOTHING.get(name, (0, 1, "none")):
                 raise fail("RL0311", f"`{name}` has no meaning for a computation", given[name][1],
                            f"`{call}` runs no model", help="give a mesh only; rows are divided over all its ranks")
     dp, tp, pp, cp = fill({k: int(given[k][0]) for k in DEGREES if k in given}, size, mesh, choice, given, call)
-    layout = layout_of(mesh, dp, tp, pp, cp, str(given.get("backend", ("torch",))[0]),
+    layout = layout_of(mesh, dp, tp, pp, cp, str(given.get("backend", (DEFAULT_BACKEND,))[0]),
                        int(given.get("zero", (0,))[0]), int(given.get("ep", (1,))[0]),
                        int(given.get("vpp", (1,))[0]))
     spans = {k: given[k][1] for k in (*DEGREES, "ep", "vpp") if k in given}
@@ -139,7 +139,7 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
         check_family(family, tp, pp, cp, spans, choice.span, cluster, call)
     return Place(mesh, layout, int(given.get("mbs", (0,))[0]), bool(given.get("offload", (False,))[0]), choice.span,
                  choice.why, "full" if given.get("recompute", ("none",))[0] == "full" else "none",
-                 bool(given.get("keep", (True,))[0]))
+                 bool(given.get("keep", (True,))[0]), mbt=int(given.get("mbt", (0,))[0]))
 
 
 def fill(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],

@@ -42,7 +42,7 @@ def _deciding(clauses: list[Clause], computation: bool) -> list[Clause]:
     found: list[Clause] = []
     settled: set[str] = set()
     for clause in clauses:
-        if clause.mesh is not None:
+        if clause.mesh is not None or clause.auto:
             return [*found, clause]
         names = {name for name, _, _ in clause.options}
         if not computation and names - settled:

@@ -13,7 +13,7 @@ from typing import Literal
 from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Select, Train
 from rldsl.placement.families import Family
 from rldsl.plan.heads import CALL_OF
-from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
 from rldsl.plan.project import to_ranges
 from rldsl.plan.texts import degrees_text
 from rldsl.source import Span
@@ -24,9 +24,9 @@ Local = Compute | Select | Collect  # what runs on values alone
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node runs. mbs: most sequences in a micro-batch (0: all). why: who decided it. recompute: as in
-    `plan.Train`. keep: whether a copy of a trained model stays after its last use in a step.
-    given: of `mesh(8)`, as many ranks in ascending order, where `free.py` chose others."""
+    """Where a node runs. mbs, mbt: most sequences, and most tokens, in a micro-batch (0: all). why: who decided it.
+    recompute: as in `plan.Train`. keep: whether a copy of a trained model stays after its last use in a step. given: of
+    `mesh(8)`, as many ranks in ascending order, where `free.py` chose others."""
 
     mesh: Mesh
     layout: Layout
@@ -37,6 +37,7 @@ class Place:
     recompute: Literal["none", "full"] = "none"
     keep: bool = True
     given: Mesh | None = None
+    mbt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,14 @@ def mesh_of(ranks: Iterable[int]) -> Mesh:
     return Mesh("+".join(f"{a}:{b}" for a, b in ranges), ranges)
 
 
-def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, backend: str = "torch",
+def layout_of(mesh: Mesh, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, backend: str = DEFAULT_BACKEND,
               zero: int = 0, ep: int = 1, vpp: int = 1) -> Layout:
     """`zero` divides by dp, so that with dp=1 it is the same as without; so is `vpp` with pp=1."""
     zero, vpp = zero if dp > 1 else 0, vpp if pp > 1 else 1
     degrees = degrees_text(dp, tp, pp, cp, zero, ep, vpp)
-    return Layout(" ".join(filter(None, (mesh.id, degrees, "" if backend == "torch" else backend))), mesh.id, dp=dp,
-                  tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, vpp=vpp, backend=backend)
+    named = "" if backend == DEFAULT_BACKEND else backend
+    return Layout(" ".join(filter(None, (mesh.id, degrees, named))), mesh.id, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep,
+                  zero=zero, vpp=vpp, backend=backend)
 
 
 def label(node: Node) -> str:

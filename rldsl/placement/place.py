@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
-from rldsl.placement import free, resident, sync, tokenizers
+from rldsl.placement import backends, budget, free, positions, resident, sync, tokenizers
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.families import Family, describe
 from rldsl.placement.lora import parts
@@ -42,15 +42,8 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
                   cluster.world, cluster.gpus, memory)
 
 
-def check_graph(graph: g.Graph, place_file: str = "") -> None:
-    """All checks of placement that need no model directory: rules, meshes, degrees."""
-    problems = problems_of(graph, place_file)
-    if problems:
-        raise Failure(problems)
-
-
 def problems_of(graph: g.Graph, place_file: str = "") -> tuple[Diagnostic, ...]:
-    """What `check_graph` raises."""
+    """What all checks find that need no model directory: of rules, meshes, degrees."""
     choices, found = choose(graph, place_file)
     try:
         _places(graph, choices, {}, cluster_of(graph, choices))
@@ -78,6 +71,9 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
         places = free.chosen(calls, places, models, cluster)
     places |= _compute_places(every, choices, places, cluster)
     resident.check(graph, calls, places, homes)
+    budget.check(graph, calls, places)
+    backends.check(graph, calls, places, families)
+    positions.check(graph, calls, families)
     sync.anchors(graph, places, homes)
     return places, homes
 
@@ -183,13 +179,16 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
             mesh = mesh_of(range(cluster.world))
             base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: every rank, pure dp"
         if choice is None:
-            places[node.id] = replace(base, mbs=0, offload=False, span=node.span, why=why, recompute="none", keep=True)
+            places[node.id] = replace(base, mbs=0, mbt=0, offload=False, span=node.span, why=why, recompute="none",
+                                      keep=True)
             continue
         try:
             said = {name for name, _, _ in choice.options}
             more = {"ep", *(("zero", "vpp") if isinstance(node, g.Train) else ())} - said
             inherit = () if said & {*DEGREES} else tuple(
                 (k, getattr(base.layout, k), choice.span) for k in (*DEGREES, *sorted(more)))
+            if "backend" not in said:
+                inherit += (("backend", base.layout.backend, choice.span),)
             put(node, replace(choice, options=choice.options + inherit), base.mesh, base.given)
         except Failure as failure:
             problems += failure.diagnostics
@@ -228,7 +227,7 @@ def _homes(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flow:
+class Flow:
     """Who writes a value, and who reads it."""
 
     writer: Mapping[str, g.Node]
@@ -264,7 +263,7 @@ def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], ca
                     cluster: Cluster) -> dict[str, Place]:
     """A computation runs where it says, else where the first train call that needs it runs, else where its inputs are
     made, else on the mesh of the first call."""
-    flow = _Flow({v: n for n in every for v in n.writes}, every)
+    flow = Flow({v: n for n in every for v in n.writes}, every)
     first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of(range(cluster.world)))
     places: dict[str, Place] = {}
     for node in every:

@@ -2,8 +2,8 @@
 
 In: a graph with inline clauses and `place` rules. Out: node id -> `Choice` (mesh and options, not yet checked).
 Precedence: command line > placement file > inline > rules of the program itself; inside one of these, the more
-specific selector wins: `@name`, then `model.method`, then one wildcard, then `*.*`. A clause that names a mesh is
-complete; one that names options only changes these and leaves the rest to the next.
+specific selector wins: `@name`, then `model.method`, then one wildcard, then `*.*`, which `*` is short for. A clause
+that names a mesh, or `auto`, is complete; one that names options only changes these and leaves the rest to the next.
 Errors: RL0313 a selector that matches nothing, RL0314 two rules with equal right.
 """
 
@@ -27,12 +27,14 @@ Option = tuple[str, Scalar, Span]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was asked for one node. why: which kind of clause decided the mesh."""
+    """What was asked for one node. why: which kind of clause decided the mesh. auto: the compiler is to choose it, and
+    what the options leave open."""
 
     mesh: MeshRef | None
     options: tuple[Option, ...]
     span: Span
     why: str = "inline"
+    auto: bool = False
 
 
 def resolve(graph: Graph, place_file: str = "") -> dict[str, Choice]:
@@ -72,7 +74,7 @@ def specificity(selector: str, node: Node) -> int:
     """3 for `@name`, 2 for `model.method`, 1 for one wildcard, 0 for `*.*`; -1 when it does not match."""
     if selector.startswith("@"):
         return 3 if selector[1:] == node.id else -1
-    model, _, method = selector.partition(".")
+    model, _, method = ("*.*" if selector == "*" else selector).partition(".")
     name, methods = names_of(node)
     if not name or model not in ("*", name) or not (method == "*" or method in methods):
         return -1
@@ -103,7 +105,7 @@ def _clauses(node: Node, rules: Iterable[Rule], place_file: str,
             why = ("rule of the program", "", "placement file", "command line")[rank]
             ranked.setdefault((rank, special), []).append((rule.clause, why, rule.span))
     for same in ranked.values():
-        if len(same) > 1 and (len([1 for c, _, _ in same if c.mesh]) > 1 or _overlap(c for c, _, _ in same)):
+        if len(same) > 1 and (len([1 for c, _, _ in same if c.mesh or c.auto]) > 1 or _overlap(c for c, _, _ in same)):
             first, second = same[0][2], same[1][2]
             problems.append(Diagnostic("RL0314", "two placement rules with equal right for one call", second,
                                        f"also places `{node.id}`", (Label(first, "the other rule"),),
@@ -124,8 +126,8 @@ def _merge(clauses: list[tuple[Clause, str]]) -> Choice:
         if _overlap([clause]):  # an option given twice: `read_options` says so
             return Choice(clause.mesh, clause.options, clause.span, why)
         own = tuple(o for o in clause.options if o[0] not in options)
-        if clause.mesh is not None:
-            return Choice(clause.mesh, (*options.values(), *own), clause.span, why)
+        if clause.mesh is not None or clause.auto:
+            return Choice(clause.mesh, (*options.values(), *own), clause.span, why, clause.auto)
         options |= {o[0]: o for o in own}
     clause, why = clauses[0]
     return Choice(None, tuple(options.values()), clause.span, why)

@@ -19,6 +19,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     greedy: bool = False
     stop: tuple[str, ...] = ()
 
@@ -136,8 +137,8 @@ class Generate(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infer(Event):
-    """One forward pass. what: "logprobs", "entropy", "values" (token level) or "scores" (seq level). mbs: most
-    sequences in a micro-batch (0: all)."""
+    """One forward pass. what: "logprobs", "entropy", "values" (token level) or "scores" (seq level). mbs, mbt: most
+    sequences, and most tokens, in a micro-batch (0: all)."""
 
     model: str
     layout: str
@@ -147,6 +148,7 @@ class Infer(Event):
     output: str
     temperature: float = 1.0
     mbs: int = 0
+    mbt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +157,9 @@ class Train(Event):
     minibatch, that one makes no step and no other follows. The output "updates" is then the number of steps made.
     fresh: program input -> (frame, what), the differentiable outputs of this model; data: program input -> value.
     outputs: metric -> value it is written to. nonfinite: what becomes of a minibatch whose gradient is not: the run
-    stops, or the minibatch makes no step and the output "skipped" counts it. recompute: "full" keeps the input of each
-    layer alone for the backward pass, which runs the layer's forward again (Chen et al. 2016)."""
+    stops, or the minibatch makes no step and the output "skipped" counts it. mbs, mbt: as in `Infer`, of all frames
+    together. recompute: "full" keeps the input of each layer alone for the backward pass, which runs the layer's
+    forward again (Chen et al. 2016)."""
 
     model: str
     layout: str
@@ -167,6 +170,7 @@ class Train(Event):
     data: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
     mbs: int = 0
+    mbt: int = 0
     nonfinite: Literal["stop", "skip"] = "stop"
     recompute: Literal["none", "full"] = "none"
 

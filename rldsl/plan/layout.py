@@ -1,12 +1,13 @@
 """Where a rank stands in a layout, and which ranks stand together.
 
-In: a `Layout`, its `Mesh`, ranks. Out: coordinates, ranks, groups of ranks.
-Invariant: `rank_at` inverts `coordinate`; the groups of one axis cover every rank of the mesh exactly once.
+In: a `Layout`, its `Mesh`, ranks. Out: coordinates, groups of ranks.
+Invariant: the ranks of a mesh have all coordinates of its layout, each once, in their order; the groups of one axis
+cover every rank of the mesh exactly once.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -43,14 +44,6 @@ def coordinate(layout: Layout, mesh: Mesh, rank: int) -> Coord:
 def shard_of(layout: Layout, index: int) -> int:
     """The dp coordinate of the `index`th rank of the mesh."""
     return index // (layout.cp * layout.tp) % layout.dp
-
-
-def rank_at(layout: Layout, mesh: Mesh, coord: Coord) -> int:
-    """The global rank at `coord`."""
-    degrees = (layout.pp, layout.dp, layout.cp, layout.tp)
-    assert all(0 <= x < d for x, d in zip(astuple(coord), degrees)), f"{coord} is outside layout {layout.id}"
-    index = ((coord.pp * layout.dp + coord.dp) * layout.cp + coord.cp) * layout.tp + coord.tp
-    return _members(layout, mesh)[index]
 
 
 def axis_ranks(layout: Layout, mesh: Mesh, axis: Axis) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rldsl.plan.events import (Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Log, Offload, Onload,
                                Realloc, Select, Train, Transfer, split)
 from rldsl.plan.heads import CALL_OF
-from rldsl.plan.model import Layout, Plan
+from rldsl.plan.model import Plan
 from rldsl.plan.texts import degrees_of, mesh_text
 
 
@@ -117,7 +117,7 @@ class Places:
     @staticmethod
     def of(plan: Plan) -> "Places":
         meshes = {m.id: mesh_text(m.ranks) for m in plan.meshes}
-        layouts = {x.id: f"{meshes.get(x.mesh, x.mesh)} {all_degrees(x)}" for x in plan.layouts}
+        layouts = {x.id: f"{meshes.get(x.mesh, x.mesh)} {degrees_of(x)}" for x in plan.layouts}
         spreads = {s.id: layouts.get(s.layout) or meshes.get(s.mesh, s.mesh) for s in plan.spreads}
         return Places(meshes, layouts, spreads)
 
@@ -137,8 +137,3 @@ class Places:
         """What holds a buffer: "mesh(0:4) tp=2"."""
         _, at = split(buffer)
         return self.layouts.get(at) or self.spreads.get(at, at)
-
-
-def all_degrees(layout: Layout) -> str:
-    """"dp=4 pp=2 zero=3": every degree and option of a layout that divides or chooses something."""
-    return degrees_of(layout) + (f" backend={layout.backend}" if layout.backend != "torch" else "")

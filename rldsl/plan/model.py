@@ -24,6 +24,7 @@ from rldsl.plan.heads import Head
 FORMAT = 1
 MOST_RANKS = 16_384 * 256  # nodes, devices of each: beyond it a number is a slip
 MOST_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
+DEFAULT_BACKEND = "torch"  # where a layout names none
 
 Ranges = tuple[tuple[int, int], ...]  # half-open [start, stop), in order
 
@@ -65,7 +66,8 @@ class Layout:
     parameters, gradients and optimizer state over dp at rest (`plan/boxes.py`). Gradients are whole during a minibatch
     with 1, and divided with 2 and 3; parameters are whole during a minibatch with 1 and 2, and layer by layer with 3
     (Rajbhandari et al. 2020, arXiv:1910.02054). `vpp`, of a layout that a model is trained under, is the number of
-    chunks of layers that each rank of a pipeline has (`plan/schedule.py`)."""
+    chunks of layers that each rank of a pipeline has (`plan/schedule.py`). `backend`: what computes (`plan/backends.py`);
+    what a rank holds does not depend on it."""
 
     id: str
     mesh: str
@@ -76,7 +78,7 @@ class Layout:
     ep: int = 1
     zero: int = 0
     vpp: int = 1
-    backend: str = "torch"
+    backend: str = DEFAULT_BACKEND
 
 
 @dataclass(frozen=True, slots=True)

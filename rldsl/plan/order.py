@@ -70,12 +70,8 @@ class Order:
         runs = ((Moment(e.id, step), self._sets[e.mesh]) for e in self._together for step in steps)
         return {run: ranks for run, ranks in runs if rank in ranks and self.place(run) < place}
 
-    def partners(self, event: Event, rank: int) -> tuple[int, ...]:
-        """The other ranks without which `rank` cannot end the event."""
-        return tuple(q for q in self.group(event, rank).ranks if q != rank)
-
     def group(self, event: Event, rank: int) -> Group:
-        """The same, where `rank` may be one of them."""
+        """The ranks without which `rank` cannot end the event; it may be one of them."""
         if rank not in self._sets[event.mesh] or isinstance(event, ALONE):
             return NOBODY
         if isinstance(event, Generate | Infer):
@@ -83,7 +79,7 @@ class Order:
         if isinstance(event, Transfer):
             return self._across(self._spreads[event.src].mesh, self._spreads[event.dst].mesh, rank)
         if isinstance(event, Realloc):
-            return self._across(self._layouts[event.src].mesh, self._layouts[event.dst].mesh, rank)
+            return self._across(self._layouts[event.src].mesh, self._layouts[event.dst].mesh, rank, passed_on=True)
         if isinstance(event, Log):
             firsts = {self._members[self._spreads[split(b)[1]].mesh][0] for _, b in event.metrics}
             to = rank == event.to
@@ -96,20 +92,22 @@ class Order:
         return self._groups[key]
 
     def _replica(self, layout: Layout, rank: int) -> Group:
-        """The ranks that work on the same rows: those of one dp shard."""
+        """The ranks that work on the same rows, those of one dp shard, and on the same experts."""
         if layout.id not in self._replicas:
             shards: dict[int, list[int]] = defaultdict(list)
             for index, member in enumerate(self._members[layout.mesh]):
-                shards[shard_of(layout, index)].append(member)
+                shards[shard_of(layout, index) // layout.ep].append(member)
             groups = [Group(tuple(sorted(ranks))) for ranks in shards.values()]
             self._replicas[layout.id] = {q: group for group in groups for q in group.ranks}
         return self._replicas[layout.id][rank]
 
-    def _across(self, src: str, dst: str, rank: int) -> Group:
-        """Who receives needs who sends, and the other way round: a send waits for its receive."""
+    def _across(self, src: str, dst: str, rank: int, passed_on: bool = False) -> Group:
+        """Who receives needs who sends, and the other way round: a send waits for its receive. passed_on: who receives
+        may send it to others that do."""
         gives, takes = rank in self._sets[src], rank in self._sets[dst]
-        key = (src, dst, gives, takes)
+        key = (src, dst, gives, takes, passed_on)
         if key not in self._groups:
-            ranks = {*(self._members[src] if takes else ()), *(self._members[dst] if gives else ())}
+            ranks = {*(self._members[src] if takes else ()),
+                     *(self._members[dst] if gives or takes and passed_on else ())}
             self._groups[key] = Group(tuple(sorted(ranks)))
         return self._groups[key]

@@ -8,8 +8,11 @@ minibatch is depends on seed, step, epoch and row alone, never on degrees.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import groupby
 from typing import Literal
 
 from rldsl.plan.makespan import cost, divide
@@ -186,20 +189,46 @@ def _follow(unit: str, divided: Frame, frame: Frame, units: Sequence[int], known
     return tuple(r for r in rows if r in here)
 
 
-def micro_batches(rows: Sequence[int], lengths: Sequence[int], limit: int, at_least: int) -> tuple[Rows, ...]:
-    """`rows` in micro-batches of at most `limit` (0: any number), of about equal token counts, at least `at_least` of
-    them while there are that many rows. lengths: tokens, by row number. Rows ascend inside a micro-batch and
-    micro-batches by their first row, so their concatenation is in general *not* in the order of `rows`."""
+def micro_batches(rows: Sequence[int], lengths: Sequence[int], limit: int, at_least: int,
+                  budget: int = 0) -> tuple[Rows, ...]:
+    """`rows` in micro-batches of at most `limit` rows and `budget` tokens (0: any number), of about equal token counts,
+    at least `at_least` of them while there are that many rows. A row longer than the budget is alone. lengths: tokens,
+    by row number. Rows ascend inside a micro-batch and micro-batches by their first row, so their concatenation is in
+    general *not* in the order of `rows`."""
     if not rows:
         return ()
     rows = sorted(rows)
-    count = micro_batch_count(len(rows), limit, at_least)
-    parts = divide([lengths[r] for r in rows], count, limit or len(rows))
+    sizes = [lengths[r] for r in rows]
+    count = max(micro_batch_count(len(rows), limit, at_least), _bins(sizes, budget) if budget else 1)
+    parts = divide(sizes, count, limit or len(rows))
+    while budget and any(len(part) > 1 and sum(sizes[i] for i in part) > budget for part in parts):
+        count += 1
+        parts = divide(sizes, count, limit or len(rows))
     return tuple(sorted(tuple(rows[i] for i in part) for part in parts))
 
 
+def passes(rows: Sequence[int], lengths: Sequence[int], limit: int, at_least: int, budget: int = 0) -> int:
+    """Into how many micro-batches `micro_batches` divides them."""
+    if budget:
+        return len(micro_batches(rows, lengths, limit, at_least, budget))
+    return micro_batch_count(len(rows), limit, at_least)
+
+
+def _bins(sizes: Sequence[int], budget: int) -> int:
+    """How many bins of `budget` the longest first fill, each going to the first with room (Johnson 1973: at most 11/9
+    of the fewest possible, and one)."""
+    room: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        at = next((i for i, left in enumerate(room) if left >= size), None)
+        if at is None:
+            room.append(budget - size)
+        else:
+            room[at] -= size
+    return len(room)
+
+
 def micro_batch_count(rows: int, limit: int, at_least: int) -> int:
-    """Into how many micro-batches `micro_batches` divides so many rows."""
+    """Into how many micro-batches `micro_batches` divides so many rows where tokens have no bound."""
     return min(rows, max(at_least, -(-rows // limit) if limit else 1, 1))
 
 
@@ -215,20 +244,38 @@ def row_moves(src_rows: Mapping[int, Collection[int]], dst_rows: Mapping[int, Co
     for rank in sorted(src_rows):
         for row in src_rows[rank]:
             found.setdefault(row, []).append(rank)
-    holders = {row: tuple(ranks) for row, ranks in found.items()}
+    known: dict[tuple[int, ...], int] = {}  # sets of holders by number: there are few, and each may have all ranks
+    holders = {row: known.setdefault(tuple(ranks), len(known)) for row, ranks in found.items()}
+    every = list(known)
+    nodes = [{node: tuple(those) for node, those in groupby(ranks, lambda r: r // devices_per_node)}
+             for ranks in every]  # they are ascending
+    near: dict[tuple[int, int], int] = {}
+    least: dict[int, list[tuple[int, int]]] = {}
     load = dict.fromkeys(src_rows, 0)
     moves: dict[tuple[int, int], list[int]] = {}
     for dst in sorted(dst_rows):
-        groups: dict[tuple[int, ...], list[int]] = {}
-        near: dict[tuple[int, ...], tuple[int, ...]] = {}
+        node = dst // devices_per_node
+        groups: dict[int, list[int]] = defaultdict(list)
         for row in sorted(set(dst_rows[dst]).difference(src_rows.get(dst, ()))):
             assert row in holders, f"nobody holds row {row}, which rank {dst} lacks"
-            every = holders[row]
-            if every not in near:
-                near[every] = tuple(r for r in every if r // devices_per_node == dst // devices_per_node) or every
-            groups.setdefault(near[every], []).append(row)
-        for ranks, rows in groups.items():
-            src = min(ranks, key=lambda r: (load[r], r))
+            at = holders[row], node
+            if at not in near:
+                ranks = nodes[at[0]].get(node)
+                near[at] = known.setdefault(ranks, len(known)) if ranks else at[0]
+                if near[at] not in least:
+                    least[near[at]] = sorted((load[r], r) for r in ranks or every[at[0]])
+            groups[near[at]].append(row)
+        for ranks_id, rows in groups.items():
+            src = _least(least[ranks_id], load)
             load[src] += len(rows)
             moves.setdefault((dst, src), []).extend(rows)
     return tuple(RowMove(src, dst, tuple(sorted(rows))) for (dst, src), rows in sorted(moves.items()))
+
+
+def _least(heap: list[tuple[int, int]], load: Mapping[int, int]) -> int:
+    """The rank with the smallest load, the first of equals. heap: loads as they were, which only grow."""
+    while True:
+        was, rank = heap[0]
+        if load[rank] == was:
+            return rank
+        heapreplace(heap, (load[rank], rank))

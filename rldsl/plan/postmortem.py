@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rldsl.plan.dumps import Dump, Moment, Sign, Stand
@@ -68,11 +68,13 @@ class Culprit:
 @dataclass(frozen=True, slots=True)
 class Findings:
     """traces: of every rank of the plan, in order. waits: by their place in the run. culprits: those whose own words
-    end the run; else those that are gone, stopped or silent; else those that are waited for and wait for nobody."""
+    end the run; else those that are gone, stopped or silent; else those that are waited for and wait for nobody.
+    order: of the plan; a walk over its meshes, which is not made twice while a run ends."""
 
     traces: tuple[Trace, ...]
     waits: tuple[Wait, ...]
     culprits: tuple[Culprit, ...]
+    order: Order = field(compare=False, repr=False)
 
 
 def traces(world: int, dumps: Mapping[int, Dump], signs: Mapping[int, Sign]) -> tuple[Trace, ...]:
@@ -101,7 +103,7 @@ def analyse(plan: Plan, found: Sequence[Trace]) -> Findings:
         grouped[on, edge.at, edge.kind] += ranks
     waits = [Wait(tuple(sorted(ranks)), on, at, kind) for (on, at, kind), ranks in grouped.items()]
     waits.sort(key=lambda w: (order.place(w.at), w.ranks))
-    return Findings(tuple(found), tuple(waits), tuple(_culprits(found, edges)))
+    return Findings(tuple(found), tuple(waits), tuple(_culprits(found, edges)), order)
 
 
 def where(order: Order, trace: Trace) -> Place:

@@ -1,4 +1,4 @@
-"""The findings of a post-mortem for a person. In: a plan and `Findings`. Out: the title, place and notes of a message;
+"""The findings of a post-mortem for a person. In: `Findings`. Out: the title, place and notes of a message;
 the report that `rlc postmortem` prints."""
 
 from __future__ import annotations
@@ -63,17 +63,16 @@ def title(findings: Findings) -> str:
     return "; ".join(parts)
 
 
-def place(plan: Plan, findings: Findings) -> str:
+def place(findings: Findings) -> str:
     """Where those who are to blame are, as the place of a message."""
-    order = Order(plan)
     blamed = [findings.traces[c.rank] for c in findings.culprits]
     spots = (t.reached or (t.stand.at if t.stand else None) for t in blamed)
-    return ", ".join(list(dict.fromkeys(_at(order, at) if at else "start-up" for at in spots))[:3])
+    return ", ".join(list(dict.fromkeys(_at(findings.order, at) if at else "start-up" for at in spots))[:3])
 
 
-def notes(plan: Plan, findings: Findings, most: int = 5) -> tuple[str, ...]:
+def notes(findings: Findings, most: int = 5) -> tuple[str, ...]:
     """Who waits for whom, those who wait for the culprits first; then where the culprits are, if that is not said."""
-    text, blamed = _Text(plan, findings), {c.rank for c in findings.culprits}
+    text, blamed = _Text(findings), {c.rank for c in findings.culprits}
     lines = [text.wait(w) for w in sorted(findings.waits, key=lambda w: not blamed & set(w.on))]
     lines += text.places([findings.traces[r] for r in sorted(blamed - text.told)])
     return (*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else []))
@@ -81,7 +80,7 @@ def notes(plan: Plan, findings: Findings, most: int = 5) -> tuple[str, ...]:
 
 def report(plan: Plan, findings: Findings) -> str:
     """All of it: who is to blame, who waits, where every rank is, and the words of those that failed."""
-    text, header = _Text(plan, findings), plan.header
+    text, header = _Text(findings), plan.header
     lines = [f"{header.program}, flow {header.flow}, {header.world} rank{'s' * (header.world > 1)}", ""]
     lines += [title(findings) or "no rank is known to be to blame", ""]
     lines += [*([text.wait(w) for w in findings.waits] or ["no rank is known to wait for another"]), ""]
@@ -94,10 +93,10 @@ def report(plan: Plan, findings: Findings) -> str:
 
 
 class _Text:
-    """Sentences about one plan and one set of findings. told: the ranks of which it has been said where they are."""
+    """Sentences about one set of findings. told: the ranks of which it has been said where they are."""
 
-    def __init__(self, plan: Plan, findings: Findings):
-        self._order, self._traces = Order(plan), findings.traces
+    def __init__(self, findings: Findings):
+        self._order, self._traces = findings.order, findings.traces
         self._dumped = any(t.dump for t in findings.traces)
         self._end = max((t.time for t in findings.traces), default=0.0)
         self.told: set[int] = set()

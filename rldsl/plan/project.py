@@ -53,13 +53,8 @@ def last_step(path: Path) -> int:
     return outer.trips - outer.trips % period if runs else 0
 
 
-def participants(plan: Plan, event: Event) -> tuple[int, ...]:
-    """The ranks that take part in `event`, in mesh order."""
-    return tuple(rank for start, stop in ranges(plan, event) for rank in range(start, stop))
-
-
 def ranges(plan: Plan, event: Event) -> Ranges:
-    """The same as the ranges of its mesh."""
+    """The ranks that take part in `event`, as the ranges of its mesh."""
     for mesh in plan.meshes:
         if mesh.id == event.mesh:
             return mesh.ranks

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rldsl.plan.events import Event, Every, Item, Loop, Sampling
-from rldsl.plan.meaning import all_degrees, kind, subject
+from rldsl.plan.meaning import kind, subject
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.project import class_of, schedule
-from rldsl.plan.texts import count, human, ranges_text
+from rldsl.plan.texts import count, degrees_of, human, ranges_text
 from rldsl.plan.view import Touch, View, check_rank, view
 
 WIDTH = 120
@@ -40,7 +40,7 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
             yield f"mesh {m.id}  ranks {ranges_text(m.ranks)}"
     for x in plan.layouts:
         if x.mesh in mine:
-            yield f"layout {x.id}  mesh {x.mesh}  {all_degrees(x)}"
+            yield f"layout {x.id}  mesh {x.mesh}  {degrees_of(x)}"
     for m in plan.models:
         yield f"model {m.name}  {m.kind}  {m.path}  {m.dtype}  " + _life(m)
     if rank is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rldsl.plan.model import Layout, Mesh, Ranges
+from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Ranges
 from rldsl.plan.project import to_ranges
 
 
@@ -54,7 +54,9 @@ def degrees_text(dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, zero: int =
 
 
 def degrees_of(layout: Layout) -> str:
-    return degrees_text(layout.dp, layout.tp, layout.pp, layout.cp, layout.zero, layout.ep, layout.vpp)
+    """The same of a layout, with its backend where it is not the usual one."""
+    degrees = degrees_text(layout.dp, layout.tp, layout.pp, layout.cp, layout.zero, layout.ep, layout.vpp)
+    return degrees if layout.backend == DEFAULT_BACKEND else f"{degrees} backend={layout.backend}"
 
 
 def layout_text(layout: Layout, mesh: Mesh) -> str:

@@ -38,10 +38,12 @@ def compile(program: Program, params: Mapping[str, Param] | None = None, /, *, p
             on: str | Sequence[str] = (), **named: Param) -> Plan:
     """The verified plan of a program, as `rlc compile` makes it. Models must be there: their shapes are read.
 
-    params, named: values of its `param`s. place: a file of `place` rules, or their text. on: rules that are stronger
-    than all others, "actor.train on mesh(0:4) dp=2 tp=2". Paths in the program are relative to the working directory.
+    params, named: values of its `param`s. place: a file of `place` rules, their text, or who places the calls:
+    "heuristic", "search", a pattern such as "d2p2t2". on: rules that are stronger than all others, "actor.train on
+    mesh(0:4) dp=2 tp=2". Paths in the program are relative to the working directory.
     Raises DiagnosticError with all mistakes."""
-    return compile_source(source_of(program), values(params, named), rules(place), (on,) if isinstance(on, str) else on)
+    mode, file = placing(place)
+    return compile_source(source_of(program), values(params, named), file, (on,) if isinstance(on, str) else on, mode)
 
 
 @told
@@ -53,15 +55,16 @@ def load(path: Program) -> Plan:
     return opened(api.read_bytes(name), name)
 
 
-def check_source(source: SourceFile, params: Mapping[str, Scalar], place: SourceFile | None = None) -> Diagnostics:
-    """`check` of a text with a name."""
-    return Diagnostics(api.examine(source.text, source.name, sets=params, place=place))
+def check_source(source: SourceFile, params: Mapping[str, Scalar], place: SourceFile | None = None,
+                 on: Sequence[str] = ()) -> Diagnostics:
+    """`check` of a text with a name. on: rules, as for `compile`."""
+    return Diagnostics(api.examine(source.text, source.name, sets=params, place=place, overrides=on))
 
 
 def compile_source(source: SourceFile, params: Mapping[str, Scalar], place: SourceFile | None = None,
-                   on: Sequence[str] = ()) -> Plan:
-    """`compile` of a text with a name. Raises Failure."""
-    compiled = api.finish(api.draft_source(source, params, place, on))
+                   on: Sequence[str] = (), mode: str = api.MANUAL) -> Plan:
+    """`compile` of a text with a name. mode: who places its calls. Raises Failure."""
+    compiled = api.finish(api.draft_source(source, params, place, on, mode))
     texts = tuple((file.name, file.text) for file in (source, *([place] if place else [])))
     return Plan(compiled, source.name, Path(source.name).parent, texts)
 
@@ -78,6 +81,16 @@ def rules(place: Program | None) -> SourceFile | None:
     if isinstance(place, str) and "\n" in place:
         return SourceFile("<place>", place)
     return None if place is None else api.read_source(os.fspath(place))
+
+
+def placing(place: Program | None) -> tuple[str, SourceFile | None]:
+    """(who places the calls, the rules): a mode, where there is no such file."""
+    if place is not None and not (isinstance(place, str) and "\n" in place) and not Path(place).exists():
+        from rldsl.search.modes import is_mode
+
+        if is_mode(os.fspath(place)):
+            return os.fspath(place), None
+    return api.MANUAL, rules(place)
 
 
 def values(params: Mapping[str, Param] | None, named: Mapping[str, Param]) -> dict[str, Scalar]:

@@ -6,7 +6,9 @@ are made when they are asked for. All of its methods raise `DiagnosticError` for
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ from rldsl.plan.expr import Scalar
 from rldsl.plan.memory import curves
 from rldsl.plan.verify import verify
 from rldsl.python.compare import Difference, compared
-from rldsl.python.errors import told
+from rldsl.python.errors import ELSEWHERE, told
 from rldsl.python.html import terminal
 from rldsl.python.machines import Machines, assumed, machine_of
 from rldsl.python.sources import event_quote, sources_of
@@ -83,7 +85,7 @@ class Plan:
     @told
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan file, which `rlc run`, `torchrun -m rldsl.run` and `rldsl.load` take. Raises RL0094."""
-        write(os.fspath(path), bytes(self))
+        write(os.fspath(path), bytes(self), ELSEWHERE)
         return Path(path)
 
     def preview(self, target: str = "") -> str:
@@ -112,13 +114,14 @@ class Plan:
 
         cluster: a preset ("h100x64"), a file, or a `rldsl.clusters.Cluster`. prompt_tokens, response_tokens: means;
         longest: tokens of the longest response of a batch; 0 is the most that the program allows. like: a run's
-        directory, to take the means from. Raises RL0091, RL0205, ... for the cluster, RL0096 where the plan does not
-        fit on it."""
+        directory, to take the means from. Raises RL0205 for lengths that are none, RL0091, RL0205, ... for the cluster,
+        RL0096 where the plan does not fit on it."""
         from rldsl.simulate import Lengths, observed, simulate
 
         machine = machine_of(cluster)
-        lengths = observed(self.record, os.fspath(like)) if like is not None else \
-            Lengths(prompt_tokens, response_tokens, longest)
+        given = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "longest": longest}
+        _check(given, like is not None)
+        lengths = observed(self.record, os.fspath(like)) if like is not None else Lengths(*given.values())
         return Simulation(self.record, simulate(self.record, machine, lengths), machine, lengths, self.name)
 
     @told
@@ -161,6 +164,17 @@ def opened(data: bytes, name: str) -> Plan:
     """A plan file's bytes -> the plan, proved again."""
     record = decode(data, name)
     return Plan(Compiled(record, verify(record), curves(record)), name, Path(name).parent)
+
+
+def _check(lengths: Mapping[str, float], like: bool) -> None:
+    """Of a simulation. like: they are taken from a run. Errors: RL0205."""
+    for name, value in lengths.items():
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise fail("RL0205", f"`{name}` must be a number of tokens, not {value!r}", place="simulate",
+                       help="0 is the most that the program allows")
+        if like and value:
+            raise fail("RL0205", f"`like` takes the lengths from a run, and `{name}` gives others", place="simulate",
+                       help=f"leave `{name}` out, or `like`")
 
 
 def trace_text(trace: str) -> str:

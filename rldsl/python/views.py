@@ -15,7 +15,7 @@ from rldsl.files import write
 from rldsl.plan.memory.curve import Curve, Peak, peak, peaks
 from rldsl.plan.model import Plan as Record
 from rldsl.plan.texts import human
-from rldsl.python.errors import told
+from rldsl.python.errors import ELSEWHERE, told
 from rldsl.python.html import frame, table, terminal
 from rldsl.simulate import Lengths, Timeline
 
@@ -38,7 +38,7 @@ class Graph:
     @told
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture. Raises RL0094."""
-        write(os.fspath(path), self.svg.encode())
+        write(os.fspath(path), self.svg.encode(), ELSEWHERE)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class Report:
     @told
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page. Raises RL0094."""
-        write(os.fspath(path), self.html.encode())
+        write(os.fspath(path), self.html.encode(), ELSEWHERE)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class Simulation:
         """Write the step as a Chrome trace (Perfetto, chrome://tracing). Raises RL0094."""
         from rldsl.simulate.trace import chrome
 
-        write(os.fspath(path), chrome(self.plan, self.timeline).encode(), "choose another place with --trace")
+        write(os.fspath(path), chrome(self.plan, self.timeline).encode(), ELSEWHERE)
         return Path(path)
 
     def __str__(self) -> str:

@@ -41,6 +41,19 @@ def from_first(text: str, device: torch.device) -> str:
     return bytes(mine.tolist()).decode()
 
 
+def from_all(text: str, device: torch.device) -> list[str]:
+    """The text of every rank of the world, in their order."""
+    data = text.encode()
+    size = torch.tensor([len(data)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    longest = max(int(s) for s in sizes)
+    mine = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
+    every = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(every, mine)
+    return [x[: int(n)].cpu().numpy().tobytes().decode() for x, n in zip(every, sizes)]
+
+
 def others_than_first(data: bytes, device: torch.device) -> list[int]:
     """The ranks of the world whose data is not that of rank 0: 32 bytes are sent of each."""
     mine = torch.tensor(list(sha256(data).digest()), dtype=torch.uint8, device=device)

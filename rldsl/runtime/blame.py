@@ -6,7 +6,6 @@ Codes: RL0707 out of memory, RL0709 another rank is gone, stopped, or does not c
 from __future__ import annotations
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.plan.model import Plan
 from rldsl.plan.postmortem import Findings
 from rldsl.plan.postmortem_text import notes, place, title
 
@@ -39,14 +38,14 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)
 
 
-def others(plan: Plan | None, findings: Findings | None, otherwise: str, where: str, said: str, asked: bool,
+def others(findings: Findings | None, otherwise: str, where: str, said: str, asked: bool,
            more: str) -> Diagnostic:
     """That the run ends because of other ranks. otherwise: the title when none is to blame. said: by the communication
     library. asked: the run was told to stop, and that ranks wait is no reason. more: a last piece of advice."""
-    causes = [c.why for c in findings.culprits if not asked or c.why in SURE] if plan and findings else []
+    causes = [c.why for c in findings.culprits if not asked or c.why in SURE] if findings else []
     notes_ = (f"the library said: {said}",) if said else ()
-    if plan and findings and causes:
-        otherwise, where, notes_ = title(findings), place(plan, findings) or where, (*notes(plan, findings), *notes_)
+    if findings and causes:
+        otherwise, where, notes_ = title(findings), place(findings) or where, (*notes(findings), *notes_)
     advice = (HELP[why] for why in dict.fromkeys(causes) if why in HELP)
     helps = [*advice, "checkpoints that were written are whole", more]
     return Diagnostic("RL0709", otherwise, place=where, notes=notes_, help="; ".join(x for x in helps if x))

@@ -8,7 +8,7 @@ import torch
 
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
 from rldsl.plan.movement import carried
-from rldsl.plan.partition import micro_batch_count, micro_batches
+from rldsl.plan.partition import micro_batches, passes
 from rldsl.runtime.backend import Packed
 from rldsl.runtime.realloc import Place, Route, realloc
 from rldsl.runtime.rows import Lens
@@ -99,9 +99,10 @@ def infer(state: State, event: Infer) -> None:
     totals = state.rows.lens[event.frame].of("tokens").tolist()
     tokens = state.read(event.reads, f"{event.frame}.tokens")
     layout = state.world.layouts[event.layout]
-    parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows.tolist(), totals, event.mbs, layout.pp)]
+    bounds = event.mbs, layout.pp, event.mbt
+    parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows.tolist(), totals, *bounds)]
     if layout.ep > 1:  # ranks that share experts make as many passes
-        most = max(micro_batch_count(len(s[event.frame]), event.mbs, layout.pp) for s in state.rows.shards(spread))
+        most = max(passes(s[event.frame], totals, *bounds) for s in state.rows.shards(spread))
         parts += [torch.zeros(0, dtype=torch.int64, device=state.device)] * (most - len(parts))
     batches = [state.packed(event.frame, tokens, part) for part in parts]
     result = state.settled(event.model, event.layout).infer(batches, event.what, event.temperature)

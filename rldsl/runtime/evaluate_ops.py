@@ -21,11 +21,17 @@ from rldsl.plan.model import Frame
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The rows of one frame at hand. rows, prompts, lens: [S] int64; row numbers, prompt numbers, response lengths."""
+    """The rows of one frame at hand. rows, prompts, lens: [S] int64; row numbers, prompt numbers, response lengths.
+    tokens: the sum of lens, where it is known without asking a device, which would have to be waited for."""
 
     rows: Tensor
     prompts: Tensor
     lens: Tensor
+    tokens: int | None = None
+
+    @property
+    def total(self) -> int:
+        return int(self.lens.sum()) if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class Geometry:
         if level == "prompt":
             return self.prompts(space).numel()
         view = self.views[self.frame(level, space)]
-        return int(view.lens.sum()) if level == "token" else view.lens.numel()
+        return view.total if level == "token" else view.lens.numel()
 
     def prompts(self, space: str) -> Tensor:
         """The distinct prompt ids of a prompt space, ascending."""
@@ -66,7 +72,7 @@ class Geometry:
         view = self.views[frame]
         if (level, to) == ("token", "seq"):
             seqs = torch.arange(view.lens.numel(), device=view.lens.device)
-            return self._once((frame, "seq"), lambda: seqs.repeat_interleave(view.lens))
+            return self._once((frame, "seq"), lambda: seqs.repeat_interleave(view.lens, output_size=view.total))
         if (level, to) == ("seq", "prompt"):
             prompts = self.prompts(self.frames[frame].prompts)
             return self._once((frame, "prompt"), lambda: torch.searchsorted(prompts, view.prompts))
@@ -183,15 +189,16 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], geometry: Geometry,
 
 def _neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
     """Each token's neighbour; 0 (or false) at the border of its sequence."""
-    border = (ends - 1 if shift == 1 else ends - lens)[lens > 0]
-    inside = torch.ones(x.numel(), dtype=torch.bool, device=x.device).index_fill(0, border, False)
+    # of an empty sequence a place behind all: to leave it out by its number would wait for the device
+    border = torch.where(lens > 0, ends - 1 if shift == 1 else ends - lens, x.numel())
+    inside = torch.ones(x.numel() + 1, dtype=torch.bool, device=x.device).index_fill(0, border, False)[:-1]
     return torch.where(inside, x.roll(-shift), torch.zeros_like(x))
 
 
 def _at_end(x: Tensor, frame: str, geometry: Geometry) -> Tensor:
-    held = geometry.views[frame].lens > 0
-    flat = x.new_zeros(geometry.size("token", frame))
-    return flat.index_copy(0, geometry.ends(frame)[held] - 1, x[held])
+    size = geometry.size("token", frame)
+    at = torch.where(geometry.views[frame].lens > 0, geometry.ends(frame) - 1, size)  # of an empty one behind all
+    return x.new_zeros(size + 1).index_copy(0, at, x)[:-1]
 
 
 def _last(x: Tensor, frame: str, geometry: Geometry) -> Tensor:

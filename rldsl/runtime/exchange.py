@@ -60,9 +60,7 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Colum
     """`value` from spread to spread. held: what this rank has under `src`, or None. The result is the Column under
     `dst`, or None on a rank that is not part of it."""
     world = rows.world
-    src_ranks, dst_ranks = world.meshes[src.mesh].members(), world.meshes[dst.mesh].members()
-    have = {rank: rows.ids(src, value, rank) for rank in src_ranks}
-    want = {rank: rows.ids(dst, value, rank) for rank in dst_ranks}
+    have, want = rows.ids(src, value), rows.ids(dst, value)
     moves = row_moves(have, want, rows.plan.header.devices_per_node)
     dtype = torch.float64 if value.level == "batch" and value.dtype == "f32" else DTYPES[value.dtype]
     sends, receives, arriving = {}, {}, []

@@ -34,11 +34,12 @@ from rldsl.runtime import stack
 from rldsl.runtime.blame import others, own_words
 from rldsl.runtime.postmortem import leave
 from rldsl.runtime.ring import Ring
-from rldsl.runtime.signs import Neighbour, Signs
+from rldsl.runtime.signs import Neighbour, Signs, Stillness
 
 BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as silent
 FAR = 60.0  # seconds for which ranks of several machines stand still before a silent one counts as gone
-LAST = 20.0  # seconds in which a rank that ends must be gone, whatever the store does
+FAR_LATE = 300.0  # the same where a rank that works on its device looks like one that stands still
+LAST = 20.0  # seconds in which a rank that ends must come further or be gone, whatever the store does
 
 
 class Watch:
@@ -56,6 +57,7 @@ class Watch:
         self._data, self._timeout, self._late = plan, timeout, late
         self._fell: stack.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
+        self._until, self._slow, self._limited = math.inf, "", False
         # a main thread that waits for a peer in C++ runs no handler: the wake-up descriptor reaches the watcher anyway
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
@@ -87,13 +89,16 @@ class Watch:
 
     def _blame(self, otherwise: str, said: str = "", asked: bool = False) -> NoReturn:
         """Name the ranks that are silent, or those that the others wait for; stop (`blame.others`)."""
+        turn = 0
         self._limit()
-        if not self.signs.looks():
+        while not self.signs.looks(turn):
             self._pass(2 * SILENCE)  # whoever looks will speak, unless it ends too
+            turn += 1
         before = self.signs.all()
         signs = self.signs.compared(before, self._pass(SILENCE))
+        self._limit("working out who waited for whom took too long")
         findings = self._findings(signs)
-        self._stop((others(self._plan, findings, otherwise, self._where(), said, asked, self._more()),), signs)
+        self._stop((others(findings, otherwise, self._where(), said, asked, self._more()),), signs)
 
     def _pass(self, seconds: float) -> float:
         """Let so much time pass, alive; stop as soon as another rank has said why. The seconds that it was."""
@@ -102,48 +107,70 @@ class Watch:
             self.signs.beat(self._stand())
             if self.signs.failed():
                 self._follow()
+            self._limit()
             time.sleep(BEAT / 2)
         return passed
 
     def _run(self) -> None:
-        due, next_rank = self._timeout, Neighbour(self.signs)
+        due, turn, next_rank, stillness = self._timeout, 0, Neighbour(self.signs), Stillness(self._late)
         while not self._done.is_set():
-            self.signs.beat(self._stand())
+            stand = self._stand()
+            self.signs.beat(stand)
             if self.signs.failed():
                 self._follow()
-            if self.ring.walks and next_rank.gone(SILENCE, FAR, self.ring.seconds()):
+            still = stillness.seconds(stand)
+            if self.ring.walks and next_rank.gone(SILENCE, FAR_LATE if self._late else FAR, still):
                 self._blame(f"rank {next_rank.rank} has stopped without a word")
-            if self.ring.seconds() < self._timeout:
-                due = self._timeout
-            elif self.ring.seconds() >= due:
+            if stand.seconds < self._timeout:
+                due, turn = self._timeout, 0
+            elif stand.seconds >= due:
                 due += max(4 * BEAT, self._timeout / 8)
-                self._overdue()
+                self._overdue(stand, turn)
+                turn += 1
             if select.select([self._wake_read], [], [], BEAT)[0] and signal.SIGTERM in self._wake_read.recv(64):
                 if not self.waits:
                     self._blame("the run was asked to stop (SIGTERM)", asked=True)
                 self.asked = True
 
-    def _overdue(self) -> None:
-        """This rank has not come further for as long as a rank may wait: stop, if it is others that it waits for."""
+    def _overdue(self, stand: Stand, turn: int) -> None:
+        """This rank has not come further for as long as a rank may wait: stop, if it is others that it waits for. One
+        of all ranks that stand here looks, for all that are overdue."""
+        if not self.signs.judges(stand, turn):
+            return
         findings = self._findings(self.signs.all())
-        if findings is not None and any(self.rank in wait.ranks for wait in findings.waits):
-            self._blame(f"rank {self.rank} waited longer than {self._timeout:g} s for others")
+        if findings is None:
+            return
+        waited = {rank for wait in findings.waits for rank in wait.ranks}
+        overdue = [t.rank for t in findings.traces if t.rank in waited and t.stand and t.stand.seconds >= self._timeout]
+        if overdue:
+            rank = self.rank if self.rank in overdue else overdue[0]
+            self._blame(f"rank {rank} waited longer than {self._timeout:g} s for others")
 
-    def _limit(self) -> None:
-        """From now on the process ends within some seconds, even when the store does not answer."""
-        def end() -> None:
-            why = f"the store of the run{', or its disk,' if self.out else ''} does not answer"
-            print(render((Diagnostic("RL0709", why, place=self._where(), help=(
-                "the machine of torchrun's endpoint, or the file system of `--out`, is gone or cannot be reached")),)),
-                file=sys.stderr, flush=True)
-            last = threading.Thread(target=self._dump, args=("RL0709", why, False), daemon=True)
-            last.start()
-            last.join(4 * BEAT)
-            _leave()
+    def _limit(self, slow: str = "") -> None:
+        """From now on the process ends within some seconds, even when the store does not answer; the next call gives it
+        as many again. slow: what is to blame then, where it is not the store."""
+        self._until, self._slow = time.monotonic() + LAST, slow
+        if not self._limited:
+            self._limited = True
+            threading.Thread(target=self._ends, name="rldsl-ends", daemon=True).start()
 
-        deadline = threading.Timer(LAST, end)
-        deadline.daemon = True
-        deadline.start()
+    def _ends(self) -> None:
+        while (left := self._until - time.monotonic()) > 0:
+            time.sleep(min(left, BEAT))
+        why = self._slow or f"the store of the run{', or its disk,' if self.out else ''} does not answer"
+        advice = self._more() if self._slow else (
+            "the machine of torchrun's endpoint, or the file system of `--out`, is gone or cannot be reached")
+        print(render((Diagnostic("RL0709", why, place=self._where(), help=advice),)), file=sys.stderr, flush=True)
+        last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
+        last.start()
+        last.join(4 * BEAT)
+        _leave()
+
+    def _last_words(self, why: str) -> None:
+        """As far as the store and the disk allow."""
+        if self._slow:
+            self.signs.fails("")  # so that no other begins the same work
+        self._dump("RL0709", why, False)
 
     def _follow(self) -> NoReturn:
         """Stop because another rank failed; one of those that follow says so."""

@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from rldsl.plan.boxes import Box, holding, inside, intersect, local_slice, param
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.paths import shown
 from rldsl.plan.texts import ranks_text
-from rldsl.runtime.agree import anywhere, from_first, others_than_first
+from rldsl.runtime.agree import anywhere, from_all, from_first, others_than_first
 from rldsl.runtime.backend import Shard
 from rldsl.runtime.checkpoint import FORMAT, MANIFEST, found, step_of
 from rldsl.runtime.facts import changes
@@ -113,9 +113,10 @@ def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resu
             raise fail("RL0766", f"rank{'s' * (len(other) > 1)} {ranks_text(other)} and rank 0 do not see the same "
                        "checkpoint", place=str(path / MANIFEST), help="`--out` and what `--resume` names must be one "
                        "directory that every machine reads; where it is, wait a minute: its caches may be behind")
-        problem = _damage(path)
+        problem, keys = _share(path)
         if not anywhere((bool(problem),), dist.group.WORLD, device)[0]:
-            return _read(path, header)
+            every = [entry for text in from_all(json.dumps(keys), device) for entry in json.loads(text)]
+            return _read(path, header, every)
         if problem:
             notes.append(f"{path}: {problem}")
             print(f"warning: the checkpoint {path} is damaged ({problem})"
@@ -148,24 +149,39 @@ def drop_later(out: Path, held: Resume) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _damage(path: Path) -> str:
-    """What is wrong with this rank's share of the files; "" if nothing."""
+def _share(path: Path) -> tuple[str, list[tuple[str, str]]]:
+    """What is wrong with this rank's share of the files; "" if nothing. And what they hold, as (file, key): so that a
+    file is opened by one rank and by those that need what is in it, and not by all."""
+    keys: list[tuple[str, str]] = []
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
-            return f"format {manifest['format']}, expected {FORMAT}"
-        mine = list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]
-        for name, said in mine:
+            return f"format {manifest['format']}, expected {FORMAT}", []
+        for name, said in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
             file = path / Path(name).name
             if not file.is_file() or file.stat().st_size != said["bytes"] or digest(file) != said["sha256"]:
-                return f"{name} is not as it was written"
+                return f"{name} is not as it was written", []
+            keys += [(file.name, key) for key in _keys(file)]
     except DAMAGE as error:
-        return f"{MANIFEST} cannot be read: {shown(str(error)[:300])}"
-    return ""
+        return f"{MANIFEST} cannot be read: {shown(str(error)[:300])}", []
+    return "", keys
 
 
-def _read(path: Path, header: Mapping[str, Any]) -> Resume:
-    """Its files are as they were written, which says nothing of who wrote them."""
+def _keys(file: Path) -> list[str]:
+    """A tensor is named after its box, and has its shape."""
+    with safe_open(file, framework="pt") as opened:
+        keys = list(opened.keys())
+        for key in keys:
+            box, tensor = _box(key.rpartition("|")[2]), opened.get_slice(key)
+            if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
+                raise ValueError(f"{file.name}: {key} has shape {tensor.get_shape()}")
+            if tensor.get_dtype() not in FLOATS:
+                raise ValueError(f"{file.name}: {key} is stored as {tensor.get_dtype()}")
+    return keys
+
+
+def _read(path: Path, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Resume:
+    """Its files are as they were written, which says nothing of who wrote them. keys: what is in which."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         states, data, models = (dict(manifest[kind]) for kind in ("states", "data", "models"))
@@ -173,7 +189,7 @@ def _read(path: Path, header: Mapping[str, Any]) -> Resume:
         return Resume(path, _count(manifest["step"]), {k: float(v) for k, v in states.items()},
                       {k: _count(v) for k, v in data.items()}, {k: Reading.read(v) for k, v in readings.items()},
                       {k: {n: _count(v) for n, v in counts.items()} for k, counts in models.items()},
-                      _stored(path, manifest["files"]), tuple(changes(manifest, json.loads(json.dumps(header)))))
+                      _stored(path, keys), tuple(changes(manifest, json.loads(json.dumps(header)))))
     except DAMAGE as error:
         raise _damaged(path, str(error)) from None
 
@@ -183,20 +199,11 @@ def _damaged(path: Path, why: str) -> Failure:
                 help="copy it from a backup, or start anew without `--resume`")
 
 
-def _stored(path: Path, files: Mapping[str, Any]) -> Mapping[str, Stored]:
-    """What is where: a tensor is named after its box, and has its shape."""
+def _stored(path: Path, keys: Sequence[tuple[str, str]]) -> Mapping[str, Stored]:
     stored: dict[str, Stored] = defaultdict(list)
-    for name in files:
-        file = path / Path(name).name
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():
-                owner, _, text = key.rpartition("|")
-                box, tensor = _box(text), opened.get_slice(key)
-                if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
-                    raise ValueError(f"{name}: {key} has shape {tensor.get_shape()}")
-                if tensor.get_dtype() not in FLOATS:
-                    raise ValueError(f"{name}: {key} is stored as {tensor.get_dtype()}")
-                stored[owner].append((box, file, key))
+    for name, key in keys:
+        owner, _, text = key.rpartition("|")
+        stored[owner].append((_box(text), path / name, key))
     return stored
 
 

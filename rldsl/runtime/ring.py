@@ -71,10 +71,6 @@ class Ring:
         self._slots[count % len(self._slots)] = (count, time.monotonic(), self._event, self._turns, phase, what)
         self._count = count
 
-    def seconds(self) -> float:
-        """Since the last entry."""
-        return time.monotonic() - self._slots[self._count % len(self._slots)][1]
-
     def stand(self, call: str = "") -> Stand:
         """Where the rank is now. call: the operation between ranks that it is in."""
         return _stand(self._slots[self._count % len(self._slots)], time.monotonic(), call)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from rldsl.plan.layout import coordinate
+from rldsl.plan.layout import shard_of
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from rldsl.plan.partition import Rows, origin, shard_rows, train_schedule
 from rldsl.runtime.world import World
@@ -45,7 +46,7 @@ class StepRows:
         self.lens[frame] = lens
         self._shards.clear()
 
-    @property
+    @cached_property
     def frames(self) -> Mapping[str, Frame]:
         return {f.id: f for f in self.plan.frames}
 
@@ -71,17 +72,22 @@ class StepRows:
         if not spread.layout:
             return 0
         layout = self.world.layouts[spread.layout]
-        return coordinate(layout, self.world.meshes[layout.mesh], rank).dp
+        return shard_of(layout, self.world.meshes[layout.mesh].members().index(rank))
 
-    def ids(self, spread: Spread, value: Value, rank: int) -> Rows:
-        """The ids that a rank of the spread's mesh holds of a value: rows, prompts, or 0 at batch level."""
+    def ids(self, spread: Spread, value: Value) -> dict[int, Rows]:
+        """The ids that each rank of the spread's mesh holds of a value: rows, prompts, or 0 at batch level. Found once
+        for each shard, since there may be thousands of ranks."""
+        ranks = self.world.meshes[spread.mesh].members()
         if value.level == "batch":
-            return (0,)
+            return dict.fromkeys(ranks, (0,))
         frame = self.frames[value.frame]
-        rows = self.shards(spread)[self.shard(spread, rank) if spread.unit != "all" else 0][frame.id]
+        shards = [tuple(rows[frame.id]) for rows in self.shards(spread)]
         if value.extent == "prompt":
-            return tuple(sorted({r // frame.per_prompt for r in rows}))
-        return tuple(rows)
+            shards = [tuple(sorted({r // frame.per_prompt for r in rows})) for rows in shards]
+        if spread.unit == "all" or not spread.layout:
+            return dict.fromkeys(ranks, shards[0])
+        layout = self.world.layouts[spread.layout]
+        return {rank: shards[shard_of(layout, i)] for i, rank in enumerate(ranks)}
 
     def sizes(self, value: Value, ids: torch.Tensor) -> torch.Tensor:
         """Entries of each id."""

@@ -25,6 +25,7 @@ from rldsl.plan.events import Save
 from rldsl.plan.gather import gather, owners
 from rldsl.plan.lora import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.model import Model
+from rldsl.plan.movement import stored
 from rldsl.plan.stored import of_experts, tensors
 from rldsl.runtime.agree import agree
 from rldsl.runtime.exchange import post
@@ -59,9 +60,10 @@ def save(state: State, event: Save) -> None:
     _together(group, state, lambda: _fresh(partial, final) if first else None, final)
     _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
     header = state.plan.header
+    dtype = stored(model, layout.id)
     mark = {"program": header.program, "flow": header.flow, "model": model.name, "step": state.step}
     _together(group, state,
-              lambda: _finish(partial, final, model, shard.export(), index, mark) if first else None, final)
+              lambda: _finish(partial, final, model, shard.export(), index, mark, dtype) if first else None, final)
 
 
 def _file(i: int, count: int) -> str:
@@ -147,8 +149,8 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any], index: Mapping[str, str],
-            mark: Mapping[str, Any]) -> None:
-    """Index, config, tokenizer and whose directory it is; then the final name."""
+            mark: Mapping[str, Any], dtype: str = "float32") -> None:
+    """Index, config, tokenizer and whose directory it is; then the final name. dtype: of what has been written."""
     if len(set(index.values())) > 1:
         total = sum((partial / name).stat().st_size for name in set(index.values()))
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=2)
@@ -156,7 +158,7 @@ def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any],
     if model.lora:
         (partial / CONFIG).write_text(json.dumps(config(model), indent=2) + "\n")
     else:
-        _config(export["config"], model).save_pretrained(partial)
+        _config(export["config"], model, dtype).save_pretrained(partial)
     kept = ("token", "vocab", "merges", "special", "added", "generation_config", "chat_template")
     for file in Path(export["tokenizer"]).iterdir():
         if file.is_file() and file.name.startswith(kept):
@@ -177,8 +179,9 @@ def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any],
         sync(final.parent)
 
 
-def _config(config: Any, model: Model) -> Any:
-    """The config that loads what we wrote: a value model is a sequence classifier with one label."""
+def _config(config: Any, model: Model, dtype: str) -> Any:
+    """The config that loads what we wrote: a value model is a sequence classifier with one label. dtype: that of the
+    parameters, whatever the calls computed in."""
     import copy
 
     from transformers.models.auto.modeling_auto import (
@@ -186,7 +189,7 @@ def _config(config: Any, model: Model) -> Any:
     )
 
     config = copy.deepcopy(config)
-    config.dtype = torch.float32  # what is written are the float32 master weights, whatever the calls computed in
+    config.dtype = getattr(torch, dtype)
     if model.kind != "causal_lm":
         config.num_labels = 1
         config.architectures = [CLASSIFIERS[config.model_type]]

@@ -19,7 +19,7 @@ from rldsl.diag import Failure
 from rldsl.plan.dumps import Sign, Stand, read_sign, sign_text
 
 _FAILED, _LOOKS, _SAID = "rldsl/failed", "rldsl/looks", "rldsl/said"  # each is claimed by one rank
-_ALIVE, _START = "rldsl/alive/", "rldsl/start"
+_ALIVE, _START, _OVERDUE = "rldsl/alive/", "rldsl/start", "rldsl/overdue/"
 
 
 class Signs:
@@ -78,10 +78,15 @@ class Signs:
         """This rank has failed; whether it is the first."""
         return self._claims(_FAILED, f"{self.rank}|{where}")
 
-    def looks(self) -> bool:
-        """Whether this rank is the first to look who is silent: one is enough, and all of them would ask too much of
-        the store."""
-        return self._claims(_LOOKS, str(self.rank))
+    def looks(self, turn: int = 0) -> bool:
+        """Whether this rank is the first to look, for the turn-th time, who is silent: one is enough, and all of them
+        would ask too much of the store."""
+        return self._claims(f"{_LOOKS}{turn or ''}", str(self.rank))
+
+    def judges(self, stand: Stand, turn: int) -> bool:
+        """The same of who is overdue, among all ranks that are in this run of an event."""
+        at = "" if stand.at is None else ".".join(map(str, (stand.at.event, *stand.at.turns)))
+        return self._claims(f"{_OVERDUE}{at}/{turn}", str(self.rank))
 
     def says(self) -> bool:
         """Whether this rank is the first to say that all have stopped."""
@@ -106,8 +111,8 @@ class Neighbour:
 
     def gone(self, near: float, far: float, still: float) -> bool:
         """Whether it has gone. near: seconds without a sign after which the system is asked for its process. far: those
-        after which one of another machine counts as gone, if this rank has come no further either, for `still`
-        seconds."""
+        after which one of another machine counts as gone, if this rank has stood still as well, for `still` seconds
+        (`Stillness`)."""
         now = monotonic()
         if now - self._looked < near or self.rank == self._signs.rank:
             return False
@@ -119,6 +124,21 @@ class Neighbour:
         if sign.machine == self._signs.machine:
             return silent >= near and process(sign.pid) == "gone"
         return min(silent, still) >= far
+
+
+class Stillness:
+    """How long a rank has come no further. An event can take minutes and note nothing meanwhile, so what counts is the
+    time in operations between ranks alone; where programs run behind what they post (`late`, NCCL), nobody sees these,
+    and it is the time since the last note."""
+
+    def __init__(self, late: bool = False):
+        self._late, self._worked = late, monotonic()
+
+    def seconds(self, stand: Stand) -> float:
+        """stand: where the rank is now; to be asked as often as it gives signs."""
+        if stand.phase == "calls" or not stand.call:
+            self._worked = monotonic()
+        return stand.seconds if self._late else min(stand.seconds, monotonic() - self._worked)
 
 
 def machine() -> str:

@@ -56,7 +56,7 @@ def prepare(data: bytes, name: str, out: str | Path, device: torch.device, watch
     for kept in plan.states:
         if state.holds(f"{kept.value}@{kept.spread}"):
             at = torch.zeros(1, dtype=torch.int64, device=device)
-            value = state.resume.states.get(kept.value, kept.initial) if state.resume else kept.initial
+            value = state.resume.states[kept.value] if state.resume else kept.initial
             state.write(kept.value, kept.spread, at, torch.tensor([value], dtype=torch.float64, device=device))
     _check(state, own)
     _check_positions(state)

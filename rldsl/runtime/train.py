@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rldsl.plan.events import Train
 from rldsl.plan.heads import SKIPPED, STOP, UPDATES
-from rldsl.plan.partition import Rows, micro_batch_count, micro_batches
+from rldsl.plan.partition import Rows, micro_batches, passes
 from rldsl.runtime.evaluate import LossRun, View, loss_counts
 from rldsl.runtime.nonfinite import refuse
 from rldsl.runtime.state import State
@@ -113,15 +113,16 @@ class _Call:
         state, event, frames = self.state, self.event, self.frames
         run = LossRun(self.program, loss_counts(self.program, frames, sorted(r for s in rows for r in s),
                                                 self.responses))
-        parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows[shard], self.totals, event.mbs, pp)]
+        bounds = event.mbs, pp, event.mbt
+        divided = micro_batches(rows[shard], self.totals, *bounds)
         if even:
-            most = max(micro_batch_count(len(r), event.mbs, pp) for r in rows)
-            parts += [torch.zeros(0, dtype=torch.int64, device=state.device)] * (most - len(parts))
+            divided += ((),) * (max(passes(r, self.totals, *bounds) for r in rows) - len(divided))
+        parts = [torch.tensor(p, dtype=torch.int64, device=state.device) for p in divided]
         batches = [tuple(state.packed(f, self.tokens[f], part) for f in event.frames) for part in parts]
 
         def loss(i: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-            views = {f: View(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]])
-                     for f in event.frames}
+            views = {f: View(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]],
+                             sum(self.responses[f][r] for r in divided[i])) for f in event.frames}
             inputs = {name: fresh[event.frames.index(f)][kind] for name, f, kind in event.fresh}
             inputs |= {name: _data(state, value, self.data[name], parts[i], frames[event.frames[0]].per_prompt)
                        for name, value in event.data}

@@ -85,6 +85,7 @@ class World:
     meshes: Mapping[str, Mesh]
     layouts: Mapping[str, Layout]
     groups: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
+    _axes: dict[str, Axes] = field(default_factory=dict, repr=False)  # of layouts, found once: there may be many ranks
 
     def group(self, mesh: str) -> Any:
         """The communicator of all ranks of a mesh; None for one rank."""
@@ -95,9 +96,11 @@ class World:
         return None if len(ranks) == 1 else self.groups[ranks]
 
     def axes(self, layout: Layout) -> Axes:
-        mesh = self.meshes[layout.mesh]
-        axes = ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")
-        return Axes(**{axis: self._axis(layout, mesh, axis) for axis in axes})
+        if layout.id not in self._axes:
+            mesh = self.meshes[layout.mesh]
+            names = ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")
+            self._axes[layout.id] = Axes(**{name: self._axis(layout, mesh, name) for name in names})
+        return self._axes[layout.id]
 
     def _axis(self, layout: Layout, mesh: Mesh, axis: str) -> Axis:
         ranks = next(ranks for ranks in axis_ranks(layout, mesh, axis) if self.rank in ranks)

@@ -85,6 +85,9 @@ class Builtins:
         if expr.by is not None and not reducing:
             return self.errors.add("RL0107", f"`{name}` takes no `by` here", expr.by.span,
                                    help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
+        if name == "len" and isinstance(args[0], FrameRef) and args[0].kind == "prompts":
+            return self.errors.add("RL0213", "`len` counts the tokens of responses", expr.args[0].span,
+                                   f"`{args[0].frame.id}` holds prompts only", help="generate first, or load answers")
         if name in SEQUENCES:
             return self.lower.ops.sequence(name, args, expr.span)
         if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length

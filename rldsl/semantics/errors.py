@@ -68,6 +68,8 @@ class Errors:
         """Report, and return BAD so that callers can `return errors.add(...)`. An `Advice` becomes a fix."""
         if self.trail and span is not None and in_library(span):  # not the reader's text: point at the call
             own = next((s for s in reversed(self.trail) if not in_library(s)), self.trail[0])
+            if any(d.code == code and d.span == own for d in self.found):
+                return BAD  # the same call: most likely what is wrong with it shows in two places
             labels = (Label(span, label or "here, in the library"), *(x for x in labels if x.span != span))
             span, label, calls = own, "in this call", ()
         else:

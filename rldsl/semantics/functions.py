@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from rldsl.semantics.lower import Lower
 
 
+UNFOLDED = 2_000  # calls of functions in one program; each that calls another twice doubles them
+
+
 class Functions:
-    """active: the functions being inlined, outermost first."""
+    """active: the functions being inlined, outermost first. unfolded: how many calls were inlined so far."""
 
     def __init__(self, lower: "Lower"):
         self.lower, self.errors = lower, lower.errors
         self.active: list[ast.FnDecl | ast.LossDecl] = []
+        self.unfolded = 0
 
     def arguments(self, decl: ast.FnDecl | ast.LossDecl, params: tuple[ast.Parameter, ...], module: Module,
                   expr: ast.Call, scope: Scope) -> tuple[dict[str, Term], dict[str, Span]] | Bad:
@@ -66,6 +70,9 @@ class Functions:
         if decl in self.active:
             return self.errors.add("RL0217", f"`{name}` calls itself", expr.span,
                                    help="functions are inlined, so they cannot be recursive")
+        self.unfolded += 1
+        if self.unfolded > UNFOLDED:
+            return BAD if self.unfolded > UNFOLDED + 1 else self.too_many(expr)
         values = accept(decl.params, *bound, self.lower.ops, widen=False)
         if isinstance(values, Bad):
             return BAD
@@ -80,6 +87,17 @@ class Functions:
         if not self.declared(decl, result):
             return BAD
         return result[0] if len(result) == 1 else Several(result)
+
+    def too_many(self, expr: ast.Call) -> Bad:
+        """Said at the outermost call, once in a program."""
+        trail, self.errors.trail = self.errors.trail, []
+        if not any(d.code == "RL0219" for d in self.errors.found):
+            self.errors.add("RL0219", f"functions unfold into more than {UNFOLDED:,} calls",
+                            trail[0] if trail else expr.func.span, "this one has so many in it",
+                            help="a function that calls another twice doubles the work: call it once, and use its "
+                            "result twice")
+        self.errors.trail = trail
+        return BAD
 
     def declared(self, decl: ast.FnDecl, result: tuple[Term, ...]) -> bool:
         """Whether the results are what `-> (...)` says."""
@@ -99,6 +117,14 @@ class Functions:
         return True
 
     def loss_use(self, ref: LossRef, expr: ast.Call, scope: Scope) -> LossUse | Bad:
+        fresh = {p.name.name for p in ref.decl.fresh} - {p.name.name for p in ref.decl.data}
+        for arg in expr.args:
+            if arg.name is not None and arg.name.name in fresh:
+                name, key = ref.decl.name.name, arg.name.name
+                return self.errors.add("RL0107", f"`{name}` takes no data `{key}`", arg.name.span,
+                                       f"`{key}` is an output of the model that is trained",
+                                       labels=(Label(ref.decl.name.span, "declared here"),),
+                                       help=f"data stands after `;`: `loss {name}(...; {key}: token)`")
         bound = self.arguments(ref.decl, ref.decl.data, ref.module, expr, scope)
         if isinstance(bound, Bad) or ref.decl.name.name in ref.module.broken:
             return BAD
@@ -116,6 +142,11 @@ class Functions:
             match s:
                 case _ if returned:
                     self.errors.add("RL0212", "nothing can follow `return`", s.span)
+                case ast.Assign(where=condition) if condition is not None:
+                    self.errors.add("RL0212", f"a selection does not belong in a {kind}", condition.span,
+                                    "only the flow selects sequences",
+                                    help="choose element by element: `where(condition, a, b)`")
+                    self.assign(s, BAD, scope)
                 case ast.Assign(clause=None):
                     self.assign(s, self.lower.eval(s.value, scope), scope)
                 case ast.Metric(name=name, value=value) if kind == "loss":
@@ -148,7 +179,8 @@ class Functions:
         if isinstance(value, Bad):
             values = (BAD,) * len(s.targets)
         elif len(values) != len(s.targets):
-            self.errors.add("RL0204", f"{len(s.targets)} names for {len(values)} values", s.span)
+            names, found = len(s.targets), len(values)
+            self.errors.add("RL0204", f"{names} name{'s' * (names > 1)} for {found} value{'s' * (found > 1)}", s.span)
             values = (BAD,) * len(s.targets)
         for ident, v in zip(s.targets, values):
             self.bind(ident, v, scope)

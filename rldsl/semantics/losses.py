@@ -15,6 +15,7 @@ from rldsl.plan.model import Frame
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.lower import Lower
+from rldsl.semantics.operators import BOOLEAN
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.semantics.units import WHOLE
@@ -158,6 +159,7 @@ def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUs
 # ------------------------------------------------------------------------------------------------ exactness
 
 PURE, LOCAL, AFFINE, NONLINEAR = range(4)  # no fresh value; fresh, below batch; sums of reductions; other
+FLAT = BOOLEAN | {"stop_gradient", "count", "len"}  # operators that pass no gradient on
 
 
 def _exact(outputs: list[tuple[str, Term]], fresh: set[str], errors: Errors) -> None:
@@ -181,6 +183,20 @@ def _exact(outputs: list[tuple[str, Term]], fresh: set[str], errors: Errors) -> 
                    help="move the arithmetic inside the reduction, or compute constants in the flow")
     elif state[id(loss)] == PURE:
         errors.add("RL0209", "this loss does not depend on the model being trained", loss.span)
+    elif not _moved(loss, fresh):
+        errors.add("RL0209", "this loss gives the model no gradient", loss.span,
+                   "conditions, counts and `stop_gradient` pass none on",
+                   help="use an output of the model in arithmetic, for instance `mean(adv * logprobs)`")
+
+
+def _moved(loss: Term, fresh: set[str]) -> bool:
+    """Whether the gradient of the loss reaches an output of the model."""
+    live: dict[int, bool] = {}
+    for term in walk([loss]):
+        args = term.args[1:] if term.op == "where" else term.args
+        live[id(term)] = term.name in fresh if term.op == "input" else \
+            term.op not in FLAT and any(live[id(a)] for a in args)
+    return live[id(loss)]
 
 
 def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> int | None:

@@ -21,7 +21,7 @@ from rldsl.semantics.levels import Spaces
 from rldsl.semantics.modules import homes
 from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, Operators
 from rldsl.semantics.terms import Term, const
-from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, Meaning, ModelRef, Module,
+from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, LossUse, Meaning, ModelRef, Module,
                                     Pairs, PyRef, Several, StateRef, describe)
 from rldsl.source import Span
 from rldsl.syntax import ast
@@ -41,6 +41,7 @@ class Lower:
         self.builtins = Builtins(self)
         self.functions = Functions(self)
         self.calls: Calls | None = None
+        self.elsewhere: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
 
     # ------------------------------------------------------------------------------------------ expressions
 
@@ -79,6 +80,8 @@ class Lower:
         if isinstance(value, (Term, Bad)):
             return value
         help_ = "take one of its values, for instance `.logprobs`" if isinstance(value, FrameRef) else ""
+        if isinstance(value, (LossUse, LossRef)):
+            help_ = "a loss belongs into a training: `model.train(gen, loss=...)`"
         if isinstance(value, StateRef):
             help_ = "it has a value in the flow alone: pass that as an argument"
         return self.errors.add("RL0203", f"expected a value, found {describe(value)}", expr.span, help=help_)
@@ -101,10 +104,16 @@ class Lower:
             return found
         label = "built-in functions are called: put arguments after it" if expr.name in NAMES else "not bound here"
         return self.errors.unknown(scope.module.name, expr.name, expr.span, label,
-                                   lambda: self.advice(expr.name, scope))
+                                   lambda: self.advice(expr.name, scope, expr.span))
 
-    def advice(self, name: str, scope: Scope) -> str:
+    def advice(self, name: str, scope: Scope, at: Span) -> str:
         """What may have been meant by an unknown name."""
+        bound = self.elsewhere.get(name) if not self.functions.active else None
+        if bound is not None and bound.file is at.file:
+            if bound.start > at.start:
+                return f"it is bound in line {bound.line}, below: a statement sees what stands above it"
+            if at.start >= bound.end:
+                return f"it is bound in a block, in line {bound.line}, and seen in that block alone"
         there = homes(name)
         if there:
             return f"it is in the library: `use std.{there[0]} ({name})`"
@@ -220,6 +229,10 @@ class Lower:
             return self.errors.add("RL0201", f"`{ref.id}` gives one number a prompt, and `{frames[0].id}` has several "
                                    "sequences of each", expr.args[0].span,
                                    help=f"declare `-> seq`, and reduce: `mean({ref.id}(...) by prompt)`")
+        if isinstance(first, FrameRef) and ref.returns == "seq" and first.kind == "prompts":
+            return self.errors.add("RL0213", f"`{ref.id}` gives one number a sequence", expr.args[0].span,
+                                   f"`{frames[0].id}` holds prompts only",
+                                   help="generate first, or declare `-> prompt` for a number of each prompt")
         space = self.spaces.of(frames[0], ref.returns)
         return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
 

@@ -66,7 +66,7 @@ GENERATE = {
     "n": Opt("int", 1, 1, unit="sequences"), "max_new_tokens": Opt("int", 256, 1, unit="tokens"),
     "min_new_tokens": Opt("int", 0, 0, unit="tokens"),
     "temperature": Opt("float", 1.0, 0, above=True), "top_p": Opt("float", 1.0, 0, 1, above=True),
-    "top_k": Opt("int", 0, 0), "greedy": Opt("bool", False), "stop": Opt("texts", ()),
+    "top_k": Opt("int", 0, 0), "min_p": Opt("float", 0.0, 0, 1), "greedy": Opt("bool", False), "stop": Opt("texts", ()),
 }
 TRAIN = {"minibatches": Opt("int", 1, 1), "minibatch": Opt("int", None, 1, unit="rows"), "epochs": Opt("int", 1, 1),
          "shuffle": Opt("bool", True), "nonfinite": Opt("text", "stop", choices=("stop", "skip"))}

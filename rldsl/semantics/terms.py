@@ -100,19 +100,18 @@ def fold(op: str, args: Sequence[Term]) -> Scalar:
 
 
 def walk(roots: Sequence[Term]) -> list[Term]:
-    """All terms below `roots`, arguments first, each once."""
+    """All terms below `roots`, arguments first, each once. Long chains need no deep stack."""
     seen: set[int] = set()
     order: list[Term] = []
-
-    def visit(term: Term) -> None:
-        if id(term) not in seen:
-            seen.add(id(term))
-            for arg in term.args:
-                visit(arg)
+    open_: list[tuple[Term, bool]] = [(root, False) for root in reversed(roots)]
+    while open_:
+        term, below = open_.pop()
+        if below:
             order.append(term)
-
-    for root in roots:
-        visit(root)
+        elif id(term) not in seen:
+            seen.add(id(term))
+            open_.append((term, True))
+            open_ += [(arg, False) for arg in reversed(term.args)]
     return order
 
 

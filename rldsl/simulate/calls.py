@@ -5,7 +5,7 @@ In: an event, a class, the world. Out: acts. `key` tells this execution of the e
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -51,11 +51,12 @@ class Stage:
         s, sizes = self.shard, self.groups.sizes
         return (s.trained - s.apart) / sizes["dp"] + s.apart / sizes.get("copies", 1)
 
-    def over_dp(self, item: int, elements: float, apart: float = 0.0) -> float:
+    def over_dp(self, collective: Callable[[float, int, bool], float], item: int, elements: float,
+                apart: float = 0.0) -> float:
         """Seconds of a gather or a scatter of so many elements over dp, and of experts over those that hold the same.
         item: bytes of one."""
         size, copies, crosses = self.groups.sizes["dp"], self.groups.sizes.get("copies", 1), self.groups.crosses
-        return self.machine.all_gather(item * elements / size, size, crosses["dp"]) + self.machine.all_gather(
+        return collective(item * elements / size, size, crosses["dp"]) + collective(
             item * apart / copies, copies, crosses.get("copies", False))
 
     def hidden(self, tokens: float) -> float:
@@ -65,12 +66,15 @@ class Stage:
     def divided(self, tokens: float, outputs: float, layers: float, apart: bool = False) -> float:
         """Seconds of the collectives of tensor parallelism in one direction of a pass: after attention and after the
         feed-forward of each layer, after the embedding, and about the normaliser of the log-probabilities. apart: with
-        sequence parallelism each all-reduce is a reduce-scatter and an all-gather: the same bytes, two latencies."""
+        sequence parallelism each all-reduce of a layer is a reduce-scatter and an all-gather of the same bytes."""
         if self.shard.tp == 1:
             return 0.0
-        whole = (2 * layers + self.shard.first) * self.all_reduce("tp", self.hidden(tokens))
-        twice = 2 * layers * self.all_reduce("tp", 0.0) if apart else 0.0
-        return whole + twice + (2 * self.all_reduce("tp", outputs * 8) if outputs and self.shard.last else 0.0)
+        moved, size, crosses = self.hidden(tokens), self.groups.sizes["tp"], self.groups.crosses["tp"]
+        whole = self.all_reduce("tp", moved)
+        each = sum(way(moved / size, size, crosses) for way in (self.machine.all_gather, self.machine.reduce_scatter)
+                   ) if apart else whole
+        ends = 2 * self.all_reduce("tp", outputs * 8) if outputs and self.shard.last else 0.0
+        return 2 * layers * each + self.shard.first * whole + ends
 
     def context(self, tokens: float, layers: float, ways: int = 1) -> float:
         """Seconds in which the ranks of a cp group tell each other keys and values. tokens: of this rank."""
@@ -105,67 +109,97 @@ def stage(world: World, model: str, layout: str, c: int, key: Hashable) -> Stage
 
 
 def generate(world: World, event: Generate, c: int, key: Hashable) -> list[Act]:
-    """Every rank of a shard goes through every token: stage after stage, then the choice back to all."""
+    """Every rank of a shard goes through every token. A pipeline has a lane of sequences for each stage
+    (`backends/torch/moments.py`): all stages work at the same time, and between two moments they exchange."""
     me, layout = stage(world, event.model, event.layout, c, key), world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
-    d, machine = decoding(event, rows, row), world.machine
-    own = total = 0.0
+    d, machine = decoding(event, rows, row, layout.pp), world.machine
+    own = longest = 0.0
     for s in range(layout.pp):
         held = shard(world.models[event.model], layout, s)
         first, rest = prefill(held, d, row), decode(held, d)
         at = Stage(c, me.groups, held, machine, key)
+        fresh = d.fresh * row.prompt
         seconds = (machine.forward(held, first) + machine.decode(held, rest)
-                   + d.waves * (at.divided(d.slots * row.prompt, 0, held.layers)
-                                + at.experts(d.slots * row.prompt, held.layers))
+                   + d.waves * (at.divided(fresh, 0, held.layers) + at.experts(fresh, held.layers))
                    + d.steps * (at.divided(d.active, 0, held.layers) + at.experts(d.active, held.layers)))
         if held.last and held.tp > 1:
             seconds += (d.steps + d.waves) * machine.all_gather(d.active * 4 * held.head / max(
                 held.model.sizes.hidden, 1), held.tp, me.groups.crosses["tp"])
-        total += seconds
+        longest = max(longest, seconds)
         own = seconds if s == me.groups.stage else own
-    if layout.pp > 1:
-        each = (layout.pp - 1) * machine.message(me.hidden(d.active), me.groups.crosses["pp"]) + 2 * me.all_reduce(
-            "pp", 12 * d.active)
-        total += (d.steps + d.waves) * each
+    total = longest
+    if layout.pp > 1:  # hidden states to the next stage, and tokens and log-probs back to all
+        moments = d.steps + d.waves + layout.pp - 1
+        total += moments * machine.message(me.hidden(d.active) + 16 * d.active, me.groups.crosses["pp"])
+        total += longest * (layout.pp - 1) / max(d.steps + d.waves, 1.0)
     if not total:
         return []
     parties = me.groups.members["shard"]
     return [*meet((key, "shard", parties), parties, 0.0), *me.together("ep", "start", 0.0), Run(total, own / total)]
 
 
-def infer(world: World, event: Infer, c: int, key: Hashable) -> list[Act]:
-    me, layout = stage(world, event.model, event.layout, c, key), world.layouts[event.layout]
+def _micro_batches(event: Infer | Train, rows: int, tokens: float, at_least: int) -> int:
+    """Micro-batches of a shard. tokens: of a row."""
+    count = micro_batch_count(rows, event.mbs, at_least)
+    return min(rows, max(count, ceil(rows * tokens / event.mbt))) if event.mbt else count
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Of a stage in a pipeline: how many micro-batches there are, (forward, backward) seconds of one for each chunk of
+    layers, and bytes of a message to a neighbour."""
+
+    count: int
+    durations: tuple[tuple[float, float], ...]
+    message: float
+
+
+def forward(world: World, event: Infer, me: Stage) -> Passes:
+    """An inference call; a backward pass takes nothing."""
+    layout = world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
-    count = micro_batch_count(rows, event.mbs, layout.pp)
+    count = _micro_batches(event, rows, row.tokens, layout.pp)
     if not count:
-        return []
+        return Passes(0, (), 0.0)
     one = micro(me.shard, rows / count, row, 1.0 if event.what == "scores" else row.response, layout.cp)
     tokens = rows / count * row.tokens / layout.cp
     seconds = (world.machine.forward(me.shard, one) + me.divided(tokens, one.outputs, me.shard.layers)
                + me.context(tokens, me.shard.layers) + me.experts(tokens, me.shard.layers))
+    return Passes(count, ((seconds, 0.0),), me.hidden(tokens))
+
+
+def result(world: World, event: Infer, me: Stage) -> float:
+    """Seconds in which the last stage tells all others what it found."""
+    rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
+    return me.all_reduce("pp", 4 * rows * row.response)
+
+
+def infer(world: World, event: Infer, c: int, key: Hashable) -> list[Act]:
+    me = stage(world, event.model, event.layout, c, key)
+    found = forward(world, event, me)
     acts: list[Act] = []
     sent: list[Hashable] = []
-    for i in range(count):
+    for i in range(found.count):
         if not me.shard.first:
-            post, key_in = me.over(i, "before", me.hidden(tokens))
+            post, key_in = me.over(i, "before", found.message)
             acts += [post, Wait(key_in)]
-        acts += [*me.together("tp", i, 0.0), *me.together("ep", i, 0.0), Run(seconds)]
+        acts += [*me.together("tp", i, 0.0), *me.together("ep", i, 0.0), Run(found.durations[0][0])]
         if not me.shard.last:
-            post, key_out = me.over(i, "next", me.hidden(tokens))
+            post, key_out = me.over(i, "next", found.message)
             acts.append(post)
             sent.append(key_out)
     acts += [Wait(k) for k in sent]
-    return [*acts, *me.together("pp", "result", me.all_reduce("pp", 4 * rows * row.response))]
+    return [*acts, *me.together("pp", "result", result(world, event, me))] if found.count else []
 
 
-def train(world: World, event: Train, c: int, key: Hashable) -> list[Act]:
-    """Every minibatch: micro-batches through the pipeline, reductions, one optimizer step; then the metrics."""
-    me = stage(world, event.model, event.layout, c, key)
+def minibatch(world: World, event: Train, me: Stage) -> Passes:
+    """The passes of a minibatch of training."""
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
     rows = ceil(world.frames[event.frames[0]].count / spread.minibatches / layout.dp)
-    count = micro_batch_count(rows, event.mbs, layout.pp)
+    count = _micro_batches(event, rows, sum(world.row(f).tokens for f in event.frames), layout.pp)
     if not count:
-        return []
+        return Passes(0, (), 0.0)
     scores = all(what == "scores" for _, _, what in event.fresh)
     tokens = sum(rows / count * world.row(f).tokens for f in event.frames) / layout.cp
     operators = len(world.programs[event.loss].nodes)
@@ -186,13 +220,30 @@ def train(world: World, event: Train, c: int, key: Hashable) -> list[Act]:
         loss = world.machine.compute(operators, one.outputs) if held.last else 0.0
         beside = world.machine.beside
         durations.append((beside(ahead + comm + loss, come), beside(back + comm + again + 2 * loss, come + go)))
+    return Passes(count, tuple(durations), me.hidden(tokens))
+
+
+def closing(me: Stage, zero: int) -> list[Act]:
+    """What a minibatch ends with: reductions, and one optimizer step."""
+    return [*_reduce(me, zero), Run(me.machine.update(me.shard, me.resting if zero else me.shard.trained))]
+
+
+def told(me: Stage) -> float:
+    """Seconds in which all ranks of the mesh add up the metrics of a train call."""
+    return 2 * me.all_reduce("mesh", 64)
+
+
+def train(world: World, event: Train, c: int, key: Hashable) -> list[Act]:
+    """Every minibatch: micro-batches through the pipeline, reductions, one optimizer step; then the metrics."""
+    me = stage(world, event.model, event.layout, c, key)
+    layout, spread = world.layouts[event.layout], world.spreads[event.spread]
+    found = minibatch(world, event, me)
     acts: list[Act] = []
-    for m in range(spread.minibatches * spread.epochs):
+    for m in range(spread.minibatches * spread.epochs if found.count else 0):
         step = Stage(c, me.groups, me.shard, me.machine, (key, m))
-        acts += pipelined(step, count, durations, me.hidden(tokens))
-        acts += _reduce(step, layout.zero)
-        acts.append(Run(world.machine.update(me.shard, me.resting if layout.zero else me.shard.trained)))
-    return [*acts, *me.together("mesh", "metrics", 2 * me.all_reduce("mesh", 64))]
+        acts += pipelined(step, found.count, found.durations, found.message)
+        acts += closing(step, layout.zero)
+    return [*acts, *me.together("mesh", "metrics", told(me))] if found.count else []
 
 
 def _chunks(me: Stage, layout: Layout) -> list[Stage]:
@@ -238,14 +289,14 @@ def pipelined(me: Stage, count: int, durations: Sequence[tuple[float, float]], m
 def _gathered(me: Stage) -> float:
     """Seconds in which the layers become whole, in the dtype in which they multiply."""
     s = me.shard
-    return me.over_dp(itemsize(s.model), s.trained - s.rest - s.apart, s.apart)
+    return me.over_dp(me.machine.all_gather, itemsize(s.model), s.trained - s.rest - s.apart, s.apart)
 
 
 def _scattered(me: Stage, share: float) -> float:
     """Seconds in which gradients are summed and divided, in float32: of a share of the layers, and of what belongs to
     none."""
     s = me.shard
-    return me.over_dp(4, share * (s.trained - s.rest - s.apart) + s.rest, share * s.apart)
+    return me.over_dp(me.machine.reduce_scatter, 4, share * (s.trained - s.rest - s.apart) + s.rest, share * s.apart)
 
 
 def _reduce(me: Stage, zero: int) -> list[Act]:
@@ -265,7 +316,7 @@ def _reduce(me: Stage, zero: int) -> list[Act]:
         if me.groups.sizes.get("copies", 1) > 1:
             common += me.all_reduce("copies", 4 * me.shard.apart)
         if zero:
-            common = me.over_dp(4, me.shard.rest) + (_gathered(me) if zero < 3 else 0.0)
+            common = me.over_dp(me.machine.all_gather, 4, me.shard.rest) + (_gathered(me) if zero < 3 else 0.0)
             common += _scattered(me, 1.0) if zero == 1 else 0.0
         acts += me.together("dp", "gradients", common)
     if me.groups.sizes["mesh"] > 1:

@@ -120,32 +120,36 @@ def micro(s: Shard, rows: float, row: Row, responses: float, cp: int = 1) -> Cou
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What `generate` does on a shard: `waves` prefills of `slots` prompts, then `steps` tokens of `active` sequences
-    with `width` tokens of each in reach."""
+    """What `generate` does on a shard: `waves` times `slots` sequences begin, of which `fresh` have a prompt that is
+    new, then `steps` tokens of `active` sequences are made with `width` tokens of each in reach. With several lanes,
+    those of all together, one after the other."""
 
     waves: float
     slots: float
+    fresh: float
     steps: float
     active: float
     width: float
 
 
-def decoding(event: Generate, rows: float, row: Row) -> Decoding:
+def decoding(event: Generate, rows: float, row: Row, lanes: int = 1) -> Decoding:
     """rows: sequences of the shard. Finished sequences make room for waiting ones; until the last ends, the slab is
-    read as far as the longest."""
+    read as far as the longest. The samples of a prompt share its prefill."""
     slots = min(rows, event.mbs or rows)
     if not slots:
-        return Decoding(0, 0, 0, 0, 0)
+        return Decoding(0, 0, 0, 0, 0, 0)
     waves = ceil(rows / slots)
     longest = row.longest
     steps = longest if waves == 1 else max(rows * row.response / slots + (longest - row.response), longest)
     sampled = rows * max(row.response - 1, 0.0)  # the first token comes of the prefill
     steps = max(steps - waves, 0.0)
-    return Decoding(waves, slots, steps, sampled / steps if steps else 0.0, row.prompt + longest / 2)
+    each = slots / lanes
+    return Decoding(waves * lanes, each, each / max(event.sampling.n, 1), steps * lanes,
+                    sampled / (steps * lanes) if steps else 0.0, row.prompt + longest / 2)
 
 
 def prefill(s: Shard, d: Decoding, row: Row) -> Counts:
-    tokens = d.slots * row.prompt
+    tokens = d.fresh * row.prompt
     return Counts(d.waves, d.waves * s.layers, d.waves * s.layers * tokens, d.waves * s.layers * tokens * row.prompt,
                   d.waves * d.slots * s.last)
 

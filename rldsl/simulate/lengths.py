@@ -6,13 +6,16 @@ Errors: RL0091 no metrics there, RL0205 metrics without lengths, RL0784 metrics 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
 from rldsl.diag import fail
+from rldsl.plan.events import Fetch, Generate
 from rldsl.plan.metrics import METRICS, read
 from rldsl.plan.model import Frame, Plan
+from rldsl.plan.project import events, times
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,22 @@ def observed(plan: Plan, folder: str) -> Lengths:
         raise fail("RL0205", f"{file} tells no lengths", place=str(file),
                    help="they are there for programs that generate; give --prompt-tokens and --response-tokens")
     response = sum(x["length/response"] for x in told) / len(told)
-    rows = sum(f.count for f in made(plan))
+    rows = sum(f.count * times for f, times in made(plan))
     counted = [x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in told]
     finite = [x for x in counted if isfinite(x)]
     tokens = sum(finite) / len(finite) if finite else 0.0
     return Lengths(max(tokens / rows - response, 1.0) if rows and tokens else 0.0, response)
 
 
-def made(plan: Plan) -> tuple[Frame, ...]:
-    """The frames whose tokens a run counts: those with responses that are no selection of another."""
-    return tuple(f for f in plan.frames if f.max_response_tokens and not f.of)
+def made(plan: Plan) -> tuple[tuple[Frame, int], ...]:
+    """The frames whose tokens a step makes or reads, and how often: not what happens in some steps alone, as an
+    evaluation does, and of a loop that ends early as many turns as it may have."""
+    frames = {f.id: f for f in plan.frames}
+    found: Counter[str] = Counter()
+    for event, path in events(plan):
+        if isinstance(event, Generate | Fetch):
+            for name in (event.frame,) if isinstance(event, Generate) else event.frames:
+                found[name] += times(path[1:])
+    return tuple((frames[name], count) for name, count in found.items()
+                 if count and frames[name].max_response_tokens)
+

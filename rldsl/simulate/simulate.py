@@ -120,7 +120,7 @@ def _idle(world: World, played: Played, begin: float, end: float) -> tuple[tuple
 
 
 def _tokens(world: World) -> int:
-    return round(sum(f.count * world.lengths.of(f).tokens for f in made(world.plan)))
+    return round(sum(times * f.count * world.lengths.of(f).tokens for f, times in made(world.plan)))
 
 
 def _estimated(world: World) -> tuple[str, ...]:

@@ -6,16 +6,16 @@ In: a plan and its timeline. Out: text. The critical path is told by lines of th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rldsl.clusters import Cluster
-from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Lengths as Counted, Train
+from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Lengths as Counted, Loop, Train
 from rldsl.plan.meaning import Places, call_name, kind, line_of, subject
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events
-from rldsl.plan.texts import cut, ranges_text
+from rldsl.plan.texts import cut, ranges_text, seconds_text
 from rldsl.simulate.lengths import Lengths, made
 from rldsl.simulate.model import Timeline
 
@@ -62,17 +62,18 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
     used = f"{plan.header.world} ranks" if plan.header.world == cluster.world else \
         f"{plan.header.world} of {cluster.world} devices"
     lines = [f"{name} on {cluster.name}: {used}", ""]
-    lines.append(f"  step      {_seconds(timeline.seconds):>10}      {timeline.tokens_per_second:,.0f} tokens/s")
-    rows = [(f.count, lengths.of(f)) for f in made(plan)]
+    lines.append(f"  step      {seconds_text(timeline.seconds):>10}      {timeline.tokens_per_second:,.0f} tokens/s")
+    rows = [(times * f.count, lengths.of(f)) for f, times in made(plan)]
     if rows:
         told = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
         lines.append(f"  lengths   {', '.join(told)} tokens" + (" (the bounds)" if lengths == Lengths() else ""))
+    lines += [f"  {what}" for what in _at_most(plan)]
     every = timeline.event_seconds()
     calls = [(e, every[e.id]) for e in known.values() if isinstance(e, Generate | Infer | Train) and e.id in every]
     lines += ["", "  call                          longest rank  busy  where"]
     for event, seconds in calls:
         busy = _busy(timeline, event.id)
-        lines.append(f"  {call_name(event):<28} {_seconds(seconds):>13}  {busy:>4.0%}  {places.where(event)}  "
+        lines.append(f"  {call_name(event):<28} {seconds_text(seconds):>13}  {busy:>4.0%}  {places.where(event)}  "
                      f"{line_of(event.at)}")
     lines += ["", "  idle"]
     meshes = {m.id: ranges_text(m.ranks) for m in plan.meshes}
@@ -86,13 +87,13 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
             continue
         way = part.messages / part.seconds
         on_the_way = f"  ({way:.0%} on the way)" if way > 0.005 else ""
-        lines.append(f"  {cut(part.what, 28):<28} {_seconds(part.seconds):>13}  {share:>4.0%}  "
+        lines.append(f"  {cut(part.what, 28):<28} {seconds_text(part.seconds):>13}  {share:>4.0%}  "
                      f"{'█' * max(1, round(share * BAR)):<{BAR}}  {part.line}{on_the_way}")
     if small[0]:
-        lines.append(f"  {f'{small[0]:.0f} smaller parts':<28} {_seconds(small[1]):>13}  "
+        lines.append(f"  {f'{small[0]:.0f} smaller parts':<28} {seconds_text(small[1]):>13}  "
                      f"{small[1] / timeline.seconds:>4.0%}")
     for o in timeline.occasions:
-        lines.append(f"  every {o.period} steps: {_seconds(o.seconds)} more  "
+        lines.append(f"  every {o.period} steps: {seconds_text(o.seconds)} more  "
                      f"({cut(_named([known[e] for e in o.events]), 60)})")
     if timeline.estimated:
         lines += ["", f"  from counted operations, not measured: {', '.join(timeline.estimated)}"]
@@ -100,6 +101,15 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
         lines += [*([""] if not timeline.estimated else []),
                   f"  taken to cost nothing, since {cluster.name} does not say: {', '.join(timeline.free)}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _at_most(plan: Plan) -> Iterator[str]:
+    """Loops whose turns depend on the data, which are simulated at their bounds."""
+    for loop in {b.id: b for _, path in events(plan) for b in path if isinstance(b, Loop)}.values():
+        if loop.until:
+            yield f"turns     repeat ... until: {loop.trips:,}, the most that it may make"
+        elif loop.over:
+            yield f"turns     eval {loop.over}: {loop.trips:,} batches, the most that the plan has room for"
 
 
 def _named(found: Sequence[Event]) -> str:
@@ -115,13 +125,6 @@ def _busy(timeline: Timeline, event: int) -> float:
     spans = [s for s in timeline.spans if s.event == event]
     length = sum(s.stop - s.start for s in spans)
     return sum(s.busy for s in spans) / length if length else 0.0
-
-
-def _seconds(seconds: float) -> str:
-    """Three digits and a unit that suits them."""
-    if seconds >= 0.9995:
-        return f"{seconds:,.{max(0, 2 - (len(f'{seconds:.0f}') - 1))}f} s"
-    return f"{seconds * 1e3:.{0 if seconds >= 0.0995 else 1 if seconds >= 0.00995 else 2}f} ms"
 
 
 def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:

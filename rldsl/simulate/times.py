@@ -157,6 +157,16 @@ class Machine:
             return 0.0
         return self._rounds(ranks, crosses) + self._collective((ranks - 1) * moved, crosses)
 
+    def reduce_scatter(self, moved: float, ranks: int, crosses: bool) -> float:
+        """`moved` bytes to each, of a sum."""
+        if ranks < 2:
+            return 0.0
+        c = self.cluster
+        if crosses or not c.scatter_gb_s:
+            return self.all_gather(moved, ranks, crosses)
+        rounds = ceil(log2(ranks)) * c.scatter_us * 1e-6
+        return rounds + (ranks - 1) * moved / (c.scatter_gb_s * 1e9 * c.link_efficiency)
+
     def all_to_all(self, moved: float, ranks: int, crosses: bool) -> float:
         """`moved` bytes from each, as many to every rank."""
         if ranks < 2:

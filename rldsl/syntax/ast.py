@@ -118,10 +118,12 @@ class Option(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause(Tree):
-    """`on MESH dp=4 pp=2`. mesh: a Call of `mesh`, a Name, or None when only options are given."""
+    """`on MESH dp=4 pp=2`. mesh: a Call of `mesh`, a Name, or None when only options are given. auto: `auto`, and nothing
+    else."""
 
     mesh: Expr | None
     options: tuple[Option, ...]
+    auto: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,6 +186,9 @@ class _Builder(Transformer):
         mesh = None if isinstance(children[0], ast.Option) else children[0]
         return ast.Clause(span=self._span(meta), mesh=mesh, options=tuple(children[mesh is not None :]))
 
+    def auto(self, meta: Any, children: list) -> ast.Clause:
+        return ast.Clause(span=self._span(meta), mesh=None, options=(), auto=True)
+
     def option(self, meta: Any, children: list) -> ast.Option:
         return ast.Option(span=self._span(meta), name=self._ident(children[0]), value=children[1])
 

@@ -157,7 +157,7 @@ class _Reader:
         if isinstance(child, Word):
             return [child]
         first, *more = self._words(child, 0, kind == "do")
-        if child.data == "clause":
+        if child.data in ("clause", "auto"):
             first = replace(first, mark="place" if kind == "place" else "on")
         return [first, *more]
 

@@ -259,6 +259,35 @@ def test_lengths_of_a_run_that_is_not_there(plan: rldsl.Plan) -> None:
         plan.simulate("h100x8", like="runs/none")
 
 
+@pytest.mark.parametrize("name", ["prompt_tokens", "response_tokens", "longest"])
+@pytest.mark.parametrize("value", [-5, float("nan"), float("inf"), "12"])
+def test_lengths_that_are_none(plan: rldsl.Plan, name: str, value: float) -> None:
+    with pytest.raises(rldsl.DiagnosticError, match=rf"RL0205.*`{name}` must be a number of tokens"):
+        plan.simulate("h100x8", **{name: value})
+
+
+def test_lengths_twice(plan: rldsl.Plan) -> None:
+    with pytest.raises(rldsl.DiagnosticError, match=r"RL0205.*`response_tokens` gives others"):
+        plan.simulate("h100x8", response_tokens=4, like="runs/none")
+
+
+@pytest.mark.parametrize("save", [
+    lambda p: p.save("gone/x.plan"), lambda p: p.graph.save("gone/x.svg"), lambda p: p.report("h100x8").save("gone/x"),
+    lambda p: p.simulate("h100x8").save_trace("gone/x.json")])
+def test_advice_is_for_python(plan: rldsl.Plan, save: Callable) -> None:
+    """It has no `-o` and no `--trace`."""
+    with pytest.raises(rldsl.DiagnosticError, match="RL0094") as told:
+        save(plan)
+    assert "choose another place" in str(told.value) and " -" not in str(told.value).split("help:")[1]
+
+
+@pytest.mark.parametrize(("args", "option"), [(["compile", "small.rlf", "-o", "gone/x.plan"], "-o"), (
+    ["sim", "small.rlf", "--cluster", "h100x8", "--trace", "gone/x.json"], "--trace")])
+def test_advice_is_for_the_command_line(args: list[str], option: str) -> None:
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 1 and "RL0094" in done.output and f"choose another place with {option}" in done.output
+
+
 def test_what_changed(plan: rldsl.Plan) -> None:
     other = rldsl.compile(PROGRAM, lr=1e-5)
     assert plan.diff(plan).same and "no difference" in str(plan.diff(plan))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.generate import PREFILL, StopStrings, _begin
+from rldsl.backends.torch.slots import PREFILL, begin
+from rldsl.backends.torch.stops import StopStrings
 from rldsl.runtime.ends import ends
 from tests.tiny import make_model
 
@@ -97,4 +98,4 @@ def test_a_directory_without_configs_has_its_tokenizers_end(tmp_path: Path, toke
     ([5] * 9, 4, 1, 4, 1),
     ([], 0, 0, 0, 0)])
 def test_how_many_sequences_begin(lens: list[int], waiting: int, free: int, slots: int, begun: int) -> None:
-    assert _begin(lens, waiting, free, slots) == begun
+    assert begin(lens, waiting, free, slots) == begun

@@ -135,6 +135,21 @@ def test_all_are_damaged(tiny: Path, stopped: Path, how: str) -> None:
     assert "RL0761" in codes and codes <= {"RL0761", "another rank"}
 
 
+def test_a_rank_opens_what_it_reads(tiny: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in the files of other ranks is told, so that going on does not open ranks times files."""
+    from rldsl.runtime import resume as module
+
+    opened: list[str] = []
+    real = module.safe_open
+    monkeypatch.setattr(module, "safe_open", lambda file, **given: (opened.append(Path(file).name), real(file, **given))[1])
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
+    last = max((stopped / "checkpoints").iterdir())
+    problem, keys = module._share(last)
+    every = sorted(file.name for file in last.glob("*.safetensors"))
+    assert problem == "" and opened == every[::2] and {name for name, _ in keys} == set(every[::2])
+
+
 def test_there_is_none(tiny: Path, tmp_path: Path) -> None:
     assert set(run(plan(tiny, tmp_path / "plan", TWO), tmp_path / "out", resume=tmp_path / "out")) == {"RL0760"}
 

@@ -97,5 +97,5 @@ def family(path: str = "sft", kind: str = "causal_lm", span=None, trained=False,
     params = (ParamSpec("model.embed_tokens.weight", (10, hidden), "first", 0, Split(0, ((10, 1),)), "vocab"),
               layer("self_attn.q_proj", (hidden, hidden), 0), layer("self_attn.o_proj", (hidden, hidden), 1),
               ParamSpec("model.norm.weight", (hidden,), "last"), head)
-    return Family("toy", path, kind, params, layers, heads, kv_heads, hidden, hidden // heads, 4 * hidden, 10, 64, 4, "c" * 64,
+    return Family("toy", path, kind, params, layers, heads, kv_heads, hidden, hidden // heads, 4 * hidden, 10, 0, 4, "c" * 64,
                   tokenizer, tp_problem, pp_problem)

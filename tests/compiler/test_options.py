@@ -51,7 +51,8 @@ def usage(*arguments: str) -> str:
 ASKED = {"check": ["no.rlf"], "compile": ["no.rlf"], "graph": ["no.rlf"], "run": ["no.rlf"], "show": ["no.plan"],
          "verify": ["no.plan"], "diff": ["no.plan", "no.plan"], "emit": ["no.plan", "--rank", "0"], "report": ["no.plan"],
          "runs": ["nothing"], "plot": ["nothing"], "postmortem": ["nothing"], "fmt": ["no.rlf"],
-         "sim": ["no.plan", "--cluster", "h100x8"], "profile": ["no.rlf"]}
+         "sim": ["no.plan", "--cluster", "h100x8"], "profile": ["no.rlf"],
+         "search": ["no.rlf", "--cluster", "h100x8"], "explain-placement": ["no.rlf", "--cluster", "h100x8"]}
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -9,9 +9,10 @@ import pytest
 from rldsl import explain
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
-from rldsl.placement.place import check_graph, place_graph
+from rldsl.placement.place import place_graph
 from rldsl.placement.rules import COMMAND_LINE
 from rldsl.source import SourceFile, Span
+from tests.checked import check_graph
 from tests.compiler.graphs import at, family, on, ppo
 
 
@@ -97,7 +98,7 @@ def test_degrees_that_do_not_fill() -> None:
     (on(1, 0, 8, dp=0), "RL0311"), (on(1, 0, 8, dp=2.5), "RL0311"), (on(1, 0, 8, offload=1), "RL0311"),
     (on(1, 0, 8, dp=True), "RL0311"), (on(1, 0, 8, cp=2), "RL0318"), (on(1, 0, 8, zero=1), "RL0320"),
     (on(1, 0, 8, zero=4), "RL0311"), (on(1, 0, 8, zero=-1), "RL0311"),
-    (on(1, 0, 8, ep=2), "RL0323"), (on(1, 0, 8, backend="megatron"), "RL0312"), (on(1, 0, 8, offload=True), "RL0317"),
+    (on(1, 0, 8, ep=2), "RL0323"), (on(1, 0, 8, backend="jax"), "RL0312"), (on(1, 0, 8, offload=True), "RL0317"),
     (on(1, 0, 8, tp=8), "RL0307"), (on(1, 0, 8, pp=8), "RL0308")])
 def test_refused_clauses(clause: g.Clause, code: str) -> None:
     d = refused(ppo({"gen": clause, "actor.train": on(8, 0, 4)}))

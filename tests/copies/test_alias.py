@@ -15,6 +15,7 @@ from rldsl.plan.memory import curves
 from rldsl.plan.memory.curve import each_rank, points
 from rldsl.plan.model import Plan
 from rldsl.plan.project import events
+from rldsl.plan.realloc import alias
 from tests.end_to_end.programs import run_program
 from tests.end_to_end.test_invariance import compare
 from tests.memory.accounting import measured
@@ -72,6 +73,33 @@ def test_other_boxes_are_not_one_copy() -> None:
     realloc = of(p, Realloc)[0]
     same = Load(id=900, mesh=of(p, Generate)[0].mesh, reads=(f"actor@{realloc.src}",),
                 writes=(f"actor@{realloc.dst}",), model="actor", layout=realloc.dst, of=realloc.src)
+    body = edited(p.body, lambda e: (e, same) if e.id == of(p, Load)[0].id else () if e.id == realloc.id else (e,))
+    assert "RL0615" in codes(with_body(p, body))
+
+
+def test_the_verifier_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that takes all ranks to stand at the same place under every layout."""
+    class Same:
+        of = staticmethod(lambda *_: 0)
+
+    text = program("dp=4", "dp=4", "mesh(4:8)").replace("gpus=4", "gpus=8")
+    with folder() as here:
+        (here / "p.rlf").write_text(text)
+        assert of(api.compile("p.rlf"), Realloc)
+        monkeypatch.setattr(alias, "Side", Same)
+        with pytest.raises(api.CompilerBug, match="RL0615.*do not hold the same"):
+            api.compile("p.rlf")
+
+
+@pytest.mark.parametrize("train, generate, dtype", [
+    ("tp=4", "dp=2 tp=2", ""), ("dp=4 zero=1", "dp=4", ""), ("cp=4", "dp=4", ', dtype="bfloat16"'),
+    ("pp=2 tp=2", "dp=2 tp=2", "")])
+def test_what_is_another_copy_is_not_said_to_be_one(train: str, generate: str, dtype: str) -> None:
+    """By its cells, its rows over dp, its dtype, its stages."""
+    p = plan(train, generate, dtype)
+    realloc = of(p, Realloc)[0]
+    same = Load(id=900, mesh=realloc.mesh, reads=(f"actor@{realloc.src}",), writes=(f"actor@{realloc.dst}",),
+                model="actor", layout=realloc.dst, of=realloc.src)
     body = edited(p.body, lambda e: (e, same) if e.id == of(p, Load)[0].id else () if e.id == realloc.id else (e,))
     assert "RL0615" in codes(with_body(p, body))
 

@@ -10,9 +10,10 @@ from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.graph.build import build
 from rldsl.passes import fit
-from rldsl.placement.place import check_graph, place_graph, places_of
+from rldsl.placement.place import place_graph, places_of
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
+from tests.checked import check_graph
 from tests.compiler.graphs import at, on, ppo
 from tests.memory.test_fit import followed, held, needs, wide
 
@@ -85,7 +86,7 @@ def test_a_placement_that_does_not_fit_is_told_to_drop() -> None:
 
     def placed(memory: float, **more: bool):
         graph = ppo(real | {"gen": on(1, 0, 8, dp=4, pp=2, mbs=1, **more)}, cluster=g.Cluster(1, 8, memory, at(22)))
-        frames = tuple(replace(f, max_prompt_tokens=16, max_response_tokens=16 if f.id == "gen" else 0)
+        frames = tuple(replace(f, max_prompt_tokens=16, max_response_tokens=256 if f.id == "gen" else 0)
                        for f in graph.frames)
         return place_graph(replace(graph, frames=frames), "", wide)
 

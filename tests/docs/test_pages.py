@@ -106,7 +106,7 @@ def placed(clause: str) -> dict[str, str]:
     text = completed("flow", f"other = slow.logprobs(gen) {clause}\nmetric other = mean(other)\n")
     place = places_of(api.build_graph(SourceFile("page.rlf", text)))["other"]
     degrees = {k: str(getattr(place.layout, k)) for k in ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "backend")}
-    return {**degrees, "mbs": str(place.mbs), "recompute": place.recompute, "offload": str(place.offload).lower(),
+    return {**degrees, "mbs": str(place.mbs), "mbt": str(place.mbt), "recompute": place.recompute, "offload": str(place.offload).lower(),
             "keep": str(place.keep).lower()}
 
 

@@ -76,7 +76,7 @@ PROGRAMS = {
     "two.rlf": 'use std.grpo (group_nrm)\nuse std.nothing (x)\nmodel m = causal_lm("m")\nmodel m = causal_lm("m")\n'
                "flow f(steps=1) {\n  x = 1\n}\n",
     "with space.rlf": 'use "mine.rlf" (half)\nparam unused = 1\ndata d = jsonl("d", batch=1)\nflow f(steps=1) {\n'
-                      "  p = d.next()\n  metric m = mean(len(p)) + half\n}\n",
+                      "  p = d.next()\n  metric m = count(p) + half\n}\n",
 }
 
 

@@ -202,9 +202,9 @@ def run_fn(modules: str, call: str, batch: Batch, *, dp: int = 1, text: str = ""
 
 
 def run_loss(modules: str, call: str, batch: Batch, fresh: dict[str, Given], *, head: str = "causal_lm", dp: int = 1,
-             mbs: int = 0, text: str = "", **data: Given | float) -> Done:
+             mbs: int = 0, mbt: int = 0, text: str = "", **data: Given | float) -> Done:
     """One minibatch, the whole batch, of the loss `call`, trained on all frames of the batch. fresh: by the names that
-    the loss declares before `;`. mbs: most rows of a micro-batch (0: all)."""
+    the loss declares before `;`. mbs, mbt: most rows, and most response tokens, of a micro-batch (0: all)."""
     code, inputs = compile_loss(modules, call, batch, head, text, data)
     leaves = {n: g.data.clone().requires_grad_(True) for n, g in fresh.items()}
     known = inputs | {n: Given(fresh[n].level, fresh[n].frame, x) for n, x in leaves.items()}
@@ -213,7 +213,7 @@ def run_loss(modules: str, call: str, batch: Batch, fresh: dict[str, Given], *, 
     vectors, sums = [], 0
     for rows in _shards(batch, dp, "row"):
         run = run_of()  # one for each rank
-        for part in micro_batches(rows, totals, mbs, 1):
+        for part in micro_batches(rows, totals, mbs, 1, mbt):
             read = {n: _part(batch, known[n], part) for n in code.inputs()}
             run(read, _views(batch, part)).backward()
         vectors.append(run.partials())

@@ -154,12 +154,28 @@ def test_gdpo_norm(b: Batch) -> None:
     one, two = (by_group(b, r.data.tolist(), lambda g: normalised(g, 1e-4)) for r in (x, y))
     want = normalised([0.5 * p + 2 * q for p, q in zip(one, two)], 1e-4)
     check("std.grpo", "gdpo_norm(x, y, wa=0.5, wb=2)", b, want, x=x, y=y)
+    third = by_group(b, b.seqs(3).data.tolist(), lambda g: normalised(g, 1e-4))
+    want = normalised([p + q + 3 * r for p, q, r in zip(one, two, third)], 1e-4)
+    check("std.grpo", "gdpo_norm(x, y, z, wc=3)", b, want, x=x, y=y, z=b.seqs(3))
 
 
-@pytest.mark.parametrize("b", GROUPS)
+def test_rewards_without_variance() -> None:
+    """All alike: every advantage is 0, and none is not a number."""
+    r, none = RAGGED.given("seq", [2.0] * 15), [0.0] * 15
+    for module, call in (("std.grpo", "group_norm(r)"), ("std.grpo", "gdpo_norm(r, r)"), ("std.ppo", "whiten(r)"),
+                         ("std.rloo", "leave_one_out(r)"), ("std.opo", "optimal_baseline(r, len(gen))"),
+                         ("std.gpg", "gpg_norm(r)")):
+        check(module, call, RAGGED, none, r=r)
+    tokens = RAGGED.given("token", [2.0] * sum(RAGGED.lens["gen"]))
+    check("std.reinforce_pp", "reinforce_pp_baseline(r, t)", RAGGED, [0.0] * len(tokens.data), r=r, t=tokens)
+    check("std.ppo", "whiten(t, eps=0, unbiased=false, plus=1e-5)", RAGGED, [0.0] * len(tokens.data), t=tokens)
+
+
+@pytest.mark.parametrize("b", ANY)
 def test_leave_one_out(b: Batch) -> None:
+    """The only answer to a prompt keeps its reward, as in verl."""
     r = b.seqs(1)
-    want = by_group(b, r.data.tolist(), lambda g: [x - (math.fsum(g) - x) / (len(g) - 1) for x in g])
+    want = by_group(b, r.data.tolist(), lambda g: [x - (math.fsum(g) - x) / max(len(g) - 1, 1) for x in g])
     check("std.rloo", "leave_one_out(r)", b, want, r=r)
 
 
@@ -178,7 +194,8 @@ def test_reinforce_pp(b: Batch, options: str, unbiased: bool) -> None:
 
     check("std.reinforce_pp", f"reinforce_pp(r, gamma=0.9{options})", b, white(flat(returns)), r=r)
     centred = by_group(b, s.data.tolist(), lambda g: [x - mean(g) for x in g])
-    check("std.reinforce_pp", f"reinforce_pp_baseline(s{options})", b, white(centred), s=s)
+    each = [x for x, row in zip(centred, rows(b, r)) for _ in row]  # at every token
+    check("std.reinforce_pp", f"reinforce_pp_baseline(s, r{options})", b, white(each), s=s, r=r)
 
 
 @pytest.mark.parametrize("b", GROUPS)
@@ -192,23 +209,23 @@ def test_remax(b: Batch) -> None:
     check("std.remax", "over_greedy(r, s)", b, [x - y for x, y in zip(r.data.tolist(), greedy)], r=r, s=s)
 
 
-@pytest.mark.parametrize("b", [RAGGED, ALONE, ONE, SHORT])
+@pytest.mark.parametrize("b", [*ANY, Batch({"gen": [0, 0, 0, 2, 5, 0]}, n=3)])
 def test_optimal_baseline(b: Batch) -> None:
     r, lens = b.seqs(1).data.tolist(), b.lens["gen"]
     want: Floats = []
     for i in range(0, len(r), b.n):
-        base = math.fsum(r[j] * lens[j] for j in range(i, i + b.n)) / sum(lens[i : i + b.n])
+        base = math.fsum(r[j] * lens[j] for j in range(i, i + b.n)) / max(sum(lens[i : i + b.n]), 1)
         want += [r[j] - base for j in range(i, i + b.n)]
     check("std.opo", "optimal_baseline(r, len(gen))", b, want, r=b.seqs(1))
 
 
 def test_gpg_norm() -> None:
     """alpha = sequences / sequences of mixed groups (the paper), or / sequences with a reward (verl)."""
-    r = [1.0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+    r = [1.0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 2, 2, 2]  # 6 sequences of mixed groups, 9 with a reward
     centred = by_group(RAGGED, r, lambda g: [x - mean(g) for x in g])
     given = RAGGED.given("seq", r)
     check("std.gpg", "gpg_norm(r)", RAGGED, [15 / 6 * x for x in centred], r=given)
-    check("std.gpg", "gpg_norm(r, f_norm=2, nonzero=true)", RAGGED, [15 / 6 * x / 2 for x in centred], r=given)
+    check("std.gpg", "gpg_norm(r, f_norm=2, nonzero=true)", RAGGED, [15 / 9 * x / 2 for x in centred], r=given)
     none = RAGGED.given("seq", [1.0] * 15)
     check("std.gpg", "gpg_norm(r)", RAGGED, [0.0] * 15, r=none)
 

@@ -94,5 +94,27 @@ def test_a_wrong_call_would_be_seen(call: str, code: str, tmp_path: Path) -> Non
     assert any(m.startswith(code) for m in mistakes(call, tmp_path))
 
 
+ALGORITHMS = {  # example -> what it stands on in the library
+    "sft": "sft", "reward_model": "reward_model", "distill": "distill", "generate": "", "best_of_n": "best_of_n",
+    "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "kto": "kto", "orpo": "orpo", "cdpo": "cdpo", "ppo": "ppo",
+    "ppo_full": "ppo moments", "grpo": "grpo", "dr_grpo": "grpo", "dapo": "dapo", "gspo": "gspo", "cispo": "cispo",
+    "rloo": "rloo", "reinforce_pp": "reinforce_pp", "reinforce_pp_baseline": "reinforce_pp", "remax": "remax",
+    "opo": "opo", "gpg": "gpg", "grpo_tis": "correction", "sapo": "sapo", "gmpo": "gmpo", "gdpo": "grpo",
+    "clip_cov": "covariance", "kl_cov": "covariance",
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_an_example_and_names_paper_and_equation(name: str) -> None:
+    text = (ROOT / "examples" / f"{name}.rlf").read_text()
+    for module in ALGORITHMS[name].split():
+        assert f"use std.{module} (" in text
+        written = (ROOT / f"stdlib/{module}.rlf").read_text().splitlines()
+        notes = " ".join(line for line in written if line.startswith("#"))
+        assert re.search(r"\b(19|20)\d\d\b", notes), "no paper"
+        place = r"\b(equations?|section|algorithm|appendix) [\dA-H]"
+        assert module == "correction" or re.search(place, notes), "no equation"  # TIS stands in a post without numbers
+
+
 def test_there_are_calls_for_each_system() -> None:
     assert len(CALLS) > 30 and all(word in POLICY for word in ("TRL", "verl", "OpenRLHF", "ReaL"))

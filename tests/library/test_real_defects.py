@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from rldsl.backends.torch.sampling import keep_likely
+from rldsl.backends.torch.sampling import threshold
 from rldsl.backends.torch.train import learning_rate
 from rldsl.plan.codec import decode
+from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
 from rldsl.plan.realloc.lanes import rank_lanes
 from rldsl.plan.realloc.paths import paths
+from tests.backend_torch.shards import pack, plan_model
+from tests.backend_torch.test_forward import ROWS
+from tests.checkpoint.runs import lines, run as run_plan
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.library.harness import Batch, run_fn, run_loss
+from tests.moe.shards import layout_of, make, shard_of
 from tests.plan_algebra.models import layout, mesh, model
 from tests.tiny import make_model, make_sums, write_jsonl
 
@@ -28,6 +33,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     root = tmp_path_factory.mktemp("defects")
     sets = {"base": str(make_model(root / "base")), "rows": str(write_jsonl(root / "p.jsonl", make_sums(64)))}
     return run_program(HERE / "defects.rlf", sets, root / "run", "place *.* on mesh(0:2) dp=2\n")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    """Two ranks with the same prompt."""
+    root = tmp_path_factory.mktemp("ranks")
+    rows = [{"prompt": "12+34=", "part": i} for i in range(2)]
+    sets = {"base": str(make_model(root / "base")), "rows": str(write_jsonl(root / "p.jsonl", rows))}
+    return run_program(HERE / "defects_ranks.rlf", sets, root / "run", "place *.* on mesh(0:2) dp=2\n")
 
 
 def test_01_training_uses_the_temperature_of_sampling(run: Metrics) -> None:
@@ -115,9 +129,21 @@ def test_10_metrics_are_means_of_what_they_say(run: Metrics) -> None:
     assert done.metrics["kl"] == pytest.approx(float((old.data - lp.data).mean()), rel=1e-10)
 
 
+def test_10_metrics_are_those_of_all_minibatches(ranks: Metrics) -> None:
+    """10. Only the last minibatch, or the loss with its sign turned: the mean over both, as large as minus the mean."""
+    for line in ranks:
+        assert line["actor/loss"] == pytest.approx(-(line["first"] + line["second"]) / 2, rel=1e-5)
+        assert abs(line["first"] - line["second"]) > 1e-3
+
+
 def test_11_samples_are_independent(run: Metrics) -> None:
     """11. One seed for all ranks: completions of a prompt differ, and so do two calls."""
     assert all(line["samples"] > 0 and line["calls"] > 0 for line in run)
+
+
+def test_11_ranks_do_not_draw_alike(ranks: Metrics) -> None:
+    """11. The first prompt of one rank is that of the other: with one seed for all ranks so were its completions."""
+    assert all(line["apart"] > 0 for line in ranks)
 
 
 def test_12_moments_are_part_of_the_program(run: Metrics) -> None:
@@ -125,16 +151,41 @@ def test_12_moments_are_part_of_the_program(run: Metrics) -> None:
     assert [line["m"] for line in run] == [2, 4, 8]
 
 
+def test_12_a_resumed_run_has_its_states(tmp_path: Path) -> None:
+    """12. ... and after recovery it is what it was: three steps at once, or two and one."""
+    sets = {"base": str(make_model(tmp_path / "base")), "rows": str(write_jsonl(tmp_path / "p.jsonl", make_sums(64)))}
+    program = HERE.parent / "checkpoint/small.rlf"
+    plan = compile_program(program, sets | {"steps": 3}, "place *.* on mesh(0:1)\n", tmp_path)
+    assert run_plan(plan, tmp_path / "whole") == run_plan(plan, tmp_path / "parts", stop_after=2) == [""]
+    assert run_plan(plan, tmp_path / "parts", resume=tmp_path / "parts") == [""]
+    betas = [[line["beta"] for line in lines(tmp_path / out)] for out in ("whole", "parts")]
+    assert betas[0] == betas[1] and len(set(betas[0])) == 3
+
+
 def test_13_top_p_works_on_what_top_k_left() -> None:
     """13. Union of two sets on the same logits: top-k keeps two tokens, renormalised, then top-p 0.6 keeps the first."""
     scores = torch.tensor([[0.40, 0.25, 0.20, 0.15]]).log()
-    kept = torch.isfinite(keep_likely(scores, 2, 0.6))
+    kept = scores >= threshold(scores, Sampling(top_k=2, top_p=0.6))
     assert kept.tolist() == [[True, False, False, False]]  # 0.40 / 0.65 > 0.6; alone, top-p would keep two
 
 
 def test_14_inference_has_no_noise(run: Metrics) -> None:
     """14. Noise (of an expert router) in inference: generation and two forward passes of frozen weights agree."""
     assert run[0]["mismatch"] < 1e-4 and abs(run[0]["kl"]) < 1e-4 and run[0]["stayed"] < 1e-5
+
+
+def test_14_a_router_makes_no_noise(tmp_path: Path) -> None:
+    """14. Router noise in inference: with it in the config, transformers' own training forward differs each time, and
+    log-probabilities here are those of a model without it."""
+    from transformers import AutoModelForCausalLM
+
+    quiet, noisy = (make(tmp_path / f"{noise}", "mixtral", router_jitter_noise=noise) for noise in (0.0, 0.5))
+    model = AutoModelForCausalLM.from_pretrained(noisy).train()
+    with torch.no_grad():
+        assert not torch.equal(model(torch.tensor([[5, 6, 7]])).logits, model(torch.tensor([[5, 6, 7]])).logits)
+    found = [shard_of(plan_model(path), layout_of(), 0, False)[0].infer([pack(ROWS)], "logprobs", 1.0)
+             for path in (quiet, noisy, noisy)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 
 
 @pytest.mark.parametrize(("src", "dst"), [((4, 1), (1, 4)), ((2, 2), (4, 1)), ((4, 1), (2, 2))])

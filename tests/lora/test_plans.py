@@ -250,7 +250,7 @@ def test_a_target_that_is_not_there(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_family_without_a_plan_is_not_divided(tmp_path: Path) -> None:
-    plain = make_model(tmp_path / "gpt2", family="gpt2")
+    plain = make_model(tmp_path / "gpt2", family="gpt2", n_positions=1024)
     given = PROGRAM.replace('["q_proj", "down_proj"]', '["c_attn"]')
     assert refused(plain, tmp_path, program=given)[0][0] not in ("RL0341", "RL0342")
     whole = given.replace("tp=2 pp=2", "dp=4").replace("dp=2 pp=2", "dp=4")

@@ -148,6 +148,16 @@ def test_a_lens_says_where_how_long_and_how_much() -> None:
     assert step(Forecast(why="no model directory")) == "no forecast: no model directory"
 
 
+def test_which_files_a_program_reads() -> None:
+    here = Path("/w/a")
+    texts = {here / "p.rlf": 'use std.ppo (ppo)\nuse "mine.rlf" (f)\nuse py "r.py" (g: gen -> seq)\ncluster "c.yaml"\n',
+             here / "mine.rlf": 'use "../b/deep.rlf" (h)\n', Path("/w/b/deep.rlf"): 'use "../a/mine.rlf" (f)\nfn h(',
+             here / "other.rlf": 'use "p.rlf" (f)\n'}
+    files = Library(lambda path: texts.get(Path(path)) or read_file(path))
+    assert files.reads("/w/a/p.rlf") == {"/w/a/mine.rlf", "/w/b/deep.rlf", "/w/a/r.py", str(Path("c.yaml").resolve())}
+    assert files.reads("/w/a/nothing.rlf") == set()
+
+
 def test_forecasts_pass_between_processes_unchanged() -> None:
     known = Forecast((CallCost("9:3", "größer", 72.9, 3),), 1.0, 2.0, 3, 4, "m", "w")
     assert read_forecast(json.dumps(asdict(known)).encode()) == known
@@ -215,6 +225,11 @@ async def test_lenses_come_at_once_and_again_with_the_forecast(client: LanguageC
     found = await until_known(client, uri, "tokens/s")
     assert "on h100x8" in found[0] and all(" s · " in x or " ms · " in x for x in found[1:])
     assert await shown(client, uri) == found  # and they stay
+    put(client, "unrelated.rlf", "fn other(x: seq) -> seq {\n  return x\n}\n")
+    assert await shown(client, uri) == found  # it reads no such file
+    mine = put(client, "mine.rlf", MINE + "# not saved\n")
+    assert await shown(client, uri) == first  # but this one
+    client.text_document_did_close(t.DidCloseTextDocumentParams(t.TextDocumentIdentifier(mine)))
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -102,6 +102,19 @@ async def test_after_a_clear_everything_is_asked_again() -> None:
     assert queue.asked == ["1", "1"]
 
 
+@pytest.mark.parametrize("fault", [None, OSError("gone")])
+async def test_an_answer_that_was_made_of_older_files_is_dropped(fault: Exception | None) -> None:
+    queue = Slow(fault)
+    queue.of(Question("a", "1"))
+    while not queue.asked:
+        await asyncio.sleep(0.01)
+    queue.clear()
+    assert queue.times == 0
+    await settled(queue)
+    assert queue.asked == ["1", "1"] and queue.times == 1
+    assert queue.of(Question("a", "1")) is not None
+
+
 async def test_a_real_worker_that_is_killed_is_started_again() -> None:
     queue = Forecasts(lambda: None)
     queue.of(Question("a.rlf", "flow f("))

@@ -237,6 +237,23 @@ async def test_a_closed_file_has_no_diagnostics(client: LanguageClient) -> None:
             await client.wait_for_notification(t.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)
 
 
+async def test_a_file_that_is_closed_in_the_midst_of_a_change_stays_without(client: LanguageClient) -> None:
+    """A text is looked at after a moment's quiet, and this one is closed by then."""
+    (client.folder / "kept.rlf").write_text("flow f(")
+    uri = put(client, PROGRAM, "kept.rlf")
+    change(client, uri, PROGRAM + "# and\n")
+    client.text_document_did_close(t.DidCloseTextDocumentParams(doc(uri)))
+    seen: list[tuple[str, int | None]] = []
+    other = put(client, PROGRAM)
+    change(client, other, PROGRAM + "# after it\n")
+    async with asyncio.timeout(30):
+        while not seen or (other, client.versions[other]) != seen[-1]:
+            found = await client.wait_for_notification(t.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)
+            seen.append((found.uri, found.version))
+    (client.folder / "kept.rlf").unlink()
+    assert not client.diagnostics.get(uri)
+
+
 async def test_levels_after_by(client: LanguageClient) -> None:
     text = PROGRAM.replace("lp by seq", "lp by ")
     assert await completions(client, text, "lp by ") == ["batch", "prompt", "seq"]

@@ -37,10 +37,10 @@ class Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self._see(tensor.untyped_storage())
+                self.see(tensor.untyped_storage())
         return out
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self.live:
             self.live[key] = storage.nbytes()

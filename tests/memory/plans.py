@@ -132,6 +132,7 @@ ONE = "place actor.train on mesh(0:1) "
 
 CASES = (
     Case("one rank"),
+    Case("mbt", place=ONE + "mbt=512\nplace ref.logprobs on mesh(0:1) mbt=1024"),
     Case("mbs", place=ONE + "mbs=2\nplace ref.logprobs on mesh(0:1) mbs=4"),
     Case("large batch", batch=32),
     Case("recompute", batch=32, place=ONE + "recompute=full"),

@@ -111,7 +111,7 @@ def test_where_nothing_fits_the_least_is_said() -> None:
 
 
 def test_more_devices_that_would_do() -> None:
-    x = placed(0.1)
+    x = placed(0.08)
     assert Search(x).best() is None
     more = Search(x).larger()
     assert more is not None and more.nodes > 1 and more.bytes <= x.memory

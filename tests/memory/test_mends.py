@@ -24,7 +24,7 @@ from tests.memory.test_fit import followed, held, needs, rows, wide
 
 ALL = dict(gen=on(1, 0, 8, dp=8), score=on(2, 0, 8, dp=8), ref_lp=on(3, 0, 8, dp=8), v=on(4, 0, 8, dp=8))
 # an option, and two values of it: each must be there in what is tried
-VALUES = {"dp": (4, 2), "tp": (2, 4), "pp": (2, 4), "vpp": (2, 1), "cp": (2, 1), "zero": (3, 1), "mbs": (1, 2),
+VALUES = {"dp": (4, 2), "tp": (2, 4), "pp": (2, 4), "vpp": (2, 1), "cp": (2, 1), "zero": (3, 1), "mbs": (1, 2), "mbt": (4096, 8192),
           "recompute": ("full", "none"), "offload": (True, False), "keep": (False, True), "backend": ("torch", "torch")}
 
 

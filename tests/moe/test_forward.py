@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rldsl.diag import Failure
 from rldsl.placement.families import describe
 from rldsl.plan.events import Sampling
-from rldsl.plan.model import Layout
+from rldsl.plan.model import Layout, Optimizer
 from tests.backend_torch.shards import pack, plan_model
 from tests.backend_torch.test_forward import ROWS, reference
 from tests.moe.shards import FAMILIES, make, shard_of
@@ -97,6 +98,33 @@ def test_halves(directories):
     expected = reference(directories["mixtral"], 1.0)
     for found in (f for rank in run_world(2, halves, directories["mixtral"]) for f in rank):
         assert (torch.tensor(found) - expected).abs().median() < 0.05
+
+
+def copies(rank: int, path: str) -> list[tuple[Layout, bool, bool]]:
+    """(layout, whether a copy in bfloat16 gives its home's numbers, whether it has lost some by rounding)"""
+    found = []
+    model = plan_model(path, "causal_lm", Optimizer(lr=1e-3), dtype="bfloat16")
+    for x in (at(), at(dp=2, ep=2), at(tp=2)):
+        home = shard_of(model, x, rank, True)
+        copy = shard_of(replace(model, home="", optimizer=None), x, rank, False)
+        if home is None or copy is None:
+            continue
+        for name, tensor in home[0].tensors().items():
+            drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+            copy[0].tensors()[name].copy_(tensor.mul_(1 + 0.05 * drawn))
+        mine, theirs = (s[0].infer([pack(ROWS)], "logprobs", 1.0) for s in (home, copy))
+        experts = {n: t for n, t in home[0].tensors().items() if t.dim() == 3}
+        rounds = any(not torch.equal(t, copy[0].tensors()[n].float()) for n, t in experts.items())
+        found.append((x, torch.equal(mine, theirs), rounds))
+    return found
+
+
+@pytest.mark.parametrize("width", [24, 12])
+def test_a_copy_of_experts_computes_what_its_home_does(tmp_path, width):
+    """Bit by bit, with one kernel for all experts and, where it cannot read them, one after the other."""
+    path = make(tmp_path / "m", "qwen3_moe", moe_intermediate_size=width)
+    for x, equal, rounds in (f for rank in run_world(2, copies, path) for f in rank):
+        assert equal and rounds, x
 
 
 # ------------------------------------------------------------------------------------------------ directories

@@ -95,6 +95,22 @@ def test_a_cell_may_be_kept(notebook: Notebook) -> None:
     assert notebook.shell.user_ns["kept"].record.header.program == "kept.rlf"
 
 
+def test_a_cell_may_be_kept_under_a_name_with_a_blank(notebook: Notebook) -> None:
+    """IPython leaves quotes where they are."""
+    for line in ('kept2 --write "my cell.rlf"', "--write 'my cell.rlf'"):
+        Path("my cell.rlf").unlink(missing_ok=True)
+        assert notebook(f"%%rlf {line}\n{PROGRAM}").ok
+        assert Path("my cell.rlf").read_text() == PROGRAM and not list(Path().glob("*[\"']*"))
+    assert notebook.shell.user_ns["kept2"].record.header.program == "my cell.rlf"
+
+
+def test_rules_of_a_cell_are_checked_without_a_name(notebook: Notebook) -> None:
+    ran = notebook(f'%%rlf --on "actor.train on mesh(0:4)"\n{PROGRAM}')
+    assert ran.ok and "no mistakes found" in ran.rich["text/plain"]
+    wrong = notebook(f'%%rlf --on "actor.trian on mesh(0:4)"\n{PROGRAM}')
+    assert_told(wrong, "RL0", "actor.trian on mesh(0:4)")
+
+
 # ------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -123,7 +139,9 @@ def test_a_wrong_program_shows_diagnostics(notebook: Notebook, name: str, cell: 
     ("plan3 --write nowhere/at/all.rlf", ("RL0094",)),
 ])
 def test_wrong_options_show_diagnostics(notebook: Notebook, line: str, parts: tuple[str, ...]) -> None:
-    assert_told(notebook(f"%%rlf {line}\n{PROGRAM}"), *parts)
+    ran = notebook(f"%%rlf {line}\n{PROGRAM}")
+    assert_told(ran, *parts)
+    assert " -o" not in ran.text, "advice for a command line"
     assert "plan3" not in notebook.shell.user_ns
 
 

@@ -10,7 +10,6 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.graph.build import build
-from rldsl.placement.place import check_graph
 from rldsl.plan.diff import diff
 from rldsl.plan.events import (Checkpoint, Event, Every, Generate, Infer, Item, Loop, Offload, Onload, Realloc, Save,
                                Train)
@@ -21,7 +20,8 @@ from rldsl.plan.project import events
 from rldsl.plan.show import show
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
-from tests.offload.programs import program
+from tests.checked import check_graph
+from tests.offload.programs import FOLLOWS, TWO, program
 from tests.verify.faults import change, codes, drop, edited, faults, moved, with_body
 from tests.verify.plans import folder
 
@@ -122,6 +122,39 @@ def test_what_generates_too_stays() -> None:
     assert {e.what for e in of(p, Offload) if e.model == "actor"} == {"optimizer"} and not faults(p)
 
 
+def made(text: str) -> Plan:
+    with folder() as here:
+        (here / "p.rlf").write_text(text)
+        return api.compile("p.rlf")
+
+
+def test_two_that_are_trained_are_not_there_together() -> None:
+    p = made(TWO)
+    there, most = {"actor", "critic"}, 0
+    for e in of(p, Offload, Onload):
+        if e.what == "optimizer":
+            there = there - {e.model} if isinstance(e, Offload) else there | {e.model}
+        most = max(most, len(there)) if isinstance(e, Onload) else most
+    assert most == 1 and not faults(p), show(p)
+
+
+def test_what_would_come_back_before_another_call_stays() -> None:
+    """`critic.values` and `critic.train` follow each other, and the critic is on the device for both."""
+    flat = [e for e, path in events(made(TWO)) if path and isinstance(e, Generate | Infer | Train | Offload | Onload)]
+    values = next(i for i, e in enumerate(flat) if isinstance(e, Infer))
+    between = flat[values + 1 : next(i for i, e in enumerate(flat) if isinstance(e, Train))]
+    assert [(type(e), e.what) for e in between] == [(Onload, "optimizer")]
+
+
+def test_what_follows_a_model_and_is_saved_is_away_too() -> None:
+    """A save brings it back, a checkpoint is written from whichever side."""
+    p = made(FOLLOWS)
+    assert {e.model for e in of(p, Offload)} == {"slow"} and not faults(p)
+    flat = [e for e, _ in events(p)]
+    at = next(i for i, e in enumerate(flat) if isinstance(e, Save))
+    assert isinstance(flat[at - 1], Onload) and isinstance(flat[at + 1], Offload)
+
+
 # ------------------------------------------------------------------------------------------------ mistakes in plans
 
 
@@ -178,12 +211,38 @@ def test_a_checkpoint_is_written_from_either_side_but_only_of_what_is_current() 
 
 
 @pytest.mark.parametrize("train, generate, code", [
-    ("tp=2", "dp=2" + OFF, "RL0317"), ("tp=2" + OFF, "dp=2" + OFF, "RL0317"), ("tp=2 offload=1", "dp=2", "RL0311"),
+    ("tp=2", "dp=2" + OFF, "RL0317"), ("tp=2", "tp=2" + OFF, "RL0317"), ("tp=2" + OFF, "dp=2" + OFF, "RL0317"),
+    ("tp=2 offload=1", "dp=2", "RL0311"),
     ("tp=2 offload=full", "dp=2", "RL0101"), ("tp=2" + OFF + OFF, "dp=2", "RL0311")])
 def test_mistakes(train: str, generate: str, code: str) -> None:
     with pytest.raises(Failure) as caught:
         check_graph(build(parse(SourceFile("p.rlf", program(train, generate))), {}))
     assert caught.value.diagnostics[0].code == code
+
+
+TWICE = """  again = ref.entropy(gen) on mesh(0:2) {second}
+  metric entropy = mean(again)"""
+
+
+@pytest.mark.parametrize("first, second, warned", [
+    ("dp=2" + OFF, "dp=2", 1), ("dp=2", "dp=2" + OFF, 1), ("dp=2" + OFF, "dp=2" + OFF, 0), ("dp=2", "dp=2", 0),
+    ("dp=2" + OFF, "tp=2", 0)])
+def test_one_call_of_a_frozen_model_alone_is_told(first: str, second: str, warned: int) -> None:
+    """Under the same layout: it stays on the device; the other one's own copy is another matter."""
+    found = api.examine(program("tp=2", "dp=2", first, more=TWICE.format(second=second)))
+    assert [d.code for d in found] == ["RL0907"] * warned
+    for d in found:
+        assert d.severity == "warning" and d.span is not None and d.span.text == "offload=true"
+        assert "ref.*" in d.help and len(d.labels) == 1
+
+
+def test_what_is_trained_twice_goes_only_if_both_say_so() -> None:
+    loss = "grpo(old=gen.logprobs, adv=group_norm(len(gen)), ref=ref_lp, beta=0.1)"
+    again = f"  actor.train(gen, loss={loss}) on mesh(0:2) tp=2"
+    text = program("tp=2" + OFF, more=again)
+    (d,) = api.examine(text)
+    assert d.code == "RL0317" and d.labels and "train call" in d.help
+    assert not api.examine(program("tp=2" + OFF, more=again + OFF))
 
 
 def test_what_calls_share_with_the_training_may_be_said_of_all() -> None:

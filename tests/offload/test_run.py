@@ -12,8 +12,9 @@ from rldsl import api
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate
 from rldsl.plan.project import events
-from tests.end_to_end.programs import Metrics, run_program
+from tests.end_to_end.programs import Metrics
 from tests.memory.accounting import measured
+from tests.offload import elsewhere
 from tests.offload.programs import program
 from tests.tiny import make_all
 
@@ -26,20 +27,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
 
 
-def run(folder: Path, train: str, off: str) -> tuple[Metrics, dict[str, torch.Tensor]]:
+def run(folder: Path, train: str, off: str, generate: str) -> tuple[Metrics, dict[str, torch.Tensor]]:
     """What the run computes, and all of its checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "p.rlf").write_text(program(train + off, "dp=2", "dp=2" + off, more=MORE))
-    found = run_program(folder / "p.rlf", {}, folder / "run")
+    (folder / "p.rlf").write_text(program(train + off, generate + off * (generate == train), "dp=2" + off, more=MORE))
+    found = elsewhere.run(folder / "p.rlf", folder / "run", bool(off))
     files = sorted((folder / "run/out/checkpoints").glob("*/*.safetensors"))
     return found, {f"{f.parent.name}/{f.name}/{k}": v for f in files for k, v in load_file(f).items()}
 
 
-@pytest.mark.parametrize("train", ["tp=2", "dp=2 zero=2"])
-def test_numbers_and_moments_are_the_same(train: str, tiny: Path, tmp_path: Path,
+@pytest.mark.parametrize("train, generate", [("tp=2", "dp=2"), ("dp=2 zero=2", "dp=2"), ("tp=2", "tp=2")])
+def test_numbers_and_moments_are_the_same(train: str, generate: str, tiny: Path, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though tensors are others each time that they come back, and what they were before is NaN."""
     monkeypatch.chdir(tiny)
-    (stays, mine), (goes, theirs) = run(tmp_path / "stays", train, ""), run(tmp_path / "goes", train, OFF)
+    stays, mine = run(tmp_path / "stays", train, "", generate)
+    goes, theirs = run(tmp_path / "goes", train, OFF, generate)
     assert stays == goes and len(stays) == 4
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
     moments = [v for k, v in mine.items() if "|exp_avg|" in k]
@@ -84,3 +87,15 @@ def test_host_memory_on_cuda() -> None:
         finish()
         assert all(t.device == device and torch.equal(t.cpu(), expected[k]) for k, t in tensors.items())
         assert tensors["b"].stride() == expected["b"].stride()
+
+
+def test_the_other_memory_of_these_tests_catches_mistakes() -> None:
+    """Who keeps a tensor that went, or takes one before it has come, reads NaN."""
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 3)}
+    kept = tensors["a"]
+    there = elsewhere.away(None, tensors)
+    assert kept.isnan().all() and torch.equal(there["a"], torch.arange(4.0))
+    come, finish = elsewhere.back(None, there)
+    assert come["b"].isnan().all() and there["b"].isnan().all()
+    finish()
+    assert torch.equal(come["a"], torch.arange(4.0)) and torch.equal(come["b"], torch.ones(2, 3))

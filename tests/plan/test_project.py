@@ -6,7 +6,7 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.plan.events import Every
-from rldsl.plan.project import class_of, events, participants, rank_classes, schedule, walk
+from rldsl.plan.project import class_of, events, ranges, rank_classes, schedule, walk
 from rldsl.plan.show import show
 from rldsl.plan.texts import human
 from tests.plan.sample import grpo
@@ -19,7 +19,7 @@ def test_projection():
         assert (
             mine
             == list(class_of(plan, rank).events)
-            == [e.id for e, _ in events(plan) if rank in participants(plan, e)]
+            == [e.id for e, _ in events(plan) if any(a <= rank < b for a, b in ranges(plan, e))]
         )
     assert [c.ranks for c in plan.classes] == [((0, 2),), ((2, 4),)]
     assert not any(isinstance(x, Every) for x in schedule(plan.body, plan.meshes, 3)[-1].body)

@@ -1,5 +1,7 @@
 """Coordinates and boxes: every layout of small models covers every parameter, and every group its mesh."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from rldsl.plan.boxes import (Parameter, Piece, holding, intersect, itemsize, local_shape, local_slice, parameters,
                               pieces, replicas, shares, subtract, volume)
-from rldsl.plan.layout import Coord, axis_ranks, coordinate, degree_product, layer_stage, rank_at, stage_layers
+from rldsl.plan.layout import axis_ranks, coordinate, degree_product, layer_stage, stage_layers
 from rldsl.plan.model import Layout, ParamSpec, Split
 from tests.plan_algebra.models import layout, layouts, mesh, model
 
@@ -15,13 +17,12 @@ degrees = st.tuples(*[st.integers(1, 4)] * 4)
 
 
 @given(degrees, st.integers(0, 50))
-def test_coordinates_round_trip_and_run_tp_fastest(sizes, first):
+def test_each_coordinate_is_there_once_and_tp_runs_fastest(sizes, first):
     pp, dp, cp, tp = sizes
     on = mesh((first, first + pp * dp * cp * tp))
     at = layout(on, pp, dp, tp, cp)
     seen = [coordinate(at, on, r) for r in on.members()]
-    assert [rank_at(at, on, c) for c in seen] == list(on.members())
-    assert [(c.pp, c.dp, c.cp, c.tp) for c in seen] == sorted((c.pp, c.dp, c.cp, c.tp) for c in seen)
+    assert [(c.pp, c.dp, c.cp, c.tp) for c in seen] == [*product(*map(range, sizes))]
     assert degree_product(at) == len(seen)
 
 
@@ -61,8 +62,6 @@ def test_stages_divide_layers(layers, pp):
     lambda: coordinate(layout(mesh((0, 4)), dp=4), mesh((0, 4)), 4),
     lambda: coordinate(layout(mesh((0, 4)), dp=2), mesh((0, 4)), 0),
     lambda: axis_ranks(layout(mesh((0, 4)), dp=4), mesh((1, 5)), "dp"),
-    lambda: rank_at(layout(mesh((0, 4)), dp=4), mesh((0, 4)), Coord(0, 4, 0, 0)),
-    lambda: rank_at(layout(mesh((0, 4)), dp=4), mesh((0, 4)), Coord(0, 0, 0, -1)),
     lambda: stage_layers(4, 2, 2),
     lambda: layer_stage(4, 2, 4),
     lambda: pieces(ParamSpec("w", (10, 2), split=Split(0, ((4, 2),))), 2, 0),

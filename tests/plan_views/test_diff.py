@@ -120,6 +120,7 @@ def test_a_call_that_moved() -> None:
 
 @pytest.mark.parametrize("id, changed, field, values", [
     (5, {"sampling": Sampling(n=4, max_new_tokens=8, top_p=0.9)}, "top_p", ("1.0", "0.9")),
+    (5, {"sampling": Sampling(n=4, max_new_tokens=8, min_p=0.1)}, "min_p", ("0.0", "0.1")),
     (14, {"nonfinite": "skip"}, "nonfinite", ("stop", "skip")),
     (14, {"data": (("old", "gen.logprobs"), ("adv", "adv"), ("ref", "gen.logprobs"))}, "data",
      ("old=gen.logprobs, adv, ref=ref_lp", "old=gen.logprobs, adv, ref=gen.logprobs")),

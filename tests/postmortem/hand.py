@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rldsl.plan.codec import encode, plan_id
 from rldsl.plan.dumps import Dump, Entry, Moment, Phase, Sign, Stand
-from rldsl.plan.events import Every, Fetch, Generate, Infer, Lengths, Loop, Realloc, Sampling, Save, Train, Transfer
+from rldsl.plan.events import (Event, Every, Fetch, Generate, Infer, Lengths, Loop, Realloc, Sampling, Save, Train,
+                               Transfer)
 from rldsl.plan.model import Header, Layout, Mesh, Plan, Spread
+from rldsl.plan.order import Order
 
 # Ranks 0-3 generate in two replicas of two stages, 4-7 score; 0-3 train. An evaluation has turns of its own.
 ALL, LEFT, RIGHT = Mesh("all", ((0, 8),)), Mesh("left", ((0, 4),)), Mesh("right", ((4, 8),))
@@ -35,6 +37,11 @@ PLAN = Plan(
         Every(2, (Save(id=SAVE, mesh="left", at="p.rlf:12:13", model="actor", layout="L0", path="x"),)),
     )),))
 DATA = encode(PLAN)
+
+
+def partners(order: Order, event: Event, rank: int) -> tuple[int, ...]:
+    """The other ranks without which `rank` cannot end the event."""
+    return tuple(q for q in order.group(event, rank).ranks if q != rank)
 
 
 def at(event: int, *turns: int, phase: Phase = "begins", call: str = "all_reduce", seconds: float = 41.0,

@@ -11,7 +11,7 @@ from rldsl.plan.order import END, START, Order
 from rldsl.plan.postmortem import Culprit, Findings, Wait, analyse, traces, where
 from rldsl.plan.postmortem_text import notes, place, report, title
 from tests.postmortem.hand import (FETCH, GENERATE, LENGTHS, PLAN, REALLOC, SAVE, SCORE, TRAIN, TRANSFER, TURN, at,
-                                   dump, sign)
+                                   dump, partners, sign)
 
 
 def found(stands: Mapping[int, Stand], signs: Mapping[int, Sign] | None = None, **first: object) -> Findings:
@@ -52,10 +52,10 @@ def test_what_the_plan_does_not_have_is_before_everything() -> None:
 @pytest.mark.parametrize("event, rank, others", [
     (FETCH, 0, ()), (GENERATE, 0, (2,)), (GENERATE, 3, (1,)), (GENERATE, 4, ()), (LENGTHS, 7, (0, 1, 2, 3, 4, 5, 6)),
     (TRANSFER, 1, (4, 5, 6, 7)), (TRANSFER, 5, (0, 1, 2, 3)), (SCORE, 4, (5, 6, 7)), (TRAIN, 2, (0, 1, 3)),
-    (TRAIN, 6, ()), (REALLOC, 4, (0, 1, 2, 3))])
+    (TRAIN, 6, ()), (REALLOC, 4, (0, 1, 2, 3, 5, 6, 7)), (REALLOC, 1, (4, 5, 6, 7))])
 def test_partners(event: int, rank: int, others: tuple[int, ...]) -> None:
     order = Order(PLAN)
-    assert order.partners(order.events[event], rank) == others
+    assert partners(order, order.events[event], rank) == others
 
 
 # ---------------------------------------------------------------------------------------------------- waits
@@ -65,11 +65,11 @@ def test_one_rank_has_not_reached_an_event() -> None:
     findings = found(everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call="")))
     assert findings.waits == (Wait((0, 1, 2, 3, 5, 6, 7), (4,), Moment(LENGTHS, (3,)), "not reached"),)
     assert blamed(findings) == {4: "waited for"} and title(findings) == "rank 4 keeps others waiting"
-    assert notes(PLAN, findings) == (
+    assert notes(findings) == (
         "ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen, p.rlf:6:3, because the rows of gen are divided by their"
         " lengths) of step 3, which rank 4 has not reached: it is in event 7 (judge.values, p.rlf:10:5) of step 2, turn"
         " 3 since 41 s",)
-    assert place(PLAN, findings) == "event 7 (judge.values, p.rlf:10:5)"
+    assert place(findings) == "event 7 (judge.values, p.rlf:10:5)"
 
 
 def test_a_chain_ends_at_the_one_who_waits_for_nobody() -> None:
@@ -81,7 +81,7 @@ def test_a_chain_ends_at_the_one_who_waits_for_nobody() -> None:
         ((4, 5, 6, 7), (0, 1, 2, 3), "not reached"), ((0,), (2,), "inside"), ((1,), (3,), "inside")}
     assert blamed(findings) == {2: "waited for", 3: "waited for"}
     assert title(findings) == "ranks 2-3 keep others waiting"
-    assert "where they wait for what" not in " ".join(notes(PLAN, findings))
+    assert "where they wait for what" not in " ".join(notes(findings))
 
 
 def test_a_post_is_not_waited_for_where_it_is_issued() -> None:
@@ -100,18 +100,18 @@ def test_a_python_function_keeps_the_others_in_the_same_event() -> None:
     findings = found(everywhere(at(TRAIN, 5), r1=at(TRAIN, 5, phase="calls", function="judge", call="")))
     assert [(w.ranks, w.on, w.kind) for w in findings.waits if 0 in w.ranks] == [((0, 2, 3), (1,), "inside")]
     assert blamed(findings) == {1: "waited for"}
-    assert "in the Python function `judge` since 41 s" in notes(PLAN, findings)[0]
+    assert "in the Python function `judge` since 41 s" in notes(findings)[0]
 
 
 def test_who_is_between_two_events_waits_for_nobody() -> None:
     findings = found(everywhere(at(LENGTHS, 2), r0=at(GENERATE, 2, phase="ends", call="")))
-    assert blamed(findings) == {0: "waited for"} and "it is past event 1" in notes(PLAN, findings)[0]
+    assert blamed(findings) == {0: "waited for"} and "it is past event 1" in notes(findings)[0]
 
 
 def test_the_end_of_the_run() -> None:
     findings = found(everywhere(Stand(Moment(SAVE, (9,)), "over", 3.0), r6=at(TURN, 9, 1, call="")))
     assert findings.waits == (Wait((0, 1, 2, 3, 4, 5, 7), (6,), None, "end"),)
-    (note,) = notes(PLAN, findings)
+    (note,) = notes(findings)
     assert note.startswith("ranks 0-5,7 are at the end of the run and wait for rank 6: it is in event 7")
 
 
@@ -127,7 +127,7 @@ def test_ranks_that_wait_for_each_other_inside_one_event() -> None:
     assert findings.waits == (Wait((0, 1, 2, 3), (0, 1, 2, 3), Moment(TRAIN, (4,)), "each other"),)
     assert blamed(findings) == dict.fromkeys(range(4), "each other")
     assert title(findings) == "ranks 0-3 wait for each other"
-    assert notes(PLAN, findings)[0] == "ranks 0-3 wait for each other inside event 5 (actor.train, p.rlf:8:3) of step 4"
+    assert notes(findings)[0] == "ranks 0-3 wait for each other inside event 5 (actor.train, p.rlf:8:3) of step 4"
 
 
 def test_who_waits_for_a_circle_is_not_part_of_it() -> None:
@@ -163,7 +163,7 @@ def test_a_stopped_rank_is_to_blame_and_its_last_sign_is_not_believed() -> None:
     findings = found(stands, {4: sign(4, at(TURN, 2, 3), process="stopped")})
     assert findings.culprits == (Culprit(4, "stopped"),)
     assert [(w.on, w.kind) for w in findings.waits] == [((4,), "not reached")]
-    (note,) = notes(PLAN, findings)
+    (note,) = notes(findings)
     assert "has not reached" not in note and note.endswith(
         "it was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its process "
         "is stopped")
@@ -182,8 +182,8 @@ def test_what_others_have_ended_tells_how_far_a_lost_rank_has_come() -> None:
     del stands[1]
     findings = found(stands, {1: sign(1, at(GENERATE, 2))})
     assert findings.traces[1].reached == Moment(LENGTHS, (3,))
-    assert "and has come to event 2 (lengths gen, p.rlf:6:3) of step 3 since" in " ".join(notes(PLAN, findings))
-    assert place(PLAN, findings) == "event 2 (lengths gen, p.rlf:6:3)"
+    assert "and has come to event 2 (lengths gen, p.rlf:6:3) of step 3 since" in " ".join(notes(findings))
+    assert place(findings) == "event 2 (lengths gen, p.rlf:6:3)"
 
 
 @pytest.mark.parametrize("last, reached", [(at(GENERATE, 2), Moment(TRAIN, (2,))), (at(TRAIN, 2, phase="ends"), None),
@@ -258,5 +258,5 @@ def test_many_groups_are_cut_short() -> None:
     stands = {r: at(GENERATE, r + 1, call="") for r in range(7)} | {7: at(LENGTHS, 9)}
     findings = found(stands)
     (wait,) = (w for w in findings.waits if 7 in w.ranks)
-    assert wait.on == tuple(range(7)) and "; ..." in " ".join(notes(PLAN, findings))
-    assert notes(PLAN, findings, most=1)[1:] == (f"and {len(notes(PLAN, findings, most=99)) - 1} more",)
+    assert wait.on == tuple(range(7)) and "; ..." in " ".join(notes(findings))
+    assert notes(findings, most=1)[1:] == (f"and {len(notes(findings, most=99)) - 1} more",)

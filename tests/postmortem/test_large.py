@@ -11,8 +11,8 @@ from rldsl.plan.dumps import Stand
 from rldsl.plan.model import Layout, Mesh, Plan
 from rldsl.plan.order import Order
 from rldsl.plan.postmortem import Findings, Trace, analyse
-from rldsl.plan.postmortem_text import notes, report
-from tests.postmortem.hand import FETCH, GENERATE, LENGTHS, PLAN, SCORE, TRAIN, TRANSFER, at
+from rldsl.plan.postmortem_text import notes, place, report, title
+from tests.postmortem.hand import FETCH, GENERATE, LENGTHS, PLAN, SCORE, TRAIN, TRANSFER, at, partners
 
 WORLD = 4096
 
@@ -47,10 +47,21 @@ def test_thousands_of_ranks_take_seconds(case: str) -> None:
     plan, found = large(), [CASES[case](r) for r in range(WORLD)]
     start = time.process_time()
     findings: Findings = analyse(plan, found)
-    assert notes(plan, findings) and report(plan, findings)
+    assert notes(findings) and report(plan, findings)
     assert time.process_time() - start < 10  # of 512 ranks in one generate it was 4 s once, and cubic
     named = sum(len(w.on) + len(w.ranks) for w in findings.waits)
     assert named < 8 * WORLD, "what is said is not of ranks times ranks"
+
+
+def test_a_plan_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what analyses it and by all that tells of it."""
+    made: list[Plan] = []
+    begin = Order.__init__
+    monkeypatch.setattr(Order, "__init__", lambda order, plan: (made.append(plan), begin(order, plan))[1])
+    plan = large(64)
+    findings = analyse(plan, [Trace(r, at(TRAIN if r else GENERATE, 1), dump=True) for r in range(64)])
+    assert title(findings) and place(findings) and notes(findings) and report(plan, findings)
+    assert len(made) == 1
 
 
 def test_partners_are_the_dp_shard_of_any_layout() -> None:
@@ -60,5 +71,14 @@ def test_partners_are_the_dp_shard_of_any_layout() -> None:
                    layouts=(Layout("L0", "left", dp=2, tp=2, pp=2), *PLAN.layouts[1:]))
     order = Order(plan)
     event = order.events[GENERATE]
-    assert order.partners(event, 6) == (3, 4, 7) and order.partners(event, 0) == (1, 9, 10)
-    assert order.partners(event, 5) == ()
+    assert partners(order, event, 6) == (3, 4, 7) and partners(order, event, 0) == (1, 9, 10)
+    assert partners(order, event, 5) == ()
+
+
+def test_partners_share_experts() -> None:
+    """Ranks of dp that hold each other's experts meet in every layer."""
+    plan = replace(PLAN, layouts=(Layout("L0", PLAN.layouts[0].mesh, dp=4, ep=2), *PLAN.layouts[1:]))
+    order = Order(plan)
+    members = next(m for m in plan.meshes if m.id == PLAN.layouts[0].mesh).members()
+    event = order.events[GENERATE]
+    assert partners(order, event, members[0]) == (members[1],) and partners(order, event, members[3]) == (members[2],)

@@ -7,17 +7,18 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rldsl.plan.dumps import Sign, Stand
+from rldsl.plan.dumps import Moment, Phase, Sign, Stand
 from rldsl.plan.events import Free
 from rldsl.runtime import signs as module
 from rldsl.runtime.ring import Ring
-from rldsl.runtime.signs import Neighbour
+from rldsl.runtime.signs import Neighbour, Stillness
 from tests.postmortem.runs import _store
 from tests.world import context
 
@@ -131,6 +132,30 @@ def test_who_is_not_gone(clock: list[float], case: str) -> None:
         assert looks(clock, Signs(world=1, at=sign("here", DEAD))) is None
     else:  # silent in a long call, and nobody has waited for it for so long
         assert looks(clock, Signs(at=sign("there", DEAD)), still=10.0) is None
+
+
+def stillness(clock: list[float], call: Callable[[int], str], phase: Phase = "begins", late: bool = False) -> float:
+    """Of a rank that is in one event for 300 seconds. call: the operation that it is in, in each second."""
+    clock[0], still = 0.0, 0.0
+    found = Stillness(late)
+    for second in range(301):
+        clock[0] = float(second)
+        still = found.seconds(Stand(Moment(1, (1,)), phase, float(second), call=call(second)))
+    return still
+
+
+def test_who_works_in_a_long_event_does_not_stand_still(clock: list[float]) -> None:
+    """Five minutes in a healthy `generate` note nothing, and now and then it is in an operation between ranks."""
+    assert stillness(clock, lambda s: "all_reduce" if s % 4 else "") < 4 < NEAR + FAR
+    assert stillness(clock, lambda s: "") == 0
+    assert stillness(clock, lambda s: "wait", phase="calls") == 0  # the wait of the user's function
+    assert stillness(clock, lambda s: "all_reduce" if s > 200 else "") == 100
+
+
+def test_who_waits_in_an_event_stands_still(clock: list[float]) -> None:
+    assert stillness(clock, lambda s: "all_reduce") == 300
+    assert stillness(clock, lambda s: "wait", phase="waits") == 300
+    assert stillness(clock, lambda s: "", late=True) == 300  # nobody can see what it does
 
 
 def test_a_rank_walks_between_its_first_event_and_its_end() -> None:

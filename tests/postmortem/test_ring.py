@@ -18,7 +18,7 @@ from rldsl.runtime.blame import lost_contact
 from rldsl.runtime.ring import SIZE, Ring
 from rldsl.runtime.signs import Signs, machine, process
 from rldsl.runtime.stack import of_error, of_main
-from tests.postmortem.hand import PLAN
+from tests.postmortem.hand import PLAN, at
 
 LOOP = PLAN.body[0]
 GENERATE = LOOP.body[1]
@@ -163,6 +163,10 @@ def test_each_word_is_claimed_once() -> None:
     zero, one = Signs(store, 0, 2), Signs(store, 1, 2)
     assert zero.failed() == ""
     assert zero.looks() and not one.looks()
+    assert one.looks(1) and not zero.looks(1) and zero.looks(2), "if who looked ends too, one other looks"
+    here, there = at(GENERATE.id, 3), at(GENERATE.id, 4)
+    assert zero.judges(here, 0) and not one.judges(here, 0) and one.judges(here, 1) and one.judges(there, 0)
+    assert zero.judges(Stand(), 0) and not one.judges(Stand(), 0), "before the first event"
     assert one.fails("event 3") and not zero.fails("event 4") and zero.failed() == "1|event 3"
     assert zero.says() and not one.says()
 

@@ -15,7 +15,7 @@ from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.order import ALONE, POSTED, Order
 from rldsl.plan.postmortem import analyse, traces
 from rldsl.plan.project import schedule
-from tests.postmortem.hand import PLAN, dump, sign
+from tests.postmortem.hand import PLAN, dump, partners, sign
 
 ORDER, WORLD, STEPS = Order(PLAN), 8, 3
 
@@ -82,7 +82,7 @@ def waits(w: Walker, begun: list[set[Moment]]) -> set[int]:
     event, moment = w.own[w.done]
     needs = [found] if (found := awaited(w)) else []
     needs += [(event, moment)] if not isinstance(event, (*POSTED, *ALONE)) else []
-    lacks = ({q for q in ORDER.partners(e, w.rank) if at not in begun[q]} for e, at in needs)
+    lacks = ({q for q in partners(ORDER, e, w.rank) if at not in begun[q]} for e, at in needs)
     return next((ranks for ranks in lacks if ranks), set())
 
 
@@ -90,7 +90,7 @@ def stand(w: Walker, begun: list[set[Moment]]) -> Stand:
     if w.at is None:
         return Stand(w.own[-1][1], "over", 1.0)
     posted = awaited(w)
-    if posted and any(posted[1] not in begun[q] for q in ORDER.partners(posted[0], w.rank)):
+    if posted and any(posted[1] not in begun[q] for q in partners(ORDER, posted[0], w.rank)):
         return Stand(w.at, "waits", 1.0, posted[1], "", "wait")
     return Stand(w.at, "begins", 1.0, None, "", "all_reduce" if waits(w, begun) else "")
 

@@ -10,7 +10,7 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.graph.build import build
-from rldsl.placement.place import check_graph, places_of
+from rldsl.placement.place import places_of
 from rldsl.plan.boxes import cell
 from rldsl.plan.events import Generate, Realloc
 from rldsl.plan.memory.parameters import Copy, resting
@@ -19,6 +19,7 @@ from rldsl.plan.project import events
 from rldsl.plan.show import show
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
+from tests.checked import check_graph
 from tests.relabelled.programs import program
 from tests.verify.faults import codes, row
 from tests.verify.plans import folder
@@ -124,7 +125,7 @@ def checked(mesh: str, cluster: str = "cluster nodes=2 gpus=4", generate: str = 
     ('mesh("4")', "RL0205", '"4"'), ("mesh(4 tokens)", "RL0205", "4 tokens"), ("mesh(true)", "RL0205", "true"),
     ("mesh(4, 0:2)", "RL0203", "4"), ("mesh(0:2, 4)", "RL0203", "4"), ("mesh(4, 4)", "RL0203", "4"),
     ("mesh(size=4)", "RL0203", "size=4"), ("mesh()", "RL0204", "mesh()"), ("mesh(many)", "RL0101", "many"),
-    ("mesh(len(prompt))", "RL0211", "len(prompt)"), ("mesh(16)", "RL0305", "mesh(16)"),
+    ("mesh(count(prompt))", "RL0211", "count(prompt)"), ("mesh(16)", "RL0305", "mesh(16)"),
     ("mesh(0-4)", "RL0203", "0-4"), ("mesh(3)", "RL0306", "mesh(3)"), ("mesh(6)", "RL0306", "mesh(6)"),
 ])
 def test_mistakes(mesh: str, code: str, under: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Layout, Mesh
-from rldsl.runtime.agree import agree, anywhere, from_first, others_than_first
+from rldsl.runtime.agree import agree, anywhere, from_all, from_first, others_than_first
 from rldsl.runtime.world import World
 from tests.world import run_world
 
@@ -22,6 +22,7 @@ def _rank(rank: int) -> tuple[object, ...]:
     flags = anywhere((rank == 1, False, True), every, CPU)
     alone = anywhere((rank == 1,), None, CPU)
     texts = [from_first(text if rank == 0 else "another", CPU) for text in TEXTS]
+    texts += [from_all(text * rank, CPU) for text in TEXTS]
     differ = others_than_first(b"same" if rank != 2 else b"other", CPU), others_than_first(b"", CPU)
     agree((), every, CPU)
     try:
@@ -35,7 +36,7 @@ def _rank(rank: int) -> tuple[object, ...]:
 def test_three_ranks() -> None:
     for rank, (flags, alone, texts, differ, said) in enumerate(run_world(3, _rank)):
         assert flags == (True, False, True) and alone == (rank == 1,)
-        assert texts == TEXTS and differ == ([2], [])
+        assert texts == [*TEXTS, *([text * r for r in range(3)] for text in TEXTS)] and differ == ([2], [])
         assert said == (["RL0706"] if rank == 1 else [])
 
 

@@ -38,7 +38,7 @@ FINE = [
     "repeat {\n" + GEN + "} until mean(n) > beta max 3\na.train(g, loss=l(w=n))",
     "repeat {\n" + GEN + "m = mean(n)\n} until m > 3 or mean(n) > 5 max 2\nmetric m2 = mean(n)",
     "every 5 { beta = 0 }\n" + GEN,
-    "p = d.next()\nq = p where len(p) > 3\ng = a.generate(q)",
+    GEN + "q = p where mean(n by prompt) > 3\nh = a.generate(q)",
     "every 5 {\nrepeat {\n" + GEN + "} until mean(n) > 3 max 2\n}",
 ]
 
@@ -59,6 +59,7 @@ def test_fine(body: str) -> None:
     (GEN + "g = g where n > 1", [("RL0102", 4, "g")]),
     ("p = d.next()\ng = a.generate(p) where len(g) > 3\nmetric m = mean(len(g))", [("RL0212", 2, "a.generate")]),
     ("p = d.next() where len(p) > 3\ng = a.generate(p)", [("RL0212", 1, "d.next")]),
+    ("p = d.next()\nq = p where len(p) > 3\ng = a.generate(q)", [("RL0213", 2, "p")]),
     ("p = d.next()\ng = a.generate(p) where len(g) > 3 on mesh(0:1)", [("RL0212", 2, "a.generate")]),
     (GEN + "k = g where n > 1 on mesh(0:1)\nmetric m = mean(len(k))", [("RL0212", 4, "on mesh(0:1)")]),
     (GEN + "k = g where n > 1\nh = a.generate(k)", [("RL0213", 5, "k")]),

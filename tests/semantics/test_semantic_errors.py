@@ -79,6 +79,7 @@ FLOWS = [
     ("every 0 { save actor }", "RL0205", "0", "at least 1"),
     ("g2 = actor.generate(p, temperature=0)", "RL0205", "0", "greedy"),
     ("g2 = actor.generate(p, top_p=1.5)", "RL0205", "1.5", "at most 1"),
+    ("g2 = actor.generate(p, min_p=1.5)", "RL0205", "1.5", "at most 1"),
     ("g2 = actor.generate(p, n=1.5)", "RL0205", "1.5", "whole number"),
     ("g2 = actor.generate(p, max_tokens=4)", "RL0107", "max_tokens", "`max_new_tokens`"),
     ("g2 = actor.generate(p, n=lp)", "RL0211", "lp", "constant"),
@@ -173,6 +174,47 @@ def test_all_mistakes_are_reported_in_one_go() -> None:
 def test_recursion_is_an_error() -> None:
     found = errors("x = f1(lp)", "fn f1(a: token) -> token { return f1(a) }")
     assert {d.code for d in found} == {"RL0217"}
+
+
+def doubling(levels: int) -> str:
+    """f0 .. fN, each of which calls the one before twice."""
+    first = "fn f0(x: token) -> token { return x + 1 }\n"
+    return first + "".join(f"fn f{i}(x: token) -> token {{ return f{i - 1}(x) * f{i - 1}(x) }}\n"
+                           for i in range(1, levels + 1))
+
+
+@pytest.mark.parametrize("levels", [11, 40])
+def test_functions_that_double_are_no_hang(levels: int) -> None:
+    """2 to the power of 40 bodies would take years."""
+    [d] = errors(f"x = mean(f{levels}(lp))", doubling(levels))
+    assert d.code == "RL0219" and d.span is not None and d.span.text == "f9"
+
+
+def test_a_few_that_double_are_right() -> None:
+    source = HEAD + doubling(8) + "\n" + FLOW % "metric m = mean(f8(lp))"
+    build(parse(SourceFile("main.rlf", source)), {}, read=read)
+
+
+@pytest.mark.parametrize(("length", "code"), [(3000, ""), (300, "RL0007")])
+def test_long_and_deep_functions_end_in_an_answer(length: int, code: str) -> None:
+    if code:  # each calls the one before
+        top = "fn f0(x: token) -> token { return x }\n" + "".join(
+            f"fn f{i}(x: token) -> token {{ return f{i - 1}(x) + 1 }}\n" for i in range(1, length + 1))
+        assert [d.code for d in errors(f"metric m = mean(f{length}(lp))", top)] == [code]
+    else:  # one after the other
+        lines = "".join(f"  y{i + 1} = y{i} + 1\n" for i in range(length))
+        top = f"fn long(y0: token) -> token {{\n{lines}  return y{length}\n}}\n"
+        build(parse(SourceFile("main.rlf", HEAD + top + FLOW % "metric m = mean(long(lp))")), {}, read=read)
+
+
+LOSSES = ["mean(0 * logprobs)", "mean(where(logprobs > -1, logprobs, 0))", "mean(stop_gradient(logprobs) * logprobs)",
+          "mean(logprobs) + count(logprobs)", "mean(max(logprobs, stop_gradient(logprobs)))"]
+
+
+@pytest.mark.parametrize("value", LOSSES)
+def test_losses_that_have_a_gradient(value: str) -> None:
+    top = f"loss l(logprobs: token;) {{ return {value} }}\n"
+    build(parse(SourceFile("main.rlf", HEAD + top + FLOW % "actor.train(gen, loss=l())")), {}, read=read)
 
 
 @pytest.mark.parametrize(("sets", "code"), [({"lrr": "1"}, "RL0106"), ({"lr": "fast"}, "RL0205")])

@@ -7,7 +7,7 @@ import pytest
 from rldsl import api
 from rldsl.semantics.errors import Advice, likeness, suggest
 
-OPTIONS = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "n", "greedy", "stop")
+OPTIONS = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "greedy", "stop")
 
 
 @pytest.mark.parametrize("typed, meant", [

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.model import Frame
-from rldsl.simulate import Lengths, observed
-from tests.simulate.plans import plan
+from rldsl.simulate import Lengths, observed, simulate
+from rldsl.simulate.lengths import made
+from rldsl.simulate.summary import text
+from tests.simulate.plans import ROUND, plan
+from tests.verify.plans import folder
 
 FRAME = Frame("gen", "gen", "prompt", 16, 2, "prompts", 8, 16)
 
@@ -59,3 +63,34 @@ def test_runs_that_tell_nothing(text: str | None, code: str, tmp_path: Path) -> 
     with pytest.raises(Failure) as caught:
         observed(plan(), str(tmp_path))
     assert [d.code for d in caught.value.diagnostics] == [code]
+
+
+TURNS = """
+use std.sft (sft)
+cluster nodes=1 gpus=1
+data rows = jsonl("data/train.jsonl", batch=6)
+data heldout = jsonl("data/prompts.jsonl", batch=4, max_prompt_tokens=16)
+model actor = causal_lm("models/sft") train adamw(lr=0.02)
+flow f(steps=8) {
+  repeat 3 {
+    row = rows.next()
+    actor.train(row, loss=sft())
+  }
+  every 2 {
+    eval heldout max 4 {
+      prompt = heldout.next()
+      gen    = actor.generate(prompt, n=2, max_new_tokens=6)
+      metric length = mean(len(gen))
+    }
+  }
+}
+"""
+
+
+def test_turns_count_and_what_is_not_in_every_step_does_not() -> None:
+    with folder() as here:
+        (here / "p.rlf").write_text(TURNS)
+        plan = api.compile("p.rlf")
+    assert [(f.id, f.count, times) for f, times in made(plan)] == [("row", 6, 3)]
+    said = text(plan, simulate(plan, ROUND, Lengths()), ROUND, Lengths(), "p.plan")
+    assert "18 x (" in said and "turns     eval heldout: 4 batches, the most" in said

@@ -83,7 +83,7 @@ def test_what_the_plan_says(plan):
 def test_an_offloaded_target_comes_and_goes(base, tmp_path):
     plan = compiled(base, tmp_path, "ema slow from actor 0.9")
     slow = [type(e) for e, _ in walk(plan.body) if getattr(e, "model", "") == "slow"]
-    assert slow == [Load, Offload, Onload, Infer, Offload, Onload, Realloc, Offload]
+    assert slow == [Load, Offload, Onload, Infer, Realloc, Offload], "it stays until its ranks have other calls"
 
 
 def test_the_nearest_copy_gives_the_parameters(base, tmp_path):

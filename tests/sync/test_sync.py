@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from tests.end_to_end.programs import Metrics, run_program
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -142,6 +143,10 @@ def test_a_half_precision_copy_is_rounded_once(tiny, tmp_path):
     run(tiny, tmp_path, SYNC, steps=1, options=', dtype="bfloat16"', place=PLACES["pp_disjoint"])
     actor = saved(tmp_path, "actor", 1)
     assert all(torch.equal(x, actor[n].bfloat16()) for n, x in saved(tmp_path, "ref", 1).items())
+    for name, dtype in (("actor", torch.float32), ("ref", torch.bfloat16)):
+        folder = tmp_path / f"run/out/step-1/{name}"
+        assert AutoConfig.from_pretrained(folder).dtype == dtype, "what the file has, and no reader makes larger"
+        assert {x.dtype for x in saved(tmp_path, name, 1).values()} == {dtype}
 
 
 def test_every_and_a_decay_of_one(tiny, tmp_path):

@@ -25,6 +25,8 @@ def flow(*lines: str, head: str = HEAD) -> str:
 
 
 GEN = ("p = d.next()", "g = m.generate(p, n=4)")
+PAIRS = 'use std.dpo (dpo)\ndata two = jsonl("e.jsonl", batch=4, kind="pairs")\n'
+SIDES = ("q = two.next()", "a = r.logprobs(q.chosen)", "b = r.logprobs(q.rejected)")
 CASES = {
     # syntax
     "unclosed_bracket": flow(*GEN, "x = mean(len(g)", "y = 3"),
@@ -65,7 +67,7 @@ CASES = {
     "mesh_does_not_divide": "cluster nodes=1 gpus=8\n" + flow("p = d.next()", "g = m.generate(p) on mesh(0:3) dp=3"),
     "unknown_degree": flow("p = d.next()", "g = m.generate(p) on mesh(0:8) ddp=8"),
     "selector_matches_nothing": "place actor.generate on mesh(0:2) dp=2\n" + flow(*GEN),
-    "not_supported_yet": flow("p = d.next()", 'g = m.generate(p) on mesh(0:8) dp=8 backend="megatron"'),
+    "unknown_backend": flow("p = d.next()", 'g = m.generate(p) on mesh(0:8) dp=8 backend="megatorn"'),
     # what several places have a part in
     "library_mixes_frames": "use std.ppo (gae)\n" + flow(
         *GEN, "h = m.generate(p)", "a, b = gae(g.logprobs, h.logprobs)", "metric x = mean(a + b)"),
@@ -136,6 +138,29 @@ CASES |= {
     "list_for_a_condition": flow("p = d.next()", 'g = m.generate(p, greedy=["x", true])'),
     "word_that_is_no_choice": 'model z = causal_lm("z", dtype="float16")\n' + flow(*GEN),
     "shortest_beyond_longest": flow("p = d.next()", "g = m.generate(p, min_new_tokens=9, max_new_tokens=3)"),
+    # losses and batches that mean nothing
+    "selection_in_a_function": "fn kept(x: token) -> token {\n  y = x where x > 0\n  return y\n}\n" + flow(
+        *GEN, "metric n = mean(kept(g.logprobs))"),
+    "selection_in_a_loss": "loss l(logprobs: token;) {\n  y = logprobs where logprobs > -1\n  return mean(y)\n}\n"
+                           + flow(*GEN, "m.train(g, loss=l())"),
+    "loss_without_gradient": "loss l(logprobs: token;) {\n  return mean(stop_gradient(logprobs))\n}\n" + flow(
+        *GEN, "m.train(g, loss=l())"),
+    "loss_of_conditions": "loss l(logprobs: token;) {\n  return mean(logprobs > -1) + count(logprobs)\n}\n" + flow(
+        *GEN, "m.train(g, loss=l())"),
+    "data_before_the_semicolon": "loss l(logprobs: token, adv: token) {\n  return mean(adv * logprobs)\n}\n" + flow(
+        *GEN, "m.train(g, loss=l(adv=g.logprobs))"),
+    "loss_as_a_value": "use std.sft (sft)\n" + flow(*GEN, "metric x = sft()"),
+    "function_for_a_loss": "use std.ppo (gae)\n" + flow(*GEN, "m.train(g, loss=gae(g.logprobs, g.logprobs))"),
+    "reward_of_prompts": 'use py "std/rewards.py" (exact_match: gen -> seq)\n' + flow(
+        "p = d.next()", "metric x = mean(exact_match(p))"),
+    "length_of_prompts": flow("p = d.next()", "q = p where len(p) > 3", "g = m.generate(q)", "metric n = mean(len(g))"),
+    "too_many_minibatches": "use std.sft (sft)\n" + flow(*GEN, "m.train(g, loss=sft(), minibatches=17)"),
+    "same_side_twice": PAIRS + flow(*SIDES, "m.train(q.chosen, q.chosen, loss=dpo(ref_chosen=a, ref_rejected=a))"),
+    "sides_swapped": PAIRS + flow(*SIDES, "m.train(q.rejected, q.chosen, loss=dpo(ref_chosen=a, ref_rejected=b))"),
+    # names that are bound, and not here
+    "bound_below": flow(*GEN, "metric x = mean(y)", "y = g.logprobs"),
+    "bound_by_itself": flow(*GEN, "x = mean(x)"),
+    "bound_in_a_block": flow(*GEN, "every 2 { y = mean(len(g)) }", "metric x = y"),
     "number_known_at_run_time": flow(*GEN, "h = m.generate(p, temperature=mean(g.logprobs))"),
 }
 SEVERAL = {"two_errors": 2}

@@ -210,7 +210,7 @@ def test_after_a_loss_counts_are_of_the_whole_batch_again() -> None:
     'data e = jsonl("d.jsonl", batch=8 sequences, kind=answers)',
     'param b = 4 prompts\ndata e = jsonl("d.jsonl", batch=2 * b)',
     'data e = jsonl("d.jsonl", batch=8, max_prompt_tokens=64 tokens, max_answer_tokens=64 tokens)',
-    "place actor.* on mesh(0:2) mbs=4 sequences", "model z = causal_lm(\"m\") train adamw(lr=1 tokens / 1k tokens)",
+    "place actor.* on mesh(0:2) mbs=4 sequences", "place actor.* on mesh(0:2) mbt=4096 tokens", "model z = causal_lm(\"m\") train adamw(lr=1 tokens / 1k tokens)",
 ])
 def test_options_in_their_unit(top: str) -> None:
     graph("actor.train(gen, loss=sft(), minibatches=2)", top + "\n")
@@ -225,6 +225,7 @@ def test_options_in_their_unit(top: str) -> None:
     ('data e = jsonl("d.jsonl", batch=8, max_prompt_tokens=8 prompts)', "8 prompts", ("tokens", "prompts")),
     ('data e = jsonl("d.jsonl", batch=8, max_answer_tokens=8 pairs)', "8 pairs", ("tokens", "pairs")),
     ("place actor.* on mesh(0:2) mbs=4 tokens", "4 tokens", ("sequences", "tokens")),
+    ("place actor.* on mesh(0:2) mbt=4 sequences", "4 sequences", ("tokens", "sequences")),
     ("place actor.* on mesh(0:2) dp=2 sequences", "2 sequences", ("plain number", "sequences")),
     ('model z = causal_lm("m") train adamw(lr=1 tokens)', "1 tokens", ("plain number", "tokens")),
     ('model z = causal_lm("m") train adamw(lr=1, betas=[0 tokens, 0.5])', "[0 tokens, 0.5]",

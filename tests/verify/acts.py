@@ -95,9 +95,17 @@ def _generate(w: World, e: Generate, now: Moment) -> None:
             rank.buffers[f"{e.frame}.{part}@{s.id}"] = (now.stamp, rows[rank.number])
 
 
+def _fits(w: World, budget: int, *frames: str) -> None:
+    """Rows are not cut."""
+    found = [w.story.frames[f] for f in frames]
+    longest = sum(f.max_prompt_tokens + f.max_response_tokens for f in found)
+    need(budget == 0 or budget >= longest, "a micro-batch that a row does not fit into")
+
+
 def _infer(w: World, e: Infer, now: Moment) -> None:
     rows = _model_call(w, e, e.frame, now)
     need(e.mbs >= 0, "a negative number of sequences")
+    _fits(w, e.mbt, e.frame)
     for rank in _here(w, e):
         w.knows(rank, e.frame, rows[rank.number], now)
         w.reads(rank, e, f"{e.frame}.tokens", rows[rank.number], now)
@@ -109,6 +117,7 @@ def _train(w: World, e: Train, now: Moment) -> None:
     model = w.story.owners[e.model]
     need(e.layout == model.home and e.mbs >= 0, "a copy that cannot be trained")
     need(s.layout and w.story.layouts[s.layout].dp == x.dp and s.unit == "row", "minibatches of other shards")
+    _fits(w, e.mbt, *e.frames)
     rows = _model_call(w, e, e.frames[0], now)
     for f in e.frames:
         for rank in _here(w, e):

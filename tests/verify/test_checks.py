@@ -217,6 +217,7 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
      "RL0612"),
     (lambda p: change(p, 5, sampling=replace(p.body[-1].body[2].sampling, temperature=0.0)), "RL0612"),
     (lambda p: change(p, 5, sampling=replace(p.body[-1].body[2].sampling, top_p=1.5)), "RL0612"),
+    (lambda p: change(p, 5, sampling=replace(p.body[-1].body[2].sampling, min_p=-0.1)), "RL0612"),
     (lambda p: change(p, 5, sampling=replace(p.body[-1].body[2].sampling, min_new_tokens=9)), "RL0612"),
     (lambda p: row(p, "spreads", 4, unit="row"), "RL0538"),
     (lambda p: row(p, "spreads", 4, epochs=2), "RL0538"),

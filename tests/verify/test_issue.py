@@ -196,8 +196,9 @@ def versions(protocol: issue.Protocol, x: Layout, mesh: Any, rank: int, count: i
     uses = list(protocol(x, at, count))
     names = []
     for axis, stage, *_ in uses:
-        to = at.pp + (1 if stage == at.pp else -1)
-        names.append(f"link({mesh.members()[(to * x.dp + at.dp) * x.tp + at.tp]},)" if axis == "link" else axis)
+        to = (x.pp - 1 if axis == "tokens" else at.pp + 1) if stage == at.pp else stage if axis == "tokens" else at.pp - 1
+        peer = mesh.members()[(to * x.dp + at.dp) * x.tp + at.tp] if axis in ("link", "tokens") else 0
+        names.append(f"link({peer},)" if axis in ("link", "tokens") else axis)
     ends = [i for i, n in enumerate(names) if n == "mesh"]
     votes = set(ends[0::2][:-1]) if protocol is issue.train else set()
     for vote, partial_, tied in product((True, False), repeat=3):

@@ -20,7 +20,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Item, Loop
 from rldsl.plan.expr import Node
 from rldsl.plan.model import MOST_BLOCKS, MOST_RANKS, Plan
-from rldsl.plan.project import participants
+from rldsl.plan.project import ranges
 from rldsl.plan.verify import programs, verify, versions
 from rldsl.plan.verify.tables import tables
 from rldsl.semantics.options import CLUSTER
@@ -164,7 +164,7 @@ def test_every_message_says_how_to_mend() -> None:
 def test_an_event_of_no_mesh_says_how_to_mend() -> None:
     event = replace(next(x for x in grpo().body if not isinstance(x, Loop)), mesh="no")
     with pytest.raises(Failure) as caught:
-        participants(grpo(), event)
+        ranges(grpo(), event)
     assert "compile the program again" in caught.value.diagnostics[0].help
 
 

@@ -13,7 +13,7 @@ from rldsl.plan.heads import HEAD_OF
 from rldsl.plan.meaning import call_name
 from rldsl.plan.memory import logits
 from rldsl.plan.memory.activations import Block, block, kernel
-from rldsl.plan.memory.parameters import FLOAT, Copy, largest_weight, linear_elements, resting, vocabulary
+from rldsl.plan.memory.parameters import FLOAT, Copy, largest_weight, linear_elements, vocabulary
 from rldsl.plan.memory.values import Tables, rows, width
 from rldsl.plan.memory.zero import gathered
 from rldsl.plan.model import Layout
@@ -37,14 +37,19 @@ class Micro:
     whole: int
 
 
-def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, layout: Layout) -> Micro:
+def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, budget: int, layout: Layout) -> Micro:
     """The largest of the micro-batches that `rows` rows of some frames are divided into. With context parallelism a
-    rank has two chunks of each row, and at worst nothing but responses in them."""
+    rank has two chunks of each row, and at worst nothing but responses in them. A budget of tokens is filled: rows that
+    are shorter are more."""
     at_least, pieces = layout.pp, 2 * layout.cp
     count = micro_batch_count(rows, limit, at_least)
     each = -(-rows // count)
     records = [t.frames[f] for f in frames]
-    whole, responses = each * sum(map(width, records)), each * sum(f.max_response_tokens for f in records)
+    longest = sum(map(width, records))
+    whole, responses = each * longest, each * sum(f.max_response_tokens for f in records)
+    if budget and whole > budget:
+        count = -(-rows // max(1, budget // longest))
+        return Micro(-(-budget // layout.cp), min(budget, responses), each * len(records), count, budget)
     tokens = whole if layout.cp == 1 else each * sum(2 * -(-width(f) // pieces) for f in records)
     return Micro(tokens, min(tokens, responses), each * len(records), count, whole)
 
@@ -58,9 +63,9 @@ def needs(t: Tables, event: Generate | Infer | Train, copy: Copy, device: str) -
         case Generate():
             found = _generate(t, event, copy, b, device)
         case Infer():
-            found = _infer(t, event, copy, b)
+            found = _infer(t, event, copy, b, device)
         case _:
-            found = _train(t, event, copy, b)
+            found = _train(t, event, copy, b, device)
     return {f"{what} of {call_name(event)}": size for what, size in found.items() if size}
 
 
@@ -85,26 +90,26 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Need
             "progress": count * (12 * new + INDEX + 8 * width(frame) + 8 * prompts.max_prompt_tokens)}
 
 
-def _infer(t: Tables, e: Infer, copy: Copy, b: Block) -> Needs:
+def _infer(t: Tables, e: Infer, copy: Copy, b: Block, device: str) -> Needs:
     count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts)
-    m = micro(t, (e.frame,), count, e.mbs, copy.layout)
+    m = micro(t, (e.frame,), count, e.mbs, e.mbt, copy.layout)
     head = 0
     if copy.last:
         head = (m.tokens + m.responses) * b.hidden
         if HEAD_OF[e.what] == "causal_lm":
-            head += logits.forward(_head(copy), m.responses, e.what == "entropy")
+            head += logits.forward(_head(copy), m.responses, e.what == "entropy", device)
     passed = 0 if copy.last else m.tokens * b.stream  # what was sent before
     most = max(m.tokens * b.forward + 3 * m.whole * b.seen, head)
     return {"activations": passed + most, "half-precision weights": _half(copy),
             "rows": count * width(t.frames[e.frame]) * INDEX}
 
 
-def _train(t: Tables, e: Train, copy: Copy, b: Block) -> Needs:
-    """The largest of four moments: the backward pass of a layer, of the head, of the embedding, and the optimizer's
-    step. How many passes a rank keeps meanwhile, its schedule says."""
+def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
+    """The largest of three moments: the backward pass of a layer, of the head, and of the embedding; the optimizer's
+    step, one kernel, needs nothing. How many passes a rank keeps meanwhile, its schedule says."""
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
     count = -(-(-(-frames[0].count // t.spreads[e.spread].minibatches)) // layout.dp)
-    m = micro(t, e.frames, count, e.mbs, layout)
+    m = micro(t, e.frames, count, e.mbs, e.mbt, layout)
     full = e.recompute == "full"
     kept = m.tokens * b.saved + m.whole * b.seen  # of a layer
     each = [m.tokens * b.stream * _ends(copy, c) + layers * (m.tokens * b.stream if full else kept)
@@ -118,13 +123,11 @@ def _train(t: Tables, e: Train, copy: Copy, b: Block) -> Needs:
         embedding = in_flight(order, each, 0) - each[0] + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
     head = 0
     if copy.last:
-        head = in_flight(order, each, layout.vpp - 1) + m.tokens * b.final + max(m.tokens * b.norm, _loss(e, copy, b, m))
+        head = in_flight(order, each, layout.vpp - 1) + m.tokens * b.final
+        head += max(m.tokens * b.norm, _loss(e, copy, b, m, device))
     whole = count * sum(map(width, frames)) * INDEX
     most = passed + max(inside, embedding, head)
-    during = {"activations": most, "half-precision weights": _half(copy), "rows": whole, **gathered(copy)}
-    # AdamW takes the roots of all second moments at once
-    step = {"optimizer step": FLOAT * resting(copy), "rows": whole}
-    return max(during, step, key=lambda found: sum(found.values()))
+    return {"activations": most, "half-precision weights": _half(copy), "rows": whole, **gathered(copy)}
 
 
 def _ends(copy: Copy, chunk: int) -> int:
@@ -140,15 +143,15 @@ def _passed(layout: Layout, count: int, rank: int) -> int:
     return max(2, waiting(actions(layout.pp, layout.vpp, steady)[rank]))
 
 
-def _loss(e: Train, copy: Copy, b: Block, m: Micro) -> int:
+def _loss(e: Train, copy: Copy, b: Block, m: Micro, device: str) -> int:
     """The last hidden states, those that are read, their gradient, and logits."""
     hidden = (m.tokens + 2 * m.responses) * b.hidden
     if copy.model.kind != "causal_lm":
         return hidden
     entropy = any(what == "entropy" for _, _, what in e.fresh)
     head = _head(copy)
-    return hidden + max(logits.forward(head, m.responses, entropy),
-                        logits.backward(head, m.responses, not copy.model.base, entropy))
+    return hidden + max(logits.forward(head, m.responses, entropy, device),
+                        logits.backward(head, m.responses, not copy.model.base, entropy, device))
 
 
 def _head(copy: Copy) -> logits.Head:

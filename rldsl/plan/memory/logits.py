@@ -1,8 +1,8 @@
 """What the head needs while it makes log-probabilities or the next token, in bytes.
 
 In: counts and sizes of elements. Out: the most that exists at once, besides hidden states. The counts are those of
-`backends/torch/{logprobs,sampling}.py`: logits in chunks, statistics in float32, and what a loop still holds of the
-chunk before.
+`backends/torch/{logprobs,sampling}.py`: logits in chunks, statistics in float32. Of a chunk one table exists, which
+becomes its own gradient; two where the entropy is wanted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from rldsl.plan.events import Sampling
 
-CHUNK = 1024  # tokens whose logits exist at once
+MOST, LEAST = 1024, 32  # tokens whose logits exist at once
+TABLE = 1 << 21  # logits that exist at once on a processor: what its caches hold
+
+
+def rows_at_once(words: int, device: str) -> int:
+    """Of how many tokens the logits over so many words exist at once. A GPU's product wants many rows; a processor's is
+    as fast with few, and what follows it is faster. device: "cuda" or "cpu"."""
+    return MOST if device == "cuda" else max(LEAST, min(MOST, TABLE // max(words, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +42,21 @@ class Head:
         return 4 if self.compute == 4 else self.compute + 4
 
 
-def forward(head: Head, tokens: int, entropy: bool) -> int:
-    """Bytes of the logits and their exp (and p * log p for entropy); from the second chunk on, the previous chunk's
-    logits are still alive."""
-    chunk = min(tokens, CHUNK) * head.rows
-    again = 8 if tokens > CHUNK else 0
-    return head.cast + max(again + head.making, 12 if entropy or again else 8) * chunk
+def forward(head: Head, tokens: int, entropy: bool, device: str) -> int:
+    """Bytes of the logits, which become their exp; of both for the entropy."""
+    chunk = min(tokens, rows_at_once(head.rows, device)) * head.rows
+    return head.cast + max(head.making, 8 if entropy else 4) * chunk
 
 
-def backward(head: Head, tokens: int, trained: bool, entropy: bool) -> int:
-    """Bytes of the logits, probabilities and gradients of a chunk, and the gradient of the weight where it is
-    trained."""
-    chunk, weight = min(tokens, CHUNK) * head.rows, head.rows * head.hidden
+def backward(head: Head, tokens: int, trained: bool, entropy: bool, device: str) -> int:
+    """Bytes of the logits of a chunk, which become probabilities and gradients, and the gradient of the weight where it
+    is trained: in half precision each chunk's part of it, too."""
+    chunk, weight = min(tokens, rows_at_once(head.rows, device)) * head.rows, head.rows * head.hidden
+    half = head.compute == 2
     gradient = 4 * weight if trained else 0
-    again = 8 + head.compute if tokens > CHUNK else 0
-    making = (again + head.making) * chunk
-    sloping = (16 + (2 if head.compute == 2 else 0) + (4 if entropy else 0)) * chunk
-    product = (head.compute + (4 if head.compute == 2 else 0)) * weight if trained else 0
-    return head.cast + gradient + max(making, sloping, (8 + head.compute) * chunk + product)
+    sloping = max(head.making, 8 if entropy else 4, 4 + 2 * half) * chunk
+    product = head.compute * weight if trained and half else 0
+    return head.cast + gradient + max(sloping, head.compute * chunk + product)
 
 
 def sampling(head: Head, sequences: int, options: Sampling, tp: int) -> int:
@@ -60,11 +64,9 @@ def sampling(head: Head, sequences: int, options: Sampling, tp: int) -> int:
     vocab = head.rows * tp
     here = sequences * vocab
     gathered = (8 if tp > 1 else 0) * here + 8 * sequences * head.rows
-    kept = 4 if options.min_new_tokens else 0  # a second copy in which some tokens are forbidden
-    if options.greedy:
-        choosing = 12
-    elif options.top_p < 1:
-        choosing = 44 + kept
-    else:
-        choosing = 24 + kept + (4 if options.top_k else 0)
-    return head.cast + max(gathered, choosing * here)
+    choosing = 8  # the logits, and their exp
+    if not options.greedy and options.top_p < 1 and not options.top_k:
+        choosing = 36  # all in order, and their running sums in float64
+    elif not options.greedy and (options.top_k or options.min_p):
+        choosing = 9
+    return head.cast + max(gathered, head.making * sequences * head.rows, choosing * here)

@@ -98,7 +98,8 @@ def boxes(spec: ParamSpec, layout: Layout, part: int, rest: bool = False) -> tup
 
 def new_bytes(mine: Copy, earlier: Iterable[Copy]) -> int:
     """Bytes of what is shared in `mine` that none of `earlier`, on the same rank, brought already."""
-    same = [c for c in earlier if (c.model.path, c.model.dtype) == (mine.model.path, mine.model.dtype)]
+    same = [c for c in earlier if (c.model.path, c.model.dtype, c.layout.backend)
+            == (mine.model.path, mine.model.dtype, mine.layout.backend)]
     total = 0
     for spec in mine.shared:
         own, here = boxes(spec, mine.layout, mine.cell.part), set(held(spec, mine))

@@ -12,6 +12,6 @@ from rldsl.plan.realloc.nodes import Side
 
 
 def coincide(model: Model, a: Layout, a_mesh: Mesh, b: Layout, b_mesh: Mesh) -> bool:
-    divided = all((x.tp, x.pp, x.vpp, x.ep, x.backend) == (a.tp, a.pp, a.vpp, a.ep, a.backend) for x in (a, b))
+    divided = (a.tp, a.pp, a.vpp, a.ep, a.backend) == (b.tp, b.pp, b.vpp, b.ep, b.backend)
     return (divided and not a.zero and not b.zero and stored(model, a.id) == stored(model, b.id)
             and Side.of(a, a_mesh) == Side.of(b, b_mesh))

@@ -18,6 +18,7 @@ from typing import TypeVar
 from rldsl.plan.boxes import Cell
 from rldsl.plan.layout import degree_product
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
+from rldsl.plan.project import to_ranges
 from rldsl.plan.realloc.lines import lines
 from rldsl.plan.realloc.nodes import Side
 
@@ -56,7 +57,7 @@ def relabel(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, ranks: Range
         cells = inside(held[node], wanted[other])[1]
         pairs = _matched(dict(enumerate(held[node])), dict(enumerate(wanted[other])), cells)
         order |= {nodes[other][b]: every[nodes[node][a]] for a, b in pairs.items()}
-    return Mesh(dst.mesh, _runs([order[x] for x in range(size)]))
+    return Mesh(dst.mesh, to_ranges([order[x] for x in range(size)]))
 
 
 def _kept(model: Model, src: Layout, dst: Layout) -> dict[tuple[Cell | None, Cell | None], int]:
@@ -125,14 +126,3 @@ def _matched(rows: Mapping[int, Row], columns: Mapping[int, Column],
             left[rows[i], column] -= 1
             found[i] = free[column].pop(0)
     return found
-
-
-def _runs(ranks: list[int]) -> Ranges:
-    """Runs of ranks in their order."""
-    out: list[tuple[int, int]] = []
-    for rank in ranks:
-        if out and out[-1][1] == rank:
-            out[-1] = (out[-1][0], rank + 1)
-        else:
-            out.append((rank, rank + 1))
-    return tuple(out)

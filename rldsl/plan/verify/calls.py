@@ -79,6 +79,12 @@ def _call(t: Tables, e: Generate | Infer | Train) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)}: spread {e.spread} does not divide rows as layout {e.layout} does", e)
     if e.mbs < 0:
         yield problem("RL0615", f"{name(e)} has mbs {e.mbs}", e)
+    if isinstance(e, Generate) or e.mbt == 0:
+        return
+    frames = [t.frames[f] for f in (e.frames if isinstance(e, Train) else (e.frame,)) if f in t.frames]
+    longest = sum(f.max_prompt_tokens + f.max_response_tokens for f in frames)
+    if e.mbt < longest:
+        yield problem("RL0615", f"{name(e)} has mbt {e.mbt}, and a row has up to {longest} tokens", e)
 
 
 def _ordered(mesh: Mesh) -> Ranges:

@@ -2,12 +2,12 @@
 
 In: tables with sound references. Out: diagnostics RL0537. A call runs on the communicators of its layout: tensor-
 parallel and context-parallel ones, links between pipeline stages, and those of dp and of all its ranks. What a rank
-issues on them, and in which order, is the backend's matter; here it is written down once more, use by use, for each
-kind of call (`PROTOCOLS`), and the lists of all ranks of a layout are searched for a circle of uses that wait for each
-other (rendezvous). Layouts with degrees of which nothing is written down are refused. Together with `order.py` this
-shows that the list of each rank over all communicators increases in one total order: events in the body's, and uses
-inside each event. What is waited for later than it is issued (transfers, reallocs, sends between stages) only waits
-for less.
+issues on them, and in which order, is the backend's matter (its description names the protocol that it keeps to);
+here it is written down once more, use by use, for each kind of call (`PROTOCOLS`), and the lists of all ranks of a
+layout are searched for a circle of uses that wait for each other (rendezvous). Layouts with degrees that a backend does
+not have, or of which nothing is written down, are refused. Together with `order.py` this shows that the list of each
+rank over all communicators increases in one total order: events in the body's, and uses inside each event. What is
+waited for later than it is issued (transfers, reallocs, sends between stages) only waits for less.
 
 Copies of a model over dp differ in nothing until they meet, and so do the ranks of a tensor- or context-parallel
 group; two of each are looked at, and all stages; of ranks that share experts, two in each of two runs. Micro-batches:
@@ -22,6 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from rldsl.diag import Diagnostic
+from rldsl.plan.backends import DIVISIONS, described
 from rldsl.plan.events import Event, Generate, Infer, Save, Train
 from rldsl.plan.layout import Coord
 from rldsl.plan.model import Layout
@@ -29,8 +30,9 @@ from rldsl.plan.schedule import Exchange, actions
 from rldsl.plan.verify.order import circle
 from rldsl.plan.verify.tables import Tables, name, problem
 
+
 class Use(NamedTuple):
-    """axis: "link" is between a stage and the next one. stage, dp: to which the communicator belongs. flow: what goes
+    """axis: "link" is between a stage and the next one, "tokens" between a stage and the last. stage, dp: to which the communicator belongs. flow: what goes
     over a link: "down" to the next stage, or in training which message."""
 
     axis: str
@@ -63,9 +65,14 @@ def _fault(kind: type[Event], x: Layout) -> str:
         return f"has vpp={x.vpp}, which is a schedule of training"
     if kind is Generate and x.cp > 1:
         return f"has cp={x.cp}, which no new token can be divided by"
-    protocol = PROTOCOLS.get(x.backend, {}).get(kind)
-    if protocol is None:
+    backend = described(x.backend)
+    protocol = PROTOCOLS.get(backend.issues if backend else "", {}).get(kind)
+    if backend is None or protocol is None:
         return f"runs on backend {x.backend!r}, of whose communication nothing is known"
+    if kind is not Save:  # which only reads what is there
+        others = [d for d in DIVISIONS if getattr(x, d) > 1 and d not in backend.divisions]
+        if kind.__name__.lower() not in backend.calls or others or x.zero > backend.zero:
+            return f"asks backend {x.backend!r} for what it does not have"
     return next((f for count in {1, x.pp + 2} if (f := stuck(protocol, x, count))), "")
 
 
@@ -102,7 +109,7 @@ def _place(axis: str, at: Coord) -> Place:
     return {"tp": (at.cp,), "cp": (at.tp,), "mesh": ()}.get(axis, (at.cp, at.tp))
 
 
-# --------------------------------------------------------------------------------------------- what torch issues
+# --------------------------------------------------------------------------------------------- what is issued
 
 
 def _inside(x: Layout, at: Coord) -> Iterator[Use]:
@@ -145,13 +152,20 @@ def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
 
 
 def generate(x: Layout, at: Coord, count: int) -> Iterator[Use]:
-    """count: of decoding steps."""
-    for _ in range(count):
-        yield from _over(x, at, "ep")  # whether any of its ranks has more to do
-        yield from _link(x, at, -1, "down")
-        yield from _inside(x, at)
-        yield from _link(x, at, 1, "down")
-        yield from _over(x, at, "pp")  # the last stage samples, for all
+    """count: of decoding steps. There are as many lanes of sequences as stages, and in moment t stage s makes pass t - s;
+    between two moments hidden states go down, and tokens from the last stage to all. One message after the other,
+    though those of a boundary are posted together: that waits for less."""
+    last, passes = x.pp - 1, range(count * x.pp)
+    for t in range(len(passes) + last):
+        if t - at.pp in passes:
+            yield from _over(x, at, "ep")  # whether any of its ranks has more to do
+            yield from _inside(x, at)
+        for s in range(last):
+            if t - s in passes and at.pp in (s, s + 1):
+                yield Use("link", s, at.dp, "down")
+        for s in range(last):
+            if t - last in passes and at.pp in (s, last):
+                yield Use("tokens", s, at.dp)
 
 
 def infer(x: Layout, at: Coord, count: int) -> Iterator[Use]:

@@ -12,8 +12,8 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
                                Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
 from rldsl.plan.model import Model, Value
-from rldsl.plan.realloc.alias import coincide
 from rldsl.plan.verify import calls, evaluations, rows
+from rldsl.plan.verify.lanes import Side
 from rldsl.plan.verify.ranks import Ranks, union
 from rldsl.plan.verify.tables import Tables, name, problem
 
@@ -135,12 +135,16 @@ def _again(t: Tables, model: str, layout: str) -> bool:
 
 
 def _one(t: Tables, e: Load) -> bool:
-    """Whether the two layouts of a load are one copy of what is trained."""
-    m, layouts, meshes = t.models[e.model], t.layouts, t.meshes
+    """Whether the two layouts of a load are one copy of what is trained: each rank stands at the same place of equally
+    many (`Side` is derived here, and not by the compiler), and computes from the same dtype by the same backend."""
+    m, layouts = t.models[e.model], t.layouts
     if e.of not in layouts or e.of != m.home or e.layout == e.of or m.base:
         return False
     a, b = layouts[e.of], layouts[e.layout]
-    return coincide(m, a, meshes[a.mesh], b, meshes[b.mesh])
+    if a.zero or b.zero or (a.pp, a.vpp, a.ep, a.tp, a.backend) != (b.pp, b.vpp, b.ep, b.tp, b.backend):
+        return False
+    rounded = m.dtype != "float32" and m.mean != b.id
+    return not rounded and Side.of(a, t.meshes[a.mesh]) == Side.of(b, t.meshes[b.mesh])
 
 
 def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
+from rldsl.plan.backends import described
 from rldsl.plan.events import Generate, Sampling
 from rldsl.plan.expr import LEVELS
 from rldsl.plan.model import ROLES, Data, Layout, Model, Optimizer, ParamSpec, Value
 from rldsl.plan.verify.tables import Tables, name, problem
 
-BACKENDS = ("torch",)
 LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
 DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",)}
 # style of a parameter -> the dimension along which it is divided
@@ -57,7 +57,7 @@ def _bad(where: str, fault: str) -> Iterator[Diagnostic]:
 
 
 def _layout(x: Layout) -> str:
-    if x.backend not in BACKENDS:  # its name is imported
+    if described(x.backend) is None:  # its name is imported
         return f"has the unknown backend {x.backend!r}"
     if x.ep < 1 or not 0 <= x.zero <= 3:
         return f"has ep={x.ep} zero={x.zero}"
@@ -83,9 +83,9 @@ def _optimizer(o: Optimizer) -> str:
 def _sampling(s: Sampling) -> str:
     if s.n < 1 or s.max_new_tokens < 1 or not 0 <= s.min_new_tokens <= s.max_new_tokens:
         return f"makes {s.n} completions of {s.min_new_tokens} to {s.max_new_tokens} tokens"
-    if not s.greedy and not (s.temperature > 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
-        return (f"draws with temperature {s.temperature:g}, top_p {s.top_p:g} and top_k {s.top_k}, which is no "
-                "distribution")
+    if not s.greedy and not (s.temperature > 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and 0 <= s.min_p <= 1):
+        return (f"draws with temperature {s.temperature:g}, top_p {s.top_p:g}, top_k {s.top_k} and min_p {s.min_p:g}, "
+                "which is no distribution")
     return ""
 
 

@@ -1,0 +1,50 @@
+"""What the megatron backend can express, as the compiler and the verifier know it.
+
+In: facts of a model, and a layout. Out: `DESCRIPTION`, and which feature of a model has no place in Megatron's GPTModel
+as `names.py` and `model.py` build it. Nothing here imports torch or megatron.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rldsl.backends.megatron.names import FAMILIES, SCORE, placed
+from rldsl.plan.backends import Description, Facts
+from rldsl.plan.model import Layout
+
+ROPES = ("default", "linear", "llama3")
+
+
+def problem(facts: Facts, layout: Layout) -> str:
+    """The first feature that cannot be expressed, or ""."""
+    if facts.name not in FAMILIES:
+        return f"the family {facts.name}: the families that it knows are {', '.join(FAMILIES)}"
+    config: dict[str, Any] = {key: json.loads(text) for key, text in facts.config}
+    names = {spec.name for spec in facts.params}
+    rope = config.get("rope_parameters") or {}
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        return f"the activation `{activation}`"
+    if rope.get("rope_type", "default") not in ROPES:
+        return f"rope scaling of type `{rope['rope_type']}`; it has {', '.join(ROPES)}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "rotary embeddings of a part of each head"
+    if others := sorted(names - placed(FAMILIES[facts.name]) - {SCORE}):
+        return f"the parameter {others[0]}"
+    width = config.get("moe_intermediate_size") or config.get("intermediate_size") or layout.tp
+    if width % layout.tp:
+        return f"an intermediate size of {width}, which tp={layout.tp} does not divide,"
+    if config.get("num_experts_per_tok", 2) == 1:
+        return "one expert for each token"
+    biases = {name.split(".")[-2] for name in names if name.endswith("_proj.bias")}
+    if "o_proj" in biases and "down_proj" not in biases:
+        return "biases of all of attention (`attention_bias`) without those of the MLP (`mlp_bias`)"
+    if "down_proj" in biases and "o_proj" not in biases:
+        return "biases of the MLP (`mlp_bias`) without those of attention (`attention_bias`)"
+    return ""
+
+
+DESCRIPTION = Description(
+    issues="torch", zero=1, adapters=False,
+    needs=("megatron.core", "pip install 'rldsl[megatron]'"), problem=problem)

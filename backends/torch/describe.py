@@ -1,0 +1,8 @@
+"""What the torch backend can express: everything that placement knows. What it cannot do of a family, `placement/`
+finds in the model itself."""
+
+from __future__ import annotations
+
+from rldsl.plan.backends import Description
+
+DESCRIPTION = Description(issues="torch")

@@ -1,0 +1,117 @@
+"""`rlc search` and `rlc explain-placement`: the best placement of a program on a cluster, and why not another.
+
+In: a program, a cluster's file or preset. Out: text or JSON; a placement file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rldsl import api
+from rldsl.clusters import Cluster, find
+from rldsl.diag import fail
+from rldsl.files import write
+from rldsl.graph.model import Graph
+from rldsl.placement.families import describe
+from rldsl.plan.expr import Scalar
+from rldsl.search import Answer, Options, Prepared, find as look, locked, prepared
+from rldsl.search.branch import Result
+from rldsl.simulate import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of a search. seconds: of CPU after which it ends; 0: none. memory: GB of a device; 0: as the cluster says."""
+
+    file: str
+    cluster: str
+    sets: Mapping[str, Scalar]
+    place: str | None
+    overrides: Sequence[str]
+    locks: Sequence[str]
+    seconds: float
+    memory: float
+    gap: float
+    lengths: Lengths
+
+
+def search(asked: Asked, target: str, as_json: bool, say: Callable[[str], None]) -> str:
+    """Write the placement to `target`. say: how far it is, now and then."""
+    from rldsl.search import report, write as form
+
+    cluster, p = _prepared(asked)
+    answer, cut = _found(p, cluster, asked, say)
+    text = form.source(p, answer, version(), cluster.name, cut)
+    write(target, text.encode(), "choose another place with -o")
+    if as_json:
+        return report.to_json(answer, cluster.name)
+    return report.text(answer, asked.file, cluster.name, profile(cluster)) + (
+        f"\n  wrote {target}; next: rlc compile {asked.file} --place {target}\n")
+
+
+def explain(asked: Asked, as_json: bool, say: Callable[[str], None]) -> str:
+    """The placement that the program, the file and the rules say, beside the best one."""
+    from rldsl.search.compare import compared, to_json
+
+    cluster, p = _prepared(replace(asked, locks=()))
+    own, fixed = _prepared(replace(asked, locks=("*",)))
+    answer, _ = _found(p, cluster, asked, say)
+    found = compared(answer, fixed, cluster, asked.lengths)
+    return to_json(found) if as_json else found.text(asked.file, cluster.name)
+
+
+def _prepared(asked: Asked) -> tuple[Cluster, Prepared]:
+    cluster = find(asked.cluster)
+    if missing := cluster.unknown():
+        raise fail("RL0215", f"`{cluster.name}` does not say how fast it is", place=cluster.name,
+                   notes=(f"missing: {', '.join(missing)}",), help="begin the file with a preset "
+                   "(`preset: h100x8`), give the numbers, or measure this machine with `rlc profile`")
+    if asked.memory:
+        cluster = replace(cluster, memory_gb=asked.memory)
+    graph = _graph(asked)
+    memory = int(cluster.memory_gb * 1e9)
+    return cluster, prepared(graph, asked.place or "", cluster, memory, locked(graph, asked.locks), describe)
+
+
+def _graph(asked: Asked) -> Graph:
+    rules = api.read_source(asked.place) if asked.place else None
+    return api.build_graph(api.read_source(asked.file), asked.sets, rules, asked.overrides)
+
+
+def _found(p: Prepared, cluster: Cluster, asked: Asked, say: Callable[[str], None]) -> tuple[Answer, bool]:
+    """The answer, and whether time ended the search."""
+    begin = time.process_time()
+    told = [begin]
+    cut = [False]
+
+    def going(result: Result) -> bool:
+        now = time.process_time()
+        if result.best and now - told[0] > 1:
+            told[0] = now
+            say(f"found {result.best[0].seconds:.4g} s, bound {result.bound:.4g} s, gap {result.gap:.2%}")
+        cut[0] = bool(asked.seconds) and now - begin > asked.seconds
+        return not cut[0]
+
+    answer = look(p, cluster, p.placed.memory, Options(gap=asked.gap, lengths=asked.lengths, going=going))
+    return answer, cut[0]
+
+
+def profile(cluster: Cluster) -> str:
+    """Where the times are from."""
+    return "measured by `rlc profile`" if cluster.measured else "counted operations at the cluster's rates (a roofline)"
+
+
+def version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("rldsl")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def target_of(file: str) -> str:
+    return str(Path(file).with_suffix(".place.rlf"))

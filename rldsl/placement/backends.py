@@ -1,0 +1,54 @@
+"""Whether the backend that a layout names can do what is asked of it.
+
+In: a name as written; calls with their places, and the families of their models where these are known. Out: nothing,
+or RL0312 no such backend, RL0326 one whose package is not installed, RL0327 a feature that it cannot express.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from rldsl.diag import Diagnostic, Failure, Fix
+from rldsl.graph import model as g
+from rldsl.placement.families import Family
+from rldsl.placement.model import Call, Place, label
+from rldsl.placement.rules import option_span
+from rldsl.plan.backends import described, lacking, names, unable
+from rldsl.plan.model import DEFAULT_BACKEND
+from rldsl.source import Span
+
+
+def check_name(name: str, span: Span) -> None:
+    """RL0312."""
+    if described(name) is None:
+        near = get_close_matches(name, names(), n=1)
+        raise Failure([Diagnostic(
+            "RL0312", f"there is no backend `{name}`", span, "not a backend",
+            help=f"did you mean `backend={near[0]}`?" if near else f"backends: {', '.join(names())}",
+            fix=Fix(((span, f"backend={near[0]}"),)) if near and span.text.startswith("backend") else None)])
+
+
+def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], families: Mapping[str, Family]) -> None:
+    """RL0327, and RL0326 where a backend could do it all. families: empty where no model directory has been read."""
+    adapted = {m.name for m in graph.models if m.lora is not None}
+    kinds = {g.Generate: "generate", g.Infer: "infer", g.Train: "train"}
+    problems: list[Diagnostic] = []
+    for node in calls:
+        place = places[node.id]
+        x, family = place.layout, families.get(node.model)
+        known = described(x.backend)
+        assert known is not None, f"{x.id} names no backend"
+        why = unable(known, kinds[type(node)], x, node.model in adapted)
+        if not why and family is not None:
+            why = known.problem(family, x)
+        span = option_span(place.span, "backend")
+        if why:
+            problems.append(Diagnostic("RL0327", f"`{label(node)}` cannot run on the backend `{x.backend}`", span, why,
+                                       help=f"place it with `backend={DEFAULT_BACKEND}`, or without what is named"))
+        elif line := lacking(known):
+            problems.append(Diagnostic("RL0326", f"the backend `{x.backend}` is not installed", span,
+                                       "its package is not there",
+                                       help=f"install it with `{line}`, or write `backend={DEFAULT_BACKEND}`"))
+    if problems:
+        raise Failure(dict.fromkeys(problems))

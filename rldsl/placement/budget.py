@@ -1,0 +1,39 @@
+"""Micro-batches by tokens: what `mbt` must be at least, and what it means where tokens are not there yet.
+
+In: calls with their places, and the frames that they work on. Out: nothing, or RL0328; the most sequences that a
+`generate` decodes together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rldsl.diag import fail
+from rldsl.graph import model as g
+from rldsl.placement.model import Call, Place, label
+from rldsl.placement.rules import option_span
+from rldsl.plan.model import Frame
+
+
+def longest(frame: Frame) -> int:
+    """Tokens of a row, at most."""
+    return frame.max_prompt_tokens + frame.max_response_tokens
+
+
+def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place]) -> None:
+    """A row is never cut, so the longest must fit."""
+    frames = {f.id: f for f in graph.frames}
+    for node in calls:
+        place = places[node.id]
+        wide = sum(longest(frames[f]) for f in (node.frames if isinstance(node, g.Train) else (node.frame,)))
+        if 0 < place.mbt < wide:
+            raise fail("RL0328", f"a row of `{label(node)}` can be longer than its micro-batches",
+                       option_span(place.span, "mbt"), f"a row has up to {wide} tokens",
+                       help=f"give `mbt={wide}` or more, or bound the rows (`max_prompt_tokens`, `max_answer_tokens`, "
+                            "`max_new_tokens`)")
+
+
+def decoded(frame: Frame, place: Place) -> int:
+    """`mbs` of a generate: by `mbt` as many sequences as fit when all are as long as they may be."""
+    fit = place.mbt // longest(frame)
+    return min(place.mbs or fit, fit) if place.mbt else place.mbs

@@ -1,0 +1,62 @@
+"""Whether a model has positions for the sequences that it is given.
+
+In: calls, and the families of their models. Out: nothing, or RL0331. A model with a table of positions has no row to
+read beyond its last. Rotary positions go on, but some scalings then stretch those of all sequences beside a long one,
+so that a loss would depend on the micro-batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.graph import model as g
+from rldsl.placement.budget import longest
+from rldsl.placement.families import Family
+from rldsl.placement.model import Call, label
+
+CHANGING = ("dynamic", "longrope")  # in transformers' names; the others are one function of the position
+
+
+def check(graph: g.Graph, calls: Iterable[Call], families: Mapping[str, Family]) -> None:
+    """RL0331, once for each model. families: empty where no model directory has been read."""
+    frames = {f.id: f for f in graph.frames}
+    problems: dict[str, Diagnostic] = {}
+    for node in calls:
+        family = families.get(node.model)
+        if family is None or node.model in problems or not (most := limit(family)):
+            continue
+        own = [frames[f] for f in (node.frames if isinstance(node, g.Train) else (node.frame,))]
+        frame = max(own, key=longest)
+        if longest(frame) > most:
+            problems[node.model] = Diagnostic(
+                "RL0331", f"`{label(node)}` has sequences of up to {longest(frame)} tokens, and the model has "
+                f"{most} positions", node.span, f"{frame.max_prompt_tokens} + {frame.max_response_tokens} tokens",
+                help=_help(family, most))
+    if problems:
+        raise Failure(problems.values())
+
+
+def limit(family: Family) -> int:
+    """Tokens of a sequence, at most; 0: any number."""
+    ropes = _ropes(family)
+    changing = [int(r.get("original_max_position_embeddings") or family.max_positions) for r in ropes
+                if r.get("rope_type") in CHANGING]
+    return min(changing, default=0 if ropes else family.max_positions)
+
+
+def _ropes(family: Family) -> list[Mapping[str, Any]]:
+    """One, or one for each kind of layer."""
+    found = json.loads(dict(family.config).get("rope_parameters", "null"))
+    if not isinstance(found, dict):
+        return []
+    return [found] if "rope_type" in found else [x for x in found.values() if isinstance(x, dict)]
+
+
+def _help(family: Family, most: int) -> str:
+    text = "bound them (`max_prompt_tokens`, `max_answer_tokens`, `max_new_tokens`)"
+    changing = sorted({str(r["rope_type"]) for r in _ropes(family) if r.get("rope_type") in CHANGING})
+    return text if not changing else \
+        f"{text}; beyond {most} the scaling `{changing[0]}` changes all sequences of a micro-batch by its longest"

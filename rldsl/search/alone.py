@@ -1,0 +1,94 @@
+"""One call on ranks of its own, as the simulator and the memory estimate see it, without a plan around it.
+
+In: a job, a strategy, a number of ranks. Out: the `World` of the simulator with that call alone, and its event. Ranks
+at one stage of a pipeline do the same, so each stage is one class, and its groups follow in closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rldsl.graph import model as g
+from rldsl.passes.lower import spread_of
+from rldsl.placement.model import Place
+from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.memory.values import Tables
+from rldsl.plan.model import Layout, Model
+from rldsl.search.problem import Job, Problem
+from rldsl.search.space import Block, Strategy
+from rldsl.simulate.classes import Groups
+from rldsl.simulate.times import Machine
+from rldsl.simulate.world import World
+
+
+class Alone(World):
+    """As `World`, of one call. own: the call runs on the copy that is trained (float32), or trains it."""
+
+    def __init__(self, problem: Problem, job: Job, s: Strategy, size: int, own: bool):
+        mesh = Block(0, size).mesh()
+        layout = s.layout(mesh)
+        spread = spread_of(job.node, Place(mesh, layout))
+        self.cluster, self.lengths, self.per_node = problem.cluster, problem.lengths, problem.cluster.gpus
+        self.machine = machine(problem)
+        self.meshes, self.layouts, self.spreads = {mesh.id: mesh}, {layout.id: layout}, {spread.id: spread}
+        self.model = at_home(problem.models[job.model], layout, own)
+        self.models, self.frames = {job.model: self.model}, dict(problem.frames)
+        self.programs = problem.programs
+        self.layout, self.spread, self.mesh = layout, spread, mesh
+        self.groups = {layout.id: stages(layout, size, self.per_node)}  # in place of the property of that name
+        self.event = event(job.node, layout, spread.id, s)
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(self.frames, {}, self.spreads, self.layouts)
+
+
+def machine(problem: Problem) -> Machine:
+    c = problem.cluster
+    return Machine(c, c.threads or max(1, c.cores // min(c.gpus, problem.world)))
+
+
+def at_home(model: Model, layout: Layout, own: bool) -> Model:
+    """The model as a plan has it in which it is trained under this layout (own), under another, or not at all."""
+    return replace(model, home=layout.id if own and model.home else model.home)
+
+
+def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> Generate | Infer | Train:
+    match node:
+        case g.Generate():
+            return Generate(id=0, mesh=layout.mesh, model=node.model, layout=layout.id, spread=spread,
+                            prompts=node.prompts, frame=node.frame, sampling=node.sampling, mbs=s.mbs)
+        case g.Infer():
+            return Infer(id=0, mesh=layout.mesh, model=node.model, layout=layout.id, spread=spread, frame=node.frame,
+                         what=node.what,  # type: ignore[arg-type]
+                         output=node.writes[0], temperature=node.temperature, mbs=s.mbs)
+        case g.Train():
+            return Train(id=0, mesh=layout.mesh, model=node.model, layout=layout.id, spread=spread, frames=node.frames,
+                         loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs, mbs=s.mbs,
+                         recompute="full" if s.recompute else "none")
+    raise AssertionError(f"{node.id} is no call")
+
+
+def stages(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
+    """The groups of each stage, of a layout on ranks 0 to size - 1."""
+    block, inner = x.dp * x.cp * x.tp, x.cp * x.tp
+    sizes = {"pp": x.pp, "tp": x.tp, "cp": x.cp, "dp": x.dp, "mesh": size, "shard": x.pp * inner}
+    crosses = {"pp": _crosses(range(block), block, x.pp, gpus), "mesh": size > gpus, "shard": False,
+               "tp": _crosses(range(0, size, x.tp), 1, x.tp, gpus),
+               "cp": _crosses((s + t for s in range(0, size, inner) for t in range(x.tp)), x.tp, x.cp, gpus),
+               "dp": _crosses((s + i for s in range(0, size, block) for i in range(inner)), inner, x.dp, gpus)}
+    if x.ep > 1:
+        sizes |= {"ep": x.ep, "copies": x.dp // x.ep}
+        runs = [s + d * inner + i for s in range(0, size, block) for d in range(0, x.dp, x.ep) for i in range(inner)]
+        places = [s + i for s in range(0, size, block) for i in range(x.ep * inner)]
+        crosses |= {"ep": _crosses(runs, inner, x.ep, gpus),
+                    "copies": _crosses(places, x.ep * inner, x.dp // x.ep, gpus)}
+    line = tuple(range(x.pp))
+    return {s: Groups({a: line if a in ("pp", "mesh", "shard") else (s,) for a in sizes}, sizes, crosses, s)
+            for s in line}
+
+
+def _crosses(firsts: Iterable[int], stride: int, count: int, gpus: int) -> bool:
+    """Whether one of the groups first, first + stride, ... (so many ranks) lies on several nodes."""
+    return count > 1 and any(f // gpus != (f + (count - 1) * stride) // gpus for f in firsts)

@@ -1,0 +1,253 @@
+"""The best assignment, and a proof of how good it is: branch and bound, the most promising part of the space first.
+
+In: an instance. Out: a `Result`. First every call gets a block, the largest calls first, then every call an entry; a
+part of the space is left out when its bound shows that nothing in it is better, or better by more than the gap that is
+asked for. What is found depends on nothing but the instance and the number of parts looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from rldsl.search.costs import Entry
+from rldsl.search.greedy import chosen, heuristic
+from rldsl.search.instance import Assignment, Instance, Judged
+from rldsl.search.moves import Move
+from rldsl.search.space import Block, Strategy
+
+GAP = 0.01  # that is good enough, unless another one is asked for
+MOST = 2_000  # parts of the space that are looked at
+KEPT = 16  # of the best assignments
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """best: different assignments, the fastest first; none where nothing fits. bound: seconds that no assignment of the
+    space is faster than. parts: of the space looked at. complete: whether the search ended by itself."""
+
+    best: tuple[Judged, ...]
+    bound: float
+    parts: int
+    complete: bool
+
+    @property
+    def gap(self) -> float:
+        return self.best[0].seconds / self.bound - 1 if self.best and self.bound else inf
+
+
+Blocks = tuple[Block, ...]
+Entries = tuple[Entry, ...]
+Going = Callable[["Result"], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of the space: the first calls (in the order of the search) on these blocks, and when all have one, the first
+    calls with these entries, and the next with its `rest`-th fastest or a slower one."""
+
+    blocks: Blocks = ()
+    entries: Entries = ()
+    rest: int = 0
+
+
+def search(instance: Instance, gap: float = GAP, most: int = MOST, going: Going = lambda _: True) -> Result:
+    """gap: 0 for the best there is. going: asked now and then; false ends the search."""
+    return _Search(instance, gap, most, going).run()
+
+
+class _Search:
+    def __init__(self, instance: Instance, gap: float, most: int, going: Going):
+        self.i, self.gap, self.most, self.going = instance, gap, most, going
+        self.bound = instance.bound
+        self.best: list[Judged] = []
+        self.left_out = inf  # the least bound of what was left out for the gap
+        self.heap: list[tuple[float, int, int, Part]] = []  # bound, how much of it is open, number
+        self.number = 0
+        order = sorted(range(len(instance.calls)), key=lambda c: (-self._weight(c), c))
+        homes = instance.homes
+        self.order = [c for k, c in enumerate(order) if not self._follows(c)]
+        self.homes = homes
+        self.paths = [instance.problem.models[j.model].path for j in instance.calls]
+
+    def _weight(self, c: int) -> float:
+        work = self.bound.work[c]
+        return work if work < inf else 0.0
+
+    def _follows(self, c: int) -> bool:
+        """Whether a call is a further training of its model, which runs where the first one does."""
+        job = self.i.calls[c]
+        return job.kind == "train" and self.i.homes[job.model] != c
+
+    def run(self) -> Result:
+        start = heuristic(self.i)
+        if start is not None:
+            self.keep(start)
+        self.push(self.bound({}), Part())
+        parts, ended = 0, True
+        while self.heap and self.heap[0][0] < self.enough():
+            if parts >= self.most or parts % 64 == 63 and not self.going(self.result(parts, False)):
+                ended = False
+                break
+            least, _, _, part = heappop(self.heap)
+            parts += 1
+            if len(part.blocks) < len(self.order):
+                self.place(part)
+            else:
+                self.choose(part, least)
+        return self.result(parts, ended)
+
+    def result(self, parts: int, complete: bool) -> Result:
+        found = self.best[0].seconds if self.best else inf
+        top = self.heap[0][0] if self.heap else inf
+        return Result(tuple(self.best), min(found, self.left_out, top), parts, complete)
+
+    def enough(self) -> float:
+        """What a bound must be below to be looked at."""
+        return self.best[0].seconds / (1 + self.gap) if self.best else inf
+
+    def push(self, least: float, part: Part) -> None:
+        if least == inf:
+            return
+        if least >= self.enough():
+            self.left_out = min(self.left_out, least)
+            return
+        self.number += 1
+        heappush(self.heap, (least, -len(part.blocks) - len(part.entries), self.number, part))
+
+    def keep(self, found: Judged) -> None:
+        if all(found.assignment != other.assignment for other in self.best):
+            self.best = sorted([*self.best, found], key=lambda j: (j.seconds, j.bytes))[:KEPT]
+
+    # ------------------------------------------------------------------------------------------ branching
+
+    def place(self, part: Part) -> None:
+        """The next call on every block that differs."""
+        c = self.order[len(part.blocks)]
+        for b in self.i.blocks(self.i.calls[c], part.blocks):
+            now = (*part.blocks, b)
+            given = self.given(now)
+            if not self.i.fits(self.bound.bytes(given)):
+                continue
+            least = self.bound(given)
+            if len(now) == len(self.order) and least < self.enough():
+                self.push(max(least, self.relaxed(now, ())[0]), Part(now))
+            else:
+                self.push(least, Part(now))
+
+    def choose(self, part: Part, least: float) -> None:
+        """The next call with its fastest entry that is left, or with a slower one."""
+        blocks, entries = part.blocks, part.entries
+        if not entries and not part.rest and (quick := chosen(self.i, self.every(blocks))) is not None:
+            self.keep(quick)
+        options = self.relaxed(blocks, entries)[1]
+        if part.rest + 1 < len(options):
+            self.push(max(least, self.relaxed(blocks, entries, part.rest + 1)[0]), Part(blocks, entries, part.rest + 1))
+        now = (*entries, options[part.rest])
+        if len(now) < len(self.order):
+            self.push(max(least, self.relaxed(blocks, now)[0]), Part(blocks, now))
+            return
+        for full in self.followed(blocks, now):
+            judged = self.i.judge(full)
+            if self.i.fits(judged.bytes):
+                self.keep(judged)
+
+    def given(self, blocks: Blocks) -> dict[int, Block]:
+        """Call -> block, with the calls that follow another."""
+        found = dict(zip(self.order, blocks))
+        for c, job in enumerate(self.i.calls):
+            if self._follows(c) and self.i.homes[job.model] in found:
+                found[c] = found[self.i.homes[job.model]]
+        return found
+
+    def every(self, blocks: Blocks) -> Blocks:
+        """Of all calls in program order, when each has one."""
+        given = self.given(blocks)
+        return tuple(given[c] for c in range(len(self.i.calls)))
+
+    def relaxed(self, blocks: Blocks, entries: Entries, rest: int = 0) -> tuple[float, tuple[Entry, ...]]:
+        """Seconds with all blocks placed, some entries chosen, the others the fastest that fit beside the least of all
+        others, and parameters that move in no time where it is open how; and what the next call may choose from."""
+        known, every = dict(zip(self.order, entries)), self.every(blocks)
+        left = self.room(every, known)
+        nothing: tuple[Entry, ...] = ()
+        optimistic, options = [], nothing
+        next_ = self.order[len(entries)] if len(entries) < len(self.order) else -1
+        for c, job in enumerate(self.i.calls):
+            if c in known:
+                optimistic.append(known[c])
+                continue
+            mine = self.i.table.entries(job, every[c].size)
+            fit = tuple(e for e in mine if e.static + e.shared <= left[c][0] and e.least <= left[c][1]) if (
+                self.i.table.memory) else mine
+            at = rest if c == next_ else 0
+            if len(fit) <= at:
+                return inf, nothing
+            if c == next_:
+                options = fit
+            optimistic.append(_free(fit[at].seconds, job.kind, every[c].size))
+        return self.i.seconds(every, optimistic, self.moves(every, known)), options
+
+    def moves(self, every: Blocks, known: Mapping[int, Entry]) -> dict[int, tuple[Move, int]]:
+        """Of copies on other blocks than their model's training: as they are where both ends are chosen and it has been
+        worked out before, else in no time; but a copy waits for the training."""
+        found = {}
+        for c, job in enumerate(self.i.calls):
+            home = self.i.homes.get(job.model)
+            if home is None or job.kind == "train":
+                continue
+            both = c in known and home in known
+            move = self.i.moves.seen(job.model, every[home], known[home].strategy, every[c], known[c].strategy) if (
+                both) else Move()
+            if move.bytes or every[c] != every[home]:
+                found[c] = move, home
+        return found
+
+    def room(self, every: Blocks, known: Mapping[int, Entry]) -> list[tuple[int, int]]:
+        """For each call, the bytes that it may take for good, and in all while it runs, when all others take their
+        least; those of one model directory count as one."""
+        least = []
+        for c, job in enumerate(self.i.calls):
+            e = known.get(c)
+            least.append((e.static, e.shared, e.active) if e is not None else self.bound.least(c, every[c].size))
+        out = []
+        for c, mine in enumerate(every):
+            path = self.paths[c]
+            kept = active = 0
+            for b in {x for x in every if mine.holds(x)} | {mine}:
+                shared: dict[str, int] = {}
+                static = most = 0
+                for k, x in enumerate(every):
+                    if k != c and x.holds(b):
+                        static += least[k][0]
+                        most = max(most, least[k][2])
+                        if self.paths[k] != path:
+                            shared[self.paths[k]] = max(shared.get(self.paths[k], 0), least[k][1])
+                static += sum(shared.values())
+                kept, active = max(kept, static), max(active, static + most)
+            out.append((self.i.table.memory - active, self.i.table.memory - kept))
+        return out
+
+    def followed(self, blocks: Blocks, entries: Entries) -> Iterator[Assignment]:
+        """Whole assignments: further trainings of a model with every entry under the layout of the first."""
+        known, every = dict(zip(self.order, entries)), self.every(blocks)
+
+        def fill(c: int, out: Entries) -> Iterator[Entries]:
+            if c == len(self.i.calls):
+                yield out
+            elif c in known:
+                yield from fill(c + 1, (*out, known[c]))
+            else:
+                home = known[self.i.homes[self.i.calls[c].model]]
+                for e in self.i.table.entries(self.i.calls[c], every[c].size):
+                    if e.strategy.degrees == home.strategy.degrees:
+                        yield from fill(c + 1, (*out, e))
+
+        return (Assignment(every, out) for out in fill(0, ()))
+
+
+def _free(seconds: float, kind: str, size: int) -> Entry:
+    """An entry that waits for as few ranks as its call ever does."""
+    return Entry(Strategy(), size, seconds, size if kind == "train" else 1, 0, 0, 0, 0)

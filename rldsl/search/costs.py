@@ -1,0 +1,178 @@
+"""What a call costs under a strategy: seconds of a step, and bytes of a device.
+
+In: a job, a strategy, a number of ranks. Out: an `Entry`. Seconds are those of the simulator's own functions
+(`simulate/calls.py`), bytes those of the verifier's (`plan/memory/`), for the call alone on its ranks. Pipelines are
+not played micro-batch by micro-batch, but summed up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rldsl.plan.boxes import Cell
+from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.layout import stage_layers
+from rldsl.plan.memory.calls import needs
+from rldsl.plan.memory.parameters import Copy, elements, gradient_bytes, moment_bytes, resting
+from rldsl.search.alone import Alone
+from rldsl.search.problem import Job, Problem
+from rldsl.search.space import Strategy
+from rldsl.simulate.calls import Passes, Stage, closing, forward, generate, minibatch, result, stage, told
+from rldsl.simulate.engine import Act, Pool, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A strategy of a call on `size` ranks. away: seconds until what was offloaded is there, beside what the ranks do.
+    unit: how many ranks wait for each other (all, or those of a shard).
+    static: bytes of what is trained, all the time; shared: of what nothing writes, once for all calls that hold the
+    same; copy: of a copy of a trained model, there until its last use in a step; active: while the call runs. own: it
+    runs on what is trained, and has no copy."""
+
+    strategy: Strategy
+    size: int
+    seconds: float
+    unit: int
+    static: int
+    shared: int
+    copy: int
+    active: int
+    own: bool = False
+    away: float = 0.0
+
+    @property
+    def resident(self) -> int:
+        """Bytes that other calls find taken."""
+        return self.static + self.shared + self.copy
+
+    @property
+    def least(self) -> int:
+        """Bytes without which it cannot run: a copy it need not have."""
+        return self.static + self.shared + self.active
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    static: int
+    shared: int
+    copy: int
+    active: int
+
+    @property
+    def least(self) -> int:
+        return self.static + self.shared + self.active
+
+
+def cost(world: Alone, problem: Problem, job: Job, s: Strategy, size: int, found: Bytes, own: bool) -> Entry:
+    """world: of the call alone. found: its memory. own: on the copy that is trained; always so of a train call."""
+    back = away(world) if s.offload else 0.0
+    alone = isinstance(world.event, Generate | Infer) and s.pp == 1
+    unit = s.cp * s.tp * s.ep if alone else size
+    return Entry(s, size, duration(world) * job.times, unit, found.static, found.shared, found.copy,
+                 found.active, own and problem.models[job.model].home != "", back * job.times)
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+def memory(problem: Problem, world: Alone, job: Job, s: Strategy) -> Bytes:
+    """Of the fullest rank, stage by stage. What is offloaded is there while the call runs."""
+    each = [_bytes(problem, world, job, s, Copy(world.model, world.layout, Cell(at, 0))) for at in {0, s.pp - 1}]
+    static, shared, copy, active = (max(getattr(b, n) for b in each) for n in ("static", "shared", "copy", "active"))
+    return Bytes(0, 0, copy, active + static + shared) if s.offload else Bytes(static, shared, copy, active)
+
+
+def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, copy: Copy) -> Bytes:
+    held = copy.stored * resting(copy)
+    base = copy.compute * elements(copy.model.base, copy)
+    active = sum(needs(world.tables, world.event, copy, "cuda").values())
+    if isinstance(world.event, Train):
+        mine = held + gradient_bytes(copy) + moment_bytes(copy)
+        return Bytes(mine if problem.homes[job.model] == job.number else 0, base, 0, active)
+    if copy.model.home == world.layout.id:
+        return Bytes(0, base, 0, active + (held if s.offload else 0))
+    return Bytes(0, base, held, active) if copy.model.home else Bytes(0, base + held, 0, active)
+
+
+def away(world: Alone) -> float:
+    """Seconds until what is offloaded is there, parameters and moments at the same time."""
+    copy = Copy(world.model, world.layout, Cell(0, 0))
+    parts = copy.stored * resting(copy) + copy.compute * elements(world.model.base, copy)
+    return world.machine.host(max(parts, moment_bytes(copy) if isinstance(world.event, Train) else 0))
+
+
+# -------------------------------------------------------------------------------------------------- duration
+
+
+def duration(world: Alone) -> float:
+    """Seconds of the call, once."""
+    event = world.event
+    if isinstance(event, Generate):
+        return _slowed(world, _work(generate(world, event, 0, 0)))
+    each = _stages(world)
+    me = each[-1][0]
+    if isinstance(event, Infer):
+        line = _line(each, [forward(world, event, stage) for stage, _ in each])
+        return _slowed(world, inference(line) + result(world, event, me)) if line.count else 0.0
+    times = world.spread.minibatches * world.spread.epochs
+    line = _line(each, [minibatch(world, event, stage) for stage, _ in each])
+    ends = max(_work(closing(stage, world.layout.zero)) for stage, _ in each)
+    return _slowed(world, times * (training(line) + ends) + told(me)) if line.count else 0.0
+
+
+def _stages(world: Alone) -> list[tuple[Stage, int]]:
+    """One of each kind, and how many there are: the first, the last, and between them by layers."""
+    pp = world.layout.pp
+    kinds: dict[tuple[int, bool, bool], list[int]] = {}
+    for s in range(pp):
+        layers = len(stage_layers(world.model.layers, pp, s))
+        kinds.setdefault((layers, s == 0, s == pp - 1), []).append(s)
+    return [(stage(world, world.model.name, world.layout.id, of[0], 0), len(of)) for of in kinds.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A pipeline: stages, micro-batches, seconds of all stages together and of the slowest for one of them, forward and
+    backward, and of a message."""
+
+    stages: int
+    count: int
+    total: float
+    slowest: float
+    message: float
+
+
+def _line(each: list[tuple[Stage, int]], found: list[Passes]) -> Line:
+    me, stages = each[0][0], sum(n for _, n in each)
+    if not found[0].count:
+        return Line(stages, 0, 0.0, 0.0, 0.0)
+    way = me.machine.message(found[0].message, me.groups.crosses["pp"]) if stages > 1 else 0.0
+    both = [sum(p.durations[0]) for p in found]
+    return Line(stages, found[0].count, sum(t * n for t, (_, n) in zip(both, each)), max(both), way)
+
+
+def inference(line: Line) -> float:
+    """Micro-batches follow each other through the stages; a stage takes one in when it is done with the one before (a
+    flow shop with equal jobs: the sum of all stages, and the longest once more for each further job)."""
+    return line.total + (line.stages - 1) * line.message + (line.count - 1) * (line.slowest + line.message * (
+        line.stages > 1))
+
+
+def training(line: Line) -> float:
+    """1F1B: one micro-batch through all stages and back, and for each further one the slowest stage and a message. What
+    messages do besides while a pipeline fills is left out; the simulator, which plays all, finds up to 1 % more."""
+    fill = (line.stages - 1) * (2 if line.stages > 2 else 1)
+    return line.total + fill * line.message + (line.count - 1) * (line.slowest + line.message * (line.stages > 1))
+
+
+def _work(acts: list[Act]) -> float:
+    return sum(a.seconds for a in acts if isinstance(a, Run))
+
+
+def _slowed(world: Alone, seconds: float) -> float:
+    """Where ranks share the cores of a machine: as if these ranks alone were there, at the least."""
+    if not world.machine.shared:
+        return seconds
+    cores = max(1, world.cluster.cores // world.machine.threads)
+    here = min(world.layout.dp * world.layout.tp * world.layout.cp, world.per_node)
+    return seconds / Pool(cores, world.cluster.core_speed).rate(here)

@@ -1,0 +1,157 @@
+"""How long a step takes under an assignment, without compiling it: what the simulator finds of the compiled plan.
+
+In: a block for every call, entries with their seconds, moves of parameters. Out: seconds of a steady step. Jobs are
+ordered as the compiler orders them (`passes/order.py`), then three steps are gone through on *atoms*, the stretches of
+ranks that no block divides, and the last one counts, as in `simulate/simulate.py`; so what of a step can run beside the
+one before does. All that is waited for stands earlier in the order, so one walk along it is enough; and the order
+depends on blocks alone, so no call that takes longer makes a step shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rldsl.passes.order import COST
+from rldsl.plan.events import Compute, Generate, Infer, Train
+from rldsl.search.moves import Move
+from rldsl.search.overheads import Overheads
+from rldsl.search.problem import Problem
+from rldsl.search.space import Block
+
+ROUGH = {"generate": COST[Generate], "infer": COST[Infer], "train": COST[Train], "": COST[Compute]}
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Of the order: a job, or when `job` is -1 a moment at which ranks meet, for so many seconds. on: atoms. after: the
+    items that come before it, for the compiler."""
+
+    job: int
+    on: tuple[int, ...]
+    after: tuple[int, ...]
+    cost: int
+    rank: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What of an assignment depends on blocks alone. atoms: (start, stop). on: job -> its atoms. small: job -> seconds
+    of what it does besides its work. fetch: seconds of reading data, at the top of a step."""
+
+    atoms: tuple[tuple[int, int], ...]
+    order: tuple[Item, ...]
+    on: tuple[tuple[int, ...], ...]
+    small: tuple[float, ...]
+    fetch: float
+
+    @property
+    def jobs(self) -> tuple[int, ...]:
+        """In order."""
+        return tuple(i.job for i in self.order if i.job >= 0)
+
+
+def script(problem: Problem, overheads: Overheads, blocks: Sequence[Block]) -> Script:
+    """blocks: of every job; a computation's is that of its lead."""
+    ends = sorted({e for b in blocks for e in b})
+    atoms = [(a, b) for a, b in zip(ends, ends[1:]) if any(x.start <= a and b <= x.stop for x in blocks)]
+    on = tuple(tuple(i for i, (a, z) in enumerate(atoms) if b.start <= a and z <= b.stop) for b in blocks)
+    small = tuple(overheads.job(j, blocks[j.number].size) for j in problem.jobs)
+    items = _items(problem, overheads, atoms, on, blocks)
+    return Script(tuple(atoms), tuple(items[i] for i in _order(items)), on, small, overheads.fetch)
+
+
+def _items(problem: Problem, overheads: Overheads, atoms: Sequence[tuple[int, int]], on: Sequence[tuple[int, ...]],
+           blocks: Sequence[Block]) -> list[Item]:
+    """Jobs in program order; behind a `generate` the telling of lengths, to all that work on its rows; at the end the
+    metrics, from the first rank of each mesh to rank 0."""
+    items: list[Item] = []
+    place: dict[int, int] = {}
+    for j in problem.jobs:
+        versions = (i.number for i in problem.jobs[: j.number] if i.call and i.model == j.model
+                    and "train" in (i.kind, j.kind))  # one uses the version that the other makes, or ends
+        place[j.number] = len(items)
+        items.append(Item(j.number, on[j.number], tuple(place[b] for b in {*j.after, *versions}), ROUGH[j.kind], 1))
+        if j.kind == "generate":
+            there = sorted({a for o in problem.jobs if {*j.frames} & {*o.frames} for a in on[o.number]})
+            ranks = sum(atoms[a][1] - atoms[a][0] for a in there)
+            items.append(Item(-1, tuple(there), (place[j.number],), 1, 0, overheads.lengths(j, ranks)))
+    told = [j for j in problem.jobs if j.number in problem.logged]
+    firsts = sorted({on[j.number][0] for j in told} | {k for k, (start, _) in enumerate(atoms) if start == 0})
+    if told:
+        items.append(Item(-1, tuple(firsts), tuple(place[j.number] for j in told), 1, 3))
+    return items
+
+
+def _order(items: Sequence[Item]) -> list[int]:
+    """As `passes/order.schedule` orders events: of the items whose inputs are ready, the one that can start first."""
+    clock: dict[int, int] = {}
+    done: dict[int, int] = {}
+    left = list(range(len(items)))
+    out: list[int] = []
+    while left:
+        best, first, rank = -1, -1, 0
+        for i in left:
+            item = items[i]
+            if all(b in done for b in item.after):
+                start = max((done[b] for b in item.after), default=0)
+                for a in item.on:
+                    if clock.get(a, 0) > start:
+                        start = clock[a]
+                if best < 0 or (start, item.rank) < (first, rank):
+                    best, first, rank = i, start, item.rank
+        done[best] = first + items[best].cost
+        for a in items[best].on:
+            clock[a] = done[best]
+        left.remove(best)
+        out.append(best)
+    return out
+
+
+def step(problem: Problem, s: Script, seconds: Sequence[float], units: Sequence[int],
+         moves: Mapping[int, tuple[Move, int]], away: Mapping[int, float]) -> float:
+    """seconds: of every job. units: ranks of each that wait for each other; 0: all. moves: job whose copy is brought up
+    to date at the top of the step -> how, and the train call that it comes from. away: of a job, until what is
+    offloaded is there, from the call before on."""
+    free = [0.0] * len(s.atoms)
+    jobs, on = problem.jobs, s.on
+    ends: list[float] = [0.0]
+    apart = [bool(u) and all(s.atoms[a][1] - s.atoms[a][0] >= u for a in on[n]) for n, u in enumerate(units)]
+    for _ in range(STEPS):
+        came: dict[int, float] = {}
+        done: dict[int, float] = {}
+        for n, (move, home) in moves.items():
+            for a in on[home]:
+                free[a] += move.before
+            came[n] = max(free[a] for a in (*on[home], *on[n])) + move.seconds
+        free = [f + s.fetch for f in free]
+        for item in s.order:
+            n, mine = item.job, item.on
+            if n < 0:
+                together = max([free[a] for a in mine]) + item.seconds
+                for a in mine:
+                    free[a] = together
+                continue
+            start = came.get(n, 0.0)
+            for b in jobs[n].after:
+                if done[b] > start:
+                    start = done[b]
+            if n in away:
+                start = max(start, max([free[a] for a in mine]) + away[n])
+            took = seconds[n] + s.small[n]
+            if n in moves:
+                took += moves[n][0].after
+            if apart[n]:
+                last = 0.0
+                for a in mine:
+                    free[a] = max(start, free[a]) + took
+                    last = max(last, free[a])
+            else:
+                last = max(start, max([free[a] for a in mine])) + took
+                for a in mine:
+                    free[a] = last
+            done[n] = last
+        ends.append(max(free))
+    return ends[-1] - ends[-2]

@@ -1,0 +1,53 @@
+"""An assignment compiled and simulated: what its step takes and its ranks need, by the whole compiler.
+
+In: a program and an assignment of its free calls. Out: a `Proved`. What is written to a file, and what a certificate
+says, is this and no estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rldsl.clusters import Cluster
+from rldsl.graph import model as g
+from rldsl.passes.pipeline import planned, run
+from rldsl.placement.model import Place
+from rldsl.placement.place import place_graph
+from rldsl.plan.memory.curve import peak
+from rldsl.plan.model import Plan
+from rldsl.search.instance import Instance, Judged
+from rldsl.search.prepare import Prepared, described, places, written
+from rldsl.simulate import Lengths, Timeline, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """A placement and its plan. seconds: simulated. bytes: of the fullest rank, as the compiler counts."""
+
+    judged: Judged
+    places: dict[str, Place]
+    plan: Plan
+    timeline: Timeline
+    bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+
+def proved(p: Prepared, instance: Instance, judged: Judged, cluster: Cluster, lengths: Lengths) -> Proved:
+    """Raises Failure where the compiler refuses the placement."""
+    a = judged.assignment
+    moves = instance.copies(a.blocks, a.entries)
+    keep = instance.fits(instance.bytes(a.blocks, a.entries, moves, keep=True))
+    names = [j.node.id for j in instance.calls]
+    found = places(p, dict(zip(names, a.blocks)), dict(zip(names, a.entries)), keep)
+    plan, bytes = compiled(written(p, found), described(p.placed))
+    return Proved(judged, found, plan, simulate(plan, cluster, lengths), bytes)
+
+
+def compiled(graph: g.Graph, describe: Callable[..., object]) -> tuple[Plan, int]:
+    """The plan of a placed program, and bytes of its fullest rank."""
+    plan, curves = planned(run(place_graph(graph, describe=describe)), "")  # type: ignore[arg-type]
+    return plan, max(peak(c).bytes for c in curves)

@@ -1,0 +1,166 @@
+"""A problem with everything that judging an assignment takes.
+
+In: a problem. Out: seconds and bytes of assignments. An assignment says for every call, in program order, its block and
+its entry.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rldsl.plan.realloc.rounds import BUCKET
+from rldsl.search.alone import machine
+from rldsl.search.bound import Bound
+from rldsl.search.costs import Entry
+from rldsl.search.evaluate import Script, script, step
+from rldsl.search.moves import Move, Moves
+from rldsl.search.overheads import Overheads
+from rldsl.search.problem import Fixed, Job, Problem
+from rldsl.search.space import Block
+from rldsl.search.table import Table
+
+KEPT = 1 << 14  # scripts that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    blocks: tuple[Block, ...]
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """seconds: of a steady step. bytes: of the fullest rank."""
+
+    assignment: Assignment
+    seconds: float
+    bytes: int
+
+
+class Instance:
+    def __init__(self, problem: Problem, reserve: int = 0, offload: bool = False):
+        """reserve: bytes of a device that are kept free. offload: whether it is tried."""
+        self.problem, self.calls, self.tree = problem, problem.calls, problem.tree
+        self.table = Table(problem, reserve, offload)
+        self.machine = machine(problem)
+        self.moves, self.overheads = Moves(problem, self.machine), Overheads(problem, self.machine)
+        self.place = {j.number: i for i, j in enumerate(self.calls)}
+        self._scripts: dict[tuple[Block, ...], Script] = {}
+        self.bound = Bound(self)
+
+    @cached_property
+    def homes(self) -> Mapping[str, int]:
+        """Model -> the place of its (first) train call among the calls."""
+        return {m: self.place[n] for m, n in self.problem.homes.items()}
+
+    def blocks(self, job: Job, used: Sequence[Block]) -> Iterator[Block]:
+        """Where a call may run, but for what is alike."""
+        fixed = self.problem.fixed.get(job.number, Fixed()).block
+        return iter([fixed]) if fixed is not None else self.tree.different(used)
+
+    def script(self, blocks: Sequence[Block]) -> Script:
+        key = tuple(blocks)
+        if key not in self._scripts:
+            if len(self._scripts) >= KEPT:
+                self._scripts.clear()
+            lead = [key[self.place[j.lead]] for j in self.problem.jobs]
+            self._scripts[key] = script(self.problem, self.overheads, lead)
+        return self._scripts[key]
+
+    # ------------------------------------------------------------------------------------------- entries
+
+    def resolved(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> tuple[Entry, ...]:
+        """With calls that stand as their model is trained on what is trained."""
+        out = []
+        for job, block, e in zip(self.calls, blocks, entries):
+            home = self.homes.get(job.model)
+            if home is not None and job.kind != "train" and not e.own and block == blocks[home] and (
+                    e.strategy.degrees == entries[home].strategy.degrees):
+                e = self.table.cost(job, replace(e.strategy, offload=entries[home].strategy.offload), e.size, own=True)
+            out.append(e)
+        return tuple(out)
+
+    def copies(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> dict[int, tuple[Move, int]]:
+        """Place of the first call that uses a copy -> its move, and the place of its model's train call."""
+        found: dict[int, tuple[Move, int]] = {}
+        seen: set[tuple[object, ...]] = set()
+        for i, (job, block, e) in enumerate(zip(self.calls, blocks, entries)):
+            home = self.homes.get(job.model)
+            key = (job.model, block, e.strategy.degrees)
+            if home is None or job.kind == "train" or e.own or key in seen:
+                continue
+            seen.add(key)
+            move = self.moves(job.model, blocks[home], entries[home].strategy, block, e.strategy)
+            if move.bytes:
+                found[i] = move, home
+        return found
+
+    # ------------------------------------------------------------------------------------------- judging
+
+    def judge(self, a: Assignment) -> Judged:
+        entries = self.resolved(a.blocks, a.entries)
+        moves = self.copies(a.blocks, entries)
+        every = range(len(entries))  # three steps may be too few to see what holds a long run up
+        least = self.bound(dict(zip(every, a.blocks)), {c: entries[c].seconds for c in every})
+        found = max(self.seconds(a.blocks, entries, moves), least)
+        return Judged(Assignment(a.blocks, entries), found, self.bytes(a.blocks, entries, moves))
+
+    def seconds(self, blocks: Sequence[Block], entries: Sequence[Entry],
+                moves: Mapping[int, tuple[Move, int]]) -> float:
+        numbers = [j.number for j in self.calls]
+        seconds, units = [0.0] * len(self.problem.jobs), [0] * len(self.problem.jobs)
+        for n, e in zip(numbers, entries):
+            seconds[n], units[n] = e.seconds, 0 if e.unit == e.size else e.unit
+        return step(self.problem, self.script(blocks), seconds, units,
+                    {numbers[i]: (m, numbers[home]) for i, (m, home) in moves.items()},
+                    {n: e.away for n, e in zip(numbers, entries) if e.away})
+
+    def bytes(self, blocks: Sequence[Block], entries: Sequence[Entry],
+              moves: Mapping[int, tuple[Move, int]], keep: bool = False) -> int:
+        """Of the fullest atom: what is always there, and at each call what it needs with the copies that are still used
+        later in the step. keep: copies stay to the end of the step."""
+        s = self.script(blocks)
+        order = [self.place[n] for n in s.jobs if n in self.place]
+        on = [s.on[j.number] for j in self.calls]
+        last: dict[tuple[object, ...], tuple[int, int, int]] = {}  # copy -> position of its last use, bytes, a call
+        for at, i in enumerate(order):
+            if entries[i].copy and (i in moves or self._again(i, blocks, entries, moves)):
+                room = moves[i][0].room if i in moves else 0
+                last[self.calls[i].model, blocks[i], entries[i].strategy.degrees] = len(order) if keep else at, \
+                    entries[i].copy + room, i
+        most = 0
+        for a in range(len(s.atoms)):
+            here = [i for i in order if a in on[i]]
+            shared: dict[tuple[object, ...], int] = defaultdict(int)
+            for i in here:
+                key = self.sharing(i, blocks[i], entries[i])
+                shared[key] = max(shared[key], entries[i].shared)
+            static = sum(shared.values()) + sum(entries[i].static for i in here)
+            copies = [(at, size) for at, size, i in last.values() if a in on[i]]
+            for at, i in enumerate(order):
+                if a in on[i]:
+                    most = max(most, static + entries[i].active + sum(size for end, size in copies if end >= at))
+        return most
+
+    def roughly(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> int:
+        """Bytes as if every copy came over the network, without working out how."""
+        found = self.resolved(blocks, entries)
+        moves = {i: (Move(room=BUCKET // 2), self.homes[self.calls[i].model]) for i, e in enumerate(found) if e.copy}
+        return self.bytes(blocks, found, moves)
+
+    def sharing(self, i: int, block: Block, e: Entry) -> tuple[object, ...]:
+        """Equal for calls that hold the same slices of a directory."""
+        model, s = self.problem.models[self.calls[i].model], e.strategy
+        return model.path, model.kind, model.dtype, block, s.tp, s.pp, s.ep
+
+    def _again(self, i: int, blocks: Sequence[Block], entries: Sequence[Entry],
+               moves: Mapping[int, tuple[Move, int]]) -> bool:
+        """Whether the copy of a call is one that an earlier call brought."""
+        mine = (self.calls[i].model, blocks[i], entries[i].strategy.degrees)
+        return any((self.calls[k].model, blocks[k], entries[k].strategy.degrees) == mine for k in moves)
+
+    def fits(self, bytes: int) -> bool:
+        return self.table.fits(bytes)

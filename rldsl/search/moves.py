@@ -1,0 +1,117 @@
+"""What it costs to bring a trained model's new version to a copy under another layout.
+
+In: a model, where and how it is trained, where and how the copy is used. Out: a `Move`. The paths are those that the
+plan would have (`plan/realloc/`), the seconds those that the simulator gives them. Blocks count by how they lie to each
+other: the same, one inside the other, or apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rldsl.plan.model import Layout, Model
+from rldsl.plan.movement import carried
+from rldsl.plan.realloc.alias import coincide
+from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.records import Kind, Paths
+from rldsl.plan.realloc.rounds import BUCKET, buckets, count
+from rldsl.search.problem import Problem
+from rldsl.search.space import Block, Strategy
+from rldsl.simulate.times import Machine
+from rldsl.simulate.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """before: seconds of putting together what is sent. seconds: on the way, beside other work. after: of putting what
+    has come into its place. bytes: that the busiest rank gets. room: bytes of buffers, until the copy is used."""
+
+    before: float = 0.0
+    seconds: float = 0.0
+    after: float = 0.0
+    bytes: int = 0
+    room: int = 0
+
+
+class Moves:
+    """Of one problem; what has been worked out is kept."""
+
+    def __init__(self, problem: Problem, machine: Machine):
+        self.problem, self.machine = problem, machine
+        self.known: dict[tuple[object, ...], Move] = {}
+
+    def seen(self, model: str, src: Block, mine: Strategy, dst: Block, other: Strategy) -> Move:
+        """What is known already; else nothing."""
+        a, b = beside(src, dst, self.problem.cluster.gpus)
+        return self.known.get((model, a, mine.degrees, b, other.degrees), Move())
+
+    def __call__(self, model: str, src: Block, mine: Strategy, dst: Block, other: Strategy) -> Move:
+        """mine, other: strategies of the train call and of the call that uses the copy."""
+        a, b = beside(src, dst, self.problem.cluster.gpus)
+        key = (model, a, mine.degrees, b, other.degrees)
+        if key not in self.known:
+            here, there = replace(mine, mbs=0).layout(a.mesh()), replace(other, mbs=0).layout(b.mesh())
+            self.known[key] = self._move(replace(self.problem.models[model], home=here.id), here, a, there, b)
+        return self.known[key]
+
+    def _move(self, model: Model, src: Layout, a: Block, dst: Layout, b: Block) -> Move:
+        machine, gpus = self.machine, self.problem.cluster.gpus
+        if src == dst or coincide(model, src, a.mesh(), dst, b.mesh()):
+            return Move()
+        travels = carried(model, src.id, model, dst.id, 0.0)
+        item = {"float32": 4, "bfloat16": 2}[travels.dtype]
+        way = paths(model, src, a.mesh(), dst, b.mesh(), gpus)
+        seen = loads(way)
+        most = max((t.received for t in seen), default=0)
+        if not most:
+            return Move()
+        parts = buckets(way, item)
+        longest = max(max(t.receiving(machine, item), t.sending(machine, item)) for t in seen)
+        crosses = any(t.crosses for t in seen)
+        return Move(machine.memory(2 * item * max(t.sent for t in seen)),
+                    count(way, parts) * (machine.latency(crosses) + longest / parts),
+                    machine.memory(2 * item * most), item * most, min(2 * item * most, BUCKET))
+
+
+def beside(src: Block, dst: Block, gpus: int) -> tuple[Block, Block]:
+    """Two blocks that lie to each other as these, at the beginning of the cluster."""
+    if src.holds(dst):
+        return Block(0, src.size), Block(0, dst.size)
+    if dst.holds(src):
+        return Block(0, src.size), Block(0, dst.size)
+    if src.meets(dst):
+        first = min(src.start, dst.start) // gpus * gpus
+        return Block(src.start - first, src.stop - first), Block(dst.start - first, dst.stop - first)
+    same = src.start // gpus == dst.start // gpus and src.size < gpus and dst.size < gpus
+    at = -(-src.size // dst.size) * dst.size if same else -(-src.size // gpus) * gpus
+    return Block(0, src.size), Block(at, at + dst.size)
+
+
+def loads(way: Paths) -> tuple[Traffic, ...]:
+    """What ranks send and receive, of every kind of node and of every cell that sends over the network: as
+    `simulate/traffic.py` finds it rank by rank, but summed up from the paths."""
+    alone = (Traffic(0, 0, 0, -(-s.size // s.senders)) for s in way.sources.values())
+    return (*(t for k in way.kinds for t in _node(way, k)), *alone)
+
+
+def _node(way: Paths, kind: Kind) -> Iterator[Traffic]:
+    """The devices of a node. What comes in over the network, the devices by which it comes give to the others."""
+    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
+    passed = kind.trees < len(kind.nodes)
+    for i, e in kind.entering.items():
+        near_in.update(dict.fromkeys(e.needers, way.lines[i].size))
+        for who, start, stop in e.shares:
+            own = who in e.needers
+            far_in[who] += stop - start
+            near_in[who] -= (stop - start) * own
+            near_out[who] += (stop - start) * (len(e.needers) - own)
+            far_out[who] += (stop - start) * passed
+    for hop in kind.hops:
+        near_in[hop.dst] += hop.stop - hop.start
+        near_out[hop.src] += hop.stop - hop.start
+    for device, (cell, _) in enumerate(kind.places):
+        source = way.sources.get(cell) if cell is not None else None
+        far_out[device] += -(-source.size // source.senders) if source is not None else 0
+        yield Traffic(near_in[device], far_in[device], near_out[device], far_out[device])

@@ -1,0 +1,52 @@
+"""The small things of a step: reading data, dividing rows, computations, telling lengths.
+
+In: a problem. Out: seconds, by the constants of the simulator (`simulate/program.py`).
+"""
+
+from __future__ import annotations
+
+from rldsl.graph import model as g
+from rldsl.plan.expr import REDUCTIONS
+from rldsl.search.problem import Job, Problem
+from rldsl.simulate.program import CALL_ROWS, FETCH_KERNELS, FETCH_ROWS, MOVE_KERNELS
+from rldsl.simulate.times import Machine
+
+
+class Overheads:
+    """fetch: of a step, on every rank that takes part."""
+
+    def __init__(self, problem: Problem, machine: Machine):
+        self.problem, self.machine = problem, machine
+        fetches = [n for n in g.nodes(problem.graph.items) if isinstance(n, g.Fetch)][:1]
+        self.fetch = sum(machine.event() + machine.rows(FETCH_ROWS * problem.frames[n.frames[0]].count)
+                         + machine.kernels(FETCH_KERNELS) for n in fetches)
+        fetched = {v for n in g.nodes(problem.graph.items) if isinstance(n, g.Fetch) for v in n.writes}
+        models = {v.id for v in problem.graph.values}
+        self.moved = {j.number: len([v for v in dict.fromkeys(j.node.reads) if v in models - fetched])
+                      for j in problem.jobs}
+
+    def job(self, job: Job, size: int) -> float:
+        """Of a job besides its work: rows that come to it, and what a computation does."""
+        machine = self.machine
+        rows = max((self.problem.frames[f].count / size for f in job.frames), default=1.0)
+        moved = self.moved[job.number] * machine.kernels(MOVE_KERNELS) + 2 * machine.event() + machine.rows(rows)
+        return (moved + (self.compute(job, size) if not job.call else 0.0)) * job.times
+
+    def compute(self, job: Job, size: int) -> float:
+        """As `simulate/program._Walk.compute`."""
+        assert isinstance(job.node, g.Compute)
+        machine, program = self.machine, self.problem.programs[job.node.program]
+        frames = [self.problem.frames[f] for f in job.frames]
+        rows = max((f.count / size for f in frames), default=1.0)
+        entries = max((rows * self.problem.lengths.of(f).response for f in frames), default=1.0)
+        calls = sum(n.op == "py" for n in program.nodes)
+        summed = sum(n.op in REDUCTIONS and n.level == "batch" for n in program.nodes)
+        own = machine.rows(rows) + machine.compute(len(program.nodes), entries)
+        return (own + calls * machine.rows(CALL_ROWS * rows)
+                + summed * machine.all_reduce(16.0, size, size > self.problem.cluster.gpus))
+
+    def lengths(self, job: Job, ranks: int) -> float:
+        """Of telling everyone how long the rows are that a `generate` has made."""
+        count = self.problem.frames[job.frames[0]].count
+        return (self.machine.event() + self.machine.rows(count)
+                + self.machine.all_reduce(16.0 * count, ranks, ranks > self.problem.cluster.gpus)) * job.times

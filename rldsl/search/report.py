@@ -1,0 +1,111 @@
+"""An answer as text for a person, and as JSON for a program.
+
+In: an answer. Out: a table of what is found: each call with what it costs and why it stands so; then the next best.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rldsl.plan.texts import human
+from rldsl.search.answer import Answer
+from rldsl.search.costs import Entry
+from rldsl.search.instance import Assignment, Instance
+from rldsl.search.exact import Proved
+from rldsl.search.space import Block
+from rldsl.search.write import seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One call of a placement. because: what the nearest other strategy on the same ranks would make of the step."""
+
+    call: str
+    block: Block
+    how: str
+    seconds: float
+    bytes: int
+    because: str
+
+
+def lines(i: Instance, a: Assignment) -> Iterator[Line]:
+    now = i.judge(a)
+    for c, (job, block, e) in enumerate(zip(i.calls, a.blocks, a.entries)):
+        yield Line(job.name, block, e.strategy.text(), e.seconds, e.resident + e.active, _because(i, a, c, now.seconds))
+
+
+def _because(i: Instance, a: Assignment, c: int, now: float) -> str:
+    """What the best of the other layouts would do instead."""
+    job, mine = i.calls[c], a.entries[c]
+    if job.number in i.problem.fixed and i.problem.fixed[job.number].strategy is not None:
+        return "as the program has it"
+    others: list[tuple[float, Entry]] = []
+    full = 0
+    for e in i.table.entries(job, a.blocks[c].size):
+        if e.strategy.degrees == mine.strategy.degrees:
+            continue
+        then = i.judge(Assignment(a.blocks, tuple(e if k == c else x for k, x in enumerate(a.entries))))
+        if i.fits(then.bytes):
+            others.append((then.seconds, e))
+        else:
+            full += 1
+    if not others:
+        return f"{full} other layouts do not fit beside the rest" if full else "the only layout that fits"
+    least, e = min(others, key=lambda x: (x[0], x[1].strategy))
+    longer = least - now
+    return f"next: {e.strategy.text()}, {'+' if longer >= 0 else '-'}{seconds(abs(longer))}"
+
+
+def text(answer: Answer, name: str, cluster: str, profile: str) -> str:
+    """profile: from where the times are."""
+    best, i = answer.best[0], answer.instance
+    memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
+    out = [f"{name} on {cluster}: {answer.problem.world} ranks", "",
+           f"  step   {seconds(best.seconds):>10}      {best.timeline.tokens_per_second:,.0f} tokens/s      "
+           f"{human(best.bytes)}{memory} on the fullest rank"]
+    if answer.result.bound:
+        end = "" if answer.result.complete else ", not searched to the end"
+        parts = f"{answer.result.parts} parts of the space{end}"
+        out.append(f"  bound  {seconds(answer.bound):>10}      gap {answer.gap:.2%}      {parts}")
+    out += [f"  times  {profile}", "", *table(i, best), ""]
+    if len(answer.best) > 1:
+        out.append("  the next best")
+        for other in answer.best[1:]:
+            out.append(f"  {seconds(other.seconds):>10}  {'; '.join(differences(best, other, i))}")
+    return "\n".join(line.rstrip() for line in out) + "\n"
+
+
+def table(i: Instance, one: Proved) -> Iterator[str]:
+    found = list(lines(i, one.judged.assignment))
+    width = max(len(x.call) for x in found)
+    how = max(len(x.how) for x in found)
+    yield f"  {'call':<{width}}  {'ranks':<11}  {'how':<{how}}  {'seconds':>9}  {'memory':>9}  why"
+    for x in found:
+        ranks = f"{x.block.start}:{x.block.stop}"
+        yield (f"  {x.call:<{width}}  {ranks:<11}  {x.how:<{how}}  {seconds(x.seconds):>9}  {human(x.bytes):>9}  "
+               f"{x.because}")
+    moves = i.copies(one.judged.assignment.blocks, one.judged.assignment.entries)
+    for c, (move, _) in sorted(moves.items()):
+        yield (f"  {i.calls[c].name:<{width}}  new parameters: {human(move.bytes)} to the busiest rank in "
+               f"{seconds(move.before + move.seconds + move.after)}")
+
+
+def differences(best: Proved, other: Proved, i: Instance) -> list[str]:
+    """The calls that stand elsewhere, or otherwise."""
+    a, b = best.judged.assignment, other.judged.assignment
+    return [f"{job.name} on {y.start}:{y.stop} {f.strategy.text()}"
+            for job, x, e, y, f in zip(i.calls, a.blocks, a.entries, b.blocks, b.entries)
+            if (x, e.strategy) != (y, f.strategy)]
+
+
+def to_json(answer: Answer, cluster: str) -> str:
+    i = answer.instance
+    return json.dumps({
+        "format": 1, "cluster": cluster, "bound": answer.bound, "gap": answer.gap, "parts": answer.result.parts,
+        "complete": answer.result.complete,
+        "best": [{"seconds": one.seconds, "bytes": one.bytes, "calls": [
+            {"call": x.call, "ranks": [x.block.start, x.block.stop], "how": x.how, "seconds": x.seconds,
+             "bytes": x.bytes, "why": x.because} for x in lines(i, one.judged.assignment)]} for one in answer.best],
+    }, indent=1)

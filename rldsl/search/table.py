@@ -1,0 +1,117 @@
+"""Which strategies of a call on so many ranks are worth a look, with their costs.
+
+In: a problem. Out: entries by call and number of ranks, the fastest first. Left out is what cannot fit a device even
+alone, and what another strategy beats in time and memory; where parameters move between calls of a model, only one
+under the same layout beats another, since layouts decide what moves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from rldsl.search.alone import Alone
+from rldsl.search.costs import Bytes, Entry, cost, memory
+from rldsl.search.problem import Fixed, Job, Problem
+from rldsl.search.space import Kind, Strategy, degrees, micro, zeros
+
+FEW, MORE = 3, 6  # sizes of micro-batches that are kept for a layout, the largest that fit; of a pipeline
+
+
+class Table:
+    """Costs are worked out when they are asked for, once."""
+
+    def __init__(self, problem: Problem, reserve: int = 0, offload: bool = False):
+        """reserve: bytes of a device that are kept free. offload: whether it is tried."""
+        self.problem, self.memory = problem, max(problem.memory - reserve, 1) if problem.memory else 0
+        self.offload = offload
+        self._entries: dict[tuple[int, int], tuple[Entry, ...]] = {}
+        self._costs: dict[tuple[int, Strategy, int, bool], Entry] = {}
+        self._memory: dict[tuple[int, Strategy, int, bool], tuple[Alone, Bytes]] = {}  # of what is being looked at
+
+    def entries(self, job: Job, size: int) -> tuple[Entry, ...]:
+        key = (job.number, size)
+        if key not in self._entries:
+            self._entries[key] = tuple(sorted(self._worth(job, size), key=lambda e: (e.seconds, e.least, e.strategy)))
+        return self._entries[key]
+
+    def cost(self, job: Job, s: Strategy, size: int, own: bool = False) -> Entry:
+        key = (job.number, s, size, own or job.kind == "train")
+        if key not in self._costs:
+            world, found = self._memory.pop(key, None) or self._alone(job, s, size, key[3])
+            self._costs[key] = cost(world, self.problem, job, s, size, found, key[3])
+        return self._costs[key]
+
+    def _alone(self, job: Job, s: Strategy, size: int, own: bool) -> tuple[Alone, Bytes]:
+        world = Alone(self.problem, job, s, size, own)
+        return world, memory(self.problem, world, job, s)
+
+    def fits(self, size: int) -> bool:
+        return not self.memory or size <= self.memory
+
+    def _worth(self, job: Job, size: int) -> Iterator[Entry]:
+        fixed = self.problem.fixed.get(job.number, Fixed())
+        if fixed.strategy is not None:
+            if fixed.block is None or fixed.block.size == size:
+                yield self.cost(job, fixed.strategy, size)
+            return
+        layouts: dict[tuple[int, ...], list[Entry]] = {}
+        for e in self._all(job, size, dict(fixed.options)):
+            key = e.strategy.degrees if self.problem.models[job.model].home else ()
+            layouts.setdefault(key, []).append(e)
+        for alike in layouts.values():
+            yield from undominated(alike)
+
+    def _all(self, job: Job, size: int, given: Mapping[str, object]) -> Iterator[Entry]:
+        problem, family = self.problem, self.problem.families[job.model]
+        kind, tokens = cast(Kind, job.kind), problem.tokens(job)
+        for plain in degrees(kind, size, problem.cluster.gpus, family, tokens):
+            for s in (x for z in zeros(kind, plain) for x in self._variants(job, z)):
+                if all(_said(s, name) == value for name, value in given.items() if name != "mbs"):
+                    sizes = micro(self._rows(job, s.dp), s.pp) if "mbs" not in given else (cast(int, given["mbs"]),)
+                    few = self._largest([replace(s, mbs=m) for m in sizes], job, size, FEW if s.pp == 1 else MORE)
+                    yield from (self.cost(job, x, size) for x in few)
+
+    def _largest(self, ways: Sequence[Strategy], job: Job, size: int, few: int) -> Sequence[Strategy]:
+        """Of strategies that need more and more memory, the last few that fit."""
+        own = job.kind == "train"
+
+        def over(s: Strategy) -> bool:
+            found = self._memory[job.number, s, size, own] = self._alone(job, s, size, own)
+            return not self.fits(found[1].least)
+
+        self._memory.clear()
+        end = bisect_left(ways, True, key=over) if self.memory else len(ways)
+        return ways[max(0, end - few) : end]
+
+    def _variants(self, job: Job, s: Strategy) -> tuple[Strategy, ...]:
+        """With recomputation, and offloaded. A copy of a trained model is not offloaded: it goes, and comes anew.
+        Neither is what several copies come from: each would bring it in anew."""
+        ways = (s, replace(s, recompute=True)) if job.kind == "train" else (s,)
+        uses = sum(j.model == job.model and j.kind != "train" for j in self.problem.calls)
+        may = uses < 2 if job.kind == "train" else not self.problem.models[job.model].home
+        return (*ways, *(replace(x, offload=True) for x in ways)) if may and self.offload else ways
+
+    def _rows(self, job: Job, dp: int) -> int:
+        """The most rows of a shard: of a minibatch, of training."""
+        node, frame = job.node, self.problem.frames[job.frames[0]]
+        if job.kind == "generate":
+            return -(-frame.count // frame.per_prompt // dp) * frame.per_prompt
+        count = -(-frame.count // node.minibatches) if job.kind == "train" else frame.count  # type: ignore[union-attr]
+        return -(-count // dp)
+
+
+def undominated(entries: list[Entry]) -> list[Entry]:
+    """Those that no other beats or equals in seconds, in bytes that stay and in bytes while it runs."""
+    kept: list[Entry] = []
+    for e in sorted(entries, key=lambda e: (e.seconds, e.resident, e.active, e.strategy)):
+        if not any(k.resident <= e.resident and k.active <= e.active and k.away <= e.away for k in kept):
+            kept.append(e)
+    return kept
+
+
+def _said(s: Strategy, name: str) -> object:
+    """An option as a program says it."""
+    return ("full" if s.recompute else "none") if name == "recompute" else getattr(s, name)

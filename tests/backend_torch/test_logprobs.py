@@ -1,0 +1,96 @@
+"""The loss head in chunks against torch on all logits: values, gradients, and what exists at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import loss
+from rldsl.backends.torch.logprobs import token_logprobs
+from rldsl.plan.memory.logits import LEAST, MOST, Head, backward, forward, rows_at_once
+from rldsl.runtime.backend import ALONE
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def given(dtype: torch.dtype = torch.float64, tokens: int = 37, words: int = 50) -> Tensors:
+    return loss.given(tokens, words, 8, torch.device("cpu"), dtype)  # type: ignore[return-value]
+
+
+def whole(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+          temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies, from all logits."""
+    every = (hidden @ weight.T / temperature).log_softmax(-1)
+    return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+def slopes(found: tuple[torch.Tensor, torch.Tensor | None], tensors: Tensors) -> list[torch.Tensor]:
+    """Gradients of sums in which every token weighs differently."""
+    hidden, weight, _ = tensors
+    hidden.grad = weight.grad = None
+    share = torch.linspace(-1, 2, len(hidden), dtype=found[0].dtype)
+    total = (found[0] * share).sum()
+    if found[1] is not None:
+        total = total + (found[1] * share.flip(0)).sum()
+    total.backward()
+    return [hidden.grad, weight.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1024])
+def test_values_and_gradients_are_exact(chunk: int, temperature: float, entropy: bool) -> None:
+    tensors = given()
+    mine = token_logprobs(*tensors, temperature, ALONE, 0, entropy, chunk)
+    theirs = whole(*tensors, temperature)
+    assert torch.allclose(mine[0], theirs[0], rtol=0, atol=1e-12)
+    if not entropy:
+        assert mine[1] is None
+        theirs = theirs[0], None  # type: ignore[assignment]
+    else:
+        assert torch.allclose(mine[1], theirs[1], rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    got = [x.clone() for x in slopes(mine, tensors)]
+    for a, b in zip(got, slopes(theirs, tensors)):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_no_tokens() -> None:
+    hidden, weight, targets = given()
+    found, _ = token_logprobs(hidden[:0], weight, targets[:0], 1.0, ALONE, 0)
+    found.sum().backward()
+    assert found.shape == (0,) and not weight.grad.any()  # type: ignore[union-attr]
+
+
+def test_a_head_that_is_not_trained_gets_no_gradient() -> None:
+    hidden, weight, targets = given()
+    weight.requires_grad_(False)
+    token_logprobs(hidden, weight, targets, 1.0, ALONE, 0)[0].sum().backward()
+    assert weight.grad is None and hidden.grad is not None
+
+
+def test_other_numbers_are_seen() -> None:
+    """A shifted target, another temperature: the comparison above would see both."""
+    hidden, weight, targets = given()
+    right = whole(hidden, weight, targets, 1.0)[0]
+    assert not torch.allclose(token_logprobs(hidden, weight, (targets + 1) % 50, 1.0, ALONE, 0)[0], right, atol=1e-3)
+    assert not torch.allclose(token_logprobs(hidden, weight, targets, 0.9, ALONE, 0)[0], right, atol=1e-3)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_that_of_the_estimate(dtype: torch.dtype, entropy: bool) -> None:
+    """And a small part of the logits; without chunks it is several times as much."""
+    tokens, words = 512, 16384
+    tensors = given(dtype, tokens, words)
+    most, full = loss.peak(loss.ours, *tensors, entropy), 4 * tokens * words
+    head = Head(words, 8, dtype.itemsize, dtype.itemsize)
+    said = max(forward(head, tokens, entropy, "cpu"), backward(head, tokens, False, entropy, "cpu"))
+    said += head.compute * words * 8 if dtype == torch.bfloat16 else 0  # each chunk's part of the weight's gradient
+    assert said == pytest.approx(most, rel=0.1)
+    assert loss.peak(loss.theirs, *tensors, entropy) > full > most
+
+
+@pytest.mark.parametrize("words, device, rows", [
+    (151936, "cuda", MOST), (151936, "cpu", LEAST), (32000, "cpu", 65), (46, "cpu", MOST), (0, "cpu", MOST)])
+def test_rows_at_once(words: int, device: str, rows: int) -> None:
+    assert rows_at_once(words, device) == rows

@@ -1,0 +1,168 @@
+"""Functions that are recorded and asked again: equal numbers, other inputs; and those that must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rldsl.backends.torch.replay import PLAIN, Replay
+from rldsl.backends.torch.tape import Unrecorded, record
+
+X, TABLE = torch.randn(5, 6), torch.randn(9, 6)
+WEIGHT, PLACES = torch.randn(6, 6), torch.tensor([3, 1, 4, 0, 2])
+CPU = torch.device("cpu")
+
+
+def norm() -> tuple[torch.Tensor, ...]:
+    return (X * torch.rsqrt(X.pow(2).mean(-1, keepdim=True) + 1e-6),)
+
+
+def lists() -> tuple[torch.Tensor, ...]:
+    left, right = X.chunk(2, -1)
+    return torch.cat((-right, left), -1), torch.stack([X, X], 1), TABLE[PLACES, 2]
+
+
+def in_place() -> tuple[torch.Tensor, ...]:
+    made = X.clone()
+    made.mul_(2)[1:3].add_(1)
+    made[:, 2] = 7
+    made[:, PLACES] = made[:, PLACES] * 2
+    made.index_copy_(0, PLACES, X)
+    return made, made.sum(0)
+
+
+def several() -> tuple[torch.Tensor, ...]:
+    values, places = X.topk(3, -1)
+    return values, places, X.max(0).indices
+
+
+def layer() -> tuple[torch.Tensor, ...]:
+    q = F.linear(X, WEIGHT).view(1, 5, 2, 3).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(5, 6)
+    return (F.silu(F.layer_norm(out + X, (6,))),)
+
+
+def constant_view() -> tuple[torch.Tensor, ...]:
+    return WEIGHT.T @ X[2:4].T.flip(0), X[0]
+
+
+RECORDED = [norm, lists, in_place, several, layer, constant_view]
+
+
+@pytest.mark.parametrize("function", RECORDED)
+def test_a_tape_gives_what_the_function_gives(function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+    with torch.no_grad():
+        first = [x.clone() for x in function()]
+        out, tape = record(function)
+        assert all(map(torch.equal, out, first))
+        for _ in range(2):
+            X.normal_()  # constants are read where they lie
+            assert all(map(torch.equal, tape(), function()))
+
+
+def test_a_tape_writes_where_the_function_does() -> None:
+    total = torch.zeros(5, 6)
+
+    def add() -> tuple[torch.Tensor, ...]:
+        total[1:] = X[1:] * 3
+        total[0] = total[1] * 2
+        return (total.sum(),)
+
+    with torch.no_grad():
+        _, tape = record(add)
+        X.normal_()
+        tape()
+    right = X * 3
+    right[0] = right[1] * 2
+    assert torch.equal(total, right)
+
+
+def test_what_is_not_the_same_twice_in_one_state_is_not_recorded() -> None:
+    total = torch.zeros(())
+
+    def count() -> tuple[torch.Tensor, ...]:
+        return (total.add_(1).clone(),)
+
+    with torch.no_grad(), pytest.raises(Unrecorded):
+        record(count)
+
+
+def numbers() -> tuple[torch.Tensor, ...]:
+    return (X * 2 if X.sum() > 0 else X,)
+
+
+def item() -> tuple[torch.Tensor, ...]:
+    return (X * float(X[0, 0]),)
+
+
+def ragged() -> tuple[torch.Tensor, ...]:
+    return (X[X > 0],)
+
+
+def by_name() -> tuple[torch.Tensor, ...]:
+    return (F.embedding_bag(PLACES[None], TABLE, per_sample_weights=torch.ones(1, 5), mode="sum"),)
+
+
+@pytest.mark.parametrize("function", [numbers, item, ragged])
+def test_what_depends_on_numbers_is_not_recorded(function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+    with torch.no_grad(), pytest.raises(Unrecorded):
+        record(function)
+
+
+@pytest.mark.parametrize("function", [numbers, item, ragged, by_name])
+def test_and_goes_on_as_it_is(function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+    replay = Replay(CPU, True)
+    with torch.no_grad():
+        for _ in range(5):
+            X.normal_()
+            assert all(map(torch.equal, replay("key", function), function()))
+
+
+def test_python_that_reads_memory_is_found_out() -> None:
+    """Nothing in the recording says so; the tape gives other numbers on other inputs."""
+    replay = Replay(CPU, True)
+
+    def read() -> tuple[torch.Tensor, ...]:
+        return (TABLE * X.tolist()[0][0],)
+
+    with torch.no_grad():
+        for _ in range(6):
+            X.normal_()
+            assert all(map(torch.equal, replay("key", read), read()))
+    assert not replay.able
+
+
+def test_a_recording_is_used_for_its_key_alone() -> None:
+    asked = 0
+
+    def double(size: int) -> tuple[torch.Tensor, ...]:
+        nonlocal asked
+        asked += 1
+        return (X[:size] * 2,)
+
+    replay = Replay(CPU, True)
+    with torch.no_grad():
+        for _ in range(10):
+            for size in (2, 4):
+                assert torch.equal(replay(size, lambda: double(size))[0], X[:size] * 2)
+    assert asked == 2 * PLAIN + 2 + 1 and replay.able  # plain, recorded; the first is compared
+
+
+def test_it_may_be_left_out() -> None:
+    replay, asked = Replay(CPU, False), []
+    for _ in range(5):
+        replay("key", lambda: (asked.append(1), X)[1:])
+    assert len(asked) == 5 and not replay.found
+
+
+def test_mistakes_of_the_function_are_its_own() -> None:
+    def wrong() -> tuple[torch.Tensor, ...]:
+        return (X @ X,)
+
+    replay = Replay(CPU, True)
+    for _ in range(3):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="mat1 and mat2"):
+            replay("key", wrong)

@@ -1,0 +1,14 @@
+"""What the backend `plain` can express: inference and training of causal language models, rows divided over dp."""
+
+from __future__ import annotations
+
+from rldsl.plan.backends import Description, Facts
+from rldsl.plan.model import Layout
+
+
+def problem(facts: Facts, layout: Layout) -> str:
+    return "" if facts.kind == "causal_lm" else f"the head of a {facts.kind}"
+
+
+DESCRIPTION = Description(issues="torch", calls=("infer", "train"), divisions=("dp",), zero=0, adapters=False,
+                          problem=problem)

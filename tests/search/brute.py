@@ -1,0 +1,29 @@
+"""Every assignment of an instance, one by one: what the search must find, found without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import inf
+
+from rldsl.search.costs import Entry
+from rldsl.search.instance import Assignment, Instance
+from rldsl.search.space import Block
+
+
+def assignments(i: Instance, few: int) -> Iterator[Assignment]:
+    """All blocks, without regard to symmetry, and the first `few` entries of each call on each."""
+    options: list[list[tuple[Block, Entry]]] = [
+        [(b, e) for b in i.tree.every for e in i.table.entries(job, b.size)[:few]] for job in i.calls]
+    for picked in product(*options):
+        yield Assignment(tuple(b for b, _ in picked), tuple(e for _, e in picked))
+
+
+def best(i: Instance, few: int) -> float:
+    """Seconds of the best that fits; inf where nothing does."""
+    found = inf
+    for a in assignments(i, few):
+        judged = i.judge(a)
+        if judged.seconds < found and i.fits(judged.bytes):
+            found = judged.seconds
+    return found

@@ -1,0 +1,75 @@
+"""The evaluation of an assignment beside the simulated plan, and its memory beside what the compiler counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from rldsl.search.exact import Proved, proved
+from rldsl.search.greedy import chosen
+from rldsl.search.instance import Assignment, Instance, Judged
+from rldsl.search.problem import problem
+from rldsl.simulate import Lengths
+from tests.search.programs import cluster, ready
+
+DRAWN = [("ppo", "1B", 1, 8), ("ppo", "7B", 2, 8), ("grpo", "7B", 2, 4), ("remax", "1B", 1, 4), ("dpo", "7B", 1, 8)]
+
+
+def drawn(i: Instance, count: int, seed: int) -> Iterator[Judged]:
+    """Assignments that fit: blocks at random, entries among the fastest few."""
+    draw = random.Random(seed)
+    tries = 0
+    while count and tries < 200:
+        tries += 1
+        blocks = tuple(draw.choice([b for b in i.tree.every if i.table.entries(j, b.size)]) for j in i.calls)
+        entries = tuple(draw.choice(i.table.entries(j, b.size)[:12]) for j, b in zip(i.calls, blocks))
+        found: Judged | None = i.judge(Assignment(blocks, entries))
+        if found is not None and not i.fits(found.bytes):
+            found = chosen(i, blocks)
+        if found is not None:
+            count -= 1
+            yield found
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[Judged, Proved]]:
+    """Assignments as they are evaluated, and compiled and simulated."""
+    found = []
+    for name, size, nodes, gpus in DRAWN:
+        machines = cluster(nodes, gpus)
+        p = ready(name, size, machines)
+        i = Instance(problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed), offload=nodes == 1)
+        found += [(judged, proved(p, i, judged, machines, Lengths())) for judged in drawn(i, 4, 1)]
+    assert len(found) == 4 * len(DRAWN)
+    return found
+
+
+def test_a_step_is_what_the_simulator_finds(pairs: list[tuple[Judged, Proved]]) -> None:
+    off = sorted(abs(judged.seconds / one.seconds - 1) for judged, one in pairs)
+    assert median(off) < 0.005 and off[-1] < 0.06, off
+    assert sum(x > 0.02 for x in off) <= len(off) // 10, off
+
+
+def test_memory_is_what_the_compiler_counts(pairs: list[tuple[Judged, Proved]]) -> None:
+    """Values and what is on its way are left out; what does not fit with them is found out when it is compiled."""
+    off = sorted(judged.bytes / one.bytes - 1 for judged, one in pairs)
+    assert abs(median(off)) < 0.02 and off[0] > -0.16 and off[-1] < 0.05, off
+
+
+def test_a_call_that_takes_longer_never_makes_a_step_shorter() -> None:
+    machines = cluster(2, 2)
+    p = ready("ppo", "1B", machines)
+    i = Instance(problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed))
+    draw = random.Random(3)
+    for judged in drawn(i, 6, 2):
+        a = judged.assignment
+        moves = i.copies(a.blocks, a.entries)
+        before = i.seconds(a.blocks, a.entries, moves)
+        for c in range(len(a.entries)):
+            longer = replace(a.entries[c], seconds=a.entries[c].seconds * draw.uniform(1, 3))
+            entries = [longer if k == c else e for k, e in enumerate(a.entries)]
+            assert i.seconds(a.blocks, entries, moves) >= before - 1e-9

@@ -1,0 +1,90 @@
+"""On what is small enough to enumerate, the search finds the best there is, and proves it."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+
+import pytest
+
+from rldsl.search.branch import search
+from rldsl.search.costs import Entry
+from rldsl.search.instance import Instance
+from rldsl.search.problem import Job
+from rldsl.simulate import Lengths
+from tests.search.brute import assignments, best
+from tests.search.programs import cluster, instance
+
+# (program, model, nodes, devices, GB, entries of each call on each block)
+SMALL = [(name, size, nodes, gpus, memory, few) for name, few, shapes in (
+    ("ppo", 1, ((1, 2), (2, 1))), ("grpo", 2, ((1, 2), (2, 1))), ("remax", 1, ((1, 2), (3, 1))),
+    ("dpo", 3, ((1, 2), (1, 3), (2, 1), (3, 1))))
+    for nodes, gpus in shapes for size in ("0.5B", "1B") for memory in (14, 24, 80)]
+
+
+def few_entries(i: Instance, few: int, seed: int) -> Instance:
+    """The same with few entries: some of the fastest, some of the leanest, so that memory matters."""
+    draw, entries = random.Random(seed), i.table.entries
+    known: dict[tuple[int, int], tuple[Entry, ...]] = {}
+
+    def some(job: Job, size: int) -> tuple[Entry, ...]:
+        if (job.number, size) not in known:
+            every = entries(job, size)
+            lean = sorted(every, key=lambda e: (e.resident + e.active, e.strategy))
+            picked = {*every[: few - few // 2], *lean[: few // 2], *draw.sample(every, min(1, len(every)))}
+            known[job.number, size] = tuple(sorted(picked, key=lambda e: (e.seconds, e.strategy))[:few])
+        return known[job.number, size]
+
+    i.table.entries = some  # type: ignore[method-assign]
+    return i
+
+
+def test_there_are_enough() -> None:
+    assert len(SMALL) >= 50 and {x[0] for x in SMALL} == {"ppo", "grpo", "remax", "dpo"}
+
+
+@pytest.mark.parametrize("name, size, nodes, gpus, memory, few", SMALL)
+def test_the_gap_is_nothing(name: str, size: str, nodes: int, gpus: int, memory: int, few: int) -> None:
+    draw = random.Random(f"{name}{size}{nodes}{gpus}{memory}")
+    lengths = Lengths(0.0, draw.choice((0.0, 128.0, 300.0)))
+    machines = cluster(nodes, gpus, memory, network_gb_s=draw.choice((5.0, 50.0)))
+    i = few_entries(instance(name, size, machines, lengths, memory < 20,
+                             batch=draw.choice((16, 64, 256))), few, 0)
+    found, known = search(i, gap=0.0, most=10**6), best(i, few)
+    assert found.complete
+    if known == inf:
+        assert not found.best
+        return
+    assert found.best[0].seconds == pytest.approx(known, rel=1e-9)
+    assert found.bound == pytest.approx(known, rel=1e-9), "the bound reaches what is found"
+
+
+@pytest.mark.parametrize("name, few", [("ppo", 1), ("grpo", 2), ("dpo", 3)])
+def test_no_assignment_is_below_a_bound(name: str, few: int) -> None:
+    """Of every part of the space that an assignment lies in."""
+    i = few_entries(instance(name, "1B", cluster(1, 2), batch=64), few, 1)
+    draw = random.Random(0)
+    for a in draw.sample(list(assignments(i, few)), 60):
+        judged = i.judge(a)
+        for k in range(len(a.blocks) + 1):
+            placed = dict(enumerate(a.blocks[:k]))
+            assert i.bound(placed) <= judged.seconds * (1 + 1e-9)
+            assert i.bound.bytes(placed) <= judged.bytes
+
+
+def test_what_is_looked_at_least_is_still_bounded() -> None:
+    i = instance("ppo", "1B", cluster(2, 4))
+    short, long = search(i, most=1), search(i, gap=0.0, most=3000)
+    assert not short.complete
+    assert short.bound <= long.best[0].seconds <= short.best[0].seconds
+    assert short.bound <= long.bound * (1 + 1e-9)
+
+
+def test_twice_the_same() -> None:
+    first, second = (search(instance("grpo", "1B", cluster(2, 4))) for _ in range(2))
+    assert first == second
+
+
+def test_where_nothing_fits_nothing_is_found() -> None:
+    found = search(instance("ppo", "7B", cluster(1, 2, 24)))
+    assert found.best == () and found.bound == inf

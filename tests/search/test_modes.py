@@ -1,0 +1,209 @@
+"""`auto`, patterns, heuristic and search as the compiler takes them; placement files that compile; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rldsl import api
+from rldsl.diag import Failure
+from rldsl.graph import model as g
+from rldsl.passes.pipeline import planned, run
+from rldsl.placement.place import place_graph
+from rldsl.plan.verify import verify
+from rldsl.search import Options, find, locked, prepared
+from rldsl.search.modes import is_mode, placed, speeds
+from rldsl.search.patterns import degrees, is_pattern
+from rldsl.search.write import source
+from rldsl.simulate import Lengths, simulate
+from rldsl.source import SourceFile
+from rldsl.syntax.format import format
+from tests.search.programs import GRPO, PPO, cluster, describe, ready
+
+EIGHT = "cluster nodes=1 gpus=8\n"
+
+
+def made(text: str, rules: str = "", on: tuple[str, ...] = (), size: str = "1B",
+         mode: str = "manual") -> dict[str, str]:
+    """Call -> mesh and degrees, as the compiler places them."""
+    text = text.replace("cluster nodes=1 gpus=1\n", EIGHT) + rules
+    graph = api.build_graph(SourceFile("p.rlf", text), {}, None, on)
+    graph, _ = placed(graph, "", mode, describe(size))
+    return {i: p.layout.id for i, p in place_graph(graph, describe=describe(size)).places}
+
+
+# -------------------------------------------------------------------------------------------------- auto
+
+
+def test_some_calls_by_hand_and_the_others_by_the_compiler() -> None:
+    found = made(GRPO, "place * auto\nplace ref.* on mesh(0:4) dp=2 tp=2\n")
+    assert found["ref_lp"] == "0:4 dp=2 tp=2"
+    assert {i: found[i] for i in ("gen", "actor.train")} != {"gen": "0:8 dp=8", "actor.train": "0:8 dp=8"}
+
+
+def test_an_option_binds_what_is_auto() -> None:
+    found = made(GRPO, "place * auto\nplace actor.train tp=4 zero=1\n")
+    assert "tp=4" in found["actor.train"] and ("zero=1" in found["actor.train"] or "dp=" not in found["actor.train"])
+
+
+def test_what_is_not_auto_stays_as_it_is() -> None:
+    found = made(GRPO, "place ref.* auto\nplace actor.* on mesh(0:8) dp=4 tp=2 mbs=8\n"
+                       "place judge.* on mesh(0:2) tp=2 mbs=8\n")
+    assert found["gen"] == found["actor.train"] == "0:8 dp=4 tp=2" and found["score"] == "0:2 tp=2"
+
+
+def test_a_stronger_rule_wins_over_auto() -> None:
+    found = made(GRPO, "place * auto\n", ("*.* on mesh(0:8) dp=8",))
+    assert set(found.values()) == {"0:8 dp=8"}
+
+
+def test_auto_without_a_cluster() -> None:
+    with pytest.raises(Failure) as failure:
+        graph = api.build_graph(SourceFile("p.rlf", GRPO.replace("cluster nodes=1 gpus=1\n", "") + "place * auto\n"))
+        placed(graph, "", "manual", describe("1B"))
+    (d,) = failure.value.diagnostics
+    assert d.code == "RL0329" and d.span is not None and d.span.text == "auto"
+
+
+def test_two_autos_with_equal_right() -> None:
+    with pytest.raises(Failure) as failure:
+        made(GRPO, "place actor.train auto\nplace actor.train auto\n")
+    assert {d.code for d in failure.value.diagnostics} == {"RL0314"}
+
+
+def test_auto_that_matches_nothing() -> None:
+    with pytest.raises(Failure) as failure:
+        made(GRPO, "place critic.train auto\n")
+    assert {d.code for d in failure.value.diagnostics} == {"RL0313"}
+
+
+@pytest.mark.parametrize("rule", ["place * auto dp=4", "place * auto on mesh(0:2)", "place auto", "place * Auto"])
+def test_auto_stands_alone(rule: str) -> None:
+    found = api.check(GRPO.replace("cluster nodes=1 gpus=1\n", EIGHT) + rule + "\n")
+    assert found and all(d.code.startswith("RL00") for d in found), found
+
+
+def test_auto_is_an_ordinary_name_elsewhere() -> None:
+    text = GRPO.replace("ref_lp", "auto").replace("ref=auto", "ref=auto") + "place @auto on mesh(0:2) tp=2\n"
+    assert made(text)["auto"] == "0:2 tp=2"
+
+
+def test_the_formatter_keeps_it() -> None:
+    text = GRPO.replace("cluster nodes=1 gpus=1\n", EIGHT) + "place  *   auto\nplace ref.*   on mesh(0:4) dp=4\n"
+    once = format(SourceFile("p.rlf", text))
+    assert "auto" in once and format(SourceFile("p.rlf", once)) == once
+
+
+# ------------------------------------------------------------------------------------------------ modes
+
+
+@pytest.mark.parametrize("name, nodes, gpus, found", [
+    ("d2p2t2", 1, 8, {"dp": 2, "pp": 2, "tp": 2}), ("t8", 1, 8, {"tp": 8}), ("pipe_data", 2, 8, {"pp": 2, "dp": 8}),
+    ("pipe_model", 4, 8, {"pp": 4, "tp": 8}), ("c2d4", 1, 8, {"cp": 2, "dp": 4})])
+def test_patterns(name: str, nodes: int, gpus: int, found: dict[str, int]) -> None:
+    assert is_pattern(name) and is_mode(name) and degrees(name, nodes, gpus) == found
+
+
+@pytest.mark.parametrize("name", ["", "d", "d0", "2d", "d2d2", "x2", "d2 t2", "pipe", "d2p2t2e2", "D2"])
+def test_what_is_no_pattern(name: str) -> None:
+    assert not is_pattern(name)
+
+
+def test_a_pattern_that_does_not_fill_the_cluster() -> None:
+    with pytest.raises(Failure) as failure:
+        degrees("d2t2", 1, 8)
+    (d,) = failure.value.diagnostics
+    assert d.code == "RL0304" and "d4t2" in d.help
+
+
+def test_all_calls_alike() -> None:
+    found = made(GRPO, mode="d2p2t2")
+    assert all({"dp=2", "pp=2", "tp=2"} <= {*found[i].split()} for i in ("gen", "ref_lp", "actor.train"))
+
+
+def test_where_others_divide_sequences_generation_divides_rows() -> None:
+    found = made(GRPO, mode="c2t4")
+    assert "cp" not in found["gen"] and "dp=2" in found["gen"] and "cp=2" in found["actor.train"]
+
+
+def test_the_command_line_is_stronger_than_a_mode() -> None:
+    found = made(GRPO, on=("ref.* on mesh(0:2) dp=2",), mode="d8")
+    assert found["ref_lp"] == "0:2 dp=2" and found["gen"] == "0:8 dp=8"
+
+
+def test_heuristic_is_one_mesh_for_all() -> None:
+    found = made(PPO, mode="heuristic")
+    assert all(x.startswith("0:8 ") for x in found.values())
+
+
+def test_manual_is_what_the_program_says() -> None:
+    graph = api.build_graph(SourceFile("p.rlf", GRPO))
+    assert placed(graph, "", "manual", describe("1B")) == (graph, None)
+
+
+def test_speeds_of_a_named_cluster_and_of_one_that_is_only_counted() -> None:
+    assert speeds(g.Cluster(2, 8, 80.0, path="a100x16")).bfloat16_tflops == 312
+    assert speeds(g.Cluster(2, 4, 40.0)).gpus == 4 and speeds(g.Cluster(2, 4, 40.0)).bfloat16_tflops == 989
+
+
+# ------------------------------------------------------------------------------------------- placement files
+
+
+def test_the_file_compiles_to_the_plan_that_was_promised(tmp_path: Path) -> None:
+    machines = cluster(2, 4)
+    p = ready("grpo", "7B", machines)
+    answer = find(p, machines, p.placed.memory)
+    text = source(p, answer, "0", machines.name, False)
+    assert text == source(p, find(p, machines, p.placed.memory), "0", machines.name, False), "the same again"
+    rules = SourceFile("p.place.rlf", text)
+    graph = api.build_graph(SourceFile("grpo.rlf", GRPO), {}, rules)
+    plan, _ = planned(run(place_graph(graph, "p.place.rlf", describe("7B"))), "")
+    verify(plan)
+    assert simulate(plan, machines).seconds == pytest.approx(answer.best[0].seconds, rel=1e-9)
+    for word in ("predicted", "bound", "gap", "2x4", "seed", "parts of the space"):
+        assert word in text
+
+
+def test_a_locked_call_is_where_it_was() -> None:
+    machines = cluster(1, 8)
+    text = GRPO.replace("cluster nodes=1 gpus=1\n", EIGHT) + "place actor.generate on mesh(0:4) dp=4\n"
+    graph = api.build_graph(SourceFile("p.rlf", text))
+    p = prepared(graph, "", machines, 80 * 10**9, locked(graph, ("actor.generate",)), describe("1B"))
+    answer = find(p, machines, 80 * 10**9)
+    assert "gen" not in answer.best[0].places
+    assert answer.best[0].judged.assignment.blocks[0] == (0, 4)
+    assert "actor.generate" not in source(p, answer, "0", "c", False).split("place ", 1)[1].replace("actor.train", "")
+
+
+def test_a_lock_that_matches_nothing() -> None:
+    with pytest.raises(Failure) as failure:
+        locked(api.build_graph(SourceFile("p.rlf", GRPO)), ("critic.*",))
+    (d,) = failure.value.diagnostics
+    assert d.code == "RL0313" and "actor.generate" in d.help
+
+
+def test_too_small_a_cluster_names_the_smallest_that_does() -> None:
+    machines = cluster(1, 8, 80)
+    p = ready("grpo", "70B", machines)
+    with pytest.raises(Failure) as failure:
+        find(p, machines, p.placed.memory)
+    (d,) = failure.value.diagnostics
+    assert d.code == "RL0402" and "nodes" in d.help
+    nodes = int(d.help.split("would do: ")[1].split()[0])
+    for n, fits in ((nodes, True), (nodes - 1, False)):
+        there = cluster(n, 8, 80)
+        again = ready("grpo", "70B", there)
+        if fits:
+            assert find(again, there, again.placed.memory, Options("heuristic")).best
+        else:
+            with pytest.raises(Failure):
+                find(again, there, again.placed.memory, Options("heuristic"))
+
+
+def test_lengths_change_what_is_best_and_are_told() -> None:
+    machines = cluster(1, 4)
+    p = ready("grpo", "1B", machines)
+    short = find(p, machines, p.placed.memory, Options("heuristic", lengths=Lengths(64, 16, 32)))
+    long = find(p, machines, p.placed.memory, Options("heuristic"))
+    assert short.best[0].seconds < long.best[0].seconds

@@ -1,0 +1,71 @@
+"""Blocks, their symmetry, strategies."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from rldsl.search.space import Block, Strategy, Tree, can_tp, degrees, micro, zeros
+from tests.search.programs import family
+
+
+@pytest.mark.parametrize("nodes, gpus", [(1, 1), (1, 8), (2, 4), (3, 8), (5, 6), (4, 3), (16, 8)])
+def test_blocks_are_meshes_that_can_be_named_and_nest(nodes: int, gpus: int) -> None:
+    tree = Tree(nodes, gpus)
+    assert tree.every[0] == Block(0, nodes * gpus) and len(set(tree.every)) == len(tree.every)
+    for b in tree.every:
+        whole = b.start % gpus == 0 and b.size % gpus == 0
+        assert whole or b.start // gpus == (b.stop - 1) // gpus and gpus % b.size == 0, b
+    for a, b in combinations(tree.every, 2):
+        assert a.holds(b) or b.holds(a) or not a.meets(b)
+
+
+def test_of_nodes_in_which_nothing_stands_only_the_first_counts() -> None:
+    tree = Tree(4, 2)
+    assert list(tree.different(())) == [(0, 8), (0, 4), (0, 2), (0, 1)]
+    used = [Block(0, 2)]
+    assert set(tree.different(used)) == {(0, 8), (0, 4), (0, 2), (0, 1), (2, 4), (2, 3), (4, 8), (4, 6), (4, 5)}
+
+
+def test_halves_of_three_nodes_are_not_alike() -> None:
+    assert {b for b in Tree(3, 1).different(()) if b.size == 1} == {(0, 1), (2, 3)}
+
+
+def test_every_block_is_alike_to_one_that_is_tried() -> None:
+    """By number: whatever stands already, the sizes of all blocks disjoint from it are among those tried."""
+    tree = Tree(4, 4)
+    for used in combinations(tree.every, 2):
+        tried = {(b.size, tuple(b.holds(u) - (u.holds(b) and u != b) for u in used), tuple(b.meets(u) for u in used))
+                 for b in tree.different(used)}
+        for b in tree.every:
+            key = (b.size, tuple(b.holds(u) - (u.holds(b) and u != b) for u in used), tuple(b.meets(u) for u in used))
+            assert key in tried, (used, b)
+
+
+def test_degrees_fill_the_block_and_suit_the_model() -> None:
+    found = list(degrees("train", 16, 8, family("0.5B", "m", "causal_lm"), 1024))
+    assert found and all(s.dp * s.tp * s.pp * s.cp == 16 for s in found)
+    assert {s.tp for s in found} == {1, 2}, "14 heads"
+    assert all(s.cp == 1 for s in found)
+    assert any(s.cp == 4 for s in degrees("infer", 16, 8, family("7B", "m", "causal_lm"), 16384))
+    assert all(s.cp == 1 for s in degrees("generate", 16, 8, family("7B", "m", "causal_lm"), 16384))
+
+
+def test_what_a_model_does_not_allow_is_no_degree() -> None:
+    assert not can_tp(family("0.5B", "m", "causal_lm"), 4)
+    assert can_tp(family("7B", "m", "causal_lm"), 8)
+    assert not any(s.pp > 24 for s in degrees("train", 64, 8, family("0.5B", "m", "causal_lm"), 64))
+    assert not any(s.tp > 4 for s in degrees("train", 8, 4, family("7B", "m", "causal_lm"), 64)), "inside a node"
+
+
+def test_zero_is_for_training_over_several_ranks() -> None:
+    assert len(zeros("train", Strategy(dp=2))) == 4
+    assert zeros("train", Strategy(tp=2)) == (Strategy(tp=2),)
+    assert zeros("infer", Strategy(dp=2)) == (Strategy(dp=2),)
+
+
+@pytest.mark.parametrize("rows, pp, found", [(8, 1, (1, 2, 4, 0)), (8, 4, (1, 0)), (1, 1, (0,)), (6, 1, (1, 2, 4, 0)),
+                                             (3, 4, (0,))])
+def test_micro_batches_differ(rows: int, pp: int, found: tuple[int, ...]) -> None:
+    assert micro(rows, pp) == found
