@@ -38,7 +38,11 @@ PLACEMENT = (ast.MeshDecl, ast.Place, ast.Cluster, ast.Param)
 
 def read_text(path: str) -> str:
     """The text of a file, byte for byte, so that a hash of it is the hash of the file."""
-    return Path(path).read_bytes().decode("utf-8")
+    try:
+        data = Path(path).read_bytes()
+    except ValueError as error:  # no system has a file whose name has a null byte
+        raise OSError(str(error)) from None
+    return data.decode("utf-8")
 
 
 def build(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from rldsl import api
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph.build import build
 from rldsl.source import SourceFile
@@ -228,3 +229,8 @@ def test_one_flow(source: str) -> None:
     with pytest.raises(Failure) as caught:
         build(parse(SourceFile("main.rlf", source)), {}, read=read)
     assert [d.code for d in caught.value.diagnostics] == ["RL0109"]
+
+
+@pytest.mark.parametrize("text", ['cluster "h100\x00.yaml"\n', 'use "a\x00b.rlf" (x)\n'])
+def test_a_name_that_no_file_can_have(text: str) -> None:
+    assert api.check(text, "x.rlf")[0].code == "RL0103"
