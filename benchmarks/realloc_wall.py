@@ -24,10 +24,9 @@ import torch.distributed as dist
 
 from benchmarks.layouts import case as make
 from benchmarks.layouts import llama
-from rldsl.plan.boxes import volume
 from rldsl.plan.realloc.rounds import AHEAD, Round
 from rldsl.runtime.exchange import post
-from rldsl.runtime.realloc import Place, Route, realloc
+from rldsl.runtime.realloc import Route, realloc
 from tests.realloc.cases import Case
 from tests.realloc.test_run import place, tensors
 from tests.world import run_world
@@ -64,12 +63,12 @@ def by_peer(rounds: tuple[Round, ...]) -> tuple[Counter[int], Counter[int]]:
 def measure(rank: int, case: Case, turns: int, bucket: int) -> dict[str, float]:
     way = Route.of(case.model, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, rank, bucket)
     held = {name: torch.zeros_like(t) for name, t in tensors(case, "dst", rank, torch.float32).items()}
-    src: Place | None = place(case, "src", rank, tensors(case, "src", rank, torch.float32))
-    dst: Place | None = place(case, "dst", rank, held)
+    src = place(case, "src", rank, tensors(case, "src", rank, torch.float32))
+    dst = place(case, "dst", rank, held)
     sends, receives = by_peer(tuple(way.rounds))
     out = {peer: torch.ones(n) for peer, n in sends.items()}
     into = {peer: torch.ones(n) for peer, n in receives.items()}
-    here = sum(volume(box) for _, box in way.copies)
+    here = sum(src[name][at].numel() for (name, at), _ in way.copies) if src else 0
     stays, stayed = torch.ones(here), torch.ones(here)
 
     def bare() -> None:

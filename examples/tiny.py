@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -111,4 +111,7 @@ def make_all(root: str | Path, **overrides: Any) -> Path:
 
 
 if __name__ == "__main__":
-    print(f"wrote {make_all(sys.argv[1] if len(sys.argv) > 1 else 'runs/tiny')}/models and /data")
+    parser = argparse.ArgumentParser(description="Write tiny random models and data to run the examples with.")
+    parser.add_argument("folder", nargs="?", default="runs/tiny", help="where they go (default: runs/tiny)")
+    made = make_all(parser.parse_args().folder)
+    print(f"wrote {made / 'models'} and {made / 'data'}")

@@ -20,8 +20,9 @@ class Measured:
     `train` (with backward): "call" for a micro-batch, "layer" for each of its layers, "token" for each layer and
     token, "pair" for each layer, token and token before it, "output" for each response token. `decode`: "call" for
     one token of all sequences, "layer" for each layer, "token" for each layer and sequence, "pair" for each layer,
-    sequence and token in its cache, "output" for each sequence. `update`: "call" for an optimizer step, "element" for
-    each parameter."""
+    sequence and token in its cache, "output" for each sequence. `start`: what the first steps of a shape take beyond
+    that, "call" for each shape, "layer" for its layers. `update`: "call" for an optimizer step, "element" for each
+    parameter."""
 
     config: str
     head: str
@@ -31,12 +32,13 @@ class Measured:
     forward: tuple[tuple[str, float], ...] = ()
     train: tuple[tuple[str, float], ...] = ()
     decode: tuple[tuple[str, float], ...] = ()
+    start: tuple[tuple[str, float], ...] = ()
     update: tuple[tuple[str, float], ...] = ()
 
 
 PASSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("forward", "train", "decode"), ("call", "layer", "token", "pair", "output")),
-    "update": ("call", "element"),
+    "start": ("call", "layer"), "update": ("call", "element"),
 }
 
 

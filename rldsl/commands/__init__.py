@@ -1,4 +1,4 @@
-"""What the commands of `rlc` do, without the command line: typed arguments in, values out. `cli.py` alone knows click,
+"""What the commands of `rlc` do, without the command line: typed arguments in, values out. `cli/` alone knows click,
 and prints."""
 
 

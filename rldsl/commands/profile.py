@@ -29,7 +29,7 @@ from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Plan
 from rldsl.plan.project import events
 
-FORMAT = 1  # of what is kept; it grows with every change of what is measured
+FORMAT = 2  # of what is kept; it grows with every change of what is measured
 RANKS = 8  # at most, on a processor: to see how much its cores slow each other down
 
 

@@ -30,7 +30,7 @@ SHAPES = ((2, 1, 32, 16), (2, 4, 32, 16), (2, 16, 32, 31), (2, 16, 32, 4), (2, 4
           (1, 4, 32, 16), (1, 16, 48, 24))
 # (layers, sequences, tokens of a prompt)
 DECODES = ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32, 16))
-FEW, MANY = 4, 20  # tokens generated: the difference is decoding alone
+ONE, FEW, MANY = 1, 4, 20  # tokens generated: between the last two, decoding of shapes that were met before
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
@@ -86,7 +86,7 @@ def measure(model: Model, tp: int, backend: str, sampling: Sampling,
             device: torch.device) -> dict[str, dict[str, float]]:
     """Microseconds by pass and feature (`clusters/model.py`)."""
     what, vocab = OUTPUT[model.kind], model.sizes.vocab or 64
-    found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": []}
+    found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": [], "start": []}
     for layers in sorted({s[0] for s in SHAPES}):
         frozen, trained = (build(model, layers, tp, backend, device, t) for t in (False, True))
         for _, count, length, response in (s for s in SHAPES if s[0] == layers):
@@ -102,8 +102,9 @@ def measure(model: Model, tp: int, backend: str, sampling: Sampling,
                 found["train"].append((counts, timed(lambda: trained.train(parts, [[what]], 1.0, _loss), device)))
         if model.kind == "causal_lm":
             for _, count, length in (s for s in DECODES if s[0] == layers):
-                found["decode"].append(_decode(frozen, layers, rows(vocab, count, length, 0, device), length, sampling,
-                                               device))
+                start, decode = _decode(frozen, layers, rows(vocab, count, length, 0, device), length, sampling, device)
+                found["start"].append(start)
+                found["decode"].append(decode)
     rates = {name: fit(samples) for name, samples in found.items() if samples}
     update = {"call": rates["train"].pop("update", 0.0), "element": rates["train"].pop("element", 0.0)}
     return {**rates, "update": update}
@@ -114,17 +115,20 @@ def _loss(_: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
 
 
 def _decode(shard: Shard, layers: int, prompts: Packed, length: int, sampling: Sampling,
-            device: torch.device) -> tuple[dict[str, float], float]:
-    """Of the tokens between FEW and MANY."""
+            device: torch.device) -> tuple[tuple[dict[str, float], float], tuple[dict[str, float], float]]:
+    """(start, decode): what the tokens up to FEW take beyond those between FEW and MANY, and those."""
     count = len(prompts)
     seconds = []
-    for many in (FEW, MANY):
+    for many in (ONE, FEW, MANY):
         asked = replace(sampling, max_new_tokens=many, min_new_tokens=many, n=1, stop=())
         seconds.append(timed(lambda: shard.generate(prompts, asked, seed=1, step=0, limit=0), device))
     steps, width = MANY - FEW, length + (MANY + FEW) / 2
     each = steps * count
-    return ({"call": steps, "layer": steps * layers, "token": each * layers, "pair": each * layers * width,
-             "output": each}, max(seconds[1] - seconds[0], 1e-9))
+    later = max(seconds[2] - seconds[1], 1e-9)
+    more = seconds[1] - seconds[0] - (FEW - ONE) / steps * later
+    return (({"call": 1.0, "layer": float(layers)}, max(more, 1e-9)),
+            ({"call": steps, "layer": steps * layers, "token": each * layers, "pair": each * layers * width,
+              "output": each}, later))
 
 
 def fit(samples: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
 from rldsl.plan.movement import carried
 from rldsl.plan.partition import micro_batches, passes
 from rldsl.runtime.backend import Packed
-from rldsl.runtime.realloc import Place, Route, realloc
+from rldsl.runtime.realloc import Route, Tensors, realloc
 from rldsl.runtime.rows import Lens
 from rldsl.runtime.state import State
 from rldsl.runtime.store import Column, Pending, ragged
@@ -41,12 +41,11 @@ def reallocate(state: State, event: Realloc) -> None:
     if event.id not in state.routes:
         state.routes[event.id] = Route.of(moved, src, src_mesh, dst, dst_mesh, state.plan.header.devices_per_node,
                                           world.rank)
-    sides: list[Place | None] = []
+    sides: list[Tensors | None] = []
     for owner, layout, mesh in ((source, src, src_mesh), (model, dst, dst_mesh)):
         if world.rank in mesh.members():
             state.shard(owner.name, layout.id)
-            tensors = state.settled(owner.name, layout.id).tensors()
-            sides.append(Place.of(model, layout, mesh, world.rank, tensors))
+            sides.append(state.settled(owner.name, layout.id).tensors())
         else:
             sides.append(None)
     pending = state.told(realloc(state.routes[event.id], *sides, DTYPE[moved.dtype], state.device, event.id * 16,

@@ -19,81 +19,96 @@ import torch
 
 from rldsl.plan.boxes import Box, cell, contains, inside, intersect, itemsize, local_slice, volume
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.plan.realloc.direct import Held, divided, held_at, room
+from rldsl.plan.realloc.direct import PARTS, Held, divided, held_at, room, together
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.rounds import AHEAD, BUCKET, Message, Round, buckets, kept, rank_ops
 from rldsl.runtime.exchange import Post, post_each
 from rldsl.runtime.store import Pending
 
-Part = tuple[Message, torch.Tensor, bool]  # with its elements; whether they lie in the parameters themselves
+Tensors = Mapping[str, torch.Tensor]  # the local ones of a shard, by parameter
+Spot = tuple[str, tuple[slice, ...]]  # a box of a parameter: where it lies in its local tensor
 Arrived = dict[str, list[tuple[Box, torch.Tensor]]]  # parameter -> what came of it in a round
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the boxes of parameters lie in this rank's local tensors under one layout."""
+class Part:
+    """A message, or a part of one that goes by itself. spots: of its boxes; None where this rank does not hold one, and
+    passes it on. stretch: all its elements lie together, in the first of them."""
 
-    held: Held
-    tensors: Mapping[str, torch.Tensor]
+    message: Message
+    size: int
+    spots: tuple[Spot | None, ...]
+    stretch: bool
 
-    @staticmethod
-    def of(model: Model, layout: Layout, mesh: Mesh, rank: int, tensors: Mapping[str, torch.Tensor]) -> Place:
-        return Place(held_at(model, layout, cell(layout, mesh, rank)), tensors)
 
-    def has(self, name: str, box: Box) -> bool:
-        return any(contains(p.box, box) for p in self.held[name][1])
-
-    def view(self, name: str, box: Box) -> torch.Tensor:
-        parameter, pieces = self.held[name]
-        piece = next(p for p in pieces if contains(p.box, box))
-        return self.tensors[name][local_slice(piece, box, parameter.dim)]
+Laid = tuple[Part, torch.Tensor, bool]  # with its elements; whether they lie in the parameters themselves
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives, round by round, and what it has already."""
+    """What one rank sends and receives, round by round, and (from, to) of what it has already. parts: (sends,
+    receives) of each round."""
 
     rounds: Sequence[Round]
-    copies: Sequence[tuple[str, Box]]
+    parts: Sequence[tuple[tuple[Part, ...], tuple[Part, ...]]]
+    copies: Sequence[tuple[Spot, Spot]]
 
     @staticmethod
     def of(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh, devices_per_node: int, rank: int,
            bucket: int = BUCKET) -> Route:
         """model: in the dtype that travels. bucket: bytes."""
         way = paths(model, src, src_mesh, dst, dst_mesh, devices_per_node)
-        return Route(rank_ops(way, rank, buckets(way, itemsize(model), bucket)),
-                     kept(way, rank))
+        rounds = rank_ops(way, rank, buckets(way, itemsize(model), bucket))
+        have, want = (held_at(model, at, cell(at, mesh, rank)) for at, mesh in ((src, src_mesh), (dst, dst_mesh)))
+        return Route(rounds, tuple((_parts(r.sends, have), _parts(r.receives, want)) for r in rounds),
+                     tuple((spot(have, *box), spot(want, *box)) for box in kept(way, rank)))
+
+
+def spot(held: Held, name: str, box: Box) -> Spot:
+    """Where a box lies that this rank holds."""
+    parameter, pieces = held[name]
+    piece = next(p for p in pieces if contains(p.box, box))
+    return name, local_slice(piece, box, parameter.dim)
+
+
+def _parts(messages: Sequence[Message], held: Held) -> tuple[Part, ...]:
+    def spots(message: Message) -> tuple[Spot | None, ...]:
+        return tuple(spot(held, *x) if any(contains(p.box, x[1]) for p in held[x[0]][1]) else None
+                     for x in message.boxes)
+
+    return tuple(Part(m, m.size(), spots(m), together(m, held)) for whole in messages for m in divided(whole))
 
 
 @torch.no_grad()
-def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dtype, device: torch.device,
+def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch.dtype, device: torch.device,
             tag: int, decay: float = 0.0) -> Pending:
     """Parameters along a route. decay: of what was there before, in a mean with what comes; one element's arithmetic is
     the same wherever it lies."""
-    def put(name: str, box: Box, value: torch.Tensor) -> None:
-        assert dst is not None, f"{name} came to a rank that is not in the destination"
-        target = dst.view(name, box)
+    def put(to: Spot | None, value: torch.Tensor) -> None:
+        assert dst is not None and to is not None, "something came to a rank that does not want it"
+        target = dst[to[0]][to[1]]
         target.copy_(target.float() * decay + value.float() * (1 - decay) if decay else value)
 
-    for name, box in route.copies:
+    for (name, at), to in route.copies:
         assert src is not None
-        put(name, box, src.view(name, box))
-    given = None if decay else dst
-    sizes = room(enumerate(route.rounds), len(route.rounds),
-                 *(lambda m, side=side: _in_place(m, side, dtype) is not None for side in (src, given)))
-    out, into = ([torch.empty(n, dtype=dtype, device=device) for n in each] for each in sizes)
+        put(to, src[name][at])
+    # the last rounds are waited for late, and until then the source may change
+    early = len(route.parts) - AHEAD
+    sends = [[(p, _lying(p, src, dtype) if i < early else None) for p in sides[0]] for i, sides in enumerate(route.parts)]
+    receives = [[(p, _lying(p, None if decay else dst, dtype)) for p in sides[1]] for sides in route.parts]
+    out, into = ([torch.empty(n, dtype=dtype, device=device) for n in room(
+        [sum(p.size for p, there in each if there is None) for each in side])] for side in (sends, receives))
     under_way: deque[Callable[[], Arrived]] = deque()
-    for number, ops in enumerate(route.rounds):
+    for number in range(len(route.parts)):
         came = under_way.popleft()() if len(under_way) == AHEAD else {}
-        # the last rounds are waited for late, and until then the source may change
-        lying = src if number < len(route.rounds) - AHEAD else None
-        sends = _parts(ops.sends, out[number % AHEAD], lying, dtype)
-        for part, flat, in_place in sends:
+        going = _laid(sends[number], out[number % AHEAD])
+        for part, flat, in_place in going:
             if not in_place:
                 _pack(part, flat, src, came)
-        receives = _parts(ops.receives, into[number % AHEAD], given, dtype)
-        posted = post_each(*([(m.peer, flat) for m, flat, _ in side] for side in (sends, receives)), tag=tag, most=2)
-        under_way.append(partial(_arrive, posted, receives, put))
+        coming = _laid(receives[number], into[number % AHEAD])
+        posted = post_each(*([(p.message.peer, flat) for p, flat, _ in side] for side in (going, coming)), tag=tag,
+                           most=PARTS)
+        under_way.append(partial(_arrive, posted, coming, put))
 
     def finish() -> None:
         while under_way:
@@ -102,30 +117,29 @@ def realloc(route: Route, src: Place | None, dst: Place | None, dtype: torch.dty
     return Pending(finish)
 
 
-def _parts(messages: Sequence[Message], room: torch.Tensor, side: Place | None, dtype: torch.dtype) -> list[Part]:
-    """The messages of a round, where their elements lie if that is in one stretch of a parameter of `side`, and else
-    one after the other in `room`."""
-    found, at = [], 0
-    for message in messages:
-        for part in divided(message):
-            flat = _in_place(part, side, dtype)
-            found.append((part, room[at : at + part.size()] if flat is None else flat, flat is not None))
-            at += part.size() if flat is None else 0
-    return found
-
-
-def _in_place(message: Message, side: Place | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if side is None or len(message.boxes) > 1 or not side.has(*message.boxes[0]):
+def _lying(part: Part, tensors: Tensors | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The elements of a part, where they lie in one stretch of a parameter."""
+    if tensors is None or not part.stretch or part.spots[0] is None:
         return None
-    view = side.view(*message.boxes[0])
+    name, at = part.spots[0]
+    view = tensors[name][at]
     return view.view(-1) if view.dtype == dtype and view.is_contiguous() else None
 
 
-def _pack(message: Message, out: torch.Tensor, src: Place | None, came: Arrived) -> None:
+def _laid(parts: Sequence[tuple[Part, torch.Tensor | None]], room: torch.Tensor) -> list[Laid]:
+    """The parts of a round; what does not lie in a parameter, one after the other in `room`."""
+    found, at = [], 0
+    for part, there in parts:
+        found.append((part, room[at : at + part.size] if there is None else there, there is not None))
+        at += part.size if there is None else 0
+    return found
+
+
+def _pack(part: Part, out: torch.Tensor, src: Tensors | None, came: Arrived) -> None:
     """Boxes that this rank holds, and boxes that came two rounds before."""
-    for name, box, view in _views(message, out):
-        if src is not None and src.has(name, box):
-            view.copy_(src.view(name, box))
+    for spot, name, box, view in _views(part, out):
+        if src is not None and spot is not None:
+            view.copy_(src[spot[0]][spot[1]])
             continue
         for there, value in came[name]:
             if (both := intersect(there, box)) is not None:
@@ -133,20 +147,20 @@ def _pack(message: Message, out: torch.Tensor, src: Place | None, came: Arrived)
 
 
 @torch.no_grad()
-def _arrive(posted: Post, receives: Sequence[Part], put: Callable[[str, Box, torch.Tensor], None]) -> Arrived:
+def _arrive(posted: Post, receives: Sequence[Laid], put: Callable[[Spot | None, torch.Tensor], None]) -> Arrived:
     """Wait for a round, and keep what came."""
     posted.wait()
     found: Arrived = {}
-    for message, flat, in_place in receives:
-        for name, box, value in _views(message, flat):
+    for part, flat, in_place in receives:
+        for spot, name, box, value in _views(part, flat):
             if not in_place:
-                put(name, box, value)
+                put(spot, value)
             found.setdefault(name, []).append((box, value))
     return found
 
 
-def _views(message: Message, flat: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Each box of a message with its elements."""
+def _views(part: Part, flat: torch.Tensor) -> Iterator[tuple[Spot | None, str, Box, torch.Tensor]]:
+    """Each box of a part with its elements."""
     at = 0
-    for name, box in message.boxes:
-        yield name, box, flat[at : (at := at + volume(box))].view([stop - start for start, stop in box])
+    for spot, (name, box) in zip(part.spots, part.message.boxes):
+        yield spot, name, box, flat[at : (at := at + volume(box))].view([stop - start for start, stop in box])

@@ -20,18 +20,19 @@ from typing import Any
 import torch
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.boxes import local_slice, parameters, slices
+from rldsl.plan.boxes import cell, local_slice, parameters, slices
 from rldsl.plan.events import Save
 from rldsl.plan.gather import gather, owners
 from rldsl.plan.lora import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.model import Model
 from rldsl.plan.movement import stored
+from rldsl.plan.realloc.direct import held_at
 from rldsl.plan.stored import of_experts, tensors
 from rldsl.runtime.agree import agree
 from rldsl.runtime.exchange import post
 from rldsl.runtime.files import sync
 from rldsl.runtime.paths import MARK, check_writes, foreign
-from rldsl.runtime.realloc import Place
+from rldsl.runtime.realloc import Tensors, spot
 from rldsl.runtime.state import State
 
 
@@ -39,11 +40,10 @@ def save(state: State, event: Save) -> None:
     model, layout = state.models[event.model], state.world.layouts[event.layout]
     mesh, group = state.world.meshes[layout.mesh], state.world.group(event.mesh)
     shard = state.settled(event.model, event.layout)
-    place = Place.of(model, layout, mesh, state.world.rank, shard.tensors())
     members = mesh.members()
     # adapters are small, and PEFT reads them from one file
     chosen = dict.fromkeys(owners(model, layout, mesh), members[0]) if model.lora else owners(model, layout, mesh)
-    whole = _gather(state, event, model, place, chosen)
+    whole = _gather(state, event, model, shard.tensors(), chosen)
     writers = sorted(set(chosen.values()))
     names = {rank: WEIGHTS if model.lora else _file(i, len(writers)) for i, rank in enumerate(writers)}
     index = {name: names[rank] for name, rank in chosen.items()}
@@ -70,21 +70,23 @@ def _file(i: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _gather(state: State, event: Save, model: Model, place: Place,
+def _gather(state: State, event: Save, model: Model, mine: Tensors,
             chosen: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """The parameters that this rank is chosen to write, whole, on the CPU."""
     layout = state.world.layouts[event.layout]
     mesh, rank = state.world.meshes[layout.mesh], state.world.rank
     sends, receives = gather(model, layout, mesh, chosen, rank)
-    whole = {p.name: torch.empty(p.spec.shape, dtype=place.tensors[p.name].dtype if p.name in place.tensors
-                                 else _dtype(place), device=state.device)
+    held = held_at(model, layout, cell(layout, mesh, rank))
+    whole = {p.name: torch.empty(p.spec.shape, dtype=mine[p.name].dtype if p.name in mine
+                                 else _dtype(mine), device=state.device)
              for p in parameters(model) if chosen[p.name] == rank}
     for name, target in whole.items():
-        parameter, pieces = place.held[name]
+        parameter, pieces = held[name]
         for piece in pieces:
-            target[slices(piece.box)] = place.tensors[name][local_slice(piece, piece.box, parameter.dim)]
-    out = {m.peer: torch.cat([place.view(name, box).reshape(-1) for name, box in m.boxes]) for m in sends}
-    into = {m.peer: torch.empty(m.size(), dtype=_dtype(place), device=state.device) for m in receives}
+            target[slices(piece.box)] = mine[name][local_slice(piece, piece.box, parameter.dim)]
+    spots = {m.peer: [spot(held, *box) for box in m.boxes] for m in sends}
+    out = {peer: torch.cat([mine[name][at].reshape(-1) for name, at in some]) for peer, some in spots.items()}
+    into = {m.peer: torch.empty(m.size(), dtype=_dtype(mine), device=state.device) for m in receives}
     post(out, into, event.id * 16).wait()
     for message in receives:
         at = 0
@@ -108,8 +110,8 @@ def _as_stored(model: Model, whole: Mapping[str, torch.Tensor], index: Mapping[s
     return made, files
 
 
-def _dtype(place: Place) -> torch.dtype:
-    return next(iter(place.tensors.values())).dtype
+def _dtype(mine: Tensors) -> torch.dtype:
+    return next(iter(mine.values())).dtype
 
 
 def _together(group: Any, state: State, work: Any, final: Path) -> None:

@@ -121,6 +121,7 @@ def generate(world: World, event: Generate, c: int, key: Hashable) -> list[Act]:
         at = Stage(c, me.groups, held, machine, key)
         fresh = d.fresh * row.prompt
         seconds = (machine.forward(held, first) + machine.decode(held, rest)
+                   + machine.start(held, d.shapes)
                    + d.waves * (at.divided(fresh, 0, held.layers) + at.experts(fresh, held.layers))
                    + d.steps * (at.divided(d.active, 0, held.layers) + at.experts(d.active, held.layers)))
         if held.last and held.tp > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, prod
+from math import ceil, log2, prod
 
 from rldsl.plan.boxes import itemsize, pieces, volume
 from rldsl.plan.events import Generate
@@ -122,7 +122,7 @@ def micro(s: Shard, rows: float, row: Row, responses: float, cp: int = 1) -> Cou
 class Decoding:
     """What `generate` does on a shard: `waves` times `slots` sequences begin, of which `fresh` have a prompt that is
     new, then `steps` tokens of `active` sequences are made with `width` tokens of each in reach. With several lanes,
-    those of all together, one after the other."""
+    those of all together, one after the other. shapes: of a step, that are met one after the other."""
 
     waves: float
     slots: float
@@ -130,6 +130,7 @@ class Decoding:
     steps: float
     active: float
     width: float
+    shapes: float
 
 
 def decoding(event: Generate, rows: float, row: Row, lanes: int = 1) -> Decoding:
@@ -137,7 +138,7 @@ def decoding(event: Generate, rows: float, row: Row, lanes: int = 1) -> Decoding
     read as far as the longest. The samples of a prompt share its prefill."""
     slots = min(rows, event.mbs or rows)
     if not slots:
-        return Decoding(0, 0, 0, 0, 0, 0)
+        return Decoding(0, 0, 0, 0, 0, 0, 0)
     waves = ceil(rows / slots)
     longest = row.longest
     steps = longest if waves == 1 else max(rows * row.response / slots + (longest - row.response), longest)
@@ -145,7 +146,13 @@ def decoding(event: Generate, rows: float, row: Row, lanes: int = 1) -> Decoding
     steps = max(steps - waves, 0.0)
     each = slots / lanes
     return Decoding(waves * lanes, each, each / max(event.sampling.n, 1), steps * lanes,
-                    sampled / (steps * lanes) if steps else 0.0, row.prompt + longest / 2)
+                    sampled / (steps * lanes) if steps else 0.0, row.prompt + longest / 2,
+                    lanes * widths(row.prompt, row.prompt + longest) if steps else 0.0)
+
+
+def widths(least: float, most: float) -> float:
+    """How many times the slab is read further on: four for each doubling from 64 tokens (`backends/torch/slots.py`)."""
+    return 1 + 4 * max(0.0, log2(max(most, 64.0) / max(least, 64.0)))
 
 
 def prefill(s: Shard, d: Decoding, row: Row) -> Counts:

@@ -67,6 +67,11 @@ class Machine:
         kernels = c.layers * LAYER_KERNELS + c.calls * (CALL_KERNELS + SAMPLE_KERNELS * s.last)
         return self._beside(kernels, products + cached + sampled)
 
+    def start(self, s: Shard, shapes: float) -> float:
+        """What the first decoding steps of so many shapes take beyond others, where that was measured."""
+        found = self.measured(s.model, s.tp)
+        return _sum(found.start, Counts(shapes, shapes * s.layers, 0, 0, 0)) if found else 0.0
+
     def update(self, s: Shard, elements: float) -> float:
         """One optimizer step over so many elements: norm, clipping, AdamW, and the gradients cleared."""
         found = self.measured(s.model, s.tp)

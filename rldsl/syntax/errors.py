@@ -195,6 +195,8 @@ def _mend(token: str, accepted: set[str], span: Span, text: str) -> tuple[str, F
     """(advice, and what to do where it is sure)"""
     before = text[: span.start].rstrip(" \t")
     inside = any(text[i] in "([" for i in open_brackets(text, span.start)[-1:])
+    if re.match(r"[ \t]*repeat[ \t]+(until|while)\b", text[before.rfind("\n") + 1 :]):
+        return "the condition comes last: `repeat { ... } until condition max 4`", None
     if told := _rlf(token, before[before.rfind("\n") + 1 :], inside):
         return told, None
     back = Span(span.file, span.start - 1, span.end)

@@ -16,7 +16,7 @@ from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
 from rldsl.plan.realloc.nodes import Side
 from rldsl.plan.verify import saves
 from rldsl.plan.verify.realloc import examine
-from rldsl.runtime.realloc import Place, Route, realloc
+from rldsl.runtime.realloc import Route, realloc
 from tests.plan_algebra.models import mesh
 from tests.realloc.cases import Case
 from tests.realloc.test_values import check
@@ -124,8 +124,8 @@ def move_all(rank: int) -> list[str]:
     for number, case in enumerate(MOVES[:7]):
         right = held(case, "dst", rank)
         got = {name: torch.full_like(t, -1) for name, t in right.items()}
-        src, dst = (Place.of(MODEL, x, on, rank, tensors) if rank in on.members() else None for x, on, tensors in (
-            (case.src, case.src_mesh, held(case, "src", rank)), (case.dst, case.dst_mesh, got)))
+        src, dst = (tensors if rank in on.members() else None for on, tensors in (
+            (case.src_mesh, held(case, "src", rank)), (case.dst_mesh, got)))
         route = Route.of(MODEL, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, rank, 400)
         realloc(route, src, dst, torch.float32, torch.device("cpu"), number * 16).finish()
         wrong += [f"{case}: {name}" for name, t in right.items() if not torch.equal(got[name], t)]

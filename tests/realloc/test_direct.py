@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 
 from rldsl.plan.boxes import cell, local_shape
-from rldsl.plan.realloc.direct import divided, held_at, room, together
+from rldsl.plan.realloc.direct import ALONE, divided, held_at, packed, room, together
 from rldsl.plan.realloc.rounds import AHEAD, Message, Round, rank_ops
-from rldsl.runtime.realloc import Place, _in_place
+from rldsl.runtime.realloc import _lying, _parts
 from tests.realloc.cases import Case, cases
 
 
@@ -19,14 +19,19 @@ def test_shapes_say_what_tensors_say(case: Case) -> None:
     for rank in case.ranks():
         for at, on in ((case.src, case.src_mesh), (case.dst, case.dst_mesh)):
             there = held_at(case.model, at, cell(at, on, rank))
-            place = Place(there, {name: torch.empty(local_shape(p, pieces)) for name, (p, pieces) in there.items() if pieces})
+            tensors = {name: torch.empty(local_shape(p, pieces)) for name, (p, pieces) in there.items() if pieces}
             for ops in rank_ops(case.paths(), rank, 2):
-                for message in (*ops.sends, *ops.receives):
-                    for part in divided(message):
-                        assert together(part, there) == (_in_place(part, place, torch.float32) is not None)
+                for part in _parts((*ops.sends, *ops.receives), there):
+                    spot = part.spots[0] if len(part.spots) == 1 else None
+                    lies = spot is not None and tensors[spot[0]][spot[1]].is_contiguous()
+                    assert together(part.message, there) == part.stretch == lies
+                    assert (_lying(part, tensors, torch.float32) is not None) == lies
+                    assert _lying(part, tensors, torch.float64) is None and _lying(part, None, torch.float32) is None
 
 
-@pytest.mark.parametrize("sizes, parts", [([4], [4]), ([4, 4], [4, 4]), ([1, 5, 2], [5, 3]), ([2, 2, 2], [6])])
+@pytest.mark.parametrize("sizes, parts", [([4], [4]), ([4, 4], [4, 4]), ([1, 5, 2], [5, 3]), ([2, 2, 2], [6]),
+                                          ([ALONE, 1] * 3 + [9 * ALONE], [ALONE] * 3 + [9 * ALONE, 3]),
+                                          ([ALONE] * 7, [ALONE] * 4 + [3 * ALONE])])
 def test_a_large_box_goes_by_itself(sizes: list[int], parts: list[int]) -> None:
     message = Message(3, tuple((f"p{i}", ((0, n),)) for i, n in enumerate(sizes)))
     found = divided(message)
@@ -36,8 +41,11 @@ def test_a_large_box_goes_by_itself(sizes: list[int], parts: list[int]) -> None:
 
 def test_what_is_sent_late_has_room() -> None:
     message = Message(1, (("p", ((0, 8),)),))
-    rounds = [Round((message,), (message,))] * (AHEAD + 1)
-    assert room(enumerate(rounds[:1]), 1, lambda m: True, lambda m: True) == ([8, 0], [0, 0])
-    assert room(enumerate(rounds), len(rounds), lambda m: True, lambda m: True) == ([8, 8], [0, 0])
-    assert room(enumerate(rounds), len(rounds), lambda m: False, lambda m: False) == ([8, 8], [8, 8])
-    assert room([], 0, lambda m: False, lambda m: False) == ([0, 0], [0, 0])
+    ops = Round((message,), (message,))
+    for late, sent, came in ((False, True, True), (True, True, True), (False, True, False), (False, False, True)):
+        assert packed(ops, late, (lambda m: sent, lambda m: came)) == (8 * (late or not sent), 8 * (not came))
+
+
+@pytest.mark.parametrize("sizes, buffers", [([], [0, 0]), ([8], [8, 0]), ([1, 2, 3], [3, 2]), ([5, 0, 4, 6, 1], [5, 6])])
+def test_rounds_under_way_share_buffers(sizes: list[int], buffers: list[int]) -> None:
+    assert AHEAD == 2 and room(sizes) == buffers

@@ -16,7 +16,7 @@ from rldsl.backends.torch import build
 from rldsl.plan.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Shard
-from rldsl.runtime.realloc import Place, Route, realloc
+from rldsl.runtime.realloc import Route, Tensors, realloc
 from tests.backend_torch.shards import _axis, pack, plan_model, ragged
 from tests.tiny import make_model
 from tests.world import run_world
@@ -46,13 +46,13 @@ class At:
         if axes:
             self.shard = build(model, self.layout, self.mesh, Axes(**axes), CPU, load=train, trainable=train)
 
-    def place(self, model: Model, rank: int) -> Place | None:
-        return self.shard and Place.of(model, self.layout, self.mesh, rank, self.shard.tensors())
+    def tensors(self) -> Tensors | None:
+        return self.shard and self.shard.tensors()
 
 
 def move(model: Model, rank: int, a: At, b: At, tag: int) -> None:
     route = Route.of(model, a.layout, a.mesh, b.layout, b.mesh, 4, rank)
-    realloc(route, a.place(model, rank), b.place(model, rank), torch.float32, CPU, tag).finish()
+    realloc(route, a.tensors(), b.tensors(), torch.float32, CPU, tag).finish()
 
 
 def seen(at: At, what: str) -> torch.Tensor | None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.plan.boxes import holding, parameters
-from rldsl.runtime.realloc import Place, Route, realloc
+from rldsl.plan.boxes import cell, holding, parameters
+from rldsl.plan.realloc.direct import held_at
+from rldsl.plan.realloc.rounds import kept
+from rldsl.runtime.realloc import Route, Tensors, realloc, spot
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, wide
 from tests.world import run_world
@@ -39,9 +41,9 @@ def tensors(case: Case, side: str, rank: int, dtype: torch.dtype) -> dict[str, t
     return out
 
 
-def place(case: Case, side: str, rank: int, held: dict[str, torch.Tensor]) -> Place | None:
-    at, on = (case.src, case.src_mesh) if side == "src" else (case.dst, case.dst_mesh)
-    return Place.of(case.model, at, on, rank, held) if rank in on.members() else None
+def place(case: Case, side: str, rank: int, held: dict[str, torch.Tensor]) -> Tensors | None:
+    on = case.src_mesh if side == "src" else case.dst_mesh
+    return held if rank in on.members() else None
 
 
 def route(case: Case, rank: int, bucket: int) -> Route:
@@ -114,9 +116,13 @@ def test_two_buckets_are_enough() -> None:
 def test_a_route_that_was_spoiled_is_noticed() -> None:
     """A rank that does not want what comes says so; nothing is written past the parameters."""
     case = CASES[0]
-    way = route(case, 0, 1 << 30)
-    spoiled = replace(way, copies=((way.copies[0][0], ((0, 999), *way.copies[0][1][1:])),))
-    held = tensors(case, "dst", 0, torch.float32)
+    held = held_at(case.model, case.dst, cell(case.dst, case.dst_mesh, 0))
+    (name, box), *_ = kept(case.paths(), 0)
+    assert spot(held, name, box)
     with pytest.raises(StopIteration):
-        realloc(spoiled, place(case, "src", 0, tensors(case, "src", 0, torch.float32)), place(case, "dst", 0, held),
-                torch.float32, torch.device("cpu"), 0)
+        spot(held, name, ((0, 999), *box[1:]))
+    way = route(case, 0, 1 << 30)
+    spoiled = replace(way, copies=((way.copies[0][0], None),))
+    sides = (place(case, side, 0, tensors(case, side, 0, torch.float32)) for side in ("src", "dst"))
+    with pytest.raises(AssertionError, match="does not want it"):
+        realloc(spoiled, *sides, torch.float32, torch.device("cpu"), 0)

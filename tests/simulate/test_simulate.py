@@ -18,6 +18,7 @@ from rldsl.plan.project import events
 from rldsl.simulate import Lengths, Timeline, simulate
 from rldsl.simulate import moves
 from rldsl.simulate.classes import classes
+from rldsl.simulate.cost import widths
 from rldsl.simulate.engine import Begin, Run
 from rldsl.simulate.program import programs
 from rldsl.simulate.simulate import STEPS, run
@@ -286,6 +287,14 @@ def test_a_measured_step_is_the_sum_of_its_features() -> None:
     fresh = rows // 2  # the two samples of a prompt share its prefill
     prefill = 1e6 + layers * 1e3 + layers * fresh * 8 * 10 + layers * fresh * 64 + rows * 0.1
     assert by[gen.id] == pytest.approx(prefill * 1e-6)
+    first = replace(measured, start=(("call", 3e6), ("layer", 1e5)))
+    found = simulate(plan, replace(fast, measured=(first,)))
+    assert found.event_seconds()[gen.id] == pytest.approx(prefill * 1e-6 + 3 + layers * 0.1), "one shape: 24 tokens of 64"
+
+
+def test_decoding_meets_shapes_as_sequences_grow() -> None:
+    assert widths(8, 24) == widths(8, 64) == 1
+    assert widths(64, 128) == widths(8, 128) == 5 and widths(128, 1024) == 13
 
 
 def test_ranks_that_share_cores_are_slower() -> None:

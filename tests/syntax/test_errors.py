@@ -122,6 +122,7 @@ CASES |= {
     "selection_of_a_call": flow("p = d.next()", "gen = m.generate(p) where len(gen) > 3", "metric n = mean(len(gen))"),
     "selection_in_a_call": "use std.sft (sft)\n" + flow(*GEN, "m.train(g where len(g) > 3, loss=sft())"),
     "selection_after_a_call": "use std.sft (sft)\n" + flow(*GEN, "m.train(g, loss=sft()) where len(g) > 3"),
+    "until_first": flow("repeat until 3 > 2 {", *GEN, "}"),
     "repeat_in_repeat_until": flow("repeat {", "repeat {", *GEN, "} until mean(len(g)) > 3 max 2",
                                    "} until 2 > 1 max 3"),
     "repeat_until_in_repeat": flow("repeat 3 {", "repeat {", *GEN, "} until mean(len(g)) > 3 max 2", "}"),

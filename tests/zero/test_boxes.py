@@ -20,7 +20,7 @@ from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.summary import summary
 from rldsl.plan.verify.realloc import examine
 from rldsl.plan.verify import saves
-from rldsl.runtime.realloc import Place, Route, realloc
+from rldsl.runtime.realloc import Route, realloc
 from tests.plan_algebra.models import layout, mesh, model
 from tests.world import run_world
 
@@ -158,8 +158,7 @@ def move_all(rank: int) -> list[str]:
 
         right = held(b, bm)
         got = {name: torch.full_like(t, -1) for name, t in right.items()}
-        src = Place.of(made, a, am, rank, held(a, am)) if rank in am.members() else None
-        dst = Place.of(made, b, bm, rank, got) if rank in bm.members() else None
+        src, dst = (x if rank in on.members() else None for x, on in ((held(a, am), am), (got, bm)))
         realloc(Route.of(made, a, am, b, bm, devices, rank), src, dst, torch.float32, torch.device("cpu"), number * 16).finish()
         wrong += [f"{a.id} to {b.id}: {name}" for name, t in right.items() if not torch.equal(got[name], t)]
     return wrong

@@ -16,7 +16,7 @@ from rldsl.plan.memory.parameters import Copy, held
 from rldsl.plan.model import Layout, Model, ParamSpec, Plan
 from rldsl.plan.movement import carried, stored
 from rldsl.plan.project import events
-from rldsl.plan.realloc.direct import Held, room, together
+from rldsl.plan.realloc.direct import Held, packed, room, together
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.records import Paths
 from rldsl.plan.realloc.rounds import AHEAD, buckets, count, some_rounds
@@ -48,11 +48,12 @@ def realloc_bytes(plan: Plan, way: Paths, e: Realloc, ranks: Alike) -> int:
     found = 0
     for rank, _ in ranks.ranks:
         lying, wanted = (_held(plan, model, at, rank) for at in (e.src, e.dst))
-        out, into = room(
-            zip(numbers, some_rounds(way, rank, parts, numbers)), total,
-            lambda m: stored(source, e.src) == travels.dtype and together(m, lying),
-            lambda m: stored(model, e.dst) == travels.dtype and not e.decay and together(m, wanted))
-        found = max(found, sum(out) + sum(into))
+        sizes = dict(zip(numbers, (
+            packed(ops, number >= total - AHEAD, (
+                lambda m: stored(source, e.src) == travels.dtype and together(m, lying),
+                lambda m: stored(model, e.dst) == travels.dtype and not e.decay and together(m, wanted)))
+            for number, ops in zip(numbers, some_rounds(way, rank, parts, numbers)))))
+        found = max(found, sum(sum(room(sizes.get(n, (0, 0))[side] for n in range(total))) for side in (0, 1)))
     return itemsize(travels) * found
 
 

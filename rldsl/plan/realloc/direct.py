@@ -12,6 +12,9 @@ from rldsl.plan.boxes import Box, Cell, Parameter, Piece, contains, held, local_
 from rldsl.plan.model import Layout, Model
 from rldsl.plan.realloc.rounds import AHEAD, Message, Round
 
+ALONE = 1 << 18  # elements: to copy so many at both ends costs more than a message
+PARTS = 5  # of a message to one peer in a round
+
 Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
 
 
@@ -21,13 +24,12 @@ def held_at(model: Model, layout: Layout, at: Cell | None) -> Held:
 
 
 def divided(message: Message) -> tuple[Message, ...]:
-    """A box of at least half of a message goes by itself, so that it need not be copied; both ends see that alike."""
+    """At most `PARTS`: the largest boxes go by themselves, so that they need not be copied; both ends see that alike."""
     sizes = [volume(box) for _, box in message.boxes]
-    at = sizes.index(max(sizes))
-    if len(sizes) == 1 or 2 * sizes[at] < sum(sizes):
-        return (message,)
-    rest = (*message.boxes[:at], *message.boxes[at + 1 :])
-    return Message(message.peer, (message.boxes[at],)), Message(message.peer, rest)
+    largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])[: PARTS - 1]
+    alone = sorted(i for i in largest if sizes[i] >= ALONE or 2 * sizes[i] >= sum(sizes))
+    rest = tuple(b for i, b in enumerate(message.boxes) if i not in alone)
+    return (*(Message(message.peer, (message.boxes[i],)) for i in alone), *([Message(message.peer, rest)] if rest else ()))
 
 
 def together(message: Message, there: Held) -> bool:
@@ -50,16 +52,18 @@ def _one_stretch(shape: tuple[int, ...], box: Box) -> bool:
     return all(n == 1 for n in counts[: max(0, inner - 1)])
 
 
-def room(rounds: Iterable[tuple[int, Round]], total: int, direct_send: Callable[[Message], bool],
-         direct_receive: Callable[[Message], bool]) -> tuple[list[int], list[int]]:
-    """Elements of the buffers for sends and for receives: one for each round under way, as large as the largest round
-    that uses it. rounds: with their numbers, of `total`. direct: whether what is sent, or received, needs none. What is
-    sent in the last rounds always does: they are waited for late, and until then the source may change."""
-    out, into = [0] * AHEAD, [0] * AHEAD
-    for number, ops in rounds:
-        late = number >= total - AHEAD
-        sent = sum(m.size() for part in ops.sends for m in divided(part) if late or not direct_send(m))
-        came = sum(m.size() for part in ops.receives for m in divided(part) if not direct_receive(m))
-        out[number % AHEAD] = max(out[number % AHEAD], sent)
-        into[number % AHEAD] = max(into[number % AHEAD], came)
-    return out, into
+def room(rounds: Iterable[int]) -> list[int]:
+    """Elements of the buffers of one side: one for each round under way, as large as the largest that uses it. rounds:
+    elements of each that need a buffer."""
+    found = [0] * AHEAD
+    for number, size in enumerate(rounds):
+        found[number % AHEAD] = max(found[number % AHEAD], size)
+    return found
+
+
+def packed(ops: Round, late: bool, lies: tuple[Callable[[Message], bool], Callable[[Message], bool]]) -> tuple[int, int]:
+    """Elements that need a buffer in a round: of sends, and of receives. lies: whether a part that is sent, or received,
+    lies in one stretch. What is sent in the last rounds needs one always: they are waited for late, and until then the
+    source may change."""
+    sends, receives = ([m for whole in side for m in divided(whole)] for side in (ops.sends, ops.receives))
+    return (sum(m.size() for m in sends if late or not lies[0](m)), sum(m.size() for m in receives if not lies[1](m)))

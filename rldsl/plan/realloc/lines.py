@@ -26,6 +26,8 @@ from rldsl.plan.boxes import (
 )
 from rldsl.plan.model import Layout, Model, ParamSpec
 
+LONG = 256  # rows: a part is then right to within that share of its box
+
 Standing = tuple[tuple[int, int], ...]  # (part, shard) of a layout, ascending
 
 
@@ -99,12 +101,12 @@ def _by_row(side: list[tuple[tuple[int, int], Box]],
 
 
 def boxes(line: Line, start: int, stop: int) -> Iterator[tuple[str, Box]]:
-    """What lies in [start, stop) of a line, cut along the longest dimension of each box at the nearest whole row; so
-    neighbouring stretches never overlap and leave nothing out."""
+    """What lies in [start, stop) of a line, each box cut at the nearest whole row; so neighbouring stretches never
+    overlap and leave nothing out."""
     at = bisect_right(line.entries, start, key=lambda e: e.start) - 1
     while at < len(line.entries) and (entry := line.entries[at]).start < stop:
         size = volume(entry.box)
-        dim = max(range(len(entry.box)), key=lambda d: entry.box[d][1] - entry.box[d][0], default=0)
+        dim = _cut(entry.box)
         low, high = entry.box[dim] if entry.box else (0, 1)
         row = size // (high - low)
         here, end = max(start - entry.start, 0), min(stop - entry.start, size * len(entry.layers))
@@ -115,3 +117,9 @@ def boxes(line: Line, start: int, stop: int) -> Iterator[tuple[str, Box]]:
                 part = entry.box[:dim] + ((low + first, low + last),) + entry.box[dim + 1 :]
                 yield entry.name(i), part if entry.box else ()
         at += 1
+
+
+def _cut(box: Box) -> int:
+    """The dimension to cut a box along: the first that is long, since what it leaves then lies together in memory."""
+    sizes = [stop - start for start, stop in box]
+    return next((d for d, n in enumerate(sizes) if n >= LONG or n == max(sizes)), 0)

@@ -1,0 +1,5 @@
+"""`python -m rldsl.cli` is `rlc`."""
+
+from rldsl.cli import main
+
+main(prog_name="rlc")

@@ -1,0 +1,57 @@
+"""Options that several commands of `rlc` have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+
+def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise click.BadParameter(f"{text!r} is not of the form name=value")
+        if name.strip() in found:
+            raise click.BadParameter(f"{name.strip()} is given twice")
+        found[name.strip()] = value
+    return found
+
+
+def together(*options: Callable[..., Any]) -> Callable[..., Any]:
+    """One decorator that adds them all, in this order."""
+    def add(body: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            body = option(body)
+        return body
+
+    return add
+
+
+chosen = together(
+    click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets,
+                 help="Give a `param` of the program another value."),
+    click.option("--place", metavar="FILE|MODE", help="A file of `place` rules; or who places the calls: "
+                 "heuristic, search, or a pattern for all alike (d2p2t2, pipe_data, pipe_model)."),
+    click.option("--on", "overrides", multiple=True, metavar="RULE",
+                 help='A placement rule, stronger than all others: "actor.train on mesh(0:4) dp=2 tp=2".'))
+
+
+def lengths(body: Callable[..., Any]) -> Callable[..., Any]:
+    """How long texts are; the command gets one `Lengths`."""
+    @wraps(body)
+    def gathered(*args: Any, prompt_tokens: float | None, response_tokens: float | None, longest: float | None,
+                 **given: Any) -> Any:
+        from rldsl.simulate import Lengths
+
+        found = Lengths(prompt_tokens or 0.0, response_tokens or 0.0, longest or 0.0)
+        return body(*args, lengths=found, **given)
+
+    return together(*(
+        click.option(name, type=click.FloatRange(0, min_open=True), help=f"{what} (default: the most).")
+        for name, what in (("--prompt-tokens", "Mean tokens of a prompt"),
+                           ("--response-tokens", "Mean tokens of a response"),
+                           ("--longest", "Tokens of the longest response of a batch"))))(gathered)

@@ -1,0 +1,86 @@
+"""Commands that ask how long a step takes, and where calls should stand: profile, sim, search, explain-placement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rldsl.cli.options import chosen, lengths, together
+from rldsl.cli.shell import Settings, cache, command, say
+
+if TYPE_CHECKING:
+    from rldsl.simulate import Lengths
+
+
+@command
+@click.argument("file")
+@chosen
+@click.option("-o", "target", default="profile.yaml", show_default=True, metavar="FILE", help="Where the numbers go.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]),
+              help="What to measure (default: cuda where there is one).")
+@click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
+def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
+            target: str, device: str | None, fresh: bool) -> None:
+    """Measure this machine and the models of FILE on it, for `rlc sim --cluster`."""
+    from rldsl.commands.profile import profile as work
+
+    say(work(file, sets, place, overrides, target, cache(), device, fresh))
+
+
+@command
+@click.argument("file")
+@click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster's file, or a known one: h100x8, h100x64.")
+@chosen
+@lengths
+@click.option("--lengths", "like", metavar="RUN_DIR", help="Take the means from the metrics of an earlier run.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--trace", metavar="FILE", help="Write the timeline of the step to this file (Chrome trace JSON).")
+def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
+        overrides: tuple[str, ...], lengths: Lengths, like: str | None, as_json: bool, trace: str | None) -> None:
+    """How long a step of FILE (a plan or a program) takes on a cluster, and why."""
+    from rldsl.commands.sim import sim as work
+
+    say(work(file, cluster, sets, place, overrides, lengths, like, as_json, trace))
+
+
+_asked = together(
+    click.argument("file"),
+    click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster's file, or a known one: h100x64."),
+    chosen,
+    click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None,
+                 help="Of the processor, after which the search ends with what it has."),
+    click.option("--memory", type=click.FloatRange(0, min_open=True),
+                 help="GB of a device (default: as the cluster says)."),
+    click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True,
+                 help="How far from the bound is good enough; 0: the best there is."),
+    lengths,
+    click.option("--json", "as_json", is_flag=True, help="For programs."))
+
+
+@command
+@_asked
+@click.option("-o", "target", metavar="FILE", help="Where the placement goes (default: FILE with .place.rlf).")
+@click.option("--lock", "locks", multiple=True, metavar="CALL", help="Keep the program's placement of these calls: "
+              "actor.generate, ref.*.")
+def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
+           overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float, lengths: Lengths,
+           as_json: bool, target: str | None, locks: tuple[str, ...]) -> None:
+    """Find the placement of FILE that makes a step shortest on a cluster, and prove how good it is."""
+    from rldsl.commands import search as work
+
+    asked = work.Asked(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap, lengths)
+    say(work.search(asked, target or work.target_of(file), as_json, lambda text: click.echo(text, err=True)))
+
+
+@command
+@_asked
+def explain_placement(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
+                      overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float,
+                      lengths: Lengths, as_json: bool) -> None:
+    """Why not the placement that FILE, --place and --on say: its time and memory, and what makes it slower than the
+    best."""
+    from rldsl.commands import search as work
+
+    asked = work.Asked(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)
+    say(work.explain(asked, as_json, lambda text: click.echo(text, err=True)))

@@ -1,0 +1,122 @@
+"""What every command of `rlc` shares: how it says things, what becomes of what it raises, and its exit status.
+
+0 ok, 1 errors in the program or the run, 2 usage, 3 a mistake of the compiler. Warnings do not count, except with
+`rlc check --strict`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rldsl.commands import Usage
+from rldsl.diag import Diagnostic, Failure
+
+BUG = ("this is a mistake of the compiler, not of your program: "
+       "please report it, with the program or plan and this message")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    output: str = "human"
+    verbose: bool = False
+
+
+def say(text: str) -> None:
+    click.echo(text, nl=not text.endswith("\n"))
+
+
+def coloured(stream: Any) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def report_diagnostics(diagnostics: Iterable[Diagnostic], settings: Settings) -> None:
+    """Diagnostics to stderr (human) or stdout (for machines)."""
+    from rldsl import report
+
+    found = tuple(diagnostics)
+    if settings.output == "json":
+        say(report.to_json(found))
+    elif settings.output == "github":
+        say(report.to_github(found))
+    else:
+        click.echo(report.render(found, coloured(sys.stderr)).rstrip("\n"), err=True)
+
+
+def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
+    """Run a command; turn what it raises into messages and the exit status."""
+    from rldsl.api import CompilerBug
+
+    start = time.process_time()
+    try:
+        code = body() or 0
+    except Failure as failure:
+        report_diagnostics(failure.diagnostics, settings)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except Usage as error:
+        raise click.UsageError(str(error)) from None
+    except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        raise
+    except Exception as error:
+        if settings.verbose:
+            import traceback
+
+            traceback.print_exc()
+        text = str(error) if isinstance(error, CompilerBug) else f"{type(error).__name__}: {error}"
+        more = "" if settings.verbose else "\n(`rlc -v ...` shows the traceback)"
+        click.echo(f"internal error: {text}\n{BUG}{more}", err=True)
+        code = 3
+    if settings.verbose:
+        click.echo(f"{time.process_time() - start:.2f} s of CPU", err=True)
+    sys.exit(code)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--output", type=click.Choice(["human", "json", "github"]), default="human", show_default=True,
+              help="How to show errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Show timings, and tracebacks of internal errors.")
+@click.version_option(package_name="rldsl", prog_name="rlc")
+@click.pass_context
+def main(context: click.Context, output: str, verbose: bool) -> None:
+    """Compile, check, look at and run .rlf programs."""
+    context.obj = Settings(output, verbose)
+    if context.invoked_subcommand in ("check", "compile", "explain-placement", "fmt", "graph", "lsp", "run",
+                                      "search", "sim", "profile"):
+        from rldsl.syntax.parse import warm
+
+        warm(cache())
+
+
+def cache() -> Path:
+    """Where the tables of the grammar are kept between starts."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "rldsl"
+
+
+def _choose(context: click.Context, output: str | None) -> None:
+    """`rlc check --output json` means what `rlc --output json check` does."""
+    if output is not None:
+        context.obj = replace(context.obj, output=output)
+
+
+_output = click.option("--output", type=click.Choice(["human", "json", "github"]), expose_value=False,
+                       callback=lambda context, _, value: _choose(context, value), help="How to show errors.")
+
+
+def command(body: Callable[..., int | None]) -> click.Command:
+    """A command of `rlc`: what it raises becomes messages, what it returns the exit status; `--output` says how."""
+    @wraps(body)
+    def guarded(settings: Settings, **given: Any) -> None:
+        _guarded(settings, lambda: body(settings, **given))
+
+    return main.command()(_output(click.pass_obj(guarded)))
