@@ -1,6 +1,7 @@
 """megatron-core's GPTModel under tensor, pipeline and context parallelism: `build` makes one rank's shard.
 
 torch and megatron are imported when a shard is built, so that `describe` stays light.
+Errors: RL0728 tensor parallelism without CUDA, where the library makes its buffers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from rldsl.diag import fail
 from rldsl.plan.model import Layout, Mesh, Model
 
 if TYPE_CHECKING:
@@ -19,9 +21,24 @@ if TYPE_CHECKING:
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
           trainable: bool, pool: Pool | None = None) -> Shard:
     """See `rldsl.runtime.backend.Build`."""
-    warnings.filterwarnings("ignore", message="When using (sequence parallelism|async grad)")  # of speed, at each run
+    if layout.tp > 1 and device.type != "cuda" and not _current(device):
+        raise fail("RL0728", f"megatron-core divides layers on CUDA devices alone, and `{model.name}` runs here with "
+                   f"tp={layout.tp} on `{device.type}`", help="without CUDA give tp=1 (pp, dp, cp and ep are as "
+                   "elsewhere), or leave `backend=megatron` out")
+    for of_speed_or_age in ("When using (sequence parallelism|async grad)", "`torch.distributed.*` is deprecated"):
+        warnings.filterwarnings("ignore", message=of_speed_or_age)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are never needed
         from rldsl.backends.megatron.shard import MegatronShard
 
         return MegatronShard(model, layout, mesh, axes, device, load, trainable, pool)
+
+
+def _current(device: torch.device) -> bool:
+    """Whether what the library makes on CUDA's current device lies where the shard does."""
+    import torch
+
+    try:
+        return torch.cuda.current_device() == device
+    except (AssertionError, RuntimeError):  # no CUDA in this torch, or on this machine
+        return False

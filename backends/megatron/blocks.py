@@ -68,8 +68,7 @@ class Block:
             parameter.grad = None
 
     def _views(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        return zip(self.rows, memory.split(list(self.rows.values()))) if len(self.rows) > 1 else iter(
-            [(next(iter(self.rows)), memory)])
+        return zip(self.rows, memory.split([*self.rows.values()]))
 
     def apart(self) -> Iterator[tuple[Seat, nn.Parameter]]:
         """What modules see that is no parameter of HuggingFace's."""

@@ -7,13 +7,15 @@ as `names.py` and `model.py` build it. Nothing here imports torch or megatron.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from rldsl.backends.megatron.names import FAMILIES, SCORE, placed
+from rldsl.backends.megatron.names import FAMILIES, placed
 from rldsl.plan.backends import Description, Facts
+from rldsl.plan.lora import HEAD
 from rldsl.plan.model import Layout
 
-ROPES = ("default", "linear", "llama3")
+ROPES = ("default", "linear", "llama3", "yarn")  # one function of the position
 
 
 def problem(facts: Facts, layout: Layout) -> str:
@@ -30,7 +32,9 @@ def problem(facts: Facts, layout: Layout) -> str:
         return f"rope scaling of type `{rope['rope_type']}`; it has {', '.join(ROPES)}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "rotary embeddings of a part of each head"
-    if others := sorted(names - placed(FAMILIES[facts.name]) - {SCORE}):
+    if any(re.search(r"\.\d+\.", name) for name in names):
+        return "layers that differ from each other"
+    if others := sorted(names - placed(FAMILIES[facts.name]) - {HEAD}):
         return f"the parameter {others[0]}"
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or layout.tp
     if width % layout.tp:

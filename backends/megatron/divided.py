@@ -30,19 +30,9 @@ class Joined(Unit):
                 seen.register_post_accumulate_grad_hook(partial(self.divide, block, first, seat))
             first += len(block.parts)
 
-    @torch.no_grad()
-    def gather(self) -> None:
-        self.start()
+    def room(self) -> None:
         for block in self.blocks:
             block.memory.untyped_storage().resize_(block.memory.numel() * block.memory.element_size())
-        for work, every, members in self.arriving:
-            if work is not None:
-                work.wait()
-            parts = every.view(self.dp.size, -1).split([self.sizes[i] for i in members], dim=1)
-            for i, part in zip(members, parts):  # through `.data`, as in `Unit.gather`
-                self.whole[i].data.view(-1).copy_(part.reshape(-1)[: self.whole[i].numel()])
-        self.arriving.clear()
-        self.here = True
 
     @torch.no_grad()
     def divide(self, block: Block, first: int, seat: Seat, seen: torch.Tensor) -> None:

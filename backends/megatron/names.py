@@ -72,7 +72,6 @@ FAMILIES: Mapping[str, Table] = {
     "qwen3_moe": {**ENDS, **ATTENTION, **HEAD_NORMS, **EXPERTS},
 }
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-SCORE = "score.weight"  # of value and reward models, whose head is no part of GPTModel
 
 
 def placed(table: Table) -> set[str]:

@@ -9,29 +9,29 @@ tp, in decoding too. Hidden states between stages are whole, and so are those th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rldsl.backends.megatron.blocks import Seat, blocks
 from rldsl.backends.megatron.divided import Joined
 from rldsl.backends.megatron.model import HeadNorm, Sequences, gpt
-from rldsl.backends.megatron.names import EMBEDDING, ENDS, EXPERT, FAMILIES, LAYER, OUTPUT, SCORE
+from rldsl.backends.megatron.names import EMBEDDING, ENDS, EXPERT, FAMILIES, LAYER, OUTPUT
 from rldsl.backends.torch.attention import Packing
 from rldsl.backends.torch.collectives import GatherAlike, PartOf
 from rldsl.backends.torch.config import config
 from rldsl.backends.torch.half import compute_rounded, rounded
 from rldsl.backends.torch.load import Held, allot
+from rldsl.backends.torch.recompute import Recompute
 from rldsl.backends.torch.sequence import Filled, Tokens, fill
 from rldsl.backends.torch.zero import Sharded
 from rldsl.plan.boxes import Parameter, holding, parameters
 from rldsl.plan.layout import stage_layers
+from rldsl.plan.lora import HEAD
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Pool
 
@@ -46,7 +46,7 @@ class Chunk:
     last: bool
 
 
-class MegatronStage:
+class MegatronStage(Recompute):
     """As `backends/torch/stage.py` says of `Stage`, without adapters. blocks: of all that modules compute with."""
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
@@ -60,8 +60,10 @@ class MegatronStage:
         self.padding = text.pad_token_id
         self.tokens = Tokens(tp, True)
         self.sharded: Sharded | None = None
-        self.again = False
-        self.chunks = [_chunk(text, model.layers, number, pp.size * layout.vpp, tp, axes.ep)
+        with torch.device(device):
+            rotary = LlamaRotaryEmbedding(text)
+        self.frequencies = rotary.inv_freq.float()
+        self.chunks = [_chunk(text, model.layers, number, pp.size * layout.vpp, tp, axes.ep, rotary.attention_scaling)
                        for number in range(pp.index, pp.size * layout.vpp, pp.size)]
 
         rank, undivided = axes.mesh.ranks[axes.mesh.index], replace(layout, zero=0)
@@ -71,7 +73,7 @@ class MegatronStage:
         self.tied = OUTPUT not in {spec.name for spec in model.params} and model.kind == "causal_lm"
         self.blocks, unread = blocks(
             FAMILIES[self.config.model_type], self.whole_held, model.path, self._dtype(dtype, layout.zero), device,
-            pool if constant else None, self._seats)
+            pool if constant else None, self._places)
         self.whole: dict[str, nn.Parameter] = {n: p for block in self.blocks for n, p in block.parts.items()}
         self.held, self.parameters = {name: self.whole_held[name] for name in self.whole}, self.whole
         self.unread: Held = {name: self.held[name] for name in unread}
@@ -84,10 +86,6 @@ class MegatronStage:
         self._ends(model, tp)
         lacking = [n for c in self.chunks for n, p in c.model.named_parameters() if p.is_meta]
         assert not lacking, f"nothing stands behind {lacking[0]} of GPTModel"
-        with torch.device(device):
-            rotary = LlamaRotaryEmbedding(text)
-        assert rotary.attention_scaling == 1.0, "scaled rotary embeddings"
-        self.frequencies = rotary.inv_freq.float()
         if head_dtype == torch.bfloat16:
             for chunk in self.chunks:
                 for module in [m for m in chunk.model.modules() if isinstance(m, HeadNorm)]:
@@ -105,28 +103,12 @@ class MegatronStage:
         angles = torch.cat((angles, angles), -1)[:, None, None]
         sequences = Sequences(packing=packing)
         for layer in chunk.model.decoder.layers:
-            x = self._through(layer, x, angles, sequences)
+            x = self.perhaps_again(layer)(hidden_states=x, attention_mask=None, rotary_pos_emb=angles,
+                                          packed_seq_params=sequences)[0]
         out = GatherAlike.apply(x[:, 0], self.tokens.tp) if self.tokens.able else x[:, 0]
         if chunk.last:
             out = chunk.model.decoder.final_layernorm(out)
         return out[:count].to(self.head_dtype if chunk.last else self.compute_dtype)
-
-    @contextmanager
-    def recomputing(self, wanted: bool) -> Iterator[None]:
-        """Inside, where wanted, a layer keeps its input alone and runs again in the backward pass."""
-        self.again = wanted
-        try:
-            yield
-        finally:
-            self.again = False
-
-    def _through(self, layer: nn.Module, x: torch.Tensor, angles: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return layer(hidden_states=x, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=sequences)[0]
-
-        if self.again and torch.is_grad_enabled():
-            return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
-        return run(x)
 
     def _embedded(self, chunk: Chunk, tokens: torch.Tensor) -> torch.Tensor:
         """[T, 1, H] of this rank's tokens. HuggingFace gives the padding token's row no gradient here."""
@@ -157,7 +139,7 @@ class MegatronStage:
 
         return Sharded(1, {}, [u for u in (unit(False), unit(True)) if u is not None])
 
-    def _seats(self, key: str, layer: int | None) -> Sequence[Seat]:
+    def _places(self, key: str, layer: int | None) -> Sequence[Seat]:
         """Where a tensor of a table stands in the chunks of this rank."""
         found: list[Seat] = []
         for chunk in self.chunks:
@@ -173,7 +155,7 @@ class MegatronStage:
     def _ends(self, model: Model, tp: Axis) -> None:
         """Which rows of the vocabulary are here, and the head: [V_local, H] rows, or [1, H] of values and scores."""
         self.head: torch.Tensor | None = None
-        self.score: torch.Tensor | None = self.whole.get(SCORE)
+        self.score: torch.Tensor | None = self.whole.get(HEAD)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         if self.first:
             table = self.chunks[0].model.embedding.word_embeddings
@@ -189,12 +171,14 @@ class MegatronStage:
             self.head_axis = tp
 
 
-def _chunk(text: Any, layers: int, number: int, count: int, tp: Axis, ep: Axis) -> Chunk:
+def _chunk(text: Any, layers: int, number: int, count: int, tp: Axis, ep: Axis, scaling: float) -> Chunk:
+    """scaling: of rotary embeddings; both queries and keys would carry it."""
     run, first, last = stage_layers(layers, count, number), number == 0, number == count - 1
     model = gpt(text, len(run), tp, ep, first, last)
     for i, layer in zip(run, model.decoder.layers):
         core = layer.self_attention.core_attention
         core.layer, core.window = i, _window(text, i)
+        core.scale *= scaling**2
     return Chunk(model, run, first, last)
 
 

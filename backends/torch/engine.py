@@ -9,15 +9,14 @@ sampled for it is dropped, and it writes where nothing is read.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from rldsl.backends.torch.attention import Varlen
-from rldsl.backends.torch.replay import Replay
+from rldsl.backends.torch.desk import Desk
 from rldsl.backends.torch.sampling import Sampler
-from rldsl.backends.torch.slab import Decode, Prefill, Slab
+from rldsl.backends.torch.slab import Decode, Prefill
 from rldsl.backends.torch.slots import Begin, Lane, Slots, Step
 from rldsl.backends.torch.stage import Stage
 from rldsl.backends.torch.stops import StopStrings
@@ -28,44 +27,6 @@ Work = Begin | Step
 
 
 @dataclass
-class Progress:
-    """What has been sampled so far; every field is indexed by sequence.
-
-    tokens [N, M + 1] int64, logprobs [N, M + 1] float32 with M = max_new_tokens (the last column is for what is
-    dropped); done [N] bool (ended by itself); lengths [N] int64: number of sampled tokens."""
-
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    lengths: torch.Tensor
-    done: torch.Tensor
-
-    @staticmethod
-    def start(count: int, longest: int, device: torch.device) -> Progress:
-        return Progress(torch.zeros(count, longest + 1, dtype=torch.long, device=device),
-                        torch.zeros(count, longest + 1, device=device),
-                        torch.zeros(count, dtype=torch.long, device=device),
-                        torch.zeros(count, dtype=torch.bool, device=device))
-
-
-class Seats:
-    """The sequence of each slot. which: its number; made: tokens sampled; before: tokens of its prompt, less one;
-    token, logprob: the last; live: it has not ended; ended: by itself. draws: [slots, M + 1] its random numbers, if
-    any."""
-
-    def __init__(self, slots: int, longest: int, device: torch.device, draws: bool):
-        self.which, self.made, self.before, self.token = torch.zeros(4, slots, dtype=torch.long, device=device)
-        self.logprob = torch.zeros(slots, device=device)
-        self.live, self.ended = torch.zeros(2, slots, dtype=torch.bool, device=device)
-        self.draws = torch.zeros(slots if draws else 0, longest + 1, dtype=torch.float64, device=device)
-
-    def move(self, sources: Sequence[int], into: Sequence[int]) -> None:
-        fields = (self.which, self.made, self.before, self.token, self.live, self.ended)
-        for x in (*fields, self.draws) if len(self.draws) else fields:
-            x[list(into)] = x[list(sources)]
-        self.live[list(sources)] = False
-
-
-@dataclass
 class Engine:
     """prompts: of all sequences. sampler: of the last stage, None elsewhere. stops: texts that end a sequence. slots:
     what to do; starts [N]: where prompts begin."""
@@ -73,24 +34,16 @@ class Engine:
     stage: Stage
     prompts: Packed
     sampler: Sampler | None
-    eos_ids: torch.Tensor
     stops: StopStrings | None
     shortest: int
     longest: int
     slots: Slots
-    replay: Replay
-    progress: Progress
-    slab: Slab = field(init=False)
-    seats: Seats = field(init=False)
+    desk: Desk
 
     def __post_init__(self) -> None:
-        count, device = sum(lane.size for lane in self.slots.lanes), self.prompts.tokens.device
-        self.slab = Slab(count, self.slots.width, device)
-        self.seats = Seats(count, self.longest, device, self.sampler is not None and not self.sampler.sampling.greedy)
+        self.slab, self.seats, self.progress = self.desk.slab, self.desk.seats, self.desk.progress
         self.starts = self.prompts.prompt_lens.cumsum(0) - self.prompts.prompt_lens
         self.open: torch.Tensor | None = None  # the last hidden state [1, H] of the prompt that was last begun
-        self.notes = Replay(device, self.replay.able, twice=False)
-        self.rooms: dict[tuple[int, int], torch.Tensor] = {}
 
     def size(self, work: Work) -> int:
         """Tokens that go through the model."""
@@ -103,11 +56,11 @@ class Engine:
     def room(self, lane: Lane, work: Work) -> torch.Tensor:
         """For the hidden states of the stage before; of a lane's steps always the same, as recordings need it."""
         shape, stage = (self.size(work), self.stage.hidden), self.stage
-        if isinstance(work, Step) and (lane.start, work.rows) in self.rooms:
-            return self.rooms[lane.start, work.rows]
+        if isinstance(work, Step) and (lane.start, work.rows) in self.desk.rooms:
+            return self.desk.rooms[lane.start, work.rows]
         made = torch.empty(shape, dtype=stage.compute_dtype, device=stage.device)
         if isinstance(work, Step):
-            self.rooms[lane.start, work.rows] = made
+            self.desk.rooms[lane.start, work.rows] = made
         return made
 
     def work(self, lane: Lane, work: Work, arriving: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -120,7 +73,7 @@ class Engine:
             torch.tensor(work.slots, device=tokens.device)
         self.seats.token[at], self.seats.logprob[at] = tokens, logprobs
         if isinstance(work, Step) and self.stops is None:
-            self.notes((lane.start, work.rows), lambda: self._note(at))
+            self.desk.notes((lane.start, work.rows), lambda: self._note(at))
         else:
             self._note(at)
         if isinstance(work, Begin) or work.look:
@@ -134,7 +87,7 @@ class Engine:
         progress.tokens.view(-1).index_copy_(0, place, tokens)
         progress.logprobs.view(-1).index_copy_(0, place, seats.logprob[at])
         made = made + live
-        over = (tokens[:, None] == self.eos_ids).any(-1)
+        over = (tokens[:, None] == self.desk.eos_ids).any(-1)
         if self.stops is not None:
             over |= self.stops.hit(progress.tokens[which], made) & (made >= self.shortest)
         over &= live
@@ -197,7 +150,7 @@ class Engine:
             hidden = self.stage.forward(seats.token[first:last], positions, packing, arriving)
             return self._sample(hidden, slice(first, last)) if self.stage.last else (hidden,)
 
-        return self.replay((first, work.rows, work.width), run)
+        return self.desk.steps((first, work.rows, work.width), run)
 
     def _sample(self, hidden: torch.Tensor, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.sampler is not None

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rldsl.backends.torch.engine import Engine, Progress
+from rldsl.backends.torch.desk import Desk, Desks, Progress, keep
+from rldsl.backends.torch.engine import Engine
 from rldsl.backends.torch.moments import run
-from rldsl.backends.torch.replay import Replay
 from rldsl.backends.torch.sampling import Sampler
 from rldsl.backends.torch.slots import Slots
 from rldsl.backends.torch.stops import StopStrings, tokenizer_of
@@ -30,25 +30,35 @@ EVERY = {"cuda": 8}  # steps between two looks of the host at which sequences ha
 
 @torch.no_grad()
 def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, tokenizer_dir: str, seed: int, step: int,
-             limit: int, every: int = 0, replay: bool = True) -> Generated:
+             limit: int, every: int = 0, replay: bool = True, desks: Desks | None = None) -> Generated:
     """See `Shard.generate`. limit: slots of the slab (0: one for each sequence). every: steps between two looks at
-    which sequences have ended (0: as the device likes it). replay: whether steps of the same shapes are recorded; both
-    change no number."""
+    which sequences have ended (0: as the device likes it). replay: whether steps of the same shapes are recorded.
+    desks: where what was recorded is kept, for as long as parameters stay where they are. These three change no
+    number."""
     count, device = len(prompts), prompts.tokens.device
-    progress = Progress.start(count, sampling.max_new_tokens, device)
     if count and int(prompts.prompt_lens.min()) == 0:
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
-    if count or axes.ep.size > 1:
-        tokenizer, ids = tokenizer_of(tokenizer_dir)
-        stops = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
-        alone = axes.ep.size > 1 or stops is not None  # the host is asked in every step anyway
-        eos_ids = torch.tensor(ids, dtype=torch.long, device=device)
-        slots = Slots(prompts.prompt_lens.tolist(), repeated(prompts), min(limit or count, count), axes.pp.size,
-                      sampling.max_new_tokens, 1 if alone else every or EVERY.get(device.type, 1))
-        sampler = Sampler(stage, sampling, seed, step, eos_ids) if stage.last else None
-        run(Engine(stage, prompts, sampler, eos_ids, stops, sampling.min_new_tokens, sampling.max_new_tokens, slots,
-                   Replay(device, replay and axes.tp.size == 1), progress), axes)
-    return _pack(prompts, progress)
+    if not count and axes.ep.size == 1:
+        return _pack(prompts, Progress.start(0, sampling.max_new_tokens, device))
+    tokenizer, ids = tokenizer_of(tokenizer_dir)
+    stops = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
+    alone = axes.ep.size > 1 or stops is not None  # the host is asked in every step anyway
+    slots = Slots(prompts.prompt_lens.tolist(), repeated(prompts), min(limit or count, count), axes.pp.size,
+                  sampling.max_new_tokens, 1 if alone else every or EVERY.get(device.type, 1))
+    size = slots.count
+    key = (count, size, sampling, tuple(ids))
+    desk = None if desks is None else desks.pop(key, None)
+    if desk is None or desk.slab.width < slots.width:
+        desk = Desk.make(count, size, slots.width, sampling.max_new_tokens, ids, stage.last and not sampling.greedy,
+                         axes.pp.size, replay and axes.tp.size == 1, device)
+    desk.open()
+    slots.width = desk.slab.width
+    sampler = Sampler(stage, sampling, seed, step, desk.eos_ids) if stage.last else None
+    run(Engine(stage, prompts, sampler, stops, sampling.min_new_tokens, sampling.max_new_tokens, slots, desk), axes)
+    made = _pack(prompts, desk.progress)
+    if desks is not None:
+        keep(desks, key, desk)
+    return made
 
 
 def repeated(prompts: Packed) -> list[bool]:
@@ -64,7 +74,7 @@ def repeated(prompts: Packed) -> list[bool]:
 
 
 def _pack(prompts: Packed, progress: Progress) -> Generated:
-    """Each prompt followed by its response, and the log-probs of the responses."""
+    """Each prompt followed by its response, and the log-probs of the responses; nothing of it lies on the desk."""
     lens = prompts.prompt_lens + progress.lengths
     starts = lens.cumsum(0) - lens
     tokens = torch.empty(int(lens.sum()), dtype=torch.long, device=lens.device)
@@ -72,5 +82,5 @@ def _pack(prompts: Packed, progress: Progress) -> Generated:
     made = torch.arange(progress.tokens.shape[1], device=lens.device) < progress.lengths[:, None]
     responses = (starts + prompts.prompt_lens).repeat_interleave(progress.lengths) + within(progress.lengths)
     tokens[responses] = progress.tokens[made]
-    batch = Packed(prompts.rows, prompts.prompt_lens, progress.lengths, tokens)
-    return Generated(batch, progress.logprobs[made], progress.done)
+    batch = Packed(prompts.rows, prompts.prompt_lens, progress.lengths.clone(), tokens)
+    return Generated(batch, progress.logprobs[made], progress.done.clone())

@@ -19,11 +19,11 @@ from torch import nn
 
 from rldsl.diag import fail
 from rldsl.plan.boxes import Parameter, Piece, inside, intersect, local_shape, local_slice, slices
+from rldsl.plan.lora import HEAD
 from rldsl.plan.model import Model
 from rldsl.plan.stored import of_experts, shape, tensors as stored_tensors
 from rldsl.runtime.backend import Pool
 
-HEAD = "score.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")  # smaller ones need scales, which stand elsewhere
 Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
 

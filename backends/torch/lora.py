@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from rldsl.backends.torch.load import HEAD, Held, fill, load, open_file, stored
+from rldsl.backends.torch.load import Held, fill, load, open_file, stored
 from rldsl.diag import fail
 from rldsl.plan.boxes import Piece, each, local_slice
-from rldsl.plan.lora import A, WEIGHTS, module_of, stored_name
+from rldsl.plan.lora import A, HEAD, WEIGHTS, module_of, stored_name
 from rldsl.plan.model import Model
 from rldsl.runtime.draws import uniform
 

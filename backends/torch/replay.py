@@ -3,7 +3,8 @@
 In: a key for everything that Python decides by, and a function that reads tensors which stay where they are; called
 twice in a row it gives the same. Out: its results. The first calls are plain, then one is recorded: as a tape of
 operators on the CPU, as a captured graph on CUDA. The first tape is asked beside its function once more, and if it does
-not give bit for bit the same, nothing is replayed; nor is a function that cannot be recorded.
+not give bit for bit the same, nothing is replayed; nor is a function that cannot be recorded. Tapes that were not asked
+for a while have no memory until they are.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rldsl.backends.torch.tape import Unrecorded, record
+from rldsl.backends.torch.tape import Tape, Unrecorded, record
+from rldsl.plan.memory.decoding import KEPT
 
 Out = tuple[torch.Tensor, ...]
 
-
 PLAIN = 1  # calls before a recording, which takes as long as a few of them
-KEPT = 4  # recordings at once: each holds what its function computes on the way
+KNOWN = 64  # tapes for each lane, most of them without memory
 
 
 @dataclass
 class Replay:
-    """able: whether to try. twice: whether the function may be asked twice in one state, and is then compared. found:
-    recordings, and how often it was called where there is none. trusted: a recording has been compared."""
+    """able: whether to try. twice: whether the function may be asked twice in one state, and is then compared. lanes:
+    how many keys take turns. found: recordings, and how often it was called where there is none. awake: those with
+    memory, the last that was asked at the end. trusted: a recording has been compared."""
 
     device: torch.device
     able: bool
     twice: bool = True
+    lanes: int = 1
     found: dict[Hashable, Callable[[], Out] | int] = field(default_factory=dict)
+    awake: dict[Hashable, Tape] = field(default_factory=dict)
     trusted: bool = False
 
     def __call__(self, key: Hashable, function: Callable[[], Out]) -> Out:
@@ -41,19 +45,38 @@ class Replay:
             if again == PLAIN:
                 return self._recorded(key, function)
             self.found[key] = again + 1
-            if len(self.found) > KEPT:
-                del self.found[next(iter(self.found))]
+            if len(self.found) > (KNOWN if self.device.type == "cpu" else KEPT) * self.lanes:
+                old = next(iter(self.found))
+                del self.found[old]
+                self.awake.pop(old, None)
             return function()
+        if isinstance(again, Tape):
+            self._wake(key, again)
         if self.trusted or not self.twice:
             return again()
         out = function()
         self.trusted = self.able = all(map(torch.equal, out, again()))
         return out
 
+    def sleep(self) -> None:
+        """Nothing that was recorded has memory until it is asked again."""
+        for tape in self.awake.values():
+            tape.rest.sleep()
+        self.awake.clear()
+
+    def _wake(self, key: Hashable, tape: Tape) -> None:
+        if self.awake.pop(key, None) is None and not tape.rest.awake:
+            tape.rest.wake()
+        self.awake[key] = tape
+        if len(self.awake) > KEPT * self.lanes:  # what a lane was told last is still read, and is not the oldest
+            self.awake.pop(next(iter(self.awake))).rest.sleep()
+
     def _recorded(self, key: Hashable, function: Callable[[], Out]) -> Out:
         try:
             if self.device.type == "cpu":
-                out, self.found[key] = record(function, self.twice and not self.trusted)
+                out, tape = record(function, self.twice and not self.trusted)
+                self.found[key] = tape
+                self._wake(key, tape)
             else:  # whatever reads numbers on the host fails in a capture
                 out, self.found[key] = capture(function)
                 self.trusted = True

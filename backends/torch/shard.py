@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 
 from rldsl.backends.torch import load as checkpoint
 from rldsl.backends.torch.batch import batch
+from rldsl.backends.torch.desk import Desk
 from rldsl.backends.torch.generate import generate
 from rldsl.backends.torch.host import Host
+from rldsl.backends.torch.invariant import Invariant
 from rldsl.backends.torch.lora import begin
 from rldsl.backends.torch.outputs import outputs
 from rldsl.backends.torch.pipeline import forward, forward_backward
@@ -44,15 +47,16 @@ class TorchShard:
         elif load:
             checkpoint.load(model, self.stage.unread, self.stage.parameters)
         self.host = Host(device)
+        self.desks: dict[Hashable, Desk] = {}
         self.trainer = self.trainers(self.stage, model, layout, mesh, axes) if trainable else None
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: p.data for name, p in self.stage.parameters.items()}
 
     def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int) -> Generated:
-        with self._autocast():
+        with self._numbers():
             return generate(self.stage, self.axes, prompts, sampling, tokenizer_dir=self.model.path,
-                            seed=seed, step=step, limit=limit)
+                            seed=seed, step=step, limit=limit, desks=self.desks if self._lasting() else None)
 
     @torch.no_grad()
     def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:
@@ -60,7 +64,7 @@ class TorchShard:
         batches = [b for b in batches if together or len(b)]
         packed = [batch((b if len(b) else ONE_TOKEN,), self.device, self.axes.cp, self.stage.tokens) for b in batches]
         found: list[torch.Tensor] = []
-        with self._autocast(), self.stage.tokens.divided():
+        with self._numbers(), self.stage.tokens.divided():
             forward(self.stage, self.axes.pp, packed, lambda i, hidden: found.extend(
                 [outputs(self.stage, hidden, packed[i], (what,), temperature)[what][0]] if len(batches[i]) else []))
         size = sum(b.sequences[0] if what == "scores" else b.responses[0] for b, own in zip(packed, batches) if len(own))
@@ -86,7 +90,7 @@ class TorchShard:
             return loss(passes[i], [{name: fresh[name][frame] for name in names} for frame, names in enumerate(what)])
 
         trainer.clear()
-        with self._autocast(), self.stage.tokens.divided(), self.stage.recomputing(recompute == "full"):
+        with self._numbers(), self.stage.tokens.divided(), self.stage.recomputing(recompute == "full"):
             if sharded:
                 sharded.begin()
             forward_backward(self.stage, self.axes.pp, packed, share)
@@ -127,16 +131,25 @@ class TorchShard:
     def _resident(self) -> dict[str, torch.Tensor]:
         return {name: p.data for name, p in (*self.stage.parameters.items(), *self.stage.base.items())}
 
+    def _lasting(self) -> bool:
+        """Whether what decoding records holds for the next call too: modules multiply with the parameters themselves,
+        and not with halves of them; a graph of CUDA would keep its memory."""
+        cast = self.half and any(p.dtype == torch.float32 for p in self.stage.parameters.values())
+        return self.device.type == "cpu" and not cast and isinstance(self.stage, Stage)
+
     def _place(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.desks.clear()
         for name, parameter in (*self.stage.parameters.items(), *self.stage.base.items()):
             parameter.data = tensors[name]
 
     def share(self, other: Shard) -> None:
+        self.desks.clear()
         theirs = other.tensors()
         for name, parameter in self.stage.parameters.items():
             parameter.data = theirs[name]
 
     def release(self) -> None:
+        self.desks.clear()
         for parameter in self.stage.parameters.values():
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)  # one element, and the shape
 
@@ -147,6 +160,12 @@ class TorchShard:
     def _trained(self) -> Trainer:
         assert self.trainer is not None, f"{self.model.name} is not trained under this layout"
         return self.trainer
+
+    @contextmanager
+    def _numbers(self) -> Iterator[None]:
+        """In which dtype, and in which order, things are computed inside."""
+        with self._autocast(), Invariant() if self.model.invariant else nullcontext():
+            yield
 
     def _autocast(self) -> torch.autocast:
         # a copy that is kept over the passes of a minibatch would hand on its gradient after those of its layer were summed

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from rldsl.backends.torch.attention import Varlen
+from rldsl.backends.torch.readers import reader
 from rldsl.runtime.store import within
 
 
@@ -92,8 +93,10 @@ class Decode:
                window: int | None) -> torch.Tensor:
         """The queries that share a head of keys stand where a longer sequence would have its queries, so that nothing
         is repeated."""
-        keys, values = (x[self.rows, : self.width].transpose(1, 2)
-                        for x in self.slab.write(layer, k, v, self.into))
+        pair = self.slab.write(layer, k, v, self.into)
+        if (read := reader(q)) is not None:
+            return read(q.transpose(0, 1), *pair, self.rows.start, self.positions, self.width, scale, window)
+        keys, values = (x[self.rows, : self.width].transpose(1, 2) for x in pair)
         q = q.transpose(0, 1).unflatten(1, (k.shape[0], -1))  # [S, K, H / K, D]
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask(window, q.dtype), scale=scale)
         return out.flatten(1, 2)

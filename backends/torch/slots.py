@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-PREFILL = 1 << 14  # tokens of prompts that are run at once, so that a prefill does not grow with the batch
-NARROW = 64  # of the slab's width, read in steps of at least so many tokens
+from rldsl.plan.memory.decoding import NARROW, PREFILL, bucket
+
+__all__ = ["NARROW", "PREFILL", "Begin", "Lane", "Slots", "Step", "begin", "bucket"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Slots:
         self.source = 0  # the slot of the last that has
         edges = [i * slots // lanes for i in range(lanes + 1)]
         self.lanes = [Lane(a, b - a) for a, b in zip(edges, edges[1:])]
-        self.width = max(lens, default=0) + longest
+        self.count, self.width = slots, max(lens, default=0) + longest
 
     @property
     def busy(self) -> bool:
@@ -123,9 +124,3 @@ def begin(cost: Sequence[int], waiting: int, free: int, slots: int) -> int:
     some = max(1, sum(x <= PREFILL for x in ahead)) if ahead else 0
     last = waiting + some == len(cost)
     return some if 16 * free >= slots or last or ahead and ahead[-1] >= PREFILL else 0
-
-
-def bucket(count: int, least: int = 1, parts: int = 2) -> int:
-    """The next of few numbers: so many parts of each doubling, multiples of `least`."""
-    unit = max(least, (1 << count.bit_length() - 1) // parts)
-    return -(-count // unit) * unit

@@ -8,15 +8,14 @@ modules compute with tensors that `zero.py` fills from the rows of all shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -25,15 +24,17 @@ from rldsl.backends.torch.attention import Packing
 from rldsl.backends.torch.config import config
 from rldsl.backends.torch.experts import divide_experts
 from rldsl.backends.torch.half import compute_rounded
-from rldsl.backends.torch.load import HEAD, Held, allot
+from rldsl.backends.torch.invariant import Invariant
+from rldsl.backends.torch.load import Held, allot
 from rldsl.backends.torch.lora import adapters
 from rldsl.backends.torch.parallel import Entry, divide
+from rldsl.backends.torch.recompute import Recompute
 from rldsl.backends.torch.sequence import Tokens, gathered
 from rldsl.backends.torch.zero import Several, Sharded, Unit
 from rldsl.diag import fail
 from rldsl.plan.boxes import Parameter, chunks, each, holding, local_shape, parameters
 from rldsl.plan.layout import stage_layers
-from rldsl.plan.lora import module_of
+from rldsl.plan.lora import HEAD, module_of
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Pool
 
@@ -66,7 +67,7 @@ class Chunk:
                 yield from ((i, layer) for i, layer in enumerate(child) if not isinstance(layer, Elsewhere))
 
 
-class Stage:
+class Stage(Recompute):
     """chunks: of layers, ascending; one, except under a layout with `vpp`. first, last: place in the pipeline. hidden:
     size H. head: [V_local, H] local rows of the output embedding on the last stage of a causal_lm, from row
     `vocab_start` of `vocab`; head_axis: over which ranks its rows are divided.
@@ -122,8 +123,11 @@ class Stage:
                        for s in range(pp.index, pp.size * layout.vpp, pp.size)]
         for chunk in self.chunks:
             self.tokens.install([layer for _, layer in chunk.own()], apart)
-        self.again = False
+        self.invariant = model.invariant
         self._recompute_layers()
+
+    def passes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), Invariant() if self.invariant else nullcontext()  # torch's backward knows no modes
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
@@ -142,29 +146,11 @@ class Stage:
             chunk.entry.arriving = None
         return out.to(self.head_dtype if chunk.last else self.compute_dtype)
 
-    @contextmanager
-    def recomputing(self, wanted: bool) -> Iterator[None]:
-        """Inside, where wanted, a layer's forward keeps its input alone and runs again in the backward pass."""
-        self.again = wanted
-        try:
-            yield
-        finally:
-            self.again = False
-
     def _recompute_layers(self) -> None:
-        """Give each layer of this stage a forward that may be run twice (Chen et al. 2016, arXiv:1604.06174)."""
+        """Give each layer of this stage a forward that may be run twice."""
         for i, layer in (own for chunk in self.chunks for own in chunk.own()):
-            again = self._perhaps_again(layer.forward)
+            again = self.perhaps_again(layer.forward)
             layer.forward = self.sharded.around(i, again) if self.sharded else again
-
-    def _perhaps_again(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (self.again and torch.is_grad_enabled()):
-                return plain(*args, **kwargs)
-            # nothing in a forward draws random numbers: what is drawn belongs to the sample
-            return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-        return forward
 
     def _unfilled(self, name: str, whole: nn.Module) -> nn.Parameter:
         """A tensor for the module to compute with, in its dtype there: autocast halves matrices of layers."""

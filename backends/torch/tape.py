@@ -12,12 +12,14 @@ A function whose way depends on numbers, or which talks to other ranks, is not r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from rldsl.backends.torch.rest import Rest
 
 Out = tuple[torch.Tensor, ...]
 Call = Callable[..., Any]
@@ -28,10 +30,11 @@ class Unrecorded(Exception):
 
 
 class Tape:
-    """steps: operators with all of their arguments. out: where the function's results are after each turn."""
+    """steps: operators with all of their arguments. out: where the function's results are after each turn. rest: the
+    memory of what the operators make, each turn anew."""
 
-    def __init__(self, steps: list[Callable[[], Any]], out: Out):
-        self.steps, self.out = steps, out
+    def __init__(self, steps: list[Callable[[], Any]], out: Out, rest: Rest):
+        self.steps, self.out, self.rest = steps, out, rest
 
     def __call__(self) -> Out:
         # what was recorded stands below autocast and autograd, and must not meet them again
@@ -47,7 +50,7 @@ def record(function: Callable[[], Out], twice: bool = True) -> tuple[Out, Tape]:
     recorder = _Recorder()
     with recorder:
         out = function()
-    tape = Tape(recorder.steps, out)
+    tape = Tape(recorder.steps, out, Rest(recorder.made.values()))
     if twice:
         right = [x.clone() for x in out]
         if not all(map(torch.equal, tape(), right)):
@@ -56,9 +59,18 @@ def record(function: Callable[[], Out], twice: bool = True) -> tuple[Out, Tape]:
 
 
 class _Recorder(TorchDispatchMode):
+    """made: by storage, a tensor of each that an operator made; given: the storages that were there."""
+
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Callable[[], Any]] = []
+        self.made: dict[int, torch.Tensor] = {}
+        self.given: set[int] = set()
+
+    def _note(self, args: Any, kwargs: Any, out: Any) -> None:
+        self.given |= {x.untyped_storage()._cdata for x in _tensors((args, kwargs))} - self.made.keys()
+        found = {x.untyped_storage()._cdata: x for x in _tensors(out)}
+        self.made |= {key: x for key, x in found.items() if key not in self.given}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,6 +78,8 @@ class _Recorder(TorchDispatchMode):
         if kind == "unknown" or func is torch.ops.aten.index.Tensor and _masked(args[1]):
             raise Unrecorded(str(func))
         out = func(*args, **kwargs)
+        if kind == "new":
+            self._note(args, kwargs, out)
         if kind != "view":
             if any(y is None for x in args if isinstance(x, list) for y in x):
                 again = func  # places of `index`, which the binding wants to be tensors
@@ -97,6 +111,14 @@ def _way(func: Any) -> tuple[str, Call, Call | None]:
             bare = torch.Tag.generated in overload.tags or getattr(torch, name, None) is not quick
             return "new", quick, overload if bare else quick
     return "new", quick, None
+
+
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, tuple | list | dict):
+        for y in x.values() if isinstance(x, dict) else x:
+            yield from _tensors(y)
 
 
 def _masked(places: Any) -> bool:

@@ -71,17 +71,22 @@ class Unit:
     def gather(self) -> None:
         """Make the parameters whole."""
         self.start()
+        self.room()
         for work, every, members in self.arriving:
             if work is not None:
                 work.wait()
             parts = every.view(self.dp.size, -1).split([self.sizes[i] for i in members], dim=1)
             for i, part in zip(members, parts):
                 w = self.whole[i]
-                w.untyped_storage().resize_(w.numel() * w.element_size())
                 # through `.data`, whose writes autograd does not count: a backward pass may come after another gather
                 w.data.view(-1).copy_(part.reshape(-1)[: w.numel()])
         self.arriving.clear()
         self.here = True
+
+    def room(self) -> None:
+        """Memory for what is to be whole."""
+        for w in self.whole:
+            w.untyped_storage().resize_(w.numel() * w.element_size())
 
     def drop(self) -> None:
         for w in self.whole:

@@ -52,7 +52,7 @@ _asked = together(
                  help="Of the processor, after which the search ends with what it has."),
     click.option("--memory", type=click.FloatRange(0, min_open=True),
                  help="GB of a device (default: as the cluster says)."),
-    click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True,
+    click.option("--gap", type=click.FloatRange(0), default=0.02, show_default=True,
                  help="How far from the bound is good enough; 0: the best there is."),
     lengths,
     click.option("--json", "as_json", is_flag=True, help="For programs."))

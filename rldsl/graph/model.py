@@ -22,7 +22,7 @@ from rldsl.source import Span
 @dataclass(frozen=True, slots=True)
 class Model:
     """kind: "causal_lm", "value_model" or "reward_model". path: as given; relative to the working directory. lora: its
-    adapter, where lora_span is."""
+    adapter, where lora_span is. invariant: as of `plan.Model`."""
 
     name: str
     kind: str
@@ -32,6 +32,7 @@ class Model:
     span: Span
     lora: Lora | None = None
     lora_span: Span | None = None
+    invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ CALLS: dict[str, tuple[str, str]] = {
 }
 
 CONSTRUCTORS: dict[str, tuple[str, str]] = {
-    "causal_lm": ("causal_lm(path, dtype=\"float32\")", "A language model from a HuggingFace directory."),
+    "causal_lm": ("causal_lm(path, dtype=\"float32\", invariant=false)",
+                  "A language model from a HuggingFace directory."),
     "value_model": ("value_model(path)", "A model with one value a token."),
     "reward_model": ("reward_model(path)", "A model with one score a sequence."),
     "lora": ("lora(r=8, alpha=16, targets=[]) or lora(path)", "Low-rank adapters, which alone are trained."),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
-from rldsl.placement import backends, budget, free, positions, resident, sync, tokenizers
+from rldsl.placement import backends, budget, free, invariant, positions, resident, sync, tokenizers
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
 from rldsl.placement.families import Family, describe
 from rldsl.placement.lora import parts
@@ -73,6 +73,7 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
     resident.check(graph, calls, places, homes)
     budget.check(graph, calls, places)
     backends.check(graph, calls, places, families)
+    invariant.check(graph, calls, places, families)
     positions.check(graph, calls, families)
     sync.anchors(graph, places, homes)
     return places, homes
@@ -111,7 +112,7 @@ def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed
     own = parts(m, family, seed)
     return Model(m.name, m.kind, m.path, dtype, own.params, family.layers, family.config_digest, home,
                  m.optimizer if home else None, sources=sources, base=own.base, lora=own.lora,
-                 sizes=_sizes(family))
+                 sizes=_sizes(family), invariant=m.invariant)
 
 
 def _sizes(f: Family) -> Sizes:

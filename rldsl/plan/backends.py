@@ -46,8 +46,8 @@ class Description:
 
     calls: kinds of call. divisions: the degrees that may be above 1. zero: the largest level; 0 without any. adapters:
     whether models may have them. needs: (module, line that installs it) of a package that it stands on. issues: whose
-    protocol of `plan/verify/issue.py` its calls keep to. problem: what of a model, or of a model under a layout, it
-    cannot express, by the feature's name; "" if nothing."""
+    protocol of `plan/verify/issue.py` its calls keep to. invariant: whether it can keep to that of a model. problem:
+    what of a model, or of a model under a layout, it cannot express, by the feature's name; "" if nothing."""
 
     issues: str
     calls: tuple[str, ...] = CALLS
@@ -55,6 +55,7 @@ class Description:
     zero: int = 3
     adapters: bool = True
     needs: tuple[str, str] | None = None
+    invariant: bool = False
     problem: Callable[[Facts, Layout], str] = anything
 
 
@@ -93,5 +94,5 @@ def unable(description: Description, call: str, layout: Layout, adapters: bool) 
     if divided:
         return f"it has no `{divided}`"
     if layout.zero > description.zero:
-        return f"its `zero` ends at {description.zero}" if description.zero else "it has no `zero`"
+        return f"it has `zero` up to {description.zero}" if description.zero else "it has no `zero`"
     return "it has no adapters" if adapters and not description.adapters else ""

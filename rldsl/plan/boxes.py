@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
 
@@ -106,6 +107,7 @@ def stages(parameter: Parameter, layers: int, layout: Layout) -> tuple[int, ...]
     return tuple(dict.fromkeys(chunk % pp for chunk in chunks(parameter, layers, pp * layout.vpp)))
 
 
+@cache
 def pieces(spec: ParamSpec, tp: int, index: int) -> tuple[Piece, ...]:
     """The pieces of position `index` of `tp`: one for each part of the split, joined where they touch. A part of U
     units gives it the units [index*U//tp, (index+1)*U//tp), or the single unit index*U//tp when U < tp."""

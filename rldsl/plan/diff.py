@@ -152,7 +152,8 @@ def _told(model: Model) -> dict[str, Any]:
     return {"kind": model.kind, "path": model.path, "dtype": model.dtype, "layers": model.layers,
             "config": model.config_digest[:12], "trained": bool(model.home), "updates": model.updates,
             "follows": ", ".join(dict.fromkeys(model.sources)), "parameters": _digest(model.params),
-            "base": _digest(model.base), "sizes": text(tuple(_flat(model.sizes).items())), **optimizer, **lora}
+            "base": _digest(model.base), "sizes": text(tuple(_flat(model.sizes).items())),
+            "invariant": model.invariant, **optimizer, **lora}
 
 
 def _blocks(before: Plan, after: Plan) -> Iterator[Change]:

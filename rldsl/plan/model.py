@@ -80,6 +80,10 @@ class Layout:
     vpp: int = 1
     backend: str = DEFAULT_BACKEND
 
+    def __hash__(self) -> int:
+        """Quickly: it is the key of much that is worked out once."""
+        return hash((self.id, self.zero))
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -137,6 +141,10 @@ class ParamSpec:
     experts: int = 0
     stored: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        """Quickly, as of a layout."""
+        return hash((self.name, self.shape))
+
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
@@ -192,7 +200,8 @@ class Model:
     dtype: "float32" or "bfloat16". home: the layout that holds the trained parameters and the optimizer state
     ("" when frozen). updates: optimizer steps planned for the whole run. config_digest: sha256 of its config.json.
     sources: of a model that is not trained but written by others, the model that each such event takes, in order. mean:
-    the layout under which a mean with others is taken ("" when none is), so that what is added to it is not lost."""
+    the layout under which a mean with others is taken ("" when none is), so that what is added to it is not lost.
+    invariant: the numbers of a token are the same, bit by bit, whatever is computed beside it."""
 
     name: str
     kind: Head
@@ -209,6 +218,11 @@ class Model:
     base: tuple[ParamSpec, ...] = ()
     lora: Lora | None = None
     sizes: Sizes = Sizes()
+    invariant: bool = False
+
+    def __hash__(self) -> int:
+        """Quickly, as of a layout."""
+        return hash((self.name, self.home))
 
 
 # kind of data -> what its columns are for

@@ -94,8 +94,9 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
         put(to, src[name][at])
     # the last rounds are waited for late, and until then the source may change
     early = len(route.parts) - AHEAD
-    sends = [[(p, _lying(p, src, dtype) if i < early else None) for p in sides[0]] for i, sides in enumerate(route.parts)]
-    receives = [[(p, _lying(p, None if decay else dst, dtype)) for p in sides[1]] for sides in route.parts]
+    sends = [[(p, _lying(p, src if i < early else None, dtype)) for p in these] for i, (these, _) in
+             enumerate(route.parts)]
+    receives = [[(p, _lying(p, None if decay else dst, dtype)) for p in these] for _, these in route.parts]
     out, into = ([torch.empty(n, dtype=dtype, device=device) for n in room(
         [sum(p.size for p, there in each if there is None) for each in side])] for side in (sends, receives))
     under_way: deque[Callable[[], Arrived]] = deque()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -55,7 +56,23 @@ def load(function: Function) -> Callable[[list[Row]], Any]:
     if not callable(found):
         raise fail("RL0774", f"`{function.name}` is {_article(found)}, not a function", place=function.path,
                    help=f"`{function.name}` is called with a list of rows")
+    if (takes := _other(found)) is not None:
+        raise fail("RL0774", f"`{function.name}{takes}` cannot be called with one list of rows", place=function.path,
+                   help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict")
     return found
+
+
+def _other(found: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function that does not take one list."""
+    try:
+        takes = inspect.signature(found)
+    except (TypeError, ValueError):  # some of those written in C do not tell
+        return None
+    try:
+        takes.bind([])
+    except TypeError:
+        return takes
+    return None
 
 
 def _import(function: Function) -> Any:

@@ -1,18 +1,24 @@
 """One call on ranks of its own, as the simulator and the memory estimate see it, without a plan around it.
 
-In: a job, a strategy, a number of ranks. Out: the `World` of the simulator with that call alone, and its event. Ranks
-at one stage of a pipeline do the same, so each stage is one class, and its groups follow in closed form.
+In: a job, the degrees of a strategy, a number of ranks. Out: the `World` of the simulator with that call alone, and its
+event under all strategies of these degrees. Ranks at one stage of a pipeline do the same, so each stage is one class,
+and its groups follow in closed form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
+from math import lcm
 
 from rldsl.graph import model as g
 from rldsl.passes.lower import spread_of
 from rldsl.placement.model import Place
+from rldsl.plan.boxes import Cell
 from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.layout import own_layers
+from rldsl.plan.memory.parameters import Copy
 from rldsl.plan.memory.values import Tables
 from rldsl.plan.model import Layout, Model
 from rldsl.search.problem import Job, Problem
@@ -37,9 +43,21 @@ class Alone(World):
         self.programs = problem.programs
         self.layout, self.spread, self.mesh = layout, spread, mesh
         self.groups = {layout.id: stages(layout, size, self.per_node)}  # in place of the property of that name
-        self.event = event(job.node, layout, spread.id, s)
+        self.node = job.node
 
-    @property
+    def event(self, s: Strategy) -> Generate | Infer | Train:
+        return event(self.node, self.layout, self.spread.id, s)
+
+    @cached_property
+    def fullest(self) -> tuple[Copy, ...]:
+        """The model at the stages one of which has most: the first, the last, and the first of those between them that
+        have most layers."""
+        pp, layers = self.layout.pp, self.model.layers
+        full = (s for s in range(1, pp - 1) if len(own_layers(layers, self.layout, s)) * pp >= layers)
+        stages = sorted({0, *([next(full, 1)] if pp > 2 else []), pp - 1})
+        return tuple(Copy(self.model, self.layout, Cell(s, 0)) for s in stages)
+
+    @cached_property
     def tables(self) -> Tables:
         return Tables(self.frames, {}, self.spreads, self.layouts)
 
@@ -62,10 +80,10 @@ def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> Generate | 
         case g.Infer():
             return Infer(id=0, mesh=layout.mesh, model=node.model, layout=layout.id, spread=spread, frame=node.frame,
                          what=node.what,  # type: ignore[arg-type]
-                         output=node.writes[0], temperature=node.temperature, mbs=s.mbs)
+                         output=node.writes[0], temperature=node.temperature, mbs=s.mbs, mbt=s.mbt)
         case g.Train():
             return Train(id=0, mesh=layout.mesh, model=node.model, layout=layout.id, spread=spread, frames=node.frames,
-                         loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs, mbs=s.mbs,
+                         loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs, mbs=s.mbs, mbt=s.mbt,
                          recompute="full" if s.recompute else "none")
     raise AssertionError(f"{node.id} is no call")
 
@@ -73,20 +91,26 @@ def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> Generate | 
 def stages(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
     """The groups of each stage, of a layout on ranks 0 to size - 1."""
     block, inner = x.dp * x.cp * x.tp, x.cp * x.tp
+    shards, rows = _starts(size, inner, gpus), _starts(size, block, gpus)
     sizes = {"pp": x.pp, "tp": x.tp, "cp": x.cp, "dp": x.dp, "mesh": size, "shard": x.pp * inner}
     crosses = {"pp": _crosses(range(block), block, x.pp, gpus), "mesh": size > gpus, "shard": False,
-               "tp": _crosses(range(0, size, x.tp), 1, x.tp, gpus),
-               "cp": _crosses((s + t for s in range(0, size, inner) for t in range(x.tp)), x.tp, x.cp, gpus),
-               "dp": _crosses((s + i for s in range(0, size, block) for i in range(inner)), inner, x.dp, gpus)}
+               "tp": _crosses(_starts(size, x.tp, gpus), 1, x.tp, gpus),
+               "cp": _crosses((s + t for s in shards for t in range(x.tp)), x.tp, x.cp, gpus),
+               "dp": _crosses((s + i for s in rows for i in range(inner)), inner, x.dp, gpus)}
     if x.ep > 1:
         sizes |= {"ep": x.ep, "copies": x.dp // x.ep}
-        runs = [s + d * inner + i for s in range(0, size, block) for d in range(0, x.dp, x.ep) for i in range(inner)]
-        places = [s + i for s in range(0, size, block) for i in range(x.ep * inner)]
+        runs = [s + d * inner + i for s in rows for d in range(0, x.dp, x.ep) for i in range(inner)]
+        places = [s + i for s in rows for i in range(x.ep * inner)]
         crosses |= {"ep": _crosses(runs, inner, x.ep, gpus),
                     "copies": _crosses(places, x.ep * inner, x.dp // x.ep, gpus)}
     line = tuple(range(x.pp))
     return {s: Groups({a: line if a in ("pp", "mesh", "shard") else (s,) for a in sizes}, sizes, crosses, s)
             for s in line}
+
+
+def _starts(size: int, step: int, gpus: int) -> range:
+    """0, step, ... below `size`, as far as they differ in where they lie in a node."""
+    return range(0, min(size, lcm(step, gpus)), step)
 
 
 def _crosses(firsts: Iterable[int], stride: int, count: int, gpus: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal
 from rldsl.clusters import Cluster
 from rldsl.diag import Failure, fail
 from rldsl.plan.texts import human
+from rldsl.plan.verify import verify
 from rldsl.search.branch import GAP, MOST, Result, search
 from rldsl.search.exact import Proved, proved
 from rldsl.search.greedy import heuristic
@@ -22,7 +23,7 @@ from rldsl.simulate import Lengths
 
 FEW = 3  # of the best are compiled, and compared by what the simulator says
 TRIES = 4  # with more and more of a device kept free, where the estimate was too low
-LARGEST = 1 << 14  # nodes
+LARGEST = 1 << 11  # nodes
 Mode = Literal["heuristic", "search"]
 
 
@@ -95,6 +96,10 @@ def _compiled(p: Prepared, instance: Instance, result: Result, cluster: Cluster,
         if p.placed.memory and one.bytes > p.placed.memory:
             over = max(over, one.bytes - p.placed.memory)
             continue
+        try:
+            verify(one.plan)
+        except Failure:  # such as more messages at once than there may be: no placement
+            continue
         found.append(one)
         if len(found) == FEW:
             break
@@ -108,29 +113,33 @@ def different(best: tuple[Judged, ...]) -> tuple[Judged, ...]:
 
 def too_small(asked: Problem, cluster: Cluster) -> Failure:
     """With the smallest number of equal nodes on which something fits, or what to do where none does."""
-    nodes = smallest(asked)
     many = f"{asked.cluster.world} device{'s' * (asked.cluster.world > 1)} of {human(asked.memory)}"
     span = asked.graph.cluster.span if asked.graph.cluster else None
     help = "take larger devices, or shorter sequences"
-    if nodes:
+    if asked.fixed and room(asked, asked.cluster.nodes):
+        names = dict.fromkeys(j.name for j in asked.calls if j.number in asked.fixed)
+        help = f"something would, were it not said how to place {', '.join(names)}: leave that to the search"
+    elif nodes := smallest(asked):
         help = f"the smallest that would do: {nodes} nodes like these, {nodes * cluster.gpus} devices"
     if span is not None:
         return fail("RL0402", f"no placement fits {many}", span, "every placement was found to need more", help=help)
     return fail("RL0402", f"no placement fits {many}", place=cluster.name, help=help)
 
 
-def smallest(asked: Problem) -> int:
-    """How many nodes something fits on, between this many and `LARGEST`; 0: on none."""
-    def fits(nodes: int) -> bool:
-        there = replace(asked, cluster=replace(asked.cluster, nodes=nodes), fixed={})
-        return any(heuristic(Instance(there, asked.memory // 100, offload)) for offload in (False, True))
+def room(asked: Problem, nodes: int) -> bool:
+    """Whether something fits so many nodes, where the program says nothing of its calls."""
+    there = replace(asked, cluster=replace(asked.cluster, nodes=nodes), fixed={})
+    return heuristic(Instance(there, asked.memory // 100, offload=True)) is not None
 
-    low, high = asked.cluster.nodes, asked.cluster.nodes
-    while not fits(high):
+
+def smallest(asked: Problem) -> int:
+    """How many nodes something fits on, more than there are and at most `LARGEST`; 0: on none."""
+    low, high = asked.cluster.nodes, 2 * asked.cluster.nodes
+    while not room(asked, high):
         low, high = high, 2 * high
         if high > LARGEST:
             return 0
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
+        low, high = (low, middle) if room(asked, middle) else (middle, high)
     return high

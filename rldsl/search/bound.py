@@ -53,41 +53,46 @@ class Bound:
         return tuple(min(self.seconds(c, n) * n for n in sizes) for c, sizes in enumerate(self.sizes))
 
     @cached_property
-    def cycles(self) -> tuple[tuple[int, ...], ...]:
-        """Every way, call by call, from a use of a trained model to its training."""
+    def cycles(self) -> tuple[frozenset[int], ...]:
+        """Every way, as its calls, from a use of a trained model to its training."""
         jobs, place = self.i.problem.jobs, self.i.place
-        found: set[tuple[int, ...]] = set()
+        found: set[frozenset[int]] = set()
 
-        def back(n: int, way: tuple[int, ...], model: str) -> None:
-            way = (place[n], *way) if n in place else way
+        def back(n: int, way: frozenset[int], model: str) -> None:
+            way = way | {place[n]} if n in place else way
             if jobs[n].model == model:
                 found.add(way)
             for b in jobs[n].after:
                 back(b, way, model)
 
         for model, home in self.i.problem.homes.items():
-            back(home, (), model)
-        return tuple(w for w in sorted(found) if not any(w != o and set(w) <= set(o) for o in found))
+            back(home, frozenset(), model)
+        return tuple(w for w in sorted(found, key=sorted) if not any(w < o for o in found))
 
     def __call__(self, blocks: Mapping[int, Block], known: Mapping[int, float] | None = None) -> float:
         """blocks: of some calls. known: seconds of those whose entries are chosen."""
         root, calls = self.i.tree.root, self.i.calls
-        seconds = list(self.fastest)
-        for c, b in blocks.items():
-            seconds[c] = self.seconds(c, b.size)
-        for c, s in (known or {}).items():
-            seconds[c] = s
-        work = [self.work[c] if c not in blocks else seconds[c] * blocks[c].size for c in range(len(seconds))]
+        open_ = len(blocks) < len(calls)
+        seconds = list(self.fastest) if open_ else [0.0] * len(calls)
+        work = list(self.work) if open_ else seconds[:]
+        for c, (start, stop) in blocks.items():
+            seconds[c] = known[c] if known and c in known else self.seconds(c, stop - start)
+            work[c] = seconds[c] * (stop - start)
         most = sum(work) / root.size
-        whole = {c for c, b in blocks.items() if b.holds(root)}
+        whole = {c for c, b in blocks.items() if b == root}
         trains = {c for c in whole if calls[c].kind == "train"}
         for way in self.cycles:
-            others = {c for c in whole if calls[c].kind == "generate" and self.below[c] >= set(way) - {c} - trains}
-            most = max(most, sum(seconds[c] for c in trains | others | set(way)))
-        for b in set(blocks.values()):
-            over = sum(seconds[c] for c, x in blocks.items() if x.holds(b))
-            under = sum(work[c] for c, x in blocks.items() if b.holds(x) and x != b)
-            most = max(most, over + under / b.size)
+            others = {c for c in whole if calls[c].kind == "generate" and self.below[c] >= way - {c} - trains}
+            most = max(most, sum([seconds[c] for c in trains | others | way]))
+        placed = [(start, stop, seconds[c], work[c]) for c, (start, stop) in blocks.items()]
+        for start, stop in set(blocks.values()):
+            over = under = 0.0
+            for first, last, took, all_ in placed:
+                if first <= start and stop <= last:
+                    over += took
+                elif start <= first and last <= stop:
+                    under += all_
+            most = max(most, over + under / (stop - start))
         return most
 
     @cached_property
@@ -111,15 +116,16 @@ class Bound:
                                   min((e.active for e in entries), default=none))
         return self.smallest[key]
 
-    def bytes(self, blocks: Mapping[int, Block]) -> int:
-        """Bytes that some rank needs at least."""
-        return max((self._bytes(b, blocks) for b in set(blocks.values())), default=0)
+    def bytes(self, blocks: Mapping[int, Block], inside: Block | None = None) -> int:
+        """Bytes that some rank (inside a block) needs at least."""
+        among = {b for b in blocks.values() if inside is None or inside.holds(b)}
+        return max((self._bytes(b, blocks) for b in among), default=0)
 
     def _bytes(self, at: Block, blocks: Mapping[int, Block]) -> int:
         static, active = 0, 0
         shared: dict[str, int] = {}
         for c, b in blocks.items():
-            if not b.holds(at):
+            if not b[0] <= at[0] or not at[1] <= b[1]:
                 continue
             job = self.i.calls[c]
             path, (mine, common, runs) = self.i.problem.models[job.model].path, self.least(c, b.size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 from math import inf
 
 from rldsl.search.costs import Entry
@@ -18,8 +19,8 @@ from rldsl.search.instance import Assignment, Instance, Judged
 from rldsl.search.moves import Move
 from rldsl.search.space import Block, Strategy
 
-GAP = 0.01  # that is good enough, unless another one is asked for
-MOST = 2_000  # parts of the space that are looked at
+GAP = 0.02  # that is good enough, unless another one is asked for
+MOST = 1_000  # parts of the space that are looked at
 KEPT = 16  # of the best assignments
 
 
@@ -88,7 +89,7 @@ class _Search:
         self.push(self.bound({}), Part())
         parts, ended = 0, True
         while self.heap and self.heap[0][0] < self.enough():
-            if parts >= self.most or parts % 64 == 63 and not self.going(self.result(parts, False)):
+            if parts >= self.most or self.best and not self.going(self.result(parts, False)):
                 ended = False
                 break
             least, _, _, part = heappop(self.heap)
@@ -126,14 +127,14 @@ class _Search:
     def place(self, part: Part) -> None:
         """The next call on every block that differs."""
         c = self.order[len(part.blocks)]
+        before, alike = self.given(part.blocks), self.i.alike(c)
         for b in self.i.blocks(self.i.calls[c], part.blocks):
-            now = (*part.blocks, b)
-            given = self.given(now)
-            if not self.i.fits(self.bound.bytes(given)):
+            now, given = (*part.blocks, b), before | dict.fromkeys(alike, b)
+            if not self.i.fits(self.bound.bytes(given, b)):
                 continue
             least = self.bound(given)
             if len(now) == len(self.order) and least < self.enough():
-                self.push(max(least, self.relaxed(now, ())[0]), Part(now))
+                self.push(max(least, self.relaxed(now, ())), Part(now))
             else:
                 self.push(least, Part(now))
 
@@ -142,16 +143,16 @@ class _Search:
         blocks, entries = part.blocks, part.entries
         if not entries and not part.rest and (quick := chosen(self.i, self.every(blocks))) is not None:
             self.keep(quick)
-        options = self.relaxed(blocks, entries)[1]
-        if part.rest + 1 < len(options):
-            self.push(max(least, self.relaxed(blocks, entries, part.rest + 1)[0]), Part(blocks, entries, part.rest + 1))
-        now = (*entries, options[part.rest])
+        option, another = self.options(blocks, entries, part.rest)
+        if another:
+            self.push(max(least, self.relaxed(blocks, entries, part.rest + 1)), Part(blocks, entries, part.rest + 1))
+        now = (*entries, option)
         if len(now) < len(self.order):
-            self.push(max(least, self.relaxed(blocks, now)[0]), Part(blocks, now))
+            self.push(max(least, self.relaxed(blocks, now)), Part(blocks, now))
             return
         for full in self.followed(blocks, now):
             judged = self.i.judge(full)
-            if self.i.fits(judged.bytes):
+            if self.i.fits(judged.bytes) and judged.seconds < inf:
                 self.keep(judged)
 
     def given(self, blocks: Blocks) -> dict[int, Block]:
@@ -167,28 +168,35 @@ class _Search:
         given = self.given(blocks)
         return tuple(given[c] for c in range(len(self.i.calls)))
 
-    def relaxed(self, blocks: Blocks, entries: Entries, rest: int = 0) -> tuple[float, tuple[Entry, ...]]:
+    def relaxed(self, blocks: Blocks, entries: Entries, rest: int = 0) -> float:
         """Seconds with all blocks placed, some entries chosen, the others the fastest that fit beside the least of all
-        others, and parameters that move in no time where it is open how; and what the next call may choose from."""
+        others (of the next call, all but the first `rest`), and parameters that move in no time where that is open."""
         known, every = dict(zip(self.order, entries)), self.every(blocks)
         left = self.room(every, known)
-        nothing: tuple[Entry, ...] = ()
-        optimistic, options = [], nothing
+        optimistic = []
         next_ = self.order[len(entries)] if len(entries) < len(self.order) else -1
         for c, job in enumerate(self.i.calls):
             if c in known:
                 optimistic.append(known[c])
                 continue
-            mine = self.i.table.entries(job, every[c].size)
-            fit = tuple(e for e in mine if e.static + e.shared <= left[c][0] and e.least <= left[c][1]) if (
-                self.i.table.memory) else mine
-            at = rest if c == next_ else 0
-            if len(fit) <= at:
-                return inf, nothing
-            if c == next_:
-                options = fit
-            optimistic.append(_free(fit[at].seconds, job.kind, every[c].size))
-        return self.i.seconds(every, optimistic, self.moves(every, known)), options
+            quickest = next(islice(self.fitting(c, every[c], left[c]), rest if c == next_ else 0, None), None)
+            if quickest is None:
+                return inf
+            optimistic.append(_free(quickest.seconds, job.kind, every[c].size))
+        return self.i.seconds(every, optimistic, self.moves(every, known))
+
+    def options(self, blocks: Blocks, entries: Entries, rest: int) -> tuple[Entry, bool]:
+        """What the next call chooses, and whether there are slower ones."""
+        known, every, c = dict(zip(self.order, entries)), self.every(blocks), self.order[len(entries)]
+        first, *more = islice(self.fitting(c, every[c], self.room(every, known)[c]), rest, rest + 2)
+        return first, bool(more)
+
+    def fitting(self, c: int, block: Block, left: tuple[int, int]) -> Iterator[Entry]:
+        """The entries of a call that leave others their least, the fastest first."""
+        mine = self.i.table.entries(self.i.calls[c], block.size)
+        if not self.i.table.memory:
+            return iter(mine)
+        return (e for e in mine if e.least <= left[1] and e.static + e.shared <= left[0])
 
     def moves(self, every: Blocks, known: Mapping[int, Entry]) -> dict[int, tuple[Move, int]]:
         """Of copies on other blocks than their model's training: as they are where both ends are chosen and it has been
@@ -208,23 +216,30 @@ class _Search:
     def room(self, every: Blocks, known: Mapping[int, Entry]) -> list[tuple[int, int]]:
         """For each call, the bytes that it may take for good, and in all while it runs, when all others take their
         least; those of one model directory count as one."""
+        if not self.i.table.memory:
+            return [(0, 0)] * len(every)
         least = []
-        for c, job in enumerate(self.i.calls):
+        for c in range(len(every)):
             e = known.get(c)
             least.append((e.static, e.shared, e.active) if e is not None else self.bound.least(c, every[c].size))
+        there = {b: [k for k, (start, stop) in enumerate(every) if start <= b[0] and b[1] <= stop] for b in set(every)}
         out = []
         for c, mine in enumerate(every):
             path = self.paths[c]
             kept = active = 0
-            for b in {x for x in every if mine.holds(x)} | {mine}:
+            for b, calls in there.items():
+                if c not in calls:
+                    continue
                 shared: dict[str, int] = {}
                 static = most = 0
-                for k, x in enumerate(every):
-                    if k != c and x.holds(b):
-                        static += least[k][0]
-                        most = max(most, least[k][2])
-                        if self.paths[k] != path:
-                            shared[self.paths[k]] = max(shared.get(self.paths[k], 0), least[k][1])
+                for k in calls:
+                    if k == c:
+                        continue
+                    own, common, runs = least[k]
+                    static += own
+                    most = max(most, runs)
+                    if common and (other := self.paths[k]) != path:
+                        shared[other] = max(shared.get(other, 0), common)
                 static += sum(shared.values())
                 kept, active = max(kept, static), max(active, static + most)
             out.append((self.i.table.memory - active, self.i.table.memory - kept))

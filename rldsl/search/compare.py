@@ -10,14 +10,12 @@ import json
 from dataclasses import dataclass
 
 from rldsl.clusters import Cluster
-from rldsl.plan.texts import human
+from rldsl.plan.texts import human, seconds_text
 from rldsl.search.answer import Answer
-from rldsl.search.costs import Entry
 from rldsl.search.exact import compiled
 from rldsl.search.instance import Assignment, Instance
 from rldsl.search.prepare import Prepared, described
 from rldsl.search.space import Block
-from rldsl.search.write import seconds
 from rldsl.simulate import Lengths, simulate
 
 
@@ -58,9 +56,9 @@ class Comparison:
         slower = self.seconds / self.best - 1
         over = " (too much)" if self.memory and self.bytes > self.memory else ""
         out = [f"{name} on {cluster}", "",
-               f"  proposed  {seconds(self.seconds):>10}  {human(self.bytes):>9} on the fullest rank{over}",
-               f"  best      {seconds(self.best):>10}  {human(self.best_bytes):>9}",
-               f"  bound     {seconds(self.bound):>10}", ""]
+               f"  proposed  {seconds_text(self.seconds):>10}  {human(self.bytes):>9} on the fullest rank{over}",
+               f"  best      {seconds_text(self.best):>10}  {human(self.best_bytes):>9}",
+               f"  bound     {seconds_text(self.bound):>10}", ""]
         judged = f"{slower:.1%} slower than the best" if slower > 0 else f"{-slower:.1%} faster than what was found"
         out += ["  as good as the best" if abs(slower) < 0.002 else f"  {judged}", ""]
         changed = [c for c in self.changes if (c.mine.block, c.mine.how) != (c.best.block, c.best.how)]
@@ -70,14 +68,15 @@ class Comparison:
         out.append("  if one call stood as in the best")
         for c in sorted(changed, key=lambda c: (-c.gain, c.call)):
             out.append(f"  {c.call:<{width}}  {_where(c.mine)} -> {_where(c.best)}: {_effect(c)}")
-            out.append(f"  {'':<{width}}  the call itself: {seconds(c.mine.seconds)} -> {seconds(c.best.seconds)}")
+            before, after = seconds_text(c.mine.seconds), seconds_text(c.best.seconds)
+            out.append(f"  {'':<{width}}  the call itself: {before} -> {after}")
         return "\n".join(out) + "\n"
 
 
 def _effect(c: Change) -> str:
     if not c.fits:
         return "does not fit beside the rest"
-    return f"{seconds(abs(c.gain))} {'faster' if c.gain > 0 else 'slower'}" if c.gain else "no difference"
+    return f"{seconds_text(abs(c.gain))} {'faster' if c.gain > 0 else 'slower'}" if c.gain else "no difference"
 
 
 def _where(s: Side) -> str:
@@ -103,20 +102,13 @@ def _assignment(i: Instance, fixed: Prepared) -> Assignment:
 
 
 def _change(i: Instance, mine: Assignment, best: Assignment, c: int, now: float) -> Change:
-    """Trainings of one model stand alike, so they change together."""
-    job = i.calls[c]
-    alike = {k for k, o in enumerate(i.calls) if k == c or job.kind == o.kind == "train" and job.model == o.model}
-    entries = tuple(_plain(i, k, best.entries[k] if k in alike else e) for k, e in enumerate(mine.entries))
+    job, alike = i.calls[c], i.alike(c)
+    entries = tuple(best.entries[k] if k in alike else e for k, e in enumerate(mine.entries))
     blocks = tuple(best.blocks[k] if k in alike else b for k, b in enumerate(mine.blocks))
     then = i.judge(Assignment(blocks, entries))
     a, b = mine.entries[c], best.entries[c]
     return Change(job.name, Side(mine.blocks[c], a.strategy.text(), a.seconds),
                   Side(best.blocks[c], b.strategy.text(), b.seconds), now - then.seconds, i.fits(then.bytes))
-
-
-def _plain(i: Instance, c: int, e: Entry) -> Entry:
-    """An entry as it is on a copy of its own; `judge` finds out whether it needs one."""
-    return i.table.cost(i.calls[c], e.strategy, e.size)
 
 
 def to_json(c: Comparison) -> str:

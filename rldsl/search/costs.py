@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rldsl.plan.boxes import Cell
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.layout import stage_layers
+from rldsl.plan.layout import own_layers
 from rldsl.plan.memory.calls import needs
 from rldsl.plan.memory.parameters import Copy, elements, gradient_bytes, moment_bytes, resting
 from rldsl.search.alone import Alone
@@ -19,6 +18,8 @@ from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy
 from rldsl.simulate.calls import Passes, Stage, closing, forward, generate, minibatch, result, stage, told
 from rldsl.simulate.engine import Act, Pool, Run
+
+Event = Generate | Infer | Train
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ class Bytes:
 def cost(world: Alone, problem: Problem, job: Job, s: Strategy, size: int, found: Bytes, own: bool) -> Entry:
     """world: of the call alone. found: its memory. own: on the copy that is trained; always so of a train call."""
     back = away(world) if s.offload else 0.0
-    alone = isinstance(world.event, Generate | Infer) and s.pp == 1
+    alone = job.kind != "train" and s.pp == 1
     unit = s.cp * s.tp * s.ep if alone else size
-    return Entry(s, size, duration(world) * job.times, unit, found.static, found.shared, found.copy,
+    return Entry(s, size, duration(world, world.event(s)) * job.times, unit, found.static, found.shared, found.copy,
                  found.active, own and problem.models[job.model].home != "", back * job.times)
 
 
@@ -77,16 +78,17 @@ def cost(world: Alone, problem: Problem, job: Job, s: Strategy, size: int, found
 
 def memory(problem: Problem, world: Alone, job: Job, s: Strategy) -> Bytes:
     """Of the fullest rank, stage by stage. What is offloaded is there while the call runs."""
-    each = [_bytes(problem, world, job, s, Copy(world.model, world.layout, Cell(at, 0))) for at in {0, s.pp - 1}]
+    event = world.event(s)
+    each = [_bytes(problem, world, job, s, event, copy) for copy in world.fullest]
     static, shared, copy, active = (max(getattr(b, n) for b in each) for n in ("static", "shared", "copy", "active"))
     return Bytes(0, 0, copy, active + static + shared) if s.offload else Bytes(static, shared, copy, active)
 
 
-def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, copy: Copy) -> Bytes:
+def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, event: Event, copy: Copy) -> Bytes:
     held = copy.stored * resting(copy)
     base = copy.compute * elements(copy.model.base, copy)
-    active = sum(needs(world.tables, world.event, copy, "cuda").values())
-    if isinstance(world.event, Train):
+    active = sum(needs(world.tables, event, copy, "cuda").values())
+    if isinstance(event, Train):
         mine = held + gradient_bytes(copy) + moment_bytes(copy)
         return Bytes(mine if problem.homes[job.model] == job.number else 0, base, 0, active)
     if copy.model.home == world.layout.id:
@@ -96,17 +98,16 @@ def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, copy: Copy) ->
 
 def away(world: Alone) -> float:
     """Seconds until what is offloaded is there, parameters and moments at the same time."""
-    copy = Copy(world.model, world.layout, Cell(0, 0))
+    copy = world.fullest[0]
     parts = copy.stored * resting(copy) + copy.compute * elements(world.model.base, copy)
-    return world.machine.host(max(parts, moment_bytes(copy) if isinstance(world.event, Train) else 0))
+    return world.machine.host(max(parts, moment_bytes(copy) if copy.trained else 0))
 
 
 # -------------------------------------------------------------------------------------------------- duration
 
 
-def duration(world: Alone) -> float:
+def duration(world: Alone, event: Event) -> float:
     """Seconds of the call, once."""
-    event = world.event
     if isinstance(event, Generate):
         return _slowed(world, _work(generate(world, event, 0, 0)))
     each = _stages(world)
@@ -125,7 +126,7 @@ def _stages(world: Alone) -> list[tuple[Stage, int]]:
     pp = world.layout.pp
     kinds: dict[tuple[int, bool, bool], list[int]] = {}
     for s in range(pp):
-        layers = len(stage_layers(world.model.layers, pp, s))
+        layers = len(own_layers(world.model.layers, world.layout, s))
         kinds.setdefault((layers, s == 0, s == pp - 1), []).append(s)
     return [(stage(world, world.model.name, world.layout.id, of[0], 0), len(of)) for of in kinds.values()]
 
@@ -140,6 +141,7 @@ class Line:
     total: float
     slowest: float
     message: float
+    chunks: int = 1
 
 
 def _line(each: list[tuple[Stage, int]], found: list[Passes]) -> Line:
@@ -147,8 +149,9 @@ def _line(each: list[tuple[Stage, int]], found: list[Passes]) -> Line:
     if not found[0].count:
         return Line(stages, 0, 0.0, 0.0, 0.0)
     way = me.machine.message(found[0].message, me.groups.crosses["pp"]) if stages > 1 else 0.0
-    both = [sum(p.durations[0]) for p in found]
-    return Line(stages, found[0].count, sum(t * n for t, (_, n) in zip(both, each)), max(both), way)
+    both = [sum(map(sum, p.durations)) for p in found]
+    return Line(stages, found[0].count, sum(t * n for t, (_, n) in zip(both, each)), max(both), way,
+                len(found[0].durations))
 
 
 def inference(line: Line) -> float:
@@ -159,10 +162,13 @@ def inference(line: Line) -> float:
 
 
 def training(line: Line) -> float:
-    """1F1B: one micro-batch through all stages and back, and for each further one the slowest stage and a message. What
-    messages do besides while a pipeline fills is left out; the simulator, which plays all, finds up to 1 % more."""
+    """1F1B: one micro-batch through all stages and back, and for each further one the slowest stage and a message. With
+    chunks of layers the other stages wait for a part of it only, and there are messages for each chunk. What messages
+    do besides while a pipeline fills is left out; the simulator, which plays all, finds up to 1 % more."""
     fill = (line.stages - 1) * (2 if line.stages > 2 else 1)
-    return line.total + fill * line.message + (line.count - 1) * (line.slowest + line.message * (line.stages > 1))
+    further = line.count * line.chunks - 1 if line.stages > 1 else 0
+    return (line.count * line.slowest + (line.total - line.slowest) / line.chunks
+            + (fill + further) * line.message)
 
 
 def _work(acts: list[Act]) -> float:

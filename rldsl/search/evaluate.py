@@ -70,12 +70,11 @@ def _items(problem: Problem, overheads: Overheads, atoms: Sequence[tuple[int, in
     items: list[Item] = []
     place: dict[int, int] = {}
     for j in problem.jobs:
-        versions = (i.number for i in problem.jobs[: j.number] if i.call and i.model == j.model
-                    and "train" in (i.kind, j.kind))  # one uses the version that the other makes, or ends
         place[j.number] = len(items)
-        items.append(Item(j.number, on[j.number], tuple(place[b] for b in {*j.after, *versions}), ROUGH[j.kind], 1))
+        before = tuple(place[b] for b in problem.before[j.number])
+        items.append(Item(j.number, on[j.number], before, ROUGH[j.kind], 1))
         if j.kind == "generate":
-            there = sorted({a for o in problem.jobs if {*j.frames} & {*o.frames} for a in on[o.number]})
+            there = sorted({a for o in problem.told[j.number] for a in on[o]})
             ranks = sum(atoms[a][1] - atoms[a][0] for a in there)
             items.append(Item(-1, tuple(there), (place[j.number],), 1, 0, overheads.lengths(j, ranks)))
     told = [j for j in problem.jobs if j.number in problem.logged]
@@ -87,25 +86,33 @@ def _items(problem: Problem, overheads: Overheads, atoms: Sequence[tuple[int, in
 
 def _order(items: Sequence[Item]) -> list[int]:
     """As `passes/order.schedule` orders events: of the items whose inputs are ready, the one that can start first."""
-    clock: dict[int, int] = {}
-    done: dict[int, int] = {}
-    left = list(range(len(items)))
+    clock = [0] * (1 + max((a for item in items for a in item.on), default=0))
+    inputs = [0] * len(items)  # when they are ready
+    missing = [len(item.after) for item in items]
+    users: list[list[int]] = [[] for _ in items]
+    for i, item in enumerate(items):
+        for b in item.after:
+            users[b].append(i)
+    ready = [i for i, n in enumerate(missing) if not n]
     out: list[int] = []
-    while left:
+    while ready:
         best, first, rank = -1, -1, 0
-        for i in left:
-            item = items[i]
-            if all(b in done for b in item.after):
-                start = max((done[b] for b in item.after), default=0)
-                for a in item.on:
-                    if clock.get(a, 0) > start:
-                        start = clock[a]
-                if best < 0 or (start, item.rank) < (first, rank):
-                    best, first, rank = i, start, item.rank
-        done[best] = first + items[best].cost
+        for i in ready:
+            item, start = items[i], inputs[i]
+            for a in item.on:
+                if clock[a] > start:
+                    start = clock[a]
+            if best < 0 or start < first or start == first and (item.rank, i) < (rank, best):
+                best, first, rank = i, start, item.rank
+        end = first + items[best].cost
         for a in items[best].on:
-            clock[a] = done[best]
-        left.remove(best)
+            clock[a] = end
+        ready.remove(best)
+        for i in users[best]:
+            missing[i] -= 1
+            inputs[i] = max(inputs[i], end)
+            if not missing[i]:
+                ready.append(i)
         out.append(best)
     return out
 
@@ -116,9 +123,10 @@ def step(problem: Problem, s: Script, seconds: Sequence[float], units: Sequence[
     to date at the top of the step -> how, and the train call that it comes from. away: of a job, until what is
     offloaded is there, from the call before on."""
     free = [0.0] * len(s.atoms)
-    jobs, on = problem.jobs, s.on
+    jobs, on, small = problem.jobs, s.on, s.small
     ends: list[float] = [0.0]
-    apart = [bool(u) and all(s.atoms[a][1] - s.atoms[a][0] >= u for a in on[n]) for n, u in enumerate(units)]
+    sizes = [stop - start for start, stop in s.atoms]
+    apart = [bool(u) and min([sizes[a] for a in on[n]]) >= u for n, u in enumerate(units)]
     for _ in range(STEPS):
         came: dict[int, float] = {}
         done: dict[int, float] = {}
@@ -134,15 +142,14 @@ def step(problem: Problem, s: Script, seconds: Sequence[float], units: Sequence[
                 for a in mine:
                     free[a] = together
                 continue
-            start = came.get(n, 0.0)
+            start, took = 0.0, seconds[n] + small[n]
             for b in jobs[n].after:
                 if done[b] > start:
                     start = done[b]
+            if n in moves:
+                start, took = max(start, came[n]), took + moves[n][0].after
             if n in away:
                 start = max(start, max([free[a] for a in mine]) + away[n])
-            took = seconds[n] + s.small[n]
-            if n in moves:
-                took += moves[n][0].after
             if apart[n]:
                 last = 0.0
                 for a in mine:

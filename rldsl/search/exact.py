@@ -39,10 +39,8 @@ class Proved:
 def proved(p: Prepared, instance: Instance, judged: Judged, cluster: Cluster, lengths: Lengths) -> Proved:
     """Raises Failure where the compiler refuses the placement."""
     a = judged.assignment
-    moves = instance.copies(a.blocks, a.entries)
-    keep = instance.fits(instance.bytes(a.blocks, a.entries, moves, keep=True))
     names = [j.node.id for j in instance.calls]
-    found = places(p, dict(zip(names, a.blocks)), dict(zip(names, a.entries)), keep)
+    found = places(p, dict(zip(names, a.blocks)), dict(zip(names, a.entries)), judged.keep)
     plan, bytes = compiled(written(p, found), described(p.placed))
     return Proved(judged, found, plan, simulate(plan, cluster, lengths), bytes)
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from rldsl.plan.realloc.rounds import BUCKET
 from rldsl.search.alone import machine
@@ -33,11 +34,13 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """seconds: of a steady step. bytes: of the fullest rank."""
+    """seconds: of a steady step. bytes: of the fullest rank. keep: copies of trained models stay from step to step,
+    which needs more memory and fits."""
 
     assignment: Assignment
     seconds: float
     bytes: int
+    keep: bool
 
 
 class Instance:
@@ -56,10 +59,21 @@ class Instance:
         """Model -> the place of its (first) train call among the calls."""
         return {m: self.place[n] for m, n in self.problem.homes.items()}
 
+    @cached_property
+    def given(self) -> tuple[Block, ...]:
+        """The blocks of calls that stay where the program has them."""
+        return tuple(f.block for _, f in sorted(self.problem.fixed.items()) if f.block is not None)
+
     def blocks(self, job: Job, used: Sequence[Block]) -> Iterator[Block]:
-        """Where a call may run, but for what is alike."""
+        """Where a call may run, but for what is alike: given blocks are in use before anything is placed."""
         fixed = self.problem.fixed.get(job.number, Fixed()).block
-        return iter([fixed]) if fixed is not None else self.tree.different(used)
+        return iter([fixed]) if fixed is not None else self.tree.different((*self.given, *used))
+
+    def alike(self, c: int) -> tuple[int, ...]:
+        """A call, or all trainings of the model that it trains: they stand under one layout."""
+        job = self.calls[c]
+        return tuple(k for k, o in enumerate(self.calls) if k == c or job.kind == o.kind == "train"
+                     and job.model == o.model)
 
     def script(self, blocks: Sequence[Block]) -> Script:
         key = tuple(blocks)
@@ -73,14 +87,30 @@ class Instance:
     # ------------------------------------------------------------------------------------------- entries
 
     def resolved(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> tuple[Entry, ...]:
-        """With calls that stand as their model is trained on what is trained."""
+        """With calls that stand as their model is trained on what is trained, and others on a copy."""
         out = []
         for job, block, e in zip(self.calls, blocks, entries):
             home = self.homes.get(job.model)
-            if home is not None and job.kind != "train" and not e.own and block == blocks[home] and (
-                    e.strategy.degrees == entries[home].strategy.degrees):
-                e = self.table.cost(job, replace(e.strategy, offload=entries[home].strategy.offload), e.size, own=True)
+            if home is not None and job.kind != "train":
+                own = block == blocks[home] and e.strategy.degrees == entries[home].strategy.degrees
+                if own or e.own:
+                    away = own and entries[home].strategy.offload
+                    e = self.table.cost(job, replace(e.strategy, offload=away), e.size, own)
             out.append(e)
+        return tuple(out)
+
+    def changed(self, entries: Sequence[Entry], c: int, e: Entry) -> tuple[Entry, ...] | None:
+        """With another entry of one call; other trainings of its model follow under its layout, if they can."""
+        out = list(entries)
+        for k in self.alike(c):
+            if k == c:
+                out[k] = e
+            elif entries[k].strategy.degrees != e.strategy.degrees:
+                same = [x for x in self.table.entries(self.calls[k], e.size)
+                        if x.strategy.degrees == e.strategy.degrees]
+                if not same:
+                    return None
+                out[k] = same[0]
         return tuple(out)
 
     def copies(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> dict[int, tuple[Move, int]]:
@@ -94,7 +124,7 @@ class Instance:
                 continue
             seen.add(key)
             move = self.moves(job.model, blocks[home], entries[home].strategy, block, e.strategy)
-            if move.bytes:
+            if move.copied:
                 found[i] = move, home
         return found
 
@@ -105,8 +135,13 @@ class Instance:
         moves = self.copies(a.blocks, entries)
         every = range(len(entries))  # three steps may be too few to see what holds a long run up
         least = self.bound(dict(zip(every, a.blocks)), {c: entries[c].seconds for c in every})
-        found = max(self.seconds(a.blocks, entries, moves), least)
-        return Judged(Assignment(a.blocks, entries), found, self.bytes(a.blocks, entries, moves))
+        found = inf
+        if all(m.seconds < inf for m, _ in moves.values()):
+            found = max(self.seconds(a.blocks, entries, moves), least)
+        kept = self.bytes(a.blocks, entries, moves, keep=True)
+        keep = self.fits(kept)
+        bytes = kept if keep else self.bytes(a.blocks, entries, moves)
+        return Judged(Assignment(a.blocks, entries), found, bytes, keep)
 
     def seconds(self, blocks: Sequence[Block], entries: Sequence[Entry],
                 moves: Mapping[int, tuple[Move, int]]) -> float:
@@ -152,9 +187,12 @@ class Instance:
         return self.bytes(blocks, found, moves)
 
     def sharing(self, i: int, block: Block, e: Entry) -> tuple[object, ...]:
-        """Equal for calls that hold the same slices of a directory."""
+        """Equal for calls that hold the same slices of a directory, or of a model that others write. Where tensor
+        parallelism alone divides a model, a rank has the same part on every block."""
         model, s = self.problem.models[self.calls[i].model], e.strategy
-        return model.path, model.kind, model.dtype, block, s.tp, s.pp, s.ep
+        what = (model.name,) if model.sources and not model.base else (model.path, model.kind, model.dtype)
+        where = (block,) if s.pp > 1 or s.ep > 1 else (block.start % s.tp,)
+        return *what, *where, s.tp, s.pp, s.ep
 
     def _again(self, i: int, blocks: Sequence[Block], entries: Sequence[Entry],
                moves: Mapping[int, tuple[Move, int]]) -> bool:

@@ -12,9 +12,10 @@ from dataclasses import replace
 from rldsl.clusters import Cluster, find, preset
 from rldsl.diag import Failure, fail
 from rldsl.graph import model as g
+from rldsl.placement.degrees import DEGREES
 from rldsl.placement.model import Call
 from rldsl.placement.place import Describe
-from rldsl.placement.rules import Choice, resolve, specificity, tier
+from rldsl.placement.rules import Choice, names_of, resolve, specificity, tier
 from rldsl.search.answer import Answer, Options, find as look
 from rldsl.search.patterns import degrees, is_pattern
 from rldsl.search.prepare import mapped, prepared, written
@@ -34,10 +35,13 @@ def placed(graph: g.Graph, place_file: str, mode: str, describe: Describe) -> tu
     choices = resolve(graph, place_file)
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
     line = [r for r in graph.rules if tier(r, place_file) == ALL and r.clause.mesh is not None]
+    following = {n.model for n in calls if n.id in choices and choices[n.id].auto} - {
+        n.model for n in calls if n.id in choices and choices[n.id].mesh is not None}
 
     def free(node: g.Node, choice: Choice | None) -> bool:
-        if mode == MANUAL:
-            return choice is not None and choice.auto
+        if mode == MANUAL:  # what would follow a call that is `auto`, is so too
+            own = choice is not None and choice.mesh is not None
+            return not own and (choice is not None and choice.auto or names_of(node)[0] in following)
         return all(specificity(r.selector, node) < 0 for r in line)
 
     opened = [n for n in calls if free(n, choices.get(n.id))]
@@ -84,8 +88,7 @@ def _alike(graph: g.Graph, choices: dict[str, Choice], free: set[str], said: dic
         own = {k: v for k, v in said.items() if k != "cp"} if isinstance(n, g.Generate) else said
         own = own | {"dp": world // (own.get("tp", 1) * own.get("pp", 1) * own.get("cp", 1))}
         kept = choices[n.id].options if n.id in choices else ()
-        more = tuple(o for o in kept if o[0] in ("mbs", "zero", "recompute", "offload", "keep") and
-                     (choices[n.id].auto or choices[n.id].mesh is None))
+        more = tuple(o for o in kept if o[0] not in DEGREES and (choices[n.id].auto or choices[n.id].mesh is None))
         options = (*((k, v, n.span) for k, v in own.items()), *more)
         return g.Clause(g.MeshRef(None, (0, world), n.span), options, n.span)
 

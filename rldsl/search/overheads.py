@@ -17,6 +17,7 @@ class Overheads:
 
     def __init__(self, problem: Problem, machine: Machine):
         self.problem, self.machine = problem, machine
+        self.known: dict[tuple[int, int], float] = {}
         fetches = [n for n in g.nodes(problem.graph.items) if isinstance(n, g.Fetch)][:1]
         self.fetch = sum(machine.event() + machine.rows(FETCH_ROWS * problem.frames[n.frames[0]].count)
                          + machine.kernels(FETCH_KERNELS) for n in fetches)
@@ -27,6 +28,12 @@ class Overheads:
 
     def job(self, job: Job, size: int) -> float:
         """Of a job besides its work: rows that come to it, and what a computation does."""
+        key = (job.number, size)
+        if key not in self.known:
+            self.known[key] = self._job(job, size)
+        return self.known[key]
+
+    def _job(self, job: Job, size: int) -> float:
         machine = self.machine
         rows = max((self.problem.frames[f].count / size for f in job.frames), default=1.0)
         moved = self.moved[job.number] * machine.kernels(MOVE_KERNELS) + 2 * machine.event() + machine.rows(rows)

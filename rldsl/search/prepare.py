@@ -13,26 +13,30 @@ from rldsl.clusters import Cluster
 from rldsl.diag import fail
 from rldsl.graph import model as g
 from rldsl.passes.settings import clause
+from rldsl.placement.budget import decoded
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Place, Placed
-from rldsl.placement.place import Describe, place_graph
+from rldsl.placement.place import Describe, place_graph, places_of
 from rldsl.placement.rules import Choice, Option, names_of, resolve, specificity
+from rldsl.plan.model import Frame
 from rldsl.search.costs import Entry
 from rldsl.search.problem import Fixed
 from rldsl.search.space import Block, Strategy
 
-OF_STRATEGY = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "recompute", "offload")
+OF_STRATEGY = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """placed: the program with every call that is free on all ranks, for its models. fixed: by node. more: options of
-    calls left to the compiler that are none of a strategy."""
+    free calls, given without a mesh, that are none of a strategy. kept: the places of all other nodes that something is
+    said of."""
 
     placed: Placed
     fixed: Mapping[str, Fixed]
     free: frozenset[str]
     more: Mapping[str, tuple[Option, ...]]
+    kept: Mapping[str, Place]
 
 
 def prepared(graph: g.Graph, place_file: str, cluster: Cluster, memory: int,
@@ -41,28 +45,45 @@ def prepared(graph: g.Graph, place_file: str, cluster: Cluster, memory: int,
     choices = resolve(graph, place_file)
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
     open_ = frozenset(n.id for n in calls if free(n, choices.get(n.id)))
-    said = {i: c.options for i, c in choices.items() if i in open_ and c.auto}  # of others the search says it all
+    said = {i: c.options for i, c in choices.items() if i in open_ and (c.auto or c.mesh is None)}
     own = {i: tuple(o for o in options if o[0] in OF_STRATEGY) for i, options in said.items()}
-    kept = {i: g.Clause(c.mesh, c.options, c.span) for i, c in choices.items() if i not in open_}
     machine = g.Cluster(cluster.nodes, cluster.gpus, memory / 1e9)
     if graph.cluster is not None and replace(graph.cluster, span=None, path="") == machine:
         machine = graph.cluster
+    clauses = _standing(replace(graph, rules=(), cluster=machine), choices, open_)
     bare = replace(graph, rules=(), cluster=machine,
-                   items=mapped(graph.items, lambda n: replace(n, clause=kept.get(n.id))))
+                   items=mapped(graph.items, lambda n: replace(n, clause=clauses.get(n.id))))
     placed = place_graph(bare, describe=describe)
-    places = dict(placed.places)
+    places, frames = dict(placed.places), {f.id: f for f in graph.frames}
     fixed = {i: Fixed(options=tuple((name, value) for name, value, _ in options)) for i, options in own.items()
              if options}
-    fixed |= {n.id: _fixed(places[n.id]) for n in calls if n.id not in open_}
+    fixed |= {n.id: _fixed(n, places[n.id], frames) for n in calls if n.id not in open_}
     more = {i: tuple(o for o in options if o[0] not in OF_STRATEGY) for i, options in said.items()}
-    return Prepared(placed, fixed, open_, more)
+    return Prepared(placed, fixed, open_, more, {i: places[i] for i in clauses if i in places})
 
 
-def _fixed(p: Place) -> Fixed:
-    start, stop = min(a for a, _ in p.mesh.ranks), max(b for _, b in p.mesh.ranks)
-    x = p.layout
-    return Fixed(Block(start, stop), Strategy(x.dp, x.tp, x.pp, x.cp, x.ep, x.zero, p.mbs, p.recompute == "full",
-                                              p.offload))
+def _standing(graph: g.Graph, choices: Mapping[str, Choice], free: Collection[str]) -> dict[str, g.Clause]:
+    """Of what is not free, a clause for where it stands: its own, or for a call without a mesh what the program places
+    it by, another call of its model perhaps, which may be free."""
+    calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
+    own = {i: g.Clause(c.mesh, c.options, c.span) for i, c in choices.items() if i not in free}
+    late = [n for n in calls if n.id not in free and (n.id not in own or own[n.id].mesh is None)]
+    if not late:
+        return own
+    models = {n.model for n in late}
+    near = {n.id for n in calls if n.model in models and n.id in choices and not choices[n.id].auto}
+    shown = own | {i: g.Clause(choices[i].mesh, choices[i].options, choices[i].span) for i in near}
+    there = places_of(replace(graph, items=mapped(graph.items, lambda n: replace(n, clause=shown.get(n.id)))))
+    made = {n.id: clause(there[n.id], n.span) for n in late}
+    return own | {i: c for i, c in made.items() if c is not None}
+
+
+def _fixed(node: g.Node, p: Place, frames: Mapping[str, Frame]) -> Fixed:
+    """Ranks of which the program says only how many count as the first."""
+    ranks = (p.given or p.mesh).ranks
+    if isinstance(node, g.Generate):
+        p = replace(p, mbs=decoded(frames[node.frame], p), mbt=0)
+    return Fixed(Block(ranks[0][0], ranks[-1][1]), Strategy.of(p))
 
 
 def locked(graph: g.Graph, selectors: Collection[str]) -> Callable[[g.Node, Choice | None], bool]:
@@ -91,8 +112,15 @@ def places(prepared: Prepared, blocks: Mapping[str, Block], entries: Mapping[str
             away = e.strategy.offload and not (e.own and not isinstance(node, g.Train))
             found[node.id] = Place(mesh, e.strategy.layout(mesh), mbs=e.strategy.mbs, offload=away, span=node.span,
                                    why="search", recompute="full" if e.strategy.recompute else "none",
-                                   keep=not copied)
-    return found
+                                   keep=not copied, mbt=e.strategy.mbt)
+    first: dict[object, Place] = {}  # no rule tells calls without a name apart
+    return {n.id: found[n.id] if named(n) else first.setdefault(names_of(n), found[n.id])
+            for n in g.nodes(prepared.placed.graph.items) if n.id in found}
+
+
+def named(node: g.Node) -> bool:
+    """Whether a rule can name it: not a call inside an expression, behind another one of the same method."""
+    return "#" not in node.id
 
 
 def written(prepared: Prepared, found: Mapping[str, Place]) -> g.Graph:

@@ -111,6 +111,19 @@ class Problem:
                 found.setdefault(j.model, j.number)
         return found
 
+    @cached_property
+    def before(self) -> tuple[tuple[int, ...], ...]:
+        """Of each job, the jobs that come before it: those that write what it reads, and of the calls of its model
+        those that use the version that it ends, or make the one that it uses."""
+        return tuple(tuple(sorted({*j.after, *(i.number for i in self.jobs[: j.number] if i.call and i.model == j.model
+                                               and "train" in (i.kind, j.kind))})) for j in self.jobs)
+
+    @cached_property
+    def told(self) -> Mapping[int, tuple[int, ...]]:
+        """Of each `generate`, the jobs that work on its rows, which are told their lengths."""
+        return {j.number: tuple(o.number for o in self.jobs if {*j.frames} & {*o.frames}) for j in self.jobs
+                if j.kind == "generate"}
+
     def tokens(self, job: Job) -> int:
         """Of the longest sequence."""
         return max((f.max_prompt_tokens + f.max_response_tokens for n in job.frames for f in (self.frames[n],)),
@@ -132,7 +145,7 @@ def _jobs(graph: g.Graph) -> Iterator[Job]:
     every = [(n, t) for n, t in _often(graph.items, 1.0) if isinstance(n, Call | g.Compute)]
     flow = Flow({v: n for n in g.nodes(graph.items) for v in n.writes}, tuple(g.nodes(graph.items)))
     numbers = {n.id: i for i, (n, _) in enumerate(every)}
-    first = next(i for i, (n, _) in enumerate(every) if isinstance(n, Call))
+    first = next((i for i, (n, _) in enumerate(every) if isinstance(n, Call)), 0)
     writers: dict[str, set[int]] = {}
     for node in g.nodes(graph.items):
         sources = set().union(*(writers.get(v, set()) for v in node.reads))

@@ -9,13 +9,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rldsl.plan.texts import human
+from rldsl.plan.texts import human, seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.costs import Entry
-from rldsl.search.instance import Assignment, Instance
 from rldsl.search.exact import Proved
+from rldsl.search.instance import Assignment, Instance
 from rldsl.search.space import Block
-from rldsl.search.write import seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,10 @@ def _because(i: Instance, a: Assignment, c: int, now: float) -> str:
     for e in i.table.entries(job, a.blocks[c].size):
         if e.strategy.degrees == mine.strategy.degrees:
             continue
-        then = i.judge(Assignment(a.blocks, tuple(e if k == c else x for k, x in enumerate(a.entries))))
+        entries = i.changed(a.entries, c, e)
+        then = i.judge(Assignment(a.blocks, entries)) if entries is not None else None
+        if then is None:
+            continue
         if i.fits(then.bytes):
             others.append((then.seconds, e))
         else:
@@ -55,7 +57,7 @@ def _because(i: Instance, a: Assignment, c: int, now: float) -> str:
         return f"{full} other layouts do not fit beside the rest" if full else "the only layout that fits"
     least, e = min(others, key=lambda x: (x[0], x[1].strategy))
     longer = least - now
-    return f"next: {e.strategy.text()}, {'+' if longer >= 0 else '-'}{seconds(abs(longer))}"
+    return f"next: {e.strategy.text()}, {'+' if longer >= 0 else '-'}{seconds_text(abs(longer))}"
 
 
 def text(answer: Answer, name: str, cluster: str, profile: str) -> str:
@@ -63,17 +65,17 @@ def text(answer: Answer, name: str, cluster: str, profile: str) -> str:
     best, i = answer.best[0], answer.instance
     memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
     out = [f"{name} on {cluster}: {answer.problem.world} ranks", "",
-           f"  step   {seconds(best.seconds):>10}      {best.timeline.tokens_per_second:,.0f} tokens/s      "
+           f"  step   {seconds_text(best.seconds):>10}      {best.timeline.tokens_per_second:,.0f} tokens/s      "
            f"{human(best.bytes)}{memory} on the fullest rank"]
     if answer.result.bound:
         end = "" if answer.result.complete else ", not searched to the end"
         parts = f"{answer.result.parts} parts of the space{end}"
-        out.append(f"  bound  {seconds(answer.bound):>10}      gap {answer.gap:.2%}      {parts}")
+        out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      {parts}")
     out += [f"  times  {profile}", "", *table(i, best), ""]
     if len(answer.best) > 1:
         out.append("  the next best")
         for other in answer.best[1:]:
-            out.append(f"  {seconds(other.seconds):>10}  {'; '.join(differences(best, other, i))}")
+            out.append(f"  {seconds_text(other.seconds):>10}  {'; '.join(differences(best, other, i))}")
     return "\n".join(line.rstrip() for line in out) + "\n"
 
 
@@ -84,12 +86,12 @@ def table(i: Instance, one: Proved) -> Iterator[str]:
     yield f"  {'call':<{width}}  {'ranks':<11}  {'how':<{how}}  {'seconds':>9}  {'memory':>9}  why"
     for x in found:
         ranks = f"{x.block.start}:{x.block.stop}"
-        yield (f"  {x.call:<{width}}  {ranks:<11}  {x.how:<{how}}  {seconds(x.seconds):>9}  {human(x.bytes):>9}  "
+        yield (f"  {x.call:<{width}}  {ranks:<11}  {x.how:<{how}}  {seconds_text(x.seconds):>9}  {human(x.bytes):>9}  "
                f"{x.because}")
     moves = i.copies(one.judged.assignment.blocks, one.judged.assignment.entries)
-    for c, (move, _) in sorted(moves.items()):
+    for c, move in ((c, m) for c, (m, _) in sorted(moves.items()) if m.bytes):
         yield (f"  {i.calls[c].name:<{width}}  new parameters: {human(move.bytes)} to the busiest rank in "
-               f"{seconds(move.before + move.seconds + move.after)}")
+               f"{seconds_text(move.before + move.seconds + move.after)}")
 
 
 def differences(best: Proved, other: Proved, i: Instance) -> list[str]:

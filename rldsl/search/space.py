@@ -14,7 +14,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 
 from rldsl.placement.families import Family
-from rldsl.placement.model import layout_of
+from rldsl.placement.model import Place, layout_of
 from rldsl.plan.model import Layout, Mesh
 
 Kind = Literal["generate", "infer", "train"]
@@ -94,7 +94,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Strategy:
-    """How a call runs on its ranks; the words are those of a placement. recompute: full."""
+    """How a call runs on its ranks; the words are those of a placement. recompute: full. mbt is not searched for."""
 
     dp: int = 1
     tp: int = 1
@@ -105,20 +105,27 @@ class Strategy:
     mbs: int = 0
     recompute: bool = False
     offload: bool = False
+    vpp: int = 1
+    mbt: int = 0
+
+    @staticmethod
+    def of(p: Place) -> Strategy:
+        x = p.layout
+        return Strategy(x.dp, x.tp, x.pp, x.cp, x.ep, x.zero, p.mbs, p.recompute == "full", p.offload, x.vpp, p.mbt)
 
     def layout(self, mesh: Mesh) -> Layout:
-        return layout_of(mesh, self.dp, self.tp, self.pp, self.cp, zero=self.zero, ep=self.ep)
+        return layout_of(mesh, self.dp, self.tp, self.pp, self.cp, zero=self.zero, ep=self.ep, vpp=self.vpp)
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """What tells layouts on one mesh apart."""
-        return self.dp, self.tp, self.pp, self.cp, self.ep, self.zero
+        return self.dp, self.tp, self.pp, self.cp, self.ep, self.zero, self.vpp
 
     def text(self) -> str:
         """As a clause says it: "dp=4 tp=2"."""
         said = [f"{k}={v}" for k, v, usual in (
-            ("dp", self.dp, 0), ("tp", self.tp, 1), ("pp", self.pp, 1), ("cp", self.cp, 1), ("ep", self.ep, 1),
-            ("zero", self.zero, 0), ("mbs", self.mbs, 0)) if v != usual]
+            ("dp", self.dp, 0), ("tp", self.tp, 1), ("pp", self.pp, 1), ("vpp", self.vpp, 1), ("cp", self.cp, 1),
+            ("ep", self.ep, 1), ("zero", self.zero, 0), ("mbs", self.mbs, 0), ("mbt", self.mbt, 0)) if v != usual]
         return " ".join([*said, *(["recompute=full"] if self.recompute else []),
                          *(["offload=true"] if self.offload else [])])
 
@@ -139,6 +146,13 @@ def degrees(kind: Kind, size: int, gpus: int, family: Family, tokens: int) -> It
                 plain = Strategy(dp, tp, pp, cp)
                 for ep in _divisors(gcd(dp, family.experts)) if family.experts and cp == 1 else (1,):
                     yield replace(plain, ep=ep)
+
+
+def interleaved(kind: Kind, s: Strategy, layers: int, ways: tuple[int, ...]) -> tuple[Strategy, ...]:
+    """With so many chunks of layers on each rank of a pipeline."""
+    if kind != "train" or s.pp == 1:
+        return (s,)
+    return tuple(replace(s, vpp=v) for v in ways if s.pp * v <= layers)
 
 
 def zeros(kind: Kind, s: Strategy) -> tuple[Strategy, ...]:

@@ -1,8 +1,8 @@
 """Which strategies of a call on so many ranks are worth a look, with their costs.
 
 In: a problem. Out: entries by call and number of ranks, the fastest first. Left out is what cannot fit a device even
-alone, and what another strategy beats in time and memory; where parameters move between calls of a model, only one
-under the same layout beats another, since layouts decide what moves.
+alone, and what another strategy beats in time and memory; where parameters move between calls of a model, or several
+calls share a directory, only one under the same layout beats another.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import cast
 from rldsl.search.alone import Alone
 from rldsl.search.costs import Bytes, Entry, cost, memory
 from rldsl.search.problem import Fixed, Job, Problem
-from rldsl.search.space import Kind, Strategy, degrees, micro, zeros
+from rldsl.search.space import Kind, Strategy, degrees, interleaved, micro, zeros
 
+CHUNKS = (1,)  # of layers on each rank of a pipeline, where the program does not say
+BOUNDS = ("mbs", "mbt", "vpp")  # options that say themselves what is tried
 FEW, MORE = 3, 6  # sizes of micro-batches that are kept for a layout, the largest that fit; of a pipeline
 
 
@@ -29,7 +31,8 @@ class Table:
         self.offload = offload
         self._entries: dict[tuple[int, int], tuple[Entry, ...]] = {}
         self._costs: dict[tuple[int, Strategy, int, bool], Entry] = {}
-        self._memory: dict[tuple[int, Strategy, int, bool], tuple[Alone, Bytes]] = {}  # of what is being looked at
+        self._memory: dict[tuple[int, Strategy, int, bool], Bytes] = {}
+        self._worlds: dict[tuple[object, ...], Alone] = {}
 
     def entries(self, job: Job, size: int) -> tuple[Entry, ...]:
         key = (job.number, size)
@@ -40,13 +43,21 @@ class Table:
     def cost(self, job: Job, s: Strategy, size: int, own: bool = False) -> Entry:
         key = (job.number, s, size, own or job.kind == "train")
         if key not in self._costs:
-            world, found = self._memory.pop(key, None) or self._alone(job, s, size, key[3])
+            world, found = self._world(job, s, size, key[3]), self._bytes(job, s, size, key[3])
             self._costs[key] = cost(world, self.problem, job, s, size, found, key[3])
         return self._costs[key]
 
-    def _alone(self, job: Job, s: Strategy, size: int, own: bool) -> tuple[Alone, Bytes]:
-        world = Alone(self.problem, job, s, size, own)
-        return world, memory(self.problem, world, job, s)
+    def _world(self, job: Job, s: Strategy, size: int, own: bool) -> Alone:
+        key = (job.number, s.degrees, size, own)
+        if key not in self._worlds:
+            self._worlds[key] = Alone(self.problem, job, s, size, own)
+        return self._worlds[key]
+
+    def _bytes(self, job: Job, s: Strategy, size: int, own: bool) -> Bytes:
+        key = (job.number, s, size, own)
+        if key not in self._memory:
+            self._memory[key] = memory(self.problem, self._world(job, s, size, own), job, s)
+        return self._memory[key]
 
     def fits(self, size: int) -> bool:
         return not self.memory or size <= self.memory
@@ -59,30 +70,47 @@ class Table:
             return
         layouts: dict[tuple[int, ...], list[Entry]] = {}
         for e in self._all(job, size, dict(fixed.options)):
-            key = e.strategy.degrees if self.problem.models[job.model].home else ()
-            layouts.setdefault(key, []).append(e)
+            layouts.setdefault(self._kind(job, e.strategy), []).append(e)
         for alike in layouts.values():
             yield from undominated(alike)
+
+    def _kind(self, job: Job, s: Strategy) -> tuple[int, ...]:
+        """Strategies of different kinds do not compare: what moves differs, or what others have there already."""
+        model = self.problem.models[job.model]
+        if model.home:
+            return s.degrees
+        others = (self.problem.models[j.model] for j in self.problem.calls)
+        same = sum(m.path == model.path and (not m.home or bool(m.base)) for m in others)
+        return (s.tp, s.pp, s.ep) if same > 1 else ()
 
     def _all(self, job: Job, size: int, given: Mapping[str, object]) -> Iterator[Entry]:
         problem, family = self.problem, self.problem.families[job.model]
         kind, tokens = cast(Kind, job.kind), problem.tokens(job)
+        chunks = (cast(int, given["vpp"]),) if "vpp" in given else CHUNKS
         for plain in degrees(kind, size, problem.cluster.gpus, family, tokens):
-            for s in (x for z in zeros(kind, plain) for x in self._variants(job, z)):
-                if all(_said(s, name) == value for name, value in given.items() if name != "mbs"):
-                    sizes = micro(self._rows(job, s.dp), s.pp) if "mbs" not in given else (cast(int, given["mbs"]),)
-                    few = self._largest([replace(s, mbs=m) for m in sizes], job, size, FEW if s.pp == 1 else MORE)
+            for s in (x for c in interleaved(kind, plain, family.layers, chunks) for z in zeros(kind, c)
+                      for x in self._variants(job, z)):
+                if all(_said(s, name) == value for name, value in given.items() if name not in BOUNDS):
+                    few = self._largest(self._sizes(job, s, given), job, size, FEW if s.pp == 1 else MORE)
                     yield from (self.cost(job, x, size) for x in few)
+
+    def _sizes(self, job: Job, s: Strategy, given: Mapping[str, object]) -> list[Strategy]:
+        """With all sizes of micro-batches, or as the program says. A `generate` decodes as many sequences as fit a
+        number of tokens (`placement/budget.py`)."""
+        tokens, mbs = cast(int, given.get("mbt", 0)), cast(int, given.get("mbs", 0))
+        if job.kind == "generate" and tokens:
+            fit = max(tokens // self.problem.tokens(job), 1)
+            return [replace(s, mbs=min(mbs or fit, fit))]
+        some = (mbs,) if tokens or "mbs" in given else micro(self._rows(job, s.dp), s.pp)
+        return [replace(s, mbs=m, mbt=tokens) for m in some]
 
     def _largest(self, ways: Sequence[Strategy], job: Job, size: int, few: int) -> Sequence[Strategy]:
         """Of strategies that need more and more memory, the last few that fit."""
         own = job.kind == "train"
 
         def over(s: Strategy) -> bool:
-            found = self._memory[job.number, s, size, own] = self._alone(job, s, size, own)
-            return not self.fits(found[1].least)
+            return not self.fits(self._bytes(job, s, size, own).least)
 
-        self._memory.clear()
         end = bisect_left(ways, True, key=over) if self.memory else len(ways)
         return ways[max(0, end - few) : end]
 
@@ -104,10 +132,12 @@ class Table:
 
 
 def undominated(entries: list[Entry]) -> list[Entry]:
-    """Those that no other beats or equals in seconds, in bytes that stay and in bytes while it runs."""
+    """Those that no other beats or equals in seconds, in how many ranks wait for each other, in bytes that stay and in
+    bytes while it runs."""
     kept: list[Entry] = []
     for e in sorted(entries, key=lambda e: (e.seconds, e.resident, e.active, e.strategy)):
-        if not any(k.resident <= e.resident and k.active <= e.active and k.away <= e.away for k in kept):
+        if not any(k.resident <= e.resident and k.active <= e.active and k.away <= e.away and k.unit <= e.unit
+                   for k in kept):
             kept.append(e)
     return kept
 

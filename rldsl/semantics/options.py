@@ -52,7 +52,7 @@ ADAMW = {
     "schedule": Opt("text", "constant", choices=("constant", "linear", "cosine")), "min_lr_ratio": _FRACTION,
     "clip_grad": Opt("float", 1.0, 0),
 }
-MODEL = {"dtype": Opt("text", "float32", choices=("float32", "bfloat16"))}
+MODEL = {"dtype": Opt("text", "float32", choices=("float32", "bfloat16")), "invariant": Opt("bool", False)}
 LORA = {"r": Opt("int", 8, 1), "alpha": Opt("float", 16.0, 0, above=True), "targets": Opt("texts", ())}
 COLUMNS = ("prompt", "answer", "chosen", "rejected")
 DATA = {

@@ -22,8 +22,8 @@ from rldsl.simulate.lengths import Row
 class Shard:
     """What one rank holds of a model under a layout, the largest of its tensor-parallel places.
 
-    layers: of its stage. layer: elements of the matrices of one layer, mixed: of its experts among them, active: of what
-    works on one token (of all experts, wherever they are, those that it chose); head: of the output embedding, on the
+    layers: of its stage. layer: elements of the matrices of one layer, mixed: of its experts among them, active: of
+    what works on one token (of all experts, wherever they are, those that it chose); head: of the output embedding, on the
     last stage; elements: of all parameters; trained: of those that an optimizer changes, apart: of experts among them
     that other ranks of dp do not hold, rest: of what belongs to no layer. attention: width of its queries;
     cache: elements of keys and values, for a token and layer. item: bytes of an element as stored."""
@@ -76,7 +76,8 @@ def shard(model: Model, layout: Layout, stage: int) -> Shard:
     return Shard(
         model=model, tp=layout.tp, layers=here, first=first, last=last, layer=layer, head=head, elements=held(specs),
         trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
-        item=4 if stored(model, layout.id) == "float32" else itemsize(model), mixed=mixed, active=layer - mixed + chosen,
+        item=4 if stored(model, layout.id) == "float32" else itemsize(model), mixed=mixed,
+        active=layer - mixed + chosen,
         apart=held(apart), rest=held(outside))
 
 

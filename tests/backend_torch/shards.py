@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from rldsl.backends.torch import build
 from rldsl.placement.families import describe
-from rldsl.plan.layout import axis_ranks
+from rldsl.plan.layout import axis_ranks, coordinate, degree_product
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, Packed, Pool, Shard
 
@@ -21,14 +21,32 @@ def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None =
                  "L0" if optimizer else "", optimizer, updates)
 
 
+def layout_of(**degrees: int) -> Layout:
+    return Layout("L0", "m0", **degrees)
+
+
+def shard_of(model: Model, layout: Layout, rank: int, trainable: bool = False,
+             pool: Pool | None = None) -> tuple[Shard, int] | None:
+    """The shard of this rank on the first ranks of the world, on the layout's backend, and its place in dp. All ranks
+    of the world must call."""
+    mesh = Mesh("m0", ((0, degree_product(layout)),))
+    groups = {axis: axis_ranks(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")}
+    if rank >= degree_product(layout):
+        for ranks in (r for found in groups.values() for r in found if len(r) > 1):
+            dist.new_group(list(ranks))
+        return None
+    axes = Axes(**{axis: _axis(found, rank) for axis, found in groups.items()})
+    build = importlib.import_module(f"rldsl.backends.{layout.backend}").build
+    shard = build(model, layout, mesh, axes, torch.device("cpu"), load=True, trainable=trainable, pool=pool)
+    return shard, coordinate(layout, mesh, rank).dp
+
+
 def make_shard(model: Model, rank: int, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1,
                pool: Pool | None = None) -> Shard:
-    """This rank's shard on ranks 0..dp*tp*pp*cp; every rank of the world must call it."""
-    mesh = Mesh("m0", ((0, dp * tp * pp * cp),))
-    layout = Layout("L0", "m0", dp=dp, tp=tp, pp=pp, cp=cp)
-    axes = {axis: _axis(axis_ranks(layout, mesh, axis), rank) for axis in ("dp", "tp", "pp", "cp", "mesh")}
-    return build(model, layout, mesh, Axes(**axes), torch.device("cpu"), load=True,
-                 trainable=model.optimizer is not None, pool=pool)
+    """This rank's shard on all ranks of the world, trained where the model is."""
+    made = shard_of(model, layout_of(dp=dp, tp=tp, pp=pp, cp=cp), rank, model.optimizer is not None, pool)
+    assert made is not None, "the world is larger than the layout"
+    return made[0]
 
 
 def _axis(groups: Sequence[tuple[int, ...]], rank: int) -> Axis:

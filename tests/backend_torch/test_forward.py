@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rldsl.plan.events import Sampling
-from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
+from tests.backend_torch.shards import layout_of, make_shard, pack, plan_model, ragged, shard_of
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -57,24 +57,9 @@ def _forwards(rank, path, kind, what, layouts, temperature):
 
 
 def _partial(model, rank, dp, tp, pp, cp=1, trainable=False):
-    """A layout smaller than the world: groups need every rank."""
-    import torch.distributed as dist
-    from rldsl.backends.torch import build
-    from rldsl.plan.layout import axis_ranks
-    from rldsl.plan.model import Layout, Mesh
-    from rldsl.runtime.backend import Axes, Axis
-
-    size = dp * tp * pp * cp
-    mesh, layout = Mesh("m0", ((0, size),)), Layout("L0", "m0", dp=dp, tp=tp, pp=pp, cp=cp)
-    axes = {}
-    for name in ("dp", "tp", "pp", "cp", "mesh"):
-        for ranks in axis_ranks(layout, mesh, name):
-            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-            if rank in ranks:
-                axes[name] = Axis(ranks, ranks.index(rank), group)
-    if rank >= size:
-        return None
-    return build(model, layout, mesh, Axes(**axes), torch.device("cpu"), load=True, trainable=trainable)
+    """A layout smaller than the world: None on ranks that are not in it."""
+    made = shard_of(model, layout_of(dp=dp, tp=tp, pp=pp, cp=cp), rank, trainable)
+    return made and made[0]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "tied", "llama", "gemma", "granite"])

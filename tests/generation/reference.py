@@ -79,7 +79,7 @@ def made(shard: Any, prompts: Sequence[list[int]], sampling: Sampling, limit: in
     given = pack([(p, []) for p in prompts])
     if rows is not None:
         given = Packed(torch.tensor(rows, dtype=torch.long), given.prompt_lens, given.response_lens, given.tokens)
-    with shard._autocast():
+    with shard._numbers():
         return generate(shard.stage, shard.axes, given, sampling, tokenizer_dir=shard.model.path, seed=SEED, step=STEP,
                         limit=limit, **how)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rldsl.backends.torch.replay import PLAIN, Replay
+from rldsl.backends.torch.replay import KEPT, PLAIN, Replay
 from rldsl.backends.torch.tape import Unrecorded, record
 
 X, TABLE = torch.randn(5, 6), torch.randn(9, 6)
@@ -149,6 +149,34 @@ def test_a_recording_is_used_for_its_key_alone() -> None:
             for size in (2, 4):
                 assert torch.equal(replay(size, lambda: double(size))[0], X[:size] * 2)
     assert asked == 2 * PLAIN + 2 + 1 and replay.able  # plain, recorded; the first is compared
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 9])
+def test_lanes_that_take_turns_all_have_their_recording(lanes: int) -> None:
+    """None throws out what another has begun, however many there are."""
+    asked = 0
+
+    def double(lane: int) -> tuple[torch.Tensor, ...]:
+        nonlocal asked
+        asked += 1
+        return (X[: lane % 5] * 2,)
+
+    replay = Replay(CPU, True, lanes=lanes)
+    with torch.no_grad():
+        for _ in range(6):
+            for lane in range(lanes):
+                replay(lane, lambda lane=lane: double(lane))
+    assert asked == lanes * (PLAIN + 1) + 1 and replay.able
+
+
+def test_old_recordings_go() -> None:
+    """Shapes that change leave no more behind than a few."""
+    replay = Replay(CPU, True)
+    with torch.no_grad():
+        for key in range(20):
+            for _ in range(PLAIN + 2):
+                replay(key, lambda: (X * 2,))
+    assert len(replay.awake) == KEPT and len(replay.found) == 20
 
 
 def test_it_may_be_left_out() -> None:

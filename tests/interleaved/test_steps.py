@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from rldsl.backends.torch import build
-from rldsl.plan.layout import axis_ranks, coordinate
-from rldsl.plan.model import Layout, Mesh
-from rldsl.runtime.backend import Axes
-from tests.backend_torch.shards import _axis, pack, plan_model
-from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, TWO, UPDATES, minibatch, reference, share
+from rldsl.plan.model import Layout
+from tests.backend_torch.shards import plan_model, shard_of
+from tests.backend_torch.steps import difference, run
+from tests.backend_torch.test_train import OPTIONS, UPDATES, reference
 from tests.tiny import make_model
 from tests.world import run_world
-from tests.zero.test_steps import difference
 
 Case = tuple[int, int, int, int, int, int]  # dp, tp, pp, vpp, zero, micro-batches
 
@@ -28,37 +22,14 @@ def steps(rank: int, path: str, kind: str, what: str, every: list[Case], expecte
     found = []
     for case in every:
         dp, tp, pp, vpp, zero, count = case
-        mesh = Mesh("m0", ((0, dp * tp * pp),))
         layout = Layout("L0", "m0", dp=dp, tp=tp, pp=pp, vpp=vpp, zero=zero)
-        groups = {axis: axis_ranks(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh")}
-        if rank >= dp * tp * pp:
-            for ranks in (ranks for axis in groups.values() for ranks in axis if len(ranks) > 1):
-                dist.new_group(list(ranks))
+        made = shard_of(plan_model(path, kind, OPTIONS, UPDATES), layout, rank, True)
+        if made is None:
             continue
-        axes = Axes(**{axis: _axis(ranks, rank) for axis, ranks in groups.items()})
-        shard = build(plan_model(path, kind, OPTIONS, UPDATES), layout, mesh, axes, torch.device("cpu"), load=True,
-                      trainable=True)
-        norms = run(shard, what, coordinate(layout, mesh, rank).dp, dp, count, "full" if zero == 3 else "none")
+        shard, mine = made
+        norms = run(shard, what, mine, dp, recompute="full" if zero == 3 else "none", count=count)
         found.append((case, difference(shard, expected), norms, [tuple(c.layers) for c in shard.stage.chunks]))
     return found
-
-
-def run(shard: Any, what: str, mine: int, dp: int, count: int, recompute: str) -> list[float]:
-    """Norms of the gradients. The last step has one row, so fewer micro-batches than ranks, and shards without any."""
-    norms = []
-    for step in range(STEPS):
-        rows = [minibatch(step)[i::dp] for i in range(dp)]
-        parts = [rows[mine][i::count] for i in range(min(count, max(map(len, rows))))]
-
-        def loss(i: int, fresh: Sequence[Any], parts: list[list[int]] = parts) -> torch.Tensor:
-            offset = 0.1 if what == "values" else 0.0
-            each = fresh[0][what].split([len(ROWS[r][1]) for r in parts[i]])
-            return sum(share((f - offset * r).square()) for f, r in zip(each, parts[i]))
-
-        result = shard.train([(pack([ROWS[r] for r in part]),) for part in parts], [(what,)], 0.7, loss, None, recompute)
-        assert result["lr"] == pytest.approx(RATES[step])
-        norms.append(result["grad_norm"])
-    return norms
 
 
 def layers(n: int) -> dict[str, int]:

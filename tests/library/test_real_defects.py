@@ -16,12 +16,12 @@ from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
 from rldsl.plan.realloc.lanes import rank_lanes
 from rldsl.plan.realloc.paths import paths
-from tests.backend_torch.shards import pack, plan_model
+from tests.backend_torch.shards import layout_of, pack, plan_model, shard_of
 from tests.backend_torch.test_forward import ROWS
 from tests.checkpoint.runs import lines, run as run_plan
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.library.harness import Batch, run_fn, run_loss
-from tests.moe.shards import layout_of, make, shard_of
+from tests.moe.shards import make
 from tests.plan_algebra.models import layout, mesh, model
 from tests.tiny import make_model, make_sums, write_jsonl
 

@@ -1,26 +1,44 @@
-"""Shards on Megatron in gloo worlds. What the library asks CUDA for is put on the CPU here, and nowhere else."""
+"""Shards on Megatron in gloo worlds, and tiny models of its families. What the library asks CUDA for is put on the CPU
+here, and nowhere else."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from rldsl.plan.layout import axis_ranks, coordinate, degree_product
-from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes
+from rldsl.plan.backends import described, lacking
+from rldsl.plan.model import Layout, Model
 from tests import world
-from tests.backend_torch.shards import _axis
+from tests.backend_torch import shards
+from tests.tiny import make_model
 
 LOADED = "rldsl.backends.megatron.shard"
-WITHOUT = "megatron-core is not installed: pip install 'rldsl[megatron]'"
+LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": dict(attention_bias=True, mlp_bias=True, num_hidden_layers=2),
+    "linear": dict(family="llama", rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0)),
+    "llama3": dict(family="llama", max_position_embeddings=32, rope_parameters=LLAMA3),
+    "yarn": dict(family="qwen3", max_position_embeddings=32, rope_parameters=YARN),
+    "mistral": dict(sliding_window=3, num_hidden_layers=3),  # stages of one and of two layers
+    "qwen2": dict(tie_word_embeddings=True, use_sliding_window=True, sliding_window=3, max_window_layers=1,
+                  num_hidden_layers=2),
+    "qwen3": {},
+    "mixtral": dict(num_local_experts=4, num_hidden_layers=2),
+    "qwen3_moe": dict(num_experts=8, moe_intermediate_size=24, num_experts_per_tok=3, num_hidden_layers=2,
+                      norm_topk_prob=False),
+}
 
 
 def needed() -> None:
     """Skip a module, or a test, where the library is missing; where it is not, worlds load it once."""
-    pytest.importorskip("megatron.core", reason=WITHOUT)
+    known = described("megatron")
+    if known is None or lacking(known):
+        pytest.skip("megatron-core is not installed: pip install 'rldsl[megatron]'", allow_module_level=True)
     if LOADED not in world._PRELOAD:
         world._PRELOAD.append(LOADED)
 
@@ -30,21 +48,16 @@ def on_cpu() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
 
 
-def layout_of(dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, vpp: int = 1, ep: int = 1, zero: int = 0) -> Layout:
-    return Layout("L0", "m0", dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=ep, zero=zero, backend="megatron")
+def make(folder: Path, name: str, head: str = "causal_lm") -> str:
+    options = dict(FAMILIES[name])
+    return str(make_model(folder / f"{name}-{head}", options.pop("family", name), head, **options))
+
+
+def layout_of(**degrees: int) -> Layout:
+    return Layout("L0", "m0", backend="megatron", **degrees)
 
 
 def shard_of(model: Model, layout: Layout, rank: int, trainable: bool = False) -> tuple[Any, int] | None:
-    """The shard of this rank on the first ranks of the world, and its place in dp. All ranks of the world must call."""
-    from rldsl.backends.megatron import build
-
+    """As `backend_torch.shards.shard_of`."""
     on_cpu()
-    mesh = Mesh("m0", ((0, degree_product(layout)),))
-    groups = {axis: axis_ranks(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")}
-    if rank >= degree_product(layout):
-        for ranks in (r for found in groups.values() for r in found if len(r) > 1):
-            dist.new_group(list(ranks))
-        return None
-    axes = Axes(**{axis: _axis(found, rank) for axis, found in groups.items()})
-    shard = build(model, layout, mesh, axes, torch.device("cpu"), load=True, trainable=trainable)
-    return shard, coordinate(layout, mesh, rank).dp
+    return shards.shard_of(model, layout, rank, trainable)

@@ -40,6 +40,25 @@ class Storages(TorchDispatchMode):
                 self.see(tensor.untyped_storage())
         return out
 
+    def __enter__(self) -> Storages:
+        """What is resized has another size from then on; torch tells no mode of it."""
+        plain = self.plain = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            self.see(storage)
+            out = plain(storage, size)
+            self.now += size - self.live[storage._cdata]
+            self.live[storage._cdata] = size
+            self.most = max(self.most, self.now)
+            return out
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *reason: Any) -> None:
+        torch.UntypedStorage.resize_ = self.plain  # type: ignore[method-assign]
+        super().__exit__(*reason)
+
     def see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self.live:

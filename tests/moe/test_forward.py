@@ -15,10 +15,10 @@ from rldsl.diag import Failure
 from rldsl.placement.families import describe
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Optimizer
-from tests.backend_torch.shards import pack, plan_model
+from tests.backend_torch.shards import layout_of as at
+from tests.backend_torch.shards import pack, plan_model, shard_of
 from tests.backend_torch.test_forward import ROWS, reference
-from tests.moe.shards import FAMILIES, make, shard_of
-from tests.moe.shards import layout_of as at
+from tests.moe.shards import FAMILIES, make
 from tests.world import run_world
 
 LAYOUTS = [at(), at(tp=2), at(dp=4, ep=4), at(dp=4, ep=2), at(dp=2, tp=2, ep=2), at(dp=2, pp=2, ep=2)]

@@ -9,31 +9,18 @@ import torch
 import torch.nn.functional as F
 
 from rldsl.backends.torch.experts import _compute
-from rldsl.plan.layout import degree_product
-from rldsl.plan.model import Layout
-from tests.backend_torch.shards import plan_model
+from tests.backend_torch.shards import layout_of as at
+from tests.backend_torch.shards import plan_model, shard_of
+from tests.backend_torch.steps import check, run
 from tests.backend_torch.test_train import OPTIONS, UPDATES, reference
-from tests.moe.shards import layout_of as at
-from tests.moe.shards import make, shard_of
+from tests.moe.shards import make
 from tests.world import run_world
-from tests.zero.test_steps import difference, run
 
 MIXTRAL = [at(), at(dp=2), at(tp=2), at(pp=2), at(dp=2, ep=2), at(dp=4, ep=2), at(dp=4, ep=4), at(dp=2, tp=2, ep=2),
            at(dp=2, pp=2, ep=2), at(dp=2, zero=1), at(dp=2, cp=2), at(dp=2, ep=2, zero=1),
            at(dp=4, ep=2, zero=3)]
 QWEN = [at(dp=2, tp=2, pp=2, ep=2), at(dp=8, ep=4), at(tp=4), at(dp=2, zero=2),
         at(dp=2, tp=2, pp=2, ep=2, zero=3), at(dp=8, ep=2, zero=2), at(dp=4, pp=2, ep=2, zero=3)]
-
-
-def steps(rank: int, path: str, kind: str, what: str, every: list[Layout], expected: Any) -> list[Any]:
-    """Layers are computed again in the backward pass where dp is 2."""
-    found = []
-    for layout in every:
-        made = shard_of(plan_model(path, kind, OPTIONS, UPDATES), layout, rank, True)
-        if made is not None:
-            norms = run(made[0], what, made[1], layout.dp, recompute="full" if layout.dp == 2 else "none")
-            found.append((layout, difference(made[0], expected), norms))
-    return found
 
 
 CASES = [("mixtral", "causal_lm", "logprobs", MIXTRAL), ("qwen3_moe", "causal_lm", "logprobs", QWEN),
@@ -43,12 +30,7 @@ CASES = [("mixtral", "causal_lm", "logprobs", MIXTRAL), ("qwen3_moe", "causal_lm
 @pytest.mark.parametrize("name, kind, what, every", CASES, ids=[c[0] for c in CASES])
 def test_steps_equal_one_process(tmp_path, name, kind, what, every):
     """The last step has one row: all shards but one have none, and still serve its tokens."""
-    path = make(tmp_path / "m", name)
-    expected, norms = reference(path, what)
-    results = run_world(max(map(degree_product, every)), steps, path, kind, what, every, expected)
-    for layout, worst, seen in (found for rank in results for found in rank):
-        assert worst < 1e-5, f"{layout}: a parameter differs by {worst}"
-        assert seen == pytest.approx(norms, rel=1e-4), layout
+    check(make(tmp_path / "m", name), kind, what, every)
 
 
 def half_steps(rank: int, path: str) -> list[Any]:

@@ -143,6 +143,9 @@ def test_a_row_that_takes_the_process_along(tmp_path: Path, name: str) -> None:
     ("raise SystemExit('no')\n", "RL0773", "SystemExit: no", ":1"),
     ("def scores(rows):\n    return 1\n", "RL0774", "there is no function `score`", ""),
     ("score = 3\n", "RL0774", "`score` is an int, not a function", ""),
+    ("def score(prompts, completions, **columns):\n    return 1\n", "RL0774",
+     "`score(prompts, completions, **columns)` cannot be called with one list of rows", ""),
+    ("def score():\n    return 1\n", "RL0774", "`score()` cannot be called with one list of rows", ""),
 ])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_files_are_checked_before_any_call(tmp_path: Path, workers: int, body: str, code: str, title: str,

@@ -8,15 +8,21 @@ from math import inf
 
 from rldsl.search.costs import Entry
 from rldsl.search.instance import Assignment, Instance
+from rldsl.search.problem import Job
 from rldsl.search.space import Block
 
 
 def assignments(i: Instance, few: int) -> Iterator[Assignment]:
     """All blocks, without regard to symmetry, and the first `few` entries of each call on each."""
     options: list[list[tuple[Block, Entry]]] = [
-        [(b, e) for b in i.tree.every for e in i.table.entries(job, b.size)[:few]] for job in i.calls]
+        [(b, e) for b in _blocks(i, job) for e in i.table.entries(job, b.size)[:few]] for job in i.calls]
     for picked in product(*options):
         yield Assignment(tuple(b for b, _ in picked), tuple(e for _, e in picked))
+
+
+def _blocks(i: Instance, job: Job) -> tuple[Block, ...]:
+    fixed = i.problem.fixed.get(job.number)
+    return (fixed.block,) if fixed is not None and fixed.block is not None else i.tree.every
 
 
 def best(i: Instance, few: int) -> float:

@@ -100,8 +100,9 @@ def describe(size: str):
     return lambda path, kind, span=None, trained=False: family(size, path, kind)
 
 
-def graph(name: str, **sets) -> Graph:
-    return api.build_graph(SourceFile(f"{name}.rlf", PROGRAMS[name]), sets)
+def graph(name: str, text: str = "", **sets) -> Graph:
+    """text: of the program, in place of the one of that name."""
+    return api.build_graph(SourceFile(f"{name}.rlf", text or PROGRAMS[name]), sets)
 
 
 def cluster(nodes: int, gpus: int, memory_gb: float = 80.0, **other) -> Cluster:
@@ -111,8 +112,9 @@ def cluster(nodes: int, gpus: int, memory_gb: float = 80.0, **other) -> Cluster:
     return replace(found, nodes=nodes, gpus=gpus, memory_gb=memory_gb, name=f"{nodes}x{gpus}", **other)
 
 
-def ready(name: str, size: str, machines: Cluster, locks: tuple[str, ...] = (), **sets) -> Prepared:
-    made = graph(name, **sets)
+def ready(name: str, size: str, machines: Cluster, locks: tuple[str, ...] = (), text: str = "",
+          **sets) -> Prepared:
+    made = graph(name, text, **sets)
     return prepared(made, "", machines, int(machines.memory_gb * 1e9), locked(made, locks), describe(size))
 
 

@@ -173,7 +173,8 @@ def test_a_locked_call_is_where_it_was() -> None:
     answer = find(p, machines, 80 * 10**9)
     assert "gen" not in answer.best[0].places
     assert answer.best[0].judged.assignment.blocks[0] == (0, 4)
-    assert "actor.generate" not in source(p, answer, "0", "c", False).split("place ", 1)[1].replace("actor.train", "")
+    kept = next(x for x in source(p, answer, "0", "c", False).splitlines() if x.startswith("place actor.generate"))
+    assert kept.split() == ["place", "actor.generate", "on", "mesh(0:4)", "dp=4"], "the file stands by itself"
 
 
 def test_a_lock_that_matches_nothing() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from rldsl import api
+from rldsl.plan.backends import described
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Save, Train
 from rldsl.plan.layout import Coord, axis_ranks, coordinate
@@ -173,7 +174,11 @@ def test_the_backend_issues_what_is_written_down(degrees: str, more: str, tmp_pa
     with folder() as here:
         (here / "p.rlf").write_text(PROGRAM.format(degrees, more))
         data = encode(api.compile("p.rlf"))
-        asked = run_world(4, recorded, data, str(tmp_path / "out"), str(here), timeout=200.0)
+        keep_to_it(data, run_world(4, recorded, data, str(tmp_path / "out"), str(here), timeout=200.0))
+
+
+def keep_to_it(data: bytes, asked: list[dict[int, list[tuple[str, tuple[int, ...]]]]]) -> None:
+    """asked: by rank, as `recorded` found it."""
     plan = decode(data, "x")
     layouts, meshes = {x.id: x for x in plan.layouts}, {m.id: m for m in plan.meshes}
     calls = [e for e, _ in walk(plan.body) if isinstance(e, Generate | Infer | Train)]
@@ -185,7 +190,8 @@ def test_the_backend_issues_what_is_written_down(degrees: str, more: str, tmp_pa
         found = [(next(a for a, sets in axes.items() if ranks in sets) if kind == "all" else "link", ranks)
                  for kind, ranks in asked[rank].get(e.id, ())]
         names = [key for key, _ in groupby(a if a != "link" else f"link{ranks}" for a, ranks in found)]
-        written = (v for count in range(1, 13) for v in versions(TORCH[type(e)], x, mesh, rank, count))
+        protocol = PROTOCOLS[described(x.backend).issues][type(e)]
+        written = (v for count in range(1, 13) for v in versions(protocol, x, mesh, rank, count))
         assert any(names == v for v in written), (type(e).__name__, rank, names)
 
 

@@ -2,102 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from rldsl.backends.torch import build
-from rldsl.plan.boxes import local_slice
-from rldsl.plan.layout import axis_ranks, coordinate
-from rldsl.plan.model import Layout, Mesh
-from rldsl.runtime.backend import Axes, Shard
-from tests.backend_torch.shards import _axis, pack, plan_model
-from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, TWO, UPDATES, minibatch, reference, share
+from rldsl.plan.model import Layout
+from tests.backend_torch.shards import layout_of as at
+from tests.backend_torch.shards import pack, plan_model, shard_of
+from tests.backend_torch.steps import check, run
+from tests.backend_torch.test_train import OPTIONS, ROWS, TWO, UPDATES
 from tests.tiny import make_model
 from tests.world import run_world
 
-Degrees = tuple[int, int, int, int]  # zero, dp, tp, pp
-EVERY = [(1, 2, 1, 1), (2, 4, 1, 1), (3, 4, 1, 1), (1, 2, 2, 1), (3, 2, 2, 1), (2, 2, 1, 2), (3, 2, 1, 2)]
+EVERY = [at(dp=2, zero=1), at(dp=4, zero=2), at(dp=4, zero=3), at(dp=2, tp=2, zero=1), at(dp=2, tp=2, zero=3),
+         at(dp=2, pp=2, zero=2), at(dp=2, pp=2, zero=3)]
 
 
-def make(path: str, kind: str, rank: int, degrees: Degrees, dtype: str = "float32") -> tuple[Shard, int] | None:
+def make(path: str, rank: int, layout: Layout, dtype: str = "float32") -> tuple[Any, int]:
     """The shard of this rank, and its place in dp."""
-    zero, dp, tp, pp = degrees
-    mesh, layout = Mesh("m0", ((0, dp * tp * pp),)), Layout("L0", "m0", dp=dp, tp=tp, pp=pp, zero=zero)
-    groups = {axis: axis_ranks(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh")}
-    if rank >= dp * tp * pp:
-        for found in groups.values():
-            for ranks in found:
-                if len(ranks) > 1:
-                    dist.new_group(list(ranks))
-        return None
-    model = plan_model(path, kind, OPTIONS, UPDATES, dtype)
-    axes = Axes(**{axis: _axis(found, rank) for axis, found in groups.items()})
-    return build(model, layout, mesh, axes, torch.device("cpu"), load=True, trainable=True), coordinate(layout, mesh, rank).dp
-
-
-def run(shard: Shard, what: str, mine: int, dp: int, steps: int = STEPS, recompute: str = "none") -> list[float]:
-    """Norms of the gradients. One sequence after another within a share, in as many passes on each shard."""
-    norms = []
-    for step in range(steps):
-        rows = [minibatch(step)[i::dp] for i in range(dp)]
-        parts = [rows[mine][i::2] for i in range(min(2, max(map(len, rows))))]
-
-        def loss(i: int, fresh: Sequence[Any], parts: list[list[int]] = parts) -> torch.Tensor:
-            sizes = [len(ROWS[r][1]) for r in parts[i]]
-            offset = 0.1 if what == "values" else 0.0
-            return sum(share((f - offset * r).square()) for f, r in zip(fresh[0][what].split(sizes), parts[i]))
-
-        result = shard.train([(pack([ROWS[r] for r in part]),) for part in parts], [(what,)], 0.7, loss, None, recompute)
-        assert result["lr"] == pytest.approx(RATES[step])
-        norms.append(result["grad_norm"])
-    return norms
-
-
-def difference(shard: Any, expected: dict[str, torch.Tensor]) -> float:
-    worst = 0.0
-    for name, tensor in shard.tensors().items():
-        parameter, pieces = shard.stage.held[name]
-        assert tensor.numel() == sum(prod(b - a for a, b in p.box) for p in pieces)
-        dim = parameter.spec.split.dim if parameter.spec.split else 0
-        for p in pieces:
-            right = expected[name][tuple(slice(*b) for b in p.box)]
-            worst = max(worst, float((tensor[local_slice(p, p.box, dim)] - right).abs().max()))
-    return worst
-
-
-def steps(rank: int, path: str, kind: str, what: str, every: list[Degrees], expected: Any) -> list[Any]:
-    found = []
-    for degrees in every:
-        made = make(path, kind, rank, degrees)
-        if made is not None:
-            norms = run(*((made[0], what, made[1], degrees[1])), recompute="full" if degrees[0] == 3 else "none")
-            found.append((degrees, difference(made[0], expected), norms))
-    return found
+    made = shard_of(plan_model(path, "causal_lm", OPTIONS, UPDATES, dtype), layout, rank, True)
+    assert made is not None
+    return made
 
 
 CASES = [("qwen3", {}, "causal_lm", "logprobs", EVERY),
-         ("qwen3", TWO | dict(tie_word_embeddings=True), "causal_lm", "logprobs", [(1, 2, 1, 2), (3, 2, 2, 2)]),
-         ("llama", TWO | dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", [(3, 2, 4, 1)]),
-         ("qwen3", TWO, "value_model", "values", [(2, 4, 1, 1), (3, 2, 1, 2)])]
+         ("qwen3", TWO | dict(tie_word_embeddings=True), "causal_lm", "logprobs",
+          [at(dp=2, pp=2, zero=1), at(dp=2, tp=2, pp=2, zero=3)]),
+         ("llama", TWO | dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", [at(dp=2, tp=4, zero=3)]),
+         ("qwen3", TWO, "value_model", "values", [at(dp=4, zero=2), at(dp=2, pp=2, zero=3)])]
 
 
 @pytest.mark.parametrize("family, overrides, kind, what, every", CASES, ids=["qwen3", "tied", "llama", "values"])
 def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, every):
     """The last step has one row: all shards but one have none."""
-    path = str(make_model(tmp_path / "m", family=family, **overrides))
-    expected, norms = reference(path, what)
-    results = run_world(max(prod(d[1:]) for d in every), steps, path, kind, what, every, expected)
-    for degrees, worst, seen in (found for rank in results for found in rank):
-        assert worst < 1e-5, f"{degrees}: a parameter differs by {worst}"
-        assert seen == pytest.approx(norms, rel=1e-4), degrees
+    check(str(make_model(tmp_path / "m", family=family, **overrides)), kind, what, every)
 
 
 def gathered(shard: Any) -> set[int]:
@@ -109,7 +50,7 @@ def watched(rank: int, path: str) -> dict[int, Any]:
     """By level: how many layers are whole at once in a forward pass, and what is left after a step."""
     found = {}
     for zero in (1, 2, 3):
-        shard, mine = make(path, "causal_lm", rank, (zero, 2, 1, 1))
+        shard, mine = make(path, rank, at(dp=2, zero=zero))
         seen: list[set[int]] = []
         for layer in shard.stage.chunks[0].body.layers:
             layer.mlp.register_forward_pre_hook(lambda *_: seen.append(gathered(shard)))
@@ -134,7 +75,7 @@ def halves(rank: int, path: str) -> list[tuple[list[float], dict[str, np.ndarray
     """bf16, without and with every level. As arrays: a tensor would be shared by a process that has ended."""
     out = []
     for zero in (0, 1, 2, 3):
-        shard, mine = make(path, "causal_lm", rank, (zero, 2, 1, 1), "bfloat16")
+        shard, mine = make(path, rank, at(dp=2, zero=zero), "bfloat16")
         norms = run(shard, "logprobs", mine, 2)
         assert all(t.dtype == torch.float32 for t in shard.tensors().values())
         rows = {n: t if zero else t[: (len(t) + 1) // 2] for n, t in shard.tensors().items()}
@@ -152,13 +93,13 @@ def test_halves_are_as_without(tmp_path):
 
 def stopping(rank: int, path: str) -> bool:
     """A step that a loss stops changes nothing, and leaves nothing behind for the next."""
-    shard, mine = make(path, "causal_lm", rank, (3, 2, 1, 1))
+    shard, mine = make(path, rank, at(dp=2, zero=3))
     before = {n: t.clone() for n, t in shard.tensors().items()}
     batch = [(pack(ROWS[mine : mine + 3]),)]
     none = shard.train(batch, [("logprobs",)], 1.0, lambda _, fresh: fresh[0]["logprobs"].sum(), lambda: True)
     same = none is None and all(torch.equal(before[n], t) for n, t in shard.tensors().items())
     norm = shard.train(batch, [("logprobs",)], 1.0, lambda _, fresh: fresh[0]["logprobs"].sum())["grad_norm"]
-    other, _ = make(path, "causal_lm", rank, (2, 2, 1, 1))
+    other, _ = make(path, rank, at(dp=2, zero=2))
     right = other.train(batch, [("logprobs",)], 1.0, lambda _, fresh: fresh[0]["logprobs"].sum())["grad_norm"]
     return same and norm == pytest.approx(right, rel=1e-5) and not gathered(shard)
 
@@ -168,7 +109,7 @@ def test_a_minibatch_without_a_step(tmp_path):
 
 
 def infinite(rank: int, path: str) -> bool:
-    shard, mine = make(path, "causal_lm", rank, (2, 2, 1, 1))
+    shard, mine = make(path, rank, at(dp=2, zero=2))
     before = {n: t.clone() for n, t in shard.tensors().items()}
     norm = shard.train([(pack(ROWS[:2]),)], [("logprobs",)], 1.0,
                        lambda _, fresh: fresh[0]["logprobs"].sum() * (torch.inf if mine else 1.0))["grad_norm"]

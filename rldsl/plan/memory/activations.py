@@ -10,6 +10,7 @@ are taken to get as many tokens as they send. Full recomputation keeps a layer's
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from rldsl.plan.lora import module_of
@@ -27,7 +28,8 @@ class Block:
     backward pass. forward: needed at most while a forward pass runs the layer and keeps nothing. backward: needed at
     most, besides what is saved, while its gradient is computed. seen: keys and values of all ranks of a cp
     group, for each token of theirs, kept too. norm: the same for the norm behind the last layer, and
-    final: kept of that norm. hidden: of the last hidden states, in the dtype that the head multiplies in."""
+    final: kept of that norm. hidden: of the last hidden states, in the dtype that the head multiplies in. made: by all
+    operations of a forward pass together, which is what a recording of it holds."""
 
     stream: int
     saved: int
@@ -37,6 +39,7 @@ class Block:
     norm: int
     hidden: int
     seen: int
+    made: int
 
 
 def kernel(model: Model, compute: int, device: str) -> Attention:
@@ -47,6 +50,7 @@ def kernel(model: Model, compute: int, device: str) -> Attention:
     return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
 
 
+@cache
 def block(model: Model, layout: Layout, compute: int, stream: int, attention: Attention, longest: int) -> Block:
     """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
     autocast. longest: tokens of the longest sequence."""
@@ -77,7 +81,20 @@ def block(model: Model, layout: Layout, compute: int, stream: int, attention: At
     backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
     return Block(stream * h, saved, forward, backward, final, 16 * h, compute * h,
-                 2 * compute * kv if layout.cp > 1 else 0)
+                 2 * compute * kv if layout.cp > 1 else 0,
+                 _made(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream))
+
+
+def _made(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,
+          activation: str, compute: int, stream: int) -> int:
+    """Norms take a square and two products each, and so do those of heads; rotary embeddings a half that is turned, the
+    turned, two products and their sum; then linear layers, activations and two residual sums. In half precision, what
+    linear layers read is cast for each of them."""
+    normed = norms * (1 if layer_norm else 3) * h + 2 * h + (3 * (q + kv) if _has(specs, "q_norm") else 0)
+    turned = 0 if layer_norm and _fused_inputs(specs) else 9 * (q + kv) // 2
+    products = 2 * q + 2 * kv + 2 * h + inner * (4 if _gated(specs) else 10 if activation in COMPOSED else 2)
+    cast = 0 if compute == stream else 5 * h + q + kv
+    return stream * (normed + turned) + compute * (products + cast)
 
 
 def _norm(h: int, compute: int, stream: int, reads: int, layer_norm: bool, trained: bool) -> int:

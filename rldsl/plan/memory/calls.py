@@ -7,12 +7,14 @@ Micro-batches are of the longest rows that their frames allow.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.heads import HEAD_OF
 from rldsl.plan.meaning import call_name
 from rldsl.plan.memory import logits
 from rldsl.plan.memory.activations import Block, block, kernel
+from rldsl.plan.memory.decoding import PREFILL, recordings, sampled
 from rldsl.plan.memory.parameters import FLOAT, Copy, largest_weight, linear_elements, vocabulary
 from rldsl.plan.memory.values import Tables, rows, width
 from rldsl.plan.memory.zero import gathered
@@ -20,7 +22,6 @@ from rldsl.plan.model import Layout
 from rldsl.plan.partition import micro_batch_count
 from rldsl.plan.schedule import actions, in_flight, passes, waiting
 
-PREFILL = 1 << 14  # tokens of prompts that `backends/torch/generate.py` runs at once
 INDEX = 48  # bytes of numbers for each token that a call works on: tokens, positions, places in the grid
 Needs = dict[str, int]
 
@@ -70,6 +71,8 @@ def needs(t: Tables, event: Generate | Infer | Train, copy: Copy, device: str) -
 
 
 def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Needs:
+    """The largest of three moments: a prefill, the first tokens after it, and a step of decoding that is not replayed,
+    all of them beside what earlier steps have recorded."""
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
     count = rows(frame, t.spreads[e.spread], t.layouts)
     slots = min(e.mbs or count, count)
@@ -81,13 +84,22 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Need
     sampling, cast = 0, _head(copy).cast if copy.last else 0  # of the head, once
     if copy.last:
         sampling = slots * b.hidden + logits.sampling(_head(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
-    # one layer reads a copy: of the slots that are in use, or on CUDA repeated for every head that shares it
-    read = each * (heads if device == "cuda" and heads != groups else groups)
-    decode = slots * (read + b.forward + 16 * wide)
+    # CUDA's kernels for few heads of keys get them repeated; others read the slab where it lies
+    read = each * heads if device == "cuda" and heads != groups else 0
+    masked = 5 * wide
+    step = slots * (read + b.forward + masked)
+    recorded = 0
+    if tp == 1 and not sizes.chosen:  # experts and other ranks are not recorded
+        recorded = recordings(prompts.max_prompt_tokens, new) * (
+            max(step, sampling - cast) if device == "cuda" else
+            slots * (copy.layers * b.made + masked + (sampled(_head(copy), e.sampling) * _head(copy).rows
+                                                      if copy.last else 0)))
+    drawn = 0 if e.sampling.greedy or not copy.last else 8 * new * slots
     return {"key-value cache": slots * groups * each * copy.layers,
-            "activations": cast + max(prefill * b.forward, prefill * b.hidden + sampling - cast, decode),
+            "activations": cast + max(prefill * b.forward, prefill * b.hidden + sampling - cast,
+                                      max(step, sampling - cast) + recorded),
             "half-precision weights": _half(copy),
-            "progress": count * (12 * new + INDEX + 8 * width(frame) + 8 * prompts.max_prompt_tokens)}
+            "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * prompts.max_prompt_tokens)}
 
 
 def _infer(t: Tables, e: Infer, copy: Copy, b: Block, device: str) -> Needs:
@@ -114,7 +126,8 @@ def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
     kept = m.tokens * b.saved + m.whole * b.seen  # of a layer
     each = [m.tokens * b.stream * _ends(copy, c) + layers * (m.tokens * b.stream if full else kept)
             for c, layers in enumerate(copy.chunks)]
-    order = passes(layout.pp, layout.vpp, m.count, copy.cell.stage)
+    count_there = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more do the same for longer
+    order = passes(layout.pp, layout.vpp, count_there, copy.cell.stage)
     passed = m.tokens * b.stream * _passed(layout, m.count, copy.cell.stage)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
     inside = in_flight(order, each) + (kept if full else 0) + m.tokens * b.backward + 2 * m.whole * b.seen + weight
@@ -140,7 +153,12 @@ def _passed(layout: Layout, count: int, rank: int) -> int:
     if layout.pp == 1:
         return 0
     steady = min(count, 4 * layout.pp)  # more micro-batches do the same for longer
-    return max(2, waiting(actions(layout.pp, layout.vpp, steady)[rank]))
+    return max(2, _waiting(layout.pp, layout.vpp, steady, rank))
+
+
+@cache
+def _waiting(pp: int, chunks: int, count: int, rank: int) -> int:
+    return waiting(actions(pp, chunks, count)[rank])
 
 
 def _loss(e: Train, copy: Copy, b: Block, m: Micro, device: str) -> int:

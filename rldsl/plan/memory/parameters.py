@@ -54,7 +54,7 @@ class Copy:
     def chunks(self) -> tuple[int, ...]:
         """Layers of each chunk."""
         pp, count = self.layout.pp, self.layout.pp * self.layout.vpp
-        return tuple(len(stage_layers(self.model.layers, count, s)) for s in range(self.cell.stage, count, pp))
+        return tuple([len(stage_layers(self.model.layers, count, s)) for s in range(self.cell.stage, count, pp)])
 
     @property
     def first(self) -> bool:
@@ -76,6 +76,7 @@ def elements(specs: Sequence[ParamSpec], copy: Copy) -> int:
     return sum(len(held(s, copy)) * _size(s, copy) for s in specs)
 
 
+@cache
 def resting(copy: Copy) -> int:
     """How many elements of `model.params` a rank holds between calls. `zero` divides rows; the first shard has most."""
     return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
@@ -126,6 +127,7 @@ def largest(copy: Copy) -> int:
     return max((_size(s, copy) for s in (*copy.model.params, *copy.model.base) if held(s, copy)), default=0)
 
 
+@cache
 def largest_weight(copy: Copy) -> int:
     """Elements of the largest trained matrix of a layer, as this rank holds it."""
     return max((_size(s, copy) for s in copy.model.params if s.stage == "layer" and len(s.shape) > 1), default=0)
@@ -135,11 +137,13 @@ def _size(spec: ParamSpec, copy: Copy) -> int:
     return sum(map(volume, boxes(spec, copy.layout, copy.cell.part)))
 
 
+@cache
 def linear_elements(copy: Copy) -> int:
     """Elements of all matrices of the layers here: what autocast keeps a half-precision copy of."""
     return elements([s for s in copy.model.params if s.stage == "layer" and len(s.shape) > 1], copy)
 
 
+@cache
 def vocabulary(copy: Copy) -> tuple[int, bool]:
     """(rows of the output embedding on this rank, whether ranks have different ones)."""
     size = copy.model.sizes.vocab

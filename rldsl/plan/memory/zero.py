@@ -7,12 +7,14 @@ In: a copy of a trained model under a layout. Out: holders, in bytes, for the pa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from rldsl.plan.boxes import volume
 from rldsl.plan.memory.parameters import FLOAT, Copy, boxes, held
 from rldsl.plan.model import ParamSpec
 
 
+@cache
 def gathered(copy: Copy) -> dict[str, int]:
     level = copy.layout.zero
     if not level:

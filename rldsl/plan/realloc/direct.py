@@ -24,12 +24,13 @@ def held_at(model: Model, layout: Layout, at: Cell | None) -> Held:
 
 
 def divided(message: Message) -> tuple[Message, ...]:
-    """At most `PARTS`: the largest boxes go by themselves, so that they need not be copied; both ends see that alike."""
+    """At most `PARTS`: the largest boxes go by themselves, so that they need not be copied. Both ends see that
+    alike."""
     sizes = [volume(box) for _, box in message.boxes]
     largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])[: PARTS - 1]
     alone = sorted(i for i in largest if sizes[i] >= ALONE or 2 * sizes[i] >= sum(sizes))
     rest = tuple(b for i, b in enumerate(message.boxes) if i not in alone)
-    return (*(Message(message.peer, (message.boxes[i],)) for i in alone), *([Message(message.peer, rest)] if rest else ()))
+    return tuple(Message(message.peer, some) for some in (*((message.boxes[i],) for i in alone), rest) if some)
 
 
 def together(message: Message, there: Held) -> bool:
@@ -61,9 +62,10 @@ def room(rounds: Iterable[int]) -> list[int]:
     return found
 
 
-def packed(ops: Round, late: bool, lies: tuple[Callable[[Message], bool], Callable[[Message], bool]]) -> tuple[int, int]:
-    """Elements that need a buffer in a round: of sends, and of receives. lies: whether a part that is sent, or received,
-    lies in one stretch. What is sent in the last rounds needs one always: they are waited for late, and until then the
+def packed(ops: Round, late: bool,
+           lies: tuple[Callable[[Message], bool], Callable[[Message], bool]]) -> tuple[int, int]:
+    """Elements that need a buffer in a round: of sends, and of receives. lies: whether a part that is sent, or
+    received, lies in one stretch. What is sent in the last rounds needs one always: they are waited for late, and until then the
     source may change."""
     sends, receives = ([m for whole in side for m in divided(whole)] for side in (ops.sends, ops.receives))
     return (sum(m.size() for m in sends if late or not lies[0](m)), sum(m.size() for m in receives if not lies[1](m)))

@@ -103,3 +103,15 @@ class Plain:
 
     def onload(self, what: str) -> Callable[[], None]:
         return lambda: None
+
+    def share(self, other: Plain) -> None:
+        for name, p in self.named.items():
+            p.data = other.named[name].data
+
+    def release(self) -> None:
+        for p in self.named.values():
+            p.data = p.data.new_empty(()).expand(p.shape)  # one element, and the shape
+
+    def claim(self) -> None:
+        for p in self.named.values():
+            p.data = p.data.new_empty(p.shape)

@@ -1,0 +1,135 @@
+"""A generation that finds what an earlier one of the same shape recorded: the same numbers as without, other prompts,
+other weights; and nothing is held in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rldsl.backends.torch import engine
+from rldsl.backends.torch.desk import MOST, Desk
+from rldsl.backends.torch.rest import Rest
+from rldsl.plan.events import Sampling
+from tests.backend_torch.shards import make_shard, plan_model, ragged
+from tests.generation.reference import made, rows_of
+from tests.tiny import make_model
+
+DRAWN = Sampling(max_new_tokens=12, temperature=1.3)
+
+
+def prompts(seed: int) -> list[list[int]]:
+    return [p for p, _ in ragged(6, 46, seed=seed) for _ in range(2)]
+
+
+@pytest.fixture
+def shard(tmp_path: Any) -> Any:
+    return make_shard(plan_model(str(make_model(tmp_path / "m"))), 0)
+
+
+def both(shard: Any, desks: dict, seed: int, sampling: Sampling = DRAWN, limit: int = 0) -> None:
+    found, plain = (rows_of(made(shard, prompts(seed), sampling, limit, **how))
+                    for how in ({"desks": desks}, {"replay": False}))
+    assert found == plain
+
+
+@pytest.mark.parametrize("limit", [0, 4, 1])
+@pytest.mark.parametrize("sampling", [DRAWN, replace(DRAWN, greedy=True), replace(DRAWN, stop=("b", "5"))])
+def test_many_calls_share_a_desk(shard: Any, sampling: Sampling, limit: int) -> None:
+    """Longer and shorter prompts, which want a wider slab or less than there is."""
+    desks: dict = {}
+    for seed in (1, 2, 3, 1, 4):
+        both(shard, desks, seed, sampling, limit)
+    assert len(desks) == 1
+
+
+def test_weights_that_change_in_place_are_read_anew(shard: Any) -> None:
+    desks: dict = {}
+    for step in range(4):
+        both(shard, desks, 1)
+        with torch.no_grad():
+            for tensor in shard.tensors().values():
+                tensor.mul_(1 + 0.1 * step).add_(0.01)
+
+
+def test_weights_that_lie_elsewhere_are_found(shard: Any) -> None:
+    """As after an offload, a release or another shard's parameters."""
+    first = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, limit=0))
+    assert shard.desks
+    shard.share(make_shard(shard.model, 0))
+    assert not shard.desks
+    for tensor in shard.tensors().values():
+        tensor.mul_(1.3)
+    second = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, limit=0))
+    assert second == rows_of(made(shard, prompts(1), DRAWN, replay=False)) != first
+    shard.release()
+    assert not shard.desks
+
+
+def _packed(seed: int) -> Any:
+    from tests.backend_torch.shards import pack
+
+    return pack([(p, []) for p in prompts(seed)])
+
+
+def test_a_second_call_runs_no_module_for_what_is_recorded(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    desks: dict = {}
+    sampling = replace(DRAWN, min_new_tokens=12)  # all end together: one shape
+    made(shard, prompts(1), sampling, desks=desks)
+    monkeypatch.setattr(engine, "Decode", lambda *_: pytest.fail("its modules were run"))
+    made(shard, prompts(1), sampling, desks=desks)
+
+
+def test_a_closed_desk_has_no_memory(shard: Any) -> None:
+    desks: dict = {}
+    made(shard, prompts(1), DRAWN, desks=desks)
+    (desk,) = desks.values()
+    tapes = [t for t in desk.steps.found.values() if not isinstance(t, int)]
+    held = [x for pair in desk.slab.layers.values() for x in pair] + [desk.seats.draws, desk.progress.tokens]
+    assert tapes and not desk.steps.awake and not any(t.rest.awake for t in tapes)
+    assert all(x.untyped_storage().nbytes() == 0 for x in (*held, *(x for t in tapes for x in t.out)))
+
+
+def test_parameters_are_never_given_back(shard: Any) -> None:
+    before = {n: x.clone() for n, x in shard.tensors().items()}
+    made(shard, prompts(1), DRAWN, desks={})
+    assert all(torch.equal(x, before[n]) for n, x in shard.tensors().items())
+
+
+def test_desks_are_few(shard: Any) -> None:
+    desks: dict[Any, Desk] = {}
+    for longest in range(3, 7):
+        both(shard, desks, 1, replace(DRAWN, max_new_tokens=longest))
+    assert len(desks) == MOST
+
+
+def test_a_call_that_fails_leaves_no_desk(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    desks: dict = {}
+    made(shard, prompts(1), DRAWN, desks=desks)
+    monkeypatch.setattr("rldsl.backends.torch.generate.run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made(shard, prompts(1), DRAWN, desks=desks)
+    assert not desks
+
+
+def test_halves_of_float32_are_not_kept(tmp_path: Any) -> None:
+    """Autocast multiplies with a copy that the next call would find old."""
+    from rldsl.plan.model import Optimizer
+
+    there = str(make_model(tmp_path / "m"))
+    trained = make_shard(plan_model(there, optimizer=Optimizer(lr=1.0), dtype="bfloat16"), 0)
+    assert not trained._lasting()
+    assert make_shard(plan_model(there, dtype="bfloat16"), 0)._lasting()
+
+
+def test_rest() -> None:
+    whole = torch.ones(4, 3)
+    part = whole[1:, :2]
+    rest = Rest([part, whole])
+    rest.sleep()
+    assert whole.untyped_storage().nbytes() == 0 and not rest.awake
+    rest.wake()
+    whole.fill_(2)
+    assert part.tolist() == [[2, 2]] * 3 and rest.awake

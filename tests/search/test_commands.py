@@ -1,0 +1,223 @@
+"""`rlc search` and `rlc explain-placement` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rldsl.cli import main
+from rldsl.commands import search as work
+from rldsl.placement.place import place_graph
+from rldsl.plan.codec import decode
+from rldsl.simulate import Lengths
+from tests.search.programs import GRPO, describe
+
+EIGHT = "cluster nodes=1 gpus=8\n"
+PROGRAM = GRPO.replace("cluster nodes=1 gpus=1\n", EIGHT)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of 1B models on a node of eight, without directories."""
+    monkeypatch.setattr("rldsl.commands.search.describe", describe("1B"))
+    monkeypatch.setattr("rldsl.placement.place.place_graph", partial(place_graph, describe=describe("1B")))
+    (tmp_path / "grpo.rlf").write_text(PROGRAM)
+    (tmp_path / "two.yaml").write_text("preset: h100x8\ngpus: 2\n")
+    (tmp_path / "bare.yaml").write_text("gpus: 8\nmemory_gb: 80\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rlc(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def searched(*arguments: str, program: str = "grpo.rlf") -> str:
+    said = rlc("search", program, "--cluster", "two.yaml", *arguments)
+    assert said.exit_code == 0, said.output
+    return said.output
+
+
+# ---------------------------------------------------------------------------------------------------- search
+
+
+def test_the_table_says_what_each_call_costs_and_why(folder: Path) -> None:
+    text = searched("--gap", "0")
+    for word in ("grpo.rlf on two: 2 ranks", "step", "tokens/s", "bound", "gap", "parts of the space", "roofline",
+                 "actor.generate", "judge.score", "ref.logprobs", "actor.train", "next:", "the next best",
+                 "wrote grpo.place.rlf; next: rlc compile grpo.rlf --place grpo.place.rlf"):
+        assert word in text, word
+    header = (folder / "grpo.place.rlf").read_text().split("\ncluster ")[0]
+    assert all(line.startswith("#") for line in header.splitlines() if line)
+    for word in ("rldsl", "two: 1 nodes of 2 devices", "predicted", "bound", "gap", "seed"):
+        assert word in header, word
+
+
+def test_what_is_written_compiles_to_the_step_that_is_predicted(folder: Path) -> None:
+    found = json.loads(searched("--json", "-o", "best.rlf"))
+    done = rlc("compile", "grpo.rlf", "--place", "best.rlf", "-o", "grpo.plan")
+    assert done.exit_code == 0, done.output
+    told = json.loads(rlc("sim", "grpo.plan", "--cluster", "two.yaml", "--json").output)
+    assert told["seconds"] == pytest.approx(found["best"][0]["seconds"], rel=1e-9)
+    plan = decode((folder / "grpo.plan").read_bytes(), "grpo.plan")
+    assert max(c.peak_bytes for c in plan.classes) == found["best"][0]["bytes"] <= 80e9
+
+
+def test_json_has_the_certificate() -> None:
+    found = json.loads(searched("--json", "--gap", "0"))
+    seconds = [one["seconds"] for one in found["best"]]
+    assert found["complete"] and seconds == sorted(seconds)
+    assert 0 < found["bound"] <= seconds[0] and found["gap"] == pytest.approx(seconds[0] / found["bound"] - 1)
+    assert [c["call"] for c in found["best"][0]["calls"]] == ["actor.generate", "judge.score", "ref.logprobs",
+                                                              "actor.train"]
+
+
+def test_the_same_input_gives_the_same_output(folder: Path) -> None:
+    texts, files = [], []
+    for _ in range(2):
+        texts.append(searched("-o", "p.rlf"))
+        files.append((folder / "p.rlf").read_bytes())
+    assert texts[0] == texts[1] and files[0] == files[1]
+
+
+def test_a_lock_keeps_a_call_where_the_program_has_it(folder: Path) -> None:
+    (folder / "own.rlf").write_text(PROGRAM + "place ref.* on mesh(1:2) mbs=4\n")
+    free = json.loads(searched("--json", program="own.rlf"))
+    kept = json.loads(searched("--json", "--lock", "ref.*", program="own.rlf"))
+    (ref,) = [c for c in kept["best"][0]["calls"] if c["call"] == "ref.logprobs"]
+    assert ref["ranks"] == [1, 2] and ref["how"] == "dp=1 mbs=4" and "as the program has it" in ref["why"]
+    assert kept["best"][0]["seconds"] >= free["best"][0]["seconds"] * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("how", ["rule", "line"])
+def test_what_is_kept_is_in_the_file_wherever_it_was_said(folder: Path, how: str) -> None:
+    rule = "ref.* on mesh(0:1) mbs=8"
+    (folder / "rules.rlf").write_text(f"place {rule}\n")
+    more = ("--place", "rules.rlf") if how == "rule" else ("--on", rule)
+    found = json.loads(searched("--json", "--lock", "ref.*", "-o", "p.rlf", *more))
+    assert "place ref.logprobs" in (folder / "p.rlf").read_text()
+    assert (done := rlc("compile", "grpo.rlf", "--place", "p.rlf", "-o", "grpo.plan")).exit_code == 0, done.output
+    told = json.loads(rlc("sim", "grpo.plan", "--cluster", "two.yaml", "--json").output)
+    assert told["seconds"] == pytest.approx(found["best"][0]["seconds"], rel=1e-9)
+
+
+def test_a_lock_of_a_call_that_follows_another(folder: Path) -> None:
+    """It has no clause of its own: the program places it as the training of its model, which is free."""
+    (folder / "own.rlf").write_text(PROGRAM + "place actor.train on mesh(0:1) mbs=2 recompute=full\n")
+    found = json.loads(searched("--json", "--lock", "actor.generate", program="own.rlf"))
+    (gen,) = [c for c in found["best"][0]["calls"] if c["call"] == "actor.generate"]
+    assert gen["ranks"] == [0, 1]
+
+
+def test_a_lock_with_a_bound_of_tokens(folder: Path) -> None:
+    """One micro-batch of all rows would not fit."""
+    (folder / "own.rlf").write_text(PROGRAM + "place actor.train on mesh(0:2) dp=2 zero=1 mbt=1536 recompute=full\n")
+    found = json.loads(searched("--json", "--lock", "actor.train", "-o", "p.rlf", program="own.rlf"))
+    (train,) = [c for c in found["best"][0]["calls"] if c["call"] == "actor.train"]
+    assert "mbt=1536" in train["how"] and "mbt=1536" in (folder / "p.rlf").read_text()
+
+
+def test_less_memory_is_kept_to(folder: Path) -> None:
+    found = json.loads(searched("--json", "--memory", "30.123456789"))
+    assert found["best"][0]["bytes"] <= 30.123456789e9
+    assert "memory_gb=30.123456789\n" in (folder / "grpo.place.rlf").read_text()
+    done = rlc("compile", "grpo.rlf", "--place", "grpo.place.rlf", "-o", "grpo.plan")
+    assert done.exit_code == 0, done.output
+
+
+def test_time_ends_a_search_which_says_so(folder: Path) -> None:
+    found = json.loads(searched("--json", "--gap", "0", "--seconds", "0.000001"))
+    assert not found["complete"] and found["best"] and found["gap"] >= 0
+    assert "ended by --seconds" in (folder / "grpo.place.rlf").read_text()
+
+
+def test_the_gap_is_told_while_it_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**6, 2))
+    monkeypatch.setattr("rldsl.commands.search.time.process_time", lambda: next(clock))
+    said: list[str] = []
+    asked = work.Asked("grpo.rlf", "two.yaml", {}, None, (), (), 0.0, 0.0, 0.0, Lengths())
+    work.search(asked, "p.rlf", True, said.append)
+    assert said and all("found" in s and "bound" in s and "gap" in s for s in said)
+    gaps = [float(s.rsplit("gap ", 1)[1].rstrip("%")) for s in said]
+    assert gaps == sorted(gaps, reverse=True), "it only shrinks"
+
+
+def test_expected_lengths_are_in_the_header(folder: Path) -> None:
+    searched("--prompt-tokens", "100", "--response-tokens", "50", "--longest", "200")
+    assert "prompts of 100 tokens, responses of 50, the longest of 200" in (folder / "grpo.place.rlf").read_text()
+
+
+# -------------------------------------------------------------------------------------------------- explain
+
+
+def test_why_not_this_one() -> None:
+    said = rlc("explain-placement", "grpo.rlf", "--cluster", "two.yaml", "--on", "*.* on mesh(0:2) tp=2 mbs=8")
+    assert said.exit_code == 0, said.output
+    for word in ("proposed", "best", "bound", "slower than the best", "if one call stood as in the best", "tp=2",
+                 "the call itself"):
+        assert word in said.output, word
+
+
+def test_the_best_beside_itself(folder: Path) -> None:
+    searched("-o", "p.rlf")
+    said = rlc("explain-placement", "grpo.rlf", "--cluster", "two.yaml", "--place", "p.rlf")
+    assert said.exit_code == 0 and "it is the same placement" in said.output, said.output
+
+
+def test_one_that_does_not_fit_is_told_so() -> None:
+    said = rlc("explain-placement", "grpo.rlf", "--cluster", "two.yaml", "--memory", "30", "--json",
+               "--on", "*.* on mesh(0:2) dp=2")
+    found = json.loads(said.output)
+    assert found["bytes"] > 30e9 >= found["best_bytes"] and {c["call"] for c in found["calls"]} >= {"actor.train"}
+
+
+# ------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("args, status, word", [
+    (("grpo.rlf",), 2, "--cluster"),
+    (("none.rlf", "--cluster", "two.yaml"), 1, "RL0091"),
+    (("grpo.rlf", "--cluster", "h10x8"), 1, "did you mean `h100x8`"),
+    (("grpo.rlf", "--cluster", "none.yaml"), 1, "RL0091"),
+    (("grpo.rlf", "--cluster", "bare.yaml"), 1, "RL0215"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--place", "none.rlf"), 1, "RL0091"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--on", "ref.* on"), 1, "RL00"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--on", "critic.* on mesh(0:2)"), 1, "RL0313"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--set", "batch=x"), 1, "RL0"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--seconds", "0"), 2, "--seconds"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--memory", "-1"), 2, "--memory"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--gap", "-0.1"), 2, "--gap"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--memory", "0.5"), 1, "RL0402"),
+    (("grpo.rlf", "--cluster", "two.yaml", "--response-tokens", "0"), 2, "--response-tokens")])
+@pytest.mark.parametrize("command", ["search", "explain-placement"])
+def test_mistakes(command: str, args: tuple[str, ...], status: int, word: str) -> None:
+    said = rlc(command, *args)
+    assert said.exit_code == status and word in said.output and "Traceback" not in said.output, said.output
+
+
+@pytest.mark.parametrize("args, word", [
+    (("--lock", "critic.*"), "the program has: actor.generate"), (("--lock", ""), "RL0313"),
+    (("-o", "none/p.rlf"), "RL0094"),
+    (("--lock", "actor.train", "--on", "actor.train on mesh(0:9)"), "RL0305"),
+    (("--lock", "actor.train", "--on", "actor.train on mesh(0:2) tp=3"), "RL0304")])
+def test_mistakes_of_a_search(args: tuple[str, ...], word: str) -> None:
+    said = rlc("search", "grpo.rlf", "--cluster", "two.yaml", *args)
+    assert said.exit_code == 1 and word in said.output and "Traceback" not in said.output, said.output
+
+
+def test_too_small_a_cluster_says_how_many_nodes_it_would_take() -> None:
+    said = rlc("search", "grpo.rlf", "--cluster", "two.yaml", "--memory", "10")
+    assert said.exit_code == 1 and "RL0402" in said.output
+    assert "2 devices of" in said.output and "the smallest that would do:" in said.output, said.output
+
+
+def test_what_is_kept_may_be_what_does_not_fit() -> None:
+    """More nodes would not help."""
+    said = rlc("search", "grpo.rlf", "--cluster", "two.yaml", "--memory", "30", "--lock", "actor.train",
+               "--on", "actor.train on mesh(0:1) dp=1")
+    assert said.exit_code == 1 and "RL0402" in said.output
+    assert "leave that to the search" in said.output and "actor.train" in said.output, said.output
