@@ -52,7 +52,6 @@ def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, t
         desk = Desk.make(count, size, slots.width, sampling.max_new_tokens, ids, stage.last and not sampling.greedy,
                          axes.pp.size, replay and axes.tp.size == 1, device)
     desk.open()
-    slots.width = desk.slab.width
     sampler = Sampler(stage, sampling, seed, step, desk.eos_ids) if stage.last else None
     run(Engine(stage, prompts, sampler, stops, sampling.min_new_tokens, sampling.max_new_tokens, slots, desk), axes)
     made = _pack(prompts, desk.progress)

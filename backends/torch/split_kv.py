@@ -92,9 +92,9 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int
     sees, below width <= W. window: how many it sees; None: all. Returns [S, H, D]."""
     q = q.contiguous()
     (count, heads, size), groups = q.shape, keys.shape[2]
-    each, kind = heads // groups, dict(dtype=torch.float32, device=q.device)
+    each = heads // groups
     part, many = parts(count, groups, width)
-    sums, stats = (torch.empty(count, groups, many, each, n, **kind) for n in (size, 2))
+    sums, stats = (torch.empty(count, groups, many, each, n, dtype=torch.float32, device=q.device) for n in (size, 2))
     out = torch.empty_like(q)
     shape = dict(HEADS=groups, EACH=each, SIZE=size, ROWS=max(16, triton.next_power_of_2(each)),
                  WIDE=max(16, triton.next_power_of_2(size)))

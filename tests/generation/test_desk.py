@@ -133,3 +133,21 @@ def test_rest() -> None:
     rest.wake()
     whole.fill_(2)
     assert part.tolist() == [[2, 2]] * 3 and rest.awake
+
+
+def test_what_is_read_does_not_depend_on_what_was_there_before(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on from a checkpoint has another history, and must give the same numbers bit by bit."""
+    widths: list[int] = []
+
+    class Noted(engine.Decode):
+        def __init__(self, *args: Any) -> None:
+            widths.append(args[-1])
+            super().__init__(*args)
+
+    monkeypatch.setattr(engine, "Decode", Noted)
+    desks: dict = {}
+    short, long = ([[3] * n for _ in range(4)] for n in (5, 40))
+    made(shard, long, DRAWN, desks=desks)
+    widths.clear()
+    made(shard, short, DRAWN, desks=desks)
+    assert len(desks) == 1 and set(widths) == {5 + DRAWN.max_new_tokens}

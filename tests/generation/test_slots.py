@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.backends.torch.slots import Begin, Slots, Step, bucket
+from rldsl.plan.memory.decoding import KEPT, recordings
 
 
 class Story:
@@ -140,3 +141,14 @@ def test_buckets_are_few_and_near() -> None:
         found = [bucket(n, least, parts) for n in range(1, 5000)]
         assert found == sorted(found) and all(n <= b <= n * (1 + 1 / parts) + least for n, b in enumerate(found, 1))
         assert len(set(found)) <= parts * 13
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 30, 63, 64, 200, 1000])
+@pytest.mark.parametrize("new", [0, 1, 2, 3, 40, 100, 700])
+def test_recordings_are_the_widths_of_two_steps_or_more(prompt: int, new: int) -> None:
+    widths = [min(bucket(prompt + made, 64, 4), prompt + new) for made in range(1, new)]
+    assert recordings(prompt, new) == min(KEPT, sum(widths.count(w) > 1 for w in set(widths)))
+
+
+def test_numbers_of_a_damaged_plan_are_counted_too() -> None:
+    assert recordings(-5, 9) >= 0 and recordings(1 << 60, 1 << 60) == KEPT and bucket(0, 64, 4) == 0

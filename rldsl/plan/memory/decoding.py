@@ -6,8 +6,6 @@ a recorded step: on the CPU a recording keeps all that its operators make; a cap
 
 from __future__ import annotations
 
-from functools import cache
-
 from rldsl.plan.events import Sampling
 from rldsl.plan.memory.logits import Head
 
@@ -18,21 +16,19 @@ KEPT = 4  # recordings with memory for each lane: each holds what its function c
 
 def bucket(count: int, least: int = 1, parts: int = 2) -> int:
     """The next of few numbers: so many parts of each doubling, multiples of `least`."""
-    unit = max(least, (1 << count.bit_length() - 1) // parts)
+    unit = max(least, (1 << max(count, 1).bit_length() - 1) // parts)
     return -(-count // unit) * unit
 
 
-@cache
 def recordings(prompt: int, new: int) -> int:
     """How many are there at once, at most, while sequences of so many tokens get `new` more: one for each width in
     which the slab is read for two steps or more."""
-    found: dict[int, int] = {}
-    for made in range(1, new):
-        width = min(bucket(prompt + made, NARROW, 4), prompt + new)
-        found[width] = found.get(width, 0) + 1
-        if len(found) > KEPT + 1:
-            break
-    return min(KEPT, sum(steps > 1 for steps in found.values()))
+    found, made = 0, 1
+    while made < new and found < KEPT:
+        past = min(bucket(prompt + made, NARROW, 4) - prompt + 1, new)  # where the slab is read further
+        found += past - made > 1
+        made = past
+    return found
 
 
 def sampled(head: Head, options: Sampling) -> int:
