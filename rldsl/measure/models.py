@@ -30,22 +30,27 @@ SHAPES = ((2, 1, 32, 16), (2, 4, 32, 16), (2, 16, 32, 31), (2, 16, 32, 4), (2, 4
           (1, 4, 32, 16), (1, 16, 48, 24))
 # (layers, sequences, tokens of a prompt)
 DECODES = ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32, 16))
-ONE, FEW, MANY = 1, 4, 20  # tokens generated: between the last two, decoding of shapes that were met before
+ONE, FEW, MANY = 1, 4, 36  # tokens generated: between the last two, decoding of shapes that were met before
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds, after one run that does not count. Of a single thread on a processor the seconds that it
-    computes: then other programs on the machine do not count."""
-    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    """Median seconds, after one run that does not count."""
     work()
     found: list[float] = []
     while len(found) < LEAST or (len(found) < MOST and sum(found) < ENOUGH):
-        settle(device)
-        begin = clock()
-        work()
-        settle(device)
-        found.append(clock() - begin)
+        found.append(once(work, device))
     return statistics.median(found)
+
+
+def once(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds. Of a single thread on a processor those that it computes: then other programs on the machine do not
+    count."""
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    settle(device)
+    begin = clock()
+    work()
+    settle(device)
+    return clock() - begin
 
 
 def settle(device: torch.device) -> None:
@@ -118,14 +123,19 @@ def _decode(shard: Shard, layers: int, prompts: Packed, length: int, sampling: S
             device: torch.device) -> tuple[tuple[dict[str, float], float], tuple[dict[str, float], float]]:
     """(start, decode): what the tokens up to FEW take beyond those between FEW and MANY, and those."""
     count = len(prompts)
-    seconds = []
-    for many in (ONE, FEW, MANY):
+
+    def made(many: int) -> float:
         asked = replace(sampling, max_new_tokens=many, min_new_tokens=many, n=1, stop=())
-        seconds.append(timed(lambda: shard.generate(prompts, asked, seed=1, step=0, limit=0), device))
+        return once(lambda: shard.generate(prompts, asked, seed=1, step=0, limit=0), device)
+
+    def between(few: int, many: int) -> float:
+        """Timed in turn, so that what changes the machine's speed from moment to moment changes both."""
+        return statistics.median([made(many) - made(few) for _ in range(2 + MOST)][2:])
+
     steps, width = MANY - FEW, length + (MANY + FEW) / 2
     each = steps * count
-    later = max(seconds[2] - seconds[1], 1e-9)
-    more = seconds[1] - seconds[0] - (FEW - ONE) / steps * later
+    later = max(between(FEW, MANY), 1e-9)
+    more = between(ONE, FEW) - (FEW - ONE) / steps * later
     return (({"call": 1.0, "layer": float(layers)}, max(more, 1e-9)),
             ({"call": steps, "layer": steps * layers, "token": each * layers, "pair": each * layers * width,
               "output": each}, later))
