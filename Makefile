@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 demo: setup
 	$(BIN)/python examples/demo.py

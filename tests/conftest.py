@@ -1,4 +1,5 @@
-"""Golden files: `golden(name, text)` compares text with tests/golden/NAME; `pytest --update-golden` rewrites them."""
+"""Golden files: `golden(name, text)` compares text with tests/golden/NAME; `pytest --update-golden` rewrites them.
+Long files come first (`tests/order.py`)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import Cpu
+from tests.order import longest_first
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -19,6 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--cpu"):
         config.pluginmanager.register(Cpu(config.getoption("--cpu")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [items[i] for i in longest_first([item.nodeid for item in items])]
 
 
 @pytest.fixture

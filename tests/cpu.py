@@ -17,10 +17,24 @@ def seconds(pid: int | str = "self") -> float:
     """Of a process, of the children that it has waited for, and of those that live (Linux)."""
     try:
         used = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]  # own and of the dead
-        children = [c for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
     except OSError:
         return 0.0  # it has ended since
-    return sum(map(int, used)) / TICK + sum(map(seconds, children))
+    return sum(map(int, used)) / TICK + sum(map(seconds, children(pid)))
+
+
+def children(pid: int | str) -> list[int]:
+    """Processes that this one has begun, of each of its threads; none once it has ended."""
+    found: list[int] = []
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            found += map(int, (thread / "children").read_text().split())
+        except OSError:  # the thread has ended since, and the process may go on
+            continue
+    return found
 
 
 class Cpu:

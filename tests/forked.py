@@ -3,7 +3,7 @@
 `command("rldsl.cli", "run", "p.rlf")` does what `python -m rldsl.cli run p.rlf` does, in a process that is forked from
 the server of `tests/world.py`, with its own arguments, environment, output and exit status; `command("x.py")` is
 `python x.py`. Ranks that it launches on this machine are forked in turn instead of by torchrun, and get what torchrun
-would tell them: the first that fails ends the others. Tests of launching itself use the real thing.
+would tell them: the first that fails ends the others. Tests of launching itself: `tests/torchrun.py`.
 """
 
 from __future__ import annotations

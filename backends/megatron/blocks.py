@@ -54,18 +54,22 @@ class Block:
 
     def follow(self) -> None:
         """Gradients of what modules see are the same memory as those of the parts, which stand one after the other in
-        one buffer."""
+        one buffer. Kernels that add to a gradient themselves look for it as `main_grad`, and give autograd none."""
         first = next(iter(self.parts.values())).grad
         assert first is not None
         whole = first.as_strided(self.memory.shape, self.memory.stride())
         for seat, parameter in self.apart():
             parameter.requires_grad_(True)
             parameter.grad = _slice(whole, seat)
+        for parameter in self.seen:
+            setattr(parameter, "main_grad", parameter.grad)
 
     def forget(self) -> None:
         """Without gradients."""
         for _, parameter in self.apart():
             parameter.grad = None
+        for parameter in self.seen:
+            setattr(parameter, "main_grad", None)
 
     def _views(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         return zip(self.rows, memory.split([*self.rows.values()]))

@@ -51,4 +51,5 @@ def problem(facts: Facts, layout: Layout) -> str:
 
 DESCRIPTION = Description(
     issues="torch", zero=1, adapters=False,
-    needs=("megatron.core", "pip install 'rldsl[megatron]'"), problem=problem)
+    needs=("megatron.core", "pip install 'rldsl[megatron]'"), versions=("megatron-core", "0.16", "0.17"),
+    problem=problem)

@@ -1,9 +1,10 @@
 """Mixture-of-experts layers: Megatron's router and experts, and the way of tokens between them.
 
-In: a layer's config, the ranks that divide each of its experts (`tp`) and those that share them (`ep`). Out: a module
-in the place of an MLP. Rows go to their experts as in the torch backend (`torch/experts.py`): a copy for each expert
-that a token chose, by an all-to-all of ragged sizes, none dropped. Megatron's own dispatchers are not used: they are
-written for CUDA's streams, and for groups over tp and ep together.
+In: a layer's config, the ranks that divide each of its experts (`tp`) and those that share them (`ep`), and which
+kernels there are. Out: a module in the place of an MLP. Rows go to their experts as in the torch backend
+(`torch/experts.py`): a copy for each expert that a token chose, by an all-to-all of ragged sizes, none dropped.
+Megatron's own dispatchers are not used: they are written for CUDA's streams, and for groups over tp and ep together.
+Experts compute one after the other, or with Transformer Engine all in one product.
 
 Between sublayers tokens are divided over tp. Each rank routes its own, so a router's gradient is a part of a sum; then
 rows and weights of all are gathered, every rank computes its columns of every expert, and gets its tokens of the sum.
@@ -18,11 +19,12 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from rldsl.backends.megatron.kernels import Kernels
 from rldsl.backends.torch.collectives import GatherApart, SumApart, gather
 from rldsl.backends.torch.experts import Route
 from rldsl.runtime.backend import Axis
@@ -43,12 +45,19 @@ class Experts(nn.Module):
     tp: Axis
     ep: Axis
     groups: ProcessGroupCollection
+    kernels: Kernels
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.router = Router(config, self.groups)
-        self.experts = SequentialMLP(config.num_moe_experts // self.ep.size, config, MLPSubmodules(
-            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear), self.groups)
+        count = config.num_moe_experts // self.ep.size
+        if self.kernels.linear:
+            from rldsl.backends.megatron.engine import experts
+
+            self.experts = TEGroupedMLP(count, config, experts(bool(self.kernels.gradients)), self.groups)
+        else:
+            self.experts = SequentialMLP(count, config, MLPSubmodules(
+                linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear), self.groups)
 
     def forward(self, hidden: torch.Tensor, padding_mask: None = None) -> tuple[torch.Tensor, None]:
         """hidden: [T, 1, H] of this rank's tokens; so is what comes out."""
@@ -69,6 +78,6 @@ class Experts(nn.Module):
         return (SumApart.apply(out, self.tp) if self.tp.size > 1 else out)[:, None], None
 
 
-def experts_of(tp: Axis, ep: Axis, groups: ProcessGroupCollection) -> type[Experts]:
+def experts_of(tp: Axis, ep: Axis, groups: ProcessGroupCollection, kernels: Kernels) -> type[Experts]:
     """The module as it is on this rank."""
-    return type("Experts", (Experts,), {"tp": tp, "ep": ep, "groups": groups})
+    return type("Experts", (Experts,), {"tp": tp, "ep": ep, "groups": groups, "kernels": kernels})

@@ -5,9 +5,9 @@ module, whose parameters have no storage yet. Megatron knows these two alone: pi
 own, and tokens of other ranks of cp are reached inside attention. So its process groups are given
 (`ProcessGroupCollection`), and its global `parallel_state` stays empty.
 
-Modules of ours in its layer spec: attention over packed sequences, which the torch backend has already; the sum of
-residual and sublayer, which keeps the residual stream in float32 under autocast, as there; and the way of tokens to
-their experts (`experts.py`).
+Modules of ours in its layer spec: attention over packed sequences, which the torch backend has already; norms, and the
+sum of residual and sublayer, which keep the residual stream in float32 under autocast, as there; and the way of tokens
+to their experts (`experts.py`). Linear layers are Megatron's, or Transformer Engine's (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 
 from rldsl.backends.megatron.experts import experts_of
+from rldsl.backends.megatron.kernels import Kernels
 from rldsl.backends.torch.attention import Packing
 from rldsl.runtime.backend import Axis
 
@@ -88,7 +89,9 @@ class CoreAttention(nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any,
                 packed_seq_params: Sequences, **__: Any) -> torch.Tensor:
         """query: [T, 1, H, D]; key, value: [T, 1, K, D]. Returns [T, 1, H * D]."""
-        q, k, v = (x[:, 0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        kind = value.device.type  # a bias of float32 has made them so
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        q, k, v = (x[:, 0].transpose(0, 1).to(dtype) for x in (query, key, value))
         assert packed_seq_params.packing is not None
         return packed_seq_params.packing.attend(self.layer, q, k, v, self.scale, self.window).flatten(1)[:, None]
 
@@ -116,12 +119,14 @@ def residual(training: bool, fused: bool) -> Callable[[Parts, torch.Tensor, floa
     return add
 
 
-def gpt(config: Any, layers: int, tp: Axis, ep: Axis, first: bool, last: bool) -> GPTModel:
+def gpt(config: Any, layers: int, tp: Axis, ep: Axis, first: bool, last: bool, kernels: Kernels) -> GPTModel:
     """Without storage. first, last: whether it has the embedding, and the last norm and the head."""
-    mine, groups = transformer_config(config, layers, tp.size, ep.size), _groups(tp, ep)
+    fused = bool(kernels.gradients) and not kernels.linear  # Megatron's own layers, with Apex
+    mine, groups = transformer_config(config, layers, tp.size, ep.size, fused), _groups(tp, ep)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # where its linear layers gather tokens to
         parallel_state._set_global_memory_buffer()
-    block = TransformerBlockSubmodules(layer_specs=[_layer(mine, tp, ep, groups)] * layers, layer_norm=HeadNorm)
+    block = TransformerBlockSubmodules(layer_specs=[_layer(mine, tp, ep, groups, kernels)] * layers,
+                                       layer_norm=HeadNorm)
     with torch.device("meta"):
         model = GPTModel(mine, block, _divisible(config.vocab_size, tp.size), config.max_position_embeddings,
                          pre_process=first, post_process=last, position_embedding_type="none",
@@ -131,9 +136,9 @@ def gpt(config: Any, layers: int, tp: Axis, ep: Axis, first: bool, last: bool) -
     return model.eval()
 
 
-def transformer_config(config: Any, layers: int, tp: int, ep: int) -> TransformerConfig:
+def transformer_config(config: Any, layers: int, tp: int, ep: int, fused: bool) -> TransformerConfig:
     """A HuggingFace config in Megatron's words. Everything is allotted and filled elsewhere, so nothing is initialised;
-    Megatron's fused kernels stand on packages that are never needed, and are off."""
+    of its fusions one is here, of a weight's gradient with the sum in `main_grad`."""
     biases = bool(getattr(config, "mlp_bias", False))
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     mixed = {} if experts is None else dict(
@@ -150,23 +155,34 @@ def transformer_config(config: Any, layers: int, tp: int, ep: int) -> Transforme
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=biases,
         add_qkv_bias=config.model_type == "qwen2", qk_layernorm=config.model_type in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
-        use_cpu_initialization=True, perform_initialization=False, gradient_accumulation_fusion=False,
+        use_cpu_initialization=True, perform_initialization=False, gradient_accumulation_fusion=fused,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
         **mixed)
 
 
-def _layer(config: TransformerConfig, tp: Axis, ep: Axis, groups: ProcessGroupCollection) -> ModuleSpec:
+def _layer(config: TransformerConfig, tp: Axis, ep: Axis, groups: ProcessGroupCollection, kernels: Kernels
+           ) -> ModuleSpec:
     norms = HeadNorm if config.qk_layernorm else None
-    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    column, row = _linear(kernels)
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=Norm,
         self_attention=ModuleSpec(Attention, submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear,
+            linear_qkv=column, core_attention=CoreAttention, linear_proj=row,
             q_layernorm=norms, k_layernorm=norms)),
         self_attn_bda=residual,
         pre_mlp_layernorm=Norm,
-        mlp=mlp if config.num_moe_experts is None else experts_of(tp, ep, groups),
+        mlp=mlp if config.num_moe_experts is None else experts_of(tp, ep, groups, kernels),
         mlp_bda=residual))
+
+
+def _linear(kernels: Kernels) -> tuple[type, type]:
+    """Column-parallel and row-parallel layers."""
+    if not kernels.linear:
+        return ColumnParallelLinear, RowParallelLinear
+    from rldsl.backends.megatron.engine import linear
+
+    return linear(bool(kernels.gradients))
 
 
 def _groups(tp: Axis, ep: Axis) -> ProcessGroupCollection:

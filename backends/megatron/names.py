@@ -71,7 +71,16 @@ FAMILIES: Mapping[str, Table] = {
     "mixtral": {**ENDS, **ATTENTION, **EXPERTS},
     "qwen3_moe": {**ENDS, **ATTENTION, **HEAD_NORMS, **EXPERTS},
 }
+# where all experts of a rank are one module (`engine.py`), whose weights are numbered
+TOGETHER: Mapping[str, str] = {
+    f"decoder.layers.{{}}.mlp.experts.local_experts.{EXPERT}.{linear}.weight":
+        f"decoder.layers.{{}}.mlp.experts.{linear}.weight{EXPERT}" for linear in ("linear_fc1", "linear_fc2")}
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def table_of(family: str, together: bool) -> Table:
+    """together: whether all experts of a rank are one module."""
+    return {TOGETHER.get(key, key) if together else key: parts for key, parts in FAMILIES[family].items()}
 
 
 def placed(table: Table) -> set[str]:

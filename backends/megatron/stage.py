@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rldsl.backends.megatron.blocks import Seat, blocks
 from rldsl.backends.megatron.divided import Joined
+from rldsl.backends.megatron.kernels import Kernels, here
 from rldsl.backends.megatron.model import HeadNorm, Sequences, gpt
-from rldsl.backends.megatron.names import EMBEDDING, ENDS, EXPERT, FAMILIES, LAYER, OUTPUT
+from rldsl.backends.megatron.names import EMBEDDING, ENDS, EXPERT, LAYER, OUTPUT, table_of
 from rldsl.backends.torch.attention import Packing
 from rldsl.backends.torch.collectives import GatherAlike, PartOf
 from rldsl.backends.torch.config import config
@@ -47,7 +48,8 @@ class Chunk:
 
 
 class MegatronStage(Recompute):
-    """As `backends/torch/stage.py` says of `Stage`, without adapters. blocks: of all that modules compute with."""
+    """As `backends/torch/stage.py` says of `Stage`, without adapters. blocks: of all that modules compute with.
+    kernels: what these modules are."""
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  head_dtype: torch.dtype, pool: Pool | None = None):
@@ -63,7 +65,10 @@ class MegatronStage(Recompute):
         with torch.device(device):
             rotary = LlamaRotaryEmbedding(text)
         self.frequencies = rotary.inv_freq.float()
-        self.chunks = [_chunk(text, model.layers, number, pp.size * layout.vpp, tp, axes.ep, rotary.attention_scaling)
+        self.kernels = here(device.type, half=head_dtype == torch.bfloat16, buffered=not layout.zero,
+                            biases=any(spec.name.endswith(".bias") for spec in model.params))
+        self.chunks = [_chunk(text, model.layers, number, pp.size * layout.vpp, tp, axes.ep, rotary.attention_scaling,
+                              self.kernels)
                        for number in range(pp.index, pp.size * layout.vpp, pp.size)]
 
         rank, undivided = axes.mesh.ranks[axes.mesh.index], replace(layout, zero=0)
@@ -72,8 +77,8 @@ class MegatronStage(Recompute):
         constant = not (model.home or model.sources)
         self.tied = OUTPUT not in {spec.name for spec in model.params} and model.kind == "causal_lm"
         self.blocks, unread = blocks(
-            FAMILIES[self.config.model_type], self.whole_held, model.path, self._dtype(dtype, layout.zero), device,
-            pool if constant else None, self._places)
+            table_of(self.config.model_type, bool(self.kernels.linear)), self.whole_held, model.path,
+            self._dtype(dtype, layout.zero), device, pool if constant else None, self._places)
         self.whole: dict[str, nn.Parameter] = {n: p for block in self.blocks for n, p in block.parts.items()}
         self.held, self.parameters = {name: self.whole_held[name] for name in self.whole}, self.whole
         self.unread: Held = {name: self.held[name] for name in unread}
@@ -87,9 +92,11 @@ class MegatronStage(Recompute):
         lacking = [n for c in self.chunks for n, p in c.model.named_parameters() if p.is_meta]
         assert not lacking, f"nothing stands behind {lacking[0]} of GPTModel"
         if head_dtype == torch.bfloat16:
-            for chunk in self.chunks:
-                for module in [m for m in chunk.model.modules() if isinstance(m, HeadNorm)]:
+            for module in [m for chunk in self.chunks for m in chunk.model.modules()]:
+                if isinstance(module, HeadNorm):
                     compute_rounded(module, "weight")
+                elif module._parameters.get("bias") is not None:  # added outside of products, which autocast halves
+                    compute_rounded(module, "bias")
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
@@ -171,10 +178,11 @@ class MegatronStage(Recompute):
             self.head_axis = tp
 
 
-def _chunk(text: Any, layers: int, number: int, count: int, tp: Axis, ep: Axis, scaling: float) -> Chunk:
+def _chunk(text: Any, layers: int, number: int, count: int, tp: Axis, ep: Axis, scaling: float, kernels: Kernels
+           ) -> Chunk:
     """scaling: of rotary embeddings; both queries and keys would carry it."""
     run, first, last = stage_layers(layers, count, number), number == 0, number == count - 1
-    model = gpt(text, len(run), tp, ep, first, last)
+    model = gpt(text, len(run), tp, ep, first, last, kernels)
     for i, layer in zip(run, model.decoder.layers):
         core = layer.self_attention.core_attention
         core.layer, core.window = i, _window(text, i)
@@ -190,16 +198,22 @@ def _window(text: Any, layer: int) -> int | None:
 
 
 def _seats(model: nn.Module, name: str) -> list[Seat]:
-    if EXPERT in name:
-        ahead, _, behind = name.partition(f".{EXPERT}.")
-        experts = model.get_submodule(ahead)
-        return [Seat(seat.module, seat.attribute, i)
-                for i, expert in enumerate(experts) for seat in _seats(expert, behind)]
+    if EXPERT not in name:
+        return _seat(model, name, None)
+    found: list[Seat] = []
+    while seat := _seat(model, name.replace(EXPERT, str(len(found))), len(found)):
+        found += seat
+    return found
+
+
+def _seat(model: nn.Module, name: str, at: int | None) -> list[Seat]:
+    """Empty where this chunk has not that end of the model, or a rank no further expert."""
     path, _, attribute = name.rpartition(".")
     try:
-        return [Seat(model.get_submodule(path), attribute, None)]
-    except AttributeError:  # an end of the model that this chunk has not
+        module = model.get_submodule(path)
+    except AttributeError:
         return []
+    return [Seat(module, attribute, at)] if at is None or hasattr(module, attribute) else []
 
 
 def _key(name: str) -> str:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from rldsl.backends.torch.flash import fits, varlen
+from rldsl.backends.torch.packages import flash
 from rldsl.diag import fail
 from rldsl.runtime.store import within
 
@@ -61,8 +63,8 @@ class Varlen:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
-        if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and window is None:
-            return self._fused(q, k, v, scale)
+        if fits(q, window):
+            return self._fused(q, k, v, scale, window)
         mask = None
         if window is not None and window < self.longest:
             at = torch.arange(self.longest, device=q.device)
@@ -78,10 +80,14 @@ class Varlen:
         full = full.index_copy(0, self.grid, x.transpose(0, 1))
         return full.view(self.count, self.longest, x.shape[0], x.shape[2]).transpose(1, 2)
 
-    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+               ) -> torch.Tensor:
+        edges = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
+        if flash().usable:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            return varlen(q, k, v, (edges, edges), (self.longest, self.longest), scale, window)
         from torch.nn.attention.varlen import varlen_attn
 
-        edges = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
         repeat = q.shape[0] // k.shape[0]
         k, v = (x.repeat_interleave(repeat, 0) if repeat > 1 else x for x in (k, v))
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from rldsl.backends.torch.collectives import GatherAlike, GatherApart
+from rldsl.backends.torch.flash import fits, varlen
+from rldsl.backends.torch.packages import flash
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.store import within
 
@@ -83,8 +85,8 @@ class Context:
             seen.split([x.shape[0] * x.shape[2] for x in (k, v)], 1), (k, v)))
         count = self.tokens.mine.numel()
         q = q.transpose(0, 1)[:count]
-        fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and window is None and count
-        return self.tokens.fill(self._fused(q, k, v, scale) if fused else self._grid(q, k, v, scale, window))
+        compute = self._fused if fits(q, window) and count else self._grid
+        return self.tokens.fill(compute(q, k, v, scale, window))
 
     def _grid(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
               ) -> torch.Tensor:
@@ -99,13 +101,16 @@ class Context:
             _spread(v, columns, len(self.keys), wide), attn_mask=mask[:, None], scale=scale, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)[rows]
 
-    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+               ) -> torch.Tensor:
         """Causal masks of unequal sides end in the same corner: the last query of a segment sees its last key."""
+        queries, keys = (F.pad(x.cumsum(0), (1, 0)).to(torch.int32) for x in (self.queries, self.keys))
+        if flash().usable:
+            return varlen(q, k, v, (queries, keys), self.longest, scale, window)
         from torch.nn.attention.varlen import varlen_attn
 
-        edges = (F.pad(x.cumsum(0), (1, 0)).to(torch.int32) for x in (self.queries, self.keys))
-        return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *edges, *self.longest, scale=scale,
-                           window_size=(-1, 0), enable_gqa=True)
+        return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), queries, keys, *self.longest,
+                           scale=scale, window_size=(-1, 0), enable_gqa=True)
 
 
 def _grid_places(lengths: torch.Tensor, longest: int) -> torch.Tensor:

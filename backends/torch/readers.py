@@ -1,6 +1,6 @@
 """Which kernel reads a slab in place while tokens are decoded, on CUDA and in half precision.
 
-In: queries. Out: flash-attn's where that is installed, else our own in Triton where that is, else none: torch's own
+In: queries. Out: flash-attn's where it is installed in a version that will do, else our own in Triton where that is, else none: torch's own
 attention, which knows no lengths, then reads under a mask. Neither has run on a GPU yet; ours is tested in Triton's
 interpreter (`tests/generation/test_split_kv.py`).
 """
@@ -13,6 +13,8 @@ from importlib.util import find_spec
 
 import torch
 
+from rldsl.backends.torch.packages import flash
+
 # (q [S, H, D], keys and values [slots, W, K, D], first slot, positions [S], width, scale, window) -> [S, H, D]
 Reader = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, int, float, int | None], torch.Tensor]
 
@@ -23,7 +25,7 @@ def reader(q: torch.Tensor) -> Reader | None:
 
 @cache
 def _installed() -> Reader | None:
-    if find_spec("flash_attn") is not None:
+    if flash().usable:
         return _flash
     if find_spec("triton") is not None:
         from rldsl.backends.torch.split_kv import attend

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 @click.option("-o", "target", default="profile.yaml", show_default=True, metavar="FILE", help="Where the numbers go.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]),
               help="What to measure (default: cuda where there is one).")
+@click.option("--tp", "degrees", multiple=True, type=click.IntRange(1), metavar="N",
+              help="Measure the models under this tensor parallelism too, where they allow it: for `rlc search`.")
 @click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
 def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-            target: str, device: str | None, fresh: bool) -> None:
-    """Measure this machine and the models of FILE on it, for `rlc sim --cluster`."""
+            target: str, device: str | None, degrees: tuple[int, ...], fresh: bool) -> None:
+    """Measure this machine and the models of FILE on it, for `rlc sim --cluster` and `rlc search`."""
     from rldsl.commands.profile import profile as work
 
-    say(work(file, sets, place, overrides, target, cache(), device, fresh))
+    say(work(file, sets, place, overrides, target, cache(), device, fresh, degrees))
 
 
 @command
@@ -52,7 +54,7 @@ _asked = together(
                  help="Of the processor, after which the search ends with what it has."),
     click.option("--memory", type=click.FloatRange(0, min_open=True),
                  help="GB of a device (default: as the cluster says)."),
-    click.option("--gap", type=click.FloatRange(0), default=0.02, show_default=True,
+    click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True,
                  help="How far from the bound is good enough; 0: the best there is."),
     lengths,
     click.option("--json", "as_json", is_flag=True, help="For programs."))

@@ -8,7 +8,7 @@ not to simulate.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -35,7 +35,21 @@ class Measured:
     start: tuple[tuple[str, float], ...] = ()
     update: tuple[tuple[str, float], ...] = ()
 
+    def under(self, tp: int, kernels: float) -> Measured:
+        """The same under another degree that was not measured: what grows with tokens, in proportion, and so what a
+        layer takes beyond starting its kernels (microseconds), which is the reading of its weights."""
+        if tp == self.tp:
+            return self
 
+        def divided(rates: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+            fixed = {k: min(rate, kernels) if k == "layer" else 0.0 if k in DIVIDED else rate for k, rate in rates}
+            return tuple((k, fixed[k] + (rate - fixed[k]) * self.tp / tp) for k, rate in rates)
+
+        return replace(self, tp=tp, forward=divided(self.forward), train=divided(self.train),
+                       decode=divided(self.decode))
+
+
+DIVIDED = ("token", "pair", "output")  # among the ranks of tensor parallelism
 PASSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("forward", "train", "decode"), ("call", "layer", "token", "pair", "output")),
     "start": ("call", "layer"), "update": ("call", "element"),

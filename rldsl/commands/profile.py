@@ -23,11 +23,13 @@ from rldsl.clusters.model import FIELDS, PASSES
 from rldsl.commands.inputs import plan_or_program
 from rldsl.diag import fail
 from rldsl.files import write
+from rldsl.placement.families import describe
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Plan
 from rldsl.plan.project import events
+from rldsl.search.space import can_tp
 
 FORMAT = 2  # of what is kept; it grows with every change of what is measured
 RANKS = 8  # at most, on a processor: to see how much its cores slow each other down
@@ -48,30 +50,40 @@ class Facts:
 
 
 def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], target: str,
-            cache: Path, device: str | None, fresh: bool) -> str:
-    """target: where the file goes. cache: where measurements are kept. fresh: measure everything again. A summary."""
+            cache: Path, device: str | None, fresh: bool, degrees: Sequence[int] = ()) -> str:
+    """target: where the file goes. cache: where measurements are kept. fresh: measure everything again. degrees: of
+    tensor parallelism, beside those of the program. A summary."""
     plan = plan_or_program(file, sets, place, overrides).record
     facts = _facts(plan, device)
     ranks = facts.devices or max(2, min(facts.cores, RANKS))
     kept = cache / "profile" / f"{facts.key()}.json"
     known = {} if fresh else _read(kept)
-    wanted = [w for w in shards(plan) if not any(_same(m, plan, w) for m in known.get("measured", ()))]
+    asked = shards(plan, degrees)
+    wanted = [w for w in asked if not any(_same(m, plan, w) for m in known.get("measured", ()))]
     if not known or wanted:
         found = _measured(plan, facts, ranks, wanted, machine=not known)
         known = {**known, **found, "measured": [*known.get("measured", ()), *found["measured"]]}
         kept.parent.mkdir(parents=True, exist_ok=True)
         write(str(kept), json.dumps(known).encode(), "")
     write(target, _file(plan, facts, known).encode(), "choose another place with -o")
+    refused = [str(d) for d in degrees if d not in {tp for _, tp, _ in asked}]
+    left = f"; no model allows tp={', '.join(refused)}" if refused else ""
     new = f"measured {len(wanted)} shard{'s' * (len(wanted) != 1)}" if wanted else "nothing new to measure"
-    return f"wrote {target}: {facts.device}, {new}; next: rlc sim {file} --cluster {target}\n"
+    return f"wrote {target}: {facts.device}, {new}{left}; next: rlc sim {file} --cluster {target}\n"
 
 
-def shards(plan: Plan) -> tuple[tuple[str, int, str], ...]:
-    """(model, tp, backend) of every call. One rank alone stands for all of them on the usual backend, and its times for
-    those of others: what is measured is the machine and the shapes."""
+def shards(plan: Plan, degrees: Sequence[int] = ()) -> tuple[tuple[str, int, str], ...]:
+    """(model, tp, backend) of every call, and with each of the degrees that its family allows. One rank alone stands
+    for all of them on the usual backend, and its times for those of others: what is measured is the machine and the
+    shapes."""
     layouts = {x.id: x for x in plan.layouts}
-    calls = (e for e, _ in events(plan) if isinstance(e, Generate | Infer | Train))
-    return tuple(dict.fromkeys((e.model, layouts[e.layout].tp, DEFAULT_BACKEND) for e in calls))
+    calls = [e for e, _ in events(plan) if isinstance(e, Generate | Infer | Train)]
+    found = dict.fromkeys((e.model, layouts[e.layout].tp, DEFAULT_BACKEND) for e in calls)
+    models = [m for m in plan.models if any(e.model == m.name for e in calls)] if degrees else []
+    for m in models:
+        family = describe(m.path, m.kind, trained=bool(m.home))
+        found |= dict.fromkeys((m.name, tp, DEFAULT_BACKEND) for tp in degrees if can_tp(family, tp))
+    return tuple(found)
 
 
 def _same(held: Mapping[str, Any], plan: Plan, wanted: tuple[str, int, str]) -> bool:

@@ -1,7 +1,8 @@
 """Whether the backend that a layout names can do what is asked of it.
 
 In: a name as written; calls with their places, and the families of their models where these are known. Out: nothing,
-or RL0312 no such backend, RL0326 one whose package is not installed, RL0327 a feature that it cannot express.
+or RL0312 no such backend, RL0326 one whose package is not installed, or in another version, RL0327 a feature that it
+cannot express.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rldsl.graph import model as g
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
-from rldsl.plan.backends import described, lacking, names, unable
+from rldsl.plan.backends import described, lacking, names, unable, unfit
 from rldsl.plan.model import DEFAULT_BACKEND
 from rldsl.source import Span
 
@@ -47,8 +48,8 @@ def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], fa
             problems.append(Diagnostic("RL0327", f"`{label(node)}` cannot run on the backend `{x.backend}`", span, why,
                                        help=f"place it with `backend={DEFAULT_BACKEND}`, or without what is named"))
         elif line := lacking(known):
-            problems.append(Diagnostic("RL0326", f"the backend `{x.backend}` is not installed", span,
-                                       "its package is not there",
+            problems.append(Diagnostic("RL0326", f"the backend `{x.backend}` cannot be used", span,
+                                       unfit(known) or "its package is not there",
                                        help=f"install it with `{line}`, or write `backend={DEFAULT_BACKEND}`"))
     if problems:
         raise Failure(dict.fromkeys(problems))

@@ -8,8 +8,10 @@ by their descriptions alone, and the runtime by the one function of `rldsl.runti
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -45,7 +47,8 @@ class Description:
     """What a backend can express.
 
     calls: kinds of call. divisions: the degrees that may be above 1. zero: the largest level; 0 without any. adapters:
-    whether models may have them. needs: (module, line that installs it) of a package that it stands on. issues: whose
+    whether models may have them. needs: (module, line that installs it) of a package that it stands on. versions: (name
+    of that package, the first version that will do, the first that will not), where not all will. issues: whose
     protocol of `plan/verify/issue.py` its calls keep to. invariant: whether it can keep to that of a model. problem:
     what of a model, or of a model under a layout, it cannot express, by the feature's name; "" if nothing."""
 
@@ -55,6 +58,7 @@ class Description:
     zero: int = 3
     adapters: bool = True
     needs: tuple[str, str] | None = None
+    versions: tuple[str, str, str] | None = None
     invariant: bool = False
     problem: Callable[[Facts, Layout], str] = anything
 
@@ -76,14 +80,35 @@ def described(name: str) -> Description | None:
 
 
 def lacking(description: Description) -> str:
-    """The line that installs what a backend stands on, where that is not there; else ""."""
+    """The line that installs what a backend stands on, where that is not there, or in a version that will not do; else
+    ""."""
     if description.needs is None:
         return ""
     module, line = description.needs
     try:
-        return "" if importlib.util.find_spec(module) is not None else line
+        there = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package around the module
         return line
+    return "" if there and not unfit(description) else line
+
+
+def unfit(description: Description) -> str:
+    """Which version of its package is there that will not do; "" if none, or where nothing says its version. One that
+    came before a release counts as it."""
+    if description.versions is None:
+        return ""
+    name, first, end = description.versions
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return "" if not found or release(first) <= release(found) < release(end) else (
+        f"{name} {found} is there, and it needs {first} or later, before {end}")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Its numbers alone: 0.17.0rc0 is (0, 17, 0); () where there are none."""
+    return tuple(map(int, re.findall(r"\d+", re.split(r"[a-zA-Z+!-]", version)[0])))
 
 
 def unable(description: Description, call: str, layout: Layout, adapters: bool) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from rldsl.plan.layout import coordinate, degree_product, layer_stage
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
@@ -24,8 +25,7 @@ from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
 Box = tuple[tuple[int, int], ...]  # [start, stop) for each dimension of the global tensor
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Cell:
+class Cell(NamedTuple):  # hashed more often than anything else of a plan
     """What decides the boxes that a rank holds: all ranks of a layout at one cell hold the same. stage: along pp, which
     with `vpp` is a rank's place in the pipeline and not one run of layers. part: ep * tp of them,
     tp fastest. shard: of the rows of that part, over dp / ep; 0 without `zero`."""

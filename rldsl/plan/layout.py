@@ -8,6 +8,7 @@ cover every rank of the mesh exactly once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -80,8 +81,13 @@ def layer_stage(layers: int, pp: int, layer: int) -> int:
 
 def own_layers(layers: int, layout: Layout, rank: int) -> tuple[int, ...]:
     """The layers of the ranks at coordinate `rank` along pp: chunk c is stage c * pp + rank of pp * vpp."""
-    count = layout.pp * layout.vpp
-    return tuple(layer for stage in range(rank, count, layout.pp) for layer in stage_layers(layers, count, stage))
+    return _layers_of(layers, layout.pp, layout.vpp, rank)
+
+
+@cache
+def _layers_of(layers: int, pp: int, vpp: int, rank: int) -> tuple[int, ...]:
+    count = pp * vpp
+    return tuple(layer for stage in range(rank, count, pp) for layer in stage_layers(layers, count, stage))
 
 
 def _members(layout: Layout, mesh: Mesh) -> tuple[int, ...]:

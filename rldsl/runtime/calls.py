@@ -32,8 +32,8 @@ def load(state: State, event: Load) -> None:
 
 
 def reallocate(state: State, event: Realloc) -> None:
-    """Issued here; its last round is waited for by the first call that uses the new copy. Earlier movement into either
-    copy is finished first."""
+    """Issued here; its last rounds are waited for by the first call that uses the new copy, or changes the old one.
+    Earlier movement into either copy is finished first."""
     model, source, world = state.models[event.model], state.models[event.source or event.model], state.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
     src_mesh, dst_mesh = world.meshes[src.mesh], world.meshes[dst.mesh]
@@ -42,21 +42,25 @@ def reallocate(state: State, event: Realloc) -> None:
         state.routes[event.id] = Route.of(moved, src, src_mesh, dst, dst_mesh, state.plan.header.devices_per_node,
                                           world.rank)
     sides: list[Tensors | None] = []
-    for owner, layout, mesh in ((source, src, src_mesh), (model, dst, dst_mesh)):
+    for owner, layout, mesh, there in ((source, src, src_mesh, state.settled),
+                                       (model, dst, dst_mesh, state.changeable)):
         if world.rank in mesh.members():
             state.shard(owner.name, layout.id)
-            sides.append(state.settled(owner.name, layout.id).tensors())
+            sides.append(there(owner.name, layout.id).tensors())
         else:
             sides.append(None)
     pending = state.told(realloc(state.routes[event.id], *sides, DTYPE[moved.dtype], state.device, event.id * 16,
                                  event.decay))
+    if sides[1] is None:
+        pending.finish()
+        return
     state.arriving[model.name, dst.id] = pending
-    if world.rank not in dst_mesh.members():
-        state.arriving.pop((model.name, dst.id)).finish()
+    if sides[0] is not None and any(t.dtype == DTYPE[moved.dtype] for t in sides[0].values()):  # others are copied
+        state.leaving.setdefault(state.memory(source.name, src.id), {})[event.id] = pending
 
 
 def offload(state: State, event: Offload) -> None:
-    state.settled(event.model, event.layout).offload(event.what)
+    state.changeable(event.model, event.layout).offload(event.what)
 
 
 def onload(state: State, event: Onload) -> None:

@@ -82,8 +82,8 @@ def _parts(messages: Sequence[Message], held: Held) -> tuple[Part, ...]:
 @torch.no_grad()
 def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch.dtype, device: torch.device,
             tag: int, decay: float = 0.0) -> Pending:
-    """Parameters along a route. decay: of what was there before, in a mean with what comes; one element's arithmetic is
-    the same wherever it lies."""
+    """Parameters along a route. The source may change when the last rounds have been waited for. decay: of what was
+    there before, in a mean with what comes; one element's arithmetic is the same wherever it lies."""
     def put(to: Spot | None, value: torch.Tensor) -> None:
         assert dst is not None and to is not None, "something came to a rank that does not want it"
         target = dst[to[0]][to[1]]
@@ -92,11 +92,8 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
     for (name, at), to in route.copies:
         assert src is not None
         put(to, src[name][at])
-    # the last rounds are waited for late, and until then the source may change
-    early = len(route.parts) - AHEAD
-    sends = [[(p, _lying(p, src if i < early else None, dtype)) for p in these] for i, (these, _) in
-             enumerate(route.parts)]
-    receives = [[(p, _lying(p, None if decay else dst, dtype)) for p in these] for _, these in route.parts]
+    sends, receives = ([[(p, _lying(p, held, dtype)) for p in sides[side]] for sides in route.parts]
+                       for side, held in enumerate((src, None if decay else dst)))
     out, into = ([torch.empty(n, dtype=dtype, device=device) for n in room(
         [sum(p.size for p, there in each if there is None) for each in side])] for side in (sends, receives))
     under_way: deque[Callable[[], Arrived]] = deque()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rldsl.plan.expr import Program
-from rldsl.plan.events import Compute, Fetch, Generate, Offload, split
+from rldsl.plan.events import Compute, Fetch, Generate, Load, Offload, split
 from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
 from rldsl.plan.partition import mix
 from rldsl.plan.project import events
@@ -52,6 +52,7 @@ class State:
     sources: dict[str, Source] = field(default_factory=dict)
     routes: dict[int, Route] = field(default_factory=dict)
     arriving: dict[tuple[str, str], Pending] = field(default_factory=dict)
+    leaving: dict[tuple[str, str], dict[int, Pending]] = field(default_factory=dict)  # by event, from where it lies
     metrics: dict[str, list[float]] = field(default_factory=dict)  # of this step, as they came
     fetched: dict[str, int] = field(default_factory=dict)  # data source -> the batch read last, from 0
     readings: dict[str, "Reading"] = field(default_factory=dict)  # of the sources of which this rank tells
@@ -77,6 +78,7 @@ class State:
         self.functions: dict[str, Function] = {f.id: f for f in plan.functions}
         self.moved = {(e.model, e.layout) for e, _ in events(plan) if isinstance(e, Offload)
                       and e.what == "parameters"}
+        self.shared = {(e.model, e.layout): e.of for e, _ in events(plan) if isinstance(e, Load) and e.of}
         self.rows = StepRows(plan, self.world, 0)
 
     @property
@@ -132,9 +134,19 @@ class State:
             pending.finish()
         return self.shards[model, layout]
 
+    def changeable(self, model: str, layout: str) -> Shard:
+        """The same, when what is on its way from there has left: parameters may be written, or given up."""
+        for pending in self.leaving.pop(self.memory(model, layout), {}).values():
+            pending.finish()
+        return self.settled(model, layout)
+
+    def memory(self, model: str, layout: str) -> tuple[str, str]:
+        """The copy whose parameters it is, where it shares those of another."""
+        return model, self.shared.get((model, layout), layout)
+
     def drop(self, model: str, layout: str) -> None:
         """Give the memory of a copy up, until a realloc brings it again."""
-        self.settled(model, layout).release()
+        self.changeable(model, layout).release()
         self.dropped.add((model, layout))
 
     def told(self, pending: Pending) -> Pending:

@@ -34,7 +34,7 @@ def train(state: State, event: Train) -> None:
     The norm of a gradient is known on every rank before anything is updated. Where it is not finite, the run ends with
     the minibatch on disk, or this minibatch makes no step, counts in "skipped" and in no other metric."""
     spread, layout = state.spreads[event.spread], state.world.layouts[event.layout]
-    shard, axes = state.settled(event.model, event.layout), state.world.axes(layout)
+    shard, axes = state.changeable(event.model, event.layout), state.world.axes(layout)
     outputs = dict(state.programs[event.loss].outputs)
     own = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
     call = _Call(state, event)

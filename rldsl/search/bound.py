@@ -83,7 +83,9 @@ class Bound:
         trains = {c for c in whole if calls[c].kind == "train"}
         for way in self.cycles:
             others = {c for c in whole if calls[c].kind == "generate" and self.below[c] >= way - {c} - trains}
-            most = max(most, sum([seconds[c] for c in trains | others | way]))
+            along = sum([seconds[c] for c in trains | others | way])
+            if along > most:
+                most = along
         placed = [(start, stop, seconds[c], work[c]) for c, (start, stop) in blocks.items()]
         for start, stop in set(blocks.values()):
             over = under = 0.0
@@ -92,7 +94,8 @@ class Bound:
                     over += took
                 elif start <= first and last <= stop:
                     under += all_
-            most = max(most, over + under / (stop - start))
+            if (there := over + under / (stop - start)) > most:
+                most = there
         return most
 
     @cached_property
@@ -129,6 +132,9 @@ class Bound:
                 continue
             job = self.i.calls[c]
             path, (mine, common, runs) = self.i.problem.models[job.model].path, self.least(c, b.size)
-            static, active = static + mine, max(active, runs)
-            shared[path] = max(shared.get(path, 0), common)
+            static += mine
+            if runs > active:
+                active = runs
+            if common > shared.get(path, 0):
+                shared[path] = common
         return static + active + sum(shared.values())

@@ -8,7 +8,7 @@ asked for. What is found depends on nothing but the instance and the number of p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -19,8 +19,8 @@ from rldsl.search.instance import Assignment, Instance, Judged
 from rldsl.search.moves import Move
 from rldsl.search.space import Block, Strategy
 
-GAP = 0.02  # that is good enough, unless another one is asked for
-MOST = 1_000  # parts of the space that are looked at
+GAP = 0.01  # that is good enough, unless another one is asked for
+MOST = 2_000  # parts of the space that are looked at
 KEPT = 16  # of the best assignments
 
 
@@ -47,11 +47,13 @@ Going = Callable[["Result"], bool]
 @dataclass(frozen=True, slots=True)
 class Part:
     """Of the space: the first calls (in the order of the search) on these blocks, and when all have one, the first
-    calls with these entries, and the next with its `rest`-th fastest or a slower one."""
+    calls with these entries, and the next with its `rest`-th fastest or a slower one. rough: its bound is a quick one,
+    and it is evaluated when no other part promises more."""
 
     blocks: Blocks = ()
     entries: Entries = ()
     rest: int = 0
+    rough: bool = False
 
 
 def search(instance: Instance, gap: float = GAP, most: int = MOST, going: Going = lambda _: True) -> Result:
@@ -93,6 +95,9 @@ class _Search:
                 ended = False
                 break
             least, _, _, part = heappop(self.heap)
+            if part.rough:
+                self.push(max(least, self.relaxed(part.blocks, ())), replace(part, rough=False))
+                continue
             parts += 1
             if len(part.blocks) < len(self.order):
                 self.place(part)
@@ -132,11 +137,7 @@ class _Search:
             now, given = (*part.blocks, b), before | dict.fromkeys(alike, b)
             if not self.i.fits(self.bound.bytes(given, b)):
                 continue
-            least = self.bound(given)
-            if len(now) == len(self.order) and least < self.enough():
-                self.push(max(least, self.relaxed(now, ())), Part(now))
-            else:
-                self.push(least, Part(now))
+            self.push(self.bound(given), Part(now, rough=len(now) == len(self.order)))
 
     def choose(self, part: Part, least: float) -> None:
         """The next call with its fastest entry that is left, or with a slower one."""
@@ -147,8 +148,9 @@ class _Search:
         if another:
             self.push(max(least, self.relaxed(blocks, entries, part.rest + 1)), Part(blocks, entries, part.rest + 1))
         now = (*entries, option)
-        if len(now) < len(self.order):
-            self.push(max(least, self.relaxed(blocks, now)), Part(blocks, now))
+        least = max(least, self.relaxed(blocks, now))
+        if len(now) < len(self.order) or least >= self.enough():
+            self.push(least, Part(blocks, now))
             return
         for full in self.followed(blocks, now):
             judged = self.i.judge(full)
@@ -199,16 +201,21 @@ class _Search:
         return (e for e in mine if e.least <= left[1] and e.static + e.shared <= left[0])
 
     def moves(self, every: Blocks, known: Mapping[int, Entry]) -> dict[int, tuple[Move, int]]:
-        """Of copies on other blocks than their model's training: as they are where both ends are chosen and it has been
-        worked out before, else in no time; but a copy waits for the training."""
-        found = {}
+        """Of copies: at the least what they take where all that may share one are chosen, else no time; but a copy on
+        other ranks than its model's training waits for that."""
+        found, seen = {}, set[tuple[object, ...]]()
         for c, job in enumerate(self.i.calls):
             home = self.i.homes.get(job.model)
             if home is None or job.kind == "train":
                 continue
-            both = c in known and home in known
-            move = self.i.moves.seen(job.model, every[home], known[home].strategy, every[c], known[c].strategy) if (
-                both) else Move()
+            move = Move()
+            if home in known and all(k in known for k, o in enumerate(self.i.calls) if (
+                    o.model, every[k]) == (job.model, every[c])):
+                e = known[c]
+                key = job.model, every[c], e.strategy.degrees
+                own = every[c] == every[home] and e.strategy.degrees == known[home].strategy.degrees
+                move = Move() if key in seen or own else self.i.least_move(home, every[home], known[home], c, every[c], e)
+                seen.add(key)
             if move.bytes or every[c] != every[home]:
                 found[c] = move, home
         return found

@@ -25,26 +25,28 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Of the order: a job, or when `job` is -1 a moment at which ranks meet, for so many seconds. on: atoms. after: the
-    items that come before it, for the compiler."""
+    """Of the order: a job, or when `job` is -1 a moment at which ranks meet. on: atoms. after: the items that come
+    before it, for the compiler. tells: the `generate` whose lengths are told then."""
 
     job: int
     on: tuple[int, ...]
     after: tuple[int, ...]
     cost: int
     rank: int
-    seconds: float = 0.0
+    tells: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
     """What of an assignment depends on blocks alone. atoms: (start, stop). on: job -> its atoms. small: job -> seconds
-    of what it does besides its work. fetch: seconds of reading data, at the top of a step."""
+    of what it does besides its work. told: `generate` -> seconds of telling its lengths. fetch: seconds of reading data,
+    at the top of a step."""
 
     atoms: tuple[tuple[int, int], ...]
     order: tuple[Item, ...]
     on: tuple[tuple[int, ...], ...]
     small: tuple[float, ...]
+    told: Mapping[int, float]
     fetch: float
 
     @property
@@ -53,18 +55,26 @@ class Script:
         return tuple(i.job for i in self.order if i.job >= 0)
 
 
-def script(problem: Problem, overheads: Overheads, blocks: Sequence[Block]) -> Script:
+On = tuple[tuple[int, ...], ...]  # job -> its atoms
+Orders = dict[tuple[On, bool], tuple[Item, ...]]  # known already; whether the first atom begins with rank 0
+
+
+def script(problem: Problem, overheads: Overheads, blocks: Sequence[Block], orders: Orders) -> Script:
     """blocks: of every job; a computation's is that of its lead."""
     ends = sorted({e for b in blocks for e in b})
     atoms = [(a, b) for a, b in zip(ends, ends[1:]) if any(x.start <= a and b <= x.stop for x in blocks)]
-    on = tuple(tuple(i for i, (a, z) in enumerate(atoms) if b.start <= a and z <= b.stop) for b in blocks)
-    small = tuple(overheads.job(j, blocks[j.number].size) for j in problem.jobs)
-    items = _items(problem, overheads, atoms, on, blocks)
-    return Script(tuple(atoms), tuple(items[i] for i in _order(items)), on, small, overheads.fetch)
+    on = tuple([tuple([i for i, (a, z) in enumerate(atoms) if b.start <= a and z <= b.stop]) for b in blocks])
+    small = tuple([overheads.job(j, blocks[j.number].size) for j in problem.jobs])
+    key = on, atoms[0][0] == 0
+    if key not in orders:
+        items = _items(problem, *key)
+        orders[key] = tuple(items[i] for i in _order(items))
+    told = {item.tells: overheads.lengths(problem.jobs[item.tells], sum([atoms[a][1] - atoms[a][0] for a in item.on]))
+            for item in orders[key] if item.tells >= 0}
+    return Script(tuple(atoms), orders[key], on, small, told, overheads.fetch)
 
 
-def _items(problem: Problem, overheads: Overheads, atoms: Sequence[tuple[int, int]], on: Sequence[tuple[int, ...]],
-           blocks: Sequence[Block]) -> list[Item]:
+def _items(problem: Problem, on: On, from_zero: bool) -> list[Item]:
     """Jobs in program order; behind a `generate` the telling of lengths, to all that work on its rows; at the end the
     metrics, from the first rank of each mesh to rank 0."""
     items: list[Item] = []
@@ -75,10 +85,9 @@ def _items(problem: Problem, overheads: Overheads, atoms: Sequence[tuple[int, in
         items.append(Item(j.number, on[j.number], before, ROUGH[j.kind], 1))
         if j.kind == "generate":
             there = sorted({a for o in problem.told[j.number] for a in on[o]})
-            ranks = sum(atoms[a][1] - atoms[a][0] for a in there)
-            items.append(Item(-1, tuple(there), (place[j.number],), 1, 0, overheads.lengths(j, ranks)))
+            items.append(Item(-1, tuple(there), (place[j.number],), 1, 0, j.number))
     told = [j for j in problem.jobs if j.number in problem.logged]
-    firsts = sorted({on[j.number][0] for j in told} | {k for k, (start, _) in enumerate(atoms) if start == 0})
+    firsts = sorted({on[j.number][0] for j in told} | ({0} if from_zero else set()))
     if told:
         items.append(Item(-1, tuple(firsts), tuple(place[j.number] for j in told), 1, 3))
     return items
@@ -138,7 +147,7 @@ def step(problem: Problem, s: Script, seconds: Sequence[float], units: Sequence[
         for item in s.order:
             n, mine = item.job, item.on
             if n < 0:
-                together = max([free[a] for a in mine]) + item.seconds
+                together = max([free[a] for a in mine]) + s.told.get(item.tells, 0.0)
                 for a in mine:
                     free[a] = together
                 continue

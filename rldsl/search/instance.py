@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
+from rldsl.plan.memory.parameters import resting
 from rldsl.plan.realloc.rounds import BUCKET
 from rldsl.search.alone import machine
 from rldsl.search.bound import Bound
 from rldsl.search.costs import Entry
-from rldsl.search.evaluate import Script, script, step
+from rldsl.search.evaluate import Orders, Script, script, step
 from rldsl.search.moves import Move, Moves
 from rldsl.search.overheads import Overheads
 from rldsl.search.problem import Fixed, Job, Problem
@@ -52,6 +53,8 @@ class Instance:
         self.moves, self.overheads = Moves(problem, self.machine), Overheads(problem, self.machine)
         self.place = {j.number: i for i, j in enumerate(self.calls)}
         self._scripts: dict[tuple[Block, ...], Script] = {}
+        self._orders: Orders = {}
+        self._held: dict[tuple[object, ...], int] = {}
         self.bound = Bound(self)
 
     @cached_property
@@ -80,8 +83,9 @@ class Instance:
         if key not in self._scripts:
             if len(self._scripts) >= KEPT:
                 self._scripts.clear()
+                self._orders.clear()
             lead = [key[self.place[j.lead]] for j in self.problem.jobs]
-            self._scripts[key] = script(self.problem, self.overheads, lead)
+            self._scripts[key] = script(self.problem, self.overheads, lead, self._orders)
         return self._scripts[key]
 
     # ------------------------------------------------------------------------------------------- entries
@@ -127,6 +131,26 @@ class Instance:
             if move.copied:
                 found[i] = move, home
         return found
+
+    def least_move(self, home: int, src: Block, mine: Entry, c: int, dst: Block, e: Entry) -> Move:
+        """Of bringing a copy up to date no more than it takes, without working out its paths. home, mine: the training.
+        The fullest rank of the copy lacks at least what no rank holds so much of; and what the devices of a node do not
+        hold together enters it over the network, by all of them at best."""
+        model, gpus = self.calls[c].model, self.problem.cluster.gpus
+        known = self.moves.seen(model, src, mine.strategy, dst, e.strategy)
+        if known is not None:
+            return known
+        need, have = self._fullest(c, e), self._fullest(home, mine)
+        there = gpus if src.start // gpus <= (dst.stop - 1) // gpus and dst.start // gpus <= (src.stop - 1) // gpus else 0
+        return self.moves.least(model, need - (have if src.meets(dst) else 0), (need - there * have) // gpus)
+
+    def _fullest(self, c: int, e: Entry) -> int:
+        """Elements of its model that a rank holds between calls, at the most."""
+        key = self.calls[c].model, e.size, e.strategy.degrees
+        if key not in self._held:
+            world = self.table.world(self.calls[c], e.strategy, e.size, self.calls[c].kind == "train")
+            self._held[key] = max(map(resting, world.fullest))
+        return self._held[key]
 
     # ------------------------------------------------------------------------------------------- judging
 

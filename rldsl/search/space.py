@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd
 from typing import Literal, NamedTuple
 
@@ -41,6 +41,18 @@ class Block(NamedTuple):
         return Mesh(f"{self.start}:{self.stop}", ((self.start, self.stop),))
 
 
+@cache
+def _children(b: Block, gpus: int) -> tuple[Block, ...]:
+    nodes = b.size // gpus
+    if nodes > 1:
+        middle = b.start + (nodes + 1) // 2 * gpus
+        return Block(b.start, middle), Block(middle, b.stop)
+    if b.size == 1:
+        return ()
+    part = b.size // next(p for p in range(2, b.size + 1) if b.size % p == 0)
+    return tuple(Block(at, at + part) for at in range(b.start, b.stop, part))
+
+
 @dataclass(frozen=True)
 class Tree:
     """All blocks of `nodes` machines of `gpus` devices. `Tree(2, 4)`: 0:8, 0:4, 0:2, 0:1, ..."""
@@ -53,14 +65,7 @@ class Tree:
         return Block(0, self.nodes * self.gpus)
 
     def children(self, b: Block) -> tuple[Block, ...]:
-        nodes = b.size // self.gpus
-        if nodes > 1:
-            middle = b.start + (nodes + 1) // 2 * self.gpus
-            return Block(b.start, middle), Block(middle, b.stop)
-        if b.size == 1:
-            return ()
-        part = b.size // next(p for p in range(2, b.size + 1) if b.size % p == 0)
-        return tuple(Block(at, at + part) for at in range(b.start, b.stop, part))
+        return _children(b, self.gpus)
 
     @cached_property
     def every(self) -> tuple[Block, ...]:

@@ -43,11 +43,11 @@ class Table:
     def cost(self, job: Job, s: Strategy, size: int, own: bool = False) -> Entry:
         key = (job.number, s, size, own or job.kind == "train")
         if key not in self._costs:
-            world, found = self._world(job, s, size, key[3]), self._bytes(job, s, size, key[3])
+            world, found = self.world(job, s, size, key[3]), self._bytes(job, s, size, key[3])
             self._costs[key] = cost(world, self.problem, job, s, size, found, key[3])
         return self._costs[key]
 
-    def _world(self, job: Job, s: Strategy, size: int, own: bool) -> Alone:
+    def world(self, job: Job, s: Strategy, size: int, own: bool) -> Alone:
         key = (job.number, s.degrees, size, own)
         if key not in self._worlds:
             self._worlds[key] = Alone(self.problem, job, s, size, own)
@@ -56,7 +56,7 @@ class Table:
     def _bytes(self, job: Job, s: Strategy, size: int, own: bool) -> Bytes:
         key = (job.number, s, size, own)
         if key not in self._memory:
-            self._memory[key] = memory(self.problem, self._world(job, s, size, own), job, s)
+            self._memory[key] = memory(self.problem, self.world(job, s, size, own), job, s)
         return self._memory[key]
 
     def fits(self, size: int) -> bool:

@@ -37,7 +37,8 @@ class Machine:
     def measured(self, model: Model, tp: int) -> Measured | None:
         known = [m for m in self.cluster.measured if (m.config, m.head, m.dtype, m.threads) ==
                  (model.config_digest, model.kind, model.dtype, self.threads)]
-        return next((m for m in known if m.tp == tp), None)
+        nearest = min(known, key=lambda m: (abs(log2(m.tp / tp)), m.tp), default=None)
+        return nearest.under(tp, LAYER_KERNELS * self.cluster.kernel_us) if nearest is not None else None
 
     def forward(self, s: Shard, c: Counts) -> float:
         found = self.measured(s.model, s.tp)

@@ -22,13 +22,13 @@ SAVE = '  every steps { save actor to "runs/arithmetic/grpo" }'
 
 
 def demo(folder: Path) -> bytes:
-    """The program as it stands, with a checkpoint after each step and fewer rows of each."""
+    """The program as it stands, with a checkpoint after each step, fewer rows of each, and a model of two layers."""
     text = (EXAMPLES / "arithmetic_grpo.rlf").read_text()
     assert text.count(SAVE) == text.count("batch=128") == 1
     (folder / "demo.rlf").write_text(text.replace(SAVE, f"  checkpoint every 1\n{SAVE}")
                                      .replace("batch=128", "batch=4"))
     shutil.copy(EXAMPLES / "rewards.py", folder)
-    base = make_model(folder / "base", tie_word_embeddings=True)
+    base = make_model(folder / "base", tie_word_embeddings=True, num_hidden_layers=2)
     rows = write_jsonl(folder / "train.jsonl", make_sums(50))
     return compile_program(folder / "demo.rlf", {"base": str(base), "rows": str(rows), "steps": STEPS}, None, folder)
 

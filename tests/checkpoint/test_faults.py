@@ -6,9 +6,7 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,10 @@ import torch
 from tests.checkpoint.runs import attempt, held, lines, newest, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all
+from tests.torchrun import Agent, begun, until
 
 HERE = Path(__file__).parent
-KILLS, STEPS = 4, 30
+KILLS, STEPS = 4, 16
 PLACE = """cluster nodes=1 gpus=2
 place actor.* on mesh(0:2) tp=2
 place slow.* on mesh(0:2) dp=2
@@ -29,7 +28,7 @@ place critic.* on mesh(1:2)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=2)
 
 
 def plan(tiny: Path, folder: Path, **sets: object) -> bytes:
@@ -53,31 +52,19 @@ def test_ranks_killed_at_any_moment(tiny: Path, tmp_path: Path) -> None:
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in theirs)
 
 
-def launched(data: bytes, folder: Path, *more: str) -> subprocess.Popen[str]:
+def launched(data: bytes, folder: Path, *more: str) -> AbstractContextManager[Agent]:
     (folder / "p.plan").write_bytes(data)
-    command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", "2", *more, "-m",
-               "rldsl.run", str(folder / "p.plan"), "--out", str(folder / "out"), "--device", "cpu"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-def until_step(folder: Path, step: int) -> None:
-    end = time.monotonic() + 90
-    while time.monotonic() < end:
-        if any(int(p.name[5:]) >= step for p in (folder / "out/checkpoints").glob("step-*")):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"no checkpoint of step {step} in 90 s")
+    return begun(folder, "--nproc-per-node", "2", *more, "-m", "rldsl.run", str(folder / "p.plan"), "--out",
+                 str(folder / "out"), "--device", "cpu")
 
 
 def test_sigterm_saves_and_ends_well(tiny: Path, tmp_path: Path) -> None:
     data = plan(tiny, tmp_path, steps=5000, every_k=1000_000)
-    process = launched(data, tmp_path)
-    end = time.monotonic() + 90
-    while not (tmp_path / "out/metrics.jsonl").exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, text = process.communicate(timeout=60)
-    assert process.returncode == 0, text
+    with launched(data, tmp_path) as agent:
+        until((tmp_path / "out/metrics.jsonl").exists, agent)
+        os.kill(agent.process.pid, signal.SIGTERM)
+        code, text = agent.wait(60), agent.said()
+    assert code == 0, text
     assert "Traceback" not in text and "error" not in text, text
     last = lines(tmp_path / "out")[-1]["step"]
     assert 1 <= last < 5000 and f"stopped after step {last}, as asked" in text
@@ -88,11 +75,10 @@ def test_torchrun_restarts_by_itself(tiny: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     data = plan(tiny, tmp_path, steps=20)
     assert set(run(data, whole)) == {""}
-    process = launched(data, tmp_path, "--max-restarts", "2")
-    until_step(tmp_path, 3)
-    ranks = [int(c) for t in Path(f"/proc/{process.pid}/task").iterdir() for c in (t / "children").read_text().split()]
-    os.kill(max(ranks), signal.SIGKILL)
-    _, text = process.communicate(timeout=120)
-    assert process.returncode == 0, text
+    with launched(data, tmp_path, "--max-restarts", "2") as agent:
+        until(lambda: newest(tmp_path / "out") >= 3, agent)
+        os.kill(agent.ranks()[1], signal.SIGKILL)
+        assert agent.wait(120) == 0, agent.said()
     assert lines(tmp_path / "out") == lines(whole)
     assert json.loads((tmp_path / "out/summary.json").read_text())["steps"] == 20
+    assert len(json.loads((tmp_path / "out/run.json").read_text())["resumed"]) == 1

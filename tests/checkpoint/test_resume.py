@@ -30,7 +30,7 @@ FOUR = rules(4, actor="mesh(0:4) dp=2 pp=2", slow="mesh(2:4) tp=2", critic="mesh
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=3)
 
 
 def plan(tiny: Path, folder: Path, place: str, **sets: object) -> bytes:
@@ -47,11 +47,18 @@ def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture
-def stopped(tiny: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def three_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, which one rank was asked to stop in its third step."""
-    assert set(run(plan(tiny, tmp_path / "plan", TWO), tmp_path, stop_after=3)) == {""}
-    return tmp_path
+    out = tmp_path_factory.mktemp("stopped")
+    assert set(run(plan(tiny, out / "plan", TWO), out, stop_after=3)) == {""}
+    return out
+
+
+@pytest.fixture
+def stopped(three_steps: Path, tmp_path: Path) -> Path:
+    """A copy of it for each test."""
+    return Path(shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True))
 
 
 def test_the_last_ones_are_kept(whole: Path) -> None:

@@ -15,7 +15,7 @@ from tests.tiny import make_model, make_sums, write_jsonl
 
 PROGRAM = """
 use std.sft (sft)
-param steps = 40
+param steps = 30
 param base: text
 param rows: text
 cluster nodes=2 gpus=1
@@ -32,7 +32,7 @@ flow tuning(steps=steps, seed=1) {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two_hosts")
-    make_model(folder / "model")
+    make_model(folder / "model", num_hidden_layers=2)
     write_jsonl(folder / "sums.jsonl", make_sums(16))
     (folder / "p.rlf").write_text(PROGRAM)
     return folder
@@ -69,7 +69,7 @@ def test_two_agents_one_of_whose_ranks_dies_compute_what_one_world_does(namespac
         kill(first[1])
         until(lambda: not {*first.values()} & {*run.ranks().values()}, 60)  # both are started again, or it is over
         assert run.wait(100) == [0, 0], run.said()
-        assert json.loads((run.folder / "out/summary.json").read_text())["steps"] == 40
+        assert json.loads((run.folder / "out/summary.json").read_text())["steps"] == 30
         assert run.metrics() == whole
         # a rank whose own torchrun counts no restart goes on with the others, and takes the run for no stranger's
         assert not any(code in run.said() for code in ("RL0763", "RL0781")), run.said()

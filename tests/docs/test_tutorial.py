@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,10 +17,12 @@ from click.testing import CliRunner
 
 from rldsl.cli import main
 from tests.docs.pages import ROOT, files
+from tests.forked import command
 
 PAGE = (ROOT / "docs/tutorial.md").read_text()
 _FENCE = re.compile(r"(?:<!-- (\w+)(?:: ([\w.]+))? -->\n)?(?:<!--[^\n]*-->\n)?^```(\w+)\n(.*?)^```$",
                     re.MULTILINE | re.DOTALL)
+SLOW = ("examples/tiny.py", "compile", "plot", "report")  # they would load torch, or matplotlib, to do little
 
 
 def marked(mark: str, name: str) -> list[str]:
@@ -40,18 +43,24 @@ class Done:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
-    """All commands, in order, in a folder that has what a checkout has."""
+    """All commands, in order, in a folder that has what a checkout has: as a shell runs them, or forked (SLOW)."""
     folder = tmp_path_factory.mktemp("tutorial")
     (folder / "examples").symlink_to(ROOT / "examples")
     for name, body in files(PAGE).items():
         (folder / name).write_text(body)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     found = Done(folder)
-    for command in "".join(marked("sh", "run")).splitlines():
-        ran = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True,
-                             env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"})
-        assert ran.returncode == 0, f"{command}\n{ran.stdout}{ran.stderr}"
-        found.said[command] = ran.stdout
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(folder)
+        for line in "".join(marked("sh", "run")).splitlines():
+            program, *words = shlex.split(line)
+            if words[0] in SLOW:
+                ran = command(*({"rlc": ["rldsl.cli"], "python": []}[program] + words))
+            else:
+                ran = subprocess.run(line, shell=True, capture_output=True, text=True,
+                                     env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"})
+            assert ran.returncode == 0, f"{line}\n{ran.stdout}{ran.stderr}"
+            found.said[line] = ran.stdout
     yield found
 
 

@@ -47,7 +47,7 @@ def program(name: str, tiny: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
     """Two steps of a program with tiny models."""
     sets: dict[str, Any] = {"base": str(tiny / "models/sft"), "steps": 2}
     if name == "grpo":
-        return HERE / "grpo_small.rlf", sets | {"rows": str(tiny / "data/prompts.jsonl"), "tokens": 4}
+        return HERE / "grpo_small.rlf", sets | {"rows": str(tiny / "data/prompts.jsonl"), "tokens": 4, "batch": 5}
     path, text = folder / f"{name}.rlf", (EXAMPLES / f"{name}.rlf").read_text()
     path.write_text(text.replace("cluster nodes=1 gpus=8\n", "").replace("lr=5e-7", "lr=1e-3"))
     if name == "dpo":

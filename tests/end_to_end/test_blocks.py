@@ -28,7 +28,7 @@ flow f(steps={steps}) {{
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("blocks")
-    make_model(root / "model")
+    make_model(root / "model", num_hidden_layers=2)
     write_jsonl(root / "rows.jsonl", make_sums(32))
     return root
 

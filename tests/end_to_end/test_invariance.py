@@ -62,7 +62,7 @@ def grpo_alone(tiny, tmp_path_factory) -> Metrics:
 
 
 def grpo(tiny: Path, folder: Path, place: str) -> Metrics:
-    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl")}
+    sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl"), "batch": 5}
     return run_program(HERE / "grpo_small.rlf", sets, folder, place)
 
 

@@ -29,7 +29,7 @@ flow turns(steps=2, seed=3) {{
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    make_all(folder)
+    make_all(folder, num_hidden_layers=2)
     return folder
 
 

@@ -18,7 +18,7 @@ ABOUT_TIME = ("seconds", "tokens_per_second", "time/", "memory/", "moved/")
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    make_all(folder)
+    make_all(folder, num_hidden_layers=2)
     rows = [{"prompt": f"{11 * i}+{7 * i}="} for i in range(1, ROWS + 1)]
     (folder / "data/heldout.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return folder

@@ -15,6 +15,7 @@ from rldsl.plan.layout import own_layers, stage_layers
 from rldsl.plan.model import Layout, Mesh
 from rldsl.plan.realloc.alias import coincide
 from rldsl.plan.realloc.lines import lines
+from rldsl.plan.schedule import actions, waiting
 from rldsl.plan.verify.lines import faults
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case
@@ -105,3 +106,9 @@ CASES = tuple(
 
 def test_moves_are_bit_for_bit() -> None:
     assert run_world(4, move_all, 4000, 0.0, CASES) == [[]] * 4
+
+
+def test_with_one_chunk_no_more_than_two_messages_wait() -> None:
+    """As the memory estimate counts them (`plan/memory/calls.py`)."""
+    assert all(waiting(own) <= 2 for pp in range(2, 9) for count in range(1, 4 * pp + 1)
+               for own in actions(pp, 1, count))

@@ -14,7 +14,7 @@ SMALL = {"steps": 2, "batch": 8, "tokens": 6, "wanted": 8, "buffer": 2}  # of th
 
 def make_data(root: Path) -> Path:
     """The models and data that the examples name. Prompts differ in length."""
-    return make_all(root)
+    return make_all(root, num_hidden_layers=2)
 
 
 def small(path: Path) -> dict[str, int]:

@@ -3,6 +3,7 @@ refuse."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import sys
 from dataclasses import replace
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from rldsl import api
+from rldsl.backends.megatron.describe import DESCRIPTION
 from rldsl.diag import Diagnostic, Failure
+from rldsl.plan.backends import unfit
 from rldsl.plan.codec import decode
 from rldsl.plan.project import events
 from rldsl.plan.show import show
@@ -83,6 +86,27 @@ def test_without_the_package_the_line_that_installs_it(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "megatron", None)
     d = refused(tmp_path, "on mesh(0:2) tp=2 backend=megatron")
     assert d.code == "RL0326" and "`pip install 'rldsl[megatron]'`" in d.help and "backend=megatron" in d.span.text
+
+
+@pytest.mark.parametrize("version, refusal", [
+    ("0.16.0", False), ("0.16.9+cu13", False), ("0.15.3", True), ("0.16.0rc1", False), ("0.17.0rc0", True),
+    ("0.17", True), ("1.0.2", True)])
+def test_another_version_is_refused(version: str, refusal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                    ) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "megatron-core" else real(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, real=importlib.util.find_spec: (
+        name == "megatron.core" or real(name)))
+    assert bool(unfit(DESCRIPTION)) == refusal
+    if refusal:
+        d = refused(tmp_path, "on mesh(0:2) tp=2 backend=megatron")
+        assert d.code == "RL0326" and f"megatron-core {version} is there, and it needs 0.16 or later" in d.label
+        assert "`pip install 'rldsl[megatron]'`" in d.help and "backend=megatron" in d.span.text
+
+
+def test_a_version_that_nothing_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not unfit(replace(DESCRIPTION, versions=("no-such-distribution", "1.0", "2.0")))
+    assert not unfit(replace(DESCRIPTION, versions=None))
 
 
 def test_what_it_can_never_do_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,24 @@ def test_halves_are_those_of_the_torch_backend(tmp_path: Path) -> None:
         assert seen == pytest.approx(norms, rel=1e-2), layout
 
 
+def copied(rank: int, path: str, layouts: list[Layout]) -> list[bool]:
+    """Whether a copy in half precision has the log-probs of the float32 parameters at home, bit by bit."""
+    found = []
+    for layout in layouts:
+        made = [shard_of(plan_model(path, "causal_lm", options, UPDATES, "bfloat16"), layout, rank, options is not None)
+                for options in (OPTIONS, None)]
+        if made[0] is not None:
+            home, copy = (shard.infer([pack(ROWS)], "logprobs", 1.0) for shard, _ in made)
+            kinds = [{t.dtype for t in shard.tensors().values()} for shard, _ in made]
+            found.append(kinds == [{torch.float32}, {torch.bfloat16}] and torch.equal(home, copy))
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mixtral"])  # two of them with biases
+def test_a_copy_in_half_precision_computes_as_its_home(name: str, tmp_path: Path) -> None:
+    assert run_world(2, copied, make(tmp_path, name), [at(), at(tp=2)]) == [[True, True], [True]]
+
+
 def small(rank: int, path: str) -> tuple[float, float]:
     """Of one step that is too small for bfloat16: the parts of all elements that change, in float32 and rounded."""
     on_cpu()

@@ -23,6 +23,7 @@ from rldsl.plan.project import events
 from rldsl.runtime.metrics.names import computed
 from tests.plan_views.programs import GENERATE, GRPO, PPO
 from tests.tiny import make_all
+from tests.torchrun import begun
 from tests.world import run_world
 
 WORLD = 4
@@ -63,7 +64,7 @@ def compiled(folder: Path, tiny: Path, program: str) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"))
+    return make_all(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module", params=["ppo", "grpo"])
@@ -104,11 +105,22 @@ def test_under_torchrun_with_a_debugger(tiny: Path, tmp_path: Path, monkeypatch:
     Path("one.py").write_text(text.replace("        run.lengths(", f"{stop}        run.lengths("))
     typed = ["p step, run.state.step", f"p run.value('gen.tokens@{_spread(folder)}').ids.tolist()",
              "p run.value('no@s9')", "c", ""]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = subprocess.run([*launch, "one.py", "--plain", "--out", "out"], input="\n".join(typed), capture_output=True,
-                           text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert found.returncode == 0, found.stderr
-    assert "(2, 2)" in found.stdout and "[2, 3]" in found.stdout and "RL0792" in found.stdout
+    with begun(folder, "--nproc-per-node", "2", "one.py", "--plain", "--out", "out", typed="\n".join(typed)) as agent:
+        assert agent.wait(200) == 0, agent.said()
+    assert all(word in agent.said() for word in ("(2, 2)", "[2, 3]", "RL0792"))
+    assert lines(folder / "out") == lines(folder / "plain")
+
+
+def test_as_it_is_started_by_hand(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executed, with nothing imported yet, by torchrun's own command."""
+    folder = compiled(tmp_path, tiny, GENERATE.replace("RANKS", "2"))
+    monkeypatch.chdir(folder)
+    run_world(2, walked, str(folder), "plain", "")
+    Path("all.py").write_text(emit("some.plan", None, "all.py"))
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                          "all.py", "--plain", "--out", "out"], capture_output=True, text=True, timeout=200,
+                         env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
     assert lines(folder / "out") == lines(folder / "plain")
 
 

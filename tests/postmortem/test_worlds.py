@@ -26,7 +26,7 @@ REWARD = "(compute reward, p.rlf:19:3) of step 2"
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("postmortem")
     write_jsonl(folder / "sums.jsonl", make_sums(16))
-    make_model(folder / "model")
+    make_model(folder / "model", num_hidden_layers=2)
     for name in ("p.rlf", "judge.py"):
         shutil.copy(HERE / name, folder)
     return folder

@@ -14,7 +14,7 @@ from tests.tiny import make_all
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=3)
 
 
 def run(folder: Path, train: str, generate: str, mesh: str, ranks: int) -> Metrics:

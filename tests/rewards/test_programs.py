@@ -47,7 +47,7 @@ PLACES = {1: "cluster nodes=1 gpus=1\nplace actor.* on mesh(0:1)\n",
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("rewards") / "model")
+    return make_model(tmp_path_factory.mktemp("rewards") / "model", num_hidden_layers=2)
 
 
 @pytest.fixture

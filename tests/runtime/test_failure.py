@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rldsl import api
 from rldsl.plan.codec import encode
 from tests.forked import command
 from tests.tiny import make_model, make_sums, write_jsonl
+from tests.torchrun import begun, until
 
 PROGRAM = """
 use std.sft (sft)
@@ -54,19 +54,6 @@ def compiled(**sets: object) -> Path:
     return plan
 
 
-def start(plan: Path, ranks: int = 2) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "-m",
-               "rldsl.run", str(plan), "--out", "out", "--device", "cpu"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-def ended(process: subprocess.Popen[str]) -> str:
-    """The messages of a run that must have failed."""
-    _, text = process.communicate(timeout=100)
-    return failed(process.returncode, text)
-
-
 def failed(code: int, text: str) -> str:
     assert code == 1, text
     assert "Traceback" not in text, text
@@ -99,37 +86,18 @@ def test_a_run_leaves_metrics_a_summary_and_a_checkpoint_that_transformers_reads
 
 
 def test_a_killed_rank_is_named_and_the_checkpoint_is_whole(place: Path) -> None:
-    process = start(compiled(steps=2000))
-    until = time.monotonic() + 90
-    while not Path("out/model").is_dir() and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.2)
-    victim = next(p for p in children(process.pid) if "rldsl.run" in p[1] and environment(p[0])["RANK"] == "1")[0]
-    killed = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
-    text = ended(process)
-    assert time.monotonic() - killed < 20
+    with begun(place, "--nproc-per-node", "2", "-m", "rldsl.run", str(compiled(steps=2000)), "--out", "out", "--device",
+               "cpu") as agent:
+        until(Path("out/model").is_dir, agent)
+        killed = time.monotonic()
+        os.kill(agent.ranks()[1], signal.SIGKILL)
+        text = failed(agent.wait(100), agent.said())
+        assert time.monotonic() - killed < 20
     assert "RL0709" in text and "rank 1 stopped without a word" in text and "p.rlf:" in text, text
     from transformers import AutoModelForCausalLM
 
     whole = Path("out/model") if Path("out/model").is_dir() else Path("out/.model.old")
     AutoModelForCausalLM.from_pretrained(whole)
-
-
-def children(pid: int) -> list[tuple[int, str]]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == pid:
-                    found.append((int(entry.name), (entry / "cmdline").read_text().replace("\0", " ")))
-            except OSError:
-                continue
-    return found
-
-
-def environment(pid: int) -> dict[str, str]:
-    return dict(x.split("=", 1) for x in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in x)
 
 
 def test_the_wrong_number_of_ranks(place: Path) -> None:

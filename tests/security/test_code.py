@@ -23,6 +23,7 @@ ALLOWED = {
     ("rldsl/__init__.py", "import_module"): "files of this package, by names in the source",
     ("rldsl/measure/models.py", "import_module"): "a backend of this package, of a plan that was verified",
     ("rldsl/plan/backends.py", "import_module"): "the description of a backend that is a folder of this package",
+    ("backends/torch/packages.py", "import_module"): "packages of kernels, by names in the source",
     ("rldsl/runtime/state.py", "import_module"): "a backend of this package: the verifier knows their names",
 }
 

@@ -27,7 +27,7 @@ loss margin(chosen: token, rejected: token;) {{ return mean(mean(rejected by seq
 
 def folder(base: Path) -> Path:
     """A directory with a model and data."""
-    make_model(base / "model")
+    make_model(base / "model", num_hidden_layers=2)
     rows = [{"prompt": f"{i} + {i * 7 % 10} = " + "x" * (i % 5), "answer": f"{i}" * (1 + i % 3),
              "chosen": "yes" * (i % 4 + 1), "rejected": "no", "number": i} for i in range(36)]
     for name, keys in (("prompts", ("prompt", "number")), ("answers", ("prompt", "answer", "number")),

@@ -158,6 +158,14 @@ def test_what_was_measured_is_kept(asked: list[dict], folder: Path) -> None:
     assert profile("score.rlf", "--fresh").exit_code == 0 and asked[2]["machine"]
 
 
+def test_other_degrees_are_measured_where_a_model_allows_them(asked: list[dict], folder: Path) -> None:
+    said = profile("score.rlf", "--tp", "1", "--tp", "2", "--tp", "3")
+    assert said.exit_code == 0 and "no model allows tp=3" in said.output
+    assert asked[0]["models"] == [["actor", 2, "torch"], ["judge", 1, "torch"], ["actor", 1, "torch"],
+                                  ["judge", 2, "torch"]]
+    assert profile("score.rlf", "--tp", "0").exit_code == 2
+
+
 def test_a_plan_may_be_given(asked: list[dict], folder: Path) -> None:
     Path("score.plan").write_bytes(encode(api.compile("score.rlf")))
     assert profile("score.plan", "-o", "a.yaml").exit_code == 0 and clusters.read("a.yaml").gpus == 2

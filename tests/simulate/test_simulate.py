@@ -22,6 +22,7 @@ from rldsl.simulate.cost import widths
 from rldsl.simulate.engine import Begin, Run
 from rldsl.simulate.program import programs
 from rldsl.simulate.simulate import STEPS, run
+from rldsl.simulate.times import Machine
 from rldsl.simulate.world import World
 from tests.simulate import plans
 from tests.simulate.plans import PLACES, ROUND
@@ -290,6 +291,22 @@ def test_a_measured_step_is_the_sum_of_its_features() -> None:
     first = replace(measured, start=(("call", 3e6), ("layer", 1e5)))
     found = simulate(plan, replace(fast, measured=(first,)))
     assert found.event_seconds()[gen.id] == pytest.approx(prefill * 1e-6 + 3 + layers * 0.1), "one shape: 24 tokens of 64"
+
+
+def test_a_degree_that_was_not_measured_follows_from_the_nearest_one() -> None:
+    rates = dict(call=1.0, layer=2.0, token=3.0, pair=4.0, output=5.0)
+    one = Measured("c" * 64, "causal_lm", "float32", 2, 1, tuple(rates.items()), tuple(rates.items()),
+                   tuple(rates.items()), (("call", 6.0),), (("element", 7.0),))
+    machine = Machine(replace(ROUND, measured=(replace(one, tp=8, forward=(("call", 0.0),)), one)), 1)
+    model = next(m for m in known("together").models if m.kind == "causal_lm")
+    assert machine.measured(model, 2) == one and machine.measured(model, 8).tp == 8
+    found = machine.measured(model, 1)
+    assert found is not None and dict(found.forward) == dict(call=1.0, layer=2.0, token=6.0, pair=8.0, output=10.0)
+    read = replace(one, forward=(("layer", 100.0),))  # 40 kernels, and the rest is reading weights
+    assert dict(replace(machine, cluster=replace(ROUND, measured=(read,), kernel_us=1.5)).measured(model, 4).forward) == {
+        "layer": 60 + 40 / 2}
+    assert found.train == found.decode == found.forward and (found.start, found.update) == (one.start, one.update)
+    assert machine.measured(replace(model, kind="reward_model"), 2) is None
 
 
 def test_decoding_meets_shapes_as_sequences_grow() -> None:

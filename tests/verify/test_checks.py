@@ -165,6 +165,10 @@ def test_a_planner_that_leaves_something_out_at_both_ends(monkeypatch: pytest.Mo
     assert codes(grpo()) == {"RL0527"}
 
 
+def test_a_model_on_dp_alone_may_be_invariant() -> None:
+    assert not codes(row(grpo(), "models", 1, invariant=True))
+
+
 def test_a_deadlock_names_who_waits_for_whom_and_where() -> None:
     (d,) = faults(swapped(grpo(), 1, 9, 13))
     assert d.code == "RL0511" and d.help
@@ -183,6 +187,10 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: change(p, 5, writes=("gen.tokens@s1", "gen.logprobs@s1")), "RL0614"),
     (lambda p: change(p, 10, spread="s1"), "RL0614"),
     (lambda p: change(p, 8, what="values"), "RL0615"),
+    (lambda p: row(p, "models", 0, invariant=True), "RL0615"),  # it is trained with tp=2
+    (lambda p: row(p, "models", 1, invariant=True, dtype="bfloat16"), "RL0615"),
+    (lambda p: row(row(p, "models", 1, invariant=True), "layouts", 2, backend="megatron"), "RL0615"),
+    (lambda p: row(p, "models", 1, invariant=True, sizes=replace(p.models[1].sizes, chosen=2)), "RL0615"),
     (lambda p: change(p, 8, temperature=0.5), "RL0615"),
     (lambda p: drop(p, 0), "RL0520"),
     (lambda p: drop(p, 14, project=False), "RL0542"),

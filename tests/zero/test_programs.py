@@ -28,7 +28,7 @@ SMALL = ROOT / "tests/checkpoint/small.rlf"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=2)
 
 
 def rules(ranks: int, where: str) -> str:

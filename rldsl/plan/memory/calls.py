@@ -152,6 +152,8 @@ def _passed(layout: Layout, count: int, rank: int) -> int:
     """Messages that are on their way or wait for their passes."""
     if layout.pp == 1:
         return 0
+    if layout.vpp == 1:
+        return 2  # one comes while the one before it is read
     steady = min(count, 4 * layout.pp)  # more micro-batches do the same for longer
     return max(2, _waiting(layout.pp, layout.vpp, steady, rank))
 

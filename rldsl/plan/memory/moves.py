@@ -49,7 +49,7 @@ def realloc_bytes(plan: Plan, way: Paths, e: Realloc, ranks: Alike) -> int:
     for rank, _ in ranks.ranks:
         lying, wanted = (_held(plan, model, at, rank) for at in (e.src, e.dst))
         sizes = dict(zip(numbers, (
-            packed(ops, number >= total - AHEAD, (
+            packed(ops, (
                 lambda m: stored(source, e.src) == travels.dtype and together(m, lying),
                 lambda m: stored(model, e.dst) == travels.dtype and not e.decay and together(m, wanted)))
             for number, ops in zip(numbers, some_rounds(way, rank, parts, numbers)))))

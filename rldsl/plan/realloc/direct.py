@@ -62,10 +62,8 @@ def room(rounds: Iterable[int]) -> list[int]:
     return found
 
 
-def packed(ops: Round, late: bool,
-           lies: tuple[Callable[[Message], bool], Callable[[Message], bool]]) -> tuple[int, int]:
+def packed(ops: Round, lies: tuple[Callable[[Message], bool], Callable[[Message], bool]]) -> tuple[int, int]:
     """Elements that need a buffer in a round: of sends, and of receives. lies: whether a part that is sent, or
-    received, lies in one stretch. What is sent in the last rounds needs one always: they are waited for late, and until then the
-    source may change."""
+    received, lies in one stretch."""
     sends, receives = ([m for whole in side for m in divided(whole)] for side in (ops.sends, ops.receives))
-    return (sum(m.size() for m in sends if late or not lies[0](m)), sum(m.size() for m in receives if not lies[1](m)))
+    return (sum(m.size() for m in sends if not lies[0](m)), sum(m.size() for m in receives if not lies[1](m)))

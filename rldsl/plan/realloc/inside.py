@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rldsl.plan.realloc.lines import Line
 from rldsl.plan.realloc.nodes import Places
-from rldsl.plan.realloc.records import Entering, Hop, Kind, fan
+from rldsl.plan.realloc.records import Entering, Hop, Kind, fan, given
 from rldsl.plan.realloc.share import Share, balance, cut
 
 NETWORK = 8  # a byte between nodes costs at least as much as this many inside one (H100: 450 to 50 GB/s)
@@ -26,17 +26,30 @@ def kind_of(every: Sequence[Line], nodes: tuple[int, ...], places: Places, wants
     if away and inside:  # those who send much inside the node may receive less from outside
         ways.append(_entering(every, away, _sent(_direct(every, inside, {}, {})), 1))
     made = [Kind(nodes, places, way, _hops(every, inside, way), len(nodes)) for way in ways]
-    return min(made, key=_busy)
+    return min(made, key=_busy) if len(made) > 1 else made[0]  # `_busy` is most of the work
 
 
 def _busy(kind: Kind) -> int:
     """Of the busiest device of a node, with bytes of the network weighed by what they cost more than others."""
-    far = arriving(kind)
-    hops = [*kind.hops, *(h for i, e in kind.entering.items() for h in fan(i, e, 1))]
-    near = Counter[int]()
-    for hop in hops:
+    far, sent, near = arriving(kind), _sent(kind.hops) + _handed(kind.entering), Counter[int]()
+    for hop in kind.hops:
         near[hop.dst] += hop.stop - hop.start
-    return max((*near.values(), *_sent(hops).values(), *(NETWORK * x for x in far.values())), default=0)
+    for e in kind.entering.values():
+        whole = sum(stop - start for _, start, stop in e.shares)
+        for needer in e.needers:
+            near[needer] += whole
+        for who, start, stop in e.shares:
+            near[who] -= (stop - start) * (who in e.needers)
+    return max((*near.values(), *sent.values(), *(NETWORK * x for x in far.values())), default=0)
+
+
+def _handed(entering: Mapping[int, Entering]) -> Counter[int]:
+    """What devices give to others of what comes by them."""
+    found: Counter[int] = Counter()
+    for e in entering.values():
+        for who, size in given(e):
+            found[who] += size
+    return found
 
 
 def _entering(every: Sequence[Line], lack: Mapping[int, tuple[int, ...]], loads: Mapping[int, int],
@@ -51,16 +64,22 @@ def _entering(every: Sequence[Line], lack: Mapping[int, tuple[int, ...]], loads:
     shares: dict[int, list[Share]] = {i: [] for i in lack}
     for needers, amounts in balance(sizes, loads).items():
         weight = weights[needers]
-        for i, (who, start, stop) in cut(((i, every[i].size * weight) for i in alike[needers]), amounts):
+        together = sorted(alike[needers], key=lambda i: (_shards(every[i]), i))  # a device hears from few holders
+        for i, (who, start, stop) in cut(((i, every[i].size * weight) for i in together), amounts):
             if start // weight < stop // weight:
                 shares[i].append(Share(needers[who], start // weight, stop // weight))
     return {i: Entering(needers, tuple(shares[i])) for i, needers in lack.items()}
 
 
+def _shards(line: Line) -> tuple[tuple[int, int, int], ...]:
+    """The holders of a line, those of a shard of the rows together: all of them hold what is not divided otherwise."""
+    return tuple((c.stage, c.shard, c.part) for c in line.have)
+
+
 def _hops(every: Sequence[Line], inside: Wants, entering: Mapping[int, Entering]) -> tuple[Hop, ...]:
     """From holders straight to all that lack a line; or, if that makes the busiest device less busy, handed out in
     parts wherever more lack a line than hold it."""
-    loads = _sent(h for i, e in entering.items() for h in fan(i, e, 1))
+    loads = _handed(entering)
     need: Counter[int] = Counter()
     for i, lack in [*((i, lack) for i, (_, lack) in inside.items()), *((i, e.needers) for i, e in entering.items())]:
         need.update(dict.fromkeys(lack, every[i].size))

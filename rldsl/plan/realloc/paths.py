@@ -106,11 +106,12 @@ def _supplied(p: Paths, fold: int, least: int) -> Paths:
             start, stop = start // copies[i], stop // copies[i]
             if start < stop:
                 shares[i].append(Share(who, start, stop))
-    amount: dict[Cell, Counter[int]] = defaultdict(Counter)
+    given = {i: [(p.lines[i].have[who], stop - start) for who, start, stop in found] for i, found in shares.items()}
+    amount: dict[Cell, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for q, kind in enumerate(p.kinds):
         for i in kind.entering:
-            for who, start, stop in shares[i]:
-                amount[p.lines[i].have[who]][q] += stop - start
+            for cell, size in given[i]:
+                amount[cell][q] += size
     totals = {cell: sum(trees[q] * x for q, x in by.items()) for cell, by in amount.items()}
     level = max(least, *(-(-x // p.src.copies) for x in totals.values()))
     sources = {}

@@ -85,6 +85,12 @@ class Paths:
     sources: Mapping[Cell, Source]
 
 
+def given(entering: Entering) -> Iterator[tuple[int, int]]:
+    """What each device by which a line comes then gives to the others, all together: the sizes of `fan`."""
+    for who, start, stop in entering.shares:
+        yield who, (stop - start) * (len(entering.needers) - (who in entering.needers))
+
+
 def fan(i: int, entering: Entering, step: int) -> Iterator[Hop]:
     """The parts of a line from the devices by which it came to all others that lack it."""
     for who, start, stop in entering.shares:

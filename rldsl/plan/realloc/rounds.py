@@ -8,14 +8,14 @@ under way at a time, so what comes in a round may be sent on two rounds later, a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rldsl.plan.boxes import Box, volume
-from rldsl.plan.realloc.lanes import Lane, rank_lanes
+from rldsl.plan.realloc.lanes import Known, Lane, rank_lanes
 from rldsl.plan.realloc.lines import boxes
-from rldsl.plan.realloc.records import Paths, fan
+from rldsl.plan.realloc.records import Paths, given
 from rldsl.plan.realloc.trees import height
 
 BUCKET = 256 << 20  # bytes on their way to or from a rank: larger ones gain little, two must fit beside the parameters
@@ -87,6 +87,19 @@ def _short(p: Paths, buckets: int) -> int:
     return busiest(p) // (SHORT * buckets)
 
 
+def posted(p: Paths, rank: int, buckets: int, known: Known | None = None) -> int:
+    """How many messages a rank posts in a round, at the most: long lines as if all their steps were under way, of short
+    ones those of that round."""
+    short = _short(p, buckets)
+    long, single = set[tuple[int, int]](), defaultdict[int, set[tuple[int, int]]](set)
+    for side, lanes in enumerate(rank_lanes(p, rank, known)):
+        for lane in lanes:
+            number = lane.line % buckets + AHEAD * lane.step
+            where = long if p.lines[lane.line].size > short else single[number]
+            where.add((side, lane.peer))
+    return max((len(long | some) for some in single.values()), default=len(long))
+
+
 def kept(p: Paths, rank: int) -> tuple[tuple[str, Box], ...]:
     """What `rank` holds under both layouts. Each box lies inside one piece of either."""
     have, want = p.src.cell(rank), p.dst.cell(rank)
@@ -122,8 +135,8 @@ def busiest(p: Paths) -> int:
             received.update(dict.fromkeys(entering.needers, p.lines[i].size))
             for who, start, stop in entering.shares:
                 sent[who] += (stop - start) * (kind.trees < len(kind.nodes))
-            for hop in fan(i, entering, 1):
-                sent[hop.src] += hop.stop - hop.start
+            for who, size in given(entering):
+                sent[who] += size
         for hop in kind.hops:
             sent[hop.src] += hop.stop - hop.start
             received[hop.dst] += (hop.stop - hop.start)

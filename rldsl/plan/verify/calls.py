@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
+from rldsl.plan.backends import described
 from rldsl.plan.events import Compute, Event, Generate, Infer, Train, split
 from rldsl.plan.heads import HEAD_OF
-from rldsl.plan.model import Layout, Mesh, Ranges
+from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.plan.verify import rows
 from rldsl.plan.verify.tables import Tables, name, problem
 
@@ -79,12 +80,24 @@ def _call(t: Tables, e: Generate | Infer | Train) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)}: spread {e.spread} does not divide rows as layout {e.layout} does", e)
     if e.mbs < 0:
         yield problem("RL0615", f"{name(e)} has mbs {e.mbs}", e)
+    if t.models[e.model].invariant and (why := _varies(t.models[e.model], t.layouts[e.layout])):
+        yield problem("RL0615", f"{name(e)}: {e.model} is invariant, but {why}", e)
     if isinstance(e, Generate) or e.mbt == 0:
         return
     frames = [t.frames[f] for f in (e.frames if isinstance(e, Train) else (e.frame,)) if f in t.frames]
     longest = sum(f.max_prompt_tokens + f.max_response_tokens for f in frames)
     if e.mbt < longest:
         yield problem("RL0615", f"{name(e)} has mbt {e.mbt}, and a row has up to {longest} tokens", e)
+
+
+def _varies(m: Model, x: Layout) -> str:
+    """Why the numbers of a token depend on what is computed beside it, or ""."""
+    if m.dtype != "float32" or m.sizes.chosen:
+        return "computes in bfloat16" if m.dtype != "float32" else "tokens share its experts"
+    if (x.tp, x.cp, x.ep) != (1, 1, 1):
+        return f"layout {x.id} adds up parts of its sums"
+    backend = described(x.backend)
+    return "" if backend is not None and backend.invariant else f"backend {x.backend!r} does not keep to it"
 
 
 def _ordered(mesh: Mesh) -> Ranges:

@@ -23,6 +23,7 @@ from rldsl.plan.model import Layout, Mesh
 from rldsl.plan.realloc.lanes import Known, Lane, place, rank_lanes
 from rldsl.plan.realloc.lines import Line
 from rldsl.plan.realloc.records import Kind, Paths
+from rldsl.plan.realloc.rounds import posted
 from rldsl.plan.realloc.trees import TREES, children, depth
 
 FEW = 64  # ranks that are all looked at
@@ -71,7 +72,8 @@ def lacking(lines: Sequence[Line], src: Side, dst: Side) -> int:
                for (held, cell), count in pairs.items())
 
 
-def faults(p: Paths, src: Side, dst: Side) -> Iterator[Fault]:
+def faults(p: Paths, src: Side, dst: Side, buckets: int = 1) -> Iterator[Fault]:
+    """buckets: into which lines are divided; short ones go in one of them."""
     if found := [*_kinds(p, src, dst)]:
         yield from found  # otherwise the lanes of a rank may not even be defined
         return
@@ -79,6 +81,8 @@ def faults(p: Paths, src: Side, dst: Side) -> Iterator[Fault]:
     for rank in chosen(p, src, dst):
         yield from _received(p, rank, src.cells.get(rank), dst.cells.get(rank), known.of(rank))
         yield from _matched(p, rank, src.cells.get(rank), known)
+        if (count := posted(p, rank, buckets, known.parts)) > MESSAGES:
+            yield "RL0535", f"rank {rank} posts up to {count} messages at once, more than {MESSAGES}", (rank,)
 
 
 class _Ends:
@@ -116,8 +120,6 @@ def _matched(p: Paths, rank: int, held: Cell | None, known: _Ends) -> Iterator[F
             if held not in p.lines[lane.line].have and not _came(mine.arriving.get(lane.line, ()), lane):
                 yield ("RL0533", f"rank {rank} would send rank {peer} a part of line {lane.line} that it does not have "
                        f"in step {lane.step}", (rank, peer))
-    if (count := len(mine.sends) + len(mine.receives)) > MESSAGES:
-        yield "RL0535", f"rank {rank} posts up to {count} messages at once, more than {MESSAGES}", (rank,)
 
 
 def _whole(lanes: Sequence[Lane], size: int) -> bool:

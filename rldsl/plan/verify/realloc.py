@@ -17,6 +17,7 @@ from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.movement import carried
 from rldsl.plan.realloc.paths import paths
+from rldsl.plan.realloc.rounds import buckets
 from rldsl.plan.realloc.summary import Summary, summary
 from rldsl.plan.verify import lanes, lines
 from rldsl.plan.verify.lanes import Fault, Side
@@ -46,7 +47,7 @@ def examine(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Me
     found: list[Fault] = list(lines.faults(model, src, dst, p.lines))
     if not found:  # otherwise a line says nothing about boxes
         here, there = Side.of(src, src_mesh), Side.of(dst, dst_mesh)
-        found += lanes.faults(p, here, there)
+        found += lanes.faults(p, here, there, buckets(p, itemsize(model)))
         if (lacking := lanes.lacking(p.lines, here, there) * itemsize(model)) != total.bytes:
             found.append(("RL0526", f"{total.bytes} bytes are counted where {lacking} are lacking", ()))
     return total, found

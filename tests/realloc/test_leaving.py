@@ -1,0 +1,145 @@
+"""Parameters that are sent from where they lie stay as they are until they have left."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rldsl.plan.events import Free, Offload, Realloc, Train
+from rldsl.runtime import calls, train, values
+from rldsl.runtime.realloc import realloc
+from rldsl.runtime.state import State
+from rldsl.runtime.store import Pending
+from tests.realloc.test_run import CASES, place, route, tensors
+from tests.world import run_world
+
+
+class Stop(Exception):
+    """Where the test has seen enough."""
+
+
+class Rank:
+    """As much of a State as giving up and writing need."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.models, self.dropped = {"actor": None}, set()
+        self.spreads = self.layouts = {"L": None}
+        self.world, self.shards = self, {("actor", "L"): self}
+        self.arriving = {("actor", "L"): Pending(lambda: self.seen.append("came"))}
+        self.leaving = {("actor", "home"): {n: Pending(lambda: self.seen.append("left")) for n in (3, 7)}}
+        self.shared = {("actor", "L"): "home"}  # two names of one memory
+
+    def settled(self, *key: str) -> Any:
+        return State.settled(self, *key)  # type: ignore[arg-type]
+
+    def changeable(self, *key: str) -> Any:
+        return State.changeable(self, *key)  # type: ignore[arg-type]
+
+    def memory(self, *key: str) -> Any:
+        return State.memory(self, *key)  # type: ignore[arg-type]
+
+    def drop(self, *key: str) -> None:
+        State.drop(self, *key)  # type: ignore[arg-type]
+
+    def release(self) -> None:
+        self.seen.append("given up")
+
+    def offload(self, what: str) -> None:
+        self.seen.append("given up")
+
+    def axes(self, layout: None) -> Any:
+        self.seen.append("written")
+        raise Stop
+
+
+@pytest.mark.parametrize("act, event, then", [
+    (values.free, Free(id=1, mesh="m", buffers=("actor@L",)), "given up"),
+    (calls.offload, Offload(id=1, mesh="m", model="actor", layout="L"), "given up"),
+    (train.train, Train(id=1, mesh="m", model="actor", layout="L", spread="L", frames=(), loss="", fresh=(), data=(),
+                        outputs=()), "written"),
+], ids=["free", "offload", "train"])
+def test_who_changes_parameters_waits_until_they_have_left(act: Any, event: Any, then: str) -> None:
+    rank = Rank()
+    try:
+        act(rank, event)
+    except Stop:
+        pass
+    assert rank.seen == ["left", "left", "came", then] and not rank.leaving and not rank.arriving
+
+
+def test_who_reads_them_does_not() -> None:
+    rank = Rank()
+    rank.settled("actor", "L")
+    assert rank.seen == ["came"] and rank.leaving
+
+
+class Moving(Rank):
+    """As much of a State as a reallocation needs, from L1 on ranks 0 and 1 to L2 on ranks 1 and 2."""
+
+    def __init__(self, rank: int, held: torch.dtype):
+        self.seen, self.rank, self.shared = [], rank, {}
+        self.models = {"actor": SimpleNamespace(name="actor")}
+        self.layouts = {x: SimpleNamespace(id=x, mesh=x) for x in ("L1", "L2")}
+        self.meshes = {"L1": _Mesh(0, 1), "L2": _Mesh(1, 2)}
+        self.world, self.routes, self.device = self, {5: None}, torch.device("cpu")
+        self.shards = {("actor", x): SimpleNamespace(tensors=lambda: {"w": torch.zeros(2, dtype=held)})
+                       for x in ("L1", "L2")}
+        self.arriving, self.leaving = {}, {("actor", "L2"): {1: Pending(lambda: self.seen.append("left"))}}
+
+    def shard(self, model: str, layout: str) -> None:
+        """Built already."""
+
+    def told(self, pending: Pending) -> Pending:
+        return pending
+
+
+class _Mesh(tuple[int, ...]):
+    def __new__(cls, *ranks: int) -> _Mesh:
+        return super().__new__(cls, ranks)
+
+    def members(self) -> tuple[int, ...]:
+        return self
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_reallocation_says_what_is_on_its_way(rank: int, held: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who only sends waits at once. Who gets something also waits first until what was there has left; and what goes out
+    in another dtype is a copy, which nobody can change."""
+    state = Moving(rank, held)
+    monkeypatch.setattr(calls, "carried", lambda *_: SimpleNamespace(dtype="bfloat16"))
+    monkeypatch.setattr(calls, "realloc", lambda *_: state.seen.append("posted") or Pending(
+        lambda: state.seen.append("here")))
+    event = Realloc(id=5, mesh="m", model="actor", src="L1", dst="L2", bytes=0, messages=0, digest="")
+    calls.reallocate(state, event)  # type: ignore[arg-type]
+    assert state.seen == {0: ["posted", "here"], 1: ["left", "posted"], 2: ["left", "posted"]}[rank]
+    sent = state.leaving.get(("actor", "L1"), {})
+    assert sent.keys() == ({5} if rank == 1 and held == torch.bfloat16 else set())
+    assert (("actor", "L2") in state.arriving) == (rank > 0)
+    if sent:
+        assert sent[5] is state.arriving["actor", "L2"]
+
+
+def written_at_once(rank: int) -> bool:
+    """What is written behind `finish` has not been sent."""
+    good = True
+    for number, case in enumerate(CASES):
+        source = place(case, "src", rank, tensors(case, "src", rank, torch.float32))
+        right = tensors(case, "dst", rank, torch.float32)
+        held = {name: torch.zeros_like(t) for name, t in right.items()}
+        pending = realloc(route(case, rank, 1 << 30), source, place(case, "dst", rank, held), torch.float32,
+                          torch.device("cpu"), number * 16)
+        pending.finish()
+        pending.finish()  # the copy's reader and the source's writer both ask
+        for t in (source or {}).values():
+            t.fill_(-1.0)
+        good &= all(torch.equal(held[name], t) for name, t in right.items())
+    return good
+
+
+def test_what_has_left_may_be_written() -> None:
+    assert run_world(4, written_at_once) == [True] * 4
