@@ -19,6 +19,7 @@ from typing import Literal
 
 from rldsl.plan.events import Item
 from rldsl.plan.expr import Level, Program, Scalar
+from rldsl.plan.function import Function
 from rldsl.plan.heads import Head
 
 FORMAT = 1
@@ -285,17 +286,6 @@ class Value:
     level: Level
     extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A user's Python function. The compiler records the hash and never imports the file."""
-
-    id: str
-    path: str
-    name: str
-    sha256: str
-    returns: Level = "seq"
 
 
 @dataclass(frozen=True, slots=True)

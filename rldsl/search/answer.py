@@ -67,11 +67,9 @@ def find(p: Prepared, cluster: Cluster, memory: int, options: Options = Options(
         instance, result = searched(asked, reserve, options)
         if not result.best:
             raise too_small(asked, cluster)
-        best, over, refused = _compiled(p, instance, result, cluster, options.lengths)
+        best, over = _compiled(p, instance, result, cluster, options.lengths)
         if best:
             return Answer(asked, instance, result, tuple(sorted(best, key=lambda b: b.seconds)))
-        if refused is not None and not over:
-            raise refused
         reserve += over + memory // 200
     raise too_small(asked, cluster)
 
@@ -109,24 +107,20 @@ def _searched(asked: Problem, reserve: int, options: Options) -> tuple[Instance,
 
 
 def _compiled(p: Prepared, instance: Instance, result: Result, cluster: Cluster,
-              lengths: Lengths) -> tuple[list[Proved], int, Failure | None]:
-    """The best that fit, by how many bytes others did not, and what the verifier said of one."""
+              lengths: Lengths) -> tuple[list[Proved], int]:
+    """The best that fit, verified, and by how many bytes others did not."""
     found: list[Proved] = []
-    over, refused = 0, None
+    over = 0
     for judged in different(result.best):
         one = proved(p, instance, judged, cluster, lengths)
         if p.placed.memory and one.bytes > p.placed.memory:
             over = max(over, one.bytes - p.placed.memory)
             continue
-        try:
-            verify(one.plan)
-        except Failure as e:  # such as more messages at once than there may be: no placement
-            refused = e
-            continue
+        verify(one.plan)
         found.append(one)
         if len(found) == FEW:
             break
-    return found, over, refused
+    return found, over
 
 
 def different(best: tuple[Judged, ...]) -> tuple[Judged, ...]:

@@ -154,7 +154,7 @@ class _Search:
             return
         for full in self.followed(blocks, now):
             judged = self.i.judge(full)
-            if self.i.fits(judged.bytes) and judged.seconds < inf:
+            if self.i.fits(judged.bytes):
                 self.keep(judged)
 
     def given(self, blocks: Blocks) -> dict[int, Block]:

@@ -7,21 +7,18 @@ strategy; while a device is too small, the change that costs least time for the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 from rldsl.search.costs import Entry
 from rldsl.search.instance import Assignment, Instance, Judged
 from rldsl.search.space import Block
 
 
-def chosen(i: Instance, blocks: Sequence[Block], without: frozenset[tuple[str, object]] = frozenset()) -> Judged | None:
-    """Entries for given blocks. without: (model, degrees) under which models are not trained, since no plan could move
-    their parameters from there."""
+def chosen(i: Instance, blocks: Sequence[Block]) -> Judged | None:
+    """Entries for given blocks."""
     entries: list[Entry] = []
     for job, b in zip(i.calls, blocks):
         home = i.homes.get(job.model)
-        options = tuple(e for e in i.table.entries(job, b.size)
-                        if job.kind != "train" or (job.model, e.strategy.degrees) not in without)
+        options = i.table.entries(job, b.size)
         if home is not None and job.kind == "train" and home < len(entries):  # as the first one trains
             options = tuple(e for e in options if e.strategy.degrees == entries[home].strategy.degrees)
         if not options:
@@ -30,26 +27,18 @@ def chosen(i: Instance, blocks: Sequence[Block], without: frozenset[tuple[str, o
     picked: tuple[Entry, ...] | None = tuple(entries)
     while picked is not None:
         if i.fits(i.roughly(blocks, picked)) and i.fits((now := i.judge(Assignment(tuple(blocks), picked))).bytes):
-            if now.seconds < inf:
-                return now
-            moves = i.copies(now.assignment.blocks, now.assignment.entries)
-            stuck = {i.calls[home].model for move, home in moves.values() if move.seconds == inf}
-            return chosen(i, blocks, without | {(j.model, e.strategy.degrees) for j, e in zip(i.calls, picked)
-                                                if j.kind == "train" and j.model in stuck})
-        picked = _lighter(i, blocks, picked, without)
+            return now
+        picked = _lighter(i, blocks, picked)
     return None
 
 
-def _lighter(i: Instance, blocks: Sequence[Block], entries: tuple[Entry, ...],
-             without: frozenset[tuple[str, object]]) -> tuple[Entry, ...] | None:
+def _lighter(i: Instance, blocks: Sequence[Block], entries: tuple[Entry, ...]) -> tuple[Entry, ...] | None:
     """The change of one call (with all trainings of its model) that saves bytes at the least cost in time for each. All
     bytes together become fewer each time, so there is an end of it."""
     best: tuple[float, tuple[Entry, ...]] | None = None
     for c, job in enumerate(i.calls):
         now = entries[c]
         for e in i.table.entries(job, blocks[c].size):
-            if job.kind == "train" and (job.model, e.strategy.degrees) in without:
-                continue
             if (least := now.resident + now.active - e.resident - e.active) <= 0:
                 continue
             price = max(e.seconds + e.away - now.seconds - now.away, 0.0) / least

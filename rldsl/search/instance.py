@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 
 from rldsl.plan.memory.parameters import resting
 from rldsl.plan.realloc.rounds import BUCKET
@@ -159,9 +158,7 @@ class Instance:
         moves = self.copies(a.blocks, entries)
         every = range(len(entries))  # three steps may be too few to see what holds a long run up
         least = self.bound(dict(zip(every, a.blocks)), {c: entries[c].seconds for c in every})
-        found = inf
-        if all(m.seconds < inf for m, _ in moves.values()):
-            found = max(self.seconds(a.blocks, entries, moves), least)
+        found = max(self.seconds(a.blocks, entries, moves), least)
         kept = self.bytes(a.blocks, entries, moves, keep=True)
         keep = self.fits(kept)
         bytes = kept if keep else self.bytes(a.blocks, entries, moves)

@@ -10,22 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import inf
 
-from rldsl.plan.batches import MESSAGES
 from rldsl.plan.model import Layout, Model
 from rldsl.plan.movement import carried
 from rldsl.plan.realloc.alias import coincide
-from rldsl.plan.realloc.lanes import Known
 from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.records import Kind, Paths
-from rldsl.plan.realloc.rounds import BUCKET, buckets, count, posted
+from rldsl.plan.realloc.records import Kind, Paths, handed, taken
+from rldsl.plan.realloc.rounds import BUCKET, buckets, count
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block, Strategy
 from rldsl.simulate.times import Machine
 from rldsl.simulate.traffic import Traffic
 
 
+Key = tuple[str, Block, Strategy, Block, Strategy]
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes of an element
 
 
@@ -48,12 +46,11 @@ class Moves:
 
     def __init__(self, problem: Problem, machine: Machine):
         self.problem, self.machine = problem, machine
-        self.known: dict[tuple[object, ...], Move] = {}
+        self.known: dict[Key, Move] = {}
 
     def seen(self, model: str, src: Block, mine: Strategy, dst: Block, other: Strategy) -> Move | None:
         """What is known already."""
-        a, b = beside(src, dst, self.problem.cluster.gpus)
-        return self.known.get((model, a, mine.degrees, b, other.degrees))
+        return self.known.get(self._key(model, src, mine, dst, other))
 
     def least(self, model: str, lacks: int, far: int) -> Move:
         """Where some rank gets at least so many elements, and so many over the network. What comes by both links at once
@@ -69,12 +66,17 @@ class Moves:
 
     def __call__(self, model: str, src: Block, mine: Strategy, dst: Block, other: Strategy) -> Move:
         """mine, other: strategies of the train call and of the call that uses the copy."""
-        a, b = beside(src, dst, self.problem.cluster.gpus)
-        key = (model, a, mine.degrees, b, other.degrees)
+        key = self._key(model, src, mine, dst, other)
         if key not in self.known:
-            here, there = replace(mine, mbs=0).layout(a.mesh()), replace(other, mbs=0).layout(b.mesh())
+            _, a, mine, b, other = key
+            here, there = mine.layout(a.mesh()), other.layout(b.mesh())
             self.known[key] = self._move(replace(self.problem.models[model], home=here.id), here, a, there, b)
         return self.known[key]
+
+    def _key(self, model: str, src: Block, mine: Strategy, dst: Block, other: Strategy) -> Key:
+        """What a movement depends on. With any degree of `zero` parameters lie alike."""
+        a, b = beside(src, dst, self.problem.cluster.gpus)
+        return model, a, _layout_only(mine), b, _layout_only(other)
 
     def _move(self, model: Model, src: Layout, a: Block, dst: Layout, b: Block) -> Move:
         machine, gpus = self.machine, self.problem.cluster.gpus
@@ -88,8 +90,6 @@ class Moves:
         if not most:
             return Move(copied=True)
         parts = buckets(way, item)
-        if 2 * self.problem.world > MESSAGES and messages(way, parts) > MESSAGES:  # the verifier refuses it (RL0535)
-            return Move(seconds=inf, bytes=item * most, copied=True)
         longest = max(max(t.receiving(machine, item), t.sending(machine, item)) for t in seen)
         crosses = any(t.crosses for t in seen)
         return Move(machine.memory(2 * item * max(t.sent for t in seen)),
@@ -97,12 +97,8 @@ class Moves:
                     machine.memory(2 * item * most), item * most, min(2 * item * most, BUCKET), True)
 
 
-def messages(way: Paths, parts: int) -> int:
-    """The most that a rank posts in a round, of one node of the first, the middle and the last kind; of the others,
-    what is found is verified."""
-    known: Known = {}
-    some = {way.kinds[i].nodes[0] for i in (0, len(way.kinds) // 2, -1)} if way.kinds else set[int]()
-    return max((posted(way, n * way.devices + d, parts, known) for n in some for d in range(way.devices)), default=0)
+def _layout_only(s: Strategy) -> Strategy:
+    return Strategy(s.dp, s.tp, s.pp, s.cp, s.ep, min(s.zero, 1), vpp=s.vpp)
 
 
 def beside(src: Block, dst: Block, gpus: int) -> tuple[Block, Block]:
@@ -128,16 +124,14 @@ def loads(way: Paths) -> tuple[Traffic, ...]:
 
 def _node(way: Paths, kind: Kind) -> Iterator[Traffic]:
     """The devices of a node. What comes in over the network, the devices by which it comes give to the others."""
-    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
-    passed = kind.trees < len(kind.nodes)
-    for i, e in kind.entering.items():
-        near_in.update(dict.fromkeys(e.needers, way.lines[i].size))
-        for who, start, stop in e.shares:
-            own = who in e.needers
-            far_in[who] += stop - start
-            near_in[who] -= (stop - start) * own
-            near_out[who] += (stop - start) * (len(e.needers) - own)
-            far_out[who] += (stop - start) * passed
+    came = taken(kind.entering.values())
+    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), handed(came), Counter[int]()
+    for needers, parts in came.items():
+        near_in.update(dict.fromkeys(needers, sum(parts.values())))
+        for who, size in parts.items():
+            far_in[who] += size
+            near_in[who] -= size * (who in needers)
+            far_out[who] += size * (kind.trees < len(kind.nodes))
     for hop in kind.hops:
         near_in[hop.dst] += hop.stop - hop.start
         near_out[hop.src] += hop.stop - hop.start

@@ -12,7 +12,7 @@ from rldsl.plan.boxes import volume
 from rldsl.plan.model import Layout, Mesh
 from rldsl.plan.realloc.lanes import rank_lanes
 from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.rounds import AHEAD, SHORT, Message, buckets, busiest, count, rank_ops, steps
+from rldsl.plan.realloc.rounds import AHEAD, SHORT, Message, buckets, count, rank_ops, steps
 from rldsl.plan.realloc.summary import digest, summary
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, cases, small, wide
@@ -92,10 +92,10 @@ def test_messages_have_two_ends(case: Case) -> None:
 def test_no_round_is_larger_than_half_a_bucket(case: Case) -> None:
     """To within short lines, and a row of each box."""
     p = case.paths()
-    limit = max(1, busiest(p) // 5)
+    limit = max(1, p.busiest // 5)
     number = buckets(p, 1, limit)
     assert number in (1, 10, 11)
-    short = busiest(p) // (SHORT * number)
+    short = p.busiest // (SHORT * number)
     short = sum(line.size for line in p.lines if line.size <= short)
     row = max(volume(box) // max(stop - start for start, stop in box)
               for line in p.lines for box in [e.box for e in line.entries] if box)

@@ -99,7 +99,10 @@ def test_a_rank_that_sends_something_else_than_its_peer_expects(monkeypatch: pyt
 
 
 def test_more_messages_at_once_than_a_group_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MESSAGES", 1)
+    """Cut by the rule, a rank posts few; by another, which puts all its peers together, too many."""
+    monkeypatch.setattr(lanes, "MESSAGES", 4 * lanes.PARTS)
+    assert not codes(grpo())
+    monkeypatch.setattr(lanes, "batches", lambda rank, peers, world, messages: (tuple(peers),))
     assert codes(grpo()) == {"RL0535"}
 
 

@@ -1,104 +1,117 @@
 """Inside a node: by which of its devices lines come in over the network, and who gives what to whom.
 
-In: the lines that the devices of a node hold and lack. Out: a `Kind`, without trees yet.
+In: the lines that the devices of a node hold and lack. Out: a `Kind`, without trees yet. There may be thousands of lines
+and of kinds (a model divided among all ranks), so what can be is summed up for all lines of the same devices.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from rldsl.plan.realloc.lines import Line
 from rldsl.plan.realloc.nodes import Places
-from rldsl.plan.realloc.records import Entering, Hop, Kind, fan, given
+from rldsl.plan.realloc.records import Entering, Hop, Kind, fan, handed, taken
 from rldsl.plan.realloc.share import Share, balance, cut
 
 NETWORK = 8  # a byte between nodes costs at least as much as this many inside one (H100: 450 to 50 GB/s)
 
-Wants = Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]  # line -> devices of the node that hold, and that lack it
+Devices = tuple[int, ...]  # of a node, ascending
 
 
-def kind_of(every: Sequence[Line], nodes: tuple[int, ...], places: Places, wants: Wants) -> Kind:
-    """Of the ways in which lines may come into the nodes, the one that makes the busiest device least busy."""
-    away = {i: lack for i, (hold, lack) in wants.items() if not hold}
-    inside = {i: both for i, both in wants.items() if both[0]}
-    ways = [_entering(every, away, {}, 0)]
-    if away and inside:  # those who send much inside the node may receive less from outside
-        ways.append(_entering(every, away, _sent(_direct(every, inside, {}, {})), 1))
-    made = [Kind(nodes, places, way, _hops(every, inside, way), len(nodes)) for way in ways]
-    return min(made, key=_busy) if len(made) > 1 else made[0]  # `_busy` is most of the work
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What the devices of a node lack. away: of lines that no device holds, those that the same devices want, in the
+    order in which these take them. inside: of each other line, by number, the devices that hold and that lack it."""
+
+    away: Mapping[Devices, Sequence[int]]
+    inside: Mapping[int, tuple[Devices, Devices]]
 
 
-def _busy(kind: Kind) -> int:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How lines come to devices that lack them. wanted: lines by these devices. shares: of each line, the devices to
+    which it comes. taken: what comes to each device, of all lines of the same devices together."""
+
+    wanted: Mapping[Devices, Sequence[int]]
+    shares: Mapping[int, Sequence[Share]]
+    taken: Mapping[Devices, Mapping[int, int]]
+
+    def entering(self) -> dict[int, Entering]:
+        return dict(sorted((i, Entering(needers, tuple(self.shares[i])))
+                           for needers, found in self.wanted.items() for i in found))
+
+
+def kind_of(sizes: Sequence[int], nodes: tuple[int, ...], places: Places, wants: Wants) -> Kind:
+    """Of the ways in which lines may come into the nodes, the one that makes the busiest device least busy. sizes: of
+    all lines."""
+    ways = [_way(sizes, wants.away, {}, 0)]
+    if wants.away and wants.inside:  # those who send much inside the node may receive less from outside
+        ways.append(_way(sizes, wants.away, _sent(_direct(sizes, wants.inside, {}, {})), 1))
+    made = [(way, _hops(sizes, wants.inside, way)) for way in ways]
+    way, hops = min(made, key=lambda x: _busy(*x)) if len(made) > 1 else made[0]  # `_busy` takes its time
+    return Kind(nodes, places, way.entering(), hops, len(nodes))
+
+
+def _busy(way: Way, hops: Sequence[Hop]) -> int:
     """Of the busiest device of a node, with bytes of the network weighed by what they cost more than others."""
-    far, sent, near = arriving(kind), _sent(kind.hops) + _handed(kind.entering), Counter[int]()
-    for hop in kind.hops:
+    sent, near, far = _sent(hops) + handed(way.taken), Counter[int](), Counter[int]()
+    for hop in hops:
         near[hop.dst] += hop.stop - hop.start
-    for e in kind.entering.values():
-        whole = sum(stop - start for _, start, stop in e.shares)
-        for needer in e.needers:
-            near[needer] += whole
-        for who, start, stop in e.shares:
-            near[who] -= (stop - start) * (who in e.needers)
+    for needers, taken in way.taken.items():
+        near.update(dict.fromkeys(needers, sum(taken.values())))
+        for who, size in taken.items():
+            far[who] += size
+            near[who] -= size * (who in needers)
     return max((*near.values(), *sent.values(), *(NETWORK * x for x in far.values())), default=0)
 
 
-def _handed(entering: Mapping[int, Entering]) -> Counter[int]:
-    """What devices give to others of what comes by them."""
-    found: Counter[int] = Counter()
-    for e in entering.values():
-        for who, size in given(e):
-            found[who] += size
-    return found
-
-
-def _entering(every: Sequence[Line], lack: Mapping[int, tuple[int, ...]], loads: Mapping[int, int],
-              fewer: int) -> dict[int, Entering]:
+def _way(sizes: Sequence[int], wanted: Mapping[Devices, Sequence[int]], loads: Mapping[int, int], fewer: int) -> Way:
     """The parts in which lines come to devices that lack them: balanced by what each gets (fewer: 0) or by what it then
     gives to the others (1). loads: what it sends or gets besides."""
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for i, needers in lack.items():
-        alike[needers].append(i)
-    weights = {needers: max(1, (len(needers) - 1) ** fewer) for needers in alike}
-    sizes = {needers: sum(every[i].size for i in found) * weights[needers] for needers, found in alike.items()}
-    shares: dict[int, list[Share]] = {i: [] for i in lack}
-    for needers, amounts in balance(sizes, loads).items():
-        weight = weights[needers]
-        together = sorted(alike[needers], key=lambda i: (_shards(every[i]), i))  # a device hears from few holders
-        for i, (who, start, stop) in cut(((i, every[i].size * weight) for i in together), amounts):
-            if start // weight < stop // weight:
-                shares[i].append(Share(needers[who], start // weight, stop // weight))
-    return {i: Entering(needers, tuple(shares[i])) for i, needers in lack.items()}
+    weights = {needers: max(1, (len(needers) - 1) ** fewer) for needers in wanted}
+    totals = {needers: sum(sizes[i] for i in found) * weights[needers] for needers, found in wanted.items()}
+    shares: dict[int, list[Share]] = {i: [] for found in wanted.values() for i in found}
+    taken: dict[Devices, Counter[int]] = {}
+    for needers, amounts in balance(totals, loads).items():
+        weight, mine = weights[needers], taken.setdefault(needers, Counter())
+        for i, (who, start, stop) in cut(((i, sizes[i] * weight) for i in wanted[needers]), amounts):
+            if (start := start // weight) < (stop := stop // weight):
+                shares[i].append(Share(needers[who], start, stop))
+                mine[needers[who]] += stop - start
+    return Way(wanted, shares, taken)
 
 
-def _shards(line: Line) -> tuple[tuple[int, int, int], ...]:
-    """The holders of a line, those of a shard of the rows together: all of them hold what is not divided otherwise."""
-    return tuple((c.stage, c.shard, c.part) for c in line.have)
-
-
-def _hops(every: Sequence[Line], inside: Wants, entering: Mapping[int, Entering]) -> tuple[Hop, ...]:
+def _hops(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devices]], way: Way) -> tuple[Hop, ...]:
     """From holders straight to all that lack a line; or, if that makes the busiest device less busy, handed out in
     parts wherever more lack a line than hold it."""
-    loads = _handed(entering)
-    need: Counter[int] = Counter()
-    for i, lack in [*((i, lack) for i, (_, lack) in inside.items()), *((i, e.needers) for i, e in entering.items())]:
-        need.update(dict.fromkeys(lack, every[i].size))
-    few = {i: lack for i, (hold, lack) in inside.items() if len(hold) < len(lack)}
-    direct = tuple(_direct(every, inside, loads, {}))
-    if not few or _busiest(loads, direct) <= max(need.values()):
+    loads = handed(way.taken)
+    few = [i for i, (hold, lack) in inside.items() if len(hold) < len(lack)]
+    direct = tuple(_direct(sizes, inside, loads, {}))
+    if not few:
         return direct
-    handed = _entering(every, few, {}, 0)
-    second = [h for i, e in handed.items() for h in fan(i, e, 1)]
-    relayed = (*_direct(every, inside, loads + _sent(second), handed), *second)
+    need = Counter[int]()
+    for i, (_, lack) in inside.items():
+        need.update(dict.fromkeys(lack, sizes[i]))
+    for needers, taken in way.taken.items():
+        need.update(dict.fromkeys(needers, sum(taken.values())))
+    if _busiest(loads, direct) <= max(need.values()):
+        return direct
+    lacked: dict[Devices, list[int]] = defaultdict(list)
+    for i in few:
+        lacked[inside[i][1]].append(i)
+    parts = _way(sizes, lacked, {}, 0)
+    second = [h for i, e in parts.entering().items() for h in fan(i, e, 1)]
+    relayed = (*_direct(sizes, inside, loads + _sent(second), parts.shares), *second)
     return relayed if _busiest(loads, relayed) < _busiest(loads, direct) else direct
 
 
-def _direct(every: Sequence[Line], inside: Wants, loads: Mapping[int, int],
-            handed: Mapping[int, Entering]) -> Iterator[Hop]:
-    """Hops of step 0. handed: lines of which every device gets its part only."""
+def _direct(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devices]], loads: Mapping[int, int],
+            divided: Mapping[int, Sequence[Share]]) -> Iterator[Hop]:
+    """Hops of step 0. divided: of lines of which every device gets its part only."""
     lists: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)  # (device, line, start, stop)
     for i, (hold, lack) in inside.items():
-        parts = handed[i].shares if i in handed else [Share(d, 0, every[i].size) for d in lack]
+        parts = divided[i] if i in divided else [Share(d, 0, sizes[i]) for d in lack]
         lists[hold] += [(who, i, start, stop) for who, start, stop in parts]
     shares = balance({hold: sum(stop - start for *_, start, stop in found) for hold, found in lists.items()}, loads)
     for hold, amounts in shares.items():
@@ -119,8 +132,7 @@ def _busiest(loads: Counter[int], hops: Iterable[Hop]) -> int:
 
 def arriving(kind: Kind) -> Counter[int]:
     """Elements that come to each device over the network."""
-    found: Counter[int] = Counter()
-    for entering in kind.entering.values():
-        for who, start, stop in entering.shares:
-            found[who] += stop - start
+    found = Counter[int]()
+    for parts in taken(kind.entering.values()).values():
+        found.update(parts)
     return found

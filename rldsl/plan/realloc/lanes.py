@@ -6,12 +6,14 @@ number of ranks. Invariant: a lane stands in the list of its receiver if and onl
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from rldsl.plan.boxes import Cell
-from rldsl.plan.realloc.records import Hop, Kind, Paths, fan
+from rldsl.plan.realloc.records import Hop, Kind, Paths, Supply
 from rldsl.plan.realloc.trees import TREES, children, depth, parent, root
 
 
@@ -37,25 +39,86 @@ class Part(NamedTuple):
     stop: int
 
 
-Known = dict[tuple[int, bool, Cell], tuple[Part, ...]]  # kind, whether its trees pass anything on, cell
+Lanes = tuple[Lane, ...]
+Ends = tuple[int, int, int]  # a line, and from where to where of it
 
 
-def rank_lanes(p: Paths, rank: int, known: Known | None = None) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]:
-    """(sends, receives), sorted. known: kept from rank to rank of the same paths by who asks for many."""
+def rank_lanes(p: Paths, rank: int, known: Known | None = None) -> tuple[Lanes, Lanes]:
+    """(sends, receives), sorted. known: of these paths, from who asks for many ranks."""
     node, device = divmod(rank, p.devices)
-    known = {} if known is None else known
+    known = known or Known(p)
     sends, receives = list(_supplied(p, rank, known)), []
     for q, kind in enumerate(p.kinds):
         at = bisect_right(kind.nodes, node) - 1
         if at >= 0 and kind.nodes[at] == node:
-            for hop in _inside(kind, at):
-                if hop.src == device:
-                    sends.append(Lane(hop.step, node * p.devices + hop.dst, hop.line, hop.start, hop.stop))
-                elif hop.dst == device:
-                    receives.append(Lane(hop.step, node * p.devices + hop.src, hop.line, hop.start, hop.stop))
-            sends += _passed_on(p, kind, at, device)
+            first, (out, into) = node * p.devices, known.inside(q, *_steps(kind, at))
+            sends += [Lane(hop.step, first + hop.dst, hop.line, hop.start, hop.stop) for hop in out.get(device, ())]
+            receives += [Lane(hop.step, first + hop.src, hop.line, hop.start, hop.stop) for hop in into.get(device, ())]
+            sends += _passed_on(p, q, at, device, known)
             receives += _entering(p, q, at, device, known)
     return tuple(sorted(sends)), tuple(sorted(receives))
+
+
+class Known:
+    """What ranks have in common: each method's answers are kept."""
+
+    def __init__(self, p: Paths):
+        self.p = p
+        self.lines: dict[Cell, list[Ends]] = defaultdict(list)  # what each cell sends of each line
+        for line, shares in p.shares.items():
+            for who, start, stop in shares:
+                self.lines[p.lines[line].have[who]].append((line, start, stop))
+        self.inside, self.own = cache(self._inside), cache(self._own)
+        self.parts, self.into = cache(self._parts), cache(self._into)
+
+    def _inside(self, q: int, *steps: int) -> tuple[Mapping[int, Sequence[Hop]], Mapping[int, Sequence[Hop]]]:
+        """Hops of a node of a kind by sender, and by receiver. What comes over the network, down each of its trees in
+        one of `steps`, is given to the others in the next."""
+        out, into = defaultdict[int, list[Hop]](list), defaultdict[int, list[Hop]](list)
+        kind = self.p.kinds[q]
+        given = (Hop(step + 1, line, device, needer, start, stop) for tree, step in enumerate(steps)
+                 for device, found in self.own(q, tree, len(steps) > 1).items() for line, start, stop in found
+                 for needer in kind.entering[line].needers if needer != device)
+        for hop in (*kind.hops, *given):
+            out[hop.src].append(hop)
+            into[hop.dst].append(hop)
+        return out, into
+
+    def _own(self, q: int, tree: int, several: bool) -> Mapping[int, Sequence[Ends]]:
+        """What comes down a tree to each device of a node."""
+        found = defaultdict[int, list[Ends]](list)
+        for line, entering in self.p.kinds[q].entering.items():
+            for device, start, stop in entering.shares:
+                start, stop = half(tree, start, stop, several)
+                if start < stop:
+                    found[device].append((line, start, stop))
+        return found
+
+    def _parts(self, q: int, several: bool, cell: Cell) -> Sequence[Part]:
+        """What a cell sends to a tree of a kind (of several nodes or of one), in the order of its line: device after
+        device, so that each hears from few."""
+        entering, cuts = self.p.kinds[q].entering, []
+        for line, low, high in self.lines.get(cell, ()):
+            for device, *ends in entering[line].shares if line in entering else ():
+                for tree in TREES[: 2 if several else 1]:
+                    start, stop = half(tree, *ends, several)
+                    if max(start, low) < min(stop, high):
+                        cuts.append((tree, device, line, max(start, low), min(stop, high)))
+        found, at = [], 0
+        for tree, device, line, start, stop in sorted(cuts):
+            found.append(Part(at, tree, device, line, start, stop))
+            at += stop - start
+        return found
+
+    def _into(self, q: int, several: bool) -> Mapping[tuple[int, int], Sequence[tuple[Cell, Supply, Part]]]:
+        """What holders send to the first nodes of trees of a kind: by tree and device."""
+        found = defaultdict[tuple[int, int], list[tuple[Cell, Supply, Part]]](list)
+        for cell, source in self.p.sources.items():
+            at = bisect_left(source.supplies, q, key=lambda s: s.kind)
+            if at < len(source.supplies) and source.supplies[at].kind == q:
+                for part in self.parts(q, several, cell):
+                    found[part.tree, part.device].append((cell, source.supplies[at], part))
+        return found
 
 
 def half(tree: int, start: int, stop: int, trees: bool) -> tuple[int, int]:
@@ -71,27 +134,21 @@ def place(kind: Kind, at: int) -> tuple[int, int, int]:
     return i, start, stop - start
 
 
-def _inside(kind: Kind, at: int) -> Iterator[Hop]:
-    """Hops of the node; what came over the network in some step is given to the others in the next."""
-    yield from kind.hops
+def _steps(kind: Kind, at: int) -> tuple[int, ...]:
+    """In which step of a bucket node number `at` of a kind is reached, down each of its trees."""
     _, first, count = place(kind, at)
-    for i, entering in kind.entering.items():
-        for tree in TREES[: 2 if count > 1 else 1]:
-            step = depth(count, tree, at - first) + 1
-            for hop in fan(i, entering, step):
-                start, stop = half(tree, hop.start, hop.stop, count > 1)
-                if start < stop:
-                    yield hop._replace(start=start, stop=stop)
+    return tuple(depth(count, tree, at - first) for tree in TREES[: 2 if count > 1 else 1])
 
 
-def _passed_on(p: Paths, kind: Kind, at: int, device: int) -> Iterator[Lane]:
+def _passed_on(p: Paths, q: int, at: int, device: int, known: Known) -> Iterator[Lane]:
     """What the device sends to the same device of the nodes below its own."""
+    kind = p.kinds[q]
     _, first, count = place(kind, at)
     for tree in TREES if count > 1 else ():
         for child in children(count, tree, at - first):
             step, peer = depth(count, tree, child), kind.nodes[first + child] * p.devices + device
-            for i, start, stop in _own(kind, device, tree, True):
-                yield Lane(step, peer, i, start, stop)
+            for line, start, stop in known.own(q, tree, True).get(device, ()):
+                yield Lane(step, peer, line, start, stop)
 
 
 def _entering(p: Paths, q: int, at: int, device: int, known: Known) -> Iterator[Lane]:
@@ -102,51 +159,13 @@ def _entering(p: Paths, q: int, at: int, device: int, known: Known) -> Iterator[
         above = parent(count, tree, at - first)
         if above is not None:
             step, peer = depth(count, tree, at - first), kind.nodes[first + above] * p.devices + device
-            for line, start, stop in _own(kind, device, tree, True):
+            for line, start, stop in known.own(q, tree, True).get(device, ()):
                 yield Lane(step, peer, line, start, stop)
         else:
             yield from _from_sources(p, q, i, tree, device, known)
 
 
-def _own(kind: Kind, device: int, tree: int, trees: bool) -> Iterator[tuple[int, int, int]]:
-    """(line, start, stop) that come to the device down a tree."""
-    for i, entering in kind.entering.items():
-        for who, start, stop in entering.shares:
-            if who == device:
-                start, stop = half(tree, start, stop, trees)
-                if start < stop:
-                    yield i, start, stop
-
-
 # ---------------------------------------------------------------------------------------------------- sources
-
-
-def parts(p: Paths, q: int, i: int, cell: Cell, known: Known) -> tuple[Part, ...]:
-    """What `cell` sends to tree number `i` of a kind, in the order of its line: device after device, so that each
-    hears from few. The same for all trees of several nodes, and for all of one."""
-    start, stop = p.kinds[q].tree(i)
-    key = (q, stop - start > 1, cell)
-    if key not in known:
-        known[key] = _parts(p, *key)
-    return known[key]
-
-
-def _parts(p: Paths, q: int, several: bool, cell: Cell) -> tuple[Part, ...]:
-    kind, found, at = p.kinds[q], [], 0
-    trees = TREES[: 2 if several else 1]
-    cuts: list[tuple[int, int, int, int, int]] = []
-    for line, entering in kind.entering.items():
-        for who, low, high in p.shares[line]:
-            if p.lines[line].have[who] == cell:
-                for device, *ends in entering.shares:
-                    for tree in trees:
-                        a, b = half(tree, *ends, len(trees) > 1)
-                        if max(a, low) < min(b, high):
-                            cuts.append((tree, device, line, max(a, low), min(b, high)))
-    for tree, device, line, start, stop in sorted(cuts):
-        found.append(Part(at, tree, device, line, start, stop))
-        at += stop - start
-    return tuple(found)
 
 
 def _supplied(p: Paths, rank: int, known: Known) -> Iterator[Lane]:
@@ -163,7 +182,7 @@ def _supplied(p: Paths, rank: int, known: Known) -> Iterator[Lane]:
         for i in range(max(low - at, 0) // amount, min(copies, -(-max(high - at, 0) // amount))):
             kind = p.kinds[q]
             first, past = kind.tree(i)
-            for part in parts(p, q, i, cell, known):
+            for part in known.parts(q, past - first > 1, cell):
                 begin = at + i * amount + part.at
                 start, stop = max(low, begin), min(high, begin + part.stop - part.start)
                 if start < stop:
@@ -174,21 +193,17 @@ def _supplied(p: Paths, rank: int, known: Known) -> Iterator[Lane]:
 
 def _from_sources(p: Paths, q: int, i: int, tree: int, device: int, known: Known) -> Iterator[Lane]:
     """What the first node of tree number `i` of a kind gets from the holders."""
-    cells = {p.lines[line].have[share.who] for line in p.kinds[q].entering for share in p.shares[line]}
-    for cell in sorted(cells):
+    first, past = p.kinds[q].tree(i)
+    for cell, supply, part in known.into(q, past - first > 1).get((tree, device), ()):
         source = p.sources[cell]
-        supply = next(s for s in source.supplies if s.kind == q)
-        for part in parts(p, q, i, cell, known):
-            if (part.tree, part.device) != (tree, device):
-                continue
-            start = begin = supply.start + i * supply.amount + part.at
-            end = begin + part.stop - part.start
-            while start < end:
-                window = ((start + 1) * source.senders - 1) // source.size
-                stop = min(end, source.size * (window + 1) // source.senders)
-                peer = p.src.rank(cell, window * p.src.copies // source.senders)
-                yield Lane(0, peer, part.line, part.start + start - begin, part.start + stop - begin)
-                start = stop
+        start = begin = supply.start + i * supply.amount + part.at
+        end = begin + part.stop - part.start
+        while start < end:
+            window = ((start + 1) * source.senders - 1) // source.size
+            stop = min(end, source.size * (window + 1) // source.senders)
+            peer = p.src.rank(cell, window * p.src.copies // source.senders)
+            yield Lane(0, peer, part.line, part.start + start - begin, part.start + stop - begin)
+            start = stop
 
 
 def _window(senders: int, copies: int, copy: int) -> int | None:

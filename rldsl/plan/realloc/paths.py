@@ -20,9 +20,9 @@ from dataclasses import replace
 from rldsl.plan.boxes import Cell
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.realloc.inside import Wants, arriving, kind_of
-from rldsl.plan.realloc.lines import lines
+from rldsl.plan.realloc.lines import Line, lines
 from rldsl.plan.realloc.nodes import Places, Side, kinds
-from rldsl.plan.realloc.records import Paths, Source, Supply
+from rldsl.plan.realloc.records import Paths, Source, Supply, handed, taken
 from rldsl.plan.realloc.share import Share, balance, cut
 
 WORTH = 1.125  # passing on costs rounds: it must make the busiest rank less busy by this factor
@@ -32,32 +32,54 @@ def paths(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh
     """How `model` gets from layout `src` to layout `dst`."""
     here, there = Side.of(src, src_mesh), Side.of(dst, dst_mesh)
     every = lines(model, src, dst)
-    have = [frozenset(line.have) for line in every]
-    want: dict[Cell, list[int]] = defaultdict(list)
+    sizes, order, have, want = [line.size for line in every], _together(every), _by_have(every), _by_want(every)
+    alike = (kind_of(sizes, nodes, places, _wants(places, have, want, order))
+             for places, nodes in kinds(here, there, devices_per_node).items())
+    found = _network(Paths(devices_per_node, here, there, every, tuple(alike), {}, {}))
+    return replace(found, busiest=_busiest(found))
+
+
+def _by_have(every: Sequence[Line]) -> Mapping[Cell, Sequence[int]]:
+    found: dict[Cell, list[int]] = defaultdict(list)
     for i, line in enumerate(every):
-        for cell in line.want:
-            want[cell].append(i)
-    alike = []
-    for places, nodes in kinds(here, there, devices_per_node).items():
-        alike.append(kind_of(every, nodes, places, _wants(places, want, have)))
-    return _network(Paths(devices_per_node, here, there, every, tuple(alike), {}, {}))
+        for cell in line.have:
+            found[cell].append(i)
+    return found
 
 
-def _wants(places: Places, want: Mapping[Cell, Sequence[int]], have: Sequence[frozenset[Cell]]) -> Wants:
-    devices: dict[Cell, list[int]] = defaultdict(list)
-    for device, (_, cell) in enumerate(places):
+def _by_want(every: Sequence[Line]) -> Mapping[tuple[Cell, ...], Sequence[int]]:
+    found: dict[tuple[Cell, ...], list[int]] = defaultdict(list)
+    for i, line in enumerate(every):
+        found[line.want].append(i)
+    return found
+
+
+def _together(every: Sequence[Line]) -> Sequence[int]:
+    """The place of each line when those with the same holders come together, so that a device hears from few; of a
+    shard of the rows, all of them hold what is not divided otherwise."""
+    shards = [[(c.stage, c.shard, c.part) for c in line.have] for line in every]
+    order = sorted(range(len(every)), key=lambda i: (shards[i], i))
+    return [at for _, at in sorted(zip(order, range(len(every))))]
+
+
+def _wants(places: Places, have: Mapping[Cell, Sequence[int]], want: Mapping[tuple[Cell, ...], Sequence[int]],
+           order: Sequence[int]) -> Wants:
+    there, held = defaultdict[Cell, list[int]](list), defaultdict[int, list[int]](list)
+    for device, (mine, cell) in enumerate(places):
         if cell is not None:
-            devices[cell].append(device)
-    wanted: dict[int, list[int]] = defaultdict(list)
-    for cell, found in devices.items():
-        for i in want[cell]:
-            wanted[i] += found
-    out = {}
-    for i in sorted(wanted):
-        lack = tuple(sorted(d for d in wanted[i] if places[d][0] not in have[i]))
-        if lack:
-            out[i] = tuple(d for d, (cell, _) in enumerate(places) if cell in have[i]), lack
-    return out
+            there[cell].append(device)
+        for i in have.get(mine, ()) if mine is not None else ():
+            held[i].append(device)
+    away, inside = defaultdict[tuple[int, ...], list[int]](list), {}
+    for cells, found in want.items():
+        devices = tuple(sorted(d for cell in cells for d in there.get(cell, ())))
+        if devices:
+            away[devices] += [i for i in found if i not in held]
+            for i in (i for i in found if i in held):
+                if lack := tuple(d for d in devices if d not in held[i]):
+                    inside[i] = tuple(held[i]), lack
+    return Wants({devices: sorted(found, key=order.__getitem__) for devices, found in away.items() if found},
+                 dict(sorted(inside.items())))
 
 
 # --------------------------------------------------------------------------------------------- over the network
@@ -123,3 +145,24 @@ def _supplied(p: Paths, fold: int, least: int) -> Paths:
         sources[cell] = Source(at, min(p.src.copies, -(-at // level)), tuple(supplies))
     return replace(p, kinds=tuple(replace(k, trees=n) for k, n in zip(p.kinds, trees)),
                    shares={i: tuple(s) for i, s in shares.items()}, sources=sources)
+
+
+def _busiest(p: Paths) -> int:
+    """The most elements that one rank sends or receives (where it sends for others too, a bound of that)."""
+    most = max((-(-s.size // s.senders) for s in p.sources.values()), default=0)
+    for kind in p.kinds:
+        came = taken(kind.entering.values())
+        sent, received = handed(came), Counter[int]()
+        for needers, parts in came.items():
+            received.update(dict.fromkeys(needers, sum(parts.values())))
+            if kind.trees < len(kind.nodes):
+                sent.update(parts)
+        for hop in kind.hops:
+            sent[hop.src] += hop.stop - hop.start
+            received[hop.dst] += (hop.stop - hop.start)
+        for device, (cell, _) in enumerate(kind.places):
+            source = p.sources.get(cell) if cell is not None else None
+            if source is not None:
+                sent[device] += -(-source.size // source.senders)
+        most = max(most, *sent.values(), *received.values(), 0)
+    return most

@@ -6,7 +6,8 @@ kinds and not on ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,7 +75,8 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Paths:
     """shares: of each line that crosses the network, the part that each cell sends, by its place among the line's
-    `have`."""
+    `have`. busiest: the most elements that one rank sends or receives (where it sends for others too, a bound of
+    that)."""
 
     devices: int
     src: Side
@@ -83,12 +85,28 @@ class Paths:
     kinds: tuple[Kind, ...]
     shares: Mapping[int, tuple[Share, ...]]
     sources: Mapping[Cell, Source]
+    busiest: int = 0
 
 
-def given(entering: Entering) -> Iterator[tuple[int, int]]:
-    """What each device by which a line comes then gives to the others, all together: the sizes of `fan`."""
-    for who, start, stop in entering.shares:
-        yield who, (stop - start) * (len(entering.needers) - (who in entering.needers))
+def taken(entering: Iterable[Entering]) -> dict[tuple[int, ...], Counter[int]]:
+    """What comes over the network to each device of a node, for those that lack it, of all their lines together."""
+    found: dict[tuple[int, ...], Counter[int]] = {}
+    for e in entering:
+        if e.needers not in found:
+            found[e.needers] = Counter()
+        mine = found[e.needers]
+        for who, start, stop in e.shares:
+            mine[who] += stop - start
+    return found
+
+
+def handed(came: Mapping[tuple[int, ...], Mapping[int, int]]) -> Counter[int]:
+    """What devices then give to others of what is `taken`."""
+    found = Counter[int]()
+    for needers, parts in came.items():
+        for who, size in parts.items():
+            found[who] += size * (len(needers) - (who in needers))
+    return found
 
 
 def fan(i: int, entering: Entering, step: int) -> Iterator[Hop]:

@@ -8,14 +8,13 @@ under way at a time, so what comes in a round may be sent on two rounds later, a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rldsl.plan.boxes import Box, volume
-from rldsl.plan.realloc.lanes import Known, Lane, rank_lanes
+from rldsl.plan.realloc.lanes import Lane, rank_lanes
 from rldsl.plan.realloc.lines import boxes
-from rldsl.plan.realloc.records import Paths, given
+from rldsl.plan.realloc.records import Paths
 from rldsl.plan.realloc.trees import height
 
 BUCKET = 256 << 20  # bytes on their way to or from a rank: larger ones gain little, two must fit beside the parameters
@@ -84,20 +83,7 @@ def _stretch(p: Paths, lane: Lane, number: int, buckets: int, short: int) -> tup
 
 def _short(p: Paths, buckets: int) -> int:
     """Lines of at most so many elements are not divided."""
-    return busiest(p) // (SHORT * buckets)
-
-
-def posted(p: Paths, rank: int, buckets: int, known: Known | None = None) -> int:
-    """How many messages a rank posts in a round, at the most: long lines as if all their steps were under way, of short
-    ones those of that round."""
-    short = _short(p, buckets)
-    long, single = set[tuple[int, int]](), defaultdict[int, set[tuple[int, int]]](set)
-    for side, lanes in enumerate(rank_lanes(p, rank, known)):
-        for lane in lanes:
-            number = lane.line % buckets + AHEAD * lane.step
-            where = long if p.lines[lane.line].size > short else single[number]
-            where.add((side, lane.peer))
-    return max((len(long | some) for some in single.values()), default=len(long))
+    return p.busiest // (SHORT * buckets)
 
 
 def kept(p: Paths, rank: int) -> tuple[tuple[str, Box], ...]:
@@ -121,28 +107,5 @@ def steps(p: Paths) -> int:
 def buckets(p: Paths, itemsize: int, limit: int = BUCKET) -> int:
     """Into how many buckets the lines are divided so that no rank has more than `limit` bytes on their way in one
     direction, to within short lines and a row of each box. itemsize: bytes of an element."""
-    amount = busiest(p) * itemsize
+    amount = p.busiest * itemsize
     return max(1, -(-AHEAD * amount // limit), min(FULL * AHEAD * max(1, steps(p) - 1), amount // LEAST))
-
-
-def busiest(p: Paths) -> int:
-    """The most elements that one rank sends or receives (where it sends for others too, a bound of that)."""
-    most = max((-(-s.size // s.senders) for s in p.sources.values()), default=0)
-    for kind in p.kinds:
-        sent: Counter[int] = Counter()
-        received: Counter[int] = Counter()
-        for i, entering in kind.entering.items():
-            received.update(dict.fromkeys(entering.needers, p.lines[i].size))
-            for who, start, stop in entering.shares:
-                sent[who] += (stop - start) * (kind.trees < len(kind.nodes))
-            for who, size in given(entering):
-                sent[who] += size
-        for hop in kind.hops:
-            sent[hop.src] += hop.stop - hop.start
-            received[hop.dst] += (hop.stop - hop.start)
-        for device, (cell, _) in enumerate(kind.places):
-            source = p.sources.get(cell) if cell is not None else None
-            if source is not None:
-                sent[device] += -(-source.size // source.senders)
-        most = max(most, *sent.values(), *received.values(), 0)
-    return most

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from rldsl.plan.boxes import Cell, itemsize
 from rldsl.plan.model import Model
-from rldsl.plan.realloc.records import Kind, Paths
-from rldsl.plan.realloc.rounds import BUCKET, buckets, busiest, count
+from rldsl.plan.realloc.records import Kind, Paths, taken
+from rldsl.plan.realloc.rounds import BUCKET, buckets, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ def summary(p: Paths, model: Model, bucket: int = BUCKET) -> Summary:
     """In bytes of the model's dtype. bucket: bytes."""
     size = itemsize(model)
     number = buckets(p, size, bucket)
-    total = sum(lacking(p, k) * len(k.nodes) for k in p.kinds)
+    total = sum(lacking(k) * len(k.nodes) for k in p.kinds)
     crossing = sum(p.lines[i].size * len(k.nodes) for k in p.kinds for i in k.entering)
-    return Summary(total * size, crossing * size, count(p, number), busiest(p) * size, digest(p, number))
+    return Summary(total * size, crossing * size, count(p, number), p.busiest * size, digest(p, number))
 
 
-def lacking(p: Paths, kind: Kind) -> int:
+def lacking(kind: Kind) -> int:
     """Elements that the ranks of one node lack."""
-    entering = sum(p.lines[i].size * len(e.needers) for i, e in kind.entering.items())
+    entering = sum(len(needers) * sum(x.values()) for needers, x in taken(kind.entering.values()).items())
     return entering + sum(h.stop - h.start for h in kind.hops)
 
 

@@ -3,7 +3,7 @@
 In: the `Paths` of a reallocation and its two layouts. Out: what is wrong: code, words, ranks. Shown here, for a rank:
 of every line that it wants and does not hold it receives each element once, and of no other line any (RL0527); each
 stretch is in the list of both ends, in the same step, and who sends it holds the line or received the stretch in the
-step before (RL0533); and no round asks for more messages at once than `MESSAGES` (RL0535).
+step before (RL0533); and the batches in which the messages of a round are posted are of at most `MESSAGES` (RL0535).
 
 All ranks are looked at where they are few. Of many, those of some nodes of each kind, and those with which they
 exchange: what a rank does depends on its kind of node, its device and its place in a tree or among the holders, by
@@ -17,13 +17,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rldsl.plan.batches import MESSAGES
+from rldsl.plan.batches import MESSAGES, batches
 from rldsl.plan.boxes import Cell
 from rldsl.plan.model import Layout, Mesh
+from rldsl.plan.realloc.direct import PARTS
 from rldsl.plan.realloc.lanes import Known, Lane, place, rank_lanes
 from rldsl.plan.realloc.lines import Line
 from rldsl.plan.realloc.records import Kind, Paths
-from rldsl.plan.realloc.rounds import posted
 from rldsl.plan.realloc.trees import TREES, children, depth
 
 FEW = 64  # ranks that are all looked at
@@ -54,9 +54,9 @@ class Ends:
     arriving: Mapping[int, Sequence[Lane]]
 
     @staticmethod
-    def of(p: Paths, rank: int, parts: Known) -> "Ends":
+    def of(p: Paths, rank: int, known: Known) -> "Ends":
         sends, receives, arriving = defaultdict(list), defaultdict(list), defaultdict(list)
-        out, into = rank_lanes(p, rank, parts)
+        out, into = rank_lanes(p, rank, known)
         for lane in out:
             sends[lane.peer].append(lane)
         for lane in into:
@@ -72,8 +72,8 @@ def lacking(lines: Sequence[Line], src: Side, dst: Side) -> int:
                for (held, cell), count in pairs.items())
 
 
-def faults(p: Paths, src: Side, dst: Side, buckets: int = 1) -> Iterator[Fault]:
-    """buckets: into which lines are divided; short ones go in one of them."""
+def faults(p: Paths, src: Side, dst: Side, world: int) -> Iterator[Fault]:
+    """world: the number of all ranks."""
     if found := [*_kinds(p, src, dst)]:
         yield from found  # otherwise the lanes of a rank may not even be defined
         return
@@ -81,8 +81,7 @@ def faults(p: Paths, src: Side, dst: Side, buckets: int = 1) -> Iterator[Fault]:
     for rank in chosen(p, src, dst):
         yield from _received(p, rank, src.cells.get(rank), dst.cells.get(rank), known.of(rank))
         yield from _matched(p, rank, src.cells.get(rank), known)
-        if (count := posted(p, rank, buckets, known.parts)) > MESSAGES:
-            yield "RL0535", f"rank {rank} posts up to {count} messages at once, more than {MESSAGES}", (rank,)
+        yield from _bounded(rank, known.of(rank), world)
 
 
 class _Ends:
@@ -91,11 +90,11 @@ class _Ends:
     def __init__(self, p: Paths):
         self.p = p
         self.known: dict[int, Ends] = {}
-        self.parts: Known = {}
+        self.common = Known(p)
 
     def of(self, rank: int) -> Ends:
         if rank not in self.known:
-            self.known[rank] = Ends.of(self.p, rank, self.parts)
+            self.known[rank] = Ends.of(self.p, rank, self.common)
         return self.known[rank]
 
 
@@ -120,6 +119,15 @@ def _matched(p: Paths, rank: int, held: Cell | None, known: _Ends) -> Iterator[F
             if held not in p.lines[lane.line].have and not _came(mine.arriving.get(lane.line, ()), lane):
                 yield ("RL0533", f"rank {rank} would send rank {peer} a part of line {lane.line} that it does not have "
                        f"in step {lane.step}", (rank, peer))
+
+
+def _bounded(rank: int, mine: Ends, world: int) -> Iterator[Fault]:
+    """A round has at most one message to and one from a peer, each in a few parts, cut by the rule of
+    `plan/batches.py`: a pair is in one batch at both ends."""
+    for peers in batches(rank, {*mine.sends, *mine.receives}, world, MESSAGES // PARTS):
+        posted = PARTS * sum((peer in mine.sends) + (peer in mine.receives) for peer in peers)
+        if posted > MESSAGES:
+            yield "RL0535", f"rank {rank} posts up to {posted} messages at once, more than {MESSAGES}", (rank,)
 
 
 def _whole(lanes: Sequence[Lane], size: int) -> bool:

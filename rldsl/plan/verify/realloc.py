@@ -17,7 +17,6 @@ from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.movement import carried
 from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.rounds import buckets
 from rldsl.plan.realloc.summary import Summary, summary
 from rldsl.plan.verify import lanes, lines
 from rldsl.plan.verify.lanes import Fault, Side
@@ -35,19 +34,19 @@ def check(t: Tables) -> Iterator[Diagnostic]:
                                   event.decay)
                 # Layouts of equal ranks may name different meshes; the planner wants each layout's own.
                 known[key] = examine(travels, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh],
-                                     t.plan.header.devices_per_node)
+                                     t.plan.header.devices_per_node, t.plan.header.world)
             yield from _diagnostics(t, event, *known[key])
 
 
 def examine(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh,
-            devices: int) -> tuple[Summary, Sequence[Fault]]:
+            devices: int, world: int) -> tuple[Summary, Sequence[Fault]]:
     """What the ranks do, and what is wrong with it. model: in the dtype that travels."""
     p = paths(model, src, src_mesh, dst, dst_mesh, devices)
     total = summary(p, model)
     found: list[Fault] = list(lines.faults(model, src, dst, p.lines))
     if not found:  # otherwise a line says nothing about boxes
         here, there = Side.of(src, src_mesh), Side.of(dst, dst_mesh)
-        found += lanes.faults(p, here, there, buckets(p, itemsize(model)))
+        found += lanes.faults(p, here, there, world)
         if (lacking := lanes.lacking(p.lines, here, there) * itemsize(model)) != total.bytes:
             found.append(("RL0526", f"{total.bytes} bytes are counted where {lacking} are lacking", ()))
     return total, found
