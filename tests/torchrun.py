@@ -3,8 +3,8 @@
 `begun(folder, "--nproc-per-node", "2", "-m", "rldsl.run", "p.plan")` does what `python -m rldsl.runtime.launch` does
 with these arguments, in a process forked from the server of `tests/world.py`. The agent is torchrun's own, with its
 rendezvous, restarts and signals; only where it would execute `python -u -m rldsl.run ...` it forks, and the rank runs
-that module. Agents and ranks that are executed: tests/cluster/test_two_hosts.py, tests/docs/test_tutorial.py, and an
-emitted program in tests/plan_views/test_emitted_runs.py.
+that module. Agents and ranks that are executed: tests/cluster/test_two_hosts.py, and an emitted program in
+tests/plan_views/test_emitted_runs.py.
 """
 
 from __future__ import annotations

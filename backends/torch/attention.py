@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from rldsl.backends.torch.flash import fits, varlen
+from rldsl.backends.torch.grids import Grids
 from rldsl.backends.torch.packages import flash
 from rldsl.diag import fail
 from rldsl.runtime.store import within
@@ -45,7 +46,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     # multiplies halves anyway: cast now, they are kept and cached at half the size
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = packing.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window)
+    out = packing.attend(module.layer_idx, query.squeeze(0), key.squeeze(0), value.squeeze(0), scale,
+                         sliding_window)
     return out.unsqueeze(0), None
 
 
@@ -54,31 +56,27 @@ class Varlen:
 
     def __init__(self, lengths: torch.Tensor):
         self.lengths = lengths
-        self.count = lengths.numel()
-        self.longest = int(lengths.max()) if self.count else 0
+        self.longest = int(lengths.max()) if lengths.numel() else 0
         self.positions = within(lengths)
-        sequence = torch.arange(self.count, device=lengths.device).repeat_interleave(lengths)
-        # where token t stands in a [S, longest] grid; the grid exists inside attention only
-        self.grid = sequence * self.longest + self.positions
+        self.grids = Grids(lengths)  # before any pass, which waits for nothing
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
         if fits(q, window):
             return self._fused(q, k, v, scale, window)
-        mask = None
-        if window is not None and window < self.longest:
-            at = torch.arange(self.longest, device=q.device)
+        spread = zip(*(self.grids.spread(x.transpose(0, 1)) for x in (q, k, v)))
+        return self.grids.join([self._grid(*(x.transpose(1, 2) for x in qkv), scale, window) for qkv in spread])
+
+    def _grid(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+              ) -> torch.Tensor:
+        """q: [S, H, T, D] of sequences that are filled up to T tokens; k, v: [S, K, T, D]. Returns [S, T, H, D]."""
+        longest, mask = q.shape[2], None
+        if window is not None and window < longest:
+            at = torch.arange(longest, device=q.device)
             gap = at[:, None] - at[None, :]
             mask = (gap >= 0) & (gap < window)
-        out = F.scaled_dot_product_attention(self._spread(q), self._spread(k), self._spread(v), attn_mask=mask,
-                                             is_causal=mask is None, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2).reshape(-1, *out.shape[1::2])[self.grid]
-
-    def _spread(self, x: torch.Tensor) -> torch.Tensor:
-        """[heads, T, D] -> [S, heads, longest, D], zeros in the gaps (which causality hides)."""
-        full = x.new_zeros(self.count * self.longest, x.shape[0], x.shape[2])
-        full = full.index_copy(0, self.grid, x.transpose(0, 1))
-        return full.view(self.count, self.longest, x.shape[0], x.shape[2]).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
+                                              enable_gqa=True).transpose(1, 2)
 
     def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
                ) -> torch.Tensor:

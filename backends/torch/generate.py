@@ -30,7 +30,7 @@ EVERY = {"cuda": 8}  # steps between two looks of the host at which sequences ha
 
 @torch.no_grad()
 def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, tokenizer_dir: str, seed: int, step: int,
-             limit: int, every: int = 0, replay: bool = True, desks: Desks | None = None) -> Generated:
+             limit: int, most: int = 0, every: int = 0, replay: bool = True, desks: Desks | None = None) -> Generated:
     """See `Shard.generate`. limit: slots of the slab (0: one for each sequence). every: steps between two looks at
     which sequences have ended (0: as the device likes it). replay: whether steps of the same shapes are recorded.
     desks: where what was recorded is kept, for as long as parameters stay where they are. These three change no
@@ -44,7 +44,7 @@ def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, t
     stops = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
     alone = axes.ep.size > 1 or stops is not None  # the host is asked in every step anyway
     slots = Slots(prompts.prompt_lens.tolist(), repeated(prompts), min(limit or count, count), axes.pp.size,
-                  sampling.max_new_tokens, 1 if alone else every or EVERY.get(device.type, 1))
+                  sampling.max_new_tokens, 1 if alone else every or EVERY.get(device.type, 1), most)
     size = slots.count
     key = (count, size, sampling, tuple(ids))
     desk = None if desks is None else desks.pop(key, None)

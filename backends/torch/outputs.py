@@ -19,14 +19,15 @@ def outputs(stage: Stage, hidden: torch.Tensor, batch: Batch, what: Collection[s
     found: dict[str, torch.Tensor] = {}
     if "logprobs" in what or "entropy" in what:
         found["logprobs"], entropy = token_logprobs(
-            hidden[batch.before], stage.head, batch.targets, temperature, stage.head_axis, stage.vocab_start,
-            "entropy" in what, rows_at_once(-(-stage.vocab // stage.head_axis.size), hidden.device.type))
+            hidden.index_select(0, batch.before), stage.head, batch.targets, temperature, stage.head_axis,
+            stage.vocab_start, "entropy" in what,
+            rows_at_once(-(-stage.vocab // stage.head_axis.size), hidden.device.type))
         if entropy is not None:
             found["entropy"] = entropy
     if "values" in what:
-        found["values"] = (hidden[batch.before] @ stage.score[0].to(hidden.dtype)).float()
+        found["values"] = (hidden.index_select(0, batch.before) @ stage.score[0].to(hidden.dtype)).float()
     if "scores" in what:
-        found["scores"] = (hidden[batch.ends] @ stage.score[0].to(hidden.dtype)).float()
+        found["scores"] = (hidden.index_select(0, batch.ends) @ stage.score[0].to(hidden.dtype)).float()
     found = {name: batch.whole(value, ends=name == "scores") for name, value in found.items() if name in what}
     sizes = {name: batch.sequences if name == "scores" else batch.responses for name in found}
     return {name: value.split(sizes[name]) for name, value in found.items()}

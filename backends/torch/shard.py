@@ -53,10 +53,11 @@ class TorchShard:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: p.data for name, p in self.stage.parameters.items()}
 
-    def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int) -> Generated:
+    def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int,
+                 most: int = 0) -> Generated:
         with self._numbers():
-            return generate(self.stage, self.axes, prompts, sampling, tokenizer_dir=self.model.path,
-                            seed=seed, step=step, limit=limit, desks=self.desks if self._lasting() else None)
+            return generate(self.stage, self.axes, prompts, sampling, tokenizer_dir=self.model.path, seed=seed,
+                            step=step, limit=limit, most=most, desks=self.desks if self._lasting() else None)
 
     @torch.no_grad()
     def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:

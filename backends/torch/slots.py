@@ -60,16 +60,19 @@ class Lane:
 
 class Slots:
     """lens: of prompts. same: whether a sequence has the prompt of the one before. longest: the most tokens of a
-    response. every: after how many steps at most the host looks."""
+    response. every: after how many steps at most the host looks. most: the most tokens of a prompt in any call, 0 where
+    nobody knows; calls whose prompts are nearly as long as each other's then have slabs of one width."""
 
-    def __init__(self, lens: Sequence[int], same: Sequence[bool], slots: int, lanes: int, longest: int, every: int):
+    def __init__(self, lens: Sequence[int], same: Sequence[bool], slots: int, lanes: int, longest: int, every: int,
+                 most: int = 0):
         self.lens, self.same, self.longest, self.every = lens, same, longest, every
         self.cost = [0 if again else n for n, again in zip(lens, same)]
         self.waiting = 0  # sequences from here on have not begun
         self.source = 0  # the slot of the last that has
         edges = [i * slots // lanes for i in range(lanes + 1)]
         self.lanes = [Lane(a, b - a) for a, b in zip(edges, edges[1:])]
-        self.count, self.width = slots, max(lens, default=0) + longest
+        prompt = max(lens, default=0)
+        self.count, self.width = slots, max(prompt, min(bucket(prompt, NARROW, 4), most)) + longest
 
     @property
     def busy(self) -> bool:

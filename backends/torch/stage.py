@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from rldsl.backends.torch import attention
@@ -27,6 +28,7 @@ from rldsl.backends.torch.half import compute_rounded
 from rldsl.backends.torch.invariant import Invariant
 from rldsl.backends.torch.load import Held, allot
 from rldsl.backends.torch.lora import adapters
+from rldsl.backends.torch.norms import quicken
 from rldsl.backends.torch.parallel import Entry, divide
 from rldsl.backends.torch.recompute import Recompute
 from rldsl.backends.torch.sequence import Tokens, gathered
@@ -114,6 +116,7 @@ class Stage(Recompute):
             self.sharded = self._shards(layout.zero, axes)
         apart = gathered((*model.params, *model.base))
         self.tokens = Tokens(tp, bool(apart))
+        quicken(body, device)
         self._install(whole, model, tp, axes.ep)
         for module in body.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -141,7 +144,7 @@ class Stage(Recompute):
             given = dict(inputs_embeds=hidden[None])
             chunk.entry.arriving = hidden[None]
         try:
-            out = chunk.body(**given, **rest).last_hidden_state[0]
+            out = chunk.body(**given, **rest).last_hidden_state.squeeze(0)
         finally:
             chunk.entry.arriving = None
         return out.to(self.head_dtype if chunk.last else self.compute_dtype)
@@ -252,8 +255,10 @@ def _check_logits(config: Any, model: Model) -> None:
 
 def _skeleton(config: Any) -> nn.Module:
     """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored)."""
-    with _parameters_on_meta():
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+    with _parameters_on_meta(), no_init_weights():
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+    made.tie_weights()  # else a part of the initialisation
+    return made
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from rldsl.backends.torch.rest import Rest
 Out = tuple[torch.Tensor, ...]
 Call = Callable[..., Any]
 
+SHARED = ("_unsafe_view",)  # what it gives lies where its argument does, though its schema does not say so
+
 
 class Unrecorded(Exception):
     """The function cannot be recorded."""
@@ -100,7 +102,7 @@ def _way(func: Any) -> tuple[str, Call, Call | None]:
         return "unknown", func, None
     bound = (getattr(place, name, None) for place in (torch, torch.Tensor))
     quick = next((x for x in bound if type(x) in (type(torch.add), type(torch.Tensor.add))), func)
-    if func.is_view:
+    if func.is_view or name in SHARED:
         return "view", quick, None
     if func._schema.is_mutable:
         return "in place", quick, None

@@ -129,10 +129,13 @@ def _skeleton(config: Any, path: str, span: Span | None) -> Any:
     """The model's modules on the meta device: shapes without storage."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        with torch.device("meta"), no_init_weights():
+            made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        made.tie_weights()  # else a part of the initialisation
+        return made
     except Exception as error:
         raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, _first_line(error),
                    help="actors, critics, references and reward models all build on a causal language model") from None

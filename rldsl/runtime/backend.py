@@ -87,10 +87,12 @@ class Shard(Protocol):
         """Parameter name -> local tensor: the rank's boxes (`plan/boxes.py`) joined along the split dimension.
         Writing into it changes the model."""
 
-    def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int) -> Generated:
+    def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int,
+                 most: int = 0) -> Generated:
         """Completions of `prompts` (response_lens 0; already repeated n times, rows numbered in the new frame). At most
-        `limit` sequences at once (0: all). Every rank of the shard (all tp, all pp) returns the same result.
-        Randomness is keyed by (seed, step, row, position) alone."""
+        `limit` sequences at once (0: all). most: tokens of the longest prompt in any call (0: nobody knows), by which
+        room is made. Every rank of the shard (all tp, all pp) returns the same result. Randomness is keyed by (seed,
+        step, row, position) alone."""
 
     def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:
         """what: "logprobs", "entropy", "values": flat [sum of response_lens] float32, aligned with response tokens

@@ -81,7 +81,8 @@ def generate(state: State, event: Generate) -> None:
     tokens = state.read(event.reads, f"{event.prompts}.tokens")
     prompts = Packed(rows, lens, torch.zeros_like(lens), _repeated(tokens, asked))
     made = state.settled(event.model, event.layout).generate(prompts, event.sampling, seed=state.sampling_seed(event),
-                                                             step=state.step - 1, limit=event.mbs)
+                                                             step=state.step - 1, limit=event.mbs,
+                                                             most=state.frames[event.prompts].max_prompt_tokens)
     whole = Lens(*(torch.zeros(record.count, dtype=torch.int64, device=state.device) for _ in range(2)))
     whole.prompt[rows], whole.response[rows] = lens, made.batch.response_lens
     state.rows.lens[event.frame] = whole  # of the own rows only, until the lengths are exchanged

@@ -47,11 +47,12 @@ Laid = tuple[Part, torch.Tensor, bool]  # with its elements; whether they lie in
 @dataclass(frozen=True, slots=True)
 class Route:
     """What one rank sends and receives, round by round, and (from, to) of what it has already. parts: (sends,
-    receives) of each round."""
+    receives) of each round. relays: whether it passes on what came to it."""
 
     rounds: Sequence[Round]
     parts: Sequence[tuple[tuple[Part, ...], tuple[Part, ...]]]
     copies: Sequence[tuple[Spot, Spot]]
+    relays: bool
 
     @staticmethod
     def of(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh, devices_per_node: int, rank: int,
@@ -60,8 +61,9 @@ class Route:
         way = paths(model, src, src_mesh, dst, dst_mesh, devices_per_node)
         rounds = rank_ops(way, rank, buckets(way, itemsize(model), bucket))
         have, want = (held_at(model, at, cell(at, mesh, rank)) for at, mesh in ((src, src_mesh), (dst, dst_mesh)))
-        return Route(rounds, tuple((_parts(r.sends, have), _parts(r.receives, want)) for r in rounds),
-                     tuple((spot(have, *box), spot(want, *box)) for box in kept(way, rank)))
+        parts = tuple((_parts(r.sends, have), _parts(r.receives, want)) for r in rounds)
+        return Route(rounds, parts, tuple((spot(have, *box), spot(want, *box)) for box in kept(way, rank)),
+                     any(x is None for sends, _ in parts for part in sends for x in part.spots))
 
 
 def spot(held: Held, name: str, box: Box) -> Spot:
@@ -106,7 +108,7 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
         coming = _laid(receives[number], into[number % AHEAD])
         posted = post_each(*([(p.message.peer, flat) for p, flat, _ in side] for side in (going, coming)), tag=tag,
                            most=PARTS)
-        under_way.append(partial(_arrive, posted, coming, put))
+        under_way.append(partial(_arrive, posted, coming, put, route.relays))
 
     def finish() -> None:
         while under_way:
@@ -145,15 +147,17 @@ def _pack(part: Part, out: torch.Tensor, src: Tensors | None, came: Arrived) -> 
 
 
 @torch.no_grad()
-def _arrive(posted: Post, receives: Sequence[Laid], put: Callable[[Spot | None, torch.Tensor], None]) -> Arrived:
-    """Wait for a round, and keep what came."""
+def _arrive(posted: Post, receives: Sequence[Laid], put: Callable[[Spot | None, torch.Tensor], None],
+            keep: bool) -> Arrived:
+    """Wait for a round. keep: what came is passed on."""
     posted.wait()
     found: Arrived = {}
     for part, flat, in_place in receives:
-        for spot, name, box, value in _views(part, flat):
+        for spot, name, box, value in _views(part, flat) if keep or not in_place else ():
             if not in_place:
                 put(spot, value)
-            found.setdefault(name, []).append((box, value))
+            if keep:
+                found.setdefault(name, []).append((box, value))
     return found
 
 

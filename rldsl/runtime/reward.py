@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import Failure, fail
-from rldsl.plan.model import Function
+from rldsl.plan.function import Function
 
 Row = dict[str, Any]
 LARGEST = 3.4028234663852886e38  # a float32

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rldsl.diag import Failure
-from rldsl.plan.model import Function
+from rldsl.plan.function import Function
 from rldsl.runtime import reward
 
 WHERE = signal.SIGUSR1  # asks a worker for the lines that it is at

@@ -7,20 +7,17 @@ other: the same, one inside the other, or apart.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.plan.model import Layout, Model
 from rldsl.plan.movement import carried
 from rldsl.plan.realloc.alias import coincide
 from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.records import Kind, Paths, handed, taken
 from rldsl.plan.realloc.rounds import BUCKET, buckets, count
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block, Strategy
 from rldsl.simulate.times import Machine
-from rldsl.simulate.traffic import Traffic
+from rldsl.simulate.traffic import Loads
 
 
 Key = tuple[str, Block, Strategy, Block, Strategy]
@@ -85,7 +82,7 @@ class Moves:
         travels = carried(model, src.id, model, dst.id, 0.0)
         item = ITEM[travels.dtype]
         way = paths(model, src, a.mesh(), dst, b.mesh(), gpus)
-        seen = loads(way)
+        seen = Loads.of(way).every()
         most = max((t.received for t in seen), default=0)
         if not most:
             return Move(copied=True)
@@ -113,29 +110,3 @@ def beside(src: Block, dst: Block, gpus: int) -> tuple[Block, Block]:
     same = src.start // gpus == dst.start // gpus and src.size < gpus and dst.size < gpus
     at = -(-src.size // dst.size) * dst.size if same else -(-src.size // gpus) * gpus
     return Block(0, src.size), Block(at, at + dst.size)
-
-
-def loads(way: Paths) -> tuple[Traffic, ...]:
-    """What ranks send and receive, of every kind of node and of every cell that sends over the network: as
-    `simulate/traffic.py` finds it rank by rank, but summed up from the paths."""
-    alone = (Traffic(0, 0, 0, -(-s.size // s.senders)) for s in way.sources.values())
-    return (*(t for k in way.kinds for t in _node(way, k)), *alone)
-
-
-def _node(way: Paths, kind: Kind) -> Iterator[Traffic]:
-    """The devices of a node. What comes in over the network, the devices by which it comes give to the others."""
-    came = taken(kind.entering.values())
-    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), handed(came), Counter[int]()
-    for needers, parts in came.items():
-        near_in.update(dict.fromkeys(needers, sum(parts.values())))
-        for who, size in parts.items():
-            far_in[who] += size
-            near_in[who] -= size * (who in needers)
-            far_out[who] += size * (kind.trees < len(kind.nodes))
-    for hop in kind.hops:
-        near_in[hop.dst] += hop.stop - hop.start
-        near_out[hop.src] += hop.stop - hop.start
-    for device, (cell, _) in enumerate(kind.places):
-        source = way.sources.get(cell) if cell is not None else None
-        far_out[device] += -(-source.size // source.senders) if source is not None else 0
-        yield Traffic(near_in[device], far_in[device], near_out[device], far_out[device])

@@ -7,14 +7,17 @@ at the same stage of every pipeline, and the groups in which they meet others ho
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.events import Generate, Infer, Log, Train
 from rldsl.plan.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 from rldsl.plan.project import events, to_ranges
 
 Members = tuple[int, ...]  # classes
+MANY = 64  # classes: with more, the few ranks that log are as others, though it is they who are waited for; from one rank
+# that differs, the places in groups of many sizes may tell every other apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Classes:
 def classes(plan: Plan, apart: bool = False) -> Classes:
     """apart: every rank is a class of its own."""
     colour = list(range(plan.header.world)) if apart else _refined(plan)
+    if not apart and len(set(colour)) > MANY:
+        colour = _refined(plan, {e.id for e, _ in events(plan) if isinstance(e, Log)})
     by: dict[int, list[int]] = {}
     for rank, c in enumerate(colour):
         by.setdefault(c, []).append(rank)
@@ -48,10 +53,12 @@ def called(plan: Plan) -> dict[str, Layout]:
     return {e.layout: layouts[e.layout] for e, _ in events(plan) if isinstance(e, Generate | Infer | Train)}
 
 
-def _refined(plan: Plan) -> list[int]:
-    colour = [0] * plan.header.world
-    for number, c in enumerate(plan.classes):
+def _refined(plan: Plan, without: Collection[int] = ()) -> list[int]:
+    """without: events."""
+    colour, same = [0] * plan.header.world, dict[tuple[int, ...], int]()  # classes of a plan may differ in peaks alone
+    for c in plan.classes:
         for start, stop in c.ranks:
+            number = same.setdefault(tuple(e for e in c.events if e not in without), len(same))
             colour[start:stop] = [number] * (stop - start)
     meshes = {m.id: m for m in plan.meshes}
     groups = [(axis == "pp", axis_ranks(layout, meshes[layout.mesh], axis))

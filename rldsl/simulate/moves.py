@@ -15,7 +15,7 @@ from rldsl.plan.events import Realloc, Transfer
 from rldsl.plan.movement import carried
 from rldsl.plan.realloc.rounds import buckets, count
 from rldsl.simulate.engine import Act, Post, Run
-from rldsl.simulate.traffic import Traffic, traffic
+from rldsl.simulate.traffic import Loads, Traffic
 from rldsl.simulate.world import World
 
 BYTES = {"f32": 4, "i64": 8, "bool": 1, "text": 0}
@@ -82,5 +82,6 @@ def moves(world: World, event: Realloc) -> dict[int, Traffic]:
     if event.id not in world.moved:
         way = world.ways[event.model, event.src, event.dst]
         there = (*world.on(world.layouts[event.src].mesh), *world.on(world.layouts[event.dst].mesh))
-        world.moved[event.id] = {c: traffic(way, world.classes.first[c]) for c in dict.fromkeys(there)}
+        loads = Loads.of(way)
+        world.moved[event.id] = {c: loads.most(world.classes.ranks[c]) for c in dict.fromkeys(there)}
     return world.moved[event.id]

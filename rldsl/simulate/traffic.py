@@ -1,15 +1,17 @@
-"""What one rank sends and receives in a reallocation, by the links that it takes.
+"""What ranks send and receive in a reallocation, by the links that it takes.
 
-In: the paths of a reallocation, a rank. Out: elements, inside its node and between nodes.
+In: the paths of a reallocation. Out: elements of each rank, inside its node and between nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
-from rldsl.plan.realloc.lanes import Lane, rank_lanes
-from rldsl.plan.realloc.records import Paths
+from rldsl.plan.boxes import Cell
+from rldsl.plan.model import Ranges
+from rldsl.plan.realloc.records import Kind, Paths, handed, taken
 from rldsl.simulate.times import Machine
 
 
@@ -47,18 +49,56 @@ class Traffic:
         return max(machine.link(item * self.near_out, False), machine.link(item * self.far_out, True))
 
 
-def traffic(way: Paths, rank: int) -> Traffic:
-    """What `rank` sends and receives on the paths of a reallocation."""
-    sends, receives = rank_lanes(way, rank)
-    return Traffic(*_elements(way, rank, receives), *_elements(way, rank, sends))
+NONE = Traffic(0, 0, 0, 0)
 
 
-def _elements(way: Paths, rank: int, lanes: Iterable[Lane]) -> tuple[int, int]:
-    """(inside the node of `rank`, between nodes)."""
-    near = far = 0
-    for lane in lanes:
-        if lane.peer // way.devices == rank // way.devices:
-            near += lane.stop - lane.start
-        else:
-            far += lane.stop - lane.start
-    return near, far
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What every rank sends and receives, summed up from the paths. What a cell sends over the network counts for each
+    rank at it, also where only some of them send. kind: of each node. inside: by kind and device. alone: of ranks that
+    only send."""
+
+    way: Paths
+    kind: Mapping[int, int]
+    inside: Sequence[Sequence[Traffic]]
+    alone: Mapping[Cell, Traffic]
+
+    @staticmethod
+    def of(way: Paths) -> Loads:
+        alone = {cell: Traffic(0, 0, 0, -(-s.size // s.senders)) for cell, s in way.sources.items()}
+        return Loads(way, {node: q for q, kind in enumerate(way.kinds) for node in kind.nodes},
+                     tuple(tuple(_devices(way, kind)) for kind in way.kinds), alone)
+
+    def every(self) -> tuple[Traffic, ...]:
+        return (*(t for devices in self.inside for t in devices), *self.alone.values())
+
+    def rank(self, rank: int) -> Traffic:
+        node, device = divmod(rank, self.way.devices)
+        if node in self.kind:
+            return self.inside[self.kind[node]][device]
+        cell = self.way.src.cell(rank)
+        return self.alone.get(cell, NONE) if cell is not None else NONE
+
+    def most(self, ranks: Ranges) -> Traffic:
+        """Of some ranks that wait for each other."""
+        seen = {self.rank(r) for start, stop in ranks for r in range(start, stop)}
+        return Traffic(*(max(getattr(t, f.name) for t in seen) for f in fields(Traffic)))
+
+
+def _devices(way: Paths, kind: Kind) -> Iterator[Traffic]:
+    """What comes in over the network, the devices by which it comes give to the others."""
+    came = taken(kind.entering.values())
+    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), handed(came), Counter[int]()
+    for needers, parts in came.items():
+        near_in.update(dict.fromkeys(needers, sum(parts.values())))
+        for who, size in parts.items():
+            far_in[who] += size
+            near_in[who] -= size * (who in needers)
+            far_out[who] += size * (kind.trees < len(kind.nodes))
+    for hop in kind.hops:
+        near_in[hop.dst] += hop.stop - hop.start
+        near_out[hop.src] += hop.stop - hop.start
+    for device, (cell, _) in enumerate(kind.places):
+        source = way.sources.get(cell) if cell is not None else None
+        far_out[device] += -(-source.size // source.senders) if source is not None else 0
+        yield Traffic(near_in[device], far_in[device], near_out[device], far_out[device])

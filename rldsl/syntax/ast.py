@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 
 from rldsl.source import SourceFile, Span
 
@@ -366,11 +367,17 @@ class File:
 
 def walk(node: object) -> Iterator[Tree]:
     """The nodes of a tree, or of several, a parent before its children."""
-    if isinstance(node, tuple):
-        for part in node:
-            yield from walk(part)
-    elif isinstance(node, Tree):
-        yield node
-        for field in fields(node):
-            if field.name != "span":
-                yield from walk(getattr(node, field.name))
+    ahead = [node]
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, tuple):
+            ahead += node[::-1]
+        elif isinstance(node, Tree):
+            yield node
+            ahead += [getattr(node, name) for name in _below(type(node))]
+
+
+@cache
+def _below(kind: type[Tree]) -> tuple[str, ...]:
+    """The fields that may hold nodes, the last one first."""
+    return tuple(f.name for f in reversed(fields(kind)) if f.name != "span")

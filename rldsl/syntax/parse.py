@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from rldsl.syntax.recover import (blank, blank_lines, first_in_a_block, open_bra
                                   visible)
 
 MAX_ERRORS = 20
+KEPT = 64  # trees: of the library's modules, which each program imports again, and of the programs at hand
 MAX_DEPTH = 60  # brackets in brackets; far above any program, far below Python's recursion limit
 _DECLARATION = re.compile(rf"^({'|'.join(DECLARATIONS)})[ \t]+[\w@*\"]", re.MULTILINE)
 _COMMENT_BLOCK = re.compile(r"(?:^[ \t]*#[^\n]*\n)+", re.MULTILINE)
@@ -37,8 +39,9 @@ def parse(source: SourceFile) -> ast.File:
     return file
 
 
+@lru_cache(maxsize=KEPT)
 def parse_recovering(source: SourceFile) -> tuple[ast.File, tuple[Diagnostic, ...]]:
-    """The tree of what could be parsed, and the syntax errors (at most MAX_ERRORS)."""
+    """The tree of what could be parsed, and the syntax errors (at most MAX_ERRORS). The same text is parsed once."""
     deep = _too_deep(source)
     if deep is not None:
         return ast.File(source, ()), (deep,)

@@ -21,7 +21,7 @@ from tests.consistency.test_match import FAMILIES
 from tests.tiny import make_model
 from tests.world import run_world
 
-CPU = torch.device("cpu")
+CPU, TWO = torch.device("cpu"), dict(num_hidden_layers=2)
 ASKED = (Sampling(max_new_tokens=80, min_new_tokens=70), Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9))
 
 
@@ -40,13 +40,13 @@ def _gaps(rank: int, paths: list[str], degrees: dict[str, int]) -> list[Gap]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_between_them(family: str, tmp_path: Path) -> None:
-    path = str(make_model(tmp_path / "m", family=family, **FAMILIES[family]))
+    path = str(make_model(tmp_path / "m", family=family, **{**TWO, **FAMILIES[family]}))
     for got in _gaps(0, [path], {}):
         assert got.tokens > 50 and got.most == 0, got
 
 
 def test_nothing_is_between_them_under_pp(tmp_path: Path) -> None:
-    path = str(make_model(tmp_path / "m"))
+    path = str(make_model(tmp_path / "m", **TWO))
     for found in run_world(2, _gaps, [path], {"pp": 2}):
         assert all(got.most == 0 for got in found), found
 
@@ -57,7 +57,7 @@ def test_without_it_something_is(tmp_path: Path) -> None:
 
 
 def test_micro_batches_change_no_bit(tmp_path: Path) -> None:
-    shard, rows = shard_of(str(make_model(tmp_path / "m"))), ragged(12, 46, longest=40)
+    shard, rows = shard_of(str(make_model(tmp_path / "m", **TWO))), ragged(12, 46, longest=40)
     whole = shard.infer([pack(rows)], "logprobs", 1.0)
     for parts in ([rows[:1], rows[1:]], [[r] for r in rows]):
         assert torch.equal(shard.infer([pack(p) for p in parts], "logprobs", 1.0), whole)
@@ -65,7 +65,7 @@ def test_micro_batches_change_no_bit(tmp_path: Path) -> None:
 
 def test_a_loss_begins_at_a_ratio_of_one_and_learns_as_without(tmp_path: Path) -> None:
     """Fresh log-probs in training are those of the generation; gradients are those of torch's own functions."""
-    path, found = str(make_model(tmp_path / "m")), []
+    path, found = str(make_model(tmp_path / "m", **TWO)), []
     for invariant in (True, False):
         model = replace(plan_model(path, optimizer=Optimizer(lr=1e-2)), invariant=invariant)
         for recompute in ("none", "full"):

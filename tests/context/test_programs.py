@@ -20,7 +20,7 @@ GRPO = HERE / "grpo_small.rlf"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=3)
 
 
 def sets(tiny: Path, program: Path) -> dict[str, object]:

@@ -138,7 +138,7 @@ def test_it_is_not_freed_moved_or_brought() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=2)
 
 
 def test_losses_are_those_of_one_rank(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.tiny import make_all
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=2)
 
 
 def two(flow: str, keep: bool) -> str:

@@ -49,7 +49,7 @@ WRITERS = {"jsonl": jsonl, "parquet": parquet, "hf": hf}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "base")
+    return make_model(tmp_path_factory.mktemp("model") / "base", num_hidden_layers=2)
 
 
 def plan(folder: Path, base: Path, format: str, gpus: int = 2) -> bytes:

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from rldsl.cli import main
 from tests.docs.pages import ROOT, files
 from tests.forked import command
+from tests.torchrun import begun
 
 PAGE = (ROOT / "docs/tutorial.md").read_text()
 _FENCE = re.compile(r"(?:<!-- (\w+)(?:: ([\w.]+))? -->\n)?(?:<!--[^\n]*-->\n)?^```(\w+)\n(.*?)^```$",
@@ -43,7 +44,8 @@ class Done:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
-    """All commands, in order, in a folder that has what a checkout has: as a shell runs them, or forked (SLOW)."""
+    """All commands, in order, in a folder that has what a checkout has: as a shell runs them, or forked: SLOW, and
+    torchrun (that it is executed: `tests/cluster/test_two_hosts.py`)."""
     folder = tmp_path_factory.mktemp("tutorial")
     (folder / "examples").symlink_to(ROOT / "examples")
     for name, body in files(PAGE).items():
@@ -54,6 +56,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
         here.chdir(folder)
         for line in "".join(marked("sh", "run")).splitlines():
             program, *words = shlex.split(line)
+            if program == "torchrun":
+                with begun(folder, *words) as agent:
+                    assert agent.wait(120) == 0, agent.said()
+                    found.said[line] = agent.said()
+                continue
             if words[0] in SLOW:
                 ran = command(*({"rlc": ["rldsl.cli"], "python": []}[program] + words))
             else:

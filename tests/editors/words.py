@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from lark import Lark
+from lark.lexer import TerminalDef
 
 from rldsl.plan.expr import LEVELS
 from rldsl.semantics.operators import NAMES
 from rldsl.syntax.parse import grammar
 
 
+@cache
+def terminals() -> list[TerminalDef]:
+    return Lark(grammar(), parser="lalr").terminals
+
+
 def keywords() -> set[str]:
     """Every word that the grammar spells out."""
-    terminals = Lark(grammar(), parser="lalr").terminals
-    return {t.pattern.value for t in terminals if re.fullmatch(r"[a-z]+", t.pattern.value)}
+    return {t.pattern.value for t in terminals() if re.fullmatch(r"[a-z]+", t.pattern.value)}
 
 
 def units() -> set[str]:
-    found = next(t for t in Lark(grammar(), parser="lalr").terminals if t.name == "UNIT").pattern.value
+    found = next(t for t in terminals() if t.name == "UNIT").pattern.value
     return set(re.findall(r"[a-z]{2,}", found))
 
 

@@ -32,7 +32,7 @@ PLACES = {"at home": "place *.* on mesh(0:1)",
 
 @pytest.mark.parametrize("place", PLACES)
 def test_ratio_and_kl_are_exact_in_the_first_step(place: str, tmp_path: Path) -> None:
-    base, rows = make_model(tmp_path / "m"), write_jsonl(tmp_path / "rows.jsonl", make_sums(16))
+    base, rows = make_model(tmp_path / "m", num_hidden_layers=2), write_jsonl(tmp_path / "rows.jsonl", make_sums(16))
     (tmp_path / "f.rlf").write_text(PROGRAM.format(base=base, rows=rows))
     first, second = run_program(tmp_path / "f.rlf", {}, tmp_path / "run", PLACES[place])
     assert first["apart"] == first["actor/kl"] == first["actor/clip_frac"] == 0.0

@@ -30,7 +30,7 @@ flow tuning(steps=3) {{
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=2)
 
 
 def limited(rank: int, plan: bytes, out: str, most: int, after: int) -> str:

@@ -31,7 +31,7 @@ flow f(steps=1) {{
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("nonfinite") / "model")
+    return make_model(tmp_path_factory.mktemp("nonfinite") / "model", num_hidden_layers=2)
 
 
 def program(base: Path, folder: Path, ranks: int, policy: str, zeros: tuple[int, ...]) -> Path:

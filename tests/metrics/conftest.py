@@ -9,7 +9,7 @@ from tests.tiny import make_all
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("metrics"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("metrics"), tie_word_embeddings=True, num_hidden_layers=2)
 
 
 @pytest.fixture

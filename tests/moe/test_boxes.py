@@ -93,17 +93,17 @@ MOVES = [Case(MODEL, a, am, b, bm, devices) for devices in (2, 4, 8) for a, am, 
 def test_moves_are_proved_and_bring_what_is_lacking_once(number):
     case = MOVES[number]
     check(case, 1 + number % 3)
-    total, faults = examine(MODEL, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices)
+    total, faults = examine(MODEL, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, 64)
     assert not faults and total.bytes > 0
 
 
 def test_the_same_experts_elsewhere_move_nothing_else():
     """From ep to more of it: what is not an expert's stays where it is."""
     a, b = at(FOUR, dp=4, ep=2), at(FOUR, dp=4, ep=4)
-    assert examine(MODEL, b, FOUR, b, FOUR, 4)[0].bytes == 0
-    assert examine(MODEL, a, FOUR, b, FOUR, 4)[0].bytes < examine(MODEL, b, FOUR, a, FOUR, 4)[0].bytes
+    assert examine(MODEL, b, FOUR, b, FOUR, 4, 4)[0].bytes == 0
+    assert examine(MODEL, a, FOUR, b, FOUR, 4, 4)[0].bytes < examine(MODEL, b, FOUR, a, FOUR, 4, 4)[0].bytes
     dense = replace(MODEL, params=tuple(p for p in MODEL.params if not p.experts))
-    assert examine(dense, b, FOUR, a, FOUR, 4)[0].bytes == 0
+    assert examine(dense, b, FOUR, a, FOUR, 4, 4)[0].bytes == 0
 
 
 def held(case: Case, side: str, rank: int) -> dict[str, torch.Tensor]:

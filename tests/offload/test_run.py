@@ -24,7 +24,7 @@ OFF = " offload=true"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)
+    return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=2)
 
 
 def run(folder: Path, train: str, off: str, generate: str) -> tuple[Metrics, dict[str, torch.Tensor]]:

@@ -1,8 +1,8 @@
 """A reward whose rank does in one step what the file `asked` of the working directory says: "RANK raise", "RANK hold",
 "RANK grip"."""
 
+import ctypes
 import os
-import re
 import time
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def judge(rows):
         if what == "raise":
             raise ValueError("no answer")
         if what == "grip":  # Python's lock, for longer than anybody waits
-            re.match("(a+)+$", "a" * 64 + "b")
+            ctypes.PyDLL(None).sleep(600)
         while not Path("go").exists():
             time.sleep(0.02)
     return [float(len(row["completion_ids"])) for row in rows]

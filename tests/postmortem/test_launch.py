@@ -28,7 +28,7 @@ LIMIT, LAST = 6, 3  # seconds that a rank waits for another; that the launcher g
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "model")
+    make_model(tmp_path / "model", num_hidden_layers=2)
     write_jsonl(tmp_path / "sums.jsonl", make_sums(16))
     Path("p.rlf").write_text(PROGRAM)
     Path("p.plan").write_bytes(compile_program(Path("p.rlf"), {}, None, tmp_path))

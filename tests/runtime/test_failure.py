@@ -35,7 +35,7 @@ flow tuning(steps=steps, seed=1) {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("failure")
-    make_model(folder / "model")
+    make_model(folder / "model", num_hidden_layers=2)
     write_jsonl(folder / "sums.jsonl", make_sums(16))
     (folder / "p.rlf").write_text(PROGRAM)
     return folder

@@ -52,7 +52,7 @@ def tiny(tmp_path_factory) -> Tiny:
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
-    base = make_model(folder / "sft", tie_word_embeddings=True)
+    base = make_model(folder / "sft", tie_word_embeddings=True, num_hidden_layers=2)
     rows = write_jsonl(folder / "rows.jsonl", make_sums(2 * ROWS))
     tokenizer = AutoTokenizer.from_pretrained(base)
     ids = [[tokenizer(r[name])["input_ids"] for name in ("prompt", "answer")] for r in make_sums(2 * ROWS)]

@@ -38,8 +38,8 @@ class Tiny:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Tiny:
     folder = tmp_path_factory.mktemp("tiny")
-    return Tiny(make_model(folder / "sft", tie_word_embeddings=True),
-                make_model(folder / "other", seed=3, tie_word_embeddings=True),
+    sizes = dict(tie_word_embeddings=True, num_hidden_layers=2)
+    return Tiny(make_model(folder / "sft", **sizes), make_model(folder / "other", seed=3, **sizes),
                 write_jsonl(folder / "rows.jsonl", make_sums(24)))
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rldsl.plan import partition
 from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
                                Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
-from rldsl.plan.layout import axis_ranks
 from rldsl.plan.model import Value
 from tests.verify.arithmetic import need
 from tests.verify.moment import Moment, kept, lasting_models
@@ -46,7 +45,7 @@ def _lengths(w: World, e: Lengths, now: Moment) -> None:
     mesh = w.story.meshes[x.mesh]
     need(set(mesh.members()) <= set(w.members[e.mesh]), "lengths of ranks that do not take part")
     told: list[int] = []
-    for group in axis_ranks(x, mesh, "dp"):
+    for group in w.lines(s.layout, "dp"):
         if group[0] == mesh.members()[0]:  # the first rank of each shard
             for r in group:
                 rows = w.my_rows(w.ranks[r], s, e.frame, now)
@@ -139,12 +138,12 @@ def _train(w: World, e: Train, now: Moment) -> None:
 def _model_call(w: World, e: Any, frame: str, now: Moment) -> dict[int, frozenset[int]]:
     """The rows of each rank; those that hold parts of one copy of the model have the same."""
     w.on_layout(e, e.layout)
-    s, x = w.story.spreads[e.spread], w.story.layouts[e.layout]
+    s = w.story.spreads[e.spread]
     rows = {r.number: w.my_rows(r, s, frame, now) for r in _here(w, e)}
-    for group in axis_ranks(x, w.story.meshes[x.mesh], "dp"):
+    for group in w.lines(e.layout, "dp"):
         need(s.unit != "all" or len(group) == 1, "every shard would work on every row")
     for axis in ("tp", "pp", "cp"):
-        for group in axis_ranks(x, w.story.meshes[x.mesh], axis):
+        for group in w.lines(e.layout, axis):
             need(len({rows[r] for r in group}) == 1, "parts of one copy work on different rows")
     for rank in _here(w, e):
         w.uses(rank, e.model, e.layout, now)

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from rldsl.plan import partition
 from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split
-from rldsl.plan.layout import axis_ranks, coordinate
+from rldsl.plan.layout import Axis, axis_ranks, coordinate
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from tests.verify.arithmetic import Garbage, need, term
 from tests.verify.moment import Key, Lens, Moment, due, enough, kept, turns
@@ -71,6 +71,10 @@ class World:
         self.ranks = [Rank(r) for r in range(p.header.world)]
         self.groups = self._created()
         self.divided: dict[object, tuple[dict[str, tuple[int, ...]], ...]] = {}
+        self.placed: dict[tuple[str, int], int] = {}  # layout, rank -> its place in dp
+        self.lined: dict[tuple[str, str], tuple[tuple[int, ...], ...]] = {}  # layout, axis -> its groups
+        self.sound: set[tuple[type[Event], str, str]] = set()  # events that run a model, their meshes and layouts
+        self.wanted: dict[object, frozenset[int]] = {}
         for s in p.states:
             need(story.spreads[s.spread].unit == "all", "a state that is divided")
             for r in self.members[story.spreads[s.spread].mesh]:
@@ -172,6 +176,8 @@ class World:
 
     def on_layout(self, e: Event, layout: str) -> None:
         """An event that runs a model: exactly the ranks of its layout, with their communicators."""
+        if (kind := (type(e), e.mesh, layout)) in self.sound:
+            return
         x = self.story.layouts[layout]
         mesh = self.story.meshes[x.mesh]
         need(set(self.members[e.mesh]) == set(mesh.members()), "ranks that are not those of the layout")
@@ -179,8 +185,16 @@ class World:
         need(not x.zero or not isinstance(e, Generate | Infer), "parameters that are whole in training alone")
         need(x.cp == 1 or not isinstance(e, Generate), "a new token cannot be divided")
         for axis in ("tp", "pp", "dp", "cp", "mesh", *(("ep", "copies") if x.ep > 1 else ())):
-            for ranks in axis_ranks(x, mesh, axis):
+            for ranks in self.lines(layout, axis):
                 self.communicates(ranks)
+        self.sound.add(kind)
+
+    def lines(self, layout: str, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """The groups of an axis."""
+        if (layout, axis) not in self.lined:
+            x = self.story.layouts[layout]
+            self.lined[layout, axis] = axis_ranks(x, self.story.meshes[x.mesh], axis)
+        return self.lined[layout, axis]
 
     def shares(self, spread: Spread, now: Moment) -> tuple[dict[str, tuple[int, ...]], ...]:
         """[shard][frame] -> rows, as the runtime finds it from the lengths."""
@@ -230,19 +244,27 @@ class World:
     def shard(self, spread: Spread, rank: int) -> int:
         if not spread.layout or spread.unit == "all":
             return 0
-        layout = self.story.layouts[spread.layout]
-        return coordinate(layout, self.story.meshes[layout.mesh], rank).dp
+        if (spread.layout, rank) not in self.placed:
+            layout = self.story.layouts[spread.layout]
+            self.placed[spread.layout, rank] = coordinate(layout, self.story.meshes[layout.mesh], rank).dp
+        return self.placed[spread.layout, rank]
 
     def my_rows(self, rank: Rank, spread: Spread, frame: str, now: Moment) -> frozenset[int]:
         self.knows_division(rank, spread, frame, now, own=True)
-        return frozenset(self.shares(spread, now)[self.shard(spread, rank.number)][frame])
+        shard = self.shard(spread, rank.number)
+        if (key := ("of a frame", spread.id, shard, frame, now.stamp)) not in self.wanted:
+            self.wanted[key] = frozenset(self.shares(spread, now)[shard][frame])
+        return self.wanted[key]
 
     def ids(self, rank: int, spread: Spread, value: Value, now: Moment) -> frozenset[int]:
         """What a rank of the spread's mesh is to hold of a value."""
         if value.level == "batch":
             return frozenset({0})
-        rows = self.shares(spread, now)[self.shard(spread, rank)][value.frame]
-        return frozenset(kept(value, rows, self.story.frames[value.frame]))
+        shard = self.shard(spread, rank)
+        if (key := ("of a value", spread.id, shard, value.id, now.stamp)) not in self.wanted:
+            rows = self.shares(spread, now)[shard][value.frame]
+            self.wanted[key] = frozenset(kept(value, rows, self.story.frames[value.frame]))
+        return self.wanted[key]
 
     def holds(self, rank: Rank, buffer: str, ids: frozenset[int], now: Moment) -> None:
         value = split(buffer)[0]

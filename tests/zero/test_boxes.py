@@ -115,7 +115,7 @@ MOVES = tuple((made, a, am, b, bm, devices) for made in (*MODELS.values(),) for 
 
 def test_every_move_is_proved_and_moves_no_more_than_is_lacking() -> None:
     for made, a, am, b, bm, devices in MOVES:
-        total, faults = examine(made, a, am, b, bm, devices)
+        total, faults = examine(made, a, am, b, bm, devices, 64)
         assert not faults
         lacking = sum(volume(box) - sum(
             overlap(box, piece.box) for piece in holding(p, made.layers, a, am, r))

@@ -28,7 +28,7 @@ def make(path: str, rank: int, layout: Layout, dtype: str = "float32") -> tuple[
     return made
 
 
-CASES = [("qwen3", {}, "causal_lm", "logprobs", EVERY),
+CASES = [("qwen3", dict(num_hidden_layers=3), "causal_lm", "logprobs", EVERY),
          ("qwen3", TWO | dict(tie_word_embeddings=True), "causal_lm", "logprobs",
           [at(dp=2, pp=2, zero=1), at(dp=2, tp=2, pp=2, zero=3)]),
          ("llama", TWO | dict(attention_bias=True, mlp_bias=True), "causal_lm", "logprobs", [at(dp=2, tp=4, zero=3)]),

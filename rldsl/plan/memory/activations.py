@@ -99,16 +99,17 @@ def _made(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, nor
 
 def _norm(h: int, compute: int, stream: int, reads: int, layer_norm: bool, trained: bool) -> int:
     """Its input, the normed numbers, and its output once for each linear layer that reads it through a cast of its
-    own; a norm whose weight stays does not keep the normed numbers."""
+    own; a norm whose weight stays does not keep the normed numbers. In float32 an RMS norm has a gradient of its own,
+    which needs the normed numbers alone."""
     out = compute * h * (min(reads, 1) if compute == stream else reads)
-    if layer_norm:
+    if layer_norm or stream == 4:
         return 4 * h + out
     return (4 + (stream if trained else 0)) * h + out
 
 
 def _head_norm(width: int, compute: int, stream: int, trained: bool) -> int:
-    """Of queries and keys, head by head (Qwen 3); input in float32 and the normed numbers."""
-    return (4 + (compute if trained else 0)) * width
+    """Of queries and keys, head by head (Qwen 3); input in float32 and the normed numbers, or in float32 these alone."""
+    return 4 * width if compute == 4 else (4 + (compute if trained else 0)) * width
 
 
 def _attention(q: int, kv: int, heads: int, compute: int, attention: Attention, longest: int) -> int:

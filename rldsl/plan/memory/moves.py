@@ -17,6 +17,7 @@ from rldsl.plan.model import Layout, Model, ParamSpec, Plan
 from rldsl.plan.movement import carried, stored
 from rldsl.plan.project import events
 from rldsl.plan.realloc.direct import Held, packed, room, together
+from rldsl.plan.realloc.lanes import Known
 from rldsl.plan.realloc.paths import paths
 from rldsl.plan.realloc.records import Paths
 from rldsl.plan.realloc.rounds import AHEAD, buckets, count, some_rounds
@@ -45,14 +46,14 @@ def realloc_bytes(plan: Plan, way: Paths, e: Realloc, ranks: Alike) -> int:
     total = count(way, parts)
     starts = (0, total // 2, total - AHEAD)
     numbers = sorted({n for start in starts for n in range(start, start + AHEAD) if 0 <= n < total})
-    found = 0
+    found, known = 0, Known(way)
     for rank, _ in ranks.ranks:
         lying, wanted = (_held(plan, model, at, rank) for at in (e.src, e.dst))
         sizes = dict(zip(numbers, (
             packed(ops, (
                 lambda m: stored(source, e.src) == travels.dtype and together(m, lying),
                 lambda m: stored(model, e.dst) == travels.dtype and not e.decay and together(m, wanted)))
-            for number, ops in zip(numbers, some_rounds(way, rank, parts, numbers)))))
+            for number, ops in zip(numbers, some_rounds(way, rank, parts, numbers, known)))))
         found = max(found, sum(sum(room(sizes.get(n, (0, 0))[side] for n in range(total))) for side in (0, 1)))
     return itemsize(travels) * found
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rldsl.plan.boxes import Box, volume
-from rldsl.plan.realloc.lanes import Lane, rank_lanes
+from rldsl.plan.realloc.lanes import Known, Lane, rank_lanes
 from rldsl.plan.realloc.lines import boxes
 from rldsl.plan.realloc.records import Paths
 from rldsl.plan.realloc.trees import height
@@ -49,9 +49,9 @@ def rank_ops(p: Paths, rank: int, buckets: int) -> tuple[Round, ...]:
     return tuple(some_rounds(p, rank, buckets, range(count(p, buckets))))
 
 
-def some_rounds(p: Paths, rank: int, buckets: int, numbers: Iterable[int]) -> Iterator[Round]:
-    """Those of the given numbers."""
-    sends, receives = rank_lanes(p, rank)
+def some_rounds(p: Paths, rank: int, buckets: int, numbers: Iterable[int], known: Known | None = None) -> Iterator[Round]:
+    """Those of the given numbers. known: of these paths, from who asks for many ranks."""
+    sends, receives = rank_lanes(p, rank, known)
     short = _short(p, buckets)
     for number in numbers:
         yield Round(*(tuple(_messages(p, side, number, buckets, short)) for side in (sends, receives)))
