@@ -22,6 +22,7 @@ from rldsl.search.space import Block, Strategy
 GAP = 0.01  # that is good enough, unless another one is asked for
 MOST = 2_000  # parts of the space that are looked at
 KEPT = 16  # of the best assignments
+OTHERS = 3  # strategies of a call, beside the one that was found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,18 @@ class _Search:
                 self.place(part)
             else:
                 self.choose(part, least)
+        if len(self.best) == 1:
+            self.compare(self.best[0].assignment)
         return self.result(parts, ended)
+
+    def compare(self, a: Assignment) -> None:
+        """Where the first guess was the best, with what it would be with one call otherwise."""
+        for c, job in enumerate(self.i.calls):
+            others = (e for e in self.i.table.entries(job, a.blocks[c].size) if e.strategy != a.entries[c].strategy)
+            for e in islice(others, OTHERS):
+                entries = self.i.changed(a.entries, c, e)
+                if entries is not None and self.i.fits((judged := self.i.judge(Assignment(a.blocks, entries))).bytes):
+                    self.keep(judged)
 
     def result(self, parts: int, complete: bool) -> Result:
         found = self.best[0].seconds if self.best else inf

@@ -16,8 +16,8 @@ from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 from rldsl.plan.project import events, to_ranges
 
 Members = tuple[int, ...]  # classes
-MANY = 64  # classes: with more, the few ranks that log are as others, though it is they who are waited for; from one rank
-# that differs, the places in groups of many sizes may tell every other apart
+MANY = 64  # classes: with more, the few ranks that log are as others, though it is they who are waited for; from one
+# rank that differs, the places in groups of many sizes may tell every other apart
 
 
 @dataclass(frozen=True, slots=True)

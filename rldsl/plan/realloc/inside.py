@@ -1,7 +1,7 @@
 """Inside a node: by which of its devices lines come in over the network, and who gives what to whom.
 
-In: the lines that the devices of a node hold and lack. Out: a `Kind`, without trees yet. There may be thousands of lines
-and of kinds (a model divided among all ranks), so what can be is summed up for all lines of the same devices.
+In: the lines that the devices of a node hold and lack. Out: a `Kind`, without trees yet. There may be thousands of
+lines and of kinds (a model divided among all ranks), so what can be is summed up for all lines of the same devices.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _busy(way: Way, hops: Sequence[Hop]) -> int:
     sent, near, far = _sent(hops) + handed(way.taken), Counter[int](), Counter[int]()
     for hop in hops:
         near[hop.dst] += hop.stop - hop.start
-    for needers, taken in way.taken.items():
-        near.update(dict.fromkeys(needers, sum(taken.values())))
-        for who, size in taken.items():
+    for needers, parts in way.taken.items():
+        near.update(dict.fromkeys(needers, sum(parts.values())))
+        for who, size in parts.items():
             far[who] += size
             near[who] -= size * (who in needers)
     return max((*near.values(), *sent.values(), *(NETWORK * x for x in far.values())), default=0)
@@ -72,14 +72,14 @@ def _way(sizes: Sequence[int], wanted: Mapping[Devices, Sequence[int]], loads: M
     weights = {needers: max(1, (len(needers) - 1) ** fewer) for needers in wanted}
     totals = {needers: sum(sizes[i] for i in found) * weights[needers] for needers, found in wanted.items()}
     shares: dict[int, list[Share]] = {i: [] for found in wanted.values() for i in found}
-    taken: dict[Devices, Counter[int]] = {}
+    came: dict[Devices, Counter[int]] = {}
     for needers, amounts in balance(totals, loads).items():
-        weight, mine = weights[needers], taken.setdefault(needers, Counter())
+        weight, mine = weights[needers], came.setdefault(needers, Counter())
         for i, (who, start, stop) in cut(((i, sizes[i] * weight) for i in wanted[needers]), amounts):
             if (start := start // weight) < (stop := stop // weight):
                 shares[i].append(Share(needers[who], start, stop))
                 mine[needers[who]] += stop - start
-    return Way(wanted, shares, taken)
+    return Way(wanted, shares, came)
 
 
 def _hops(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devices]], way: Way) -> tuple[Hop, ...]:
@@ -93,16 +93,16 @@ def _hops(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devices]], w
     need = Counter[int]()
     for i, (_, lack) in inside.items():
         need.update(dict.fromkeys(lack, sizes[i]))
-    for needers, taken in way.taken.items():
-        need.update(dict.fromkeys(needers, sum(taken.values())))
+    for needers, parts in way.taken.items():
+        need.update(dict.fromkeys(needers, sum(parts.values())))
     if _busiest(loads, direct) <= max(need.values()):
         return direct
     lacked: dict[Devices, list[int]] = defaultdict(list)
     for i in few:
         lacked[inside[i][1]].append(i)
-    parts = _way(sizes, lacked, {}, 0)
-    second = [h for i, e in parts.entering().items() for h in fan(i, e, 1)]
-    relayed = (*_direct(sizes, inside, loads + _sent(second), parts.shares), *second)
+    divided = _way(sizes, lacked, {}, 0)
+    second = [h for i, e in divided.entering().items() for h in fan(i, e, 1)]
+    relayed = (*_direct(sizes, inside, loads + _sent(second), divided.shares), *second)
     return relayed if _busiest(loads, relayed) < _busiest(loads, direct) else direct
 
 

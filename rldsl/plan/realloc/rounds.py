@@ -49,7 +49,8 @@ def rank_ops(p: Paths, rank: int, buckets: int) -> tuple[Round, ...]:
     return tuple(some_rounds(p, rank, buckets, range(count(p, buckets))))
 
 
-def some_rounds(p: Paths, rank: int, buckets: int, numbers: Iterable[int], known: Known | None = None) -> Iterator[Round]:
+def some_rounds(p: Paths, rank: int, buckets: int, numbers: Iterable[int],
+                known: Known | None = None) -> Iterator[Round]:
     """Those of the given numbers. known: of these paths, from who asks for many ranks."""
     sends, receives = rank_lanes(p, rank, known)
     short = _short(p, buckets)
