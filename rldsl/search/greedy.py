@@ -38,8 +38,9 @@ def _lighter(i: Instance, blocks: Sequence[Block], entries: tuple[Entry, ...]) -
     best: tuple[float, tuple[Entry, ...]] | None = None
     for c, job in enumerate(i.calls):
         now = entries[c]
+        mine = now.resident + now.active
         for e in i.table.entries(job, blocks[c].size):
-            if (least := now.resident + now.active - e.resident - e.active) <= 0:
+            if (least := mine - e.resident - e.active) <= 0:
                 continue
             price = max(e.seconds + e.away - now.seconds - now.away, 0.0) / least
             if best is not None and price >= best[0] or (then := i.changed(entries, c, e)) is None:

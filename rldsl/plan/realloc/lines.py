@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise, product
 
 from rldsl.plan.boxes import (
@@ -60,6 +61,11 @@ def lines(model: Model, src: Layout, dst: Layout) -> tuple[Line, ...]:
     """All lines, in the order in which their first boxes come in the model."""
     entries: dict[tuple[tuple[Cell, ...], tuple[Cell, ...]], list[Entry]] = defaultdict(list)
     sizes: dict[tuple[tuple[Cell, ...], tuple[Cell, ...]], int] = defaultdict(int)
+
+    @cache
+    def cells(at: tuple[int, ...], part: Standing) -> tuple[Cell, ...]:
+        return tuple(Cell(s, *x) for s in sorted(at) for x in part)
+
     for spec in model.params:
         atoms = tuple(_atoms(spec, src, dst))
         between: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Parameter]] = defaultdict(list)
@@ -68,7 +74,7 @@ def lines(model: Model, src: Layout, dst: Layout) -> tuple[Line, ...]:
         for ends, found in between.items():
             layers = tuple(p.layer for p in found)
             for box, parts in atoms:
-                have, want = (tuple(Cell(s, *x) for s in sorted(at) for x in part) for at, part in zip(ends, parts))
+                have, want = (cells(at, part) for at, part in zip(ends, parts))
                 entries[have, want].append(Entry(spec.name, layers, box, sizes[have, want]))
                 sizes[have, want] += volume(box) * len(layers)
     return tuple(Line(*key, tuple(found), sizes[key]) for key, found in entries.items())
