@@ -1,12 +1,12 @@
-"""What every code means: one page for each, `pages/RLxxxx.md`, and this loader.
+"""The meaning of every code: one page each, `pages/RLxxxx.md`, and this loader.
 
-In: a code. Out: its page. A page begins with `# RLxxxx: title`, then plain text. Programs in it stand in fences:
+In: a code. Out: its page. A page begins with `# RLxxxx: title`, followed by text. Its programs are in fences:
 
     ```rlf broken            a program that gives exactly this code
-    ```rlf mended            the same without the mistake
-    ```rlf NAME, ```py NAME  another file that the examples need, beside them
-    ```rlf broken --set lr=fast --place rules.rlf    options of `rlc check`, as one would type them
-    ```rlf broken compile    a mistake that `rlc compile` finds and `rlc check` cannot, as it needs the models
+    ```rlf fixed             the same program without the error
+    ```rlf NAME, ```py NAME  another file that the examples need, in the same directory
+    ```rlf broken --set lr=fast --place rules.rlf    options of `rlc check`, as typed on the command line
+    ```rlf broken compile    an error that `rlc compile` finds and `rlc check` cannot, because it needs the models
                              (models/tiny, and models/small with fewer layers)
 
 A code is never given a second meaning, and a page is the only place that lists it.
@@ -32,24 +32,23 @@ RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One program of a page. role: "broken" or "mended". options: arguments of the command line. compile: whether it
-    takes `rlc compile` to see the mistake."""
+    """One program of a page."""
 
-    role: str
+    role: str                       # "broken" or "fixed"
     text: str
-    options: tuple[str, ...] = ()
-    compile: bool = False
+    options: tuple[str, ...] = ()   # arguments of the command line
+    compile: bool = False           # whether only `rlc compile` finds the error
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """text: all of it, as written. files: (name, text) of what the examples need beside them."""
+    """The page of one code."""
 
     code: str
     title: str
-    text: str
+    text: str                               # the whole page, as written
     examples: tuple[Example, ...]
-    files: tuple[tuple[str, str], ...]
+    files: tuple[tuple[str, str], ...]      # (name, text) of other files that the examples need
 
 
 def page(code: str) -> Page | None:
@@ -67,7 +66,7 @@ def codes() -> dict[str, str]:
 
 
 def nearest(code: str) -> tuple[str, ...]:
-    """Codes that may have been meant: those of the same range, by their number."""
+    """Similar codes: up to three of the same range, the nearest numbers first."""
     if not re.fullmatch(r"RL\d{4}", code):
         return ()
     same = [c for c in codes() if c[:4] == code[:4]]
@@ -75,13 +74,13 @@ def nearest(code: str) -> tuple[str, ...]:
 
 
 def normal(word: str) -> str:
-    """A code as people type it ("rl304", "0304") in its one form."""
+    """A code as people type it ("rl304", "0304") in its canonical form, "RL0304"."""
     digits = word.strip().upper().removeprefix("RL")
     return f"RL{digits:0>4}" if digits.isdecimal() else word.strip()
 
 
 def parse(text: str) -> Page:
-    """A page from its text. ValueError where it is not of the form above."""
+    """A page from its text. ValueError if it does not have the form above."""
     head = _TITLE.match(text)
     if head is None:
         raise ValueError(f"a page begins with `# RLxxxx: title`, not {text[:40]!r}")
@@ -89,7 +88,7 @@ def parse(text: str) -> Page:
     files: list[tuple[str, str]] = []
     for fence in _FENCE.finditer(text):
         words = shlex.split(fence[2] or "")
-        if words and words[0] in ("broken", "mended"):
+        if words and words[0] in ("broken", "fixed"):
             needs = words[1:2] == ["compile"]
             examples.append(Example(words[0], fence[3], tuple(words[1 + needs:]), needs))
         elif words:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from rldsl.explain import RANGES, Page
 
 _BOLD, _BLUE, _GREEN, _RED, _OFF = "\033[1m", "\033[34m", "\033[32m", "\033[31m", "\033[0m"
-_WORDS = {"broken": "this fails", "mended": "this is right"}
-_TONES = {"broken": _RED, "mended": _GREEN}
+_WORDS = {"broken": "fails", "fixed": "fixed"}
+_TONES = {"broken": _RED, "fixed": _GREEN}
 
 
 def show(page: Page, color: bool = False) -> str:
@@ -37,10 +37,10 @@ def show(page: Page, color: bool = False) -> str:
 
 
 def caption(words: str) -> str:
-    """What a program of a page is, from the words behind its fence: "this fails, with `rlc check --set lr=fast`:"."""
+    """The caption of a program, from the words after its fence: "fails with `rlc check --set lr=fast`:"."""
     name, _, options = words.partition(" ")
     command = options if options.startswith("compile") else f"check {options}"
-    return f"{_WORDS.get(name, name)}, with `rlc {command}`:" if options else f"{_WORDS.get(name, name)}:"
+    return f"{_WORDS.get(name, name)} with `rlc {command}`:" if options else f"{_WORDS.get(name, name)}:"
 
 
 def listing(titles: Mapping[str, str]) -> str:

@@ -100,7 +100,7 @@ def test_examples(code: str, number: int, tmp_path: Path, models: Path, monkeypa
         assert not [d for d in said if d.severity == "error" or d.code == code], said
 
 
-def test_a_mend_is_another_program() -> None:
+def test_a_fix_is_another_program() -> None:
     for code in explain.codes():
         texts = [e.text + " ".join(e.options) for e in explain.page(code).examples]
         assert len(set(texts)) == len(texts), code
@@ -114,12 +114,12 @@ def test_malformed_pages_are_refused(text: str) -> None:
 
 def test_form_of_a_page() -> None:
     page = explain.parse("# RL0101: a title\n\nwhy\n\n```py r.py\nx = 1\n```\n\n```rlf broken --set a=1\np\n```\n"
-                         "```rlf mended compile\nq\n```\n```\nplain\n```\n")
+                         "```rlf fixed compile\nq\n```\n```\nplain\n```\n")
     assert (page.code, page.title, page.files) == ("RL0101", "a title", (("r.py", "x = 1\n"),))
     assert page.examples == (explain.Example("broken", "p\n", ("--set", "a=1")),
-                             explain.Example("mended", "q\n", (), True))
+                             explain.Example("fixed", "q\n", (), True))
     shown = show(page)
-    assert "this fails, with `rlc check --set a=1`" in shown and "    p\n" in shown and "```" not in shown
+    assert "fails with `rlc check --set a=1`" in shown and "    p\n" in shown and "```" not in shown
     assert "\033[" not in shown and "\033[" in show(page, color=True)
 
 
