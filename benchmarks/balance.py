@@ -2,7 +2,7 @@
 
     python -m benchmarks.balance          # 4,096 sequences over 512 ranks and smaller; Karmarkar-Karp takes seconds
 
-Lengths are lognormal, with and without a limit. A sequence costs what it costs a transformer (`plan/makespan.py`). The
+Lengths are lognormal, with and without a limit. A sequence costs what it costs a transformer (`sharding/balance.py`). The
 bound: the mean over ranks, or the costliest sequence. Gates: makespan / bound 1.01, CPU time 10 ms (goals 1.002, 5 ms),
 for the largest case; where a rank has a few sequences only, no division may be so near.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
-from rldsl.plan.makespan import cost, divide
+from rldsl.sharding.balance import cost, divide
 
 Parts = Sequence[Sequence[int]]
 SIZES = ((4096, 512), (1024, 128), (256, 32), (4096, 64), (512, 8))

@@ -32,9 +32,9 @@ from rldsl import api
 from rldsl.plan.codec import encode
 from rldsl.plan.events import (Compute, Event, Free, Generate, Infer, Item, Lengths, Log, Loop, Realloc, Train,
                                Transfer)
-from rldsl.runtime import executor
-from rldsl.runtime.executor import Walk, execute
-from rldsl.runtime.options import Options
+from rldsl.runtime.interpreter import interpreter
+from rldsl.runtime.interpreter.interpreter import Walk, execute
+from rldsl.runtime.interpreter.options import Options
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -87,7 +87,7 @@ def walked(walk: Walk) -> Cost:
     """Events that do nothing, walked and called."""
     mesh = walk.state.plan.meshes[0].id
     items: list[Item] = [Free(id=0, mesh=mesh, buffers=()) for _ in range(EVENTS)]
-    handler = executor.HANDLERS[Free]
+    handler = interpreter.HANDLERS[Free]
 
     def called() -> None:
         for item in items:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.loss [--large]      # --large: 152k words too, which takes some gigabytes
 
-Ours: `backends/torch/logprobs.py`. Theirs: torch's own `log_softmax` and `gather` on the logits of all tokens, in one
+Ours: `backends/torch/model/logprobs.py`. Theirs: torch's own `log_softmax` and `gather` on the logits of all tokens, in one
 piece. memory: the most bytes that exist at once beyond what goes in and what comes out (gradients of hidden states and
 of the weight), every storage that torch makes counted while it lives, over the bytes of the logits in float32
 (gate 0.15, goal 0.03; of theirs for comparison). It falls with the number of tokens, as ours does not grow with them.
@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from rldsl.backends.torch.logprobs import token_logprobs
-from rldsl.plan.memory.logits import rows_at_once
+from rldsl.backends.torch.model.logprobs import token_logprobs
+from rldsl.memory.logits import rows_at_once
 from rldsl.runtime.backend import ALONE
 from tests.memory.accounting import Storages
 

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from rldsl.plan.codec import encode
-from rldsl.plan.memory import curves
-from rldsl.plan.memory.curve import each_rank, peak
+from rldsl.memory import curves
+from rldsl.memory.curve import each_rank, peak
 from tests.memory.accounting import measured
 from tests.memory.plans import CASES, Case, plan_of
 

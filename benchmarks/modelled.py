@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.layouts import LLAMA_70B
-from rldsl.plan.boxes import itemsize, parameters, volume
+from rldsl.sharding.boxes import itemsize, parameters, volume
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.plan.realloc.lanes import rank_lanes
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.records import Paths
-from rldsl.plan.realloc.relabel import relabel
-from rldsl.plan.realloc.rounds import buckets, count
-from rldsl.plan.realloc.summary import summary
+from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.reshard.routes import paths
+from rldsl.reshard.records import Paths
+from rldsl.reshard.device_order import relabel
+from rldsl.reshard.rounds import buckets, count
+from rldsl.reshard.summary import summary
 
 NODE, NETWORK, NVLINK = 8, 50e9, 450e9  # ranks; bytes a second in each direction
 

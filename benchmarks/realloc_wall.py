@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from benchmarks.layouts import case as make
 from benchmarks.layouts import llama
-from rldsl.plan.realloc.rounds import AHEAD, Round
-from rldsl.runtime.exchange import post
-from rldsl.runtime.realloc import Route, realloc
+from rldsl.reshard.rounds import AHEAD, Round
+from rldsl.runtime.comm.exchange import post
+from rldsl.runtime.comm.reshard import Route, realloc
 from tests.realloc.cases import Case
 from tests.realloc.test_run import place, tensors
 from tests.world import run_world

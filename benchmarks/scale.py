@@ -23,7 +23,7 @@ from rldsl.passes.pipeline import run
 from rldsl.placement.place import place_graph
 from rldsl.plan.codec import encode
 from rldsl.plan.model import Plan
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 
 SIZES = (64, 256, 1024, 4096, 10240)
 LLAMA = {  # the published configurations (Grattafiori et al. 2024, arXiv:2407.21783, table 3)

@@ -80,8 +80,8 @@ def run(work: Work) -> Times:
     from rldsl import api
     from rldsl.plan.codec import encode
     from rldsl.plan.events import Loop
-    from rldsl.runtime.executor import Walk, execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import Walk, execute
+    from rldsl.runtime.interpreter.options import Options
 
     torch.set_num_threads(1)
     folder, clock = Path(work.folder), Clock()

@@ -20,8 +20,8 @@ from rldsl.placement.families import Family
 from rldsl.placement.place import place_graph
 from rldsl.plan.events import Fetch, Free, Item, Loop
 from rldsl.plan.model import Mesh, ParamSpec, Plan, Spread
-from rldsl.plan.project import rank_classes
-from rldsl.plan.verify import verify
+from rldsl.plan.projection import rank_classes
+from rldsl.verify import verify
 from tests.compiler.graphs import at, family, ppo
 from tests.plan.sample import grpo
 

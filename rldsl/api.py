@@ -158,7 +158,8 @@ def finish(events: "Draft") -> "Compiled":
     """Memory, emission and proof."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from rldsl.passes import fit, pipeline
+    from rldsl.search import fit
+    from rldsl.passes import pipeline
 
     try:
         compiler = f"rldsl {version('rldsl')}"

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rldsl.diag import Failure, fail
 from rldsl.report import render
-from rldsl.runtime.metrics.record import CONTRADICTION, Claim, claim, within
+from rldsl.runtime.metrics.run_record import CONTRADICTION, Claim, claim, within
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from rldsl.runtime.debug import Program
+    from rldsl.runtime.interpreter.debug import Program
 
 GRACE = 20.0  # seconds in which a rank says what all of them have found
 
@@ -126,7 +126,7 @@ def _check_world(data: bytes, name: str, world: int) -> None:
 
     plan = decode(data, name)
     if plan.header.world != world:
-        from rldsl.runtime.world import check_size
+        from rldsl.runtime.comm.world import check_size
 
         check_size(plan, world, name)
 
@@ -152,7 +152,7 @@ def _meet(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Sto
     this run, and whether an earlier one began it. RL0704: the others cannot be reached."""
     import torch.distributed as dist
 
-    from rldsl.runtime.meet import prefix, started_before
+    from rldsl.runtime.comm.rendezvous import prefix, started_before
 
     backend: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":  # with the device its communicators are made now, and those of groups from them, not late
@@ -178,7 +178,7 @@ def _meet(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Sto
 
 def _claim(arguments: argparse.Namespace, again: bool, rank: int, device: torch.device) -> Claim:
     """Rank 0 looks at the run's directory: what machines see of a shared one may differ for a while."""
-    from rldsl.runtime.agree import from_first
+    from rldsl.runtime.comm.agreement import from_first
 
     mine = claim(arguments.out, arguments.resume, again, arguments.overwrite) if rank == 0 else Claim(None, False)
     found = json.loads(from_first(json.dumps([str(mine.resume) if mine.resume else "", mine.goes_on]), device))
@@ -189,12 +189,12 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, prog
     import torch.distributed as dist
     import transformers
 
-    from rldsl.runtime.executor import Walk, execute
-    from rldsl.runtime.failure import Watch
-    from rldsl.runtime.meet import begun
-    from rldsl.runtime.metrics.report import Asked
+    from rldsl.runtime.interpreter.interpreter import Walk, execute
+    from rldsl.runtime.health.failure import Watch
+    from rldsl.runtime.comm.rendezvous import begun
+    from rldsl.runtime.metrics.reporter import Asked
     from rldsl.runtime.metrics.tee import tee
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.options import Options
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -10,7 +10,7 @@ import gc
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from rldsl.plan.codec import decode, encode
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 from tests.plan.sample import grpo
 
 get_checkpoint_conversion_mapping("llama")

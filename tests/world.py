@@ -15,7 +15,7 @@ from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "transformers", "transformers.models.qwen3.modeling_qwen3",
             "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers", "safetensors.torch",
-            "rldsl.runtime.executor", "rldsl.backends.torch", "rldsl.backends.torch.shard", "pytest", "tests.warm"]
+            "rldsl.runtime.interpreter.interpreter", "rldsl.backends.torch", "rldsl.backends.torch.shard", "pytest", "tests.warm"]
 
 
 def context() -> Any:

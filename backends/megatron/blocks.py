@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from rldsl.backends.megatron.names import LAYER, Table
-from rldsl.backends.torch.load import Held
-from rldsl.plan.boxes import Parameter, local_shape
+from rldsl.backends.torch.model.load_weights import Held
+from rldsl.sharding.boxes import Parameter, local_shape
 from rldsl.runtime.backend import Pool
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rldsl.backends.megatron.blocks import Block, Seat
-from rldsl.backends.torch.zero import Unit
+from rldsl.backends.torch.model.zero import Unit
 from rldsl.runtime.backend import Axis
 
 

@@ -2,7 +2,7 @@
 
 In: a layer's config, the ranks that divide each of its experts (`tp`) and those that share them (`ep`), and which
 kernels there are. Out: a module in the place of an MLP. Rows go to their experts as in the torch backend
-(`torch/experts.py`): a copy for each expert that a token chose, by an all-to-all of ragged sizes, none dropped.
+(`torch/model/experts.py`): a copy for each expert that a token chose, by an all-to-all of ragged sizes, none dropped.
 Megatron's own dispatchers are not used: they are written for CUDA's streams, and for groups over tp and ep together.
 Experts compute one after the other, or with Transformer Engine all in one product.
 
@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from rldsl.backends.megatron.kernels import Kernels
-from rldsl.backends.torch.collectives import GatherApart, SumApart, gather
-from rldsl.backends.torch.experts import Route
+from rldsl.backends.torch.model.collectives import GatherApart, SumApart, gather
+from rldsl.backends.torch.model.experts import Route
 from rldsl.runtime.backend import Axis
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from rldsl.backends.torch.packages import FLASH, Package, Wanted, flash, look
+from rldsl.backends.torch.kernels.optional_packages import FLASH, Package, Wanted, flash, look
 
 ENGINE = Wanted(
     "Transformer Engine", ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8"),

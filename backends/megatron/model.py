@@ -34,7 +34,7 @@ from torch import nn
 
 from rldsl.backends.megatron.experts import experts_of
 from rldsl.backends.megatron.kernels import Kernels
-from rldsl.backends.torch.attention import Packing
+from rldsl.backends.torch.model.attention import Packing
 from rldsl.runtime.backend import Axis
 
 Parts = tuple[torch.Tensor, torch.Tensor | None]  # what a linear layer gives: its product, and the bias to add

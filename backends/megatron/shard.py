@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from rldsl.backends.megatron.stage import MegatronStage
-from rldsl.backends.torch.host import Host
+from rldsl.backends.torch.model.offload import Host
 from rldsl.backends.torch.shard import TorchShard
-from rldsl.backends.torch.train import Trainer
+from rldsl.backends.torch.train.optimizer import Trainer
 from rldsl.runtime.backend import Shard
 
 

@@ -22,17 +22,17 @@ from rldsl.backends.megatron.divided import Joined
 from rldsl.backends.megatron.kernels import Kernels, here
 from rldsl.backends.megatron.model import HeadNorm, Sequences, gpt
 from rldsl.backends.megatron.names import EMBEDDING, ENDS, EXPERT, LAYER, OUTPUT, table_of
-from rldsl.backends.torch.attention import Packing
-from rldsl.backends.torch.collectives import GatherAlike, PartOf
-from rldsl.backends.torch.config import config
-from rldsl.backends.torch.half import compute_rounded, rounded
-from rldsl.backends.torch.load import Held, allot
-from rldsl.backends.torch.recompute import Recompute
-from rldsl.backends.torch.sequence import Filled, Tokens, fill
-from rldsl.backends.torch.zero import Sharded
-from rldsl.plan.boxes import Parameter, holding, parameters
-from rldsl.plan.layout import stage_layers
-from rldsl.plan.lora import HEAD
+from rldsl.backends.torch.model.attention import Packing
+from rldsl.backends.torch.model.collectives import GatherAlike, PartOf
+from rldsl.backends.torch.model.config import config
+from rldsl.backends.torch.model.autocast import compute_rounded, rounded
+from rldsl.backends.torch.model.load_weights import Held, allot
+from rldsl.backends.torch.model.recompute import Recompute
+from rldsl.backends.torch.model.sequence_parallel import Filled, Tokens, fill
+from rldsl.backends.torch.model.zero import Sharded
+from rldsl.sharding.boxes import Parameter, holding, parameters
+from rldsl.sharding.layout import stage_layers
+from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Pool
 
@@ -48,7 +48,7 @@ class Chunk:
 
 
 class MegatronStage(Recompute):
-    """As `backends/torch/stage.py` says of `Stage`, without adapters. blocks: of all that modules compute with.
+    """As `backends/torch/model/stage.py` says of `Stage`, without adapters. blocks: of all that modules compute with.
     kernels: what these modules are."""
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.backends.torch import load as checkpoint
-from rldsl.backends.torch.batch import batch
-from rldsl.backends.torch.desk import Desk
-from rldsl.backends.torch.generate import generate
-from rldsl.backends.torch.host import Host
-from rldsl.backends.torch.invariant import Invariant
-from rldsl.backends.torch.lora import begin
-from rldsl.backends.torch.outputs import outputs
-from rldsl.backends.torch.pipeline import forward, forward_backward
-from rldsl.backends.torch.stage import Stage
-from rldsl.backends.torch.train import Trainer
+from rldsl.backends.torch.model import load_weights as checkpoint
+from rldsl.backends.torch.model.packed_batch import batch
+from rldsl.backends.torch.generate.decode_state import Desk
+from rldsl.backends.torch.generate.generate import generate
+from rldsl.backends.torch.model.offload import Host
+from rldsl.backends.torch.model.invariant import Invariant
+from rldsl.backends.torch.model.lora import begin
+from rldsl.backends.torch.model.outputs import outputs
+from rldsl.backends.torch.train.pipeline import forward, forward_backward
+from rldsl.backends.torch.model.stage import Stage
+from rldsl.backends.torch.train.optimizer import Trainer
 from rldsl.plan.events import Part, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.plan.movement import stored
+from rldsl.sharding.dtypes import stored
 from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed, Pool, Shard
 
 ONE_TOKEN = Packed(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))

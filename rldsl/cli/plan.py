@@ -69,7 +69,7 @@ def verify(settings: Settings, plan: str) -> None:
     """Prove that PLAN can run."""
     from rldsl import api
     from rldsl.plan.codec import decode, plan_id
-    from rldsl.plan.verify import verify as prove
+    from rldsl.verify import verify as prove
 
     data = api.read_bytes(plan)
     proof = prove(decode(data, plan))

@@ -25,10 +25,10 @@ def stage(emit: Stage, file: str, sets: Mapping[str, Scalar], place: str | None,
     mode, rules = placing(place)
     events = api.draft_source(api.read_source(file), sets, rules, overrides, mode)
     if emit == "events":
-        from rldsl.passes.show import show
+        from rldsl.passes.listing import show
 
         return show(events)
-    from rldsl.plan.show import show as show_plan
+    from rldsl.inspect.show import show as show_plan
 
     return show_plan(api.finish(events).plan)
 

@@ -14,7 +14,7 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 from rldsl.python.compare import compared
 from rldsl.python.machines import machine_of
 

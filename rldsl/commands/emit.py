@@ -1,7 +1,7 @@
 """`rlc emit`: a plan as a Python program that runs under torchrun, for stepping through with a debugger.
 
 In: the path of a plan, and a rank or all. Out: the text of the program: a function for each list of events, real
-loops, one line an event (`run.generate(8)`), with what it is in a comment. The lines call `rldsl.runtime.debug`, which
+loops, one line an event (`run.generate(8)`), with what it is in a comment. The lines call `rldsl.runtime.interpreter.debug`, which
 executes the events of the plan; the program holds their numbers and the plan's id, and no logic. Errors: RL0608 no such
 rank, and those of reading and verifying a plan.
 """
@@ -20,12 +20,12 @@ from rldsl import api
 from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Event, Every, Item, Loop
-from rldsl.plan.meaning import kind, told
+from rldsl.plan.naming import kind, told
 from rldsl.plan.model import Plan, Ranges
-from rldsl.plan.project import schedule, to_ranges
-from rldsl.plan.texts import ranks_text
-from rldsl.plan.verify import verify
-from rldsl.plan.view import check_rank
+from rldsl.plan.projection import schedule, to_ranges
+from rldsl.plan.notation import ranks_text
+from rldsl.verify import verify
+from rldsl.inspect.view import check_rank
 
 WIDTH, CALL = 120, 36  # columns of a line, and of the call before its comment
 TEMPLATE = "program.py.j2"

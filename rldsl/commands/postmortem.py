@@ -14,12 +14,12 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.codec import decode, plan_id
-from rldsl.plan.dumps import FOLDER, SIGNS, Dump, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
+from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
 from rldsl.plan.model import Plan
-from rldsl.plan.order import Order
-from rldsl.plan.postmortem import Findings, analyse, traces
-from rldsl.plan.postmortem_text import call_text, report, title
-from rldsl.runtime.metrics.record import PLAN
+from rldsl.postmortem.wait_order import Order
+from rldsl.postmortem.analysis import Findings, analyse, traces
+from rldsl.postmortem.text import call_text, report, title
+from rldsl.runtime.metrics.run_record import PLAN
 
 
 def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -> str:

@@ -28,7 +28,7 @@ from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.search.space import can_tp
 
 FORMAT = 2  # of what is kept; it grows with every change of what is measured

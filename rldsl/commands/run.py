@@ -15,7 +15,7 @@ from rldsl.commands import Usage
 from rldsl.commands.inputs import ENDING, plan_or_program
 from rldsl.diag import fail
 from rldsl.plan.expr import Scalar
-from rldsl.runtime.metrics.record import CONTRADICTION, claim, within
+from rldsl.runtime.metrics.run_record import CONTRADICTION, claim, within
 
 
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str,

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import Failure, fail
-from rldsl.plan.metrics import METRICS, Lines, last, read
+from rldsl.plan.metrics_file import METRICS, Lines, last, read
 from rldsl.runtime.metrics.names import computed, first
-from rldsl.runtime.metrics.record import runs
+from rldsl.runtime.metrics.run_record import runs
 
 
 def listing(folder: str) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rldsl import api
 from rldsl.commands import Usage
-from rldsl.plan import paths
+from rldsl.plan import disk_paths
 from rldsl.plan.codec import decode, plan_id
-from rldsl.plan.show import show as text
-from rldsl.plan.view import event_json, plan_json
+from rldsl.inspect.show import show as text
+from rldsl.inspect.view import event_json, plan_json
 from rldsl.python.sources import event_quote, sources_of
 
 
@@ -27,7 +27,7 @@ def show(file: str, rank: int | None, event: int | None, touched: bool, as_json:
     data = api.read_bytes(file)
     plan = decode(data, file)
     if touched:
-        return paths.text(paths.paths(plan))
+        return disk_paths.text(disk_paths.paths(plan))
     source = event_quote(plan, event, sources_of(plan, Path(file).parent)) if event is not None else ""
     if not as_json:
         return text(plan, rank, event, source)

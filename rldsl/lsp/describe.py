@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
 from rldsl.lsp.facts import CallFact, Facts
 from rldsl.lsp.index import Symbol
-from rldsl.plan.texts import layout_text
+from rldsl.plan.notation import layout_text
 from rldsl.syntax import ast
 
 Costs = Callable[[CallFact], list[str]]

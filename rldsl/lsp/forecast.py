@@ -14,10 +14,10 @@ from rldsl.diag import Failure, fail
 from rldsl.graph import model as g
 from rldsl.graph.build import build, read_text
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.memory.curve import Curve, peak, points
-from rldsl.plan.meaning import call_name
+from rldsl.memory.curve import Curve, peak, points
+from rldsl.plan.naming import call_name
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse

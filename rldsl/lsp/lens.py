@@ -8,7 +8,7 @@ from __future__ import annotations
 from rldsl.lsp.analysis import Analysis
 from rldsl.lsp.facts import CallFact
 from rldsl.lsp.forecast import Forecast
-from rldsl.plan.texts import human, layout_text, seconds_text
+from rldsl.plan.notation import human, layout_text, seconds_text
 from rldsl.source import Span
 from rldsl.syntax import ast
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from rldsl.plan.events import Sampling
-from rldsl.plan.partition import partition
-from rldsl.runtime.metrics.record import PACKAGES, versions
+from rldsl.sharding.partition import partition
+from rldsl.runtime.metrics.run_record import PACKAGES, versions
 from rldsl.measure.models import measure, settle, timed, training
 
 
@@ -166,7 +166,7 @@ def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dic
 
     from rldsl.plan.codec import decode
     from rldsl.plan.events import Generate
-    from rldsl.plan.project import events
+    from rldsl.plan.projection import events
 
     transformers.logging.set_verbosity_error()
     plan = decode(Path(given.plan).read_bytes(), given.plan)

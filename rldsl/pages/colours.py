@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rldsl.plan.events import Collect, Compute, Fetch, Generate, Infer, Select, Train
-from rldsl.plan.meaning import Places
+from rldsl.plan.naming import Places
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 
 COUNT = 8
 WORK = (Fetch, Generate, Infer, Train, Compute, Select, Collect)

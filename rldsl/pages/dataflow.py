@@ -12,10 +12,10 @@ from typing import Literal, TypeGuard
 from rldsl.pages.texts import block_text
 from rldsl.plan.events import (Collect, Compute, Event, Fetch, Generate, Infer, Log, Loop, Realloc, Save, Select,
                                Train, Transfer, split)
-from rldsl.plan.meaning import Places, call_name, kind, makes
+from rldsl.plan.naming import Places, call_name, kind, makes
 from rldsl.plan.model import Plan
-from rldsl.plan.project import Path, events
-from rldsl.plan.texts import human
+from rldsl.plan.projection import Path, events
+from rldsl.plan.notation import human
 
 CALLS, MOVES = (Generate, Infer, Train), (Transfer, Realloc)
 VALUES = (Fetch, Compute, Select, Collect, Save)

@@ -16,8 +16,8 @@ from rldsl.pages.colours import Hue
 from rldsl.pages.markup import element, percent
 from rldsl.pages.rows import Bar, Chart, Row
 from rldsl.plan.events import Event, Generate, Infer, Lengths, Realloc, Train, Transfer
-from rldsl.plan.meaning import kind, subject
-from rldsl.plan.texts import seconds_text
+from rldsl.plan.naming import kind, subject
+from rldsl.plan.notation import seconds_text
 
 HEIGHT, BAR, AXIS = 38, 26, 26  # of a row, of a bar in it, of the axis
 LETTER, WIDE = 6.7, 900  # width of a letter; of the whole picture before it is zoomed

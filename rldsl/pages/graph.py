@@ -15,7 +15,7 @@ from rldsl.pages.layered import Drawing, Edge, Point, Size, draw
 from rldsl.pages.markup import element, number
 from rldsl.pages.templates import template
 from rldsl.plan.model import Plan
-from rldsl.plan.texts import cut
+from rldsl.plan.notation import cut
 
 MONO, SANS = 7.55, 6.6  # width of a letter of a title, and of a line below it
 PAD, BAR, LINE = 14.0, 5.0, 15.0

@@ -1,6 +1,6 @@
 """The memory of ranks over a step as SVG: what holds it, stacked, up to the limit of the device.
 
-In: the curves of `plan/memory`. Out: a `Panel` for each set of ranks with the same curve. Calls are drawn wider than
+In: the curves of `rldsl/memory`. Out: a `Panel` for each set of ranks with the same curve. Calls are drawn wider than
 what stands between them.
 """
 
@@ -13,11 +13,11 @@ from markupsafe import Markup
 
 from rldsl.pages.markup import element, number
 from rldsl.plan.events import Event, Free, Generate, Infer, Log, Train
-from rldsl.plan.meaning import call_name, kind, subject
-from rldsl.plan.memory.curve import Curve, Peak, during, peak, points
+from rldsl.plan.naming import call_name, kind, subject
+from rldsl.memory.curve import Curve, Peak, during, peak, points
 from rldsl.plan.model import Ranges
-from rldsl.plan.project import to_ranges
-from rldsl.plan.texts import human
+from rldsl.plan.projection import to_ranges
+from rldsl.plan.notation import human
 
 KINDS = ("parameters", "optimizer state", "gradients", "activations", "key-value cache", "values and movements")
 MOST = 12  # panels

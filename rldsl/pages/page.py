@@ -26,12 +26,12 @@ from rldsl.pages.rows import Chart, simulated
 from rldsl.pages.templates import template
 from rldsl.pages.texts import ranges_text
 from rldsl.plan.events import Event
-from rldsl.plan.meaning import call_name
-from rldsl.plan.memory.curve import Curve
+from rldsl.plan.naming import call_name
+from rldsl.memory.curve import Curve
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
-from rldsl.plan.texts import cut, human, seconds_text
-from rldsl.plan.verify import Proof
+from rldsl.plan.projection import events
+from rldsl.plan.notation import cut, human, seconds_text
+from rldsl.verify import Proof
 from rldsl.simulate import Lengths, Timeline
 from rldsl.simulate.lengths import made
 

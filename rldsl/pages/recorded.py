@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from rldsl.diag import Failure, fail
 from rldsl.pages.rows import Bar, Chart, Row, chart
-from rldsl.plan.meaning import kind
+from rldsl.plan.naming import kind
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 
 
 class Ran(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rldsl.plan.model import Ranges
-from rldsl.plan.project import to_ranges
+from rldsl.plan.projection import to_ranges
 from rldsl.simulate import Span, Timeline
 
 ALIKE = 1 / 400  # of the whole time: below it two bars look the same

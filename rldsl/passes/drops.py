@@ -14,7 +14,7 @@ from rldsl.graph.model import nodes
 from rldsl.passes.draft import Draft, each_block, events
 from rldsl.placement.model import Call
 from rldsl.plan.events import Event, Free, Item, Load, Realloc
-from rldsl.plan.meaning import call_name
+from rldsl.plan.naming import call_name
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
 

@@ -16,7 +16,7 @@ from rldsl.passes.draft import Draft, events
 from rldsl.passes.groups import groups
 from rldsl.plan.events import Event, Every, Free, Item, Log, Loop, Train, split
 from rldsl.plan.model import FORMAT, ROLES, Data, Header, Layout, Mesh, Plan, Spread
-from rldsl.plan.project import rank_classes, times, walk
+from rldsl.plan.projection import rank_classes, times, walk
 
 
 def emit(draft: Draft, compiler: str) -> Plan:

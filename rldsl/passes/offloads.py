@@ -15,7 +15,7 @@ from rldsl.passes.draft import Draft, each_block
 from rldsl.passes.loads import copies
 from rldsl.placement.model import Call
 from rldsl.plan.events import Event, Generate, Infer, Item, Load, Offload, Onload, Part, Realloc, Train
-from rldsl.plan.meaning import call_name
+from rldsl.plan.naming import call_name
 
 Copy = tuple[str, str]  # model, layout
 WHY: dict[Part, str] = {"parameters": "offload=true: in host memory between calls",

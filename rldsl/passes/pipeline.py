@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rldsl.passes import checkpoint, drops, frees, loads, log, offloads, order, reallocs, transfers
+from rldsl.passes import checkpoint, drops, event_order, frees, loads, log, offloads, reallocs, transfers
 from rldsl.passes.draft import Draft
 from rldsl.passes.emit import emit
 from rldsl.passes.lengths import lengths
 from rldsl.passes.lower import lower
 from rldsl.placement.model import Placed
-from rldsl.plan.memory import curves
-from rldsl.plan.memory.curve import Curve, Peak, peaks
+from rldsl.memory import curves
+from rldsl.memory.curve import Curve, Peak, peaks
 from rldsl.plan.model import Plan
-from rldsl.plan.project import rank_classes
-from rldsl.plan.verify import Proof, verify
+from rldsl.plan.projection import rank_classes
+from rldsl.verify import Proof, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ def run(placed: Placed) -> Draft:
     reallocs.check(draft)
     draft = offloads.offloads(draft)
     before = log.log(draft)
-    draft = order.order(before)
-    order.check(before, draft)
+    draft = event_order.order(before)
+    event_order.check(before, draft)
     draft = offloads.prefetch(draft)
     offloads.check(draft.body)
     draft = frees.frees(draft)

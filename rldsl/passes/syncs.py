@@ -16,10 +16,10 @@ from dataclasses import replace
 from rldsl.passes.draft import Draft, events, union
 from rldsl.plan.events import Load, Realloc
 from rldsl.plan.model import Mesh, Model
-from rldsl.plan.movement import carried, stored
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.summary import summary
-from rldsl.plan.texts import degrees_of
+from rldsl.sharding.dtypes import carried, stored
+from rldsl.reshard.routes import paths
+from rldsl.reshard.summary import summary
+from rldsl.plan.notation import degrees_of
 
 
 class Syncs:

@@ -2,7 +2,7 @@
 
 In: calls with their places, and the trained models. Out: the same places, where a call of a trained model that is free
 in its ranks stands on those, and in that order, to which fewest bytes move from where the model is trained
-(`plan/realloc/relabel.py`): ranks of that mesh if it has so many, else of the whole cluster. Others stay on the first.
+(`reshard/device_order.py`): ranks of that mesh if it has so many, else of the whole cluster. Others stay on the first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rldsl.graph import model as g
 from rldsl.placement.degrees import Cluster
 from rldsl.placement.model import Call, Place
 from rldsl.plan.model import Mesh, Model
-from rldsl.plan.realloc.relabel import relabel
+from rldsl.reshard.device_order import relabel
 
 
 def chosen(calls: Iterable[Call], places: Mapping[str, Place], models: Mapping[str, Model],

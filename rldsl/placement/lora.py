@@ -15,7 +15,7 @@ from rldsl.diag import fail
 from rldsl.graph.model import Model
 from rldsl.placement.families import HEAD, Family, Linear
 from rldsl.placement.peft import adapter
-from rldsl.plan.lora import A, B
+from rldsl.plan.adapter_names import A, B
 from rldsl.plan.model import Lora, ParamSpec
 from rldsl.source import Span
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.plan.lora import CONFIG, HEAD
+from rldsl.plan.adapter_names import CONFIG, HEAD
 from rldsl.plan.model import Lora
 from rldsl.source import Span
 

@@ -49,7 +49,7 @@ class Description:
     calls: kinds of call. divisions: the degrees that may be above 1. zero: the largest level; 0 without any. adapters:
     whether models may have them. needs: (module, line that installs it) of a package that it stands on. versions: (name
     of that package, the first version that will do, the first that will not), where not all will. issues: whose
-    protocol of `plan/verify/issue.py` its calls keep to. invariant: whether it can keep to that of a model. problem:
+    protocol of `verify/issue_order.py` its calls keep to. invariant: whether it can keep to that of a model. problem:
     what of a model, or of a model under a layout, it cannot express, by the feature's name; "" if nothing."""
 
     issues: str

@@ -51,7 +51,7 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Event):
     """Build a model under a layout; each rank reads its own slices of the weights. Writes `model@layout`. of: the
-    layout whose copy it is too, where both hold the same (`plan/realloc/alias.py`): there is one, and nothing is
+    layout whose copy it is too, where both hold the same (`reshard/alias.py`): there is one, and nothing is
     read from the disk."""
 
     model: str
@@ -86,7 +86,7 @@ class Transfer(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realloc(Event):
-    """Parameters of a model from layout to layout (`plan/realloc/`). bytes: received by all ranks. messages: the most from
+    """Parameters of a model from layout to layout (`reshard/`). bytes: received by all ranks. messages: the most from
     one rank to one other. digest: sha256 over the paths that they take.
 
     source: the model whose parameters under `src` move, where it is another one ("": the model itself). They become a

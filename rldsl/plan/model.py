@@ -7,7 +7,7 @@ Vocabulary of data:
 - A *frame* is a set of sequences of one step that values range over: the prompts of a batch, the completions of a
   `generate`, the chosen side of pairs. Its rows are numbered 0..count-1 by the sample, never by a rank.
 - A *spread* says which rows each data-parallel shard of a layout works on. The partition is a pure function of the
-  spread and the row lengths (`plan/partition.py`), so that every rank computes the same one.
+  spread and the row lengths (`sharding/partition.py`), so that every rank computes the same one.
 - A *buffer* is a value in one spread, written `value@spread` ("gen.logprobs@s2"), or a model's parameters in one
   layout, written `model@layout` ("actor@L3"). Events read and write buffers.
 """
@@ -62,12 +62,12 @@ class Mesh:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Degrees on a mesh; dp*tp*pp*cp = size of the mesh. Coordinates run pp slowest, then dp, cp, and tp fastest
-    (`plan/layout.py`). `ep` divides dp: runs of ep neighbours along dp share the experts of each layer, and each run has
+    (`sharding/layout.py`). `ep` divides dp: runs of ep neighbours along dp share the experts of each layer, and each run has
     all of them; everything else is as without it. `zero`, of a layout that a model is trained under, divides
-    parameters, gradients and optimizer state over dp at rest (`plan/boxes.py`). Gradients are whole during a minibatch
+    parameters, gradients and optimizer state over dp at rest (`sharding/boxes.py`). Gradients are whole during a minibatch
     with 1, and divided with 2 and 3; parameters are whole during a minibatch with 1 and 2, and layer by layer with 3
     (Rajbhandari et al. 2020, arXiv:1910.02054). `vpp`, of a layout that a model is trained under, is the number of
-    chunks of layers that each rank of a pipeline has (`plan/schedule.py`). `backend`: what computes (`plan/backends.py`);
+    chunks of layers that each rank of a pipeline has (`sharding/pipeline_schedule.py`). `backend`: what computes (`plan/backends.py`);
     what a rank holds does not depend on it."""
 
     id: str

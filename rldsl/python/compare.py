@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rldsl.clusters import Cluster
-from rldsl.plan.diff import Diff, diff
+from rldsl.inspect.diff import Diff, diff
 from rldsl.plan.model import Plan as Record
 from rldsl.python.html import terminal
 from rldsl.simulate import simulate
@@ -31,14 +31,14 @@ class Difference:
 
     def text(self) -> str:
         """What `rlc diff` prints."""
-        from rldsl.plan.diff_text import text
+        from rldsl.inspect.diff_text import text
 
         (before, after), (one, two) = self.names, self.ids
         return text(self.found, f"{before} ({one})", f"{after} ({two})")
 
     def json(self) -> dict[str, Any]:
         """As plain values; docs/plans.md describes them."""
-        from rldsl.plan.diff_text import as_json
+        from rldsl.inspect.diff_text import as_json
 
         return as_json(self.found, *self.ids)
 

@@ -18,8 +18,8 @@ from rldsl.files import write
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import decode, encode, plan_id
 from rldsl.plan.expr import Scalar
-from rldsl.plan.memory import curves
-from rldsl.plan.verify import verify
+from rldsl.memory import curves
+from rldsl.verify import verify
 from rldsl.python.compare import Difference, compared
 from rldsl.python.errors import ELSEWHERE, told
 from rldsl.python.html import terminal
@@ -97,7 +97,7 @@ class Plan:
     @told
     def text(self, *, rank: int | None = None, event: int | None = None) -> str:
         """The whole plan, what one rank does, or one event in full. Raises RL0608 for one that is not there."""
-        from rldsl.plan.show import show
+        from rldsl.inspect.show import show
 
         source = event_quote(self.record, event, self.sources) if event is not None else ""
         return show(self.record, rank, event, source)

@@ -10,9 +10,9 @@ from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 
-from rldsl.plan.meaning import quote
+from rldsl.plan.naming import quote
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 
 
 def source_text(path: str, digest: str, beside: Path) -> str:

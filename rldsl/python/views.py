@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rldsl.clusters import Cluster
 from rldsl.files import write
-from rldsl.plan.memory.curve import Curve, Peak, peak, peaks
+from rldsl.memory.curve import Curve, Peak, peak, peaks
 from rldsl.plan.model import Plan as Record
-from rldsl.plan.texts import human
+from rldsl.plan.notation import human
 from rldsl.python.errors import ELSEWHERE, told
 from rldsl.python.html import frame, table, terminal
 from rldsl.simulate import Lengths, Timeline
@@ -72,9 +72,9 @@ class Memory:
         return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide)).rstrip() for row in rows)
 
     def _rows(self) -> list[tuple[str, ...]]:
-        from rldsl.plan.meaning import call_name
-        from rldsl.plan.project import events
-        from rldsl.plan.texts import ranks_text
+        from rldsl.plan.naming import call_name
+        from rldsl.plan.projection import events
+        from rldsl.plan.notation import ranks_text
 
         known = {e.id: call_name(e) for e, _ in events(self.plan)}
         found = [(tuple(r for a, b in c.ranks for r in range(a, b)), peak(c)) for c in self.curves]

@@ -84,7 +84,7 @@ class Shard(Protocol):
     """One rank's part of one model under one layout."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Parameter name -> local tensor: the rank's boxes (`plan/boxes.py`) joined along the split dimension.
+        """Parameter name -> local tensor: the rank's boxes (`sharding/boxes.py`) joined along the split dimension.
         Writing into it changes the model."""
 
     def generate(self, prompts: Packed, sampling: Sampling, *, seed: int, step: int, limit: int,

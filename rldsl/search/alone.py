@@ -15,11 +15,11 @@ from math import lcm
 from rldsl.graph import model as g
 from rldsl.passes.lower import spread_of
 from rldsl.placement.model import Place
-from rldsl.plan.boxes import Cell
+from rldsl.sharding.boxes import Cell
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.layout import own_layers
-from rldsl.plan.memory.parameters import Copy
-from rldsl.plan.memory.values import Tables
+from rldsl.sharding.layout import own_layers
+from rldsl.memory.parameters import Copy
+from rldsl.memory.values import Tables
 from rldsl.plan.model import Layout, Model
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Block, Strategy

@@ -13,8 +13,8 @@ from typing import Literal
 
 from rldsl.clusters import Cluster
 from rldsl.diag import Failure, fail
-from rldsl.plan.texts import human
-from rldsl.plan.verify import verify
+from rldsl.plan.notation import human
+from rldsl.verify import verify
 from rldsl.search.branch import GAP, MOST, Result, search
 from rldsl.search.exact import Proved, proved
 from rldsl.search.greedy import heuristic

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 
 from rldsl.clusters import Cluster
-from rldsl.plan.texts import human, seconds_text
+from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.exact import compiled
 from rldsl.search.instance import Assignment, Instance

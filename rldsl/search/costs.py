@@ -1,7 +1,7 @@
 """What a call costs under a strategy: seconds of a step, and bytes of a device.
 
 In: a job, a strategy, a number of ranks. Out: an `Entry`. Seconds are those of the simulator's own functions
-(`simulate/calls.py`), bytes those of the verifier's (`plan/memory/`), for the call alone on its ranks. Pipelines are
+(`simulate/calls.py`), bytes those of the verifier's (`memory/`), for the call alone on its ranks. Pipelines are
 not played micro-batch by micro-batch, but summed up.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.layout import own_layers
-from rldsl.plan.memory.calls import needs
-from rldsl.plan.memory.parameters import Copy, elements, gradient_bytes, moment_bytes, resting
+from rldsl.sharding.layout import own_layers
+from rldsl.memory.calls import needs
+from rldsl.memory.parameters import Copy, elements, gradient_bytes, moment_bytes, resting
 from rldsl.search.alone import Alone
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy

@@ -1,7 +1,7 @@
 """How long a step takes under an assignment, without compiling it: what the simulator finds of the compiled plan.
 
 In: a block for every call, entries with their seconds, moves of parameters. Out: seconds of a steady step. Jobs are
-ordered as the compiler orders them (`passes/order.py`), then three steps are gone through on *atoms*, the stretches of
+ordered as the compiler orders them (`passes/event_order.py`), then three steps are gone through on *atoms*, the stretches of
 ranks that no block divides, and the last one counts, as in `simulate/simulate.py`; so what of a step can run beside the
 one before does. All that is waited for stands earlier in the order, so one walk along it is enough; and the order
 depends on blocks alone, so no call that takes longer makes a step shorter.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rldsl.passes.order import COST
+from rldsl.passes.event_order import COST
 from rldsl.plan.events import Compute, Generate, Infer, Train
 from rldsl.search.moves import Move
 from rldsl.search.overheads import Overheads

@@ -14,7 +14,7 @@ from rldsl.graph import model as g
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.model import Place
 from rldsl.placement.place import place_graph
-from rldsl.plan.memory.curve import peak
+from rldsl.memory.curve import peak
 from rldsl.plan.model import Plan
 from rldsl.search.instance import Instance, Judged
 from rldsl.search.prepare import Prepared, described, places, written

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rldsl.plan.memory.parameters import resting
-from rldsl.plan.realloc.rounds import BUCKET
+from rldsl.memory.parameters import resting
+from rldsl.reshard.rounds import BUCKET
 from rldsl.search.alone import machine
 from rldsl.search.bound import Bound
 from rldsl.search.costs import Entry

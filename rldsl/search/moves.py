@@ -1,7 +1,7 @@
 """What it costs to bring a trained model's new version to a copy under another layout.
 
 In: a model, where and how it is trained, where and how the copy is used. Out: a `Move`. The paths are those that the
-plan would have (`plan/realloc/`), the seconds those that the simulator gives them. Blocks count by how they lie to each
+plan would have (`reshard/`), the seconds those that the simulator gives them. Blocks count by how they lie to each
 other: the same, one inside the other, or apart.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rldsl.plan.model import Layout, Model
-from rldsl.plan.movement import carried
-from rldsl.plan.realloc.alias import coincide
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.rounds import BUCKET, buckets, count
+from rldsl.sharding.dtypes import carried
+from rldsl.reshard.alias import coincide
+from rldsl.reshard.routes import paths
+from rldsl.reshard.rounds import BUCKET, buckets, count
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block, Strategy
 from rldsl.simulate.times import Machine

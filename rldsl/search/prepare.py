@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from rldsl.clusters import Cluster
 from rldsl.diag import fail
 from rldsl.graph import model as g
-from rldsl.passes.settings import clause
+from rldsl.search.settings import clause
 from rldsl.placement.budget import decoded
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Place, Placed

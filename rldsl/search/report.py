@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rldsl.plan.texts import human, seconds_text
+from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.costs import Entry
 from rldsl.search.exact import Proved

@@ -12,7 +12,7 @@ from rldsl.graph import model as g
 from rldsl.placement.model import Call, Place
 from rldsl.placement.rules import names_of
 from rldsl.plan.model import DEFAULT_BACKEND
-from rldsl.plan.texts import seconds_text
+from rldsl.plan.notation import seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.prepare import Prepared, named
 from rldsl.search.space import Strategy

@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from rldsl.plan.boxes import itemsize
+from rldsl.sharding.boxes import itemsize
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.layout import stage_layers
+from rldsl.sharding.layout import stage_layers
 from rldsl.plan.model import Layout
-from rldsl.plan.partition import micro_batch_count
-from rldsl.plan.schedule import Exchange, Message, Pass, actions
+from rldsl.sharding.partition import micro_batch_count
+from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
 from rldsl.simulate.classes import Groups
 from rldsl.simulate.cost import Counts, Shard, decode, decoding, micro, prefill, shard
 from rldsl.simulate.engine import Act, Post, Run, Wait
@@ -110,7 +110,7 @@ def stage(world: World, model: str, layout: str, c: int, key: Hashable) -> Stage
 
 def generate(world: World, event: Generate, c: int, key: Hashable) -> list[Act]:
     """Every rank of a shard goes through every token. A pipeline has a lane of sequences for each stage
-    (`backends/torch/moments.py`): all stages work at the same time, and between two moments they exchange."""
+    (`backends/torch/generate/clock_ticks.py`): all stages work at the same time, and between two moments they exchange."""
     me, layout = stage(world, event.model, event.layout, c, key), world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
     d, machine = decoding(event, rows, row, layout.pp), world.machine
@@ -261,7 +261,7 @@ def _chunks(me: Stage, layout: Layout) -> list[Stage]:
 
 
 def pipelined(me: Stage, count: int, durations: Sequence[tuple[float, float]], moved: float) -> list[Act]:
-    """A minibatch as `backends/torch/pipeline.py` runs it. durations: of a forward and of a backward pass, for each
+    """A minibatch as `backends/torch/train/pipeline.py` runs it. durations: of a forward and of a backward pass, for each
     chunk. What comes is waited for by the pass that needs it, what goes before the next exchange."""
     acts: list[Act] = []
     sent: list[Hashable] = []

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2, prod
 
-from rldsl.plan.boxes import itemsize, pieces, volume
+from rldsl.sharding.boxes import itemsize, pieces, volume
 from rldsl.plan.events import Generate
-from rldsl.plan.layout import own_layers
+from rldsl.sharding.layout import own_layers
 from rldsl.plan.model import Layout, Model, ParamSpec
-from rldsl.plan.movement import stored
+from rldsl.sharding.dtypes import stored
 from rldsl.simulate.lengths import Row
 
 
@@ -152,7 +152,7 @@ def decoding(event: Generate, rows: float, row: Row, lanes: int = 1) -> Decoding
 
 
 def widths(least: float, most: float) -> float:
-    """How many times the slab is read further on: four for each doubling from 64 tokens (`backends/torch/slots.py`)."""
+    """How many times the slab is read further on: four for each doubling from 64 tokens (`backends/torch/generate/scheduler.py`)."""
     return 1 + 4 * max(0.0, log2(max(most, 64.0) / max(least, 64.0)))
 
 

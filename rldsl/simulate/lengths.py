@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rldsl.diag import fail
 from rldsl.plan.events import Fetch, Generate
-from rldsl.plan.metrics import METRICS, read
+from rldsl.plan.metrics_file import METRICS, read
 from rldsl.plan.model import Frame, Plan
-from rldsl.plan.project import events, times
+from rldsl.plan.projection import events, times
 
 
 @dataclass(frozen=True, slots=True)

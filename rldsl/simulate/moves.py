@@ -2,7 +2,7 @@
 
 In: an event, a class, the world. Out: the acts at the event, the messages that are under way afterwards, and the
 seconds of putting what has come into its place. A transfer is expected, not worked out row by row: rows lie anywhere on
-the source's shards. A realloc takes the paths that the runtime takes (`plan/realloc/`), so rows of `zero`, runs of `ep`
+the source's shards. A realloc takes the paths that the runtime takes (`reshard/`), so rows of `zero`, runs of `ep`
 and lines that nodes pass on cost what they cost there; the first rank of a class stands for it.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from rldsl.plan.events import Realloc, Transfer
-from rldsl.plan.movement import carried
-from rldsl.plan.realloc.rounds import buckets, count
+from rldsl.sharding.dtypes import carried
+from rldsl.reshard.rounds import buckets, count
 from rldsl.simulate.engine import Act, Post, Run
 from rldsl.simulate.traffic import Loads, Traffic
 from rldsl.simulate.world import World

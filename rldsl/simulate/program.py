@@ -1,4 +1,4 @@
-"""What every class of ranks does, act by act: the plan's body, walked as `runtime/executor.py` walks it.
+"""What every class of ranks does, act by act: the plan's body, walked as `runtime/interpreter/interpreter.py` walks it.
 
 In: a world. Out: for each class its acts over some steps. What an `every` of steps holds is no part of an ordinary
 step, and left out unless it is asked for; one inside a `repeat` counts its turns (`turns.py`). Invariant: classes
@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import lcm, prod
 
-from rldsl.plan.boxes import cell, parameters
+from rldsl.sharding.boxes import cell, parameters
 from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths,
                                Log, Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer)
 from rldsl.plan.expr import REDUCTIONS
-from rldsl.plan.memory.parameters import Copy, elements, moment_bytes, resting
+from rldsl.memory.parameters import Copy, elements, moment_bytes, resting
 from rldsl.simulate.calls import generate, infer, train
 from rldsl.simulate.engine import Act, Again, Begin, Mark, Post, Run, Wait
 from rldsl.simulate.moves import realloc, transfer

@@ -12,7 +12,7 @@ from rldsl.clusters import Cluster
 from rldsl.diag import fail
 from rldsl.plan.events import Every, Generate, Infer, Loop, Offload, Onload, Save, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.project import Path, events, walk
+from rldsl.plan.projection import Path, events, walk
 from rldsl.simulate.critical import critical
 from rldsl.simulate.engine import Played, Pool, play
 from rldsl.simulate.lengths import Lengths, made

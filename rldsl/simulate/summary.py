@@ -12,10 +12,10 @@ from typing import Any
 
 from rldsl.clusters import Cluster
 from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Lengths as Counted, Loop, Train
-from rldsl.plan.meaning import Places, call_name, kind, line_of, subject
+from rldsl.plan.naming import Places, call_name, kind, line_of, subject
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
-from rldsl.plan.texts import cut, ranges_text, seconds_text
+from rldsl.plan.projection import events
+from rldsl.plan.notation import cut, ranges_text, seconds_text
 from rldsl.simulate.lengths import Lengths, made
 from rldsl.simulate.model import Timeline
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rldsl.plan import trace
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.simulate.model import Timeline
 
 MOST = 512  # ranks that each get a line of their own; of more, those of a class share one

@@ -7,10 +7,10 @@ from functools import cached_property
 
 from rldsl.clusters import Cluster
 from rldsl.plan.expr import Program
-from rldsl.plan.memory.moves import ways
-from rldsl.plan.memory.values import rows
+from rldsl.memory.reshard_buffers import ways
+from rldsl.memory.values import rows
 from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
-from rldsl.plan.realloc.records import Paths
+from rldsl.reshard.records import Paths
 from rldsl.simulate.classes import Classes, Groups, called, classes, groups
 from rldsl.simulate.engine import Act, Post, Run, Wait
 from rldsl.simulate.lengths import Lengths, Row

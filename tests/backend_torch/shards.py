@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.placement.families import describe
-from rldsl.plan.layout import axis_ranks, coordinate, degree_product
+from rldsl.sharding.layout import axis_ranks, coordinate, degree_product
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, Packed, Pool, Shard
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.plan.boxes import local_slice, slices
-from rldsl.plan.layout import degree_product
+from rldsl.sharding.boxes import local_slice, slices
+from rldsl.sharding.layout import degree_product
 from rldsl.plan.model import Layout, Model
 from rldsl.runtime.backend import Shard
 from tests.backend_torch.shards import pack, plan_model, shard_of

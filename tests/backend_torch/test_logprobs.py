@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import loss
-from rldsl.backends.torch.logprobs import token_logprobs
-from rldsl.plan.memory.logits import LEAST, MOST, Head, backward, forward, rows_at_once
+from rldsl.backends.torch.model.logprobs import token_logprobs
+from rldsl.memory.logits import LEAST, MOST, Head, backward, forward, rows_at_once
 from rldsl.runtime.backend import ALONE
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -9,7 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rldsl.backends.torch.norms import _Normed, quicken
+from rldsl.backends.torch.kernels.rms_norms import _Normed, quicken
 
 CPU = torch.device("cpu")
 

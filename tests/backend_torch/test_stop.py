@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.slots import PREFILL, begin
-from rldsl.backends.torch.stops import StopStrings
-from rldsl.runtime.ends import ends
+from rldsl.backends.torch.generate.scheduler import PREFILL, begin
+from rldsl.backends.torch.generate.stop_conditions import StopStrings
+from rldsl.runtime.data.end_tokens import ends
 from tests.tiny import make_model
 
 MERGES = [(">", "Ċ"), ("Ċ", "Ċ"), (".", "ĊĊ"), (".ĊĊ", "1")]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rldsl.runtime.positions import Reading, compare
-from rldsl.runtime.facts import changes
+from rldsl.runtime.data.positions import Reading, compare
+from rldsl.runtime.persist.run_identity import changes
 from tests.checkpoint.runs import lines, run
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -73,8 +73,8 @@ def _rank(rank: int, data: bytes, out: str) -> str:
 
     from rldsl.diag import Failure
     from rldsl.report import render
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     before, sys.stderr = sys.stderr, io.StringIO()
     try:
@@ -189,8 +189,8 @@ def test_nothing_is_dropped_before_the_run_is_sound(place: Place) -> None:
 
 def _rank_from(rank: int, data: bytes, out: str, name: str) -> str:
     from rldsl.diag import Failure
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     os.chdir(Path(out).parent)
     try:

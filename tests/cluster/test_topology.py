@@ -10,7 +10,7 @@ import torch
 
 from rldsl.diag import Failure
 from rldsl.plan.model import Plan
-from rldsl.runtime.world import check_hosts, hosts
+from rldsl.runtime.comm.world import check_hosts, hosts
 from tests.world import run_world
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.graph import model as g
-from rldsl.passes import frees, order, pipeline, reallocs, transfers
+from rldsl.passes import event_order, frees, pipeline, reallocs, transfers
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.lower import lower
 from rldsl.placement.place import place_graph
 from rldsl.plan import events as p
 from rldsl.plan.model import Plan
 from rldsl.plan.codec import decode, encode
-from rldsl.plan.project import walk
+from rldsl.plan.projection import walk
 from rldsl.preview import preview
 from tests.compiler.graphs import at, family, on, ppo
 
@@ -183,20 +183,20 @@ def test_checks_between_passes_notice() -> None:
     with pytest.raises(AssertionError, match="leak"):
         frees.check(replace(done, body=tuple(i for i in done.body if not isinstance(i, p.Free))))
     with pytest.raises(AssertionError, match="lost"):
-        order.check(done, replace(done, body=done.body[1:]))
+        event_order.check(done, replace(done, body=done.body[1:]))
     with pytest.raises(AssertionError, match="before what it needs"):
-        order.check(done, replace(done, body=done.body[::-1]))
+        event_order.check(done, replace(done, body=done.body[::-1]))
     train = next(e for e in events(done.body) if isinstance(e, p.Train))
     with pytest.raises(AssertionError, match="away from its home"):
         reallocs.check(replace(done, body=(replace(train, layout="0:8 dp=8"),)))
 
 
 def test_order_of_jobs() -> None:
-    job = lambda needs, makes, ranks, cost, kind=1: order._Job(  # noqa: E731
+    job = lambda needs, makes, ranks, cost, kind=1: event_order._Job(  # noqa: E731
         frozenset(needs), frozenset(makes), frozenset(ranks), cost, kind)
-    assert order.schedule([job("", "a", {0}, 9), job("a", "b", {0, 1}, 1, 0), job("", "c", {1}, 9)]) == [0, 2, 1]
-    assert order.schedule([job("x", "", {0}, 1), job("", "x", {1}, 1, 0)]) == [0, 1]  # written only after it is read
-    assert order.schedule([job("", "a", {0}, 5), job("", "b", {0}, 5, 0)]) == [1, 0]  # movement first
+    assert event_order.schedule([job("", "a", {0}, 9), job("a", "b", {0, 1}, 1, 0), job("", "c", {1}, 9)]) == [0, 2, 1]
+    assert event_order.schedule([job("x", "", {0}, 1), job("", "x", {1}, 1, 0)]) == [0, 1]  # written only after it is read
+    assert event_order.schedule([job("", "a", {0}, 5), job("", "b", {0}, 5, 0)]) == [1, 0]  # movement first
 
 
 def test_saving_what_nothing_loads() -> None:

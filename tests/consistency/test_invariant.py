@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks.match import Gap, gap, prompts
 from rldsl import api
-from rldsl.backends.torch.invariant import KEYS, ROWS, Invariant
+from rldsl.backends.torch.model.invariant import KEYS, ROWS, Invariant
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged

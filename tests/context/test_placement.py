@@ -13,11 +13,11 @@ from rldsl.placement.model import Place
 from rldsl.placement.place import places_of
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate
-from rldsl.plan.layout import Coord
-from rldsl.plan.memory import curves
+from rldsl.sharding.layout import Coord
+from rldsl.memory import curves
 from rldsl.plan.model import Layout, Plan
-from rldsl.plan.verify import verify
-from rldsl.plan.verify.issue import PROTOCOLS, Use, stuck
+from rldsl.verify import verify
+from rldsl.verify.issue_order import PROTOCOLS, Use, stuck
 from rldsl.source import SourceFile
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, placement

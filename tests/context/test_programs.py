@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rldsl.plan.boxes import cell
+from rldsl.sharding.boxes import cell
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.runtime.metrics.names import MEASURED
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.end_to_end.test_invariance import DPO, HERE, PPO, placement

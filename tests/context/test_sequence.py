@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rldsl.backends.torch.sequence import gathered
+from rldsl.backends.torch.model.sequence_parallel import gathered
 from rldsl.plan.model import ParamSpec, Split
 from tests.backend_torch.shards import pack, plan_model, ragged
 from tests.backend_torch.test_forward import _partial

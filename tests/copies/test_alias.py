@@ -11,11 +11,11 @@ import pytest
 from rldsl import api
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Event, Free, Generate, Load, Offload, Onload, Realloc, Train
-from rldsl.plan.memory import curves
-from rldsl.plan.memory.curve import each_rank, points
+from rldsl.memory import curves
+from rldsl.memory.curve import each_rank, points
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
-from rldsl.plan.realloc import alias
+from rldsl.plan.projection import events
+from rldsl.reshard import alias
 from tests.end_to_end.programs import run_program
 from tests.end_to_end.test_invariance import compare
 from tests.memory.accounting import measured

@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 
 from rldsl import api
-from rldsl.plan.diff import diff
+from rldsl.inspect.diff import diff
 from rldsl.plan.events import Event, Every, Free, Generate, Infer, Item, Load, Loop, Realloc, Train
-from rldsl.plan.memory import curves
-from rldsl.plan.memory.curve import during, peak
+from rldsl.memory import curves
+from rldsl.memory.curve import during, peak
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
-from rldsl.plan.show import show
+from rldsl.plan.projection import events
+from rldsl.inspect.show import show
 from tests.copies.programs import FLOWS, program
 from tests.verify.faults import codes, edited, faults, moved, with_body
 from tests.verify.plans import folder

@@ -9,9 +9,9 @@ import pytest
 from rldsl import api
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Free, Generate, Train
-from rldsl.plan.memory import curves
-from rldsl.plan.memory.curve import each_rank, points
-from rldsl.plan.project import events
+from rldsl.memory import curves
+from rldsl.memory.curve import each_rank, points
+from rldsl.plan.projection import events
 from tests.copies.programs import program
 from tests.end_to_end.programs import Metrics, run_program
 from tests.memory.accounting import measured

@@ -9,7 +9,7 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.graph.build import build
-from rldsl.passes import fit
+from rldsl.search import fit
 from rldsl.placement.place import place_graph, places_of
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse

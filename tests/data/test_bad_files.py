@@ -160,7 +160,7 @@ NO_ROOM = """
 import resource, sys
 from rldsl.diag import Failure
 from rldsl.runtime.data import parquet
-from rldsl.runtime.data.rows import Needs
+from rldsl.runtime.data.row_schema import Needs
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 try:
     parquet.scan(sys.argv[1], Needs({"prompt": "prompt"}))

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.plan import partition
+from rldsl.sharding import partition
 from rldsl.runtime.data import open_source
-from rldsl.runtime.data.order import permutation
+from rldsl.runtime.data.epoch_order import permutation
 from tests.data.makers import WRITERS, declared, opened, texts
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i % 3, "tags": ["x"] * (i % 2)} for i in range(11)]
@@ -96,6 +96,6 @@ def test_the_order_of_an_epoch_is_that_of_the_plan(n: int, seed: int, epoch: int
 
 
 def test_the_order_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rldsl.runtime.data.order.BLOCK", 7)
+    monkeypatch.setattr("rldsl.runtime.data.epoch_order.BLOCK", 7)
     found = permutation(1000, 3, 1)
     assert tuple(found.tolist()) == partition.permutation(1000, 3, 1) and found.dtype == np.int64

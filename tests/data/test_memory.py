@@ -81,7 +81,7 @@ def test_a_large_file_is_not_held(folder: Path, tokenizer: str, format: str, nam
 
 def test_the_index_has_few_bytes_a_row(folder: Path) -> None:
     from rldsl.runtime.data import jsonl
-    from rldsl.runtime.data.rows import Needs
+    from rldsl.runtime.data.row_schema import Needs
 
     table = jsonl.scan(str(folder / "d.jsonl"), Needs({"prompt": "prompt"})).table
     assert isinstance(table, jsonl.JsonLines)

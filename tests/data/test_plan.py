@@ -11,7 +11,7 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.model import Data
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 from tests.plan.sample import grpo
 
 PAGE = """data d = {source}

@@ -68,8 +68,8 @@ def run(data: bytes, out: Path, stop_after: int = 0, resume: Path | None = None)
 
 
 def _rank(rank: int, data: bytes, out: str, stop_after: int, resume: str | None) -> None:
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     with open(f"{out}/stderr{rank}", "w") as sys.stderr:
         watch: Any = Asker(stop_after) if stop_after and rank == 0 else None

@@ -107,8 +107,8 @@ def runs(plans: list[bytes], folder: Path, world: int) -> list[Metrics]:
 
 
 def _rank(rank: int, plans: list[bytes], out: str, cwd: str) -> None:
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     os.chdir(cwd)
     for i, plan in enumerate(plans):

@@ -37,8 +37,8 @@ def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | 
 
 
 def _rank(rank: int, data: bytes, out: str, cwd: str, trace: str | None) -> None:
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     os.chdir(cwd)
     execute(data, "test.plan", out, options=Options(trace=trace, allow_write=(str(Path(out).parents[1]),)))

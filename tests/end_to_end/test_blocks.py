@@ -9,7 +9,7 @@ import pytest
 
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Every, Loop
-from rldsl.plan.project import last_step, times
+from rldsl.plan.projection import last_step, times
 from tests.end_to_end.programs import compile_program, run_program
 from tests.tiny import make_model, make_sums, write_jsonl
 

@@ -12,7 +12,7 @@ from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Every, Fetch, Generate, Item, Loop, Save
 from rldsl.plan.model import Plan
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 from tests.evaluation.programs import whole
 from tests.tiny import make_all
 

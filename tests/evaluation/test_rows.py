@@ -10,7 +10,7 @@ import torch
 from rldsl.diag import Failure
 from rldsl.plan.events import Every, Fetch, Loop
 from rldsl.plan.model import Data
-from rldsl.runtime import evaluations
+from rldsl.runtime.interpreter import evaluations
 from rldsl.runtime.data import Source
 
 DATA = Data("heldout", "jsonl", "heldout.jsonl", "prompts", 3, (), "models/sft", shuffle=True)

@@ -36,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def limited(rank: int, plan: bytes, out: str, most: int, after: int) -> str:
     """A run in which files of more than `most` bytes cannot be written from step `after` on."""
     from rldsl.diag import Failure
-    from rldsl.runtime import executor, log
+    from rldsl.runtime.interpreter import interpreter, log
 
     ordinary = log.end_step
 
@@ -45,11 +45,11 @@ def limited(rank: int, plan: bytes, out: str, most: int, after: int) -> str:
         if state.step >= after:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
-    executor.end_step = end_step
+    interpreter.end_step = end_step
     if after == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     try:
-        executor.execute(plan, "test.plan", out)
+        interpreter.execute(plan, "test.plan", out)
     except Failure as failure:
         return " ".join(f"{d.code} {d.title}" for d in failure.diagnostics) or "another rank"
     return ""

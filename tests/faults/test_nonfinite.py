@@ -83,7 +83,7 @@ def test_an_unknown_policy(base: Path, tmp_path: Path) -> None:
 
 
 def _rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[str, str]:
-    from rldsl.runtime.executor import execute
+    from rldsl.runtime.interpreter.interpreter import execute
 
     os.chdir(cwd)
     try:

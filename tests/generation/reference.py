@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rldsl.backends.torch.generate import generate
+from rldsl.backends.torch.generate.generate import generate
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import Generated, Packed
 from rldsl.runtime.draws import uniform

@@ -11,8 +11,9 @@ import json
 import torch
 import torch.nn.functional as F
 
-from rldsl.backends.torch import slab, split_kv
-from rldsl.backends.torch.slab import Decode, Slab
+from rldsl.backends.torch.generate.generate import kv_cache
+from rldsl.backends.torch.kernels import split_kv
+from rldsl.backends.torch.generate.kv_cache import Decode, Slab
 
 # slots, heads, heads of keys, head size, width, window, dtype; the interpreter multiplies no bfloat16
 CASES = (
@@ -54,7 +55,7 @@ def decoded() -> float:
         held = Slab(5, 20, torch.device("cpu"))
         for x in held.of(0, k, v):
             x.copy_(torch.randn(x.shape))
-        slab.reader = lambda _, read=read: read
+        kv_cache.reader = lambda _, read=read: read
         found.append(Decode(held, 1, torch.tensor([4, 0, 11]), 12).attend(0, q, k, v, 0.4, None))
     return float((found[0] - found[1]).abs().max())
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch import engine
-from rldsl.backends.torch.desk import MOST, Desk
-from rldsl.backends.torch.rest import Rest
+from rldsl.backends.torch.generate.generate import engine
+from rldsl.backends.torch.generate.decode_state import MOST, Desk
+from rldsl.backends.torch.generate.storage_parking import Rest
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, plan_model, ragged
 from tests.generation.reference import made, rows_of
@@ -108,7 +108,7 @@ def test_desks_are_few(shard: Any) -> None:
 def test_a_call_that_fails_leaves_no_desk(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     desks: dict = {}
     made(shard, prompts(1), DRAWN, desks=desks)
-    monkeypatch.setattr("rldsl.backends.torch.generate.run", lambda *_: 1 / 0)
+    monkeypatch.setattr("rldsl.backends.torch.generate.generate.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made(shard, prompts(1), DRAWN, desks=desks)
     assert not desks

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.backends.torch.slots import Begin, Slots, Step, bucket
-from rldsl.plan.memory.decoding import KEPT, recordings
+from rldsl.backends.torch.generate.scheduler import Begin, Slots, Step, bucket
+from rldsl.memory.decoding import KEPT, recordings
 
 
 class Story:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.readers import reader
+from rldsl.backends.torch.kernels.decode_attention import reader
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

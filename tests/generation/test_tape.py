@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rldsl.backends.torch.replay import KEPT, PLAIN, Replay
-from rldsl.backends.torch.tape import Unrecorded, record
+from rldsl.backends.torch.generate.captured_step import KEPT, PLAIN, Replay
+from rldsl.backends.torch.generate.op_trace import Unrecorded, record
 
 X, TABLE = torch.randn(5, 6), torch.randn(9, 6)
 WEIGHT, PLACES = torch.randn(6, 6), torch.tensor([3, 1, 4, 0, 2])

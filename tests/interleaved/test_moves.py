@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.plan.boxes import chunks, holding, parameters, shares, stages
-from rldsl.plan.layout import own_layers, stage_layers
+from rldsl.sharding.boxes import chunks, holding, parameters, shares, stages
+from rldsl.sharding.layout import own_layers, stage_layers
 from rldsl.plan.model import Layout, Mesh
-from rldsl.plan.realloc.alias import coincide
-from rldsl.plan.realloc.lines import lines
-from rldsl.plan.schedule import actions, waiting
-from rldsl.plan.verify.lines import faults
+from rldsl.reshard.alias import coincide
+from rldsl.reshard.shard_classes import lines
+from rldsl.sharding.pipeline_schedule import actions, waiting
+from rldsl.verify.shard_classes import faults
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case
 from tests.realloc.test_run import move_all
@@ -109,6 +109,6 @@ def test_moves_are_bit_for_bit() -> None:
 
 
 def test_with_one_chunk_no_more_than_two_messages_wait() -> None:
-    """As the memory estimate counts them (`plan/memory/calls.py`)."""
+    """As the memory estimate counts them (`memory/calls.py`)."""
     assert all(waiting(own) <= 2 for pp in range(2, 9) for count in range(1, 4 * pp + 1)
                for own in actions(pp, 1, count))

@@ -29,7 +29,7 @@ def _run_all(rank: int, plans: dict[str, bytes], root: str) -> dict[str, str]:
     """The error of each program that failed."""
     import traceback
 
-    from rldsl.runtime.executor import execute
+    from rldsl.runtime.interpreter.interpreter import execute
 
     os.chdir(root)
     failed = {}

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rldsl.backends.torch.sampling import threshold
-from rldsl.backends.torch.train import learning_rate
+from rldsl.backends.torch.generate.sampling import threshold
+from rldsl.backends.torch.train.optimizer import learning_rate
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
-from rldsl.plan.realloc.lanes import rank_lanes
-from rldsl.plan.realloc.paths import paths
+from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.reshard.routes import paths
 from tests.backend_torch.shards import layout_of, pack, plan_model, shard_of
 from tests.backend_torch.test_forward import ROWS
 from tests.checkpoint.runs import lines, run as run_plan

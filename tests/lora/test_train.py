@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rldsl.plan.boxes import local_slice
-from rldsl.plan.layout import coordinate
+from rldsl.sharding.boxes import local_slice
+from rldsl.sharding.layout import coordinate
 from rldsl.plan.model import Layout, Lora, Mesh
 from tests.backend_torch.shards import pack
 from tests.backend_torch.test_forward import _partial

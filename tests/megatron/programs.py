@@ -47,8 +47,8 @@ def results(plans: list[bytes], folder: Path, world: int, run: Any = None) -> li
 def execute(rank: int, plans: list[bytes], out: str, cwd: str) -> list[Samples]:
     """What this rank sampled under each plan."""
     from rldsl.backends.torch.shard import TorchShard
-    from rldsl.runtime import executor
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter import interpreter
+    from rldsl.runtime.interpreter.options import Options
 
     plain, found = TorchShard.generate, [Samples() for _ in plans]
 
@@ -63,7 +63,7 @@ def execute(rank: int, plans: list[bytes], out: str, cwd: str) -> list[Samples]:
     on_cpu()
     os.chdir(cwd)
     for i, data in enumerate(plans):
-        executor.execute(data, "test.plan", f"{out}/{i}", options=Options(allow_write=(out,)))
+        interpreter.execute(data, "test.plan", f"{out}/{i}", options=Options(allow_write=(out,)))
     return found
 
 

@@ -17,9 +17,9 @@ from rldsl.backends.megatron.describe import DESCRIPTION
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.backends import unfit
 from rldsl.plan.codec import decode
-from rldsl.plan.project import events
-from rldsl.plan.show import show
-from rldsl.plan.verify import verify
+from rldsl.plan.projection import events
+from rldsl.inspect.show import show
+from rldsl.verify import verify
 from tests.megatron.programs import grpo
 from tests.tiny import make_all, make_model
 

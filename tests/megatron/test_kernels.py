@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rldsl.backends.megatron.kernels import APEX, ENGINE, FLASH, Kernels, chosen, found, hide, notes
-from rldsl.backends.torch import packages
-from rldsl.backends.torch.packages import Package, Wanted, look
+from rldsl.backends.torch.kernels import optional_packages
+from rldsl.backends.torch.kernels.optional_packages import Package, Wanted, look
 from rldsl.diag import Failure
 from rldsl.plan.model import Layout
 from tests.backend_torch.shards import pack, plan_model
@@ -100,10 +100,10 @@ def pretend(*titles: str) -> None:
     """As if this were CUDA, with these packages. megatron-core is loaded anew, and finds them by itself."""
     standins.CALLS.clear()
     standins.forget("megatron", "rldsl.backends.megatron", "transformer_engine", "flash_attn", *APEX.modules)
-    packages.flash.cache_clear()
+    optional_packages.flash.cache_clear()
     standins.install(*titles)
     from rldsl.backends.megatron import kernels
-    from rldsl.backends.torch import attention, context
+    from rldsl.backends.torch.model import attention, context_parallel
 
     there = kernels.found("cuda")
     kernels.found = lambda device: there
@@ -111,7 +111,7 @@ def pretend(*titles: str) -> None:
     from rldsl.backends.megatron import stage
 
     stage.here = lambda device, *, half, buffered, biases: kernels.chosen(there, "cuda", True, buffered, biases)
-    for file in (attention, context):
+    for file in (attention, context_parallel):
         file.fits = lambda q, window: there[kernels.FLASH].usable
 
 

@@ -86,9 +86,9 @@ def measured(data: bytes, folder: Path, world: int, timeout: float = 240.0) -> l
 
 
 def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
-    from rldsl.runtime import executor
-    from rldsl.runtime.checkpoint import Writer
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter import interpreter
+    from rldsl.runtime.persist.checkpoint import Writer
+    from rldsl.runtime.interpreter.options import Options
 
     os.chdir(cwd)
     storages = Storages()
@@ -108,10 +108,10 @@ def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
         return wrapped
 
     _slow_disk(Writer)
-    executor.HANDLERS = {kind: counted(run) for kind, run in executor.HANDLERS.items()}
+    interpreter.HANDLERS = {kind: counted(run) for kind, run in interpreter.HANDLERS.items()}
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with storages:
-        executor.execute(data, "test.plan", out, options=Options(allow_write=(str(Path(out).parent),)))
+        interpreter.execute(data, "test.plan", out, options=Options(allow_write=(str(Path(out).parent),)))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
     return Measured(seen, peak, grown * 1024)
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from rldsl.plan.alike import alike
-from rldsl.plan.boxes import cell
-from rldsl.plan.memory.alike import classes
+from rldsl.sharding.rank_classes import alike
+from rldsl.sharding.boxes import cell
+from rldsl.memory.holder_classes import classes
 from rldsl.plan.model import Header, Layout, Mesh, Plan, Ranges
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, Infer, Realloc, Save, Train
-from rldsl.plan.memory import curves
-from rldsl.plan.memory.curve import each_rank, peak, points
-from rldsl.plan.project import events
+from rldsl.memory import curves
+from rldsl.memory.curve import each_rank, peak, points
+from rldsl.plan.projection import events
 from tests.memory.accounting import measured
 from tests.memory.plans import CASES, Case, plan_of
 

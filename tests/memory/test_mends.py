@@ -10,10 +10,11 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.graph import model as g
-from rldsl.passes import fit, pipeline
-from rldsl.passes.mends import Search
-from rldsl.passes.settings import changed, clause, difference, options
-from rldsl.passes.trials import Trials
+from rldsl.search import fit
+from rldsl.passes import pipeline
+from rldsl.search.memory_advice import Search
+from rldsl.search.settings import changed, clause, difference, options
+from rldsl.search.trials import Trials
 from rldsl.placement.degrees import OPTIONS
 from rldsl.placement.model import Place, Placed, layout_of, mesh_of
 from rldsl.placement.place import place_graph

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rldsl.runtime.metrics.report import Asked
+from rldsl.runtime.metrics.reporter import Asked
 from tests.end_to_end.programs import compile_program
 from tests.world import run_world
 
@@ -51,9 +51,9 @@ def _rank(rank: int, data: bytes, out: str, asked: Asked, again: bool, cwd: str)
     import io
     import sys
 
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.metrics.record import claim
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.metrics.run_record import claim
+    from rldsl.runtime.interpreter.options import Options
 
     os.chdir(cwd)
     before, sys.stderr = sys.stderr, io.StringIO()

@@ -21,7 +21,7 @@ from rldsl.commands import plot as drawing
 from rldsl.commands import run as running
 from rldsl.diag import Failure
 from rldsl.run import main as start
-from rldsl.runtime.metrics.record import CONTRADICTION, Claim, claim, clear, read, refuse
+from rldsl.runtime.metrics.run_record import CONTRADICTION, Claim, claim, clear, read, refuse
 
 LINES = [{"step": i, "reward": i / 10, "actor/loss": 1 / i, "kl": 0.1, "length": 5.0, "seconds": 1.0, "time/rest": 1.0}
          for i in (1, 2, 3)]

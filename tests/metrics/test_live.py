@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rldsl.runtime.metrics.live import Seen, View, clock, eta, picture, shares, sparkline, usable
-from rldsl.runtime.metrics.report import show
+from rldsl.runtime.metrics.reporter import show
 from rldsl.runtime.metrics.tee import Tee, tee
 from tests.forked import start
 from tests.metrics.program import plan

@@ -13,10 +13,10 @@ from rldsl.commands.plot import plot as draw
 from rldsl.commands.runs import listing, metrics
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Realloc
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.runtime.metrics.names import MEASURED, computed
-from rldsl.runtime.metrics.record import read
-from rldsl.runtime.metrics.report import Asked
+from rldsl.runtime.metrics.run_record import read
+from rldsl.runtime.metrics.reporter import Asked
 from rldsl.runtime.metrics.samples import sources
 from tests.metrics.program import ALONE, REWARDS, TEXT, TWO, lines, plan, run
 from tests.world import run_world
@@ -188,8 +188,8 @@ def test_an_earlier_run_stays_until_the_new_one_is_sound(place: Path, tiny: Path
 def _overwriting(rank: int, data: bytes, out: str) -> tuple[str, bool]:
     """The code, and whether the run said that it has begun."""
     from rldsl.diag import Failure
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     os.chdir(Path(out).parent)
     begun: list[bool] = []

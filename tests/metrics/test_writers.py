@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rldsl.diag import Failure
-from rldsl.runtime.metrics.lines import truncate
+from rldsl.runtime.metrics.json_lines import truncate
 from rldsl.runtime.metrics.writers import TensorBoard, Wandb
 
 

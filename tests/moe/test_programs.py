@@ -13,10 +13,10 @@ from rldsl.clusters import preset
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.memory import curves
-from rldsl.plan.memory.curve import each_rank, peak
-from rldsl.plan.project import events
-from rldsl.plan.verify import verify
+from rldsl.memory import curves
+from rldsl.memory.curve import each_rank, peak
+from rldsl.plan.projection import events
+from rldsl.verify import verify
 from rldsl.simulate import simulate
 from rldsl.simulate.cost import shard
 from tests.checkpoint.runs import held, lines, run

@@ -51,7 +51,7 @@ def run(path: Path, folder: Path, goes: bool) -> Metrics:
 
 def _apart(rank: int, data: bytes, out: str, cwd: str, trace: str | None) -> None:
     """The process of a world, which ends with it."""
-    from rldsl.backends.torch.host import Host
+    from rldsl.backends.torch.model.offload import Host
 
     Host.away, Host.back = away, back  # type: ignore[assignment,method-assign]
     _rank(rank, data, out, cwd, trace)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rldsl.plan.events import Onload
-from rldsl.runtime import calls
-from rldsl.runtime.state import State
+from rldsl.runtime.interpreter import calls
+from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Pending
 
 

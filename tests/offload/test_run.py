@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rldsl import api
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from tests.end_to_end.programs import Metrics
 from tests.memory.accounting import measured
 from tests.offload import elsewhere
@@ -63,7 +63,7 @@ def test_gradients_give_their_memory_back(tiny: Path, tmp_path: Path, monkeypatc
 
 
 def test_host_memory_is_the_same_where_there_is_one() -> None:
-    from rldsl.backends.torch.host import Host
+    from rldsl.backends.torch.model.offload import Host
 
     host, tensors = Host(torch.device("cpu")), {"a": torch.arange(4.0), "b": torch.zeros(0, 3)}
     there = host.away(tensors)
@@ -74,7 +74,7 @@ def test_host_memory_is_the_same_where_there_is_one() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device with memory of its own")
 def test_host_memory_on_cuda() -> None:
-    from rldsl.backends.torch.host import Host
+    from rldsl.backends.torch.model.offload import Host
 
     device = torch.device("cuda", 0)
     host = Host(device)

@@ -9,9 +9,9 @@ from rldsl.plan.events import (Compute, Every, Fetch, Free, Generate, Infer, Len
                                Sampling, Save, Train, Transfer)
 from rldsl.plan.model import (FORMAT, Data, Frame, Function, Group, Header, Layout, Mesh, Model, Optimizer, ParamSpec,
                               Plan, Split, Spread, Value)
-from rldsl.plan.project import rank_classes
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.summary import summary
+from rldsl.plan.projection import rank_classes
+from rldsl.reshard.routes import paths
+from rldsl.reshard.summary import summary
 
 
 def grpo() -> Plan:

@@ -6,9 +6,9 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.plan.events import Every
-from rldsl.plan.project import class_of, events, ranges, rank_classes, schedule, walk
-from rldsl.plan.show import show
-from rldsl.plan.texts import human
+from rldsl.plan.projection import class_of, events, ranges, rank_classes, schedule, walk
+from rldsl.inspect.show import show
+from rldsl.plan.notation import human
 from tests.plan.sample import grpo
 
 

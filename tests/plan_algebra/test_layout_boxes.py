@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.plan.boxes import (Parameter, Piece, holding, intersect, itemsize, local_shape, local_slice, parameters,
+from rldsl.sharding.boxes import (Parameter, Piece, holding, intersect, itemsize, local_shape, local_slice, parameters,
                               pieces, replicas, shares, subtract, volume)
-from rldsl.plan.layout import axis_ranks, coordinate, degree_product, layer_stage, stage_layers
+from rldsl.sharding.layout import axis_ranks, coordinate, degree_product, layer_stage, stage_layers
 from rldsl.plan.model import Layout, ParamSpec, Split
 from tests.plan_algebra.models import layout, layouts, mesh, model
 

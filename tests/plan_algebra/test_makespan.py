@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.plan.makespan import LINEAR, _longest_first, cost, divide
+from rldsl.sharding.balance import LINEAR, _longest_first, cost, divide
 
 
 def makespan(weights, parts):

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from rldsl.plan import schedule
-from rldsl.plan.schedule import Exchange, Message, Pass, actions, in_flight, passes, waiting
+from rldsl.sharding import pipeline_schedule
+from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions, in_flight, passes, waiting
 
 SHAPES = [(1, 1, 1), (1, 1, 5), *product((2, 3, 4, 7), (1, 2, 3), (1, 2, 3, 4, 7, 8, 9, 13))]
 
@@ -66,7 +66,7 @@ def test_nobody_waits_for_ever(pp: int, chunks: int, count: int) -> None:
             if isinstance(action, Exchange):
                 assert len(action.sends) <= 1 and made is not None or not action.sends
                 for m in action.sends:
-                    assert made is not None and schedule.following(pp, chunks, rank, made) == (m.peer, m.wanted)
+                    assert made is not None and pipeline_schedule.following(pp, chunks, rank, made) == (m.peer, m.wanted)
                 here |= {m.wanted for m in action.takes}
                 made = None
                 continue
@@ -139,7 +139,7 @@ def test_a_schedule_that_waits_for_itself_is_found() -> None:
     wrong = [list(passes(2, 2, 4, rank)) for rank in range(2)]
     wrong[1] = wrong[1][:2] + list(passes(2, 2, 4, 1))[2:][::-1]
     with pytest.raises(AssertionError, match="waits for itself"):
-        list(schedule._moments(wrong, 2))
+        list(pipeline_schedule._moments(wrong, 2))
 
 
 @pytest.mark.parametrize("pp, chunks, rank", [(1, 2, 0), (2, 0, 0), (2, 1, 2), (2, 1, -1)])

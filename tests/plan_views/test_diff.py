@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from rldsl.cli import main
-from rldsl.plan.diff import Diff, diff
-from rldsl.plan.diff_text import as_json, text
+from rldsl.inspect.diff import Diff, diff
+from rldsl.inspect.diff_text import as_json, text
 from rldsl.plan.events import Event, Item, Sampling
 from rldsl.plan.expr import Node
 from rldsl.plan.model import Layout, Plan

@@ -19,7 +19,7 @@ from rldsl.commands.emit import emit
 from rldsl.plan.codec import plan_id
 from rldsl.plan.events import Event, Every, Item
 from rldsl.plan.model import Plan
-from rldsl.plan.project import class_of, schedule
+from rldsl.plan.projection import class_of, schedule
 from tests.forked import command
 from tests.plan_views.plans import edit, encode, grpo, renumbered
 

@@ -19,7 +19,7 @@ from rldsl.commands.emit import emit
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Generate, split
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.runtime.metrics.names import computed
 from tests.plan_views.programs import GENERATE, GRPO, PPO
 from tests.tiny import make_all
@@ -31,7 +31,7 @@ WORLD = 4
 
 def walked(rank: int, cwd: str, out: str, program: str) -> None:
     """One rank of a run. program: the emitted file, "" for the plan itself."""
-    from rldsl.runtime.executor import Walk, execute
+    from rldsl.runtime.interpreter.interpreter import Walk, execute
 
     os.chdir(cwd)
     made = runpy.run_path(program)["PROGRAM"] if program else None
@@ -132,8 +132,8 @@ def _spread(folder: Path) -> str:
 
 def probed(rank: int, cwd: str) -> list[str]:
     """What a rank says to calls of events, loops and values that it does not have; then it runs the plan."""
-    from rldsl.runtime.debug import Program, Rank
-    from rldsl.runtime.executor import execute
+    from rldsl.runtime.interpreter.debug import Program, Rank
+    from rldsl.runtime.interpreter.interpreter import execute
 
     os.chdir(cwd)
     said: list[str] = []
@@ -160,7 +160,7 @@ def test_what_a_rank_does_not_have(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank, ended", [(0, True), (1, True), (2, False), (5, True)])
 def test_leaving_the_debugger_is_an_interrupt(rank: int, ended: bool) -> None:
-    from rldsl.runtime.debug import Program
+    from rldsl.runtime.interpreter.debug import Program
 
     def leave(run: object) -> None:
         raise BdbQuit

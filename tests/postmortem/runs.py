@@ -83,9 +83,9 @@ def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: fl
     import torch
     import torch.distributed as dist
 
-    from rldsl.runtime import failure
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.health import failure
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     os.chdir(folder)
     said = os.open("said", os.O_WRONLY | os.O_APPEND)

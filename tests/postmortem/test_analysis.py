@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from rldsl.plan.dumps import Dump, Entry, Moment, Sign, Stand
-from rldsl.plan.order import END, START, Order
-from rldsl.plan.postmortem import Culprit, Findings, Wait, analyse, traces, where
-from rldsl.plan.postmortem_text import notes, place, report, title
+from rldsl.postmortem.dumps import Dump, Entry, Moment, Sign, Stand
+from rldsl.postmortem.wait_order import END, START, Order
+from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyse, traces, where
+from rldsl.postmortem.text import notes, place, report, title
 from tests.postmortem.hand import (FETCH, GENERATE, LENGTHS, PLAN, REALLOC, SAVE, SCORE, TRAIN, TRANSFER, TURN, at,
                                    dump, partners, sign)
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 from rldsl.cli import main
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode, plan_id
-from rldsl.plan.dumps import (Dump, Entry, Moment, Sign, Signs, Stand, dump_text, read_dump, read_sign, read_signs,
+from rldsl.postmortem.dumps import (Dump, Entry, Moment, Sign, Signs, Stand, dump_text, read_dump, read_sign, read_signs,
                               sign_text)
-from rldsl.runtime.postmortem import forget, leave
+from rldsl.runtime.health.dump_files import forget, leave
 from tests.postmortem.hand import DATA, LENGTHS, PLAN, TURN, at, dump, sign
 
 SIGNS = Signs(plan_id(DATA), "s", 0, 1000.0, ((4, sign(4, at(TURN, 2, 3), process="stopped")),))

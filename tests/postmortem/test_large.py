@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from rldsl.plan.dumps import Stand
+from rldsl.postmortem.dumps import Stand
 from rldsl.plan.model import Layout, Mesh, Plan
-from rldsl.plan.order import Order
-from rldsl.plan.postmortem import Findings, Trace, analyse
-from rldsl.plan.postmortem_text import notes, place, report, title
+from rldsl.postmortem.wait_order import Order
+from rldsl.postmortem.analysis import Findings, Trace, analyse
+from rldsl.postmortem.text import notes, place, report, title
 from tests.postmortem.hand import FETCH, GENERATE, LENGTHS, PLAN, SCORE, TRAIN, TRANSFER, at, partners
 
 WORLD = 4096

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from rldsl.plan.dumps import Moment, Phase, Sign, Stand
+from rldsl.postmortem.dumps import Moment, Phase, Sign, Stand
 from rldsl.plan.events import Free
-from rldsl.runtime import signs as module
-from rldsl.runtime.ring import Ring
-from rldsl.runtime.signs import Neighbour, Stillness
+from rldsl.runtime.health import heartbeats as module
+from rldsl.runtime.health.event_ring import Ring
+from rldsl.runtime.health.heartbeats import Neighbour, Stillness
 from tests.postmortem.runs import _store
 from tests.world import context
 
@@ -27,7 +27,7 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     """Its main thread is in a collective that never returns and does not notice that anybody is gone, as with NCCL."""
     import torch.distributed as dist
 
-    from rldsl.runtime import failure
+    from rldsl.runtime.health import failure
 
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(said, 2)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 import torch.distributed as dist
 
-from rldsl.plan.dumps import Sign, Stand
-from rldsl.runtime import failure
-from rldsl.runtime.signs import Signs
+from rldsl.postmortem.dumps import Sign, Stand
+from rldsl.runtime.health import failure
+from rldsl.runtime.health.heartbeats import Signs
 from tests.postmortem.hand import DATA, GENERATE, LENGTHS, TRAIN, TURN, at
 
 TIMEOUT = 40.0  # below the seconds of `at`

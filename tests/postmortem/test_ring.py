@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from rldsl.plan.dumps import Moment, Stand
-from rldsl.runtime.blame import lost_contact
-from rldsl.runtime.ring import SIZE, Ring
-from rldsl.runtime.signs import Signs, machine, process
-from rldsl.runtime.stack import of_error, of_main
+from rldsl.postmortem.dumps import Moment, Stand
+from rldsl.runtime.health.blame import lost_contact
+from rldsl.runtime.health.event_ring import SIZE, Ring
+from rldsl.runtime.health.heartbeats import Signs, machine, process
+from rldsl.runtime.health.stack_trace import of_error, of_main
 from tests.postmortem.hand import PLAN, at
 
 LOOP = PLAN.body[0]

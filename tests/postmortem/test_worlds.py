@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from rldsl.cli import main
-from rldsl.plan.dumps import Dump, read_dump, read_signs
+from rldsl.postmortem.dumps import Dump, read_dump, read_signs
 from tests.end_to_end.programs import compile_program
 from tests.postmortem.runs import TIMEOUT, World, world
 from tests.tiny import make_model, make_sums, write_jsonl

@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from rldsl.plan.model import Layout, Mesh, Model, Split
-from rldsl.plan.realloc.paths import Paths, paths
+from rldsl.reshard.routes import Paths, paths
 from tests.plan_algebra.models import layout, layouts, mesh, model
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from rldsl.backends.torch import build
-from rldsl.plan.layout import axis_ranks
+from rldsl.sharding.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Shard
-from rldsl.runtime.realloc import Route, Tensors, realloc
+from rldsl.runtime.comm.reshard import Route, Tensors, realloc
 from tests.backend_torch.shards import _axis, pack, plan_model, ragged
 from tests.tiny import make_model
 from tests.world import run_world

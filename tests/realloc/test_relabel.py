@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from scipy.optimize import linear_sum_assignment
 
-from rldsl.plan.boxes import cell, volume
+from rldsl.sharding.boxes import cell, volume
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.plan.realloc.lines import lines
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.relabel import relabel
-from rldsl.plan.realloc.summary import summary
+from rldsl.reshard.shard_classes import lines
+from rldsl.reshard.routes import paths
+from rldsl.reshard.device_order import relabel
+from rldsl.reshard.summary import summary
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import cases
 

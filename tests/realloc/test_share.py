@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.plan.realloc.share import Share, balance, cut, fill
+from rldsl.reshard.load_balance import Share, balance, cut, fill
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=8), st.integers(0, 300))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rldsl.plan.realloc.trees import TREES, children, depth, height, parent, root
+from rldsl.reshard.broadcast_trees import TREES, children, depth, height, parent, root
 
 
 @pytest.mark.parametrize("count", [*range(1, 70), 127, 128, 1276])

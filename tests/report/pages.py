@@ -10,11 +10,11 @@ from typing import Any
 from rldsl.clusters import Cluster, preset
 from rldsl.pages import Given, page
 from rldsl.pages.recorded import Recorded
-from rldsl.plan.memory import curves
+from rldsl.memory import curves
 from rldsl.plan.model import Mesh, Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.plan.trace import document, span
-from rldsl.plan.verify import Proof
+from rldsl.verify import Proof
 from rldsl.simulate import simulate
 from tests.plan.sample import grpo
 

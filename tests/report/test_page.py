@@ -16,9 +16,9 @@ from rldsl.pages import page
 from rldsl.pages.memory import MOST
 from rldsl.pages.recorded import read
 from rldsl.plan.events import Free
-from rldsl.plan.memory import curves
+from rldsl.memory import curves
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.simulate import Lengths
 from tests.plan.sample import grpo
 from tests.plan_views.plans import change

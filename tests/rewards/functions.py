@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Function
-from rldsl.runtime.pool import Pool
+from rldsl.runtime.rewards.pool import Pool
 
 ROWS = [{"prompt": f"{i}+1=", "completion": str(i), "answer": str(i % 3)} for i in range(40)]
 EACH = """

@@ -62,8 +62,8 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _rank(rank: int, plan: bytes, out: str, workers: int, cwd: str) -> None:
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     os.chdir(cwd)
     execute(plan, "test.plan", out, options=Options(reward_workers=workers))
@@ -128,7 +128,7 @@ def functions(path: str, name: str) -> list:
 
 
 def test_a_shipped_file_is_recorded_with_its_hash(place: Path) -> None:
-    from rldsl.runtime.reward import call, located
+    from rldsl.runtime.rewards.functions import call, located
 
     (found,) = functions("std/rewards.py", "exact_match")
     assert found.path == "std/rewards.py"
@@ -137,7 +137,7 @@ def test_a_shipped_file_is_recorded_with_its_hash(place: Path) -> None:
 
 
 def test_a_directory_named_std_is_the_users_own(place: Path) -> None:
-    from rldsl.runtime.reward import call
+    from rldsl.runtime.rewards.functions import call
 
     Path("std").mkdir()
     Path("std/rewards.py").write_text("def mine(rows):\n    return [7] * len(rows)\n")

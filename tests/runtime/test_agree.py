@@ -7,8 +7,8 @@ import torch
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Layout, Mesh
-from rldsl.runtime.agree import agree, anywhere, from_all, from_first, others_than_first
-from rldsl.runtime.world import World
+from rldsl.runtime.comm.agreement import agree, anywhere, from_all, from_first, others_than_first
+from rldsl.runtime.comm.world import World
 from tests.world import run_world
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from rldsl.runtime.meet import begun, prefix, started_before
+from rldsl.runtime.comm.rendezvous import begun, prefix, started_before
 
 LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 

@@ -6,7 +6,7 @@ import pytest
 
 from rldsl import api
 from rldsl.diag import Failure
-from rldsl.passes import fit
+from rldsl.search import fit
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.place import place_graph
 from rldsl.search import Options, find

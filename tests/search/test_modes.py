@@ -11,7 +11,7 @@ from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.place import place_graph
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 from rldsl.search import Options, find, locked, prepared
 from rldsl.search.modes import is_mode, placed, speeds
 from rldsl.search.patterns import degrees, is_pattern

@@ -17,14 +17,14 @@ CODE = {"import_module", "exec_module", "spec_from_file_location"}  # what bring
 
 # Each exception, and why it may stand.
 ALLOWED = {
-    ("rldsl/runtime/reward.py", "exec_module"): "the user's own file, by the hash in the plan",
-    ("rldsl/runtime/reward.py", "spec_from_file_location"): "the same file",
+    ("rldsl/runtime/rewards/functions.py", "exec_module"): "the user's own file, by the hash in the plan",
+    ("rldsl/runtime/rewards/functions.py", "spec_from_file_location"): "the same file",
     ("rldsl/runtime/metrics/writers.py", "import_module"): "packages that an option asks for, by names in the source",
     ("rldsl/__init__.py", "import_module"): "files of this package, by names in the source",
     ("rldsl/measure/models.py", "import_module"): "a backend of this package, of a plan that was verified",
     ("rldsl/plan/backends.py", "import_module"): "the description of a backend that is a folder of this package",
-    ("backends/torch/packages.py", "import_module"): "packages of kernels, by names in the source",
-    ("rldsl/runtime/state.py", "import_module"): "a backend of this package: the verifier knows their names",
+    ("backends/torch/kernels/optional_packages.py", "import_module"): "packages of kernels, by names in the source",
+    ("rldsl/runtime/interpreter/state.py", "import_module"): "a backend of this package: the verifier knows their names",
 }
 
 

@@ -16,9 +16,9 @@ from rldsl.diag import Failure
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Item, Loop, Save
 from rldsl.plan.model import Function, Plan
-from rldsl.plan.paths import paths, text
-from rldsl.plan.verify import verify
-from rldsl.runtime.paths import MARK, check_writes, foreign, with_python_as_it_is
+from rldsl.plan.disk_paths import paths, text
+from rldsl.verify import verify
+from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign, with_python_as_it_is
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 
@@ -124,7 +124,7 @@ def test_a_save_replaces_what_a_save_wrote(plan: Plan, tmp_path: Path) -> None:
 
 
 def _run(rank: int, data: bytes, out: str) -> str:
-    from rldsl.runtime.executor import execute
+    from rldsl.runtime.interpreter.interpreter import execute
 
     os.chdir(Path(out).parent)
     try:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rldsl import api
-from rldsl.backends.torch.load import files, open_file
+from rldsl.backends.torch.model.load_weights import files, open_file
 from rldsl.diag import Failure
 from tests.backend_torch.shards import plan_model
 from tests.checkpoint.runs import run
@@ -213,8 +213,8 @@ OTHERS = ("other names", "another place", "fewer dimensions")  # whole, and of a
 
 def _resume(rank: int, data: bytes, out: str, texts: list[tuple[bytes | None, bytes]]) -> list[str]:
     """The code for each pair of a file of tensors (None: as it was) and a manifest."""
-    from rldsl.runtime.executor import execute
-    from rldsl.runtime.options import Options
+    from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.interpreter.options import Options
 
     held, found = next(Path(out).glob("checkpoints/*")), []
     file = next(held.glob("*.safetensors"))

@@ -8,7 +8,7 @@ from benchmarks.verify import ppo_70b
 from rldsl.clusters import preset
 from rldsl.graph import model as g
 from rldsl.plan.events import Log
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.simulate import Lengths
 from rldsl.simulate import classes as module
 from rldsl.simulate.classes import classes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rldsl.plan.events import Every, Item, Loop, Realloc
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events, times
+from rldsl.plan.projection import events, times
 from rldsl.simulate import Lengths, simulate
 from rldsl.simulate.engine import Again, Begin, Mark, Played, Run, play
 from rldsl.simulate.summary import text

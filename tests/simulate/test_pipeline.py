@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch import pipeline
-from rldsl.plan.schedule import Exchange, Message, Pass
+from rldsl.backends.torch.train.optimizer import pipeline
+from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass
 from rldsl.simulate.calls import pipelined
 from rldsl.simulate.engine import Act, Begin, Post, Run, Wait, play
 

@@ -14,7 +14,7 @@ from rldsl.clusters import Cluster, Measured, preset
 from rldsl.diag import Failure
 from rldsl.plan.events import Generate, Realloc, Save, Train, Transfer
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events
+from rldsl.plan.projection import events
 from rldsl.simulate import Lengths, Timeline, simulate
 from rldsl.simulate import moves
 from rldsl.simulate.classes import classes

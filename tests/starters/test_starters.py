@@ -14,7 +14,7 @@ from rldsl import api, starters
 from rldsl.cli import main
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.format import format

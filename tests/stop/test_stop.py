@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.expr import Program
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 from tests.end_to_end import reference
 from tests.end_to_end.programs import Metrics, run_program
 from tests.end_to_end.reference import Sample

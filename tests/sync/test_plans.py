@@ -14,11 +14,11 @@ from rldsl.graph import picture
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Infer, Item, Load, Loop, Offload, Onload, Realloc, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.project import rank_classes, walk
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.summary import summary
-from rldsl.plan.show import show
-from rldsl.plan.verify import verify
+from rldsl.plan.projection import rank_classes, walk
+from rldsl.reshard.routes import paths
+from rldsl.reshard.summary import summary
+from rldsl.inspect.show import show
+from rldsl.verify import verify
 from rldsl.source import SourceFile
 from tests.tiny import make_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rldsl.plan import partition
+from rldsl.sharding import partition
 from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
                                Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
 from rldsl.plan.model import Value

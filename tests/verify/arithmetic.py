@@ -2,7 +2,7 @@
 
 In: a program, its inputs, the rows of its frames. Out: for each output a `Cell`. Whatever the runtime's evaluator
 would choke on, or could only fill with nonsense, is `Garbage`. Written from the meaning of the operators; it knows
-nothing of `rldsl.plan.verify`.
+nothing of `rldsl.verify`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from dataclasses import replace
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.events import Event, Item
 from rldsl.plan.model import Plan
-from rldsl.plan.project import events, rank_classes
-from rldsl.plan.verify import verify
+from rldsl.plan.projection import events, rank_classes
+from rldsl.verify import verify
 
 
 def faults(plan: Plan) -> tuple[Diagnostic, ...]:

@@ -16,11 +16,11 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure
-from rldsl.plan import movement
+from rldsl.sharding import dtypes
 from rldsl.plan.events import Event, Every, Item, Loop, Realloc
 from rldsl.plan.model import Plan
-from rldsl.plan.project import rank_classes, walk
-from rldsl.plan.realloc import paths, summary
+from rldsl.plan.projection import rank_classes, walk
+from rldsl.reshard import routes, summary
 
 Path = tuple[str | int, ...]
 TABLES = tuple(f.name for f in fields(Plan) if f.name not in ("header", "body"))
@@ -232,8 +232,8 @@ def repaired(plan: Plan) -> Plan:
             return None
         try:
             model, src, dst = models[e.model], layouts[e.src], layouts[e.dst]
-            way = paths.paths(model, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
-            total = summary.summary(way, movement.carried(models[e.source or e.model], e.src, model, e.dst, e.decay))
+            way = routes.paths(model, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
+            total = summary.summary(way, dtypes.carried(models[e.source or e.model], e.src, model, e.dst, e.decay))
         except (LookupError, AssertionError, ValueError, ArithmeticError, Failure):
             return None
         return (replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest),)

@@ -3,7 +3,7 @@
 In: a plan. Out: a `Verdict`. An event happens when all ranks of its mesh are at it (rendezvous); which of those that
 can happen comes first is drawn. What a rank then uses must be there, on it, be of the moment that the story means
 (`story.py`), and cover the rows that it works on by the divisions that the runtime would compute from the lengths that
-this rank knows. It knows nothing of `rldsl.plan.verify`.
+this rank knows. It knows nothing of `rldsl.verify`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from rldsl.plan import partition
+from rldsl.sharding import partition
 from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split
-from rldsl.plan.layout import Axis, axis_ranks, coordinate
+from rldsl.sharding.layout import Axis, axis_ranks, coordinate
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from tests.verify.arithmetic import Garbage, need, term
 from tests.verify.moment import Key, Lens, Moment, due, enough, kept, turns

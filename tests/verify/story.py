@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rldsl.plan import partition
+from rldsl.sharding import partition
 from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Load, Log,
                                Loop, Realloc, Save, Select, Train, Transfer, split)
 from rldsl.plan.model import Frame, Plan, Spread, Value

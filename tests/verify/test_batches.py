@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.plan.batches import MESSAGES, batches
+from rldsl.sharding.message_batches import MESSAGES, batches
 from tests.world import run_world
 
 
@@ -38,7 +38,7 @@ def test_few_ranks_have_one_batch_and_many_a_bounded_one() -> None:
 
 
 def _everyone(rank: int, world: int) -> None:
-    import rldsl.runtime.exchange as exchange
+    import rldsl.runtime.comm.exchange as exchange
 
     exchange.batches = lambda rank, peers, world, _: batches(rank, peers, world, 2)  # type: ignore[assignment]
     asked: list[int] = []

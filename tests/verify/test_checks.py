@@ -15,10 +15,10 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Loop, Offload, Onload
 from rldsl.plan.expr import Node
 from rldsl.plan.model import Plan
-from rldsl.plan.project import class_of
-from rldsl.plan.realloc.lanes import rank_lanes
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.verify import lanes, realloc, verify
+from rldsl.plan.projection import class_of
+from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.reshard.routes import paths
+from rldsl.verify import reshards, transfer_slices, verify
 from tests.plan.sample import grpo
 from tests.verify.faults import change, codes, drop, edited, faults, moved, row, swapped, with_body
 
@@ -94,15 +94,15 @@ def test_a_rank_that_sends_something_else_than_its_peer_expects(monkeypatch: pyt
         sends, receives = rank_lanes(p, rank)
         return tuple(x._replace(step=x.step + 1) for x in sends), receives
 
-    monkeypatch.setattr(lanes, "rank_lanes", wrong)
+    monkeypatch.setattr(transfer_slices, "rank_lanes", wrong)
     assert codes(grpo()) == {"RL0533"}
 
 
 def test_more_messages_at_once_than_a_group_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut by the rule, a rank posts few; by another, which puts all its peers together, too many."""
-    monkeypatch.setattr(lanes, "MESSAGES", 4 * lanes.PARTS)
+    monkeypatch.setattr(transfer_slices, "MESSAGES", 4 * transfer_slices.PARTS)
     assert not codes(grpo())
-    monkeypatch.setattr(lanes, "batches", lambda rank, peers, world, messages: (tuple(peers),))
+    monkeypatch.setattr(transfer_slices, "batches", lambda rank, peers, world, messages: (tuple(peers),))
     assert codes(grpo()) == {"RL0535"}
 
 
@@ -144,7 +144,7 @@ def entry(line: object, **new: object) -> object:
 def test_a_planner_that_leaves_gaps_or_overlaps(planner: Callable[..., object],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Coverage is tested on boxes and lanes, whatever the planner's own bytes and digest say."""
-    monkeypatch.setattr(realloc, "paths", planner)
+    monkeypatch.setattr(reshards, "paths", planner)
     found = codes(grpo())
     assert "RL0527" in found and found <= {"RL0527", "RL0526", "RL0533"}, found  # and who would pass it on lacks it
 
@@ -156,7 +156,7 @@ def test_a_planner_that_leaves_gaps_or_overlaps(planner: Callable[..., object],
 def test_a_planner_that_sends_what_is_not_there(planner: Callable[..., object],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """From a rank that does not hold it; and so late that those who pass it on do not have it yet."""
-    monkeypatch.setattr(realloc, "paths", planner)
+    monkeypatch.setattr(reshards, "paths", planner)
     assert codes(grpo()) - {"RL0526"} == {"RL0533"}
 
 
@@ -164,7 +164,7 @@ def test_a_planner_that_leaves_something_out_at_both_ends(monkeypatch: pytest.Mo
     def wrong(p, rank, known=None):  # noqa: ANN001, ANN202
         return tuple(tuple(x for x in side if x.step < 1) for side in rank_lanes(p, rank))
 
-    monkeypatch.setattr(lanes, "rank_lanes", wrong)
+    monkeypatch.setattr(transfer_slices, "rank_lanes", wrong)
     assert codes(grpo()) == {"RL0527"}
 
 
@@ -298,7 +298,7 @@ def test_the_document_has_twelve_checks_whose_codes_and_files_exist() -> None:
 
 
 def test_every_code_of_a_check_is_in_the_document() -> None:
-    folder = DOC.parents[1] / "rldsl/plan/verify"
+    folder = DOC.parents[1] / "rldsl/verify"
     used = {code for p in folder.glob("*.py") for code in re.findall(r'"(RL\d{4})"', p.read_text())}
     said = {code for _, its_codes, _ in table() for code in its_codes}
     assert used <= said, sorted(used - said)

@@ -17,11 +17,11 @@ from rldsl import api
 from rldsl.plan.backends import described
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Save, Train
-from rldsl.plan.layout import Coord, axis_ranks, coordinate
+from rldsl.sharding.layout import Coord, axis_ranks, coordinate
 from rldsl.plan.model import Layout
-from rldsl.plan.project import walk
-from rldsl.plan.verify import issue
-from rldsl.plan.verify.issue import PROTOCOLS, Use, stuck
+from rldsl.plan.projection import walk
+from rldsl.verify import issue_order
+from rldsl.verify.issue_order import PROTOCOLS, Use, stuck
 from tests.plan.sample import grpo
 from tests.verify.faults import codes
 from tests.verify.plans import folder
@@ -83,7 +83,7 @@ def unequal(x: Layout, at: Coord, count: int) -> Iterator[Use]:
 
 def early(x: Layout, at: Coord, count: int) -> Iterator[Use]:
     """The last rank takes one message of its neighbour before another that comes first."""
-    uses = list(issue.train(replace(x, vpp=min(x.pp, 2)), at, count))
+    uses = list(issue_order.train(replace(x, vpp=min(x.pp, 2)), at, count))
     links = [i for i, u in enumerate(uses) if u.axis == "link"]
     if 0 < at.pp == x.pp - 1:
         uses[links[0]], uses[links[1]] = uses[links[1]], uses[links[0]]
@@ -101,15 +101,15 @@ def backwards(x: Layout, at: Coord, count: int) -> Iterator[Use]:
 
 
 @pytest.mark.parametrize("protocol", [apart, crossed, unequal, backwards, early])
-def test_a_protocol_that_can_stop_is_found(protocol: issue.Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_protocol_that_can_stop_is_found(protocol: issue_order.Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stuck(protocol, replace(X, pp=3, tp=2), 3)
-    monkeypatch.setattr(issue, "PROTOCOLS", {"torch": dict.fromkeys((Generate, Infer, Train, Save), protocol)})
+    monkeypatch.setattr(issue_order, "PROTOCOLS", {"torch": dict.fromkeys((Generate, Infer, Train, Save), protocol)})
     assert "RL0537" in codes(grpo()) or protocol in (apart, backwards, early), "the sample has two tensor-parallel ranks"
 
 
 @pytest.mark.parametrize("backend", ["elsewhere"])
 def test_a_backend_without_a_protocol_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issue, "PROTOCOLS", {backend: TORCH})
+    monkeypatch.setattr(issue_order, "PROTOCOLS", {backend: TORCH})
     assert codes(grpo()) == {"RL0537"}
 
 
@@ -135,7 +135,7 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
     """Event -> what torch.distributed was asked to do during it: (kind, ranks)."""
     import os
 
-    from rldsl.runtime import executor
+    from rldsl.runtime.interpreter import interpreter
 
     os.chdir(here)
     at: list[int] = [-1]
@@ -164,8 +164,8 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
         at[0] = event.id
         handler(state, event)
 
-    executor.HANDLERS = {kind: partial(during, handler) for kind, handler in executor.HANDLERS.items()}
-    executor.execute(data, "x.plan", out)
+    interpreter.HANDLERS = {kind: partial(during, handler) for kind, handler in interpreter.HANDLERS.items()}
+    interpreter.execute(data, "x.plan", out)
     return asked
 
 
@@ -195,7 +195,7 @@ def keep_to_it(data: bytes, asked: list[dict[int, list[tuple[str, tuple[int, ...
         assert any(names == v for v in written), (type(e).__name__, rank, names)
 
 
-def versions(protocol: issue.Protocol, x: Layout, mesh: Any, rank: int, count: int) -> Iterator[list[str]]:
+def versions(protocol: issue_order.Protocol, x: Layout, mesh: Any, rank: int, count: int) -> Iterator[list[str]]:
     """The uses of a rank, one for all that follow each other on one communicator, with and without those that only some
     models and losses have: a vote on stopping, gradients in parts, tied embeddings."""
     at = coordinate(x, mesh, rank)
@@ -206,11 +206,11 @@ def versions(protocol: issue.Protocol, x: Layout, mesh: Any, rank: int, count: i
         peer = mesh.members()[(to * x.dp + at.dp) * x.tp + at.tp] if axis in ("link", "tokens") else 0
         names.append(f"link({peer},)" if axis in ("link", "tokens") else axis)
     ends = [i for i, n in enumerate(names) if n == "mesh"]
-    votes = set(ends[0::2][:-1]) if protocol is issue.train else set()
+    votes = set(ends[0::2][:-1]) if protocol is issue_order.train else set()
     for vote, partial_, tied in product((True, False), repeat=3):
         kept = []
         for i, n in enumerate(names):
-            after_vote = protocol is issue.train and any(v < i < ends[2 * k + 1] for k, v in enumerate(sorted(votes)))
+            after_vote = protocol is issue_order.train and any(v < i < ends[2 * k + 1] for k, v in enumerate(sorted(votes)))
             if i in votes and not vote or after_vote and (n == "tp" and not partial_ or n == "pp" and not tied):
                 continue
             kept.append(n)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.records import Paths
-from rldsl.plan.verify import lanes
-from rldsl.plan.verify.lanes import Side
+from rldsl.reshard.routes import paths
+from rldsl.reshard.records import Paths
+from rldsl.verify import transfer_slices
+from rldsl.verify.transfer_slices import Side
 from tests.plan_algebra.models import model
 
 WORLD = 128
@@ -35,13 +35,13 @@ def made(pair: tuple[Any, Any]) -> tuple[Paths, Side, Side]:
 
 def whole(p: Paths, src: Side, dst: Side, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     with monkeypatch.context() as here:
-        here.setattr(lanes, "FEW", 10 * WORLD)
+        here.setattr(transfer_slices, "FEW", 10 * WORLD)
         return some(p, src, dst)
 
 
 def some(p: Paths, src: Side, dst: Side) -> set[str]:
     try:
-        return {code for code, _, _ in lanes.faults(p, src, dst, WORLD)}
+        return {code for code, _, _ in transfer_slices.faults(p, src, dst, WORLD)}
     except (LookupError, ZeroDivisionError, AssertionError, TypeError, AttributeError, RuntimeError) as wrong:
         return {type(wrong).__name__}  # paths that no rank can follow; ours are never such
 
@@ -50,7 +50,7 @@ def some(p: Paths, src: Side, dst: Side) -> set[str]:
 def test_right_paths_have_no_fault(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     p, src, dst = made(pair)
     assert some(p, src, dst) == whole(p, src, dst, monkeypatch) == set()
-    assert len(lanes.chosen(p, src, dst)) < len(src.cells.keys() | dst.cells.keys())
+    assert len(transfer_slices.chosen(p, src, dst)) < len(src.cells.keys() | dst.cells.keys())
 
 
 def numbers(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -20,9 +20,9 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Item, Loop
 from rldsl.plan.expr import Node
 from rldsl.plan.model import MOST_BLOCKS, MOST_RANKS, Plan
-from rldsl.plan.project import ranges
-from rldsl.plan.verify import programs, verify, versions
-from rldsl.plan.verify.tables import tables
+from rldsl.plan.projection import ranges
+from rldsl.verify import programs, verify, versions
+from rldsl.verify.tables import tables
 from rldsl.semantics.options import CLUSTER
 from rldsl.syntax.parse import MAX_DEPTH
 from tests.plan.sample import grpo

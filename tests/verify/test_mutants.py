@@ -18,12 +18,12 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop, Realloc
-from rldsl.plan.memory import moves
-from rldsl.plan.memory.alike import Alike
+from rldsl.memory import reshard_buffers
+from rldsl.memory.holder_classes import Alike
 from rldsl.plan.model import Plan
-from rldsl.plan.realloc import paths
-from rldsl.plan.verify import STAGES, issue, realloc, saves, verify
-from rldsl.plan.verify.tables import tables
+from rldsl.reshard import routes
+from rldsl.verify import STAGES, issue_order, reshards, saves, verify
+from rldsl.verify.tables import tables
 from tests.plan.sample import grpo
 from tests.verify.faults import faults
 from tests.verify.mutate import Mutator, at, put, records
@@ -43,11 +43,11 @@ def plans() -> dict[str, Plan]:
 @pytest.fixture(autouse=True)
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows from layouts and models alone is found once for many mutants."""
-    found = lru_cache(None)(paths.paths)
+    found = lru_cache(None)(routes.paths)
     for module, name, function in (
-            (realloc, "examine", lru_cache(None)(realloc.examine)), (saves, "examine", lru_cache(None)(saves.examine)),
-            (issue, "stuck", lru_cache(None)(issue.stuck)), (paths, "paths", found), (moves, "paths", found),
-            (import_module("rldsl.plan.memory.lifetimes"), "realloc_bytes", moved(moves.realloc_bytes))):
+            (reshards, "examine", lru_cache(None)(reshards.examine)), (saves, "examine", lru_cache(None)(saves.examine)),
+            (issue_order, "stuck", lru_cache(None)(issue_order.stuck)), (routes, "paths", found), (reshard_buffers, "paths", found),
+            (import_module("rldsl.memory.lifetimes"), "realloc_bytes", moved(reshard_buffers.realloc_bytes))):
         monkeypatch.setattr(module, name, function)
 
 
@@ -55,7 +55,7 @@ def moved(find: Callable[..., int]) -> Callable[..., int]:
     """`moves.realloc_bytes`, which need not look at the same way twice."""
     seen: dict[object, int] = {}
 
-    def found(plan: Plan, way: paths.Paths, e: Realloc, ranks: Alike) -> int:
+    def found(plan: Plan, way: routes.Paths, e: Realloc, ranks: Alike) -> int:
         key = (id(way), e.model, e.source, e.src, e.dst, e.decay, ranks.ranks, plan.models, plan.layouts, plan.meshes)
         if key not in seen:
             seen[key] = find(plan, way, e, ranks)

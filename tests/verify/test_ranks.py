@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rldsl.plan.verify.ranks import Ranks, alike, union
-from rldsl.plan.verify.tables import say
+from rldsl.verify.rank_sets import Ranks, alike, union
+from rldsl.verify.tables import say
 
 WORLD = 20
 RANGES = st.lists(st.tuples(st.integers(-3, 24), st.integers(-3, 24)), max_size=5)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rldsl.plan.gather import gathers, owners
+from rldsl.reshard.gather import gathers, owners
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.plan.realloc.rounds import Message
-from rldsl.plan.verify import saves
+from rldsl.reshard.rounds import Message
+from rldsl.verify import saves
 
 Known = dict[int, tuple[tuple[Message, ...], tuple[Message, ...]]]
 

@@ -8,7 +8,7 @@ from types import FrameType
 
 from benchmarks.verify import no_two_alike, ppo_70b
 from rldsl.plan.model import Plan
-from rldsl.plan.verify import verify
+from rldsl.verify import verify
 
 
 def proof(plan: Plan) -> tuple[int, int]:

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from rldsl.plan.boxes import (Parameter, cell, cut, holding, local_shape, local_slice, parameters, pieces, replicas, shares,
+from rldsl.sharding.boxes import (Parameter, cell, cut, holding, local_shape, local_slice, parameters, pieces, replicas, shares,
                               volume)
-from rldsl.plan.gather import gather, owners
+from rldsl.reshard.gather import gather, owners
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.plan.realloc.lines import lines
-from rldsl.plan.realloc.nodes import Side
-from rldsl.plan.realloc.paths import paths
-from rldsl.plan.realloc.summary import summary
-from rldsl.plan.verify.realloc import examine
-from rldsl.plan.verify import saves
-from rldsl.runtime.realloc import Route, realloc
+from rldsl.reshard.shard_classes import lines
+from rldsl.reshard.node_groups import Side
+from rldsl.reshard.routes import paths
+from rldsl.reshard.summary import summary
+from rldsl.verify.reshards import examine
+from rldsl.verify import saves
+from rldsl.runtime.comm.reshard import Route, realloc
 from tests.plan_algebra.models import layout, mesh, model
 from tests.world import run_world
 

@@ -13,9 +13,9 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate, Infer, Realloc, Train
-from rldsl.plan.memory import curves
-from rldsl.plan.project import events
-from rldsl.plan.verify import verify
+from rldsl.memory import curves
+from rldsl.plan.projection import events
+from rldsl.verify import verify
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.tiny import make_all

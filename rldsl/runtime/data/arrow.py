@@ -17,7 +17,7 @@ import numpy as np
 
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.runtime.data.files import Stamp, changed, open_file, stamp
-from rldsl.runtime.data.rows import Check, Needs, Row, missing
+from rldsl.runtime.data.row_schema import Check, Needs, Row, missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from rldsl.diag import Diagnostic, fail
 from rldsl.runtime.data.files import Stamp, changed, open_file, stamp
-from rldsl.runtime.data.rows import Check, Needs, Row, Scanned, kind_of
+from rldsl.runtime.data.row_schema import Check, Needs, Row, Scanned, kind_of
 
 BLOCK = 1 << 20  # bytes read at once
 _DECODER = json.JSONDecoder()

@@ -14,8 +14,8 @@ import numpy as np
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import Data
-from rldsl.runtime.data.rows import Errors, Table
-from rldsl.runtime.data.tokens import Tokens
+from rldsl.runtime.data.row_schema import Errors, Table
+from rldsl.runtime.data.tokenize import Tokens
 from rldsl.runtime.data.views import Kept
 
 AT_ONCE = 256  # rows

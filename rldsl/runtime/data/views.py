@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rldsl.runtime.data.rows import SIDES, Row, Scanned, Table, several
+from rldsl.runtime.data.row_schema import SIDES, Row, Scanned, Table, several
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Plain:
         return {"grad_norm": norm, "lr": rate if norm == norm else 0.0}
 
     def skip(self, updates: int) -> float:
-        from rldsl.backends.torch.train import learning_rate
+        from rldsl.backends.torch.train.optimizer import learning_rate
 
         self.done += updates
         return learning_rate(self.model.optimizer, self.done - 1, self.model.updates)

@@ -1,0 +1,294 @@
+"""What changed between two plans, for a person: calls, layouts, movements, bytes, memory, time.
+
+In: two plans, and what a simulator predicts for them. Out: a `Diff`. Events are matched by what they mean
+(`inspect/event_matching.py`): their names and places in the program, never their ids. Plans that differ are never the same: where
+no section tells how, `others` names the records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from rldsl.plan.codec import encode
+from rldsl.plan.events import EVENTS, Event, Every, Item, Log
+from rldsl.inspect.event_matching import Found, Pair, found, pairs, text
+from rldsl.plan.naming import kind
+from rldsl.plan.model import Model, Plan
+from rldsl.plan.projection import events, times
+from rldsl.plan.notation import ranks_text
+
+
+Record = Mapping[str, str]  # field -> text
+CALLS = ("calls", "inserted")
+# kind of record -> the sections that tell how it differs; meshes, groups, spreads and the like show at events alone
+TELLS: dict[str, tuple[str, ...]] = {
+    "header": ("program",), "class": (*CALLS, "metrics", "peaks"), "log": (*CALLS, "metrics"),
+    **dict.fromkeys(("model", "data", "function", "state"), ("tables",)),
+    **dict.fromkeys(("loop", "every", "end"), ("tables", "program")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One difference. what: "param", "model", "block", ... name: which one. field: of it; "" when it came or went, with
+    None on the side where it is not."""
+
+    what: str
+    name: str
+    field: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EventChange:
+    """A call or an inserted event that came (no `before`), went (no `after`) or changed. changes: of where it runs and
+    of its options. moved: to another mesh or other degrees."""
+
+    before: Found | None
+    after: Found | None
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def now(self) -> Found:
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+    @property
+    def moved(self) -> bool:
+        return any(c.field == "where" for c in self.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that events of a kind move between ranks in a step, on average; and how many of them in a step move bytes
+    that only the lengths of a run tell."""
+
+    kind: str
+    before: int
+    after: int
+    ragged_before: float
+    ragged_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Estimated peak bytes of ranks; None where they are not part of the world."""
+
+    ranks: str
+    before: int | None
+    after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """seconds: predicted for a step, before and after. others: kinds of records that differ without a section that tells
+    how."""
+
+    program: tuple[Change, ...]
+    tables: tuple[Change, ...]
+    calls: tuple[EventChange, ...]
+    inserted: tuple[EventChange, ...]
+    metrics: tuple[Change, ...]
+    moved: tuple[Moved, ...]
+    peaks: tuple[Peak, ...]
+    others: tuple[str, ...] = ()
+    seconds: tuple[float, float] | None = None
+
+    @property
+    def same(self) -> bool:
+        """Nothing differs; what a simulator predicts does not count."""
+        return not (self.program or self.tables or self.calls or self.inserted or self.metrics or self.moved
+                    or self.peaks or self.others)
+
+
+def diff(before: Plan, after: Plan, seconds: tuple[float, float] | None = None) -> Diff:
+    """seconds: predicted time of a step under each plan."""
+    matched = list(pairs(found(before), found(after)))
+    changed = [c for c in (_event(pair) for pair in matched) if c is not None]
+    made = Diff(
+        program=(*_program(before, after),),
+        tables=(*_tables(before, after), *_blocks(before, after)),
+        calls=tuple(c for c in changed if not c.now.inserted),
+        inserted=tuple(c for c in changed if c.now.inserted),
+        metrics=tuple(_keyed("metric", _metrics(before), _metrics(after))),
+        moved=tuple(_moved(before, after)),
+        peaks=tuple(_peaks(before, after)),
+        seconds=seconds,
+    )
+    return replace(made, others=tuple(_others(before, after, made)))
+
+
+# --------------------------------------------------------------------------------------- the program and its tables
+
+
+def _program(before: Plan, after: Plan) -> Iterator[Change]:
+    a, b = before.header, after.header
+    for name in ("program", "flow", "world", "devices_per_node", "memory", "steps", "seed", "compiler"):
+        yield from _field("plan", name, "", getattr(a, name), getattr(b, name))
+    yield from _keyed("source", {p: d[:12] for p, d in a.sources}, {p: d[:12] for p, d in b.sources})
+    yield from _keyed("param", {k: text(v) for k, v in a.params}, {k: text(v) for k, v in b.params})
+
+
+def _tables(before: Plan, after: Plan) -> Iterator[Change]:
+    """Tables with names of the program. Those of sequences and values follow from the calls that make them."""
+    yield from _records("model", *({m.name: _flat(_told(m)) for m in plan.models} for plan in (before, after)))
+    yield from _records("data", *({d.name: _flat(d) for d in plan.data} for plan in (before, after)))
+    yield from _records("function", *({f.id: _flat(f) for f in plan.functions} for plan in (before, after)))
+    yield from _records("state", *({s.value: {"initial": text(s.initial)} for s in plan.states}
+                                   for plan in (before, after)))
+
+
+def _told(model: Model) -> dict[str, Any]:
+    """Of a model what a person can change; parameters as a number and a digest. Its home shows at its calls."""
+    optimizer = {f"optimizer.{k}": v for k, v in _flat(model.optimizer).items()} if model.optimizer else {}
+    lora = {f"lora.{k}": v for k, v in _flat(model.lora).items()} if model.lora else {}
+    return {"kind": model.kind, "path": model.path, "dtype": model.dtype, "layers": model.layers,
+            "config": model.config_digest[:12], "trained": bool(model.home), "updates": model.updates,
+            "follows": ", ".join(dict.fromkeys(model.sources)), "parameters": _digest(model.params),
+            "base": _digest(model.base), "sizes": text(tuple(_flat(model.sizes).items())),
+            "invariant": model.invariant, **optimizer, **lora}
+
+
+def _blocks(before: Plan, after: Plan) -> Iterator[Change]:
+    """Loops and `every`s. The loop of the steps has its number in the header."""
+    yield from _records("block", dict(_block(before.body, "")), dict(_block(after.body, "")))
+
+
+def _block(items: Iterable[Item], path: str) -> Iterator[tuple[str, Record]]:
+    number = 0
+    for item in items:
+        if isinstance(item, Event):
+            continue
+        if isinstance(item, Every):
+            number += 1
+            name = f"{path}every#{number}"
+            yield name, {"period": str(item.period)}
+        else:
+            name = f"{path}{item.id}"
+            trips = {"trips": str(item.trips)} if path else {}
+            yield name, {**trips, "until": item.until.partition("@")[0], "over": item.over,
+                         "collects": ", ".join(b.partition("@")[0] for b in item.collects)}
+        yield from _block(item.body, f"{name} > ")
+
+
+def _metrics(plan: Plan) -> dict[str, str]:
+    return {name: "" for event, _ in events(plan) if isinstance(event, Log) for name, _ in event.metrics}
+
+
+# ----------------------------------------------------------------------------------------------------------- events
+
+
+def _event(pair: Pair) -> EventChange | None:
+    a, b = pair.before, pair.after
+    if a is None or b is None:
+        return EventChange(a, b)
+    changes = [Change(b.kind, b.about, name, *(_shown(name, side.facts.get(name, "")) for side in (a, b)))
+               for name in dict.fromkeys((*a.facts, *b.facts)) if a.facts.get(name) != b.facts.get(name)]
+    return EventChange(a, b, tuple(changes)) if changes else None
+
+
+def _shown(fact: str, text: str) -> str:
+    """Of a computation only which one it is."""
+    return sha256(text.encode()).hexdigest()[:8] if fact == "operations" and text else text
+
+
+# --------------------------------------------------------------------------------------------------- bytes, memory
+
+
+def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
+    a, b = _bytes(before), _bytes(after)
+    for name in dict.fromkeys((*a, *b)):
+        one, two = a.get(name, (0, 0.0)), b.get(name, (0, 0.0))
+        if one != two:
+            yield Moved(name, one[0], two[0], one[1], two[1])
+
+
+def _bytes(plan: Plan) -> dict[str, tuple[int, float]]:
+    """Kind -> bytes in a step, and events in a step whose bytes are known at run time."""
+    totals: dict[str, tuple[int, int]] = {}
+    for event, path in events(plan):
+        runs, (known, ragged) = times(path), totals.get(kind(event), (0, 0))
+        totals[kind(event)] = (known + max(event.bytes, 0) * runs, ragged + (event.bytes < 0) * runs)
+    steps = max(plan.header.steps, 1)
+    return {name: (round(known / steps), round(ragged / steps, 3)) for name, (known, ragged) in totals.items()
+            if (known or ragged) and name != "log"}
+
+
+def _peaks(before: Plan, after: Plan) -> Iterator[Peak]:
+    a, b = _peak(before), _peak(after)
+    alike: dict[tuple[int | None, int | None], list[int]] = {}
+    for rank in sorted(a.keys() | b.keys()):
+        pair = (a.get(rank), b.get(rank))
+        if pair[0] != pair[1]:
+            alike.setdefault(pair, []).append(rank)
+    for (one, two), ranks in alike.items():
+        yield Peak(ranks_text(ranks), one, two)
+
+
+def _peak(plan: Plan) -> dict[int, int]:
+    return {rank: c.peak_bytes for c in plan.classes for start, stop in c.ranks for rank in range(start, stop)}
+
+
+def _others(before: Plan, after: Plan, made: Diff) -> Iterator[str]:
+    """Kinds of records that differ in two files, but for those of which what was found tells."""
+    a, b = (encode(plan).decode().split("\n")[:-2] for plan in (before, after))
+    if a == b:
+        return
+    one, two = (Counter(_record(line, made.same) for line in lines) for lines in (a, b))
+    kinds = dict.fromkeys(kind for kind, _ in ((one - two) + (two - one)))
+    yield from (kind for kind in kinds if not any(getattr(made, section) for section in TELLS.get(kind, CALLS)))
+    if made.same and not kinds:
+        yield "order"
+
+
+def _record(line: str, whole: bool) -> tuple[str, str]:
+    """(kind, the rest). whole: with an event's number and position, which shift where something else came or went."""
+    record = json.loads(line)
+    kind = record.pop("kind")
+    if not whole and kind in EVENTS:
+        record = {name: value for name, value in record.items() if name not in ("id", "at", "version")}
+    return kind, json.dumps(record, sort_keys=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- helpers
+
+
+def _field(what: str, name: str, field: str, before: Any, after: Any) -> Iterator[Change]:
+    if before != after:
+        yield Change(what, name, field, text(before), text(after))
+
+
+def _keyed(what: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
+    for name in dict.fromkeys((*before, *after)):
+        if before.get(name) != after.get(name):
+            yield Change(what, name, "", before.get(name), after.get(name))
+
+
+def _records(what: str, before: Mapping[str, Record], after: Mapping[str, Record]) -> Iterator[Change]:
+    for name in dict.fromkeys((*before, *after)):
+        a, b = before.get(name), after.get(name)
+        if a is None or b is None:
+            yield Change(what, name, "", None if a is None else "", None if b is None else "")
+            continue
+        for field in dict.fromkeys((*a, *b)):
+            yield from _field(what, name, field, a.get(field, ""), b.get(field, ""))
+
+
+def _flat(record: Any) -> dict[str, str]:
+    """Field -> text, the name aside."""
+    if isinstance(record, dict):
+        return {name: text(value) for name, value in record.items()}
+    assert is_dataclass(record)
+    return {f.name: text(getattr(record, f.name)) for f in fields(record) if f.name not in ("id", "name")}
+
+
+def _digest(records: Any) -> str:
+    """How many there are, and which."""
+    return f"{len(records)} ({sha256(repr(records).encode()).hexdigest()[:8]})"

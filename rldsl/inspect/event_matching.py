@@ -1,0 +1,189 @@
+"""The events of two plans, paired by what they mean: name, place in the program, who reads what they bring.
+
+In: a plan -> what is known of each event, in words (`found`). Two of these -> pairs, and what only one has (`pairs`).
+Ids never count, nor do the numbers of results that the program gives no name (`expr#1`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rldsl.plan.events import Compute, Event, Every, Free, Load, Log, Realloc, Sampling, Train, split
+from rldsl.plan.naming import Places, call_name, kind, line_of, makes, subject
+from rldsl.plan.model import Plan, Spread
+from rldsl.plan.projection import Path, events
+
+# Of an event's own fields, those that `where` and `about` tell, or that follow from the rest.
+TOLD = {"layout", "spread", "src", "dst", "frame", "frames", "prompts", "model", "messages", "digest", "version",
+        "output", "outputs", "values", "into", "program", "source", "sampling"}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An event of one plan. about: its subject ("gen = actor.generate"). readers: what those are about that read what
+    it writes. block: the blocks around it. facts: its options, where it runs, what it moves, as text; a computation in
+    full."""
+
+    kind: str
+    name: str
+    about: str
+    makes: tuple[str, ...]
+    readers: tuple[str, ...]
+    block: str
+    facts: Mapping[str, str]
+    inserted: bool
+    because: str
+    at: str
+    bytes: int
+
+    @property
+    def where(self) -> str:
+        return self.facts["where"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    before: Found | None
+    after: Found | None
+
+
+def found(plan: Plan) -> tuple[Found, ...]:
+    """Every event but `log` and the frees of values, in order."""
+    every, models = list(events(plan)), {m.name for m in plan.models}
+    read_by: dict[str, dict[str, None]] = defaultdict(dict)
+    for event, _ in every:
+        for buffer in () if isinstance(event, Free | Log) else event.reads:
+            read_by[buffer][subject(event)] = None
+    places, spreads = Places.of(plan), {s.id: s for s in plan.spreads}
+    computations = {p.id: plain(repr((p.nodes, p.outputs))) for p in plan.programs}
+    return tuple(
+        Found(kind(event), call_name(event), subject(event), makes(event),
+              tuple(dict.fromkeys(about for b in event.writes for about in read_by[b])), _block(path),
+              {name: text for name, text in _facts(event, path, places, spreads, computations) if text},
+              bool(event.because) or isinstance(event, Load), event.because, line_of(event.at), event.bytes)
+        for event, path in every if not isinstance(event, Log) and not _of_values(event, models))
+
+
+def _of_values(event: Event, models: set[str]) -> bool:
+    return isinstance(event, Free) and not any(split(b)[0] in models for b in event.buffers)
+
+
+def pairs(before: Sequence[Found], after: Sequence[Found]) -> Iterator[Pair]:
+    """In the order of `after`, then what is gone. Where what a call returns has another name now, its readers are
+    matched as if it had that before."""
+    first = _matched(before, after)
+    names = {old: new for i, j in first for old, new in zip(before[i].makes, after[j].makes)
+             if old != new and len(before[i].makes) == len(after[j].makes) and not before[i].inserted}
+    shown = [_renamed(e, names) for e in before] if names else list(before)
+    mine = {j: i for i, j in (_matched(shown, after) if names else first)}
+    yield from (Pair(shown[mine[j]] if j in mine else None, event) for j, event in enumerate(after))
+    yield from (Pair(before[i], None) for i in sorted(set(range(len(before))) - set(mine.values())))
+
+
+def _matched(before: Sequence[Found], after: Sequence[Found]) -> list[tuple[int, int]]:
+    """Positions in `before` and `after`. The sameness asked for is let down step by step."""
+    mine: dict[int, int] = {}
+    left = set(range(len(before)))
+    for key in (_same, _place, _result, _route, _reader, _call, _made):
+        there: dict[Hashable, deque[int]] = defaultdict(deque)
+        for i in sorted(left):
+            there[key(before[i])].append(i)
+        for j, event in enumerate(after):
+            name = key(event)
+            if j not in mine and name is not None and there[name]:
+                mine[j] = there[name].popleft()
+                left.discard(mine[j])
+    return [(i, j) for j, i in mine.items()]
+
+
+def _renamed(e: Found, names: Mapping[str, str]) -> Found:
+    """With the names of the other plan; what it returns is told by its fact `result`."""
+    longest = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w.#])({longest})(?![\w#])")
+
+    def new(text: str) -> str:
+        return pattern.sub(lambda found: names[found[1]], text)
+
+    return replace(e, about=new(e.about), makes=tuple(map(new, e.makes)), readers=tuple(map(new, e.readers)), facts={
+        name: text if name == "result" else new(text) for name, text in e.facts.items()})
+
+
+def _same(e: Found) -> Hashable:
+    return e.kind, plain(e.about), plain(e.readers), e.block, tuple(e.facts.items())
+
+
+def _place(e: Found) -> Hashable:
+    return e.kind, plain(e.about), plain(e.readers) if e.inserted else (), e.block
+
+
+def _result(e: Found) -> Hashable:
+    return e.kind, plain(e.about), plain(e.readers) if e.inserted else ()
+
+
+def _route(e: Found) -> Hashable:
+    """A transfer that serves other events than before."""
+    return (plain(e.about), e.where) if e.kind == "transfer" else None
+
+
+def _reader(e: Found) -> Hashable:
+    return (plain(e.about), plain(e.readers[:1])) if e.kind == "transfer" else None
+
+
+def _call(e: Found) -> Hashable:
+    """The same call, whatever becomes of it. A transfer for somebody else is another transfer."""
+    return None if e.kind == "transfer" else (e.kind, plain(e.about) if e.inserted else plain(e.name))
+
+
+def _made(e: Found) -> Hashable:
+    """Another model's call in its place."""
+    return (e.kind, plain(e.makes)) if e.makes and not e.inserted else None
+
+
+def plain(value: Any) -> Any:
+    """Without the numbers of nameless results: "expr#1" -> "expr#"; in lists too."""
+    if isinstance(value, str):
+        return re.sub(r"#\d+", "#", value)
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
+
+
+def _block(path: Path) -> str:
+    return " > ".join("every" if isinstance(p, Every) else p.id for p in path)
+
+
+def _facts(event: Event, path: Path, places: Places, spreads: Mapping[str, Spread],
+           computations: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(option, its text); "" for none. What is inserted has no options of its own."""
+    yield "where", places.where(event)
+    yield "inside", _block(path)
+    if event.because or isinstance(event, Load):
+        yield "bytes", str(event.bytes) if event.bytes else ""
+        yield "decay", str(event.decay) if isinstance(event, Realloc) and event.decay else ""
+        return
+    yield "result", ", ".join(plain(makes(event)))
+    yield "call", plain(call_name(event))
+    if isinstance(sampling := getattr(event, "sampling", None), Sampling):
+        yield from ((f.name, str(getattr(sampling, f.name))) for f in fields(sampling))
+    if isinstance(spread := spreads.get(getattr(event, "spread", "")), Spread):
+        yield "rows", f"by {spread.unit}, {spread.weigh}"
+        yield "minibatches", f"{spread.minibatches} x {spread.epochs}{' shuffled' if spread.shuffle else ''}"
+    program = event.loss if isinstance(event, Train) else event.program if isinstance(event, Compute) else ""
+    yield "operations", computations.get(program, "")
+    for field in fields(event):
+        if field.name not in TOLD and field.name not in Event.__dataclass_fields__:
+            yield field.name, text(plain(getattr(event, field.name)))
+
+
+def text(value: Any) -> str:
+    """A value of a record for people: true and false as the language writes them, pairs as a=b, or a where both are."""
+    if isinstance(value, tuple):
+        return ", ".join(_pair(v) if isinstance(v, tuple) else text(v) for v in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _pair(values: tuple[Any, ...]) -> str:
+    first, *more = map(text, values)
+    return first if all(v == first for v in more) else "=".join([first, ":".join(more)])

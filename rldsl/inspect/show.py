@@ -1,0 +1,131 @@
+"""A plan as text for people. In: a plan, and the rank or event of interest. Out: lines; nothing is recomputed.
+
+`inspect/view.py` has the same as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rldsl.plan.events import Event, Every, Item, Loop, Sampling
+from rldsl.plan.naming import kind, subject
+from rldsl.plan.model import Model, Plan
+from rldsl.plan.projection import class_of, schedule
+from rldsl.plan.notation import count, degrees_of, human, ranges_text
+from rldsl.inspect.view import Touch, View, check_rank, view
+
+WIDTH = 120
+LABEL = {"frame": "sequences", "frames": "sequences"}  # what users call a field
+
+
+def show(plan: Plan, rank: int | None = None, event: int | None = None, source: str = "") -> str:
+    """The whole plan, one rank's schedule, or one event in full. source: the line that asked for the event, if it can
+    be quoted. Raises RL0608 for a rank or event that the plan does not have."""
+    if event is not None:
+        return "\n".join(_one(plan, view(plan, event), source))
+    body: Sequence[Item] = plan.body
+    if rank is not None:
+        check_rank(plan, rank)
+        body = schedule(plan.body, plan.meshes, rank)
+    return "\n".join([*_head(plan, rank), "", *_items(plan, body, "")])
+
+
+def _head(plan: Plan, rank: int | None) -> Iterator[str]:
+    h = plan.header
+    yield f"{h.program}  flow {h.flow}  {h.world} ranks  {h.steps} steps  seed {h.seed}"
+    mine = {m.id for m in plan.meshes if rank is None or rank in m.members()}
+    for m in plan.meshes:
+        if m.id in mine:
+            yield f"mesh {m.id}  ranks {ranges_text(m.ranks)}"
+    for x in plan.layouts:
+        if x.mesh in mine:
+            yield f"layout {x.id}  mesh {x.mesh}  {degrees_of(x)}"
+    for m in plan.models:
+        yield f"model {m.name}  {m.kind}  {m.path}  {m.dtype}  " + _life(m)
+    if rank is not None:
+        c = class_of(plan, rank)
+        yield (
+            f"rank {rank}  class of ranks {ranges_text(c.ranks)}  "
+            f"{len(c.events)} events  peak {human(c.peak_bytes)}"
+        )
+    else:
+        for c in plan.classes:
+            yield f"class  ranks {ranges_text(c.ranks)}  {len(c.events)} events  peak {human(c.peak_bytes)}"
+
+
+def _life(m: Model) -> str:
+    """How the parameters of a model change in a run."""
+    if m.home:
+        return f"trained on {m.home}" + (f", adapters of rank {m.lora.r}" if m.lora else "")
+    return f"follows {', '.join(dict.fromkeys(m.sources))}" if m.sources else "frozen"
+
+
+def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
+    for item in items:
+        if isinstance(item, Loop | Every):
+            yield (
+                f"{indent}loop {item.id} x{item.trips}{f' until {item.until}' if item.until else ''}"
+                f"{f' over {item.over}' if item.over else ''} {{"
+                if isinstance(item, Loop)
+                else f"{indent}every {item.period} {{"
+            )
+            yield from _items(plan, item.body, indent + "  ")
+            yield indent + "}"
+        else:
+            yield indent + line(item)
+
+
+def line(event: Event) -> str:
+    """One event on one line: id, kind, mesh, reads -> writes, bytes, reason, position."""
+    touched = event.reads or tuple(getattr(event, "buffers", ()))
+    flow = ", ".join(touched) + (" -> " + ", ".join(event.writes) if event.writes else "")
+    parts = [f"e{event.id}", f"{kind(event):<8}", f"{event.mesh:<6}", flow]
+    if event.bytes:
+        parts.append(f"[{human(event.bytes)}]" if event.bytes > 0 else "[size known at run time]")
+    if event.because:
+        parts.append(f"because {event.because}")
+    if event.at:
+        parts.append(event.at)
+    return "  ".join(parts).rstrip()
+
+
+def _one(plan: Plan, found: View, source: str) -> Iterator[str]:
+    event = found.event
+    yield f"e{event.id}  {kind(event)}  {subject(event)}".rstrip()
+    if event.at:
+        yield f"  {event.at}" + (f"  | {source.strip()}" if source else "")
+    yield from _row("because", event.because)
+    yield from _row("ranks", f"{ranges_text(found.ranks)}, {count(found.ranks)} of {plan.header.world}")
+    yield from _row("inside", " > ".join(
+        f"loop {p.id} x{p.trips}" if isinstance(p, Loop) else f"every {p.period}" for p in found.inside))
+    yield from _row("where", found.where)
+    yield from _row("bytes", f"{human(event.bytes)} ({event.bytes})" if event.bytes > 0 else
+                    "known at run time" if event.bytes < 0 else "")
+    for name, value in found.fields:
+        yield from _row(LABEL.get(name, name), field_text(value))
+    for touch in found.touches:
+        yield from _touch(event, touch)
+
+
+def _row(label: str, text: str) -> Iterator[str]:
+    if text:
+        yield f"  {label:<12}  {text}"
+
+
+def field_text(value: Any) -> str:
+    """A field's value without Python's brackets; "" for nothing."""
+    if isinstance(value, Sampling):
+        return " ".join(f"{name}={field_text(getattr(value, name)) or '[]'}" for name in Sampling.__dataclass_fields__)
+    if isinstance(value, tuple):
+        return ", ".join(": ".join(map(field_text, v)) if isinstance(v, tuple) else field_text(v) for v in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _touch(event: Event, touch: Touch) -> Iterator[str]:
+    """A buffer, and the other events that touch it."""
+    found = (("written by", touch.written_by), ("read by", touch.read_by), ("freed by", touch.freed_by))
+    others = [f"{word} {', '.join(f'e{i}' for i in ids if i != event.id)}"
+              for word, ids in found if any(i != event.id for i in ids)]
+    verb = "writes" if touch.write else "reads" if event.id in touch.read_by else "frees"
+    yield from _row(verb, "  ".join([touch.buffer, touch.where, *others]))

@@ -1,0 +1,150 @@
+"""What a layer of a transformer keeps and needs for each token, in bytes.
+
+In: a model of the plan, a layout's tensor parallelism, and the kind of attention. Out: a `Block`. The counts are those
+of HuggingFace modules under torch autograd, tensor by tensor: what each operation saves for its backward pass. They
+were found by counting storages op by op (`tests/memory/`), and hold for pre-norm blocks with RMS or layer norm, gated
+or plain MLPs, grouped-query attention and adapters. A token goes through as many experts as it chose; with `ep`, ranks
+are taken to get as many tokens as they send. Full recomputation keeps a layer's input alone (Chen et al. 2016).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from rldsl.plan.adapter_names import module_of
+from rldsl.plan.model import Layout, Model, ParamSpec
+
+# fused: variable-length attention; grid: torch's attention over a padded grid of sequences; plain: the same where torch
+# has no kernel that leaves out the probabilities
+Attention = Literal["fused", "grid", "plain"]
+COMPOSED = ("gelu_new", "gelu_fast", "quick_gelu", "gelu_python")  # activations made of many operations
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes for each token of one layer on one rank. stream: of the residual stream between layers. saved: kept for the
+    backward pass. forward: needed at most while a forward pass runs the layer and keeps nothing. backward: needed at
+    most, besides what is saved, while its gradient is computed. seen: keys and values of all ranks of a cp
+    group, for each token of theirs, kept too. norm: the same for the norm behind the last layer, and
+    final: kept of that norm. hidden: of the last hidden states, in the dtype that the head multiplies in. made: by all
+    operations of a forward pass together, which is what a recording of it holds."""
+
+    stream: int
+    saved: int
+    forward: int
+    backward: int
+    final: int
+    norm: int
+    hidden: int
+    seen: int
+    made: int
+
+
+def kernel(model: Model, compute: int, device: str) -> Attention:
+    """Which attention `backends/torch/model/attention.py` gets. device: "cuda" or "cpu". CUDA's kernels for float32 want as
+    many key-value heads as heads."""
+    if device == "cuda" and compute == 2:
+        return "fused"
+    return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
+
+
+@cache
+def block(model: Model, layout: Layout, compute: int, stream: int, attention: Attention, longest: int) -> Block:
+    """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
+    autocast. longest: tokens of the longest sequence."""
+    s, tp = model.sizes, layout.tp
+    specs = tuple(p for p in (*model.params, *model.base) if "{}" in p.name)
+    trained = not model.base
+    h, inner = s.hidden, -(-s.intermediate // tp)
+    heads, groups = -(-s.heads // tp), -(-s.kv_heads // tp)
+    q, kv = heads * s.head_dim, groups * s.head_dim
+    layer_norm = any(_is_norm(p, h) and p.name.endswith("bias") for p in specs)
+    norms = sum(_is_norm(p, h) and p.name.endswith("weight") for p in specs) or 2
+    reads = (1, 1) if _fused_inputs(specs) else (3, 2 if _gated(specs) else 1)
+    first, second = (_norm(h, compute, stream, n, layer_norm, trained) for n in reads)
+    after = _norm(h, compute, stream, 0, layer_norm, trained)  # of families that also norm what a sublayer gives
+    head_norms = _head_norm(q + kv, compute, stream, trained) if _has(specs, "q_norm") else 0
+    attended = _attention(q, kv, heads, compute, attention, longest)
+    mlp = compute * inner * (4 if _gated(specs) else 5 if s.activation in COMPOSED else 2)
+    ways = s.chosen or 1  # how often a token goes through an MLP
+    if s.chosen:  # beside them: what each expert reads and gives, and the choice among all in float32
+        mlp = s.chosen * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
+    saved = first + second + (norms - 2) * after + head_norms + attended + mlp + _adapters(model, layout, compute)
+    stays = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
+    inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
+    attending = _attention(q, kv, heads, compute, "grid", longest) + compute * q
+    attending += 3 * 4 * heads * longest if attention == "plain" else 0  # scores, masked, and their softmax
+    routed = 4 * ways * compute * h if s.chosen else 0  # rows by expert, what comes of them, weighed and put in order
+    forward = stays + max(inside * ways * compute * inner + routed, attending)
+    backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
+    final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
+    return Block(stream * h, saved, forward, backward, final, 16 * h, compute * h,
+                 2 * compute * kv if layout.cp > 1 else 0,
+                 _made(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream))
+
+
+def _made(specs: tuple[ParamSpec, ...], h: int, inner: int, q: int, kv: int, norms: int, layer_norm: bool,
+          activation: str, compute: int, stream: int) -> int:
+    """Norms take a square and two products each, and so do those of heads; rotary embeddings a half that is turned, the
+    turned, two products and their sum; then linear layers, activations and two residual sums. In half precision, what
+    linear layers read is cast for each of them."""
+    normed = norms * (1 if layer_norm else 3) * h + 2 * h + (3 * (q + kv) if _has(specs, "q_norm") else 0)
+    turned = 0 if layer_norm and _fused_inputs(specs) else 9 * (q + kv) // 2
+    products = 2 * q + 2 * kv + 2 * h + inner * (4 if _gated(specs) else 10 if activation in COMPOSED else 2)
+    cast = 0 if compute == stream else 5 * h + q + kv
+    return stream * (normed + turned) + compute * (products + cast)
+
+
+def _norm(h: int, compute: int, stream: int, reads: int, layer_norm: bool, trained: bool) -> int:
+    """Its input, the normed numbers, and its output once for each linear layer that reads it through a cast of its
+    own; a norm whose weight stays does not keep the normed numbers. In float32 an RMS norm has a gradient of its own,
+    which needs the normed numbers alone."""
+    out = compute * h * (min(reads, 1) if compute == stream else reads)
+    if layer_norm or stream == 4:
+        return 4 * h + out
+    return (4 + (stream if trained else 0)) * h + out
+
+
+def _head_norm(width: int, compute: int, stream: int, trained: bool) -> int:
+    """Of queries and keys, head by head (Qwen 3); input in float32 and the normed numbers, or in float32 these alone."""
+    return 4 * width if compute == 4 else (4 + (compute if trained else 0)) * width
+
+
+def _attention(q: int, kv: int, heads: int, compute: int, attention: Attention, longest: int) -> int:
+    """Queries, keys and values, what comes out, and one number a head for the backward pass. On a grid the four are
+    there twice; without one, keys and values are repeated for each query head. Plainly, so they are on the grid, and
+    each token has a probability for every token of the longest sequence."""
+    match attention:
+        case "fused":
+            return 4 * compute * q + 4 * heads
+        case "grid":
+            return compute * (4 * q + 4 * kv) + 4 * heads
+    return compute * (6 * q + 2 * kv) + compute * heads * longest
+
+
+def _adapters(model: Model, layout: Layout, compute: int) -> int:
+    """What adapters keep between their two factors."""
+    if model.lora is None:
+        return 0
+    return compute * model.lora.r * sum(1 for p in model.params if "{}" in p.name and module_of(p.name)) // 2
+
+
+def _is_norm(p: ParamSpec, hidden: int) -> bool:
+    module = p.name.split(".")[-2] if "." in p.name else ""
+    of_heads = module.startswith(("q_", "k_"))
+    return p.shape == (hidden,) and ("norm" in module or module.startswith("ln")) and not of_heads
+
+
+def _has(specs: tuple[ParamSpec, ...], module: str) -> bool:
+    return any(f".{module}." in p.name for p in specs)
+
+
+def _gated(specs: tuple[ParamSpec, ...]) -> bool:
+    return any("gate" in p.name for p in specs)
+
+
+def _fused_inputs(specs: tuple[ParamSpec, ...]) -> bool:
+    """Whether one linear layer makes queries, keys and values."""
+    return not _has(specs, "q_proj")

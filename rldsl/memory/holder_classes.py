@@ -1,0 +1,79 @@
+"""Ranks that hold the same: those on the same meshes, at the same stages of the same layouts.
+
+In: a plan. Out: `Alike`s, found from ranges, so that their number and their cost follow the plan and not the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import lcm
+
+from rldsl.sharding.rank_classes import alike
+from rldsl.sharding.boxes import Cell, parts
+from rldsl.plan.model import Layout, Mesh, Plan, Ranges
+from rldsl.reshard.node_groups import Side
+
+Place = tuple[str, str, int]  # a mesh, or a layout and one of its stages
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Of a layout with `zero` all shards count as the first, which has the most. meshes: the ids of those that contain
+    these ranks. cells: for each way in which they stand in the layouts (tensor and expert parallelism may put them at
+    different parts), layout id -> cell."""
+
+    ranks: Ranges
+    meshes: frozenset[str]
+    cells: tuple[Mapping[str, Cell], ...]
+
+    def stage(self, layout: str) -> int:
+        return self.cells[0][layout].stage
+
+    def at(self, layout: str) -> tuple[Cell, ...]:
+        """The cells of one layout; none where these ranks are not part of it."""
+        return tuple(dict.fromkeys(c[layout] for c in self.cells if layout in c))
+
+
+def classes(plan: Plan) -> tuple[Alike, ...]:
+    """All ranks of the world, in the order of their first ranks."""
+    world, meshes = plan.header.world, {m.id: m for m in plan.meshes}
+    places: dict[Place, Ranges] = {("mesh", m.id, 0): m.ranks for m in plan.meshes}
+    for x in plan.layouts:
+        size = x.dp * x.cp * x.tp
+        places |= {("stage", x.id, stage): _stretch(meshes[x.mesh], stage * size, (stage + 1) * size)
+                   for stage in range(x.pp)}
+    sides = {x.id: Side.of(x, meshes[x.mesh]) for x in plan.layouts}
+    return tuple(_made(plan, mine, ranges, sides) for mine, ranges in alike(places, world).items())
+
+
+def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, sides: Mapping[str, Side]) -> Alike:
+    stages = {id: stage for kind, id, stage in mine if kind == "stage"}
+    layouts = [x for x in plan.layouts if x.id in stages]
+    cells = dict.fromkeys(tuple((x.id, Cell(stages[x.id], _part(sides[x.id], rank))) for x in layouts)
+                          for rank in _samples(ranges, layouts))
+    return Alike(ranges, frozenset(id for kind, id, _ in mine if kind == "mesh"), tuple(map(dict, cells)))
+
+
+def _part(side: Side, rank: int) -> int:
+    at = side.cell(rank)
+    assert at is not None, f"rank {rank} is not on the mesh"
+    return at.part
+
+
+def _samples(ranges: Ranges, layouts: list[Layout]) -> Iterator[int]:
+    """Ranks that stand at every part that any of them stands at: parts repeat along a range."""
+    period = lcm(1, *(parts(x) for x in layouts))
+    for start, stop in ranges:
+        yield from range(start, min(stop, start + period))
+
+
+def _stretch(mesh: Mesh, first: int, last: int) -> Ranges:
+    """The ranks at positions first to last - 1 of a mesh."""
+    found, at = [], 0
+    for start, stop in mesh.ranks:
+        a, b = max(first, at), min(last, at + stop - start)
+        if a < b:
+            found.append((start + a - at, start + b - at))
+        at += stop - start
+    return tuple(found)

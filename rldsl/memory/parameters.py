@@ -1,0 +1,151 @@
+"""Bytes of a model's parameters at one place of a layout.
+
+In: parameter specs, layouts, cells. Out: elements or bytes, in closed form: layers that a rank holds alike are counted,
+not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
+from rldsl.sharding.layout import own_layers, stage_layers
+from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.sharding.dtypes import stored
+
+FLOAT = 4  # bytes of float32
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A model under a layout, at one of its cells."""
+
+    model: Model
+    layout: Layout
+    cell: Cell
+
+    @property
+    def trained(self) -> bool:
+        """Whether gradients and optimizer state are here; then the parameters are float32."""
+        return self.model.home == self.layout.id
+
+    @property
+    def compute(self) -> int:
+        """Bytes of an element inside a layer."""
+        return itemsize(self.model)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of an element of `model.params`."""
+        return FLOAT if stored(self.model, self.layout.id) == "float32" else itemsize(self.model)
+
+    @property
+    def stream(self) -> int:
+        """Bytes of an element of the residual stream."""
+        return FLOAT
+
+    @property
+    def layers(self) -> int:
+        return sum(self.chunks)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Layers of each chunk."""
+        pp, count = self.layout.pp, self.layout.pp * self.layout.vpp
+        return tuple([len(stage_layers(self.model.layers, count, s)) for s in range(self.cell.stage, count, pp)])
+
+    @property
+    def first(self) -> bool:
+        return self.cell.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.cell.stage == self.layout.pp - 1
+
+    @property
+    def shared(self) -> tuple[ParamSpec, ...]:
+        """What nothing writes: ranks have it once, whichever models and layouts use it."""
+        m = self.model
+        return m.base or (() if m.home or m.sources else m.params)
+
+
+def elements(specs: Sequence[ParamSpec], copy: Copy) -> int:
+    """How many elements of some parameters a rank computes with."""
+    return sum(len(held(s, copy)) * _size(s, copy) for s in specs)
+
+
+@cache
+def resting(copy: Copy) -> int:
+    """How many elements of `model.params` a rank holds between calls. `zero` divides rows; the first shard has most."""
+    return sum(len(held(s, copy)) * sum(map(volume, boxes(s, copy.layout, copy.cell.part, rest=True)))
+               for s in copy.model.params)
+
+
+def held(spec: ParamSpec, copy: Copy) -> Sequence[int]:
+    """The layers of which a rank has a spec; one for what belongs to none."""
+    if spec.stage == "layer":
+        return own_layers(copy.model.layers, copy.layout, copy.cell.stage)
+    there = {"first": copy.first, "last": copy.last, "ends": copy.first or copy.last, "all": True}
+    return range(int(there[spec.stage]))
+
+
+@cache
+def boxes(spec: ParamSpec, layout: Layout, part: int, rest: bool = False) -> tuple[Box, ...]:
+    """Of a parameter at a part. rest: at rest, where `zero` divides it further; the first shard has most."""
+    return tuple(p.box for p in pieces_at(spec, layout if rest else replace(layout, zero=0), part, 0))
+
+
+def new_bytes(mine: Copy, earlier: Iterable[Copy]) -> int:
+    """Bytes of what is shared in `mine` that none of `earlier`, on the same rank, brought already."""
+    same = [c for c in earlier if (c.model.path, c.model.dtype, c.layout.backend)
+            == (mine.model.path, mine.model.dtype, mine.layout.backend)]
+    total = 0
+    for spec in mine.shared:
+        own, here = boxes(spec, mine.layout, mine.cell.part), set(held(spec, mine))
+        for other in same:
+            twin = next((s for s in other.shared if s.name == spec.name), None)
+            if twin is not None and boxes(twin, other.layout, other.cell.part) == own:
+                here.difference_update(held(twin, other))
+        total += len(here) * sum(map(volume, own))
+    return total * itemsize(mine.model)
+
+
+def gradient_bytes(copy: Copy) -> int:
+    """One flat buffer of float32."""
+    return FLOAT * resting(copy) if copy.trained else 0
+
+
+def moment_bytes(copy: Copy) -> int:
+    """AdamW's two, in float32."""
+    return 2 * gradient_bytes(copy)
+
+
+def largest(copy: Copy) -> int:
+    """Elements of the largest parameter here."""
+    return max((_size(s, copy) for s in (*copy.model.params, *copy.model.base) if held(s, copy)), default=0)
+
+
+@cache
+def largest_weight(copy: Copy) -> int:
+    """Elements of the largest trained matrix of a layer, as this rank holds it."""
+    return max((_size(s, copy) for s in copy.model.params if s.stage == "layer" and len(s.shape) > 1), default=0)
+
+
+def _size(spec: ParamSpec, copy: Copy) -> int:
+    return sum(map(volume, boxes(spec, copy.layout, copy.cell.part)))
+
+
+@cache
+def linear_elements(copy: Copy) -> int:
+    """Elements of all matrices of the layers here: what autocast keeps a half-precision copy of."""
+    return elements([s for s in copy.model.params if s.stage == "layer" and len(s.shape) > 1], copy)
+
+
+@cache
+def vocabulary(copy: Copy) -> tuple[int, bool]:
+    """(rows of the output embedding on this rank, whether ranks have different ones)."""
+    size = copy.model.sizes.vocab
+    divided = any(s.split is not None and s.style in ("vocab", "head") for s in (*copy.model.params, *copy.model.base))
+    return (-(-size // copy.layout.tp), copy.layout.tp > 1) if divided else (size, False)

@@ -1,0 +1,62 @@
+"""Bytes of values between calls, bounded by the frames' limits.
+
+In: the tables of a plan. Out: bytes of a buffer `value@spread` on a rank that holds it. Longest first, as rows are
+divided (`sharding/partition.py`), no shard gets more tokens than an even share of rows of full length has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rldsl.plan.model import Frame, Layout, Plan, Spread, Value
+
+SIZES = {"f32": 4, "i64": 8, "bool": 1}
+ROW = 16  # each row's number and its count of entries
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Records of a plan by id."""
+
+    frames: Mapping[str, Frame]
+    values: Mapping[str, Value]
+    spreads: Mapping[str, Spread]
+    layouts: Mapping[str, Layout]
+
+    @staticmethod
+    def of(plan: Plan) -> Tables:
+        return Tables({f.id: f for f in plan.frames}, {v.id: v for v in plan.values}, {s.id: s for s in plan.spreads},
+                      {x.id: x for x in plan.layouts})
+
+
+def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
+    """The most full rows of a frame that a shard of a spread works on."""
+    if spread.unit == "all" or not spread.layout:
+        return frame.count
+    shards = layouts[spread.layout].dp
+    if spread.unit == "prompt":
+        return -(-frame.count // frame.per_prompt // shards) * frame.per_prompt
+    return -(-frame.count // shards)
+
+
+def width(frame: Frame) -> int:
+    """The longest row, in tokens."""
+    return frame.max_prompt_tokens + frame.max_response_tokens
+
+
+def buffer_bytes(t: Tables, value: str, spread: str) -> int:
+    """Of a value under a spread, on a rank of its mesh. Columns of text are in host memory and have no bound."""
+    v = t.values[value]
+    if v.extent == "batch":
+        return 8 + ROW
+    frame = t.frames[v.frame]
+    if v.extent == "lengths":
+        return 2 * 8 * frame.count
+    if v.dtype == "text" or v.extent == "columns":
+        return 0
+    here = rows(frame, t.spreads[spread], t.layouts)
+    if v.extent == "prompt":
+        return -(-here // frame.per_prompt) * (SIZES[v.dtype] + ROW)
+    entries = {"tokens": width(frame), "response": frame.max_response_tokens, "row": 1}[v.extent]
+    return here * (entries * SIZES[v.dtype] + ROW)

@@ -1,0 +1,67 @@
+"""What a plan touches on disk, before anything of it runs. In: a plan. Out: `Paths`, and the same as text.
+
+`rlc show PLAN --paths` and the first rank of a run show it; `runtime/persist/allowed_paths.py` holds a run to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rldsl.plan.events import Save
+from rldsl.plan.model import Plan
+from rldsl.plan.projection import events
+
+OUT, STEP = "{out}", "{step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """reads: (what it is, path). python: (path, its functions, sha256). writes: where models are saved, as the plan has
+    it: `{out}` and `{step}` still stand in it. Each once, in the order of the plan."""
+
+    reads: tuple[tuple[str, str], ...]
+    python: tuple[tuple[str, tuple[str, ...], str], ...]
+    writes: tuple[str, ...]
+
+    def outside(self) -> tuple[str, ...]:
+        """The writes that do not begin at `{out}`."""
+        return tuple(path for path in self.writes if not path.startswith(f"{OUT}/"))
+
+
+def paths(plan: Plan) -> Paths:
+    reads = [(f"model {m.name}", m.path) for m in plan.models]
+    reads += [(f"adapters of {m.name}", m.lora.path) for m in plan.models if m.lora and m.lora.path]
+    for d in plan.data:
+        reads += [(f"data {d.name}", d.path), *([(f"tokenizer of {d.name}", d.tokenizer)] if d.tokenizer else [])]
+    files = dict.fromkeys((f.path, f.sha256) for f in plan.functions)
+    python = tuple((path, tuple(f.name for f in plan.functions if (f.path, f.sha256) == (path, digest)), digest)
+                   for path, digest in files)
+    saved = dict.fromkeys(e.path for e, _ in events(plan) if isinstance(e, Save))
+    return Paths(_once(reads), python, tuple(saved))
+
+
+def _once(reads: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """A path with all that it is: the tokenizer of a data source mostly belongs to a model."""
+    found: dict[str, list[str]] = {}
+    for what, path in reads:
+        found.setdefault(path, []).append(what)
+    return tuple((", ".join(dict.fromkeys(what)), path) for path, what in found.items())
+
+
+def text(found: Paths, out: str = "OUT") -> str:
+    """For people. out: the run's own directory."""
+    lines = [*_part("reads", [f"{shown(path)} ({what})" for what, path in found.reads]),
+             *_part("runs", [f"{shown(path)} ({', '.join(map(shown, names))}; sha256 {shown(digest[:12])})"
+                             for path, names, digest in found.python]),
+             *_part("writes", [shown(out), *map(shown, found.outside())])]
+    return "\n".join(lines)
+
+
+def _part(word: str, entries: Sequence[str]) -> Iterable[str]:
+    return (f"{word if i == 0 else '':<7} {entry}" for i, entry in enumerate(entries))
+
+
+def shown(path: str) -> str:
+    """A plan from elsewhere may hold control characters, which must not reach a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)

@@ -1,0 +1,286 @@
+"""Why a run stood still: where each rank is, who waits for whom in which event, and who keeps the others waiting.
+
+In: a plan, and what its ranks left (`postmortem/dumps.py`). Out: `Findings`, a pure function of both; their text is in
+`postmortem/text.py`.
+
+The plan is one totally ordered list, so where two ranks are can be compared: a rank that is in an event waits for those
+that exchange something with it there and have not reached it. Such waits always point backwards in that order, hence
+they have no cycle, and following them ends at a rank that waits for nobody: a culprit. Only inside one event can ranks
+wait for each other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rldsl.postmortem.dumps import Dump, Moment, Sign, Stand
+from rldsl.plan.model import Plan
+from rldsl.postmortem.wait_order import END, POSTED, START, Group, Order, Place
+
+Kind = Literal["not reached", "inside", "each other", "end"]
+Why = Literal["failed", "gone", "stopped", "silent", "waited for", "each other"]
+ORDER: Sequence[Why] = ("gone", "stopped", "silent")
+LOST_CONTACT = "RL0709"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """All that is known of one rank. dump: it left one. silent: for how many seconds it gave no new sign of life, -1
+    when it never gave one; 0 when it did. line: of Python, that it was at. begun: what it did before, oldest first;
+    only where posts run behind Python, so that it may wait for those still. reached: of one that is lost, what it must
+    have come to after its last sign: others have ended it, and cannot have without it."""
+
+    rank: int
+    stand: Stand | None = None
+    dump: bool = False
+    silent: float = 0.0
+    process: Literal["", "running", "stopped", "gone"] = ""
+    first: bool = False
+    code: str = ""
+    reason: str = ""
+    time: float = 0.0
+    line: str = ""
+    begun: tuple[Moment, ...] = ()
+    reached: Moment | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Some ranks for others, in one run of an event (None: at the end of the run). kind: these have not reached it;
+    they are inside of it too and have not come so far; all wait there for each other."""
+
+    ranks: tuple[int, ...]
+    on: tuple[int, ...]
+    at: Moment | None
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    rank: int
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """traces: of every rank of the plan, in order. waits: by their place in the run. culprits: those whose own words
+    end the run; else those that are gone, stopped or silent; else those that are waited for and wait for nobody.
+    order: of the plan; a walk over its meshes, which is not made twice while a run ends."""
+
+    traces: tuple[Trace, ...]
+    waits: tuple[Wait, ...]
+    culprits: tuple[Culprit, ...]
+    order: Order = field(compare=False, repr=False)
+
+
+def traces(world: int, dumps: Mapping[int, Dump], signs: Mapping[int, Sign]) -> tuple[Trace, ...]:
+    """Of every rank, from its dump, else from its last sign of life."""
+    return tuple(_trace(rank, dumps.get(rank), signs.get(rank)) for rank in range(world))
+
+
+def _trace(rank: int, dump: Dump | None, sign: Sign | None) -> Trace:
+    if dump is not None:
+        begun = tuple(dict.fromkeys(e.at for e in dump.ring if e.at is not None and e.phase == "begins"))
+        return Trace(rank, dump.stand, True, first=dump.first, code=dump.code, reason=dump.reason, time=dump.time,
+                     line=dump.stack[-1] if dump.stack else "", begun=begun if dump.late else ())
+    if sign is None:
+        return Trace(rank, silent=-1.0)
+    return Trace(rank, sign.stand, False, sign.silent, sign.process, time=sign.time)
+
+
+def analyse(plan: Plan, found: Sequence[Trace]) -> Findings:
+    """found: of every rank of the plan, in order."""
+    order = Order(plan)
+    found = _with_reached(order, found)
+    edges = _Waits(order, found).edges()
+    grouped: dict[tuple[tuple[int, ...], Moment | None, Kind], list[int]] = defaultdict(list)
+    for edge, ranks in _waiting(edges).items():
+        on = tuple(sorted({*edge.on, *ranks})) if edge.kind == "each other" else edge.on
+        grouped[on, edge.at, edge.kind] += ranks
+    waits = [Wait(tuple(sorted(ranks)), on, at, kind) for (on, at, kind), ranks in grouped.items()]
+    waits.sort(key=lambda w: (order.place(w.at), w.ranks))
+    return Findings(tuple(found), tuple(waits), tuple(_culprits(found, edges)), order)
+
+
+def where(order: Order, trace: Trace) -> Place:
+    """How far a rank has come."""
+    stand = trace.stand
+    if stand is not None and stand.phase == "over":
+        return END
+    if stand is None or stand.at is None:
+        return START
+    return order.place(trace.reached) if trace.reached else order.place(stand.at, stand.phase == "ends")
+
+
+def lost(trace: Trace) -> bool:
+    """Whether a rank has no voice any more, as far as anybody can tell."""
+    return not trace.dump and (bool(trace.silent) or trace.process in ("gone", "stopped"))
+
+
+def spoke(trace: Trace) -> bool:
+    """Whether the run ended with this rank's own words (not with those of one that lost contact)."""
+    return trace.first and trace.code != LOST_CONTACT
+
+
+def _with_reached(order: Order, found: Sequence[Trace]) -> list[Trace]:
+    """Of ranks that are lost, the last event, beyond their own last sign, that others can only have ended with them.
+    The step before that of the others counts for a rank that was there; an earlier start of the run may have made
+    it."""
+    alone = [t for t in found if lost(t) and t.stand is not None]
+    ended: dict[Moment, frozenset[int]] = {}  # runs of events, and who took part
+    steps = {t.stand.at.turns[:1] for t in found if t.stand is not None and t.stand.at is not None}
+    for t in found if alone else ():
+        if t.stand is not None and t.stand.at is not None and not lost(t):
+            ended |= order.ended(t.stand.at, where(order, t), t.rank)
+    places = sorted(((order.place(at), at) for at in ended), key=lambda x: x[0])
+    reached = {t.rank: at for t in alone for place, at in places
+               if t.rank in ended[at] and place > where(order, t) and (at.turns in steps or _in(t, at.turns))}
+    return [replace(t, reached=reached[t.rank]) if t.rank in reached else t for t in found]
+
+
+def _in(trace: Trace, step: tuple[int, ...]) -> bool:
+    """Whether a rank was in this step, or in one before it, in this start of the run."""
+    turns = trace.stand.at.turns if trace.stand is not None and trace.stand.at is not None else ()
+    return bool(turns) and turns[:1] <= step
+
+
+# ---------------------------------------------------------------------------------------------------- who waits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edge:
+    """For these ranks, in this run of an event. One object for all that wait so: what grows with ranks times ranks is
+    too much for the moment in which a large run fails."""
+
+    on: tuple[int, ...]
+    at: Moment | None
+    kind: Kind
+
+
+_Edges = Mapping[int, Sequence[_Edge]]  # of each rank
+
+
+class _Waits:
+    """Whom ranks wait for. found: of every rank, in order."""
+
+    def __init__(self, order: Order, found: Sequence[Trace]):
+        self._order, self._found = order, found
+        self._places = [where(order, t) for t in found]
+        self._kept: dict[Hashable, _Edge] = {}
+
+    def edges(self) -> _Edges:
+        return {t.rank: self._waits(t) or self._behind(t) for t in self._found if not (lost(t) or spoke(t))}
+
+    def _edge(self, key: Hashable, at: Moment | None, kind: Kind, ranks: Callable[[], Iterable[int]]) -> list[_Edge]:
+        """The one with this key; none if it is for no rank."""
+        edge = self._kept.get((key, at, kind))
+        if edge is None:
+            edge = self._kept[key, at, kind] = _Edge(tuple(ranks()), at, kind)
+        return [edge] if edge.on else []
+
+    def _short(self, group: Group, at: Moment, rank: int) -> list[_Edge]:
+        """For the others of a group that have not come to a run of an event."""
+        place = self._order.place(at)
+        short = self._edge(group, at, "not reached", lambda: (q for q in group.ranks if self._places[q] < place))
+        return self._without(short[0], rank) if short else []
+
+    def _waits(self, trace: Trace) -> list[_Edge]:
+        stand = trace.stand
+        if stand is None or stand.phase in ("start-up", "ends", "calls"):
+            return []
+        if stand.phase == "over":
+            return self._edge(None, None, "end", lambda: (q for q, place in enumerate(self._places) if place != END))
+        at = stand.awaits if stand.phase == "waits" and stand.awaits else stand.at
+        event = self._order.events.get(at.event) if at is not None else None
+        if at is None or event is None or isinstance(event, POSTED) and not (stand.phase == "waits" or stand.call):
+            return []
+        group = self._order.group(event, trace.rank)
+        if short := self._short(group, at, trace.rank):
+            return short
+        return self._inside(trace, group, at) if stand.call else []
+
+    def _inside(self, trace: Trace, group: Group, at: Moment) -> list[_Edge]:
+        """For others in the same event: those that have not come so far as they can, else all for each other."""
+        place, rank = self._order.place(at), trace.rank
+        busy = self._edge(group, at, "inside", lambda: (
+            q for q in group.ranks
+            if lost(self._found[q]) or self._places[q] == place and not _stuck(self._found[q])))
+        if busy and busy[0].on != (rank,):
+            return self._without(busy[0], rank)
+        here = self._edge(group, at, "each other", lambda: (q for q in group.ranks if self._places[q] == place))
+        waits = trace.stand is not None and trace.stand.phase == "waits"
+        return here if here and here[0].on != (rank,) and not waits else []
+
+    def _without(self, edge: _Edge, rank: int) -> list[_Edge]:
+        """`rank` itself may be one that the others wait for."""
+        i = bisect_left(edge.on, rank)
+        if edge.on[i : i + 1] != (rank,):
+            return [edge]
+        return self._edge((edge, rank), edge.at, edge.kind, lambda: (*edge.on[:i], *edge.on[i + 1 :]))
+
+    def _behind(self, trace: Trace) -> list[_Edge]:
+        """Of a rank that may be ahead of what it has posted: the first event that others have not reached."""
+        found: list[_Edge] = []
+        for at in () if trace.stand is not None and trace.stand.phase == "calls" else trace.begun:
+            event = self._order.events.get(at.event)
+            for edge in self._short(self._order.group(event, trace.rank), at, trace.rank) if event else ():
+                found += self._edge((edge, *found), at, edge.kind, lambda: _others(edge, found))
+        return found
+
+
+def _others(edge: _Edge, before: Sequence[_Edge]) -> Iterable[int]:
+    """Ranks that no edge before is for."""
+    seen = {q for e in before for q in e.on}
+    return [q for q in edge.on if q not in seen]
+
+
+def _stuck(trace: Trace) -> bool:
+    """Whether a rank in an event has come as far as it can: it is in an operation between the ranks of this event."""
+    return trace.stand is not None and bool(trace.stand.call) and trace.stand.phase in ("begins", "goes on")
+
+
+# ---------------------------------------------------------------------------------------------------- who is to blame
+
+
+def _culprits(found: Sequence[Trace], edges: _Edges) -> Sequence[Culprit]:
+    if spoken := [Culprit(t.rank, "failed") for t in found if spoke(t)]:
+        return spoken
+    silent = [Culprit(t.rank, t.process if t.process in ("gone", "stopped") else "silent") for t in found if lost(t)]
+    # one that the system says is running may be in a long call that holds Python's lock: it is to blame if waited for
+    if sure := [c for c in silent if found[c.rank].process != "running"]:
+        return sorted(sure, key=lambda c: (ORDER.index(c.why), c.rank))
+    waiting = _waiting(edges)
+    last = {t.rank for t in found if not edges.get(t.rank)}
+    waited = sorted({q for edge in waiting for q in edge.on} & last)
+    if waited:
+        return [Culprit(rank, "silent" if lost(found[rank]) else "waited for") for rank in waited]
+    return [Culprit(rank, "each other") for rank in sorted(_circle(waiting))] or silent
+
+
+def _waiting(edges: _Edges) -> dict[_Edge, list[int]]:
+    """The ranks of each edge."""
+    ranks: dict[_Edge, list[int]] = defaultdict(list)
+    for rank, waits in edges.items():
+        for edge in waits:
+            ranks[edge].append(rank)
+    return ranks
+
+
+def _circle(waiting: Mapping[_Edge, Sequence[int]]) -> set[int]:
+    """The ranks that are left when those that nobody else waits for are taken away, again and again. Nobody waits for a
+    rank that waits for none."""
+    left = {rank for ranks in waiting.values() for rank in ranks}
+    while True:
+        waited = {q for edge, ranks in waiting.items() for q in _waited(edge, left.intersection(ranks))} & left
+        if waited == left:
+            return left
+        left = waited
+
+
+def _waited(edge: _Edge, by: set[int]) -> Iterable[int]:
+    """Those that others than themselves wait for."""
+    return edge.on if len(by) > 1 else (q for q in edge.on if by and q not in by)

@@ -1,0 +1,195 @@
+"""The findings of a post-mortem for a person. In: `Findings`. Out: the title, place and notes of a message;
+the report that `rlc postmortem` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rldsl.postmortem.dumps import Moment, Stand
+from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Log, Select,
+                               Train, Transfer)
+from rldsl.plan.naming import call_name, kind
+from rldsl.plan.model import Plan
+from rldsl.postmortem.wait_order import Order
+from rldsl.postmortem.analysis import LOST_CONTACT, Findings, Trace, Wait, lost, where
+from rldsl.plan.notation import ranks_text
+
+TITLES = {
+    "gone": ("stopped without a word", "stopped without a word"),
+    "stopped": ("is stopped: its process is there and does not run",
+                "are stopped: their processes are there and do not run"),
+    "silent": ("gives no sign of life", "give no sign of life"),
+    "waited for": ("keeps others waiting", "keep others waiting"),
+    "each other": ("waits for itself", "wait for each other"),
+}
+PROCESS = {"gone": "gone", "stopped": "stopped", "running": "there"}
+
+
+def call_text(event: Event) -> str:
+    """What the event does, as its author knows it: "actor.generate", "transfer gen.tokens"."""
+    model = getattr(event, "model", "")
+    if isinstance(event, Generate | Infer | Train):
+        return call_name(event)
+    if isinstance(event, Compute):
+        of = tuple(value for _, value in event.outputs)
+    elif isinstance(event, Transfer):
+        of = event.values
+    elif isinstance(event, Select | Collect):
+        of = tuple(value for _, value in event.values)
+    elif isinstance(event, Free):
+        of = event.buffers
+    else:
+        of = (model or (event.data if isinstance(event, Fetch) else event.frame if isinstance(event, Lengths) else ""),)
+    more = f" and {len(of) - 3} more" if len(of) > 3 else ""
+    return f"{kind(event)} {', '.join(of[:3])}{more}".strip()
+
+
+def event_text(event: Event, why: bool = False) -> str:
+    """why: with the reason for which the compiler inserted it."""
+    said = why and event.because and not isinstance(event, Free | Log | Checkpoint)
+    because = f", because {event.because}" if said else ""
+    return f"event {event.id} ({', '.join(x for x in (call_text(event), event.at) if x)}{because})"
+
+
+def title(findings: Findings) -> str:
+    """Who is to blame; "" when nobody is known to be."""
+    parts = []
+    for why in dict.fromkeys(c.why for c in findings.culprits):
+        mine = [c.rank for c in findings.culprits if c.why == why]
+        said = TITLES[why][len(mine) > 1] if why in TITLES else f"failed: {findings.traces[mine[0]].reason}"
+        parts.append(f"{_ranks(mine)} {said}")
+    return "; ".join(parts)
+
+
+def place(findings: Findings) -> str:
+    """Where those who are to blame are, as the place of a message."""
+    blamed = [findings.traces[c.rank] for c in findings.culprits]
+    spots = (t.reached or (t.stand.at if t.stand else None) for t in blamed)
+    return ", ".join(list(dict.fromkeys(_at(findings.order, at) if at else "start-up" for at in spots))[:3])
+
+
+def notes(findings: Findings, most: int = 5) -> tuple[str, ...]:
+    """Who waits for whom, those who wait for the culprits first; then where the culprits are, if that is not said."""
+    text, blamed = _Text(findings), {c.rank for c in findings.culprits}
+    lines = [text.wait(w) for w in sorted(findings.waits, key=lambda w: not blamed & set(w.on))]
+    lines += text.places([findings.traces[r] for r in sorted(blamed - text.told)])
+    return (*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else []))
+
+
+def report(plan: Plan, findings: Findings) -> str:
+    """All of it: who is to blame, who waits, where every rank is, and the words of those that failed."""
+    text, header = _Text(findings), plan.header
+    lines = [f"{header.program}, flow {header.flow}, {header.world} rank{'s' * (header.world > 1)}", ""]
+    lines += [title(findings) or "no rank is known to be to blame", ""]
+    lines += [*([text.wait(w) for w in findings.waits] or ["no rank is known to wait for another"]), ""]
+    lines += ["where each rank is, those first that have come least far"]
+    lines += [f"  {x}" for x in text.places(findings.traces)]
+    lines += [f"  rank {t.rank} is at {t.line}" for c in findings.culprits[:8] if (t := findings.traces[c.rank]).line]
+    said = {f"{t.code} {t.reason}": None for t in findings.traces if t.code not in ("", LOST_CONTACT)}
+    lines += ["", "what they said", *(f"  {words}" for words in said)] if said else []
+    return "\n".join(lines) + "\n"
+
+
+class _Text:
+    """Sentences about one set of findings. told: the ranks of which it has been said where they are."""
+
+    def __init__(self, findings: Findings):
+        self._order, self._traces = findings.order, findings.traces
+        self._dumped = any(t.dump for t in findings.traces)
+        self._end = max((t.time for t in findings.traces), default=0.0)
+        self.told: set[int] = set()
+
+    def wait(self, wait: Wait) -> str:
+        ranks, on, verb = _ranks(wait.ranks), _ranks(wait.on), "wait" if len(wait.ranks) > 1 else "waits"
+        if wait.at is None:
+            be = "are" if verb == "wait" else "is"
+            return f"{ranks} {be} at the end of the run and {verb} for {on}{self._on(wait)}"
+        event = self._event(wait.at, why=True)
+        if wait.kind == "each other":
+            return f"{on} wait for each other inside {event}"
+        if wait.kind == "inside":
+            return f"{ranks} {verb} for {on} inside {event}{self._on(wait)}"
+        sure = not any(lost(self._traces[q]) for q in wait.on)
+        behind = f", which {on} {'have' if len(wait.on) > 1 else 'has'} not reached" if sure else ""
+        return f"{ranks} {verb} for {on} in {event}{behind}{self._on(wait)}"
+
+    def places(self, traces: Sequence[Trace]) -> list[str]:
+        """Where ranks are, those that have come least far first; ranks that are at one place in one line."""
+        return [f"{_ranks([t.rank for t in mine])} {self._is(mine)}" for mine in self._groups(traces)]
+
+    def _on(self, wait: Wait, most: int = 3) -> str:
+        """Where those are that others wait for, unless it has been said."""
+        new = [q for q in wait.on if q not in self.told]
+        self.told.update(new)
+        groups = list(self._groups([self._traces[q] for q in new]))
+        subject = ["it" if len(wait.on) == 1 else _ranks([t.rank for t in mine]) for mine in groups]
+        said = [f"{who} {self._is(mine)}" for who, mine in zip(subject[:most], groups)]
+        return ": " + "; ".join([*said, *(["..."] if len(groups) > most else [])]) if said else ""
+
+    def _groups(self, traces: Sequence[Trace]) -> Iterable[list[Trace]]:
+        found: dict[Any, list[Trace]] = {}
+        for t in sorted(traces, key=lambda t: (where(self._order, t), t.rank)):
+            s = t.stand
+            at = (s.at, "begins" if s.phase == "goes on" else s.phase, s.awaits, s.function, s.call) if s else ()
+            found.setdefault((at, t.dump, lost(t), t.process, t.reached), []).append(t)
+        return found.values()
+
+    def _is(self, mine: Sequence[Trace]) -> str:
+        one, many = mine[0], len(mine) > 1
+        if one.stand is None:
+            return "left nothing, and gave no sign of life"
+        if one.dump or not (lost(one) or self._dumped):
+            since = f" since {_seconds(max(t.stand.seconds for t in mine if t.stand))}"
+            return f"{'are' if many else 'is'} {self._spot(one.stand, many, since)}"
+        said = f"{'were' if many else 'was'} last seen {self._spot(replace(one.stand, call='', awaits=None), many, '')}"
+        if (ago := self._end - one.time) >= 1:
+            said += f", {_seconds(ago)} before the others"
+        if one.reached is not None:
+            said += f", and {'have' if many else 'has'} come to {self._event(one.reached)} since"
+        of = "their processes are" if many else "its process is"
+        return said + (f"; {of} {PROCESS[one.process]}" if one.process else "")
+
+    def _spot(self, stand: Stand, many: bool, since: str) -> str:
+        if stand.phase == "over":
+            return "at the end of the run"
+        if stand.at is None:
+            return "at the start, before the first event"
+        event = self._event(stand.at)
+        if stand.phase == "ends":
+            return f"past {event}"
+        if stand.phase == "calls":
+            return f"in {event}, in the Python function `{stand.function}`{since}"
+        if stand.phase == "waits" and stand.awaits not in (None, stand.at):
+            brings = self._event(stand.awaits, near=stand.at.turns)
+            return f"in {event}, where {'they wait' if many else 'it waits'} for what {brings} brings{since}"
+        return f"in {event}{f', in {stand.call}' if stand.call else ''}{since}"
+
+    def _event(self, at: Moment | None, why: bool = False, near: Sequence[int] | None = None) -> str:
+        """near: the turns of what has just been named."""
+        event = self._order.events.get(at.event) if at else None
+        if at is None or event is None:
+            return "an event that the plan does not have"
+        return event_text(event, why) + (f" of {_turns(at.turns)}" if at.turns and at.turns != near else "")
+
+
+def _at(order: Order, at: Moment) -> str:
+    event = order.events.get(at.event)
+    return event_text(event) if event else ""
+
+
+def _turns(turns: Sequence[int]) -> str:
+    step, *inner = turns
+    return f"step {step}" + (f", turn {'.'.join(map(str, inner))}" if inner else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    text, count = ranks_text(ranks), len(ranks)
+    if len(parts := text.split(",")) > 8:
+        return f"{count} ranks ({','.join(parts[:6])}, ...)"
+    return f"rank{'s' * (count > 1)} {text}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -1,0 +1,113 @@
+"""The order of a whole run, and who needs whom in it.
+
+In: a plan. Out: the place of each run of each event, which can be compared between ranks; the ranks without which
+another cannot end an event. """
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rldsl.postmortem.dumps import Moment
+from rldsl.plan.events import (Checkpoint, Collect, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load,
+                               Log, Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.sharding.layout import shard_of
+from rldsl.plan.model import Layout, Plan
+
+Place = tuple[int, ...]  # index, turn, index, ... of the blocks and the event, and at last 0 in the event, 1 after it
+START, END = (-1,), (1 << 62,)
+ALONE = (Load, Fetch, Offload, Onload, Select, Collect, Free)  # each rank does these by itself
+POSTED = (Transfer, Realloc)  # issued here, waited for later
+TOGETHER = (Lengths, Train, Save, Checkpoint)  # no rank ends these before all have begun them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Ranks that need each other, in ascending order. One object for all of them, so that what is found for a group is
+    found once: it is equal only to itself."""
+
+    ranks: tuple[int, ...]
+
+
+NOBODY = Group(())
+
+
+class Order:
+    """events: by their numbers."""
+
+    def __init__(self, plan: Plan):
+        self._members = {m.id: m.members() for m in plan.meshes}
+        self._sets = {id: frozenset(ranks) for id, ranks in self._members.items()}
+        self._layouts, self._spreads = {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}
+        self._groups: dict[Hashable, Group] = {}
+        self._replicas: dict[str, dict[int, Group]] = {}  # layout -> rank -> group
+        self._ways: dict[int, tuple[tuple[int, bool], ...]] = {}  # to each event: indices, and whether a turn follows
+        self.events: dict[int, Event] = {}
+        self._note(plan.body, ())
+        self._together = [e for id, e in self.events.items() if isinstance(e, TOGETHER) and len(self._ways[id]) == 2]
+
+    def _note(self, items: Sequence[Item], way: tuple[tuple[int, bool], ...]) -> None:
+        for i, item in enumerate(items):
+            if isinstance(item, Loop | Every):
+                self._note(item.body, (*way, (i, isinstance(item, Loop))))
+            else:
+                self._ways[item.id], self.events[item.id] = (*way, (i, False)), item
+
+    def place(self, at: Moment | None, after: bool = False) -> Place:
+        """at: None is the end of the run. What the plan does not have is before everything."""
+        if at is None:
+            return END
+        turns, place = list(at.turns), []
+        for index, loop in self._ways.get(at.event, ()):
+            place += [index, turns.pop(0) if turns else 0] if loop else [index]
+        return (*place, int(after)) if place else START
+
+    def ended(self, at: Moment, place: Place, rank: int) -> dict[Moment, frozenset[int]]:
+        """What `rank`, which is at `at`, has ended before `place` in this step or the one before, and nobody ends
+        before all have begun it; and who takes part."""
+        steps = [at.turns[:1], (at.turns[0] - 1,)] if at.turns and at.turns[0] > 1 else [at.turns[:1]]
+        runs = ((Moment(e.id, step), self._sets[e.mesh]) for e in self._together for step in steps)
+        return {run: ranks for run, ranks in runs if rank in ranks and self.place(run) < place}
+
+    def group(self, event: Event, rank: int) -> Group:
+        """The ranks without which `rank` cannot end the event; it may be one of them."""
+        if rank not in self._sets[event.mesh] or isinstance(event, ALONE):
+            return NOBODY
+        if isinstance(event, Generate | Infer):
+            return self._replica(self._layouts[event.layout], rank)
+        if isinstance(event, Transfer):
+            return self._across(self._spreads[event.src].mesh, self._spreads[event.dst].mesh, rank)
+        if isinstance(event, Realloc):
+            return self._across(self._layouts[event.src].mesh, self._layouts[event.dst].mesh, rank, passed_on=True)
+        if isinstance(event, Log):
+            firsts = {self._members[self._spreads[split(b)[1]].mesh][0] for _, b in event.metrics}
+            to = rank == event.to
+            return self._known((event.id, to), firsts if to else (event.to,)) if to or rank in firsts else NOBODY
+        return self._known(event.mesh, self._sets[event.mesh])
+
+    def _known(self, key: Hashable, ranks: Iterable[int]) -> Group:
+        if key not in self._groups:
+            self._groups[key] = Group(tuple(sorted(ranks)))
+        return self._groups[key]
+
+    def _replica(self, layout: Layout, rank: int) -> Group:
+        """The ranks that work on the same rows, those of one dp shard, and on the same experts."""
+        if layout.id not in self._replicas:
+            shards: dict[int, list[int]] = defaultdict(list)
+            for index, member in enumerate(self._members[layout.mesh]):
+                shards[shard_of(layout, index) // layout.ep].append(member)
+            groups = [Group(tuple(sorted(ranks))) for ranks in shards.values()]
+            self._replicas[layout.id] = {q: group for group in groups for q in group.ranks}
+        return self._replicas[layout.id][rank]
+
+    def _across(self, src: str, dst: str, rank: int, passed_on: bool = False) -> Group:
+        """Who receives needs who sends, and the other way round: a send waits for its receive. passed_on: who receives
+        may send it to others that do."""
+        gives, takes = rank in self._sets[src], rank in self._sets[dst]
+        key = (src, dst, gives, takes, passed_on)
+        if key not in self._groups:
+            ranks = {*(self._members[src] if takes else ()),
+                     *(self._members[dst] if gives or takes and passed_on else ())}
+            self._groups[key] = Group(tuple(sorted(ranks)))
+        return self._groups[key]

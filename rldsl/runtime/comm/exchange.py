@@ -1,0 +1,91 @@
+"""Values between ranks: one contiguous message for each pair of ranks, posted at once, waited for late.
+
+In: who sends what to whom, which every rank works out by the same pure functions. Out: a `Pending`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rldsl.sharding.message_batches import MESSAGES, batches
+from rldsl.plan.model import Spread, Value
+from rldsl.sharding.partition import row_moves
+from rldsl.runtime.row_assignment import StepRows
+from rldsl.runtime.store import Column, Pending
+
+DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Messages of one event that are on their way. sending keeps the sent tensors alive."""
+
+    works: Sequence[Any]
+    sending: Sequence[torch.Tensor]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def post(sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int) -> Post:
+    """Start every message: peer -> tensor. All ranks post their messages batch by batch (`sharding/message_batches.py`), and in a
+    batch in the order of their peers. tag: for who debugs, and NCCL has none; between two ranks the order tells
+    messages apart, so events may share one."""
+    return post_each(tuple(sends.items()), tuple(receives.items()), tag, 1)
+
+
+def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], tag: int,
+              most: int) -> Post:
+    """The same for (peer, tensor), at most `most` to and from each peer; between two ranks in their order."""
+    sides = [[(peer, t) for peer, t in side if t.numel()] for side in (sends, receives)]
+    works: list[Any] = []
+    peers = {peer for side in sides for peer, _ in side}
+    for batch in batches(dist.get_rank(), peers, dist.get_world_size(), MESSAGES // most):
+        works += dist.batch_isend_irecv([dist.P2POp(start, t, to, tag=tag) for start, side in
+                                         zip((dist.isend, dist.irecv), sides) for peer in batch
+                                         for to, t in side if to == peer])
+    return Post(works, tuple(t for _, t in sends))
+
+
+# ---------------------------------------------------------------------------------------------------- values
+
+
+def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Column | None, tag: int) -> Pending:
+    """`value` from spread to spread. held: what this rank has under `src`, or None. The result is the Column under
+    `dst`, or None on a rank that is not part of it."""
+    world = rows.world
+    have, want = rows.ids(src, value), rows.ids(dst, value)
+    moves = row_moves(have, want, rows.plan.header.devices_per_node)
+    dtype = torch.float64 if value.level == "batch" and value.dtype == "f32" else DTYPES[value.dtype]
+    sends, receives, arriving = {}, {}, []
+    for move in moves:
+        ids = torch.tensor(move.rows, device=world.device)
+        if move.src == world.rank:
+            assert held is not None
+            sends[move.dst] = held.pick(ids).data.to(dtype).contiguous()
+        elif move.dst == world.rank:
+            sizes = rows.sizes(value, ids)
+            receives[move.src] = torch.empty(int(sizes.sum()), dtype=dtype, device=world.device)
+            arriving.append((ids, sizes, move.src))
+    posted = post(sends, receives, tag)
+
+    def finish() -> Column | None:
+        posted.wait()
+        if world.rank not in want:
+            return None
+        parts = [Column(ids, sizes, receives[peer]) for ids, sizes, peer in arriving]
+        kept = sorted(set(want[world.rank]).intersection(have.get(world.rank, ())))
+        if kept and held is not None:
+            parts.append(held.pick(torch.tensor(kept, device=world.device)))
+        if not parts:
+            parts = [Column.none(dtype, world.device)]
+        joined = Column.join(parts)
+        return Column(joined.ids, joined.sizes, joined.data.to(torch.bool) if value.dtype == "bool" else joined.data)
+
+    return Pending(finish, sum(t.nbytes for t in (*sends.values(), *receives.values())))

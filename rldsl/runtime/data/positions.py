@@ -1,0 +1,93 @@
+"""What a position in a data source means: the number of the batch that was read last, of which rows.
+
+In: a source as a run reads it, and as the run of a checkpoint did. Out: whether the position still means the same rows.
+A batch is known by its size, by the order of the rows and by how many there are (`data/source.py`); so none of these
+may change on the way. The same rows in a file of another name are the same; a file that was edited under its name is
+taken, with a warning.
+Codes: RL0764 the position would mean other rows, RL0765 (a warning) the file is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.disk_paths import shown
+from rldsl.runtime.data import Source, hf, parquet
+from rldsl.runtime.files import digest
+
+FILES: Mapping[str, Callable[[str], list[str]]] = {"jsonl": lambda path: [path], "parquet": parquet.files_of,
+                                                   "hf": hf.files_of}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a run reads a source. batch: rows of a step. rows: of an epoch. bytes, sha256: of its file, or of all of
+    them."""
+
+    format: str
+    path: str
+    kind: str
+    batch: int
+    shuffle: bool
+    rows: int
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, source: Source) -> Reading:
+        data, files = source.data, [Path(f) for f in FILES[source.data.format](source.data.path)]
+        size = sum(f.stat().st_size for f in files)
+        return cls(data.format, data.path, data.kind, data.batch, data.shuffle, len(source.table), size, _digest(files))
+
+    @classmethod
+    def read(cls, held: Any) -> Reading:
+        """From JSON. TypeError, ValueError: it is something else."""
+        found = cls(**held)
+        wrong = [f.name for f in fields(cls) if type(getattr(found, f.name)).__name__ != f.type]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {getattr(found, wrong[0])!r}")
+        return found
+
+
+def _digest(files: list[Path]) -> str:
+    """Of one file that of its bytes, of several that of their digests."""
+    found = [digest(f) for f in files]
+    return found[0] if len(found) == 1 else sha256("".join(found).encode()).hexdigest()
+
+
+def compare(name: str, then: Reading, now: Reading, begun: bool) -> Diagnostic | None:
+    """What the user must know of a source. begun: the run has read it, so that it has a position. An error where that
+    means other rows, a warning where the file is another one."""
+    same_rows = (then.sha256, then.rows) == (now.sha256, now.rows)
+    declared = [f for f in ("format", "path", "kind") if getattr(then, f) != getattr(now, f)]
+    changed = [f for f in ("batch", "shuffle") if getattr(then, f) != getattr(now, f)]
+    if not same_rows and (declared or then.sha256 == now.sha256):  # it is the program that names other rows
+        changed = [*declared, *changed, *(["rows"] if then.rows != now.rows else [])]
+    told = tuple(f"{f}: {_text(getattr(then, f))} -> {_text(getattr(now, f))}" for f in changed)
+    if changed and begun:
+        return Diagnostic("RL0764", f"the position in `{name}` would mean other rows", place=shown(now.path),
+                          notes=told, help="rows would be left out or come twice: go on with what the checkpoint was "
+                          "made with, or begin a new run from saved models")
+    if then.sha256 == now.sha256:
+        return None
+    sizes = "; ".join(f"{what}: {a} -> {b}" for what, a, b in (("bytes", then.bytes, now.bytes),
+                                                               ("rows", then.rows, now.rows)) if a != b)
+    return Diagnostic("RL0765", f"the data of `{name}` changed since the checkpoint was made"
+                      + (": rows of this epoch may come twice or not at all" if begun else ""),
+                      place=shown(now.path), severity="warning", notes=(sizes,) if sizes else ())
+
+
+def unknown(name: str, now: Reading) -> Diagnostic:
+    """A source that the run of the checkpoint did not have."""
+    return Diagnostic("RL0765", f"`{name}` is not in the checkpoint: it is read from its first row", severity="warning",
+                      place=shown(now.path), help="a source that was given another name gets back its position under "
+                      "the name that it had")
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else shown(str(value))

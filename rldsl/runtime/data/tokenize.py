@@ -1,0 +1,110 @@
+"""Rows as token ids.
+
+In: rows that were checked. Out: for each the ids of its prompt, or of an answer, uncut. Ids are a function of the row
+and the tokenizer alone. Codes: RL0749 a prompt without tokens, RL0750 the chat template, RL0751 the tokenizer cannot
+be used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import fail
+from rldsl.plan.model import Data
+from rldsl.runtime.data.row_schema import Row
+from rldsl.runtime.data.end_tokens import ends
+
+Place = Callable[[int], str]  # index in a list of rows -> file and line
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """roles: role -> name of the column. directory: where the tokenizer is, for messages."""
+
+    tokenizer: Any = field(repr=False)
+    directory: str
+    roles: Mapping[str, str]
+
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a sequence."""
+        return ends(self.directory, self.tokenizer)
+
+    def prompts(self, rows: Sequence[Row], place: Place) -> list[list[int]]:
+        """With the special tokens that the tokenizer puts before a text."""
+        values = [row[self.roles["prompt"]] for row in rows]
+        found = self._each(values, lambda i: self._ids(self._chat(values[i], place(i)), special=False), special=True)
+        for i, (value, ids) in enumerate(zip(values, found)):
+            if isinstance(value, str) and ids and ids[-1] == self.tokenizer.eos_token_id:
+                found[i] = ids = ids[:-1]
+            if not ids:
+                raise fail("RL0749", "the prompt has no tokens", place=place(i), help="remove the row")
+        return found
+
+    def answers(self, rows: Sequence[Row], role: str, place: Place) -> list[list[int]]:
+        """With the end of the sequence."""
+        name, prompt = self.roles[role], self.roles["prompt"]
+        values = [row[name] for row in rows]
+        found = self._each(values, lambda i: self._turns(rows[i][prompt], values[i], place(i)), special=False)
+        return [[*ids, self.tokenizer.eos_token_id] if isinstance(value, str) else ids
+                for value, ids in zip(values, found)]
+
+    def _each(self, values: Sequence[Any], chat: Callable[[int], list[int]], special: bool) -> list[list[int]]:
+        """Texts in one call of the tokenizer, which works on them side by side; the others one by one."""
+        texts = [value for value in values if isinstance(value, str)]
+        ids = iter(self._ids(texts, special) if texts else [])
+        return [next(ids) if isinstance(value, str) else chat(i) for i, value in enumerate(values)]
+
+    def _ids(self, text: Any, special: bool) -> Any:
+        return self.tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+
+    def _turns(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], place: str) -> list[int]:
+        """What the template adds to the prompt for the assistant's turns, up to the last end of a sequence."""
+        before, after = self._chat(prompt, place), self._chat([*prompt, *answer], place, generation=False)
+        if not after.startswith(before):
+            raise fail("RL0750", "the chat template does not put the answer behind the prompt as it is for generation",
+                       place=place, notes=(f"tokenizer: {self.directory}",), help="write the answer as text")
+        ids = self._ids(after[len(before) :], special=False)
+        last = max((i for i, token in enumerate(ids) if token in self.ends), default=-1)
+        ended = last >= 0 and not self.tokenizer.decode(ids[last + 1 :]).strip()  # a template may close with a new line
+        return ids[: last + 1] if ended else [*ids, self.tokenizer.eos_token_id]
+
+    def _chat(self, messages: list[dict[str, Any]], place: str, generation: bool = True) -> str:
+        if not self.tokenizer.chat_template:
+            raise fail("RL0750", "the prompt is a list of chat messages, and the tokenizer has no chat template",
+                       place=place, notes=(f"tokenizer: {self.directory}",),
+                       help="use a chat model's tokenizer, or write the prompt as text")
+        # Arrow gives every message all the fields that any message has
+        given = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
+        try:
+            return str(self.tokenizer.apply_chat_template(given, add_generation_prompt=generation, tokenize=False))
+        except Exception as error:  # a template is a program: it may raise anything
+            raise fail("RL0750", f"the chat template does not take these messages: {error}", place=place) from None
+
+
+def load_tokenizer(data: Data) -> Any:
+    """The tokenizer in a model's directory; nothing is downloaded and no code of the directory is run."""
+    from transformers import AutoTokenizer
+
+    directory = data.tokenizer
+    if not Path(directory).is_dir():
+        raise fail("RL0751", "there is no such tokenizer directory", place=directory,
+                   help=f"the data `{data.name}` is read with the tokenizer of this model")
+    if not any(f.name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for f in Path(directory).iterdir()):
+        # transformers would make an empty tokenizer of the model's class from config.json alone
+        raise fail("RL0751", "the tokenizer cannot be loaded: this directory has no tokenizer", place=directory,
+                   help="the directory needs the files that `tokenizer.save_pretrained` writes")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its readers meet
+        raise fail("RL0751", "the tokenizer cannot be loaded", place=directory,
+                   notes=(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",),
+                   help="the directory needs the files that `tokenizer.save_pretrained` writes") from None
+    if data.kind != "prompts" and tokenizer.eos_token_id is None:
+        raise fail("RL0751", "the tokenizer has no end-of-sequence token", place=directory,
+                   help="answers are closed by it; set `eos_token` in its tokenizer_config.json")
+    return tokenizer

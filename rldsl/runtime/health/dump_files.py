@@ -1,0 +1,27 @@
+"""The files of a post-mortem, under `OUT/postmortem`. In: dumps and signs. Out: one small JSON file a rank, whole or
+not there; what the disk refuses is lost, since it must not keep a rank from ending."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Signs, dump_text
+
+
+def leave(out: Path, left: Dump | Signs) -> None:
+    """Write it beside its name, then rename."""
+    name = SIGNS if isinstance(left, Signs) else f"rank-{left.rank}.json"
+    partial = out / FOLDER / f".{name}.partial"
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(dump_text(left), encoding="utf-8")
+        os.replace(partial, out / FOLDER / name)
+    except OSError:
+        return
+
+
+def forget(out: Path) -> None:
+    """Remove what an earlier start left."""
+    shutil.rmtree(out / FOLDER, ignore_errors=True)

@@ -1,0 +1,88 @@
+"""What a rank did last: a ring of (when, turns, event, phase), for the post-mortem of a run.
+
+In: each event as the rank begins and ends it, and what it waits for. Out: where the rank is, and how it came there.
+Invariant: one short tuple an entry in a list of fixed length, so it costs the same on the first step and on the last.
+The rank's main thread writes; its watcher reads at any moment.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rldsl.postmortem.dumps import Entry, Moment, Phase, Stand
+from rldsl.plan.events import Event
+
+SIZE = 128  # entries: some steps of a small program, the last events of a large one
+
+_Slot = tuple[int, float, Event | None, tuple[int, ...], Phase, Moment | str | None]
+
+
+class Ring:
+    """One rank's."""
+
+    def __init__(self, size: int = SIZE):
+        self._slots: list[_Slot] = [(0, time.monotonic(), None, (), "start-up", None)] * size
+        self._turns: tuple[int, ...] = ()
+        self._event: Event | None = None
+        self._count = 0  # entries so far; entry n is in slot n % size
+
+    @property
+    def event(self) -> Event | None:
+        """The one that the rank is at, or was at last."""
+        return self._event
+
+    @property
+    def walks(self) -> bool:
+        """Whether the rank is on its way: it has begun with its list and not ended it."""
+        return self._event is not None and self._slots[self._count % len(self._slots)][4] != "over"
+
+    def turn(self, depth: int, turn: int) -> None:
+        """Iteration `turn`, from 1, of the loop that has `depth` loops around it is entered; 0: the loop is left."""
+        self._turns = (*self._turns[:depth], turn) if turn else self._turns[:depth]
+
+    def begins(self, event: Event) -> None:
+        self._event = event
+        self._add("begins")
+
+    def ends(self) -> None:
+        self._add("ends")
+
+    def here(self) -> Moment | None:
+        """This run of this event, to wait for later."""
+        return None if self._event is None else Moment(self._event.id, self._turns)
+
+    def waits(self, awaited: Moment | None) -> None:
+        """For what an earlier event has set on its way; until `goes_on`."""
+        self._add("waits", awaited)
+
+    def calls(self, function: str) -> None:
+        """A user's Python function; until `goes_on`."""
+        self._add("calls", function)
+
+    def goes_on(self) -> None:
+        self._add("goes on")
+
+    def over(self) -> None:
+        """The rank has walked its whole list."""
+        self._add("over")
+
+    def _add(self, phase: Phase, what: Moment | str | None = None) -> None:
+        count = self._count + 1
+        self._slots[count % len(self._slots)] = (count, time.monotonic(), self._event, self._turns, phase, what)
+        self._count = count
+
+    def stand(self, call: str = "") -> Stand:
+        """Where the rank is now. call: the operation between ranks that it is in."""
+        return _stand(self._slots[self._count % len(self._slots)], time.monotonic(), call)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All that is held, oldest first."""
+        now, held = time.monotonic(), sorted(self._slots[:], key=lambda slot: slot[0])
+        return tuple(Entry(s.seconds, s.at, s.phase, s.awaits, s.function)
+                     for s in (_stand(slot, now) for slot in held if slot[0]))
+
+
+def _stand(slot: _Slot, now: float, call: str = "") -> Stand:
+    _, when, event, turns, phase, what = slot
+    return Stand(None if event is None else Moment(event.id, turns), phase, round(now - when, 3),
+                 what if isinstance(what, Moment) else None, what if isinstance(what, str) else "", call)

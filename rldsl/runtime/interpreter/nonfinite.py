@@ -1,0 +1,51 @@
+"""The end of a run whose gradient is not finite: the minibatch stays on disk, so that it can be studied.
+
+In: what a loss saw on each rank. Out: `OUT/failed-batch-step-N/rank-R.safetensors`, of every rank that holds rows of
+its own, and the Failure, on all ranks together. In a file, by name: `FRAME.rows`, `FRAME.prompt_lens`,
+`FRAME.response_lens`, `FRAME.tokens` (prompt and response of one row after another), and `data.NAME` for each data
+input of the loss (entries of one row after another). Its metadata has the step, the model and the loss.
+Errors: RL0733.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from rldsl.diag import fail
+from rldsl.plan.events import Train
+from rldsl.runtime.comm.agreement import anywhere
+from rldsl.runtime.interpreter.state import State
+
+
+def refuse(state: State, event: Train, rows: Mapping[str, torch.Tensor], norm: float, group: Any) -> NoReturn:
+    """rows: of this rank; empty where another one writes them. group: all ranks of the call."""
+    folder = state.out / f"failed-batch-step-{state.step}"
+    loss = event.loss.rpartition("/")[2]
+    problem = _write(folder / f"rank-{state.world.rank:05d}.safetensors", rows,
+                     {"step": str(state.step), "model": event.model, "loss": loss, "grad_norm": f"{norm:g}"})
+    # also: no rank leaves, and ends the run, before all have written
+    failed = anywhere((bool(problem),), group, state.device)[0]
+    kept = f"the minibatch is in {folder}" if not failed else \
+        f"the minibatch could not be written to {folder}" + (f": {problem}" if problem else "")
+    raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,
+               notes=(f"loss: {loss}; nothing was updated", kept),
+               help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its "
+                    "data; `nonfinite=skip` leaves such minibatches out")
+
+
+def _write(file: Path, rows: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> str:
+    """What went wrong; "" if nothing. The gradient is the news, so this is never the reason that a run ends."""
+    from safetensors.torch import save_file
+
+    if not rows:
+        return ""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: t.detach().cpu().contiguous() for name, t in rows.items()}, str(file), metadata=dict(about))
+    except Exception as error:  # the library's own error type covers a full disk
+        return str(getattr(error, "strerror", None) or error)
+    return ""

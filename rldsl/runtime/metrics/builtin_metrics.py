@@ -1,0 +1,131 @@
+"""What every run measures, without a message of its own: time and tokens of each phase, bytes moved, memory, lengths.
+
+In: the events that one rank executed, with their durations. Out: numbers by name, once a step. Durations are those of
+this rank; tokens are those of all ranks that share the call; bytes are those of the plan, for all ranks, and of ragged
+transfers those that this rank sent and received.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from rldsl.plan.events import Event, Fetch, Generate, Infer, Item, Lengths, Loop, Train
+from rldsl.plan.model import Plan
+from rldsl.plan.projection import events
+from rldsl.runtime.interpreter.state import State
+
+PHASES: Mapping[type[Event], str] = {Generate: "generate", Infer: "infer", Train: "train"}
+
+
+class Meter:
+    """The usual metrics of the step under way."""
+
+    def __init__(self, plan: Plan):
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._tokens: dict[str, int] = defaultdict(int)
+        self._responses, self._rows = 0, 0
+        self._turns: dict[str, list[int]] = defaultdict(list)  # loop -> turns that it made, each time it was entered
+        self._made = {e.frame for e, _ in events(plan) if isinstance(e, Generate)}
+        loop = next((x for x in plan.body if isinstance(x, Loop)), None)
+        self._priced = _priced(loop.body) if loop is not None else ()
+        self._world = plan.header.world
+
+    def took(self, state: State, event: Event, seconds: float) -> None:
+        """An event was executed."""
+        phase = PHASES.get(type(event))
+        if phase is not None:
+            self.seconds[phase] += max(seconds, 0.0)
+        if isinstance(event, Infer):
+            self._tokens["infer"] += _tokens(state, event.frame)
+        elif isinstance(event, Train):
+            epochs = state.spreads[event.spread].epochs
+            self._tokens["train"] += epochs * sum(_tokens(state, frame) for frame in event.frames)
+        elif isinstance(event, Lengths | Fetch):
+            for frame in (event.frame,) if isinstance(event, Lengths) else event.frames:
+                self._lengths(state, frame)
+
+    def _lengths(self, state: State, frame: str) -> None:
+        if state.frames[frame].of or frame not in state.rows.lens:  # a selection's sequences are those of another frame
+            return
+        response = state.rows.lens[frame].response
+        evaluated = bool(state.over)  # the lengths of training are those of its own rows
+        total = int(response.sum())
+        if frame in self._made:
+            self._tokens["generate"] += total
+        if total and not evaluated:
+            self._responses += total
+            self._rows += response.numel()
+
+    def entered(self, loop: str) -> None:
+        """An inner loop begins."""
+        self._turns[loop].append(0)
+
+    def turned(self, loop: str) -> None:
+        """It has made one more turn."""
+        self._turns[loop][-1] += 1
+
+    def finish(self, state: State, seconds: float) -> dict[str, float]:
+        """The numbers of the step, which took so many seconds; then begin the next."""
+        phases = {phase: s for phase, s in self.seconds.items()}
+        found: dict[str, float] = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
+        found["time/rest"] = round(max(seconds - sum(phases.values()), 0.0), 4)
+        for phase, tokens in self._tokens.items():
+            if tokens and phases.get(phase):
+                found[f"tokens_per_second/{phase}"] = round(tokens / phases[phase], 1)
+        if self._rows:
+            found["length/response"] = self._responses / self._rows
+        if self._world > 1:
+            turns = {loop: list(made) for loop, made in self._turns.items()}
+            found["moved/bytes"] = _bytes(self._priced, state.step, turns) + state.ragged
+        found["memory/peak_bytes"] = peak_bytes(state.device)
+        self.seconds.clear()
+        self._tokens.clear()
+        self._turns.clear()
+        self._responses = self._rows = state.ragged = 0
+        return found
+
+
+def _tokens(state: State, frame: str) -> int:
+    return int(state.rows.lens[frame].of("tokens").sum())
+
+
+def _priced(items: Sequence[Item]) -> tuple[Item, ...]:
+    """Only what moves a known number of bytes, and the blocks around it."""
+    kept: list[Item] = []
+    for item in items:
+        if isinstance(item, Event):
+            if item.bytes > 0:
+                kept.append(item)
+        elif inner := _priced(item.body):
+            kept.append(replace(item, body=inner))
+    return tuple(kept)
+
+
+def _bytes(items: Sequence[Item], turn: int, turns: Mapping[str, list[int]]) -> int:
+    """Bytes of one turn of a loop's body. turns: of inner loops as they were made, in the order of the program; taken
+    away as they are counted. A loop that this rank is not part of ends by its count alone."""
+    total = 0
+    for item in items:
+        if isinstance(item, Event):
+            total += item.bytes
+        elif isinstance(item, Loop):
+            made = turns[item.id].pop(0) if turns.get(item.id) else item.trips
+            total += sum(_bytes(item.body, i, turns) for i in range(1, made + 1))
+        elif turn % item.period == 0:
+            total += _bytes(item.body, turn, turns)
+    return total
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this rank has held so far: of its GPU what tensors took, on CPU that of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

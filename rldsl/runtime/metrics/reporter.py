@@ -1,0 +1,143 @@
+"""What a rank tells of the run while it goes on. In: its events and the metrics of each step. Out: lines, curves,
+samples, a view of the progress.
+
+Only the rank that logs measures and writes; a rank that has samples writes these.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+from rldsl.plan.events import Event, Free, Log
+from rldsl.plan.metrics_file import METRICS
+from rldsl.plan.projection import events
+from rldsl.runtime.files import check_writable, written
+from rldsl.runtime.metrics.json_lines import encoded, truncate
+from rldsl.runtime.metrics.names import computed, first
+from rldsl.runtime.metrics.samples import Samples, path, sources
+from rldsl.runtime.metrics.builtin_metrics import Meter
+from rldsl.runtime.metrics.writers import TensorBoard, Wandb, Writer
+from rldsl.runtime.interpreter.state import State
+
+if TYPE_CHECKING:
+    from rldsl.runtime.metrics.live import View
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user wants to see. wandb: "", "offline" or "online". samples: sequences of each step. plain: lines, even
+    on a terminal. command: how the run was started, for its record."""
+
+    tensorboard: bool = False
+    wandb: str = ""
+    samples: int = 0
+    plain: bool = False
+    command: tuple[str, ...] = ()
+
+
+class Report:
+    """One rank's. `with` ends it: what is open is closed, and the terminal is left in order."""
+
+    def __init__(self, state: State, asked: Asked, stream: TextIO | None = None):
+        """stream: where progress is shown (default: stderr). Everything that can be refused is refused here."""
+        header, logs = state.plan.header, {e.to for e, _ in events(state.plan) if isinstance(e, Log)} or {0}
+        self._state, self._steps, self._stream = state, header.steps, stream or sys.stderr
+        self.meter = Meter(state.plan) if state.world.rank in logs else None
+        self._since, self._done = time.monotonic(), state.step
+        self._begun = False
+        self._view: "View | None" = None
+        self._writers: list[Writer] = []
+        self._samples = Samples(state, asked.samples) if asked.samples else None
+        if self._samples is not None:
+            for source in sources(state.plan):
+                if source.rank == state.world.rank:
+                    check_writable(path(state.out, source.frame))
+        if self.meter is None:
+            return
+        check_writable(state.out / METRICS)
+        if asked.tensorboard:
+            self._writers.append(TensorBoard(state.out, state.step + 1))
+        if asked.wandb:
+            self._writers.append(Wandb(state.out, state.step + 1, asked.wandb, header.flow, dict(header.params)))
+        if not asked.plain and self._stream.isatty():
+            from rldsl.runtime.metrics.live import View, usable
+
+            if usable(self._stream):
+                self._view = View(self._stream, header.flow, header.steps, state.step)
+
+    def __enter__(self) -> "Report":
+        self._since = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._view is not None:
+            self._view.close()
+        for writer in self._writers:
+            writer.close(kind is None)
+
+    def begins(self, event: Event) -> None:
+        if self._samples is not None and isinstance(event, Free):
+            self._samples.frees(self._state, event)
+        if self._view is not None and not isinstance(event, Free):
+            call = f"{getattr(event, 'model', '')} {type(event).__name__.lower()}".strip()
+            self._view.doing(f"{call} {event.at}".strip())
+
+    def took(self, event: Event, seconds: float) -> None:
+        if self.meter is not None:
+            self.meter.took(self._state, event, seconds)
+
+    def entered(self, loop: str) -> None:
+        if self.meter is not None:
+            self.meter.entered(loop)
+
+    def turned(self, loop: str) -> None:
+        if self.meter is not None:
+            self.meter.turned(loop)
+
+    def end_step(self, found: Mapping[str, Sequence[float]]) -> None:
+        """Once a step, however often it is called. found: metrics as they came; what came several times (a train in a
+        `repeat`) counts by its mean."""
+        state = self._state
+        if state.step == self._done:
+            return
+        self._done = state.step
+        if self._samples is not None:
+            self._samples.end_step(state)
+        if self.meter is None:
+            return
+        now = time.monotonic()
+        seconds, self._since = max(now - self._since, 1e-9), now
+        means = {name: sum(x) / len(x) for name, x in found.items()}
+        line = {"step": state.step, **means, "seconds": round(seconds, 4)}
+        if state.tokens:
+            line["tokens_per_second"] = round(state.tokens / seconds, 1)
+        line |= self.meter.finish(state, seconds)
+        self._write(line)
+
+    def _write(self, line: Mapping[str, float]) -> None:
+        target, step = self._state.out / METRICS, int(line["step"])
+        with written(target):
+            if not self._begun:
+                truncate(target, step)
+                self._begun = True
+            with target.open("a", encoding="utf-8") as file:
+                file.write(encoded(line) + "\n")
+        for writer in self._writers:
+            writer.write(step, {name: value for name, value in line.items() if name != "step"})
+        if self._view is not None:
+            self._view.line(line)
+        else:
+            show(self._stream, line, self._steps)
+
+
+def show(stream: TextIO, line: Mapping[str, float], steps: int) -> None:
+    """One line for each step."""
+    names = sorted(computed(line), key=first)
+    text = f"step {line['step']:>{len(str(steps))}}/{steps}  " + "  ".join(f"{n} {line[n]:.4g}" for n in names[:7])
+    if "tokens_per_second" in line:
+        text += f"  tokens/s {line['tokens_per_second']:.0f}"
+    print(text, file=stream, flush=True)

@@ -1,0 +1,231 @@
+"""The directory of a run says what the run is: `run.json`, `run.plan`, `sources/`.
+
+In: a plan and how it was started. Out: files that another person can tell the run by, and begin it again from; for the
+commands, what a directory holds. Imports nothing heavy, since the command line reads it too.
+Invariant: a run that is going on or finished, and a run's checkpoints, are never overwritten unasked.
+Errors: RL0763 the directory holds checkpoints, RL0781 it holds a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import fail
+from rldsl.plan.codec import plan_id
+from rldsl.plan.model import Plan
+from rldsl.runtime.files import replace_text, written
+from rldsl.runtime.rewards.functions import located
+
+RECORD, PLAN, SOURCES = "run.json", "run.plan", "sources"
+RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
+# what a run writes, besides models, which may lie anywhere and are replaced by the next save, and logs, which each rank
+# begins anew
+OWN = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb",
+       "checkpoints/step-[0-9]*", "checkpoints/.step-[0-9]*.partial", "failed-batch-step-[0-9]*")
+LOG = re.compile(r"rank-(\d+)\.log")
+CONTRADICTION = "--resume goes on with what is there and --overwrite removes it: give one of them"
+PACKAGES = ("rldsl", "torch", "transformers")
+
+
+def read(out: Path) -> dict[str, Any] | None:
+    """The record of the run in a directory; None where there is none. A process that is gone has failed."""
+    try:
+        held = json.loads((out / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(held, dict) or "state" not in held:
+        return None
+    here = held["state"] == RUNNING and held.get("host") == socket.gethostname()
+    gone = here and not _alive(held.get("pid", 0), held.get("born"))
+    return held | {"state": FAILED} if gone else held
+
+
+def _born(pid: int) -> str | None:
+    """When a process began, as the system counts; None where it does not say. In a container that starts again, the
+    same numbers come back."""
+    try:
+        return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, ValueError, TypeError, IndexError):
+        return None
+
+
+def _alive(pid: int, born: str | None) -> bool:
+    now = _born(pid)
+    if born is not None and now is not None and now != born:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError, TypeError, ValueError):  # another user's, or no process number at all
+        return True
+    return True
+
+
+def refuse(out: Path) -> None:
+    """Where a new run must not begin."""
+    held = read(out)
+    if held is not None and held["state"] in (RUNNING, FINISHED):
+        what = "a run that is going on" if held["state"] == RUNNING else "a finished run"
+        ways = "`--resume` goes on from its last checkpoint" if last_checkpoint(out) is not None else ""
+        raise fail("RL0781", f"this directory holds {what}", place=str(out), notes=(_told(held),), help="; ".join(
+            x for x in ("`--out` names another directory", ways, "`--overwrite` removes it") if x))
+    refuse_checkpoints(out)
+
+
+def refuse_checkpoints(out: Path) -> None:
+    """Where there are some, and the run does not go on from them."""
+    step = last_checkpoint(out)
+    if step is not None:
+        program = (read(out) or {}).get("program", "of an unknown program")
+        raise fail("RL0763", f"this directory holds checkpoints ({program}, step {step})", place=str(out),
+                   help="`--resume` goes on from the last one; `--out` names another directory; "
+                   "`--overwrite` removes them")
+
+
+def _told(held: dict[str, Any]) -> str:
+    return f"{held.get('program', 'unknown')}, begun {held.get('started', 'at an unknown time')}"
+
+
+def last_checkpoint(out: Path) -> int | None:
+    """The step of the newest one."""
+    names = (file.parent.name[5:] for file in (out / "checkpoints").glob("step-*/checkpoint.json"))
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def within(out: Path, resume: Path) -> bool:
+    """Whether what is gone on from is the run in `out`, or a checkpoint of it."""
+    place, own = resume.resolve(), out.resolve()
+    return place in (own, own / "checkpoints") or place.parent == own / "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """resume: what the run goes on from. goes_on: what is in its directory is its own and stays; else it begins anew
+    there, and what an earlier run left is removed."""
+
+    resume: Path | None
+    goes_on: bool
+
+
+def claim(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False) -> Claim:
+    """That a run may write in `out`. resume: what the user wants to go on from. again: torchrun has started the run
+    before, and it has had its directory. Errors: RL0763, RL0781."""
+    if again:
+        return Claim(resume if last_checkpoint(out) is None else out, True)
+    held = read(out)
+    goes_on = resume is not None and within(out, resume)
+    if goes_on and held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname():
+        raise fail("RL0781", "this directory holds a run that is going on", place=str(out), notes=(_told(held),),
+                   help="wait until it has ended; `kill -TERM` ends one with checkpoints after its step")
+    if not goes_on and not overwrite:
+        refuse(out)
+    return Claim(resume, goes_on)
+
+
+def clear(out: Path, world: int) -> None:
+    """Remove the files of an earlier run, if one was here; models that it saved stay. world: ranks of the run that
+    begins; their logs are begun anew by themselves."""
+    if not (out / RECORD).exists() and last_checkpoint(out) is None:
+        return  # `samples/` or `sources/` may be the user's own
+    with written(out):
+        for path in (path for name in OWN for path in out.glob(name)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # a link, or something else is in it
+            (out / "checkpoints").rmdir()
+        for path in (out / "log").glob("rank-*.log"):
+            if (rank := LOG.fullmatch(path.name)) and int(rank[1]) >= world:
+                path.unlink(missing_ok=True)
+
+
+class Record:
+    """`run.json` of the run under way, kept by rank 0."""
+
+    def __init__(self, out: Path, plan: Plan, data: bytes, devices: Sequence[str], command: Sequence[str],
+                 goes_on: bool):
+        """data: the bytes of the plan file. devices: of this rank's machine. goes_on: with the run that is there."""
+        self._file = out / RECORD
+        earlier = (read(out) or {}) if goes_on else {}
+        header, now = plan.header, _now()
+        self._held = {
+            "program": header.program, "flow": header.flow, "state": RUNNING, "step": 0, "steps": header.steps,
+            "started": earlier.get("started", now), "ended": "",
+            "resumed": [*earlier.get("resumed", []), *([now] if earlier else [])],
+            "plan": plan_id(data), "seed": header.seed, "params": dict(header.params),
+            "world": header.world, "devices": list(devices), "host": socket.gethostname(), "pid": os.getpid(),
+            "born": _born(os.getpid()), "command": list(command),
+            "versions": versions(), "sources": _copied(out / SOURCES, _files(plan)),
+        }
+        with written(out / PLAN):
+            (out / PLAN).write_bytes(data)
+        self._write()
+
+    def end(self, state: str, step: int) -> None:
+        self._held |= {"state": state, "step": step, "ended": _now()}
+        self._write()
+
+    def _write(self) -> None:
+        """Beside its name and renamed, so that a reader finds a whole one."""
+        with written(self._file):
+            replace_text(self._file, json.dumps(self._held, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _files(plan: Plan) -> dict[str, tuple[str, Path]]:
+    """Name in the plan -> sha256 and place, of programs and Python files. The library's own come with its version."""
+    named = [*plan.header.sources, *((f.path, f.sha256) for f in plan.functions)]
+    return {path: (digest, located(path)) for path, digest in named}
+
+
+def _copied(folder: Path, files: dict[str, tuple[str, Path]]) -> list[dict[str, str]]:
+    """Copy the files that are still those of the plan. Of each: its path, its hash, and its name under sources/ (""
+    where it has changed or is not here)."""
+    found = []
+    for path, (digest, place) in files.items():
+        try:
+            text = place.read_bytes() if place.is_file() and place.suffix in (".rlf", ".py") else b""
+        except OSError:
+            text = b""
+        same = sha256(text).hexdigest() == digest
+        name = f"{digest[:12]}-{place.name}" if same else ""
+        if same:
+            with written(folder / name):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(text)
+        found.append({"path": path, "sha256": digest, "copy": name})
+    return found
+
+
+def runs(folder: Path) -> Iterable[tuple[Path, dict[str, Any]]]:
+    """Every run below a directory, the one that began last first."""
+    found = [(file.parent, held) for file in sorted(folder.rglob(RECORD)) if (held := read(file.parent)) is not None]
+    return sorted(found, key=lambda x: str(x[1].get("started", "")), reverse=True)

@@ -1,0 +1,82 @@
+"""A run writes where its user lets it, whatever a plan says; docs/security.md has the rule.
+
+In: a plan, the run's directory, the directories that `--allow-write` names. Out: nothing, or a Failure before the
+first step. A place is allowed that lies inside the run's directory, the working directory or one of those named, after
+`..` and symbolic links are resolved.
+Errors: RL0712 a save outside of these, over what the plan reads, or over what no save has written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.plan.model import Plan
+from rldsl.plan.disk_paths import OUT, STEP, paths, shown
+from rldsl.runtime.rewards.functions import located
+
+MARK = "rldsl.json"  # in every directory that a save has written
+
+
+def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = (), only: str = "", step: int = 1) -> None:
+    """Every place that a save of `plan` names, now, as it will be at `step`. only: one of them."""
+    found = paths(plan)
+    own, here = (p.resolve() for p in (out, Path(".")))
+    named = [Path(a).resolve() for a in allowed]
+    read = {path: p for _, path in found.reads if (p := _resolved(path)) is not None}
+    problems = []
+    for path in (only,) if only else found.writes:
+        place = _resolved(path.replace(OUT, str(out)).replace(STEP, str(step)))
+        if place is None:
+            problems.append(_refused(path, "a save names a place that cannot exist", "name another one"))
+        elif not (own in place.parents or here in place.parents or any(n in (place, *place.parents) for n in named)):
+            problems.append(_refused(
+                path, f"a save would write outside the run and working directories, to {shown(str(place))}",
+                f"`--allow-write {shown(str(place.parent))}` allows it; or save to a path inside them"))
+        elif over := [p for p, real in read.items() if place == real or place in real.parents]:
+            problems.append(_refused(path, f"a save would replace {shown(over[0])}, which the plan reads",
+                                     "save to another directory"))
+        elif foreign(Path(path.replace(OUT, str(out)).replace(STEP, str(step)))):
+            problems.append(_refused(path, f"a save would replace {shown(str(place))}, which no save has written",
+                                     f"save to another directory, or remove that one; a save leaves {MARK} in its own"))
+    if problems:
+        raise Failure(problems)
+
+
+def _refused(path: str, title: str, help: str) -> Diagnostic:
+    return Diagnostic("RL0712", title, place=shown(path), help=help)
+
+
+def _resolved(path: str) -> Path | None:
+    try:
+        return Path(path).resolve()
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL in it, links that go round
+        return None
+
+
+def foreign(final: Path) -> bool:
+    """Whether something stands at `final` that no save has written, or that cannot be looked at: it would be lost."""
+    try:
+        if final.is_symlink() or not final.is_dir():
+            return final.is_symlink() or final.exists()
+        return not (final / MARK).is_file() and any(final.iterdir())
+    except OSError:
+        return True
+
+
+def with_python_as_it_is(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+    """`--allow-changed-python`: the plan with the hashes of the files that are there, and the paths that changed. A
+    file that cannot be read keeps its hash, and is reported by who loads it."""
+    functions = tuple(replace(f, sha256=_digest(f.path) or f.sha256) for f in plan.functions)
+    changed = dict.fromkeys(new.path for new, old in zip(functions, plan.functions) if new.sha256 != old.sha256)
+    return replace(plan, functions=functions), tuple(changed)
+
+
+def _digest(path: str) -> str:
+    try:
+        return hashlib.sha256(located(path).read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return ""

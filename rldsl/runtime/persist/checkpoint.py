@@ -1,0 +1,224 @@
+"""The full state of a run on disk, while the run goes on: whole under its name, or not there at all.
+
+`OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
+boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
+`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`positions.py`), schedules, and
+the size and sha256 of every file. So it can be read under any layout (`resume.py`). Each box is written by one of the
+ranks that hold it, and nothing is gathered.
+
+A step waits only for the copy to host memory; a thread writes. The first rank gives the directory its name when every
+rank has reported to the store of the process group, in a directory next to it that no other run uses.
+Errors: RL0706 it cannot be written (found at the next checkpoint, or at the end of the run).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.sharding.boxes import Box, Parameter, Piece, local_slice, parameters, shares
+from rldsl.plan.events import Checkpoint, split
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.projection import events
+from rldsl.runtime.comm.agreement import anywhere
+from rldsl.runtime.persist.run_identity import facts
+from rldsl.runtime.files import digest, sync
+from rldsl.runtime.interpreter.log import end_step
+from rldsl.runtime.interpreter.state import State
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+_KEY = "rldsl/checkpoint"
+
+
+def directory(out: Path, step: int) -> Path:
+    return out / "checkpoints" / f"step-{step:06d}"
+
+
+def box_text(box: Box) -> str:
+    return ",".join(f"{a}:{b}" for a, b in box)
+
+
+def checkpoint(state: State, event: Checkpoint) -> None:
+    """Agree with the other ranks whether the run was asked to stop; begin to write where one is due."""
+    writer = state.writer
+    end_step(state)
+    due = state.step % event.every == 0
+    if due:
+        writer.join()
+    votes = (state.stop_asked(), writer.problem is not None)
+    stop, failed = anywhere(votes, state.world.group(event.mesh), state.device)
+    if failed:
+        raise writer.failure()
+    if stop and not due:
+        writer.join()
+    if due or stop:
+        writer.begin(state.step, event.keep, _tensors(state, event), _facts(state, event))
+    state.stopped = stop
+
+
+def begin(state: State, plan: str, watch: Any = None) -> None:
+    """Before the first step: every rank gets its writer. watch: knows whether this rank was asked to stop."""
+    store = dist.distributed_c10d._get_default_store()
+    store = store.clone() if hasattr(store, "clone") else store  # a thread of its own uses it
+    store = dist.PrefixStore(_KEY, store)
+    if state.world.rank == 0:
+        store.set("token", token_hex(4))
+    token = store.get("token").decode()
+    state.writer = Writer(state.out, plan, facts(state.plan), store, state.world.rank, dist.get_world_size(), token)
+    if watch is not None:
+        watch.waits, state.stop_asked = True, lambda: watch.asked
+
+
+def finish(state: State) -> None:
+    """Wait for the last one; every rank learns when it could not be written."""
+    state.writer.join()
+    last = next(e for e, _ in events(state.plan) if isinstance(e, Checkpoint))
+    if anywhere((state.writer.problem is not None,), state.world.group(last.mesh), state.device)[0]:
+        raise state.writer.failure()
+
+
+def _tensors(state: State, event: Checkpoint) -> dict[str, torch.Tensor]:
+    """Copies of the boxes that this rank writes."""
+    found: dict[str, torch.Tensor] = {}
+    for name, layout in map(split, event.reads):
+        where = state.world.layouts.get(layout)
+        if name not in state.models or where is None or (name, layout) not in state.shards:
+            continue
+        model, mesh, rank = state.models[name], state.world.meshes[where.mesh], state.world.rank
+        if rank not in mesh.members():
+            continue
+        shard = state.settled(name, layout)
+        parts = {"param": shard.tensors(), **(shard.moments() if model.home == layout else {})}
+        if (name, layout) not in state.writer.mine:
+            state.writer.mine[name, layout] = mine(model, where, mesh, rank)
+        for parameter, piece in state.writer.mine[name, layout]:
+            for part, tensors in parts.items():
+                view = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
+                key = f"{name}|{part}|{parameter.name}|{box_text(piece.box)}"
+                found[key] = view.detach().to("cpu", copy=True).contiguous()
+    return found
+
+
+def mine(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
+    """The pieces that a rank writes: of those who hold the same, each writes every so many parameters."""
+    return tuple((parameter, piece) for i, parameter in enumerate(parameters(model))
+                 for share in shares(parameter, model.layers, layout, mesh)
+                 if share.ranks[i % len(share.ranks)] == rank for piece in share.pieces)
+
+
+def _facts(state: State, event: Checkpoint) -> dict[str, Any]:
+    """What else the next step needs, as far as this rank knows it."""
+    reads = [(b, *split(b)) for b in event.reads]
+    states = {value: float(state.store.take(b).data) for b, value, _ in reads
+              if value not in state.models and state.holds(b)}
+    progress = {name: dict(state.shards[name, layout].progress()) for _, name, layout in reads
+                if name in state.models and state.models[name].home == layout and (name, layout) in state.shards}
+    readings = {name: asdict(reading) for name, reading in state.readings.items()}
+    return {"states": states, "data": dict(state.fetched), "readings": readings, "models": progress}
+
+
+class Writer:
+    """A rank's checkpoints; one at a time is being written. token: of this start of the run, in names of what is not
+    finished. problem: why the last one could not be written here."""
+
+    def __init__(self, out: Path, plan: str, header: Mapping[str, Any], store: Any, rank: int, world: int, token: str):
+        self.out, self.plan, self.header, self.store = out, plan, header, store
+        self.rank, self.world, self.token = rank, world, token
+        self.problem: str | None = None
+        self.mine: dict[tuple[str, str], tuple[tuple[Parameter, Piece], ...]] = {}  # model, layout -> what it writes
+        self._thread: threading.Thread | None = None
+
+    def begin(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        work = lambda: self._write(step, keep, tensors, facts)  # noqa: E731
+        self._thread = threading.Thread(target=work, name="rldsl-checkpoint", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def failure(self) -> Failure:
+        if self.problem is None:
+            return Failure([])  # another rank has the words
+        return Failure([Diagnostic("RL0706", f"the checkpoint cannot be written: {self.problem}",
+                                   place=str(self.out / "checkpoints"),
+                                   help="check the path, its permissions and the space left; earlier ones are whole")])
+
+    def _write(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        """On the thread. Whatever goes wrong is told to the first rank too, which then leaves the directory unnamed."""
+        final = directory(self.out, step)
+        partial = final.parent / f".{final.name}.{self.token}.partial"
+        try:
+            report = {"facts": facts, "files": self._file(partial, tensors) if tensors else {}}
+        except Exception as error:  # the thread has nobody to raise to, and libraries bring errors of their own
+            self.problem = str(getattr(error, "strerror", None) or error)
+            report = {"problem": self.problem}
+        try:
+            self.store.set(f"{step}/{self.rank}", json.dumps(report))
+            if self.rank == 0:
+                self._commit(step, keep, partial, final)
+        except Exception as error:
+            self.problem = str(getattr(error, "strerror", None) or error)
+
+    def _file(self, partial: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        from safetensors.torch import save_file
+
+        partial.mkdir(parents=True, exist_ok=True)
+        name = f"rank-{self.rank:05d}.safetensors"
+        save_file(tensors, str(partial / name))
+        sync(partial / name)
+        return {name: {"bytes": (partial / name).stat().st_size, "sha256": digest(partial / name)}}
+
+    def _commit(self, step: int, keep: int, partial: Path, final: Path) -> None:
+        reports = []
+        for rank in range(self.world):
+            reports.append(json.loads(self.store.get(f"{step}/{rank}")))
+            self.store.delete_key(f"{step}/{rank}")
+        if any("problem" in r for r in reports):
+            shutil.rmtree(partial, ignore_errors=True)
+            return
+        merged: dict[str, Any] = {"files": {}, "states": {}, "data": {}, "readings": {}, "models": {}}
+        for report in reports:
+            merged["files"] |= report["files"]
+            for kind, more in report["facts"].items():
+                merged[kind] |= more
+        partial.mkdir(parents=True, exist_ok=True)
+        manifest = {"format": FORMAT, "step": step, "plan": self.plan, **self.header, **merged}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        sync(partial / MANIFEST)
+        sync(partial)
+        if final.exists():  # of an earlier run that went further; this one has passed the same step again
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        sync(final.parent)
+        for old in found(self.out)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def found(out: Path) -> Sequence[Path]:
+    """The checkpoints of a run, oldest first."""
+    every = (p for p in (out / "checkpoints").glob("step-*") if p.name[5:].isdecimal())
+    return sorted((p for p in every if (p / MANIFEST).is_file()), key=step_of)
+
+
+def drop_unfinished(out: Path) -> None:
+    """Remove what starts that ended while they wrote have left; no run may be writing there now."""
+    for partial in (out / "checkpoints").glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name[5:])

@@ -1,0 +1,217 @@
+"""Going on where a checkpoint was made, under the same layouts or others.
+
+In: a run's directory, or that of one checkpoint. Out: a `Resume`, equal on all ranks: the newest checkpoint whose files
+are all as they were written. Each rank reads the boxes that it needs, by intersection, whatever ranks wrote them.
+A manifest or a file that somebody else wrote is damage like any other: what is read is checked before it is used.
+Errors: RL0760 there is none, RL0761 it is damaged, RL0762 it belongs to another program, RL0766 ranks see others.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from rldsl.diag import Failure, fail
+from rldsl.sharding.boxes import Box, holding, inside, intersect, local_slice, parameters, subtract
+from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.disk_paths import shown
+from rldsl.plan.notation import ranks_text
+from rldsl.runtime.comm.agreement import anywhere, from_all, from_first, others_than_first
+from rldsl.runtime.backend import Shard
+from rldsl.runtime.persist.checkpoint import FORMAT, MANIFEST, found, step_of
+from rldsl.runtime.persist.run_identity import changes
+from rldsl.runtime.files import digest
+from rldsl.runtime.data.positions import Reading
+
+Stored = list[tuple[Box, Path, str]]  # box, file, key in it
+FLOATS = ("F64", "F32", "F16", "BF16")
+MOST = 1 << 62  # of counts
+DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """step: the last one that the checkpoint contains. states, data, readings, models: as in its manifest. changes:
+    what is not as in the program of then."""
+
+    path: Path
+    step: int
+    states: Mapping[str, float]
+    data: Mapping[str, int]
+    readings: Mapping[str, Reading]
+    models: Mapping[str, Mapping[str, int]]
+    stored: Mapping[str, Stored] = field(repr=False)
+    changes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The models that it holds."""
+        return list(dict.fromkeys(key.partition("|")[0] for key in self.stored))
+
+    def has(self, model: str) -> bool:
+        return model in self.names
+
+    @torch.no_grad()
+    def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:
+        """The parameters of a shard and, at home, its optimizer."""
+        parts = {"param": shard.tensors(), **(shard.moments() if model.home == layout.id else {})}
+        with ExitStack() as stack:
+            open_files: dict[Path, Any] = {}
+            for parameter in parameters(model):
+                for piece in holding(parameter, model.layers, layout, mesh, rank):
+                    for part, tensors in parts.items():
+                        target = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
+                        name = f"{model.name}|{part}|{parameter.name}"
+                        for common, (box, file, key) in self._cover(name, piece.box):
+                            if file not in open_files:
+                                open_files[file] = stack.enter_context(safe_open(file, framework="pt"))
+                            value = open_files[file].get_slice(key)[inside(common, box)]
+                            target[inside(common, piece.box)].copy_(value)
+        if model.home == layout.id:
+            try:
+                shard.resume(self.models[model.name])
+            except KeyError as error:
+                raise _damaged(self.path, f"no count {error} of {model.name}") from None
+
+    def _cover(self, name: str, box: Box) -> list[tuple[Box, tuple[Box, Path, str]]]:
+        """Boxes that make up `box`, each with a stored one that contains it."""
+        found: list[tuple[Box, tuple[Box, Path, str]]] = []
+        lacking = [box]
+        for entry in self.stored.get(name, ()):
+            if len(entry[0]) != len(box):
+                continue
+            found += [(part, entry) for b in lacking if (part := intersect(b, entry[0])) is not None]
+            lacking = [rest for b in lacking for rest in subtract(b, entry[0])]
+        if lacking:
+            raise fail("RL0762", f"the checkpoint does not hold all of {name.replace('|', ' ')}", place=str(self.path),
+                       help="it belongs to a model of another shape; start a new run")
+        return found
+
+
+def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resume:
+    """asked: a checkpoint, or a run's directory, of which the newest good one counts. header: what the plan says of its
+    program (`facts`). All ranks call it together. Rank 0 alone lists the directory: what machines see of a shared one
+    may differ for a while, and ranks that tried other checkpoints, or more of them, would not go on from one."""
+    whole, names = json.loads(from_first(json.dumps(_candidates(asked)), device))
+    if not names:
+        raise fail("RL0760", "there is no checkpoint to resume from", place=str(asked),
+                   help="`checkpoint every K` in the flow writes them; without `--resume` the run starts anew")
+    notes: list[str] = []
+    for path in map(Path, names):
+        if other := others_than_first(_bytes(path / MANIFEST), device):
+            raise fail("RL0766", f"rank{'s' * (len(other) > 1)} {ranks_text(other)} and rank 0 do not see the same "
+                       "checkpoint", place=str(path / MANIFEST), help="`--out` and what `--resume` names must be one "
+                       "directory that every machine reads; where it is, wait a minute: its caches may be behind")
+        problem, keys = _share(path)
+        if not anywhere((bool(problem),), dist.group.WORLD, device)[0]:
+            every = [entry for text in from_all(json.dumps(keys), device) for entry in json.loads(text)]
+            return _read(path, header, every)
+        if problem:
+            notes.append(f"{path}: {problem}")
+            print(f"warning: the checkpoint {path} is damaged ({problem})"
+                  + ("" if whole else "; the one before it is taken"), file=sys.stderr, flush=True)
+    if not notes:
+        raise Failure([])  # another rank has the words
+    raise fail("RL0761", "no checkpoint is whole", place=str(asked), notes=tuple(notes),
+               help="copy one from a backup, or start anew without `--resume`")
+
+
+def _candidates(asked: Path) -> tuple[bool, list[str]]:
+    """Whether one checkpoint is asked for; those to try, the newest first."""
+    whole = (asked / MANIFEST).is_file()
+    return whole, [str(asked)] if whole else [str(path) for path in reversed(found(asked))]
+
+
+def _bytes(file: Path) -> bytes:
+    """Nothing, where it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def drop_later(out: Path, held: Resume) -> None:
+    """The run takes another way from here: what it left behind later on the way before is no checkpoint of it."""
+    if held.path.resolve().parent == (out / "checkpoints").resolve():
+        for path in found(out):
+            if step_of(path) > held.step:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _share(path: Path) -> tuple[str, list[tuple[str, str]]]:
+    """What is wrong with this rank's share of the files; "" if nothing. And what they hold, as (file, key): so that a
+    file is opened by one rank and by those that need what is in it, and not by all."""
+    keys: list[tuple[str, str]] = []
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            return f"format {manifest['format']}, expected {FORMAT}", []
+        for name, said in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
+            file = path / Path(name).name
+            if not file.is_file() or file.stat().st_size != said["bytes"] or digest(file) != said["sha256"]:
+                return f"{name} is not as it was written", []
+            keys += [(file.name, key) for key in _keys(file)]
+    except DAMAGE as error:
+        return f"{MANIFEST} cannot be read: {shown(str(error)[:300])}", []
+    return "", keys
+
+
+def _keys(file: Path) -> list[str]:
+    """A tensor is named after its box, and has its shape."""
+    with safe_open(file, framework="pt") as opened:
+        keys = list(opened.keys())
+        for key in keys:
+            box, tensor = _box(key.rpartition("|")[2]), opened.get_slice(key)
+            if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
+                raise ValueError(f"{file.name}: {key} has shape {tensor.get_shape()}")
+            if tensor.get_dtype() not in FLOATS:
+                raise ValueError(f"{file.name}: {key} is stored as {tensor.get_dtype()}")
+    return keys
+
+
+def _read(path: Path, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Resume:
+    """Its files are as they were written, which says nothing of who wrote them. keys: what is in which."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        states, data, models = (dict(manifest[kind]) for kind in ("states", "data", "models"))
+        readings = dict(manifest.get("readings", {}))
+        return Resume(path, _count(manifest["step"]), {k: float(v) for k, v in states.items()},
+                      {k: _count(v) for k, v in data.items()}, {k: Reading.read(v) for k, v in readings.items()},
+                      {k: {n: _count(v) for n, v in counts.items()} for k, counts in models.items()},
+                      _stored(path, keys), tuple(changes(manifest, json.loads(json.dumps(header)))))
+    except DAMAGE as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _damaged(path: Path, why: str) -> Failure:
+    return fail("RL0761", "the checkpoint is damaged", place=str(path), notes=(shown(why[:300]),),
+                help="copy it from a backup, or start anew without `--resume`")
+
+
+def _stored(path: Path, keys: Sequence[tuple[str, str]]) -> Mapping[str, Stored]:
+    stored: dict[str, Stored] = defaultdict(list)
+    for name, key in keys:
+        owner, _, text = key.rpartition("|")
+        stored[owner].append((_box(text), path / name, key))
+    return stored
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MOST:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _box(text: str) -> Box:
+    return tuple((int(a), int(b)) for a, _, b in (part.partition(":") for part in text.split(",")))

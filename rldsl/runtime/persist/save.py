@@ -1,0 +1,198 @@
+"""A model as a HuggingFace directory, without one rank ever holding all of it; adapters as PEFT's.
+
+Each parameter becomes whole on one owner, and each owner writes its own safetensors file. Everything is written into a
+sibling directory that takes the final name at the end, when all of it is on the disk: a crash, of the machine too,
+never leaves a damaged checkpoint under that name.
+A crash between the two renames that replace a checkpoint leaves the earlier one whole as `.NAME.old`; the next save to
+that name begins by giving it its name back.
+Errors: RL0706 the directory cannot be written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rldsl.diag import Diagnostic
+from rldsl.sharding.boxes import cell, local_slice, parameters, slices
+from rldsl.plan.events import Save
+from rldsl.reshard.gather import gather, owners
+from rldsl.plan.adapter_names import CONFIG, WEIGHTS, config, stored_name
+from rldsl.plan.model import Model
+from rldsl.sharding.dtypes import stored
+from rldsl.reshard.in_place import held_at
+from rldsl.sharding.stored_tensors import of_experts, tensors
+from rldsl.runtime.comm.agreement import agree
+from rldsl.runtime.comm.exchange import post
+from rldsl.runtime.files import sync
+from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign
+from rldsl.runtime.comm.reshard import Tensors, spot
+from rldsl.runtime.interpreter.state import State
+
+
+def save(state: State, event: Save) -> None:
+    model, layout = state.models[event.model], state.world.layouts[event.layout]
+    mesh, group = state.world.meshes[layout.mesh], state.world.group(event.mesh)
+    shard = state.settled(event.model, event.layout)
+    members = mesh.members()
+    # adapters are small, and PEFT reads them from one file
+    chosen = dict.fromkeys(owners(model, layout, mesh), members[0]) if model.lora else owners(model, layout, mesh)
+    whole = _gather(state, event, model, shard.tensors(), chosen)
+    writers = sorted(set(chosen.values()))
+    names = {rank: WEIGHTS if model.lora else _file(i, len(writers)) for i, rank in enumerate(writers)}
+    index = {name: names[rank] for name, rank in chosen.items()}
+    if model.lora:
+        whole = {stored_name(name): tensor for name, tensor in whole.items()}
+    else:
+        whole, index = _as_stored(model, whole, index)
+    if "{step}" in event.path:  # another place than the one looked at before
+        check_writes(state.plan, state.out, state.allow_write, event.path, state.step)
+    final = Path(event.path.replace("{out}", str(state.out)).replace("{step}", str(state.step)))
+    partial = final.parent / f".{final.name}.partial"
+    first = state.world.rank == members[0]
+
+    _together(group, state, lambda: _fresh(partial, final) if first else None, final)
+    _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
+    header = state.plan.header
+    dtype = stored(model, layout.id)
+    mark = {"program": header.program, "flow": header.flow, "model": model.name, "step": state.step}
+    _together(group, state,
+              lambda: _finish(partial, final, model, shard.export(), index, mark, dtype) if first else None, final)
+
+
+def _file(i: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _gather(state: State, event: Save, model: Model, mine: Tensors,
+            chosen: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The parameters that this rank is chosen to write, whole, on the CPU."""
+    layout = state.world.layouts[event.layout]
+    mesh, rank = state.world.meshes[layout.mesh], state.world.rank
+    sends, receives = gather(model, layout, mesh, chosen, rank)
+    held = held_at(model, layout, cell(layout, mesh, rank))
+    whole = {p.name: torch.empty(p.spec.shape, dtype=mine[p.name].dtype if p.name in mine
+                                 else _dtype(mine), device=state.device)
+             for p in parameters(model) if chosen[p.name] == rank}
+    for name, target in whole.items():
+        parameter, pieces = held[name]
+        for piece in pieces:
+            target[slices(piece.box)] = mine[name][local_slice(piece, piece.box, parameter.dim)]
+    spots = {m.peer: [spot(held, *box) for box in m.boxes] for m in sends}
+    out = {peer: torch.cat([mine[name][at].reshape(-1) for name, at in some]) for peer, some in spots.items()}
+    into = {m.peer: torch.empty(m.size(), dtype=_dtype(mine), device=state.device) for m in receives}
+    post(out, into, event.id * 16).wait()
+    for message in receives:
+        at = 0
+        for name, box in message.boxes:
+            target = whole[name][slices(box)]
+            target.copy_(into[message.peer][at : at + target.numel()].view(target.shape))
+            at += target.numel()
+    return {name: t.cpu() for name, t in whole.items()}
+
+
+def _as_stored(model: Model, whole: Mapping[str, torch.Tensor], index: Mapping[str, str]
+               ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors, and the file of every tensor, as the model's directory has them: of one expert each, where it does."""
+    made, files = dict(whole), dict(index)
+    for p in parameters(model):
+        file, tensor = (files.pop(p.name), made.pop(p.name, None)) if p.spec.stored else ("", None)
+        for name, box in tensors(p):
+            files[name] = file
+            if tensor is not None:
+                made[name] = tensor[slices(box)][0] if of_experts(p) else tensor
+    return made, files
+
+
+def _dtype(mine: Tensors) -> torch.dtype:
+    return next(iter(mine.values())).dtype
+
+
+def _together(group: Any, state: State, work: Any, final: Path) -> None:
+    """Run `work` on this rank; when it fails anywhere, every rank stops, and the one that failed says why."""
+    said: tuple[Diagnostic, ...] = ()
+    try:
+        work()
+    except OSError as error:
+        why = f"the checkpoint cannot be written: {error.strerror or error}"
+        said = (Diagnostic("RL0706", why, place=str(final), help="check the path, its permissions and the space left; "
+                           "no earlier checkpoint was touched"),)
+    agree(said, group, state.device)
+
+
+def _aside(final: Path) -> Path:
+    return final.parent / f".{final.name}.old"
+
+
+def _fresh(partial: Path, final: Path) -> None:
+    """An empty place to write to; and the checkpoint back in its place, when a run ended between the two renames."""
+    if _aside(final).exists() and not final.exists():
+        os.replace(_aside(final), final)
+    if foreign(final):  # it was not there before the first step
+        raise FileExistsError(17, "something that no save has written is there")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, str(file), metadata={"format": "pt"})
+    except Exception as error:  # the library's own error type covers a full disk and a missing directory
+        raise OSError(str(error)) from error
+    sync(file)
+
+
+def _finish(partial: Path, final: Path, model: Model, export: Mapping[str, Any], index: Mapping[str, str],
+            mark: Mapping[str, Any], dtype: str = "float32") -> None:
+    """Index, config, tokenizer and whose directory it is; then the final name. dtype: of what has been written."""
+    if len(set(index.values())) > 1:
+        total = sum((partial / name).stat().st_size for name in set(index.values()))
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=2)
+        (partial / "model.safetensors.index.json").write_text(text + "\n")
+    if model.lora:
+        (partial / CONFIG).write_text(json.dumps(config(model), indent=2) + "\n")
+    else:
+        _config(export["config"], model, dtype).save_pretrained(partial)
+    kept = ("token", "vocab", "merges", "special", "added", "generation_config", "chat_template")
+    for file in Path(export["tokenizer"]).iterdir():
+        if file.is_file() and file.name.startswith(kept):
+            shutil.copyfile(file, partial / file.name)
+    (partial / MARK).write_text(json.dumps(mark, indent=1) + "\n")
+    for file in partial.iterdir():  # weights have been synced by their writers, and cost nothing now
+        sync(file)
+    sync(partial)
+    if final.exists():
+        aside = _aside(final)  # POSIX cannot exchange two directories: until the second rename this is the checkpoint
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
+        os.replace(partial, final)
+        sync(final.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        os.replace(partial, final)
+        sync(final.parent)
+
+
+def _config(config: Any, model: Model, dtype: str) -> Any:
+    """The config that loads what we wrote: a value model is a sequence classifier with one label. dtype: that of the
+    parameters, whatever the calls computed in."""
+    import copy
+
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+    )
+
+    config = copy.deepcopy(config)
+    config.dtype = getattr(torch, dtype)
+    if model.kind != "causal_lm":
+        config.num_labels = 1
+        config.architectures = [CLASSIFIERS[config.model_type]]
+    return config

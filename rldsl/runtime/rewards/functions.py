@@ -1,0 +1,210 @@
+"""Users' Python functions: loaded once, called with rows, and what they return is checked.
+
+In: a plan's Function record and rows (dicts with "prompt", "completion" and all data columns). Out: one float a row.
+Runs in a rank or in a worker of its pool (`runtime/rewards/pool.py`), so it imports nothing heavy.
+Invariant: a mistake of the user's code is a Failure that names the line in it and the row, never a traceback.
+Codes: RL0771 the file cannot be read, RL0772 it changed, RL0773 it fails on import, RL0774 no such function,
+RL0775 the function raised, RL0776 it returned the wrong thing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rldsl.diag import Failure, fail
+from rldsl.plan.function import Function
+
+Row = dict[str, Any]
+LARGEST = 3.4028234663852886e38  # a float32
+SHIPPED, LIBRARY = "std/", "rldsl.stdlib"
+
+
+def located(path: str) -> Path:
+    """Where the file of a Function is: `std/...` are the files of this package, all others as given."""
+    if path.startswith(SHIPPED) and "/" not in path[len(SHIPPED):]:
+        return Path(str(resources.files(LIBRARY))) / path[len(SHIPPED):]
+    return Path(path).resolve()
+
+
+def load(function: Function) -> Callable[[list[Row]], Any]:
+    """Import the file of `function`, as Python runs a script: with its directory first among the places of modules."""
+    try:
+        text = located(function.path).read_bytes()
+    except OSError as error:
+        raise fail("RL0771", f"the Python file cannot be read: {error.strerror}", place=function.path,
+                   help="paths are relative to the working directory") from None
+    if hashlib.sha256(text).hexdigest() != function.sha256:
+        raise fail("RL0772", "this Python file is not the one that the plan was compiled with", place=function.path,
+                   help="compile the program again")
+    module = _import(function)
+    found = getattr(module, function.name, None)
+    if found is None:
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        near = get_close_matches(function.name, names, n=1)
+        raise fail("RL0774", f"there is no function `{function.name}` in this file", place=function.path,
+                   help=f"did you mean `{near[0]}`?" if near else "define it at the top of the file")
+    if not callable(found):
+        raise fail("RL0774", f"`{function.name}` is {_article(found)}, not a function", place=function.path,
+                   help=f"`{function.name}` is called with a list of rows")
+    if (takes := _other(found)) is not None:
+        raise fail("RL0774", f"`{function.name}{takes}` cannot be called with one list of rows", place=function.path,
+                   help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict")
+    return found
+
+
+def _other(found: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function that does not take one list."""
+    try:
+        takes = inspect.signature(found)
+    except (TypeError, ValueError):  # some of those written in C do not tell
+        return None
+    try:
+        takes.bind([])
+    except TypeError:
+        return takes
+    return None
+
+
+def _import(function: Function) -> Any:
+    path = located(function.path)
+    name = "rldsl_user_" + hashlib.sha256(f"{path}\n{function.sha256}".encode()).hexdigest()[:16]
+    if name in sys.modules:  # several functions of one file share their state
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise fail("RL0771", "this is not a Python file", place=function.path, help="its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if not function.path.startswith(SHIPPED) and str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        del sys.modules[name]
+        missing = isinstance(error, ImportError)
+        raise _raised("RL0773", "this Python file fails on import", function, error,
+                      help="install what it imports where the run's Python finds it" if missing else
+                      "`python FILE` shows the same") from None
+    return module
+
+
+def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[float]:
+    """The function's value for each row. It is not called at all without rows.
+
+    names: what messages call each row (default: their numbers). What fails is called again row by row: the first row
+    that fails alone is told, so that it does not matter which rows were called together; all of them when none does."""
+    if not rows:
+        return []
+    found, names = _loaded(function), names or [str(i) for i in range(len(rows))]
+    try:
+        return _judged(function, found, rows, names)
+    except Failure:
+        for row, name in zip(rows, names) if len(rows) > 1 else ():
+            _judged(function, found, [row], [name])
+        raise
+
+
+_loaded = functools.lru_cache(maxsize=None)(load)
+
+
+def _judged(function: Function, found: Callable[[list[Row]], Any], rows: list[Row],
+            names: Sequence[str]) -> list[float]:
+    try:
+        result = found(rows)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        about = describe(rows[0], names[0]) if len(rows) == 1 else ()
+        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, _mend(error, rows[0])) from None
+    return _checked(function, rows, names, result)
+
+
+def _mend(error: BaseException, row: Row) -> str:
+    """How to mend what raised; of a column that is not there, which there are."""
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
+        near = get_close_matches(error.args[0], list(row), n=1)
+        return f"did you mean `{near[0]}`?" if near else "a row has " + ", ".join(f"`{k}`" for k in row)
+    return "a row that cannot be judged still needs a number: catch what may go wrong"
+
+
+def describe(row: Row, name: str) -> tuple[str, ...]:
+    """Notes that tell the user which row it is: its name, and its prompt's first words."""
+    prompt = row.get("prompt", "")
+    text = prompt if isinstance(prompt, str) else repr(prompt)
+    text = text if len(text) <= 100 else text[:100].rpartition(" ")[0] or text[:100]
+    return f"row {name}", f"prompt: {text}{'' if text == prompt else ' ...'}"
+
+
+def _checked(function: Function, rows: list[Row], names: Sequence[str], result: Any) -> list[float]:
+    if hasattr(result, "tolist"):  # an array or a tensor
+        result = result.tolist()
+    if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
+        raise _wrong(function, f"returned {_article(result)}, not one number for each row",
+                     help="it is called with a list of rows and returns a list as long")
+    if len(result) != len(rows):
+        many, (first, prompt) = len(rows) > 1, describe(rows[0], names[0])
+        raise _wrong(function, f"returned {len(result)} values for {f'{len(rows)} rows' if many else first}",
+                     notes=(f"{first} is the first", prompt) if many else (prompt,),
+                     help="return one number for each row, in their order")
+    return [_number(function, row, name, value) for row, name, value in zip(rows, names, result)]
+
+
+def _number(function: Function, row: Row, name: str, value: Any) -> float:
+    about = describe(row, name)
+    try:
+        number = None if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None:
+        raise _wrong(function, f"returned {_article(value)} for row {name}, not a number", notes=about[1:],
+                     help="return a float, an int or a bool for each row")
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise _wrong(function, f"returned {number} for row {name}", notes=about[1:],
+                     help="every value must be a finite float32")
+    return number
+
+
+def _wrong(function: Function, what: str, *, help: str = "", notes: tuple[str, ...] = ()) -> Failure:
+    return fail("RL0776", f"`{function.name}` {what}", place=function.path, help=help, notes=notes)
+
+
+def _raised(code: str, title: str, function: Function, error: BaseException, notes: tuple[str, ...] = (),
+            help: str = "") -> Failure:
+    """The user's own error, at the innermost line of the user's file."""
+    path = located(function.path)
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None
+    step = error.__traceback__
+    while step is not None:
+        if Path(step.tb_frame.f_code.co_filename).resolve() == path:
+            line = step.tb_lineno
+        step = step.tb_next
+    return fail(code, f"{title}: {_said(error)}", place=f"{function.path}:{line}" if line else function.path,
+                notes=notes, help=help)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # an exception of the user's own class may fail to say anything
+        text = ""
+    text = text if len(text) <= 500 else text[:500] + " ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _article(value: Any) -> str:
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,226 @@
+"""How a rank calls users' Python functions: rows divided over worker processes, and the row found that is to blame.
+
+In: rows and their names. Out: one number a row, in order, the same for any number of workers. Rows are cut into chunks
+that workers take one after another. A chunk that takes longer than one row may, or whose worker dies, is called again
+row by row in a fresh worker, so that the row is found that is to blame; when none is, the run goes on.
+Invariant: of several mistakes the one of the first row is told, whatever the number of workers and their chunks: rows
+are given out in order, and all rows before a mistake are judged before it is told.
+Codes, besides those of `runtime/rewards/functions.py`: RL0777 a row took too long, RL0778 a worker died.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rldsl.diag import Diagnostic, Failure, fail
+from rldsl.plan.model import Function
+from rldsl.runtime.rewards import functions, worker_process
+from rldsl.runtime.rewards.worker_process import LOAD, Chunk, Worker
+from rldsl.runtime.rewards.functions import Row
+from rldsl.runtime.rewards.worker import encoded
+
+LIMIT = 60.0  # seconds a row
+LOADING = 300.0  # seconds that files may take to be loaded: they may load models
+SHARES, MOST = 4, 64  # chunks for each worker, so that none waits long for the others; rows of a chunk
+TRIES = 3  # of starting a worker that dies before it gets a row
+
+
+@dataclass
+class Call:
+    """What is known of one call of a function. todo: in the order of rows."""
+
+    function: Function
+    rows: list[Row]
+    names: Sequence[str]
+    todo: list[Chunk]
+    values: list[float]
+    errors: dict[int, Failure] = field(default_factory=dict)  # by first row
+
+    def waits(self) -> bool:
+        """Whether a chunk waits for a worker; after a mistake only rows before it still matter."""
+        return bool(self.todo) and self.todo[0].start < min(self.errors, default=len(self.rows))
+
+    def next(self) -> Chunk | None:
+        return self.todo.pop(0) if self.waits() else None
+
+    def again(self, chunks: Iterable[Chunk]) -> None:
+        """These are still to be done."""
+        self.todo = sorted([*self.todo, *chunks])
+
+
+class Pool:
+    """Workers that have loaded `functions`. With 0 of them functions are called in this process, without a limit.
+
+    To be made on the rank's main thread: workers end with the thread that started them."""
+
+    def __init__(self, functions: Sequence[Function], workers: int = 0, limit: float = LIMIT, rank: int = 0,
+                 loading: float = LOADING):
+        """limit: seconds a row. loading: seconds for the files. rank: for what is printed. Raises what is wrong with
+        the functions' files."""
+        self.functions, self.limit, self.loading = tuple(functions), limit, loading
+        self.slow: set[str] = set()  # functions that are called row by row from now on
+        self.workers: list[Worker] = []
+        self.lost = 0  # workers that died between calls, since the last answer
+        if not workers:
+            for function in self.functions:
+                functions.load(function)
+            return
+        try:
+            if self.functions:
+                self.workers += (self._started(f"rank {rank} worker {i}") for i in range(workers))
+            while any(w.work for w in self.workers):
+                self._wait(None)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[float]:
+        """The function's value for each row. names: what messages call the rows (default: their numbers)."""
+        names = names or [str(i) for i in range(len(rows))]
+        if not self.workers:
+            return functions.call(function, json.loads(encoded(rows)), names)
+        call = Call(function, rows, names, self._chunks(function, len(rows)), [0.0] * len(rows))
+        while True:
+            for worker in list(self.workers):
+                if worker.work is None and (chunk := call.next()) is not None:
+                    self._give(worker, chunk, call)
+            if not call.waits() and all(w.work in (None, LOAD) for w in self.workers):
+                break
+            self._wait(call)
+        if call.errors:
+            raise call.errors[min(call.errors)]
+        return call.values
+
+    def close(self) -> None:
+        """End the workers, with all that they have started."""
+        worker_process.end(self.workers)
+        self.workers.clear()
+
+    def _chunks(self, function: Function, rows: int) -> list[Chunk]:
+        """Near equal parts of at least two rows: a function that returns one number for any rows must be found out."""
+        if function.id in self.slow:
+            return Chunk(0, rows).singles()
+        parts = max(-(-rows // MOST), min(rows // 2, SHARES * len(self.workers)), min(rows, 1))
+        cuts = [rows * i // parts for i in range(parts + 1)] if parts else []
+        return [Chunk(*ends) for ends in zip(cuts, cuts[1:])]
+
+    def _started(self, name: str) -> Worker:
+        return worker_process.start(name, self.functions, self.loading)
+
+    def _give(self, worker: Worker, chunk: Chunk, call: Call) -> None:
+        part = slice(chunk.start, chunk.stop)
+        request = {"function": call.function.id, "rows": call.rows[part], "names": list(call.names[part])}
+        try:
+            worker.ask(chunk, request, self.limit)
+        except TimeoutError:
+            self._late(worker, call)
+        except ConnectionError:  # it has died before; no row is to blame, unless this happens again and again
+            self.lost += 1
+            if self.lost > TRIES * len(self.workers):
+                return self._died(worker, call)
+            call.again([chunk])
+            self._replace(worker, call)
+
+    def _wait(self, call: Call | None) -> None:
+        """Until there is something to do for workers; then do it for all of them."""
+        worker_process.wait(self.workers)
+        for worker in list(self.workers):
+            worker.tell()
+            if worker.work is None:
+                continue
+            if worker.answered():
+                self._hear(worker, call)
+            elif worker.deadline < time.monotonic():
+                self._late(worker, call)
+
+    def _hear(self, worker: Worker, call: Call | None) -> None:
+        try:
+            answer = worker.hear()
+        except TimeoutError:
+            return self._late(worker, call)
+        if answer is None:
+            return self._died(worker, call)
+        worker.tell()
+        chunk, worker.work = worker.work, None
+        assert chunk is not None
+        failure = Failure([Diagnostic(**{**answer["error"], "notes": tuple(answer["error"]["notes"])})]) \
+            if "error" in answer else None
+        if chunk == LOAD and failure is not None:
+            raise failure
+        if call is None or chunk == LOAD:
+            return
+        self.lost = 0
+        if failure is not None:
+            call.errors[chunk.start] = failure
+        else:
+            call.values[chunk.start : chunk.stop] = answer["values"]
+
+    # what goes wrong
+
+    def _late(self, worker: Worker, call: Call | None) -> None:
+        chunk, lines = worker.work, worker.asked_where()
+        assert chunk is not None
+        self._replace(worker, call)
+        if call is None or chunk == LOAD:
+            raise self._blame("RL0777", f"took longer than {self.loading:g} s to load", lines, None, chunk,
+                              help="do long work when the function is first called, or before the run")
+        if chunk.stop - chunk.start > 1:
+            self.slow.add(call.function.id)
+            call.todo = [single for c in call.todo for single in c.singles(c.again)]
+            return call.again(chunk.singles(chunk.again))
+        call.errors[chunk.start] = self._blame(
+            "RL0777", f"took longer than {self.limit:g} s for row {call.names[chunk.start]}", lines, call, chunk,
+            help="give the function a limit of its own, or the rows more time with `--reward-timeout SECONDS`")
+
+    def _died(self, worker: Worker, call: Call | None) -> None:
+        chunk, lines = worker.work, worker.last_lines()
+        assert chunk is not None
+        status = self._replace(worker, call)
+        names = {s.value: s.name for s in signal.Signals}
+        how = f"killed by {names.get(-status, -status)}" if status < 0 else f"exit status {status}"
+        help = "the system kills processes that take too much memory" if status == -signal.SIGKILL else \
+            "it must return, not end its process" if status >= 0 else "a library that it calls has crashed"
+        if call is None or chunk == LOAD:
+            raise self._blame("RL0778", f"ended its process while it was loaded ({how})", lines, None, chunk, help)
+        if not chunk.again:
+            worker.say(f"`{call.function.name}` ended this process ({how}); its rows are called again, one by one")
+            return call.again(chunk.singles(again=True))
+        call.errors[chunk.start] = self._blame(
+            "RL0778", f"ended its process on row {call.names[chunk.start]} ({how})", lines, call, chunk, help)
+
+    def _replace(self, worker: Worker, call: Call | None) -> int:
+        """End a worker and start another in its place. The exit status of the first."""
+        status = worker.end()
+        if call is None:  # the run has not begun, and will not
+            self.workers.remove(worker)
+        else:
+            self.workers[self.workers.index(worker)] = self._started(worker.name)
+        return status
+
+    def _blame(self, code: str, what: str, lines: str, call: Call | None, chunk: Chunk, help: str) -> Failure:
+        functions = [call.function] if call is not None else list(self.functions)
+        function, line = _place(functions, lines)
+        subject = f"`{function.name}`" if call is not None else "this Python file"
+        notes = functions.describe(call.rows[chunk.start], call.names[chunk.start])[1:] if call is not None else ()
+        return fail(code, f"{subject} {what}", place=f"{function.path}:{line}" if line else function.path, notes=notes,
+                    help=help)
+
+
+def _place(functions: Sequence[Function], lines: str) -> tuple[Function, str]:
+    """The innermost line of a user's file among those that a process was at; the first file without a line else."""
+    for file, line in re.findall(r'File "(.*)", line (\d+) in', lines):
+        for function in functions:
+            if file == str(functions.located(function.path)):
+                return function, line
+    return functions[0], ""

@@ -1,0 +1,101 @@
+"""A process that calls users' Python functions for a rank.
+
+In: on a socket, first the functions to load, then requests of a function and some rows. Out: on the same socket, the
+numbers or what went wrong, as JSON; what the functions print goes to the process's own output, which the rank reads.
+A request or an answer is its length in eight bytes and JSON in UTF-8. Nothing heavy is imported, and no rank outlived.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rldsl.diag import Failure
+from rldsl.plan.function import Function
+from rldsl.runtime.rewards import functions
+
+WHERE = signal.SIGUSR1  # asks a worker for the lines that it is at
+
+
+def main(channel: int, trace: int, rank: int) -> None:
+    """channel: descriptor of the socket. trace: where to write the lines that Python is at when asked or when it
+    crashes. rank: process id of the rank."""
+    end_with(rank)
+    for descriptor in (channel, trace):  # what the functions start must not keep them open
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable(trace, all_threads=False)
+    faulthandler.register(WHERE, trace, all_threads=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+    with socket.socket(fileno=channel) as peer:
+        functions: dict[str, Function] = {}
+        while (request := receive(peer)) is not None:
+            reply = _answer(request, functions)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            try:
+                send(peer, encoded(reply))
+            except ConnectionError:  # the rank no longer wants it
+                return
+
+
+def _answer(request: dict[str, Any], functions: dict[str, Function]) -> dict[str, Any]:
+    try:
+        if "load" in request:
+            functions.update((f["id"], Function(**f)) for f in request["load"])
+            for function in functions.values():
+                functions.load(function)
+            return {}
+        return {"values": functions.call(functions[request["function"]], request["rows"], request["names"])}
+    except Failure as failure:
+        (said,) = failure.diagnostics
+        return {"error": {k: v for k, v in asdict(said).items() if k in ("code", "title", "place", "notes", "help")}}
+
+
+def end_with(parent: int) -> None:
+    """Let this process be killed when its parent dies, even in the middle of a function. Where the system has no such
+    thing, it ends at its next read."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (ImportError, OSError, AttributeError):
+        return
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def encoded(message: Any) -> bytes:
+    """What JSON does not know (dates, decimals, bytes) becomes text; arrays become lists."""
+    return json.dumps(message, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
+
+
+def send(peer: socket.socket, message: bytes) -> None:
+    peer.sendall(len(message).to_bytes(8, "big") + message)
+
+
+def receive(peer: socket.socket) -> Any:
+    """The next message; None when the other side has closed or died."""
+    head = _exactly(peer, 8)
+    body = _exactly(peer, int.from_bytes(head, "big")) if head else None
+    return json.loads(body) if body is not None else None
+
+
+def _exactly(peer: socket.socket, size: int) -> bytes | None:
+    parts, left = [], size
+    while left:
+        try:
+            part = peer.recv(min(left, 1 << 20))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

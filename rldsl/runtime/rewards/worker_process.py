@@ -1,0 +1,175 @@
+"""A worker process as its rank sees it: started, asked, heard, and ended with all that it has started itself.
+
+In: the functions to load, then requests. Out: answers, and what the process prints, line by line on this process's
+stderr. The other side is `runtime/rewards/worker.py`.
+Invariant: no worker outlives its rank, and nothing here waits longer than it was told to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from rldsl.plan.model import Function
+from rldsl.runtime.rewards.worker import WHERE, encoded, receive, send
+
+_BOOT = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rldsl.runtime.rewards.worker import main; "
+         "main(*map(int, sys.argv[2:]))")
+
+
+class Chunk(NamedTuple):
+    """Rows start .. stop of a call. again: a worker has died with it before."""
+
+    start: int
+    stop: int
+    again: bool = False
+
+    def singles(self, again: bool = False) -> list[Chunk]:
+        """The same, row by row."""
+        return [Chunk(i, i + 1, again) for i in range(self.start, self.stop)]
+
+
+LOAD = Chunk(-1, -1)  # no rows: the functions are loaded
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process. name: in front of what it prints. work: what it does now, until `deadline` (of time.monotonic)."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    peer: socket.socket
+    trace: int
+    work: Chunk | None = None
+    deadline: float = 0.0
+    line: bytes = b""  # of its output, not yet ended
+
+    @property
+    def output(self) -> int:
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    @property
+    def ended(self) -> bool:
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+    def ask(self, work: Chunk, request: Any, seconds: float) -> None:
+        """TimeoutError: it does not take the request. ConnectionError: it has died."""
+        self.work, self.deadline = work, time.monotonic() + seconds
+        self.peer.settimeout(seconds)
+        send(self.peer, encoded(request))
+
+    def answered(self) -> bool:
+        """Whether there is something to hear: an answer, or its end."""
+        return _readable(self.peer)
+
+    def hear(self) -> Any:
+        """Its answer; None when it has died. TimeoutError: no more of the answer comes."""
+        self.peer.settimeout(max(1.0, self.deadline - time.monotonic()))
+        return receive(self.peer)
+
+    def tell(self, ended: bool = False) -> None:
+        """Print what it has printed; of a process that ended also a line without an end."""
+        *lines, self.line = (self.line + _available(self.output)).split(b"\n")
+        if ended and self.line:
+            lines, self.line = [*lines, self.line], b""
+        for line in lines:
+            self.say(line.decode("utf-8", "backslashreplace"))
+
+    def say(self, text: str) -> None:
+        print(f"{self.name} | {text}", file=sys.stderr, flush=True)
+
+    def asked_where(self) -> str:
+        """The lines of Python that it is at."""
+        os.kill(self.process.pid, WHERE)
+        time.sleep(0.1)  # time for the lines
+        return _available(self.trace).decode("utf-8", "replace")
+
+    def last_lines(self) -> str:
+        """The lines of Python that it was at when it crashed."""
+        _readable(self.peer, 0.05)
+        return _available(self.trace).decode("utf-8", "replace")
+
+    def end(self) -> int:
+        """Kill the process and its descendants, and tell its last words. The exit status, negative for a signal."""
+        if not self.ended:
+            os.kill(self.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # its number stays taken until it is reaped
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        self.tell(ended=True)
+        status = self.process.wait()
+        self.peer.close()
+        os.close(self.trace)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+
+def start(name: str, functions: Sequence[Function], loading: float) -> Worker:
+    """A process that loads the functions, within so many seconds. It ends with the thread that started it."""
+    ours, theirs = socket.socketpair()
+    trace, tracing = os.pipe()
+    os.set_blocking(trace, False)
+    numbers = (theirs.fileno(), tracing, os.getpid())
+    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, numbers)]
+    # a session of its own: Ctrl-C and torchrun's signals are for the rank, which decides
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               pass_fds=(theirs.fileno(), tracing), start_new_session=True)
+    theirs.close()
+    os.close(tracing)
+    worker = Worker(name, process, ours, trace)
+    os.set_blocking(worker.output, False)
+    with suppress(ConnectionError):  # it has died already, as will be heard
+        worker.ask(LOAD, {"load": [asdict(f) for f in functions]}, loading)
+    return worker
+
+
+def wait(workers: Iterable[Worker]) -> None:
+    """Until one of those that work has answered or printed, or the first deadline has passed."""
+    busy = [worker for worker in workers if worker.work is not None]
+    with selectors.DefaultSelector() as selector:
+        for worker in busy:
+            selector.register(worker.peer, selectors.EVENT_READ)
+            selector.register(worker.output, selectors.EVENT_READ)
+        selector.select(max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
+
+
+def end(workers: Sequence[Worker], seconds: float = 1.0) -> None:
+    """End them: those that wait by a word, all by force where this takes too long."""
+    for worker in workers:
+        worker.peer.close()
+    until = time.monotonic() + seconds
+    for worker in workers:
+        while worker.work is None and not worker.ended and time.monotonic() < until:
+            time.sleep(0.005)
+        worker.end()
+
+
+def _available(descriptor: int) -> bytes:
+    """All that can be read now."""
+    parts = []
+    try:
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+    except BlockingIOError:
+        pass
+    return b"".join(parts)
+
+
+def _readable(peer: socket.socket, seconds: float = 0.0) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(peer, selectors.EVENT_READ)
+        return bool(selector.select(seconds))

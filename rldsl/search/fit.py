@@ -1,0 +1,61 @@
+"""Whether a plan fits its devices.
+
+In: a `Placed` and what the ranks of its plan hold when. Out: nothing, or RL0401 with the three largest holders and a
+mend that has been tried.
+"""
+
+from __future__ import annotations
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.search.memory_advice import Mend, Search
+from rldsl.placement.model import Placed
+from rldsl.memory.curve import Curve, peak
+from rldsl.plan.model import Ranges
+from rldsl.plan.projection import to_ranges
+from rldsl.plan.notation import human, ranges_text
+
+
+def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
+    """RL0401 when a device's memory is known and too small, for the ranks that need most."""
+    if not placed.memory:
+        return
+    peaks = [(peak(c), c.ranks) for c in curves]
+    worst = max((p for p, _ in peaks), key=lambda p: p.bytes)
+    if worst.bytes <= placed.memory:
+        return
+    over = to_ranges(sorted(rank for p, x in peaks if p.bytes > placed.memory for a, b in x for rank in range(a, b)))
+    cluster = placed.graph.cluster
+    three = tuple(f"{what}: {human(size)}" for what, size in worst.holders[:3])
+    help, notes = advice(placed)
+    raise Failure([Diagnostic(
+        "RL0401", f"a rank needs {human(worst.bytes)}, but a device has {human(placed.memory)}",
+        cluster.span if cluster else None, f"{_who(over)} too much",
+        notes=(*three, *notes), help=help)])
+
+
+def advice(placed: Placed) -> tuple[str, tuple[str, ...]]:
+    """(a mend that fits, no notes); where there is none on this cluster, (the smallest device and the number of devices
+    that would do, how); where nothing can be tried, (what to do, no notes)."""
+    search = Search(placed)
+    mend = search.best()
+    if mend is not None:
+        return f"{_rules(mend)} needs {human(mend.bytes)}", ()
+    least, more = search.least(), search.larger()
+    if least is None:  # not even what is there can be written as clauses, so nothing can be tried
+        return "take larger devices, or fewer rows at a time", ()
+    help = f"nothing that was tried fits; devices of {human(least.bytes)} would do"
+    notes = [f"{human(least.bytes)}: {_rules(least)}"] if least.rules else []
+    if more is not None:
+        count = more.nodes * placed.devices_per_node
+        help += f", or {count} like these"
+        notes.append(f"{count} devices: {_rules(more)} needs {human(more.bytes)}")
+    return help, tuple(notes)
+
+
+def _who(ranks: Ranges) -> str:
+    return f"rank {ranges_text(ranks)} needs" if ranks == ((ranks[0][0], ranks[0][0] + 1),) else \
+        f"ranks {ranges_text(ranks)} need"
+
+
+def _rules(mend: Mend) -> str:
+    return " ".join(f'--on "{rule}"' for rule in mend.rules)

@@ -1,0 +1,37 @@
+"""The tensors of a model's directory that make up a parameter where there is not one of its own name.
+
+In: a parameter whose spec names them. Out: their names, and the box of the parameter that each one is. Directories of
+mixture-of-experts models have a tensor for each expert, without the dimension that counts experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rldsl.sharding.boxes import Box, Parameter
+
+EXPERT = "{expert}"
+
+
+def tensors(parameter: Parameter) -> Iterator[tuple[str, Box]]:
+    """(name, box) of each; nothing where the directory has the parameter as it is."""
+    spec = parameter.spec
+    for i, template in enumerate(spec.stored):
+        name = template if parameter.layer is None else template.replace("{}", str(parameter.layer), 1)
+        if EXPERT not in name:
+            yield name, tuple((0, n) for n in spec.shape)
+            continue
+        width = spec.shape[1] // len(spec.stored)
+        for expert in range(spec.shape[0]):
+            yield (name.replace(EXPERT, str(expert)),
+                   ((expert, expert + 1), (i * width, (i + 1) * width), *((0, n) for n in spec.shape[2:])))
+
+
+def shape(single: bool, box: Box) -> tuple[int, ...]:
+    """Of the tensor that a box is. single: of one expert, which does not count experts."""
+    return tuple(stop - start for start, stop in box[int(single):])
+
+
+def of_experts(parameter: Parameter) -> bool:
+    """Whether its stored tensors are of one expert each."""
+    return any(EXPERT in template for template in parameter.spec.stored)

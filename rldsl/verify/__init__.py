@@ -1,0 +1,54 @@
+"""The proof that a plan can run: an independent reader of the file that trusts nothing the compiler says.
+
+In: a `Plan`. Out: a `Proof`, or a Failure with one diagnostic for each fault (codes RL05xx and RL06xx, the events,
+their source positions and the ranks). A check may be several files, and relies on the stages before its own, never on
+another check of its stage: names and records are sound when the others look things up, and data flow and versions read
+schedules that are known to be right.
+
+What is computed here once more, though the planner or a pass computes it too, is so on purpose: a proof that shares the
+code of what it proves repeats its mistakes. So `lanes.Side` says where ranks stand, `lines` and `saves` who holds a box,
+`rows` which frame a value comes from, `schedule` which ranks are of a class, `programs` what is true or false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rldsl.diag import Diagnostic, Failure
+from rldsl.plan.model import Plan
+from rldsl.verify import (class_schedules, dataflow, groups, issue_order, loops, losses, memory, operations, programs,
+                          records, references, reshards, row_division, saves, sizes, total_order, versions)
+from rldsl.verify.tables import Tables, class_ranks, tables
+
+Check = Callable[[Tables], Iterator[Diagnostic]]
+
+# Stages: the checks of one may rely on those of the stages before it.
+STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
+    (("references", references.check), ("records", records.check)),
+    (("programs", programs.check), ("losses", losses.check), ("schedule", class_schedules.check), ("order", total_order.check),
+     ("issue order", issue_order.check), ("groups", groups.check), ("loops", loops.check), ("operations", operations.check),
+     ("division", row_division.check), ("sizes", sizes.check), ("reallocs", reshards.check),
+     ("saves", saves.check)),
+    (("data flow", dataflow.check), ("versions", versions.check)),
+    (("memory", memory.check),),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """events: in the plan. entries: events in the lists of all ranks together. checks: what was shown, in order."""
+
+    events: int
+    entries: int
+    checks: tuple[str, ...]
+
+
+def verify(plan: Plan) -> Proof:
+    """Every check on `plan`. Raises Failure with all diagnostics of the first stage that finds any."""
+    t = tables(plan)
+    for stage in STAGES:
+        if found := [d for _, check in stage for d in check(t)]:
+            raise Failure(found)
+    entries = sum(len(class_ranks(c, plan.header.world)) * len(c.events) for c in plan.classes)
+    return Proof(len(t.events), entries, tuple(name for stage in STAGES for name, _ in stage))

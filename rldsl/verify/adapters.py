@@ -1,0 +1,59 @@
+"""A model with adapters is what it says: what moves with it are the two factors of each target, and its head.
+
+In: a model record. Out: diagnostics RL0612. The division that each factor must have is derived here once more, from
+the weight that it stands beside: A is divided as the weight's columns are, B as its rows; a factor that is whole where
+the other is divided gets a part of its gradient on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.model import Lora, Model, ParamSpec
+from rldsl.verify.tables import problem
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+HEAD = "score.weight"
+
+
+def check(m: Model, lora: Lora) -> Iterator[Diagnostic]:
+    if lora.r < 1 or not lora.alpha > 0 or not lora.targets:
+        yield _bad(m, f"has rank {lora.r}, alpha {lora.alpha:g} and {len(lora.targets)} targets")
+        return
+    weights = {p.name.removesuffix(".weight"): p for p in m.base if p.name.endswith(".weight")}
+    own = {p.name: p for p in m.params}
+    modules = [p.name.removesuffix(A) for p in m.params if p.name.endswith(A)]
+    named = {x for x in weights if any(f".{x}".endswith(f".{t}") for t in lora.targets) and len(weights[x].shape) == 2}
+    for x in sorted(named - set(modules)):
+        yield _bad(m, f"has no adapter on {x}, which its targets name")
+    allowed = {*(x + end for x in modules for end in (A, B)), HEAD}
+    for x in sorted(own.keys() - allowed):
+        yield _bad(m, f"trains {x}, which is no adapter")
+    if m.kind == "causal_lm" and HEAD in own:
+        yield _bad(m, f"trains {HEAD}, which it does not have")
+    for x in modules:
+        a, b = own[x + A], own.get(x + B)
+        if x not in named or b is None:
+            yield _bad(m, f"has an adapter on {x}, which " + ("lacks a factor" if b is None else "is no target"))
+        elif not _fits(weights[x], a, b, lora):
+            yield _bad(m, f"has an adapter on {x} that is not shaped or divided as it is")
+
+
+def _fits(weight: ParamSpec, a: ParamSpec, b: ParamSpec, lora: Lora) -> bool:
+    rows, columns = weight.shape[::-1] if lora.transposed else weight.shape
+    if a.shape != (lora.r, columns) or b.shape != (rows, lora.r):
+        return False
+    if any((x.stage, x.layers) != (weight.stage, weight.layers) for x in (a, b)):
+        return False
+    split = weight.split
+    side = None if split is None else (split.dim == 0) != lora.transposed  # whether the output is divided
+    divided, whole = (b, a) if side else (a, b)
+    if split is None or divided.split is None:
+        return split is a.split is b.split and a.partial == b.partial == weight.partial
+    return (whole.split is None and whole.partial and divided.split.parts == split.parts
+            and divided.split.dim == (0 if side else 1) and divided.partial == weight.partial)
+
+
+def _bad(m: Model, what: str) -> Diagnostic:
+    return problem("RL0612", f"model {m.name} {what}")

@@ -1,0 +1,188 @@
+"""Calls and computations: what they read and write, and that their fields fit the records that they name.
+
+In: tables with sound references, a Generate, Infer, Train or Compute. Out: diagnostics RL0614 (reads and writes) and
+RL0615 (fields that contradict each other). Extra reads are allowed where they carry what the operation needs anyway
+(lengths, columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.backends import described
+from rldsl.plan.events import Compute, Event, Generate, Infer, Train, split
+from rldsl.plan.heads import HEAD_OF
+from rldsl.plan.model import Layout, Mesh, Model, Ranges
+from rldsl.verify import selections
+from rldsl.verify.tables import Tables, name, problem
+
+
+def check(t: Tables, e: Generate | Infer | Train | Compute) -> Iterator[Diagnostic]:
+    match e:
+        case Generate():
+            yield from _generate(t, e)
+        case Infer():
+            yield from _infer(t, e)
+        case Train():
+            yield from _train(t, e)
+        case Compute():
+            yield from _compute(t, e)
+
+
+def own(*frames: str) -> set[str]:
+    """What a call may read of its frames beyond what it must."""
+    return {f"{f}.{part}" for f in frames for part in ("tokens", "lengths", "columns", "finished")}
+
+
+def reads(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy: str = "") -> Iterator[Diagnostic]:
+    """Every value of `must` once, others of `may`, each in the event's own spread or for all rows; and `copy`."""
+    values = [split(b)[0] for b in e.reads if b != copy]
+    if copy and copy not in e.reads:
+        yield problem("RL0614", f"{name(e)} does not read {copy}", e)
+    if len({*e.reads}) != len(e.reads) or len({*values}) != len(values):
+        yield problem("RL0614", f"{name(e)} reads something twice: {', '.join(e.reads)}", e)
+    for value in sorted(must - {*values}):
+        yield problem("RL0614", f"{name(e)} does not read {value}", e)
+    for value in sorted({*values} - must - may):
+        yield problem("RL0614", f"{name(e)} reads {value}, which its operation does not use", e)
+    for buffer in e.reads:
+        right = split(buffer)[1]
+        if buffer != copy and (right not in t.spreads or right != spread and t.spreads[right].unit != "all"):
+            yield problem(
+                "RL0614",
+                f"{name(e)} works on spread {spread} and cannot read {buffer}",
+                e,
+                help="a transfer must bring it there first",
+            )
+
+
+def writes(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy: str = "") -> Iterator[Diagnostic]:
+    """Every value of `must` once, others of `may`, in the event's own spread."""
+    values = [split(b)[0] for b in e.writes if b != copy]
+    if copy and copy not in e.writes or len({*values}) != len(values) or not must <= {*values} <= must | may:
+        wanted = sorted(must) + ([copy] if copy else [])
+        yield problem(
+            "RL0614", f"{name(e)} must write {', '.join(wanted)}, but writes {', '.join(e.writes) or 'nothing'}", e
+        )
+    for buffer in e.writes:
+        if buffer != copy and split(buffer)[1] != spread:
+            yield problem("RL0614", f"{name(e)} works on spread {spread} and cannot write {buffer}", e)
+
+
+def _call(t: Tables, e: Generate | Infer | Train) -> Iterator[Diagnostic]:
+    s = t.spreads[e.spread]
+    if (
+        s.unit == "all"
+        or _degrees(t.layouts[s.layout]) != _degrees(t.layouts[e.layout])
+        or _ordered(t.meshes[t.layouts[s.layout].mesh]) != _ordered(t.meshes[t.layouts[e.layout].mesh])
+    ):
+        yield problem("RL0615", f"{name(e)}: spread {e.spread} does not divide rows as layout {e.layout} does", e)
+    if e.mbs < 0:
+        yield problem("RL0615", f"{name(e)} has mbs {e.mbs}", e)
+    if t.models[e.model].invariant and (why := _varies(t.models[e.model], t.layouts[e.layout])):
+        yield problem("RL0615", f"{name(e)}: {e.model} is invariant, but {why}", e)
+    if isinstance(e, Generate) or e.mbt == 0:
+        return
+    frames = [t.frames[f] for f in (e.frames if isinstance(e, Train) else (e.frame,)) if f in t.frames]
+    longest = sum(f.max_prompt_tokens + f.max_response_tokens for f in frames)
+    if e.mbt < longest:
+        yield problem("RL0615", f"{name(e)} has mbt {e.mbt}, and a row has up to {longest} tokens", e)
+
+
+def _varies(m: Model, x: Layout) -> str:
+    """Why the numbers of a token depend on what is computed beside it, or ""."""
+    if m.dtype != "float32" or m.sizes.chosen:
+        return "computes in bfloat16" if m.dtype != "float32" else "tokens share its experts"
+    if (x.tp, x.cp, x.ep) != (1, 1, 1):
+        return f"layout {x.id} adds up parts of its sums"
+    backend = described(x.backend)
+    return "" if backend is not None and backend.invariant else f"backend {x.backend!r} does not keep to it"
+
+
+def _ordered(mesh: Mesh) -> Ranges:
+    """Its ranks in their order, however they are cut into ranges."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in mesh.ranks:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _degrees(x: Layout) -> tuple[int, ...]:
+    return x.dp, x.tp, x.pp, x.cp
+
+
+def _generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
+    yield from _call(t, e)
+    yield from reads(t, e, {f"{e.prompts}.tokens"}, own(e.prompts), e.spread, f"{e.model}@{e.layout}")
+    made = {f"{e.frame}.tokens": ("tokens", "i64"), f"{e.frame}.logprobs": ("response", "f32"),
+            f"{e.frame}.finished": ("row", "bool")}
+    yield from writes(t, e, {*made}, set(), e.spread)
+    for id, (extent, dtype) in made.items():
+        v = t.values.get(id)
+        if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
+            yield problem("RL0615", f"{name(e)} makes {id}, which is not {extent} of {e.frame} in {dtype}", e)
+    f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
+    if (f.count, f.per_prompt, f.prompts, f.data, f.partial) != (p.count * s.n, p.per_prompt * s.n, p.prompts, p.data,
+                                                                p.partial):
+        yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
+    if f.temperature != s.temperature or f.max_response_tokens < s.max_new_tokens:
+        yield problem(
+            "RL0615", f"{name(e)}: frame {e.frame} records another temperature or fewer tokens than it samples", e
+        )
+    if t.models[e.model].kind != "causal_lm" or t.spreads[e.spread].unit != "prompt":
+        yield problem("RL0615", f"{name(e)} needs a causal_lm and a spread by prompts", e)
+
+
+def _infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
+    yield from _call(t, e)
+    yield from reads(t, e, {f"{e.frame}.tokens"}, own(e.frame), e.spread, f"{e.model}@{e.layout}")
+    yield from writes(t, e, {e.output}, set(), e.spread)
+    v = t.values[e.output]
+    extent = "row" if e.what == "scores" else "response"
+    if v.frame != e.frame or v.extent != extent or v.dtype != "f32":
+        yield problem(
+            "RL0615",
+            f"{name(e)}: {e.what} of frame {e.frame} do not fit value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
+            e,
+        )
+    if t.models[e.model].kind != HEAD_OF[e.what]:
+        yield problem(
+            "RL0615", f"{name(e)}: {e.what} need a {HEAD_OF[e.what]}, but {e.model} is a {t.models[e.model].kind}", e
+        )
+    if HEAD_OF[e.what] == "causal_lm" and e.temperature != t.frames[e.frame].temperature:
+        yield problem(
+            "RL0615",
+            f"{name(e)} runs at temperature {e.temperature}, frame {e.frame} was sampled at "
+            f"{t.frames[e.frame].temperature}",
+            e,
+        )
+
+
+def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
+    yield from _call(t, e)
+    copy = f"{e.model}@{e.layout}"
+    must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data}
+    yield from reads(t, e, must, own(*e.frames), e.spread, copy)
+    yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
+    for _, frame, what in e.fresh:
+        if frame not in e.frames or HEAD_OF.get(what) != t.models[e.model].kind:
+            yield problem("RL0615", f"{name(e)}: {e.model} has no fresh {what} of frame {frame}", e)
+    if not e.frames or any((t.values[v].level, t.values[v].dtype) != ("batch", "f32") for _, v in e.outputs):
+        yield problem("RL0615", f"{name(e)} needs a frame, and outputs that are numbers at batch level", e)
+
+
+def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
+    must = {v for _, v in e.inputs}
+    sources = {t.frames[f].data for f in e.frames}
+    for node in t.programs[e.program].nodes:
+        if node.op == "py":
+            of = selections.origin(t, str(node.attr("frame")))
+            must |= {f"{node.attr('frame')}.tokens"}
+            must |= {v.id for v in t.plan.values if v.extent == "columns" and t.frames[v.frame].prompts == of}
+    kin = {f.id for f in t.plan.frames if f.data in sources}
+    yield from reads(t, e, must, own(*kin), e.spread)
+    yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread)

@@ -1,0 +1,44 @@
+"""Evaluations: a loop over a data source looks, and changes nothing.
+
+In: tables with sound references. Out: diagnostics RL0530. Rules: such a loop fetches from its source once a turn and
+from no other, so that every row counts once; it holds no block, and no event that makes a new version of a model, a
+state, or a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import Checkpoint, Event, Every, Fetch, Item, Loop, Realloc, Save, Train, split
+from rldsl.plan.projection import Path
+from rldsl.verify.tables import Tables, name, problem
+
+
+def check(t: Tables, items: Sequence[Item], inside: bool = False) -> Iterator[Diagnostic]:
+    for item in items:
+        if isinstance(item, Loop) and item.over:
+            yield from _loop(t, item, inside)
+        elif isinstance(item, Loop | Every):
+            yield from check(t, item.body, True)
+
+
+def over(path: Path) -> str:
+    """The source that the loop right around an event goes over; "" where it goes over none."""
+    inner = path[-1] if path else None
+    return inner.over if isinstance(inner, Loop) else ""
+
+
+def _loop(t: Tables, loop: Loop, inside: bool) -> Iterator[Diagnostic]:
+    where = f"the evaluation of {loop.over} ({loop.id})"
+    own = [e for e in loop.body if isinstance(e, Event)]
+    fetches = [e for e in own if isinstance(e, Fetch)]
+    if not inside or loop.until or len(own) != len(loop.body):
+        yield problem("RL0530", f"{where} is no plain loop of a step", *own[:1])
+    if [e.data for e in fetches] != [loop.over]:
+        yield problem("RL0530", f"{where} must fetch from it once a turn, and from no other source", *fetches)
+    states = {s.value for s in t.plan.states}
+    for e in own:
+        if (isinstance(e, Train | Save | Checkpoint) or isinstance(e, Realloc) and e.source
+                or states & {split(b)[0] for b in e.writes}):
+            yield problem("RL0530", f"{name(e)} inside {where} changes what training does", e)

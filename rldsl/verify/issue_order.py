@@ -1,0 +1,227 @@
+"""Inside a call, too, every rank issues on all of its communicators in one order.
+
+In: tables with sound references. Out: diagnostics RL0537. A call runs on the communicators of its layout: tensor-
+parallel and context-parallel ones, links between pipeline stages, and those of dp and of all its ranks. What a rank
+issues on them, and in which order, is the backend's matter (its description names the protocol that it keeps to);
+here it is written down once more, use by use, for each kind of call (`PROTOCOLS`), and the lists of all ranks of a
+layout are searched for a circle of uses that wait for each other (rendezvous). Layouts with degrees that a backend does
+not have, or of which nothing is written down, are refused. Together with `order.py` this shows that the list of each
+rank over all communicators increases in one total order: events in the body's, and uses inside each event. What is
+waited for later than it is issued (transfers, reallocs, sends between stages) only waits for less.
+
+Copies of a model over dp differ in nothing until they meet, and so do the ranks of a tensor- or context-parallel
+group; two of each are looked at, and all stages; of ranks that share experts, two in each of two runs. Micro-batches:
+one alone, and more than there are stages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.backends import DIVISIONS, described
+from rldsl.plan.events import Event, Generate, Infer, Save, Train
+from rldsl.sharding.layout import Coord
+from rldsl.plan.model import Layout
+from rldsl.sharding.pipeline_schedule import Exchange, actions
+from rldsl.verify.total_order import circle
+from rldsl.verify.tables import Tables, name, problem
+
+
+class Use(NamedTuple):
+    """axis: "link" is between a stage and the next one, "tokens" between a stage and the last. stage, dp: to which the communicator belongs. flow: what goes
+    over a link: "down" to the next stage, or in training which message."""
+
+    axis: str
+    stage: int
+    dp: int
+    flow: str = ""
+
+
+Place = tuple[int, ...]  # along the degrees inside a stage that the communicator does not join: there is one for each
+Protocol = Callable[[Layout, Coord, int], Iterator[Use]]
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    known: dict[object, str] = {}
+    for e, _ in t.events:
+        if not isinstance(e, Generate | Infer | Train | Save):
+            continue
+        x = t.layouts[e.layout]
+        key = (type(e), x.backend, x.tp > 1, x.pp, x.dp > 1, x.cp, x.ep, x.zero, x.vpp)
+        if key not in known:
+            known[key] = _fault(type(e), x)
+        if known[key]:
+            yield problem("RL0537", f"{name(e)} under layout {x.id} {known[key]}", e, ranks=t.event_ranks(e))
+
+
+def _fault(kind: type[Event], x: Layout) -> str:
+    if x.zero and kind in (Generate, Infer):
+        return f"has zero={x.zero}, under which parameters are whole in training alone"
+    if x.vpp > 1 and kind in (Generate, Infer):
+        return f"has vpp={x.vpp}, which is a schedule of training"
+    if kind is Generate and x.cp > 1:
+        return f"has cp={x.cp}, which no new token can be divided by"
+    backend = described(x.backend)
+    protocol = PROTOCOLS.get(backend.issues if backend else "", {}).get(kind)
+    if backend is None or protocol is None:
+        return f"runs on backend {x.backend!r}, of whose communication nothing is known"
+    if kind is not Save:  # which only reads what is there
+        others = [d for d in DIVISIONS if getattr(x, d) > 1 and d not in backend.divisions]
+        if kind.__name__.lower() not in backend.calls or others or x.zero > backend.zero:
+            return f"asks backend {x.backend!r} for what it does not have"
+    return next((f for count in {1, x.pp + 2} if (f := stuck(protocol, x, count))), "")
+
+
+def stuck(protocol: Protocol, x: Layout, count: int) -> str:
+    """Why the ranks of a layout would wait for each other for ever, or "". count: of micro-batches."""
+    lists = {Coord(*at): [] for at in product(range(x.pp), _copies(x), *(range(min(d, 2)) for d in (x.cp, x.tp)))}
+    members: dict[tuple[Use, Place], set[Coord]] = defaultdict(set)
+    numbers: dict[tuple[Use, Place, int], int] = {}
+    flows: dict[int, str] = {}
+    for at, uses in lists.items():
+        times: Counter[tuple[Use, Place]] = Counter()
+        for use in protocol(x, at, count):
+            own = (use._replace(flow=""), _place(use.axis, at))
+            times[own] += 1
+            uses.append(number := numbers.setdefault((*own, times[own]), len(numbers)))
+            members[own].add(at)
+            if flows.setdefault(number, use.flow) != use.flow:
+                return f"has stages {use.stage} and {use.stage + 1} that expect other messages of each other"
+    held = Counter(n for uses in lists.values() for n in uses)
+    for (use, place, time), n in numbers.items():
+        if held[n] != len(members[use, place]):
+            return f"has ranks that do not all take part in use {time} of {use.axis}"
+    found = circle({tuple(uses) for uses in lists.values()})
+    return f"has ranks that wait for each other in {len(found)} uses of its communicators" if found else ""
+
+
+def _copies(x: Layout) -> tuple[int, ...]:
+    """Those of dp that are looked at."""
+    found = range(min(x.dp, 2)) if x.ep == 1 else (0, 1, x.ep, x.ep + 1)
+    return tuple(d for d in found if d < x.dp)
+
+
+def _place(axis: str, at: Coord) -> Place:
+    return {"tp": (at.cp,), "cp": (at.tp,), "mesh": ()}.get(axis, (at.cp, at.tp))
+
+
+# --------------------------------------------------------------------------------------------- what is issued
+
+
+def _inside(x: Layout, at: Coord) -> Iterator[Use]:
+    """The collectives of a stage, forward or backward; the ranks of a stage that have the same rows run one program."""
+    if x.tp > 1:
+        yield Use("tp", at.pp, at.dp)
+    if x.cp > 1:
+        yield Use("cp", at.pp, at.dp)
+    yield from _over(x, at, "ep")  # tokens, to their experts and back
+
+
+def _link(x: Layout, at: Coord, to: int, flow: str) -> Iterator[Use]:
+    """One exchange with the stage before (-1) or behind (1)."""
+    if 0 <= at.pp + to < x.pp:
+        yield Use("link", min(at.pp, at.pp + to), at.dp, flow)
+
+
+def _exchange(x: Layout, at: Coord, now: Exchange) -> Iterator[Use]:
+    """One message after the other, by sender, though they are posted together: that waits for less. The link of a rank
+    is the one to the next, and of the last the one to the first; between two ranks there is one."""
+    for _, peer, wanted in sorted((*((at.pp, m.peer, m.wanted) for m in now.sends),
+                                   *((m.peer, m.peer, m.wanted) for m in now.takes))):
+        around = {at.pp, peer} == {0, x.pp - 1} and x.pp > 2
+        yield Use("link", x.pp - 1 if around else min(at.pp, peer), at.dp, f"for {wanted}")
+
+
+def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
+    if axis == "pp" and x.pp > 1:
+        yield Use("pp", 0, at.dp)
+    elif axis == "cp" and x.cp > 1:
+        yield Use("cp", at.pp, at.dp)
+    elif axis == "dp" and x.dp > 1:
+        yield Use("dp", at.pp, 0)
+    elif axis == "ep" and x.ep > 1:
+        yield Use("ep", at.pp, at.dp // x.ep)
+    elif axis == "copies" and 1 < x.ep < x.dp:
+        yield Use("copies", at.pp, at.dp % x.ep)
+    elif axis == "mesh" and x.dp * x.tp * x.pp * x.cp > 1:
+        yield Use("mesh", 0, 0)
+
+
+def generate(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """count: of decoding steps. There are as many lanes of sequences as stages, and in moment t stage s makes pass t - s;
+    between two moments hidden states go down, and tokens from the last stage to all. One message after the other,
+    though those of a boundary are posted together: that waits for less."""
+    last, passes = x.pp - 1, range(count * x.pp)
+    for t in range(len(passes) + last):
+        if t - at.pp in passes:
+            yield from _over(x, at, "ep")  # whether any of its ranks has more to do
+            yield from _inside(x, at)
+        for s in range(last):
+            if t - s in passes and at.pp in (s, s + 1):
+                yield Use("link", s, at.dp, "down")
+        for s in range(last):
+            if t - last in passes and at.pp in (s, last):
+                yield Use("tokens", s, at.dp)
+
+
+def infer(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    for _ in range(count):
+        yield from _link(x, at, -1, "down")
+        yield from _inside(x, at)
+        yield from _link(x, at, 1, "down")
+    yield from _over(x, at, "pp")
+
+
+def _forward(x: Layout, at: Coord) -> Iterator[Use]:
+    """In training. A layer's parameters are gathered while the one before it computes, or before it does."""
+    if x.zero == 3:
+        yield from _divided(x, at)
+    yield from _inside(x, at)
+
+
+def _divided(x: Layout, at: Coord) -> Iterator[Use]:
+    """Over those that `zero` divides parameters among; experts have ranks of their own."""
+    yield from _over(x, at, "dp")
+    yield from _over(x, at, "copies")
+
+
+def _backward(x: Layout, at: Coord) -> Iterator[Use]:
+    yield from _forward(x, at)
+    if x.zero > 1:
+        yield from _divided(x, at)  # of gradients
+
+
+def train(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    """Two minibatches, by the schedule of the pipeline."""
+    for _ in range(2):
+        if x.zero:
+            yield from _divided(x, at)  # of parameters that stay whole
+        for action in actions(x.pp, x.vpp, count)[at.pp]:
+            if isinstance(action, Exchange):
+                yield from _exchange(x, at, action)
+            else:
+                yield from _backward(x, at) if action.backward else _forward(x, at)
+        yield from _over(x, at, "mesh")  # whether to stop
+        if x.zero == 1:
+            yield from _divided(x, at)
+        yield from _inside(x, at)
+        yield from _over(x, at, "pp")  # of tied embeddings
+        yield from _over(x, at, "cp")
+        if not x.zero:
+            yield from _divided(x, at)
+        yield from _over(x, at, "mesh")  # the norm of the gradient
+    yield from _over(x, at, "mesh")  # metrics
+
+
+def save(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+    for _ in range(3):
+        yield from _over(x, at, "mesh")
+
+
+PROTOCOLS: Mapping[str, Mapping[type[Event], Protocol]] = {
+    "torch": {Generate: generate, Infer: infer, Train: train, Save: save},
+}

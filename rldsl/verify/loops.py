@@ -1,0 +1,62 @@
+"""All ranks run a block the same number of times, and what depends on that number agrees with it.
+
+In: tables with sound references. Out: diagnostics RL0536. A loop is one record, so its participants have the same
+trips; what could part them is what ends it early: a condition that not all of them hold. Also: the one loop of the
+steps is there and runs as often as the header says; a frame has a turn for each trip of the loop that collects into it; and a
+model's learning rate is planned for as many updates as its train events make.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import Collect, Event, Item, Loop, Train, split
+from rldsl.plan.projection import times, walk
+from rldsl.verify.rank_sets import union
+from rldsl.verify.tables import Tables, problem
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    steps = [x for x in t.plan.body if isinstance(x, Loop)]
+    if len(steps) != 1:
+        yield problem("RL0536", f"the run has {len(steps) or 'no'} loop{'s' * (len(steps) > 1)} of steps")
+    for loop in steps:
+        if loop.trips != t.plan.header.steps:
+            yield problem("RL0536", f"loop {loop.id} runs {loop.trips} times, and the run has {t.plan.header.steps} "
+                          "steps")
+    yield from _inside(t, t.plan.body)
+    made: Counter[str] = Counter()
+    for e, path in t.events:
+        if isinstance(e, Train):
+            made[e.model] += times(path) * t.spreads[e.spread].minibatches * t.spreads[e.spread].epochs
+    for m in t.plan.models:
+        if m.updates != made[m.name]:
+            yield problem("RL0536", f"model {m.name} is planned for {m.updates} updates, and its events make "
+                          f"{made[m.name]}")
+
+
+def _inside(t: Tables, items: Sequence[Item]) -> Iterator[Diagnostic]:
+    for item in items:
+        if isinstance(item, Event):
+            continue
+        if isinstance(item, Loop):
+            if item.until:
+                yield from _until(t, item)
+            for e in item.body:
+                if isinstance(e, Collect) and t.frames[e.into].turns != item.trips:
+                    yield problem("RL0536", f"loop {item.id} runs {item.trips} times, and what it collects has room "
+                                  f"for {t.frames[e.into].turns}", e)
+        yield from _inside(t, item.body)
+
+
+def _until(t: Tables, loop: Loop) -> Iterator[Diagnostic]:
+    value, spread = split(loop.until)
+    v, inside = t.values[value], [e for e, _ in walk(loop.body)]
+    if (v.level, v.dtype) != ("batch", "bool"):
+        yield problem("RL0536", f"loop {loop.id} ends by {value}, which is no condition of the batch", *inside[:1])
+    ranks = union(t.event_ranks(e) for e in inside)
+    if t.spreads[spread].unit != "all" or not ranks <= t.spread_ranks(spread):
+        yield problem("RL0536", f"loop {loop.id} ends by {loop.until}, which some of its ranks do not hold",
+                      *inside[:1], ranks=ranks - t.spread_ranks(spread))

@@ -1,0 +1,81 @@
+"""A loss is one that micro-batches and ranks can add up exactly.
+
+In: tables with sound references. Out: diagnostics RL0618. Rules: the loss is a sum of reductions over the batch, each
+with a factor that does not depend on the rows; such a reduction is used for no single element; nothing is reduced by
+prompt, of which a minibatch may hold a part; all elements are of the frames that are trained on; and an output of the
+model is in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import Train
+from rldsl.plan.expr import REDUCTIONS, Node, Program
+from rldsl.verify.tables import Tables, name, problem
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    for e, _ in t.events:
+        if isinstance(e, Train) and (fault := _fault(t, e, t.programs[e.loss])):
+            yield problem("RL0618", f"{name(e)}: program {e.loss} {fault}", e)
+
+
+def _fault(t: Tables, e: Train, program: Program) -> str:
+    nodes, outputs = program.nodes, dict(program.outputs)
+    backwards = any(not 0 <= a < i for i, n in enumerate(nodes) for a in n.args)
+    if backwards or not 0 <= outputs.get("loss", -1) < len(nodes):
+        return ""  # another check's
+    frames = [t.frames[f] for f in e.frames]
+    spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.rows: 0 for f in frames}, **{f.prompts: 0 for f in frames}}
+    if strange := next((n.space for n in nodes if n.space not in spaces), None):
+        return f"works on {strange}, which is not trained on"
+    if any(n.op in REDUCTIONS and n.attr("to") == "prompt" for n in nodes):
+        return "reduces by prompt, of which a minibatch may hold a part"
+    inner = _under(nodes, [a for n in nodes if _reduces(n) for a in n.args])
+    if any(_reduces(nodes[i]) for i in inner):
+        return "uses a reduction over the batch for each element"
+    return _affine(nodes, outputs["loss"], {n for n, _, _ in e.fresh})
+
+
+def _reduces(n: Node) -> bool:
+    return n.op in REDUCTIONS and n.attr("to") == "batch"
+
+
+def _under(nodes: Sequence[Node], roots: Sequence[int]) -> set[int]:
+    """These nodes and all that they are made of."""
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        i = waiting.pop()
+        if i not in found:
+            found.add(i)
+            waiting += nodes[i].args
+    return found
+
+
+def _affine(nodes: Sequence[Node], loss: int, fresh: set[str]) -> str:
+    """Walk down from the loss through sums and constant factors to reductions."""
+    of_rows = [False] * len(nodes)  # at batch level: whether a reduction is in it
+    for i, n in enumerate(nodes):
+        of_rows[i] = n.level == "batch" and (_reduces(n) or any(of_rows[a] for a in n.args))
+    terms, waiting = [], [loss]
+    while waiting:
+        i = waiting.pop()
+        n = nodes[i]
+        if not of_rows[i]:
+            continue
+        if _reduces(n):
+            if n.op not in ("sum", "mean", "count"):
+                return f"is not a sum of reductions: it holds {n.op}"
+            terms.append(i)
+            continue
+        rows = [of_rows[a] for a in n.args]
+        linear = (n.op in ("add", "sub", "neg", "stop_gradient") or n.op == "mul" and sum(rows) == 1
+                  or n.op == "div" and not rows[1] or n.op == "where" and not rows[0])
+        if not linear:
+            return f"is not a sum of reductions: it holds {n.op} of them"
+        waiting += n.args
+    used = {nodes[i].attr("name") for i in _under(nodes, terms) if nodes[i].op == "input"}
+    return "" if used & fresh else "has a loss that does not depend on the model"

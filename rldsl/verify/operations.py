@@ -1,0 +1,270 @@
+"""Each event runs on the mesh that its operation implies, and reads and writes what its fields say.
+
+In: tables with sound references. Out: diagnostics RL0613 (mesh), RL0614 (reads and writes), RL0615 (fields that
+contradict each other). Extra reads are allowed where they carry what the operation needs anyway (lengths, columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
+                               Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.model import Model, Value
+from rldsl.verify import calls, evaluations, selections
+from rldsl.verify.transfer_slices import Side
+from rldsl.verify.rank_sets import Ranks, union
+from rldsl.verify.tables import Tables, name, problem
+
+
+LOCAL = ("columns", "lengths")
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    for event, path in t.events:
+        ranks = wanted_ranks(t, event)
+        if t.event_ranks(event) != ranks:
+            yield problem(
+                "RL0613",
+                f"{name(event)} is on mesh {event.mesh}, but its operation concerns other ranks",
+                event,
+                ranks=t.event_ranks(event) ^ ranks,
+            )
+        yield from _fields(t, event)
+        if isinstance(event, Fetch):
+            yield from _fetch(t, event, evaluations.over(path) == event.data)
+    yield from _rows(t)
+    yield from selections.loops(t.plan.body)
+    yield from evaluations.check(t, t.plan.body)
+    if stray := [e for e in t.plan.body if isinstance(e, Collect)]:
+        yield problem("RL0519", "a collect outside every loop", *stray)
+
+
+def wanted_ranks(t: Tables, e: Event) -> Ranks:
+    """The participants that the operation implies."""
+    match e:
+        case Load() | Offload() | Onload() | Generate() | Infer() | Train() | Save():
+            return t.layout_ranks(e.layout)
+        case Realloc():
+            return t.layout_ranks(e.src) | t.layout_ranks(e.dst)
+        case Transfer():
+            return t.spread_ranks(e.src) | t.spread_ranks(e.dst)
+        case Compute() | Select():
+            return t.spread_ranks(e.spread)
+        case Collect():
+            return t.spread_ranks(e.dst)
+        case Lengths():
+            return _on(t, e.writes) | t.spread_ranks(e.spread)
+        case Fetch():
+            return _on(t, e.writes)
+        case Free():
+            return _on(t, e.buffers)
+        case Checkpoint():
+            return Ranks.of([(0, t.plan.header.world)], t.plan.header.world)
+        case Log():  # others of the buffers' meshes may be there too: they have nothing to do
+            least = union(Ranks.one(r) for r in (e.to, *(t.meshes[_mesh_of(t, b)].ranks[0][0] for _, b in e.metrics)))
+            return t.event_ranks(e) & _on(t, (b for _, b in e.metrics)) | least
+    raise AssertionError(f"no rule for {type(e).__name__}")
+
+
+def _mesh_of(t: Tables, buffer: str) -> str:
+    right = split(buffer)[1]
+    return t.spreads[right].mesh if right in t.spreads else t.layouts[right].mesh
+
+
+def _on(t: Tables, buffers: Iterable[str]) -> Ranks:
+    return union(t.ranks[_mesh_of(t, b)] for b in buffers)
+
+
+def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
+    match e:
+        case Load():
+            yield from _exactly(e, (f"{e.model}@{e.of}",) if e.of else (), (f"{e.model}@{e.layout}",))
+            if e.of and not _one(t, e):
+                yield problem("RL0615", f"{name(e)} takes {e.model}@{e.of} for {e.model}@{e.layout}, but they do not "
+                              "hold the same", e)
+        case Save():
+            yield from _exactly(e, (f"{e.model}@{e.layout}",), ())
+        case Offload() | Onload():
+            copy = {f"{e.model}@{e.layout}"}
+            if e.what == "optimizer" and t.models[e.model].home != e.layout:
+                yield problem("RL0615", f"{name(e)} moves an optimizer's state, but {e.model}@{e.layout} has none", e)
+            if not ({*e.reads} <= copy and {*e.writes} <= copy):
+                yield problem("RL0614", f"{name(e)} may touch {e.model}@{e.layout} only", e)
+            if e.what == "parameters" and any(isinstance(x, Load) and x.of and x.model == e.model
+                                              and e.layout in (x.of, x.layout) for x, _ in t.events):
+                yield problem("RL0615", f"{name(e)} moves {e.model}@{e.layout}, which is another layout's copy too", e)
+        case Realloc():
+            yield from _realloc(t, e)
+        case Lengths():
+            yield from calls.reads(t, e, {f"{e.frame}.tokens"} & {split(b)[0] for b in e.reads}, calls.own(e.frame),
+                                   e.spread)
+            if len(e.writes) != 1 or not _is_all(t, e.writes[0], f"{e.frame}.lengths"):
+                yield problem("RL0614", f"{name(e)} must write {e.frame}.lengths for every row, not {e.writes}", e)
+            if not e.reads or t.spreads[e.spread].unit == "all":
+                yield problem("RL0614", f"{name(e)} must read {e.frame}.tokens in a spread that divides rows", e)
+        case Transfer():
+            yield from _transfer(t, e)
+        case Generate() | Infer() | Train() | Compute():
+            yield from calls.check(t, e)
+        case Select() | Collect():
+            yield from selections.check(t, e)
+        case Checkpoint():
+            yield from _checkpoint(t, e)
+        case Log():
+            if {*e.reads} != {b for _, b in e.metrics} or e.writes or not e.metrics:
+                yield problem("RL0614", f"{name(e)} must read exactly the buffers of its metrics", e)
+            for _, buffer in e.metrics:
+                v = t.values.get(split(buffer)[0])
+                if v is None or v.level != "batch":
+                    yield problem("RL0615", f"{name(e)} logs {buffer}, which is not a batch-level value", e)
+        case Free():
+            if not e.buffers or e.writes or e.reads not in ((), e.buffers) or len({*e.buffers}) != len(e.buffers):
+                yield problem("RL0614", f"{name(e)} must free distinct buffers and touch no other", e)
+            if lost := [b for b in e.buffers if split(b)[0] in t.models and not _again(t, *split(b))]:
+                yield problem("RL0615", f"{name(e)} frees parameters that no realloc brings again "
+                              f"({', '.join(lost)}); use offload", e)
+
+
+def _again(t: Tables, model: str, layout: str) -> bool:
+    """Whether a copy has nothing that its model does not hold at home: adapters stand on a base, which has no other."""
+    m = t.models[model]
+    one = any(isinstance(e, Load) and e.of and (e.model, e.layout) == (model, layout) for e, _ in t.events)
+    return m.home not in ("", layout) and not m.base and not one
+
+
+def _one(t: Tables, e: Load) -> bool:
+    """Whether the two layouts of a load are one copy of what is trained: each rank stands at the same place of equally
+    many (`Side` is derived here, and not by the compiler), and computes from the same dtype by the same backend."""
+    m, layouts = t.models[e.model], t.layouts
+    if e.of not in layouts or e.of != m.home or e.layout == e.of or m.base:
+        return False
+    a, b = layouts[e.of], layouts[e.layout]
+    if a.zero or b.zero or (a.pp, a.vpp, a.ep, a.tp, a.backend) != (b.pp, b.vpp, b.ep, b.tp, b.backend):
+        return False
+    rounded = m.dtype != "float32" and m.mean != b.id
+    return not rounded and Side.of(a, t.meshes[a.mesh]) == Side.of(b, t.meshes[b.mesh])
+
+
+def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
+    """It stands at the end of a step, and reads what the next step takes over: no more, no less."""
+    steps = t.plan.body[-1] if t.plan.body else None
+    if not isinstance(steps, Loop) or not steps.body or steps.body[-1] is not e:
+        yield problem("RL0529", f"{name(e)} does not stand at the end of the step", e)
+    if e.every < 1 or e.keep < 1:
+        yield problem("RL0529", f"{name(e)} is due every {e.every} steps and keeps {e.keep}", e)
+    must = {f"{m.name}@{m.home}" for m in t.plan.models if m.home}
+    must |= {f"{s.value}@{s.spread}" for s in t.plan.states}
+    follow = {m.name for m in t.plan.models if m.sources}
+    copies = [split(b)[0] for b in e.reads if split(b)[0] in follow and split(b)[1] in t.layouts]
+    if {b for b in e.reads if split(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
+        told = ", ".join(sorted(must | follow)) or "nothing"
+        yield problem("RL0529", f"{name(e)} must read {told} and nothing else, but reads "
+                      f"{', '.join(e.reads) or 'nothing'}", e)
+
+
+def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
+    source, copy = e.source or e.model, f"{e.model}@{e.dst}"
+    yield from _exactly(e, (f"{source}@{e.src}", *([copy] if e.decay else [])), (copy,))
+    if e.src == e.dst and not e.source:
+        yield problem("RL0615", f"{name(e)} goes from layout {e.src} to itself", e)
+    if e.source == e.model or not 0 <= e.decay <= 1 or not e.source and (e.decay or e.version):
+        yield problem("RL0615", f"{name(e)} takes {e.source or 'no other model'} with decay {e.decay}, version "
+                      f"{e.version!r}", e)
+    if e.decay and t.models[e.model].mean != e.dst:
+        yield problem("RL0615", f"{name(e)} takes a mean under {e.dst}, but {e.model} keeps one "
+                      f"{'under ' + t.models[e.model].mean if t.models[e.model].mean else 'nowhere'}", e)
+    mine, other = t.models[e.model], t.models[source]
+    if _parts(mine) != _parts(other):
+        yield problem("RL0615", f"{name(e)}: {e.model} has other parameters than {source}", e)
+
+
+def _parts(m: Model) -> tuple[object, ...]:
+    """What two models share between which parameters move."""
+    return m.kind, m.layers, m.params, m.base, (m.path, m.lora.alpha) if m.lora else None
+
+
+def _exactly(e: Event, reads: tuple[str, ...], writes: tuple[str, ...]) -> Iterator[Diagnostic]:
+    if e.reads != reads or e.writes != writes:
+        yield problem(
+            "RL0614",
+            f"{name(e)} must read {list(reads)} and write {list(writes)}, but reads {list(e.reads)} and "
+            f"writes {list(e.writes)}",
+            e,
+        )
+
+
+def _is_all(t: Tables, buffer: str, value: str) -> bool:
+    left, right = split(buffer)
+    return left == value and right in t.spreads and t.spreads[right].unit == "all"
+
+
+def _fetch(t: Tables, e: Fetch, once: bool) -> Iterator[Diagnostic]:
+    """once: it goes over its source once; the rows beyond the end are then not there."""
+    must = {f"{f}.{part}" for f in e.frames for part in ("tokens", "lengths")}
+    values = [split(b)[0] for b in e.writes]
+    more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
+    if e.reads or not must <= {*values} <= must | more or len({*values}) != len(values):
+        yield problem("RL0614", f"{name(e)} must read nothing and write tokens and lengths of {', '.join(e.frames)}", e)
+    if any(
+        split(b)[1] not in t.spreads
+        or t.spreads[split(b)[1]].unit != "all"
+        or t.spread_ranks(split(b)[1]) != t.event_ranks(e)
+        for b in e.writes
+    ):
+        yield problem("RL0614", f"{name(e)} must write all rows on every rank of its mesh", e)
+    ends = ("chosen", "rejected") if t.data[e.data].kind == "pairs" else ("",)
+    if len(e.frames) != len(ends) or not all(any(f.endswith(end) for f in e.frames) for end in ends):
+        yield problem("RL0615", f"{name(e)}: {e.data} has no frames {', '.join(e.frames)}", e)
+    for f in e.frames:
+        frame = t.frames[f]
+        if (frame.partial, frame.data, frame.count) != (f if once else "", e.data, t.data[e.data].batch):
+            yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
+        for part in ("tokens", "lengths", "columns"):
+            v = t.values.get(f"{f}.{part}")
+            if v is not None and (v.frame, v.extent) != (f, part):
+                yield problem("RL0615", f"{name(e)} makes {v.id}, which is not the {part} of {f}", e)
+
+
+def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
+    must = tuple(f"{v}@{e.src}" for v in e.values)
+    extra = [b for b in e.reads if b not in must]
+    if (
+        not e.values
+        or not {*must} <= {*e.reads}
+        or len({*e.reads}) != len(e.reads)
+        or any(
+            split(b)[1] not in t.spreads or t.spreads[split(b)[1]].unit != "all" or not b.startswith(f"{v}.lengths@")
+            for b in extra
+            for v in {t.values[x].frame for x in e.values}
+        )
+        or len({*e.values}) != len(e.values)
+    ):
+        yield problem("RL0614", f"{name(e)} must read {', '.join(must)} and may read lengths only besides", e)
+    if {*e.writes} != {f"{v}@{e.dst}" for v in e.values} or len(e.writes) != len(e.values):
+        yield problem("RL0614", f"{name(e)} must write its values in spread {e.dst}", e)
+    if e.src == e.dst:
+        yield problem("RL0615", f"{name(e)} goes from spread {e.src} to itself", e)
+    if len({t.values[v].frame for v in e.values}) > 1:
+        yield problem("RL0615", f"{name(e)} moves values of several frames", e)
+    if local := [v for v in e.values if t.values[v].extent in LOCAL]:
+        yield problem("RL0615", f"{name(e)} moves {', '.join(local)}, which every rank has for itself", e)
+
+
+def _rows(t: Tables) -> Iterator[Diagnostic]:
+    """A value stands only in spreads that divide its own rows."""
+    for event, _ in t.events:
+        for buffer in event.writes:
+            left, right = split(buffer)
+            if left in t.values and not _divides(t, t.values[left], right):
+                yield problem("RL0615", f"{name(event)} writes {buffer}, but spread {right} divides other rows", event)
+
+
+def _divides(t: Tables, v: Value, spread: str) -> bool:
+    s = t.spreads[spread]
+    if s.unit == "all" or v.level == "batch" or not s.frames:
+        return True
+    if selections.root(t, v.frame).rows == selections.root(t, s.frames[0]).rows:
+        return True
+    return (s.unit == "prompt" or v.level == "prompt") and selections.origin(t, v.frame) == selections.origin(t, s.frames[0])

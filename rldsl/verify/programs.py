@@ -1,0 +1,236 @@
+"""Programs are well formed and bound to values that fit.
+
+In: tables with sound references. Out: diagnostics RL0616 (program malformed) and RL0617 (bound to the wrong values).
+Rules: arguments come first; operators are those of `plan/expr.py` with their arity; a result is never coarser than an
+argument unless a reduction makes it so; a node's space exists and covers those of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.expr import ELEMENTWISE, FLOW_ONLY, LEAVES, LEVELS, RANDOM, REDUCTIONS, SEQUENCE, Node, Program
+from rldsl.plan.events import Compute, Event, Train
+from rldsl.plan.heads import LEVEL_OF, SKIPPED, STOP, UPDATES
+from rldsl.plan.model import Value
+from rldsl.verify.tables import Tables, name, problem
+
+CONDITIONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")
+# Sequence operators: levels of the arguments -> level of the result.
+SHAPES = {
+    "next": (("token",), "token"),
+    "prev": (("token",), "token"),
+    "last": (("token",), "seq"),
+    "at_end": (("seq",), "token"),
+    "cumsum": (("token",), "token"),
+    "discount": (("token", "batch"), "token"),
+    "len": ((), "seq"),
+}
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    """What uses programs is looked at when they are well formed."""
+    found = [*_malformed(t)]
+    yield from found
+    for event, _ in t.events if not found else ():
+        if isinstance(event, Compute):
+            yield from _compute(t, event)
+        elif isinstance(event, Train):
+            yield from _train(t, event)
+
+
+def _malformed(t: Tables) -> Iterator[Diagnostic]:
+    for program in t.plan.programs:
+        for index, node in enumerate(program.nodes):
+            if fault := _fault(t, program, index, node):
+                yield problem(
+                    "RL0616",
+                    f"program {program.id}, node {index} ({node.op}): {fault}",
+                    notes=(program.at,) if program.at else (),
+                )
+        names = [n for n, _ in program.outputs]
+        if len({*names}) != len(names) or any(not 0 <= i < len(program.nodes) for _, i in program.outputs):
+            yield problem("RL0616", f"program {program.id} has outputs {program.outputs} of {len(program.nodes)} nodes")
+
+
+def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
+    """What is wrong with a node, or ""."""
+    if any(not 0 <= a < index for a in node.args):
+        return f"arguments {node.args} do not come before it"
+    args = [program.nodes[a] for a in node.args]
+    arity = {**ELEMENTWISE, **REDUCTIONS, **SEQUENCE}.get(node.op)
+    if arity is None and node.op not in (*LEAVES, *RANDOM):
+        return "no such operator"
+    if arity is not None and arity[0] != len(args) or node.op in ("input", "const", *RANDOM) and args:
+        return f"{len(args)} arguments"
+    if not _has_space(t, node.level, node.space):
+        return f"space {node.space!r} is none of level {node.level}"
+    if node.op in ELEMENTWISE:
+        if node.level != "batch" and all(a.level == "batch" for a in args):
+            return f"a {node.level} value of batch-level arguments alone"
+        return next((f for a in args if (f := _broadcast(t, a, node))), "")
+    if node.op in REDUCTIONS:
+        if node.attr("to") != node.level or LEVELS.index(node.level) >= LEVELS.index(args[0].level):
+            return f"reduces {args[0].level} to {node.attr('to')}, result at {node.level}"
+        if node.op == "quantile" and (node.level, args[1].level) != ("batch", "batch"):
+            return "a quantile is one number, of the batch, and so is its share"
+        return _broadcast(t, node, args[0])
+    if node.op in SEQUENCE:
+        wanted = SHAPES[node.op]
+        if (tuple(a.level for a in args), node.level) != wanted:
+            return f"takes {wanted[0]} to {wanted[1]}, not {tuple(a.level for a in args)} to {node.level}"
+        fine, coarse = (args[0], node) if node.op == "last" else (node, args[0]) if args else (node, node)
+        frame = t.frames.get(str(node.attr("frame") or (args[0].space if args else "")))
+        if frame is None or node.space != (frame.id if node.level == "token" else frame.rows):
+            return f"is not of the sequences of {node.attr('frame') or node.space!r}"
+        return _broadcast(t, coarse, fine)
+    return _leaf(t, node)
+
+
+def _leaf(t: Tables, node: Node) -> str:
+    if node.op == "input" and not isinstance(node.attr("name"), str):
+        return "an input without a name"
+    if node.op == "const" and node.attr("value") is None:
+        return "a constant without a value"
+    if node.op == "uniform" and (node.level == "batch" or not isinstance(node.attr("call"), int)):
+        return "random numbers belong to elements and to a call"
+    if node.op == "py":
+        function = t.functions.get(str(node.attr("function")))
+        if function is None or node.attr("frame") not in t.frames:
+            return f"unknown function {node.attr('function')!r} or frame {node.attr('frame')!r}"
+        if function.returns != node.level:
+            return f"{function.id} returns {function.returns}, not {node.level}"
+    return ""
+
+
+def _has_space(t: Tables, level: str, space: str) -> bool:
+    match level:
+        case "batch":
+            return space == ""
+        case "prompt":
+            return any(f.prompts == space for f in t.frames.values())
+        case "seq":
+            return any(f.rows == space for f in t.frames.values())
+    return space in t.frames
+
+
+def _broadcast(t: Tables, coarse: Node, fine: Node) -> str:
+    """Why `coarse` cannot be spread over `fine`, or ""."""
+    if LEVELS.index(coarse.level) > LEVELS.index(fine.level):
+        return f"a {coarse.level} value cannot become a {fine.level} value without a reduction"
+    if coarse.level == "batch":
+        return ""
+    if coarse.level == fine.level:
+        return "" if coarse.space == fine.space else f"spaces {coarse.space} and {fine.space} differ"
+    of = [f for f in t.frames.values() if fine.space == (f.id if fine.level == "token" else f.rows)]
+    fits = any(coarse.space == (f.rows if coarse.level == "seq" else f.prompts) for f in of)
+    return "" if fits else f"space {coarse.space} does not cover {fine.space}"
+
+
+def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
+    program = t.programs[e.program]
+    yield from _bound(t, e, program, {n for n, _ in e.inputs}, len(e.inputs))
+    for input, value in e.inputs:
+        yield from _fits(t, e, program, input, t.values[value])
+    frames = [t.frames[f] for f in e.frames]
+    spaces = {"", *(x for f in frames for x in (f.id, f.rows, f.prompts))}
+    if strange := [n.space for n in program.nodes if n.space not in spaces]:
+        yield problem("RL0617", f"{name(e)}: program {program.id} works on {strange[0]}, the event on "
+                      f"{', '.join(e.frames) or 'no frame'}", e)
+    outputs = dict(program.outputs)
+    truths = _truths(program, {n for n, v in e.inputs if t.values[v].dtype == "bool"})
+    for output, value in e.outputs:
+        if output not in outputs:
+            yield problem("RL0617", f"{name(e)}: program {program.id} has no output {output}", e)
+        else:
+            yield from _alike(t, e, output, program.nodes[outputs[output]], t.values[value])
+            made = "bool" if truths[outputs[output]] else "f32"
+            if t.values[value].dtype != made:
+                yield problem("RL0617", f"{name(e)}: {output} is {made}, but {value} is {t.values[value].dtype}", e)
+    if not e.outputs:
+        yield problem("RL0617", f"{name(e)} computes nothing", e)
+
+
+def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
+    program = t.programs[e.loss]
+    yield from _bound(t, e, program, {n for n, _, _ in e.fresh} | {n for n, _ in e.data}, len(e.fresh) + len(e.data))
+    for input, value in e.data:
+        yield from _fits(t, e, program, input, t.values[value])
+    for node in program.nodes:
+        for input, frame, what in e.fresh:
+            space = t.frames[frame].rows if LEVEL_OF.get(what) == "seq" else frame
+            if (
+                node.op == "input"
+                and node.attr("name") == input
+                and (node.level, node.space) != (LEVEL_OF.get(what), space)
+            ):
+                yield problem(
+                    "RL0617", f"{name(e)}: input {input} is {node.level} over {node.space}, not {what} of {frame}", e
+                )
+    for op in sorted({n.op for n in program.nodes} & {*FLOW_ONLY}):
+        yield problem("RL0617", f"{name(e)}: program {program.id} has {op}, which no micro-batch can add up", e)
+    outputs = dict(program.outputs)
+    if "loss" not in outputs:
+        yield problem("RL0617", f"{name(e)}: program {program.id} has no output named loss", e)
+    for output, index in outputs.items():
+        if program.nodes[index].level != "batch":
+            yield problem("RL0617", f"{name(e)}: output {output} of {program.id} is not at batch level", e)
+    if STOP in outputs and not _truths(program, {*program.inputs()})[outputs[STOP]]:  # a loss's inputs may be any
+        yield problem("RL0617", f"{name(e)}: output stop of {program.id} is not a condition", e)
+    known = outputs.keys() - {STOP} | {"grad_norm", "lr"} | ({UPDATES} if STOP in outputs else set())
+    known |= {SKIPPED} if e.nonfinite == "skip" else set()
+    for metric, _ in e.outputs:
+        if metric not in known:
+            yield problem("RL0617", f"{name(e)}: program {program.id} has no metric {metric}", e)
+
+
+def _truths(program: Program, given: set[str]) -> Sequence[bool]:
+    """For each node of a program that is well formed, whether its elements are truth values. given: inputs whose are."""
+    found: list[bool] = []
+    for node in program.nodes:
+        match node.op:
+            case "input":
+                found.append(node.attr("name") in given)
+            case "const":
+                found.append(isinstance(node.attr("value"), bool))
+            case "where" | "stop_gradient":
+                found.append(all(found[a] for a in node.args[-2:]))
+            case _:
+                found.append(node.op in CONDITIONS)
+    return found
+
+
+def _bound(t: Tables, e: Event, program: Program, given: set[str], count: int) -> Iterator[Diagnostic]:
+    wanted = {*program.inputs()}
+    if given != wanted or count != len(given):
+        yield problem(
+            "RL0617", f"{name(e)}: program {program.id} takes {sorted(wanted)}, but is given {sorted(given)}", e
+        )
+
+
+def _fits(t: Tables, e: Event, program: Program, input: str, value: Value) -> Iterator[Diagnostic]:
+    for node in program.nodes:
+        if node.op == "input" and node.attr("name") == input:
+            yield from _alike(t, e, input, node, value)
+
+
+def _alike(t: Tables, e: Event, slot: str, node: Node, v: Value) -> Iterator[Diagnostic]:
+    space = _space(t, v)
+    if (v.level, space) != (node.level, node.space):
+        yield problem(
+            "RL0617",
+            f"{name(e)}: {slot} is {node.level} over {node.space!r}, but {v.id} is {v.level} over {space!r}",
+            e,
+        )
+
+
+def _space(t: Tables, v: Value) -> str:
+    match v.level:
+        case "batch":
+            return ""
+        case "prompt":
+            return t.frames[v.frame].prompts
+        case "seq":
+            return t.frames[v.frame].rows
+    return v.frame

@@ -1,0 +1,125 @@
+"""Each record is well formed by itself: its numbers lie where they have a meaning, and its fields fit each other.
+
+In: tables. Out: diagnostics RL0612. No record is looked up here but the one at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.backends import described
+from rldsl.plan.events import Generate, Sampling
+from rldsl.plan.expr import LEVELS
+from rldsl.plan.model import ROLES, Data, Layout, Model, Optimizer, ParamSpec, Value
+from rldsl.verify.tables import Tables, name, problem
+
+LEVEL_OF = {"tokens": "token", "response": "token", "row": "seq", "prompt": "prompt", "batch": "batch"}
+DTYPES_OF = {"tokens": ("i64",), "lengths": ("i64",), "columns": ("text",)}
+# style of a parameter -> the dimension along which it is divided
+DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "experts": (1, 2), "replicated": ()}
+FACTORS = (".lora_A.weight", ".lora_B.weight")  # they are divided as their modules are, which is another check's
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    for x in t.plan.layouts:
+        yield from _bad(f"layout {x.id}", _layout(x))
+    for m in t.plan.models:
+        yield from _bad(f"model {m.name}", _model(m))
+        for p in (*m.params, *m.base):
+            yield from _bad(f"model {m.name}: parameter {p.name} {p.shape}", _parameter(p, m.layers))
+    for d in t.plan.data:
+        yield from _bad(f"data {d.name}", _data(d))
+    for v in t.plan.values:
+        yield from _bad(f"value {v.id}", _value(v))
+    for f in t.plan.functions:
+        if f.returns not in ("seq", "prompt"):
+            yield from _bad(f"function {f.id}", f"returns level {f.returns}")
+    for e, _ in t.events:
+        if isinstance(e, Generate) and (fault := _sampling(e.sampling)):
+            yield problem("RL0612", f"{name(e)} {fault}", e)
+    yield from _experts(t)
+
+
+def _experts(t: Tables) -> Iterator[Diagnostic]:
+    """As many experts on each of the ranks that share them."""
+    buffers = {tuple(b.split("@", 1)) for e, _ in t.events for b in (*e.reads, *e.writes)}
+    for m in t.plan.models:
+        counts = {p.experts for p in (*m.params, *m.base) if p.experts}
+        for x in t.plan.layouts:
+            if any(n % x.ep for n in counts) and (x.id == m.home or (m.name, x.id) in buffers):
+                yield problem("RL0612", f"layout {x.id} has ep={x.ep}, which does not divide the experts of model {m.name}")
+
+
+def _bad(where: str, fault: str) -> Iterator[Diagnostic]:
+    if fault:
+        yield problem("RL0612", f"{where} {fault}")
+
+
+def _layout(x: Layout) -> str:
+    if described(x.backend) is None:  # its name is imported
+        return f"has the unknown backend {x.backend!r}"
+    if x.ep < 1 or not 0 <= x.zero <= 3:
+        return f"has ep={x.ep} zero={x.zero}"
+    if x.vpp < 1 or x.vpp > 1 and x.pp == 1:
+        return f"has vpp={x.vpp} beside pp={x.pp}"
+    return f"has ep={x.ep} beside dp={x.dp} and cp={x.cp}" if x.dp % x.ep or x.ep > 1 and x.cp > 1 else ""
+
+
+def _model(m: Model) -> str:
+    if m.dtype not in ("float32", "bfloat16"):
+        return f"has dtype {m.dtype}; expected float32 or bfloat16"
+    if m.layers < 1:
+        return f"has {m.layers} layers"
+    return _optimizer(m.optimizer) if m.optimizer else ""
+
+
+def _optimizer(o: Optimizer) -> str:
+    if min(o.lr, o.eps, o.weight_decay, o.warmup, o.clip_grad, o.min_lr_ratio) < 0:
+        return "has an optimizer with a number below 0"
+    return "" if all(0 <= b < 1 for b in o.betas) else f"has an optimizer with betas {o.betas}"
+
+
+def _sampling(s: Sampling) -> str:
+    if s.n < 1 or s.max_new_tokens < 1 or not 0 <= s.min_new_tokens <= s.max_new_tokens:
+        return f"makes {s.n} completions of {s.min_new_tokens} to {s.max_new_tokens} tokens"
+    if not s.greedy and not (s.temperature > 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and 0 <= s.min_p <= 1):
+        return (f"draws with temperature {s.temperature:g}, top_p {s.top_p:g}, top_k {s.top_k} and min_p {s.min_p:g}, "
+                "which is no distribution")
+    return ""
+
+
+def _parameter(p: ParamSpec, layers: int) -> str:
+    s, undivided = p.split, "is not divisible as it says"
+    if any(n < 1 for n in p.shape) or not p.shape and s or p.name.count("{}") > 1:
+        return undivided
+    if ("{}" in p.name) != (p.stage == "layer") or not 0 <= p.layers <= layers:
+        return undivided
+    if s and not (0 <= s.dim < len(p.shape) and all(u > 0 and n > 0 for u, n in s.parts)
+                  and sum(u * n for u, n in s.parts) == p.shape[s.dim]):
+        return undivided
+    if p.style not in DIVIDED:
+        return f"has the style {p.style!r}, which no collectives belong to"
+    along = DIVIDED[p.style]
+    if not p.name.endswith(FACTORS) and (s.dim not in along if s else along):
+        return f"has the style {p.style}, and its division is another"
+    if p.experts and (len(p.shape) != 3 or p.shape[0] != p.experts or p.stored and p.shape[1] % len(p.stored)):
+        return f"is said to be of {p.experts} experts"
+    return "has a gradient in parts, and is divided" if p.partial and s else ""
+
+
+def _data(d: Data) -> str:
+    if d.batch < 1 or d.max_prompt_tokens < 0 or d.max_answer_tokens < 0:
+        return f"has batch {d.batch} and limits {d.max_prompt_tokens}, {d.max_answer_tokens}"
+    roles = [role for role, _ in d.columns]
+    if len(set(roles)) != len(roles) or not set(roles) <= set(ROLES[d.kind]):
+        return f"of kind {d.kind} has columns for {', '.join(roles)}"
+    return ""
+
+
+def _value(v: Value) -> str:
+    if v.level not in LEVELS or LEVEL_OF.get(v.extent, v.level) != v.level:
+        return f"has extent {v.extent} at level {v.level}"
+    if v.dtype not in DTYPES_OF.get(v.extent, ("f32", "bool")):
+        return f"of extent {v.extent} has dtype {v.dtype}"
+    return ""

@@ -1,0 +1,275 @@
+"""Records name only what exists, once each, and are well formed by themselves.
+
+In: tables. Out: diagnostics RL0610 (unknown), RL0611 (declared twice), RL0612 (malformed record; what needs no other
+record is in `records.py`). All further checks rely on these two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import prod
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
+                               Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.model import MOST_RANKS, Frame, Layout, Mesh, Model, Spread
+from rldsl.verify import adapters
+from rldsl.verify.tables import Tables, name, problem
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    yield from _unique(t)
+    yield from _header(t)
+    for mesh in t.plan.meshes:
+        yield from _mesh(mesh, t.plan.header.world)
+    for layout in t.plan.layouts:
+        yield from _layout(t, layout)
+    for spread in t.plan.spreads:
+        yield from _spread(t, spread)
+    for model in t.plan.models:
+        yield from _model(t, model)
+    yield from _values(t)
+    yield from _blocks(t, t.plan.body, inside=False)
+    for event, _ in t.events:
+        yield from _event(t, event)
+
+
+def _unique(t: Tables) -> Iterator[Diagnostic]:
+    p = t.plan
+    loops = [x.id for x in _loops(p.body)]
+    for kind, ids in (
+        ("mesh", [x.id for x in p.meshes]),
+        ("layout or spread", [x.id for x in (*p.layouts, *p.spreads)]),
+        ("model", [x.name for x in p.models]),
+        ("data source", [x.name for x in p.data]),
+        ("frame", [x.id for x in p.frames]),
+        ("value", [x.id for x in p.values]),
+        ("function", [x.id for x in p.functions]),
+        ("program", [x.id for x in p.programs]),
+        ("group", [x.id for x in p.groups]),
+        ("state", [x.value for x in p.states]),
+        ("loop", loops),
+    ):
+        for id, count in Counter(ids).items():
+            if count > 1:
+                yield _bad("RL0611", f"{kind} {id} is declared {count} times")
+            if not id or "@" in id:
+                yield _bad("RL0612", f"{kind} has the id {id!r}")
+    first: dict[int, Event] = {}
+    for event, _ in t.events:
+        if event.id in first:
+            yield problem("RL0611", f"two events have the id {event.id}", first[event.id], event)
+        first.setdefault(event.id, event)
+
+
+def _header(t: Tables) -> Iterator[Diagnostic]:
+    h = t.plan.header
+    if not 1 <= h.world <= MOST_RANKS or h.devices_per_node < 1 or h.steps < 0:
+        yield _bad("RL0612", f"the header has world {h.world}, devices per node {h.devices_per_node}, steps {h.steps}")
+
+
+def _mesh(mesh: Mesh, world: int) -> Iterator[Diagnostic]:
+    if not mesh.ranks or any(not 0 <= a < b <= world for a, b in mesh.ranks):
+        yield _bad("RL0612", f"mesh {mesh.id} {mesh.ranks} is not made of ranks of the world of {world}")
+    elif any(stop > start for (_, stop), (start, _) in pairwise(sorted(mesh.ranks))):
+        yield _bad("RL0612", f"mesh {mesh.id} contains a rank twice: {mesh.ranks}")
+
+
+def _layout(t: Tables, x: Layout) -> Iterator[Diagnostic]:
+    degrees = (x.dp, x.tp, x.pp, x.cp)
+    if x.mesh not in t.meshes:
+        yield _unknown("mesh", x.mesh, f"layout {x.id}")
+    elif min(degrees) < 1 or prod(degrees) != len(t.ranks[x.mesh]):
+        yield _bad(
+            "RL0612",
+            f"layout {x.id}: dp={x.dp} tp={x.tp} pp={x.pp} cp={x.cp} do not fill mesh {x.mesh} of "
+            f"{len(t.ranks[x.mesh])} ranks",
+        )
+
+
+def _spread(t: Tables, s: Spread) -> Iterator[Diagnostic]:
+    where = f"spread {s.id}"
+    if s.mesh not in t.meshes:
+        yield _unknown("mesh", s.mesh, where)
+    if (s.unit == "all") != (s.layout == ""):
+        yield _bad("RL0612", f"{where}: unit {s.unit} with layout {s.layout!r}")
+    elif s.layout and s.layout not in t.layouts:
+        yield _unknown("layout", s.layout, where)
+    elif s.layout and t.ranks.get(s.mesh) != t.ranks.get(t.layouts[s.layout].mesh):
+        yield _bad("RL0612", f"{where} is on mesh {s.mesh}, but its layout {s.layout} is on another")
+    if s.minibatches < 1 or s.epochs < 1:
+        yield _bad("RL0612", f"{where}: minibatches {s.minibatches}, epochs {s.epochs}")
+    frames = [t.frames[f] for f in s.frames if f in t.frames]
+    yield from (_unknown("frame", f, where) for f in s.frames if f not in t.frames)
+    spaces = {f.prompts if s.unit == "prompt" else f.rows for f in frames}
+    if s.unit != "all" and len(spaces) > 1:
+        yield _bad("RL0612", f"{where} divides frames that share no {s.unit}s: {', '.join(s.frames)}")
+
+
+def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
+    where = f"model {m.name}"
+    if m.home and m.home not in t.layouts:
+        yield _unknown("layout", m.home, where)
+    if m.mean and m.mean not in t.layouts:
+        yield _unknown("layout", m.mean, where)
+    if m.mean and not m.sources:
+        yield _bad("RL0612", f"{where} keeps a mean under {m.mean}, but follows no other")
+    if bool(m.home) != (m.optimizer is not None):
+        yield _bad(
+            "RL0612", f"{where} has " + ("a home layout but no optimizer" if m.home else "an optimizer but no home")
+        )
+    yield from (_unknown("model", x, where) for x in dict.fromkeys(m.sources) if x not in t.models)
+    if m.home and m.sources:
+        yield _bad("RL0612", f"{where} is trained and follows {m.sources[0]}")
+    if len({p.name for p in (*m.params, *m.base)}) != len(m.params) + len(m.base):
+        yield _bad("RL0611", f"{where} lists a parameter twice")
+    if bool(m.base) != (m.lora is not None):
+        yield _bad("RL0612", f"{where} has " + ("a base but no adapters" if m.base else "adapters but no base"))
+    elif m.lora is not None:
+        yield from adapters.check(m, m.lora)
+
+
+def _values(t: Tables) -> Iterator[Diagnostic]:
+    for f in t.plan.frames:
+        if f.data not in t.data:
+            yield _unknown("data source", f.data, f"frame {f.id}")
+        if f.count < 1 or f.per_prompt < 1 or f.count % f.per_prompt or not f.rows or not f.prompts:
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, {f.per_prompt} a prompt")
+        yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.of, f.partial) if x and x not in t.frames)
+        if f.turns < 1 or f.count // max(f.per_prompt, 1) % max(f.turns, 1):
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.turns} turns")
+        elif f.partial in t.frames and f.count % t.frames[f.partial].count:
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, of which {f.partial} cannot tell")
+        of = t.frames.get(f.of, f)
+        if (f.count, f.per_prompt, f.turns) != (of.count, of.per_prompt, of.turns):
+            yield _bad("RL0612", f"frame {f.id} does not number its rows as {of.id} does, of which it is a selection")
+        if _circle(t, f.id):
+            yield _bad("RL0612", f"frame {f.id} comes from itself")
+    rows: dict[str, Frame] = {}
+    prompts: dict[str, Frame] = {}
+    for f in t.plan.frames:
+        other, same = rows.setdefault(f.rows, f), prompts.setdefault(f.prompts, f)
+        if (f.prompts, f.count, f.per_prompt, f.turns) != (other.prompts, other.count, other.per_prompt, other.turns):
+            yield _bad("RL0612", f"frames {other.id} and {f.id} share rows, but not their number or prompts")
+        if f.count * same.per_prompt != same.count * f.per_prompt:
+            yield _bad("RL0612", f"frames {same.id} and {f.id} share prompts, but not their number")
+    for s in t.plan.states:
+        v = t.values.get(s.value)
+        if v is None or v.level != "batch" or v.dtype != "f32":
+            yield _bad("RL0612", f"state {s.value} is no number at batch level")
+        if s.spread not in t.spreads:
+            yield _unknown("spread", s.spread, f"state {s.value}")
+        elif t.spreads[s.spread].unit != "all":
+            yield _bad("RL0612", f"state {s.value} is in spread {s.spread}, which divides rows")
+    for v in t.plan.values:
+        if v.frame not in t.frames and (v.frame or v.extent != "batch"):
+            yield _unknown("frame", v.frame, f"value {v.id}")
+
+
+def _circle(t: Tables, frame: str) -> bool:
+    seen: set[str] = set()
+    while frame in t.frames and frame not in seen:
+        seen.add(frame)
+        f = t.frames[frame]
+        frame = f.of or (f.partial if f.partial != frame else "")
+    return bool(frame) and frame in t.frames
+
+
+def _loops(items: Sequence[Item]) -> Iterator[Loop]:
+    for item in items:
+        if isinstance(item, Loop | Every):
+            yield from ([item] if isinstance(item, Loop) else [])
+            yield from _loops(item.body)
+
+
+def _blocks(t: Tables, items: Sequence[Item], inside: bool) -> Iterator[Diagnostic]:
+    for item in items:
+        if isinstance(item, Loop):
+            if item.trips < 0:
+                yield _bad("RL0612", f"loop {item.id} runs {item.trips} times")
+            for buffer in (*item.collects, *filter(None, (item.until,))):
+                left, right = split(buffer)
+                if left not in t.values or right not in t.spreads:
+                    yield _bad("RL0610", f"loop {item.id} names no buffer of the plan: {buffer!r}")
+            if item.over and item.over not in t.data:
+                yield _unknown("data source", item.over, f"loop {item.id}")
+            if item.until and not inside:
+                yield _bad("RL0612", f"loop {item.id} counts the steps of the run and cannot end early")
+            yield from _blocks(t, item.body, True)
+        elif isinstance(item, Every):
+            if item.period < 1 or not inside:
+                yield _bad("RL0612", f"every {item.period}: expected a period of at least 1, inside a loop")
+            yield from _blocks(t, item.body, inside)
+
+
+def _event(t: Tables, e: Event) -> Iterator[Diagnostic]:
+    def need(kind: str, table: Iterable[str], *ids: str) -> Iterator[Diagnostic]:
+        return (problem("RL0610", f"{name(e)} names no {kind} of the plan: {id!r}", e) for id in ids if id not in table)
+
+    if e.bytes < -1:
+        yield problem("RL0612", f"{name(e)} moves {e.bytes} bytes", e)
+    yield from need("mesh", t.meshes, e.mesh)
+    buffers = {*e.reads, *e.writes}
+    match e:
+        case Load() | Offload() | Onload() | Save():
+            yield from need("model", t.models, e.model)
+            yield from need("layout", t.layouts, e.layout, *([e.of] if isinstance(e, Load) and e.of else []))
+        case Realloc():
+            yield from need("model", t.models, e.model)
+            yield from need("layout", t.layouts, e.src, e.dst)
+            yield from need("model", t.models, *filter(None, (e.source,)))
+        case Fetch():
+            yield from need("data source", t.data, e.data)
+            yield from need("frame", t.frames, *e.frames)
+        case Lengths():
+            yield from need("frame", t.frames, e.frame)
+            yield from need("spread", t.spreads, e.spread)
+        case Transfer():
+            yield from need("value", t.values, *e.values)
+            yield from need("spread", t.spreads, e.src, e.dst)
+        case Generate():
+            yield from need("frame", t.frames, e.prompts, e.frame)
+        case Infer():
+            yield from need("frame", t.frames, e.frame)
+            yield from need("value", t.values, e.output)
+        case Train():
+            yield from need("program", t.programs, e.loss)
+            yield from need("frame", t.frames, *e.frames, *(f for _, f, _ in e.fresh))
+            yield from need("value", t.values, *(v for _, v in (*e.data, *e.outputs)))
+        case Compute():
+            yield from need("program", t.programs, e.program)
+            yield from need("frame", t.frames, *e.frames)
+            yield from need("value", t.values, *(v for _, v in (*e.inputs, *e.outputs)))
+        case Select():
+            yield from need("frame", t.frames, e.frame)
+            yield from need("spread", t.spreads, e.spread)
+            yield from need("value", t.values, *(v for pair in e.values for v in pair), *filter(None, (e.condition,)))
+        case Collect():
+            yield from need("frame", t.frames, e.frame, e.into)
+            yield from need("spread", t.spreads, e.src, e.dst)
+            yield from need("value", t.values, *(v for pair in e.values for v in pair))
+        case Log():
+            buffers |= {b for _, b in e.metrics}
+            if not 0 <= e.to < t.plan.header.world:
+                yield problem("RL0610", f"{name(e)} logs on rank {e.to} of {t.plan.header.world}", e)
+        case Free():
+            buffers |= set(e.buffers)
+    if isinstance(e, Generate | Infer | Train):
+        yield from need("model", t.models, e.model)
+        yield from need("layout", t.layouts, e.layout)
+    if isinstance(e, Generate | Infer | Train | Compute):
+        yield from need("spread", t.spreads, e.spread)
+    for buffer in sorted(buffers):
+        left, right = split(buffer)
+        if not (left in t.values and right in t.spreads or left in t.models and right in t.layouts):
+            yield problem("RL0610", f"{name(e)} names no buffer of the plan: {buffer!r}", e)
+
+
+def _unknown(kind: str, id: str, where: str) -> Diagnostic:
+    return _bad("RL0610", f"{where} names no {kind} of the plan: {id!r}")
+
+
+def _bad(code: str, title: str) -> Diagnostic:
+    return problem(code, title)

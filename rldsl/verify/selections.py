@@ -1,0 +1,113 @@
+"""Selections and collections: which rows a value has is a matter of its frame, and every rank knows it.
+
+In: tables with sound references, a Select or Collect. Out: diagnostics RL0614 (reads and writes), RL0615 (fields that
+contradict each other) and RL0519 (a loop does not collect what it says). Rules: a selection keeps the row numbers of
+the frame that it is taken from, so value and kept value stand in one spread; what is collected is divided alike in
+every turn, so that appending moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import Collect, Every, Item, Loop, Select, split
+from rldsl.plan.model import Frame, Spread
+from rldsl.verify.tables import Tables, name, problem
+
+
+def root(t: Tables, frame: str) -> Frame:
+    """The frame that a selection goes back to."""
+    record = t.frames[frame]
+    while record.of:
+        record = t.frames[record.of]
+    return record
+
+
+def origin(t: Tables, frame: str) -> str:
+    """The prompt space that the prompts of a frame are numbered in."""
+    record = t.frames[frame]
+    while record.of or record.partial not in ("", record.id):
+        record = t.frames[record.of or record.partial]
+    return record.prompts
+
+
+def check(t: Tables, e: Select | Collect) -> Iterator[Diagnostic]:
+    pairs = [(t.values[v], t.values[w]) for v, w in e.values]
+    if not pairs or len({w for _, w in e.values}) != len(pairs):
+        yield problem("RL0614", f"{name(e)} must write some values, each once", e)
+    if isinstance(e, Select) and any(v.extent in ("columns", "lengths") for v, _ in pairs):
+        yield problem("RL0615", f"{name(e)} keeps rows of what is no value of each row", e)
+    for v, w in pairs:
+        if (v.level, v.extent, v.dtype) != (w.level, w.extent, w.dtype) or v.level == "batch":
+            yield problem("RL0615", f"{name(e)} makes {w.id} of {v.id}, which is of another kind", e)
+    yield from _select(t, e) if isinstance(e, Select) else _collect(t, e)
+
+
+def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
+    """A loop appends once a turn to each buffer that it collects, and to no other."""
+    for item in items:
+        if isinstance(item, Loop | Every):
+            own = [(b, e) for e in item.body if isinstance(e, Collect) for b in e.writes]
+            said = Counter(item.collects if isinstance(item, Loop) else ())
+            for buffer in (said - Counter(b for b, _ in own)) + (Counter(b for b, _ in own) - said):
+                where = f"loop {item.id}" if isinstance(item, Loop) else f"every {item.period}"
+                yield problem("RL0519", f"{where} appends to {buffer} not just once a turn, as it says",
+                              *[e for b, e in own if b == buffer])
+            yield from loops(item.body)
+
+
+def _select(t: Tables, e: Select) -> Iterator[Diagnostic]:
+    frame, s = t.frames[e.frame], t.spreads[e.spread]
+    if not frame.of or frame.partial != frame.id and e.condition:
+        yield problem("RL0615", f"{name(e)}: frame {e.frame} is no selection, or cannot tell its own rows", e)
+        return
+    if s.unit == "all":
+        yield problem("RL0615", f"{name(e)} works on spread {e.spread}, which does not divide rows", e)
+    above = {f.id for f in _above(t, frame)}
+    for v, w in e.values:
+        if t.values[w].frame != e.frame or t.values[v].frame not in above:
+            yield problem("RL0615", f"{name(e)} makes {w} of {v}, but {e.frame} is not taken from its frame", e)
+    if e.condition:
+        c, of = t.values[e.condition], t.frames[frame.of]
+        if (c.level, c.dtype) != ("seq", "bool") or t.frames[c.frame].rows != of.rows:
+            yield problem("RL0615", f"{name(e)}: {e.condition} is no condition for each row of {frame.of}", e)
+        if f"{e.frame}.tokens" not in [w for _, w in e.values]:
+            yield problem("RL0614", f"{name(e)} must write {e.frame}.tokens", e)
+    must = {v for v, _ in e.values} | ({e.condition} if e.condition else set())
+    read = [split(b) for b in e.reads]
+    if {v for v, _ in read} != must or len(read) != len(must) or any(
+            r != e.spread and (r not in t.spreads or t.spreads[r].unit != "all") for _, r in read):
+        yield problem("RL0614", f"{name(e)} must read {', '.join(sorted(must))} on spread {e.spread}", e)
+    if {*e.writes} != {f"{w}@{e.spread}" for _, w in e.values} or len(e.writes) != len(e.values):
+        yield problem("RL0614", f"{name(e)} must write its values on spread {e.spread}", e)
+
+
+def _above(t: Tables, frame: Frame) -> Iterator[Frame]:
+    """Frames whose rows, or prompts, a selection's are among."""
+    while frame.of:
+        frame = t.frames[frame.of]
+        yield from (f for f in t.frames.values() if f.rows == frame.rows or f.prompts == frame.prompts)
+
+
+def _collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:
+    f, g, src, dst = t.frames[e.frame], t.frames[e.into], t.spreads[e.src], t.spreads[e.dst]
+    if g.count != f.count * g.turns or g.per_prompt != f.per_prompt or g.partial != g.id:
+        yield problem("RL0615", f"{name(e)}: frame {e.into} is not {g.turns} turns of {e.frame}", e)
+    if not (_whole(t, src, dst) or _slots(t, src, f) and _slots(t, dst, g) and src.layout == dst.layout):
+        yield problem("RL0615", f"{name(e)}: spreads {e.src} and {e.dst} do not give a rank the same share", e)
+    for v, w in e.values:
+        if (t.values[v].frame, t.values[w].frame) != (e.frame, e.into):
+            yield problem("RL0615", f"{name(e)} collects {v} as {w}, which are not of {e.frame} and {e.into}", e)
+    writes = {f"{w}@{e.dst}" for _, w in e.values}
+    if {*e.reads} != {f"{v}@{e.src}" for v, _ in e.values} | writes or {*e.writes} != writes:
+        yield problem("RL0614", f"{name(e)} must read its values and what it appends to, and write the latter", e)
+
+
+def _whole(t: Tables, src: Spread, dst: Spread) -> bool:
+    return src.unit == dst.unit == "all" and t.ranks[dst.mesh] <= t.ranks[src.mesh]
+
+
+def _slots(t: Tables, s: Spread, frame: Frame) -> bool:
+    return s.weigh == "slot" and s.unit == "prompt" and s.frames == (frame.id,)

@@ -1,0 +1,117 @@
+"""The lines of a reallocation say rightly who holds and who wants which box.
+
+In: a model, two layouts, the `Line`s of their paths. Out: what is wrong (RL0527). Shown here: the boxes that a cell of
+the destination wants make up its pieces of every parameter, each element once; and a line's holders are the cells of
+the source that have its boxes, all of them and no other. Pieces are those of `sharding/boxes.py`, which defines what a
+layout means; boxes with the same ends are tested once, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, pieces_at, places, stages, volume
+from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.reshard.shard_classes import Line
+
+Said = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, who is said to have it, who is said to want it
+
+
+def faults(model: Model, src: Layout, dst: Layout, lines: Sequence[Line]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Code, what is wrong, no ranks."""
+    yield from (("RL0527", what, ()) for what in _faults(model, src, dst, lines))
+
+
+def _faults(model: Model, src: Layout, dst: Layout, lines: Sequence[Line]) -> Iterator[str]:
+    said: dict[tuple[str, int | None], list[Said]] = defaultdict(list)
+    for i, line in enumerate(lines):
+        at = 0
+        for e in line.entries:
+            if e.start != at:
+                yield f"box {e.box} of {e.spec} does not stand where line {i} has come to"
+            at = e.start + volume(e.box) * len(e.layers)
+            for layer in e.layers:
+                said[e.spec, layer].append((e.box, line.have, line.want))
+        if at != line.size:
+            yield f"line {i} has {line.size} elements, its boxes {at}"
+    tested: dict[object, str] = {}
+    for spec in model.params:
+        sides = (_Pieces(spec, src), _Pieces(spec, dst))
+        every = range(spec.layers or model.layers) if "{}" in spec.name else (None,)
+        for layer in every:
+            p = Parameter(spec.name, spec, layer)
+            ends = (stages(p, model.layers, src), stages(p, model.layers, dst))
+            found = tuple(said.pop((spec.name, layer), ()))
+            key = (spec.name, ends, found)
+            if key not in tested:
+                tested[key] = _fault(sides, ends, found)
+            if tested[key]:
+                yield f"{spec.name}{'' if layer is None else f', layer {layer}'}: {tested[key]}"
+    for name, layer in said:
+        yield f"{name} {layer}: the model has no such parameter"
+
+
+class _Pieces:
+    """The boxes of a parameter at each (part, shard) of a layout, to be asked by box. reach: how far the rows of the
+    pieces up to one go."""
+
+    def __init__(self, spec: ParamSpec, layout: Layout):
+        self.at = {place: tuple(p.box for p in pieces_at(spec, layout, *place)) for place in places(layout)}
+        by_rows: dict[tuple[int, int], list[tuple[Box, tuple[int, int]]]] = defaultdict(list)
+        for place, boxes in self.at.items():
+            for box in boxes:
+                by_rows[box[0] if box else (0, 1)].append((box, place))
+        self.rows = sorted(by_rows.items())
+        self.starts = [start for (start, _), _ in self.rows]
+        self.reach = list(accumulate((stop for (_, stop), _ in self.rows), max))
+
+    def holders(self, box: Box) -> set[tuple[int, int]]:
+        start, stop = box[0] if box else (0, 1)
+        found: set[tuple[int, int]] = set()
+        at = bisect_right(self.starts, start) - 1
+        while at >= 0 and self.reach[at] >= stop:
+            found |= {place for outer, place in self.rows[at][1] if contains(outer, box)}
+            at -= 1
+        return found
+
+
+def _fault(sides: tuple[_Pieces, _Pieces], ends: tuple[tuple[int, ...], tuple[int, ...]], said: Sequence[Said]) -> str:
+    wanted: dict[Cell, list[Box]] = defaultdict(list)
+    for box, have, want in said:
+        holders = {Cell(stage, *place) for place in sides[0].holders(box) for stage in ends[0]}
+        if {*have} != holders or len({*have}) != len(have):
+            return f"box {box} is said to be held by {_say(have)}, and is by {_say(holders)}"
+        for cell in want:
+            wanted[cell].append(box)
+    for stage in ends[1]:
+        for place, whole in sides[1].at.items():
+            if not _covers(whole, wanted.pop(Cell(stage, *place), [])):
+                return f"cell {_say([Cell(stage, *place)])} of the destination does not get its pieces exactly once"
+    return f"cells {_say(wanted)} get what they do not want" if wanted else ""
+
+
+def _covers(whole: Sequence[Box], got: Sequence[Box]) -> bool:
+    """Whether `got` is a division of `whole`, whose boxes are disjoint."""
+    return (all(any(contains(w, b) for w in whole) for b in got)
+            and sum(map(volume, got)) == sum(map(volume, whole))
+            and not overlapping(got))
+
+
+def overlapping(boxes: Sequence[Box]) -> bool:
+    """Whether any two have something in common. Only those whose rows meet are compared."""
+    ordered = sorted(boxes)
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1 :]:
+            if a and b[0][0] >= a[0][1]:
+                break
+            if intersect(a, b) is not None:
+                return True
+    return False
+
+
+def _say(cells: object) -> str:
+    return ", ".join(f"{c.stage}.{c.part}" + (f".{c.shard}" if c.shard else "")
+                     for c in sorted(cells)) or "nobody"  # type: ignore[call-overload]

@@ -1,0 +1,44 @@
+"""What an event says that it moves is what its participants will move, and they count alike.
+
+In: tables with sound references. Out: diagnostics RL0534. The rule by kind of event: lengths travel as 16 bytes a row
+to each rank that does not hold the row; numbers of the batch as 8 bytes to each rank of the destination that is not in
+the source; transfers of rows and metrics have a size that a run decides (-1); a realloc's bytes are another check's;
+nothing else moves anything between events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import Event, Lengths, Log, Realloc, Transfer
+from rldsl.verify.tables import Tables, name, problem
+
+LENGTH, NUMBER, RAGGED = 16, 8, -1
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    for event, _ in t.events:
+        if not isinstance(event, Realloc) and event.bytes != (due := _due(t, event)):
+            yield problem("RL0534", f"{name(event)} says that it moves {_say(event.bytes)}, but it moves {_say(due)}",
+                          event, ranks=t.event_ranks(event))
+
+
+def _due(t: Tables, e: Event) -> int:
+    match e:
+        case Log():
+            return RAGGED
+        case Lengths():
+            s = t.spreads[e.spread]
+            x = t.layouts.get(s.layout)  # each row is held by the ranks of one shard
+            shard = x.tp * x.pp * x.cp if x else 1
+            return LENGTH * t.frames[e.frame].count * (len(t.event_ranks(e)) - shard)
+        case Transfer():
+            if any(t.values[v].level != "batch" for v in e.values):
+                return RAGGED
+            return NUMBER * len(t.spread_ranks(e.dst) - t.spread_ranks(e.src)) * len(e.values)
+    return 0
+
+
+def _say(count: int) -> str:
+    return "what a run decides" if count == RAGGED else f"{count} bytes"

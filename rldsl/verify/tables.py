@@ -1,0 +1,93 @@
+"""What every check shares: the plan's records by id, its events in order, and how to name a problem.
+
+In: a plan. Out: `Tables`. Invariant: once `references.check` finds nothing, every look-up here succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.expr import Program
+from rldsl.plan.events import Event
+from rldsl.plan.model import Data, Frame, Function, Layout, Mesh, Model, Plan, RankClass, Spread, Value
+from rldsl.plan.projection import Path, to_ranges, walk
+from rldsl.plan.notation import ranges_text
+from rldsl.verify.rank_sets import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """ranks: mesh id -> its ranks that exist. Ids that occur twice keep the last."""
+
+    plan: Plan
+    events: tuple[tuple[Event, Path], ...]
+    meshes: Mapping[str, Mesh]
+    ranks: Mapping[str, Ranks]
+    layouts: Mapping[str, Layout]
+    spreads: Mapping[str, Spread]
+    models: Mapping[str, Model]
+    data: Mapping[str, Data]
+    frames: Mapping[str, Frame]
+    values: Mapping[str, Value]
+    functions: Mapping[str, Function]
+    programs: Mapping[str, Program]
+
+    def event_ranks(self, event: Event) -> Ranks:
+        return self.ranks[event.mesh]
+
+    def layout_ranks(self, layout: str) -> Ranks:
+        return self.ranks[self.layouts[layout].mesh]
+
+    def spread_ranks(self, spread: str) -> Ranks:
+        return self.ranks[self.spreads[spread].mesh]
+
+
+def tables(plan: Plan) -> Tables:
+    return Tables(
+        plan,
+        tuple(walk(plan.body)),
+        {m.id: m for m in plan.meshes},
+        {m.id: Ranks.of(m.ranks, plan.header.world) for m in plan.meshes},
+        {x.id: x for x in plan.layouts},
+        {s.id: s for s in plan.spreads},
+        {m.name: m for m in plan.models},
+        {d.name: d for d in plan.data},
+        {f.id: f for f in plan.frames},
+        {v.id: v for v in plan.values},
+        {f.id: f for f in plan.functions},
+        {p.id: p for p in plan.programs},
+    )
+
+
+def class_ranks(c: RankClass, world: int) -> Ranks:
+    return Ranks.of(c.ranks, world)
+
+
+def name(event: Event) -> str:
+    return f"event {event.id} ({type(event).__name__.lower()}{', ' + event.at if event.at else ''})"
+
+
+MEND = "compile the program again; if rlc wrote this plan and nobody changed it, please report it with the plan"
+
+
+def problem(
+    code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "", notes: Iterable[str] = ()
+) -> Diagnostic:
+    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than `MEND` to
+    say."""
+    shown = say(ranks)
+    others = tuple(f"and {name(e)}" for e in events[1:])
+    return Diagnostic(
+        code,
+        title,
+        place=name(events[0]) if events else "plan",
+        help=f"{help}; {MEND}" if help else MEND,
+        notes=(*others, *notes, *((f"ranks {shown}",) if shown else ())),
+    )
+
+
+def say(ranks: Iterable[int]) -> str:
+    """0,1,2,5 -> "0-2,5"."""
+    return ranges_text(ranks.ranges if isinstance(ranks, Ranks) else to_ranges(sorted(ranks)))

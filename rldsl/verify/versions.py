@@ -1,0 +1,240 @@
+"""Every call uses the current version of its model, on the device.
+
+In: tables with sound references, classes and operations. Out: diagnostics RL0515 (a copy is freed that is not there),
+RL0520 (not loaded, or freed), RL0521 (stale), RL0528
+(not the version, or not the events, that the plan declares for a model that follows others), RL0522
+(realloc without need), RL0523 (load twice or in a loop), RL0524 (train or realloc of the wrong layout or a frozen
+model), RL0525 (offload and onload do not alternate). A copy is `model@layout`. Load makes it current, Train makes
+its own copy the only current one, and so does a Realloc from another model; a Realloc of the model itself makes its
+destination current. A Free ends a copy, until a Realloc brings it again. What holds at the top of a loop is what holds
+on entry and after an iteration too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rldsl.diag import Diagnostic
+from rldsl.plan.events import (Checkpoint, Event, Free, Generate, Infer, Item, Load, Loop, Offload, Onload,
+                               Realloc, Save, Train, split)
+from rldsl.verify.tables import Tables, name, problem
+
+Copies = frozenset[tuple[str, str]]  # (model, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """current: copies of the current version, whatever way led here. away: copies in host memory. built: copies that
+    were loaded from a directory. there: copies that have memory, of whatever version. one: copies that are one with
+    what is trained. parked: those whose optimizer's state is in host memory."""
+
+    current: Copies = frozenset()
+    away: Copies = frozenset()
+    built: Copies = frozenset()
+    there: Copies = frozenset()
+    one: Copies = frozenset()
+    parked: Copies = frozenset()
+
+    @property
+    def sides(self) -> frozenset[tuple[str, str, str]]:
+        """What is in host memory."""
+        return frozenset({(*c, "parameters") for c in self.away} | {(*c, "optimizer") for c in self.parked})
+
+
+def check(t: Tables) -> Iterator[Diagnostic]:
+    found: list[Diagnostic] = []
+    _run(t, t.plan.body, State(), found, {})
+    yield from found
+    yield from _declared(t)
+    built = {
+        (e.model, e.dst if isinstance(e, Realloc) else e.layout) for e, _ in t.events if isinstance(e, Load | Realloc)
+    }
+    for event, _ in t.events:
+        if isinstance(event, Offload | Onload) and (event.model, event.layout) not in built:
+            yield problem(
+                "RL0520",
+                f"{name(event)}: nothing loads {event.model}@{event.layout}",
+                event,
+                ranks=t.event_ranks(event),
+            )
+    loaded: set[tuple[str, str]] = set()
+    for event, path in t.events:
+        if isinstance(event, Load):
+            copy = (event.model, event.layout)
+            if path or copy in loaded:
+                yield problem(
+                    "RL0523",
+                    f"{name(event)} loads {event.model}@{event.layout} " + ("inside a loop" if path else "again"),
+                    event,
+                    ranks=t.event_ranks(event),
+                )
+            loaded.add(copy)
+
+
+def _declared(t: Tables) -> Iterator[Diagnostic]:
+    """Each model is written by the others that it follows, in that order, from the versions that the events declare: of
+    the source, what the last event before it in the list made."""
+    made: dict[str, str] = {}
+    written: dict[str, list[str]] = defaultdict(list)
+    for e, _ in t.events:
+        if isinstance(e, Realloc) and e.source:
+            if e.version != made.get(e.source, ""):
+                yield problem(
+                    "RL0528",
+                    f"{name(e)} says that it takes the version of {e.source} made "
+                    f"{'at ' + e.version if e.version else 'before the step'}, but it comes after the one made "
+                    + (f"at {made[e.source]}" if made.get(e.source) else "before the step"),
+                    e,
+                    ranks=t.event_ranks(e),
+                )
+            written[e.model].append(e.source)
+        if isinstance(e, Train) or isinstance(e, Realloc) and e.source:
+            made[e.model] = e.at
+    for m in t.plan.models:
+        if tuple(written[m.name]) != m.sources:
+            yield problem("RL0528", f"model {m.name} follows {list(m.sources)}, but is written from {written[m.name]}")
+
+
+def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic],
+         known: dict[tuple[int, State], State]) -> State:
+    """known: (loop, state at its top) -> the state after a turn, so that loops in loops are not walked again and again."""
+    for item in body:
+        if isinstance(item, Event):
+            found += _problems(t, item, state)
+            state = _after(item, state)
+        elif isinstance(item, Loop):
+            top = state
+            while (end := _meet(top, _end(t, item, top, known))) != top:
+                top = end
+            if (end := _run(t, item.body, top, found, known)).sides != state.sides:
+                found.append(_unbalanced(f"loop {item.id}", end, state))
+            state = end if item.trips else state
+        else:
+            end = _run(t, item.body, state, found, known)
+            if end.sides != state.sides:
+                found.append(_unbalanced(f"every {item.period}", end, state))
+            state = _meet(state, end)
+    return state
+
+
+def _end(t: Tables, loop: Loop, top: State, known: dict[tuple[int, State], State]) -> State:
+    """The state after one turn that began with `top`."""
+    if (key := (id(loop), top)) not in known:
+        known[key] = _run(t, loop.body, top, [], known)
+    return known[key]
+
+
+def _meet(a: State, b: State) -> State:
+    return State(a.current & b.current, a.away, a.built & b.built, a.there & b.there, a.one & b.one, a.parked)
+
+
+def _unbalanced(where: str, end: State, start: State) -> Diagnostic:
+    copies = ", ".join(sorted({f"{m}@{x}" for m, x, _ in end.sides ^ start.sides}))
+    return problem("RL0525", f"{where} ends with {copies} on the other side of offload than it began")
+
+
+def _after(e: Event, s: State) -> State:
+    match e:
+        case Load():
+            copy = (e.model, e.layout)
+            return replace(s, current=s.current | {copy}, built=s.built | {copy}, there=s.there | {copy},
+                           one=s.one | {copy} if e.of else s.one)
+        case Realloc(source=""):
+            return replace(s, current=s.current | {(e.model, e.dst)}, there=s.there | {(e.model, e.dst)})
+        case Free():
+            freed = _freed(e)
+            return replace(s, current=s.current - freed, built=s.built - freed, there=s.there - freed)
+        case Train() | Realloc():
+            copy = (e.model, e.layout if isinstance(e, Train) else e.dst)
+            same = {c for c in s.one if c[0] == e.model and isinstance(e, Train)}
+            current = frozenset(c for c in s.current if c[0] != e.model) | same | {copy}
+            return replace(s, current=current, there=s.there | {copy})
+        case Offload(what="optimizer"):
+            return replace(s, parked=s.parked | {(e.model, e.layout)})
+        case Onload(what="optimizer"):
+            return replace(s, parked=s.parked - {(e.model, e.layout)})
+        case Offload():
+            return replace(s, away=s.away | {(e.model, e.layout)})
+        case Onload():
+            return replace(s, away=s.away - {(e.model, e.layout)})
+    return s
+
+
+def _freed(e: Free) -> Copies:
+    """All that it frees, copies among it."""
+    return frozenset((left, right) for left, right in map(split, e.buffers))
+
+
+def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
+    ranks = t.event_ranks(e)
+    match e:
+        case Generate() | Infer() | Save() | Train():
+            used = ((e.model, e.layout),)
+        case Realloc():
+            used = ((e.source or e.model, e.src), *([(e.model, e.dst)] if e.decay else []))
+        case Load() if e.of:
+            used = ((e.model, e.of),)
+        case Checkpoint():
+            used = tuple(split(b) for b in e.reads if split(b)[0] in t.models)
+        case Offload() | Onload():
+            copy = (e.model, e.layout)
+            if (copy in (s.away if e.what == "parameters" else s.parked)) != isinstance(e, Onload):
+                yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is there already", e, ranks=ranks)
+            if e.what == "optimizer" and copy in s.away:
+                yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} have no parameters beside them", e,
+                              ranks=ranks)
+            return
+        case Free():
+            for model, layout in sorted(c for c in _freed(e) if c[0] in t.models):
+                if (model, layout) in s.away:
+                    yield problem("RL0525", f"{name(e)} frees {model}@{layout}, which is offloaded", e, ranks=ranks)
+                elif (model, layout) not in s.there:
+                    yield problem("RL0515", f"{name(e)} frees {model}@{layout}, which is not there", e, ranks=ranks)
+            return
+        case _:
+            return
+    for model, layout in used:
+        if (model, layout) not in s.current:
+            there = sorted(x for m, x in s.current if m == model) if t.models[model].sources else []
+            there += [x for x in [t.models[model].home] if x and (model, x) in s.current]
+            yield problem(
+                "RL0521" if there else "RL0520",
+                f"{name(e)} uses {model}@{layout}, which "
+                + ("is not the current version" if there else "is not there: nothing loads it"),
+                e,
+                ranks=ranks,
+                help=f"a realloc from {model}@{there[0]} must come before" if there else "",
+            )
+        if isinstance(e, Train) and (model, layout) in s.parked:
+            yield problem("RL0525", f"{name(e)} trains {model}@{layout}, whose optimizer's state is offloaded", e,
+                          ranks=ranks)
+        if (model, layout) in s.away and not isinstance(e, Checkpoint):  # a checkpoint is written from either side
+            yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
+    if isinstance(e, Realloc):
+        if t.models[e.model].base and (e.model, e.dst) not in s.built:
+            yield problem("RL0520", f"{name(e)} brings adapters to {e.model}@{e.dst}, whose base nothing loads", e,
+                          ranks=ranks)
+        home, follows = t.models[e.model].home, bool(t.models[e.model].sources)
+        if not e.source and (e.model, e.dst) in s.current:
+            yield problem("RL0522", f"{name(e)} brings {e.model}@{e.dst}, which is current already", e, ranks=ranks)
+        if (e.model, e.dst) in s.away:
+            yield problem("RL0525", f"{name(e)} writes {e.model}@{e.dst}, which is offloaded", e, ranks=ranks)
+        if home and e.dst == home or not home and not follows:
+            yield problem(
+                "RL0524",
+                f"{name(e)} overwrites the home of {e.model}"
+                if home
+                else f"{name(e)} moves {e.model}, which is frozen: load it there instead",
+                e,
+                ranks=ranks,
+            )
+    if isinstance(e, Train) and e.layout != t.models[e.model].home:
+        yield problem(
+            "RL0524",
+            f"{name(e)} trains {e.model} under {e.layout}, but its home is "
+            f"{t.models[e.model].home or 'nowhere: it is frozen'}",
+            e,
+            ranks=ranks,
+        )
