@@ -1,6 +1,6 @@
 """How every line reaches every rank that lacks it, said once for each kind of node and each cell.
 
-Records, which `paths.py` makes and `lanes.py` reads; the same on every machine, of a size that depends on degrees and
+Records, which `routes.py` makes and `transfer_slices.py` reads; the same on every machine, of a size that depends on degrees and
 kinds and not on ranks.
 """
 

@@ -38,7 +38,7 @@ class RowMove:
 
 def partition(weights: Sequence[int], shards: int, weigh: Literal["count", "tokens", "slot"]) -> tuple[Rows, ...]:
     """Item numbers for each shard. "count": contiguous runs of even length. "tokens": so that the heaviest
-    shard is as light as possible (`makespan.py`). Shards stay empty when there are fewer items."""
+    shard is as light as possible (`balance.py`). Shards stay empty when there are fewer items."""
     assert shards > 0
     if weigh == "count":
         return _runs(tuple(range(len(weights))), shards)

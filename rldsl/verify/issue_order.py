@@ -5,7 +5,7 @@ parallel and context-parallel ones, links between pipeline stages, and those of 
 issues on them, and in which order, is the backend's matter (its description names the protocol that it keeps to);
 here it is written down once more, use by use, for each kind of call (`PROTOCOLS`), and the lists of all ranks of a
 layout are searched for a circle of uses that wait for each other (rendezvous). Layouts with degrees that a backend does
-not have, or of which nothing is written down, are refused. Together with `order.py` this shows that the list of each
+not have, or of which nothing is written down, are refused. Together with `total_order.py` this shows that the list of each
 rank over all communicators increases in one total order: events in the body's, and uses inside each event. What is
 waited for later than it is issued (transfers, reallocs, sends between stages) only waits for less.
 

@@ -4,7 +4,7 @@ In: tables with sound references. Out: diagnostics RL0526 (bytes, messages or di
 do), RL0527 (a destination has a gap or an overlap, or a rank gets what it has), RL0533 (what one rank sends is not
 what the other expects, or it does not have it then) and RL0535 (too many messages at once). The paths are those that
 every rank takes (`rldsl/reshard`); they are not believed but tested, their boxes in `shard_classes.py` and the ranks in
-`lanes.py`.
+`transfer_slices.py`.
 """
 
 from __future__ import annotations

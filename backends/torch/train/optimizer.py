@@ -4,7 +4,7 @@ Gradients live in one flat float32 buffer that every `parameter.grad` is a view 
 of one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole
 buffer over cp and dp (a sum: losses carry the global normalisation). Where ranks of dp share experts, the gradient of
 an expert has come from all their tokens, and is summed over those alone that hold the same one. Where parameters are
-divided over dp, the buffer is of this rank's rows, and holds sums over dp already (`zero.py`). The norm counts each
+divided over dp, the buffer is of this rank's rows, and holds sums over dp already (`backends/torch/model/zero.py`). The norm counts each
 element of the model once.
 
 The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), made or

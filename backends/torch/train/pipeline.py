@@ -77,7 +77,7 @@ def forward(stage: Stage, pp: Axis, batches: Sequence[Batch],
 def forward_backward(stage: Stage, pp: Axis, batches: Sequence[Batch],
                      loss: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
     """Training; loss(i, hidden) is called where the last layers are. Gradients add up in the parameters, or, where
-    these are divided over dp, as `zero.py` says."""
+    these are divided over dp, as `backends/torch/model/zero.py` says."""
     links = Links(pp)
     flying: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (input, output or loss)
 

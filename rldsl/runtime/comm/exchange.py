@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rldsl.sharding.message_batches import MESSAGES, batches
 from rldsl.plan.model import Spread, Value
 from rldsl.sharding.partition import row_moves
-from rldsl.runtime.row_assignment import StepRows
+from rldsl.runtime.comm.row_assignment import StepRows
 from rldsl.runtime.store import Column, Pending
 
 DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.uint8}

@@ -3,7 +3,7 @@
 In: a path and what the program needs of a row. Out: a table of byte offsets, 8 bytes a row; rows are read when asked
 for, so the file is never in memory. Blank lines are skipped; a byte-order mark is allowed.
 Codes: RL0742 no rows, RL0743 not UTF-8, RL0744 not JSON, RL0745 not an object, RL0752 changed during the run, and
-those of `rows.py`.
+those of `row_schema.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from rldsl.sharding.dtypes import carried
 from rldsl.sharding.partition import micro_batches, passes
 from rldsl.runtime.backend import Packed
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc
-from rldsl.runtime.row_assignment import Lens
+from rldsl.runtime.comm.row_assignment import Lens
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column, Pending, ragged
 

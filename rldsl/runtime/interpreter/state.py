@@ -20,7 +20,7 @@ from rldsl.runtime.backend import Packed, Shard
 from rldsl.runtime.data import Source, open_source
 from rldsl.runtime.comm.reshard import Route
 from rldsl.runtime.health.event_ring import Ring
-from rldsl.runtime.row_assignment import Lens, StepRows
+from rldsl.runtime.comm.row_assignment import Lens, StepRows
 from rldsl.runtime.store import Column, Pending, Store
 from rldsl.runtime.comm.world import World
 

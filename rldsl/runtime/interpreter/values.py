@@ -14,7 +14,7 @@ from rldsl.sharding.partition import origin
 from rldsl.runtime.interpreter.evaluations import next_rows
 from rldsl.runtime.interpreter.evaluate import View, run_compute
 from rldsl.runtime.comm.exchange import DTYPES, transfer
-from rldsl.runtime.row_assignment import Lens
+from rldsl.runtime.comm.row_assignment import Lens
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column
 

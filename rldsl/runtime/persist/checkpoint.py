@@ -2,7 +2,7 @@
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
-`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`positions.py`), schedules, and
+`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`runtime/data/positions.py`), schedules, and
 the size and sha256 of every file. So it can be read under any layout (`resume.py`). Each box is written by one of the
 ranks that hold it, and nothing is gathered.
 
