@@ -2,10 +2,9 @@
 
     python -m benchmarks.balance          # 4,096 sequences over 512 ranks and smaller; Karmarkar-Karp takes seconds
 
-Lengths are lognormal, with and without a limit. A sequence costs what it costs a transformer (`sharding/balance.py`). The
-bound: the mean over ranks, or the costliest sequence. Gates: makespan / bound 1.01, CPU time 10 ms (goals 1.002, 5 ms),
-for the largest case; where a rank has a few sequences only, no division may be so near.
-"""
+Lengths are lognormal, with and without a limit. A sequence costs what it costs a transformer (`sharding/balance.py`).
+The bound: the mean over ranks, or the costliest sequence. Gates: makespan / bound 1.01, CPU time 10 ms (goals 1.002, 5
+ms), for the largest case; where a rank has a few sequences only, no division may be so near. """
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ SEEDS = 5
 
 
 def karmarkar_karp(weights: Sequence[int], shards: int) -> Parts:
-    """The largest differencing method (1982): partial divisions, those with the largest spread merged first, the heaviest
-    shard of one with the lightest of the other."""
+    """The largest differencing method (1982): partial divisions, those with the largest spread merged first, the
+    heaviest shard of one with the lightest of the other."""
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for i, weight in enumerate(weights):
         heap.append((-weight, i, [(weight, [i])] + [(0, [])] * (shards - 1)))  # heaviest first

@@ -2,12 +2,11 @@
 
     python -m benchmarks.loss [--large]      # --large: 152k words too, which takes some gigabytes
 
-Ours: `backends/torch/model/logprobs.py`. Theirs: torch's own `log_softmax` and `gather` on the logits of all tokens, in one
-piece. memory: the most bytes that exist at once beyond what goes in and what comes out (gradients of hidden states and
-of the weight), every storage that torch makes counted while it lives, over the bytes of the logits in float32
-(gate 0.15, goal 0.03; of theirs for comparison). It falls with the number of tokens, as ours does not grow with them.
-time: CPU seconds of ours over theirs, least of some turns, taken alternately (gate 1.15: the logits are made twice).
-"""
+Ours: `backends/torch/model/logprobs.py`. Theirs: torch's own `log_softmax` and `gather` on the logits of all tokens, in
+one piece. memory: the most bytes that exist at once beyond what goes in and what comes out (gradients of hidden states
+and of the weight), every storage that torch makes counted while it lives, over the bytes of the logits in float32 (gate
+0.15, goal 0.03; of theirs for comparison). It falls with the number of tokens, as ours does not grow with them. time:
+CPU seconds of ours over theirs, least of some turns, taken alternately (gate 1.15: the logits are made twice). """
 
 from __future__ import annotations
 

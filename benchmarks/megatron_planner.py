@@ -1,8 +1,7 @@
 """megatron-core's planner (0.16.1, `megatron.core.resharding`) on layouts of ours.
 
-In: a case. Out: (sender, receiver, elements) of every transfer that it plans between two ranks. Its functions are called
-with the metadata that its ranks would gather; modules and process groups are not needed for that.
-"""
+In: a case. Out: (sender, receiver, elements) of every transfer that it plans between two ranks. Its functions are
+called with the metadata that its ranks would gather; modules and process groups are not needed for that. """
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """How well and how fast reallocations are planned. Exact integers, and CPU time; nothing is sent.
 
-    python -m benchmarks.realloc             # all parts
-    python -m benchmarks.realloc time        # planning, 64 to 10,240 ranks
-    python -m benchmarks.realloc quality     # a grid of more than 200 layout pairs; needs scipy
-    python -m benchmarks.realloc megatron    # the planner of megatron-core 0.16.1 on layouts of the grid, where installed
+    python -m benchmarks.realloc             # all parts python -m benchmarks.realloc time        # planning, 64 to
+    10,240 ranks python -m benchmarks.realloc quality     # a grid of more than 200 layout pairs; needs scipy python -m
+    benchmarks.realloc megatron    # the planner of megatron-core 0.16.1 on layouts of the grid, where installed
 
-Gates: bytes received / bytes lacking 1.000; bytes between nodes / bytes that some rank of a node lacks and none has 1.000;
-busiest rank / optimum 1.02; messages for each peer and bucket 2; planning for one rank at 10,240 ranks 20 ms more than at
+Gates: bytes received / bytes lacking 1.000; bytes between nodes / bytes that some rank of a node lacks and none has
+1.000; busiest rank / optimum 1.02; messages for each peer and bucket 2; planning for one rank at 10,240 ranks 20 ms
+more than at
 64. What is sent and how long that takes: `benchmarks/realloc_wall.py`.
 """
 

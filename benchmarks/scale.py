@@ -1,8 +1,8 @@
 """Compiling at scale: PPO and GRPO on Llama-3 70B and 405B shapes, from 64 ranks to 10,240.
 
 Prints for each size the CPU seconds to read and place the program (model configurations included), to compile it (proof
-included) and of the proof alone, the size of the plan, its classes and the most process groups that one rank is in; then how each grows with the
-ranks (exponent 1: in proportion; 0: not at all), beside the gates of docs/design.md §10.
+included) and of the proof alone, the size of the plan, its classes and the most process groups that one rank is in;
+then how each grows with the ranks (exponent 1: in proportion; 0: not at all), beside the gates of docs/design.md §10.
 
     python -m benchmarks.scale [most ranks]
 """

@@ -1,7 +1,7 @@
 """Placement by search: how good it is proved to be, and how long it takes, beside an MCMC at equal time.
 
-    python -m benchmarks.search [most ranks]     # PPO with models of 7B to 70B on 16 to 1,024 H100s
-    python -m benchmarks.search measured         # tiny models on this machine, a quarter of an hour: nothing else may run
+    python -m benchmarks.search [most ranks]     # PPO with models of 7B to 70B on 16 to 1,024 H100s python -m
+    benchmarks.search measured         # tiny models on this machine, a quarter of an hour: nothing else may run
 
 The first prints for each case the predicted step of the plan that was compiled for what was found, the proven bound
 and the gap between them (gate 10 %, goal 2 %), the CPU seconds of the search (of 128 ranks: gate 5, goal 0.2), what an

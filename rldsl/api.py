@@ -112,8 +112,8 @@ def examine(text: str, name: str = "<text>", *, sets: Mapping[str, Scalar] | Non
 
 def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnostic, ...],
            rules: str = "") -> tuple[Diagnostic, ...]:
-    """What `examine` finds once `attempt` has made `graph` of `files` and `found` mistakes. rules: name of the placement
-    file."""
+    """What `examine` finds once `attempt` has made `graph` of `files` and `found` mistakes. rules: name of the
+    placement file."""
     from rldsl.placement.lints import lint as lint_rules
     from rldsl.placement.place import places_of, problems_of
     from rldsl.placement.resident import idle

@@ -23,8 +23,8 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """kind: number, name, an operator (+ - * / ^ ! neg), a function's name, list, set, tuple (value: its brackets), matrix,
-    union or relation (value: its signs)."""
+    """kind: number, name, an operator (+ - * / ^ ! neg), a function's name, list, set, tuple (value: its brackets),
+    matrix, union or relation (value: its signs)."""
 
     kind: str
     args: tuple[Tree, ...] = ()

@@ -1,8 +1,8 @@
 """Whether two answers mean the same in mathematics.
 
-In: two texts, in LaTeX or plain. Out: true or false, at once, whatever they hold. Rational numbers are compared exactly;
-other numbers within 1e-9; formulas with variables by their values at several points, which are the same for every run.
-"""
+In: two texts, in LaTeX or plain. Out: true or false, at once, whatever they hold. Rational numbers are compared
+exactly; other numbers within 1e-9; formulas with variables by their values at several points, which are the same for
+every run. """
 
 from __future__ import annotations
 

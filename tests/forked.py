@@ -49,7 +49,8 @@ def run(line: Sequence[str], env: Mapping[str, str] | None = None, **_: Any) -> 
 
 
 def start(module: str, *arguments: str, files: tuple[str, str, str], env: Mapping[str, str] | None = None) -> Any:
-    """The process, as of `multiprocessing`, just begun. files: what it reads from and writes to; a terminal, perhaps."""
+    """The process, as of `multiprocessing`, just begun. files: what it reads from and writes to; a terminal,
+    perhaps."""
     environment = {k: v for k, v in os.environ.items() if k not in HIDDEN} | {"OMP_NUM_THREADS": "1"} | dict(env or {})
     process = context().Process(target=_enter, args=(module, arguments, os.getcwd(), environment, files))
     process.start()

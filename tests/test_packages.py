@@ -1,4 +1,5 @@
-"""What pyproject.toml says of packages is what there is: an editable install hides a package that a wheel would lack."""
+"""What pyproject.toml says of packages is what there is: an editable install hides a package that a wheel would
+lack."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What changed between two plans, for a person: calls, layouts, movements, bytes, memory, time.
 
 In: two plans, and what a simulator predicts for them. Out: a `Diff`. Events are matched by what they mean
-(`inspect/event_matching.py`): their names and places in the program, never their ids. Plans that differ are never the same: where
-no section tells how, `others` names the records.
-"""
+(`inspect/event_matching.py`): their names and places in the program, never their ids. Plans that differ are never the
+same: where no section tells how, `others` names the records. """
 
 from __future__ import annotations
 
@@ -88,8 +87,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """seconds: predicted for a step, before and after. others: kinds of records that differ without a section that tells
-    how."""
+    """seconds: predicted for a step, before and after. others: kinds of records that differ without a section that
+    tells how."""
 
     program: tuple[Change, ...]
     tables: tuple[Change, ...]

@@ -43,8 +43,8 @@ class Block:
 
 
 def kernel(model: Model, compute: int, device: str) -> Attention:
-    """Which attention `backends/torch/model/attention.py` gets. device: "cuda" or "cpu". CUDA's kernels for float32 want as
-    many key-value heads as heads."""
+    """Which attention `backends/torch/model/attention.py` gets. device: "cuda" or "cpu". CUDA's kernels for float32
+    want as many key-value heads as heads."""
     if device == "cuda" and compute == 2:
         return "fused"
     return "plain" if device == "cuda" and model.sizes.heads != model.sizes.kv_heads else "grid"
@@ -108,7 +108,8 @@ def _norm(h: int, compute: int, stream: int, reads: int, layer_norm: bool, train
 
 
 def _head_norm(width: int, compute: int, stream: int, trained: bool) -> int:
-    """Of queries and keys, head by head (Qwen 3); input in float32 and the normed numbers, or in float32 these alone."""
+    """Of queries and keys, head by head (Qwen 3); input in float32 and the normed numbers, or in float32 these
+    alone."""
     return 4 * width if compute == 4 else (4 + (compute if trained else 0)) * width
 
 

@@ -1,8 +1,8 @@
 """Which shapes decoding takes, and what its recordings hold, in bytes.
 
-In: counts and sizes. Out: numbers that the backend works by (`backends/torch/generate/scheduler.py`, `captured_step.py`), and the memory of
-a recorded step: on the CPU a recording keeps all that its operators make; a captured graph needs what one step needs.
-"""
+In: counts and sizes. Out: numbers that the backend works by (`backends/torch/generate/scheduler.py`,
+`captured_step.py`), and the memory of a recorded step: on the CPU a recording keeps all that its operators make; a
+captured graph needs what one step needs. """
 
 from __future__ import annotations
 

@@ -249,8 +249,8 @@ class _Walk:
             self._until_read(what, room, i, now + 1, [f"{model.name}@{e.dst}"], before=1)
 
     def _until_read(self, what: str, size: int, i: int, start: int, buffers: list[str], before: int = 0) -> None:
-        """Held from event i until one of some buffers is first read or freed, or until `before` moments earlier; perhaps
-        in the next step, or when the event comes again."""
+        """Held from event i until one of some buffers is first read or freed, or until `before` moments earlier;
+        perhaps in the next step, or when the event comes again."""
         reader = self._reader(i + 1, buffers)
         if reader is not None:
             self._hold(what, size, start, reader - before)

@@ -62,13 +62,13 @@ class Mesh:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Degrees on a mesh; dp*tp*pp*cp = size of the mesh. Coordinates run pp slowest, then dp, cp, and tp fastest
-    (`sharding/layout.py`). `ep` divides dp: runs of ep neighbours along dp share the experts of each layer, and each run has
-    all of them; everything else is as without it. `zero`, of a layout that a model is trained under, divides
-    parameters, gradients and optimizer state over dp at rest (`sharding/boxes.py`). Gradients are whole during a minibatch
-    with 1, and divided with 2 and 3; parameters are whole during a minibatch with 1 and 2, and layer by layer with 3
-    (Rajbhandari et al. 2020, arXiv:1910.02054). `vpp`, of a layout that a model is trained under, is the number of
-    chunks of layers that each rank of a pipeline has (`sharding/pipeline_schedule.py`). `backend`: what computes (`plan/backends.py`);
-    what a rank holds does not depend on it."""
+    (`sharding/layout.py`). `ep` divides dp: runs of ep neighbours along dp share the experts of each layer, and each
+    run has all of them; everything else is as without it. `zero`, of a layout that a model is trained under, divides
+    parameters, gradients and optimizer state over dp at rest (`sharding/boxes.py`). Gradients are whole during a
+    minibatch with 1, and divided with 2 and 3; parameters are whole during a minibatch with 1 and 2, and layer by layer
+    with 3 (Rajbhandari et al. 2020, arXiv:1910.02054). `vpp`, of a layout that a model is trained under, is the number
+    of chunks of layers that each rank of a pipeline has (`sharding/pipeline_schedule.py`). `backend`: what computes
+    (`plan/backends.py`); what a rank holds does not depend on it."""
 
     id: str
     mesh: str
@@ -196,9 +196,9 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Model:
     """kind decides the head: logits, one value per token, or one score per sequence. path: a HuggingFace directory.
-    params: the parameters of which there are versions: trained, moved, saved, and part of a checkpoint. base: of a model
-    with adapters, those that stay as they are in the directory; each rank reads its slices of them under every layout.
-    dtype: "float32" or "bfloat16". home: the layout that holds the trained parameters and the optimizer state
+    params: the parameters of which there are versions: trained, moved, saved, and part of a checkpoint. base: of a
+    model with adapters, those that stay as they are in the directory; each rank reads its slices of them under every
+    layout. dtype: "float32" or "bfloat16". home: the layout that holds the trained parameters and the optimizer state
     ("" when frozen). updates: optimizer steps planned for the whole run. config_digest: sha256 of its config.json.
     sources: of a model that is not trained but written by others, the model that each such event takes, in order. mean:
     the layout under which a mean with others is taken ("" when none is), so that what is added to it is not lost.

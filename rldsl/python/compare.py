@@ -53,6 +53,7 @@ class Difference:
 
 def compared(before: Record, after: Record, names: tuple[str, str], ids: tuple[str, str],
              cluster: Cluster | None = None) -> Difference:
-    """cluster: None predicts no times; with one, both plans have a proof. Raises Failure where a plan does not fit on it."""
+    """cluster: None predicts no times; with one, both plans have a proof. Raises Failure where a plan does not fit on
+    it."""
     seconds = (simulate(before, cluster).seconds, simulate(after, cluster).seconds) if cluster else None
     return Difference(diff(before, after, seconds), names, ids)

@@ -21,8 +21,8 @@ def machine_of(cluster: Machines) -> Cluster:
 
 
 def assumed(ranks: int, devices: int) -> Cluster:
-    """As many nodes of the preset `ASSUMED` as so many ranks need, `devices` of which share a node; with more devices in
-    each where a node of the plan has more."""
+    """As many nodes of the preset `ASSUMED` as so many ranks need, `devices` of which share a node; with more devices
+    in each where a node of the plan has more."""
     found = preset(ASSUMED)
     assert found is not None
     size = min(devices, ranks)

@@ -2,8 +2,8 @@
 
 In: a model under its source layout, a destination layout, and ranks for it. Out: the destination's mesh, the ranks in
 another order. Two things are permuted: whole nodes, and the ranks inside a node; so a group that lay inside a node in
-the order as given still does. Both are transport problems, solved exactly: as long as some cycle of exchanges keeps more
-bytes in place, it is made (Klein 1967). Among equally good orders the nearest to the one given is taken.
+the order as given still does. Both are transport problems, solved exactly: as long as some cycle of exchanges keeps
+more bytes in place, it is made (Klein 1967). Among equally good orders the nearest to the one given is taken.
 
 The grouping without redundancy of HybridFlow (Sheng et al. 2024, arXiv 2409.19256), generation groups taken at a
 stride inside training groups, is the special case in which every training shard lies inside a generation shard.
@@ -29,8 +29,8 @@ Standing = tuple[Cell | None, ...]  # of the ranks of one node
 
 
 def relabel(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, ranks: Ranges, devices_per_node: int) -> Mesh:
-    """The mesh of `dst`, of ranks out of `ranks`, of which there are at least as many as it needs. As given: the first of
-    them, in their order."""
+    """The mesh of `dst`, of ranks out of `ranks`, of which there are at least as many as it needs. As given: the first
+    of them, in their order."""
     every = Mesh(dst.mesh, ranks).members()
     size = degree_product(dst)
     assert len(set(every)) == len(every) >= size, f"{len(every)} ranks for the {size} of layout {dst.id}"

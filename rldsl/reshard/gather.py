@@ -2,8 +2,8 @@
 
 In: a model under a layout. Out: an owner for each parameter, and the messages of one rank that bring it what it lacks.
 The other parts come from the ranks of the owner's own tensor-parallel group, so nothing leaves the node where such
-groups lie inside nodes, and nobody sends more than its part. Where rows are divided over dp too, they come from its stage.
-"""
+groups lie inside nodes, and nobody sends more than its part. Where rows are divided over dp too, they come from its
+stage. """
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class Side:
         return self.ordered[at][0] + index - self.ordered[at][2]
 
     def key(self, first: int, stop: int) -> object:
-        """Equal for two blocks of ranks only if their ranks stand alike. One step where the block lies in one shard of one
-        stage."""
+        """Equal for two blocks of ranks only if their ranks stand alike. One step where the block lies in one shard of
+        one stage."""
         at = bisect_right(self.starts, first) - 1
         if at >= 0 and stop <= self.runs[at][1]:
             index, shard = self.runs[at][2] + first - self.runs[at][0], self.copies * self.parts

@@ -1,8 +1,7 @@
 """How every line reaches every rank that lacks it, said once for each kind of node and each cell.
 
-Records, which `routes.py` makes and `transfer_slices.py` reads; the same on every machine, of a size that depends on degrees and
-kinds and not on ranks.
-"""
+Records, which `routes.py` makes and `transfer_slices.py` reads; the same on every machine, of a size that depends on
+degrees and kinds and not on ranks. """
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
 """Which paths lines take.
 
-In: a model, two layouts on their meshes, the number of devices of a node. Out: `Paths`. What one rank does by them is in
-`transfer_slices.py`.
+In: a model, two layouts on their meshes, the number of devices of a node. Out: `Paths`. What one rank does by them is
+in `transfer_slices.py`.
 
 Rules. A rank that holds a line under the source layout gets none of it. In a node with holders of a line, they send to
 those that lack it. Into any other node the line comes once, in even parts for the ranks that lack it, and each of these
 then gives its part to the others. Senders are balanced: over the network, and inside nodes. Where the holders would
-still send more than the busiest rank has to receive, nodes of a kind pass lines on to each other in trees (`broadcast_trees.py`),
-so that each line leaves its holders a few times only; where they would inside a node, a line is handed out in parts
-there too.
-"""
+still send more than the busiest rank has to receive, nodes of a kind pass lines on to each other in trees
+(`broadcast_trees.py`), so that each line leaves its holders a few times only; where they would inside a node, a line is
+handed out in parts there too. """
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What a reallocation amounts to, from its paths alone: bytes, messages, and a digest of all that it does.
 
-In: `Paths`. Out: numbers that the compiler writes into the plan and that every rank finds again, at a cost that does not
-grow with the number of ranks.
-"""
+In: `Paths`. Out: numbers that the compiler writes into the plan and that every rank finds again, at a cost that does
+not grow with the number of ranks. """
 
 from __future__ import annotations
 

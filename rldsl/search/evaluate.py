@@ -1,11 +1,10 @@
 """How long a step takes under an assignment, without compiling it: what the simulator finds of the compiled plan.
 
 In: a block for every call, entries with their seconds, moves of parameters. Out: seconds of a steady step. Jobs are
-ordered as the compiler orders them (`passes/event_order.py`), then three steps are gone through on *atoms*, the stretches of
-ranks that no block divides, and the last one counts, as in `simulate/simulate.py`; so what of a step can run beside the
-one before does. All that is waited for stands earlier in the order, so one walk along it is enough; and the order
-depends on blocks alone, so no call that takes longer makes a step shorter.
-"""
+ordered as the compiler orders them (`passes/event_order.py`), then three steps are gone through on *atoms*, the
+stretches of ranks that no block divides, and the last one counts, as in `simulate/simulate.py`; so what of a step can
+run beside the one before does. All that is waited for stands earlier in the order, so one walk along it is enough; and
+the order depends on blocks alone, so no call that takes longer makes a step shorter. """
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Script:
     """What of an assignment depends on blocks alone. atoms: (start, stop). on: job -> its atoms. small: job -> seconds
-    of what it does besides its work. told: `generate` -> seconds of telling its lengths. fetch: seconds of reading data,
-    at the top of a step."""
+    of what it does besides its work. told: `generate` -> seconds of telling its lengths. fetch: seconds of reading
+    data, at the top of a step."""
 
     atoms: tuple[tuple[int, int], ...]
     order: tuple[Item, ...]

@@ -50,8 +50,8 @@ class Moves:
         return self.known.get(self._key(model, src, mine, dst, other))
 
     def least(self, model: str, lacks: int, far: int) -> Move:
-        """Where some rank gets at least so many elements, and so many over the network. What comes by both links at once
-        takes what both together would."""
+        """Where some rank gets at least so many elements, and so many over the network. What comes by both links at
+        once takes what both together would."""
         if lacks <= 0:
             return Move()
         machine, item = self.machine, ITEM[self.problem.models[model].dtype]

@@ -1,9 +1,9 @@
 """Items onto shards so that the heaviest shard is as light as possible.
 
-In: weights. Out: the item numbers of each shard. Integers only, and ties go by number, so that every rank finds the same.
-First the longest first (Graham 1969: at most 4/3 of the best possible), then exchanges of one item for another between
-the heaviest shard and the lightest ones, until the heaviest is within a thousandth of the bound or no exchange helps.
-"""
+In: weights. Out: the item numbers of each shard. Integers only, and ties go by number, so that every rank finds the
+same. First the longest first (Graham 1969: at most 4/3 of the best possible), then exchanges of one item for another
+between the heaviest shard and the lightest ones, until the heaviest is within a thousandth of the bound or no exchange
+helps. """
 
 from __future__ import annotations
 

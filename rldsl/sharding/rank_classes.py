@@ -1,10 +1,9 @@
 """Ranks that are in the same places do the same: found from ranges, so that it costs what a plan says and not how many
 ranks it is for.
 
-In: for each place (a mesh, a stage of a layout) the ranks that are in it. Out: the ranks by the places that they are in.
-The one sweep for the estimate of memory and for the verifier. `project.rank_classes`, which makes the classes that the
-verifier proves, counts rank by rank on purpose: what is proved and what proves it share no code.
-"""
+In: for each place (a mesh, a stage of a layout) the ranks that are in it. Out: the ranks by the places that they are
+in. The one sweep for the estimate of memory and for the verifier. `project.rank_classes`, which makes the classes that
+the verifier proves, counts rank by rank on purpose: what is proved and what proves it share no code. """
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ Where = TypeVar("Where", bound=Hashable)
 
 
 def alike(places: Mapping[Where, Ranges], world: int) -> dict[frozenset[Where], Ranges]:
-    """All ranks of the world, in the order of their first ones. The ranges of one place are disjoint, in any order; those
-    of the result ascend and end wherever a range of any place does, so that inside one every mesh counts on."""
+    """All ranks of the world, in the order of their first ones. The ranges of one place are disjoint, in any order;
+    those of the result ascend and end wherever a range of any place does, so that inside one every mesh counts on."""
     turns: dict[int, set[Where]] = defaultdict(set)
     for place, ranges in places.items():
         for end in chain.from_iterable(ranges):

@@ -110,7 +110,8 @@ def stage(world: World, model: str, layout: str, c: int, key: Hashable) -> Stage
 
 def generate(world: World, event: Generate, c: int, key: Hashable) -> list[Act]:
     """Every rank of a shard goes through every token. A pipeline has a lane of sequences for each stage
-    (`backends/torch/generate/clock_ticks.py`): all stages work at the same time, and between two moments they exchange."""
+    (`backends/torch/generate/clock_ticks.py`): all stages work at the same time, and between two moments they
+    exchange."""
     me, layout = stage(world, event.model, event.layout, c, key), world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
     d, machine = decoding(event, rows, row, layout.pp), world.machine
@@ -261,8 +262,8 @@ def _chunks(me: Stage, layout: Layout) -> list[Stage]:
 
 
 def pipelined(me: Stage, count: int, durations: Sequence[tuple[float, float]], moved: float) -> list[Act]:
-    """A minibatch as `backends/torch/train/pipeline.py` runs it. durations: of a forward and of a backward pass, for each
-    chunk. What comes is waited for by the pass that needs it, what goes before the next exchange."""
+    """A minibatch as `backends/torch/train/pipeline.py` runs it. durations: of a forward and of a backward pass, for
+    each chunk. What comes is waited for by the pass that needs it, what goes before the next exchange."""
     acts: list[Act] = []
     sent: list[Hashable] = []
     arriving: dict[Pass, Hashable] = {}

@@ -23,10 +23,10 @@ class Shard:
     """What one rank holds of a model under a layout, the largest of its tensor-parallel places.
 
     layers: of its stage. layer: elements of the matrices of one layer, mixed: of its experts among them, active: of
-    what works on one token (of all experts, wherever they are, those that it chose); head: of the output embedding, on the
-    last stage; elements: of all parameters; trained: of those that an optimizer changes, apart: of experts among them
-    that other ranks of dp do not hold, rest: of what belongs to no layer. attention: width of its queries;
-    cache: elements of keys and values, for a token and layer. item: bytes of an element as stored."""
+    what works on one token (of all experts, wherever they are, those that it chose); head: of the output embedding, on
+    the last stage; elements: of all parameters; trained: of those that an optimizer changes, apart: of experts among
+    them that other ranks of dp do not hold, rest: of what belongs to no layer. attention: width of its queries; cache:
+    elements of keys and values, for a token and layer. item: bytes of an element as stored."""
 
     model: Model
     tp: int
@@ -152,7 +152,8 @@ def decoding(event: Generate, rows: float, row: Row, lanes: int = 1) -> Decoding
 
 
 def widths(least: float, most: float) -> float:
-    """How many times the slab is read further on: four for each doubling from 64 tokens (`backends/torch/generate/scheduler.py`)."""
+    """How many times the slab is read further on: four for each doubling from 64 tokens
+    (`backends/torch/generate/scheduler.py`)."""
     return 1 + 4 * max(0.0, log2(max(most, 64.0) / max(least, 64.0)))
 
 

@@ -2,8 +2,8 @@
 
 In: for each class a list of acts. Out: what each did when, and when each message went. An act is work (`Run`), saying
 that one is ready for a message (`Post`), or waiting until it has arrived (`Wait`). A message begins when all its
-parties are ready and then takes its time beside whatever they do: that is how `runtime/comm/exchange.py` posts early and
-waits late, and a collective is a message for which everybody waits at once.
+parties are ready and then takes its time beside whatever they do: that is how `runtime/comm/exchange.py` posts early
+and waits late, and a collective is a message for which everybody waits at once.
 
 Where ranks share the cores of a machine (a pool), work and messages in it slow each other down: with more of them than
 cores each gets an equal share.

@@ -11,8 +11,8 @@ from rldsl.plan.model import Ranges
 class Span:
     """A class of ranks in an event, from its begin to its end, waits inside it included. start may be negative: a rank
     that is done with the step before begins this one while others are not. busy: seconds of work in it. turn: how often
-    the event ran before in this step. Of a loop of many turns the first few have spans of their own, and then one stands
-    for all that are left."""
+    the event ran before in this step. Of a loop of many turns the first few have spans of their own, and then one
+    stands for all that are left."""
 
     rank_class: int
     event: int
@@ -45,12 +45,12 @@ class Occasion:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """seconds: of a steady step, without what stands under `every` (that is in `occasions`). classes: ranks that do
-    the same at the same times. spans: of one step, by class and start; 0 is the end of the step before. idle: mesh id
-    -> share of the step in which its ranks do nothing. critical: hops from 0 to `seconds`, each beginning where the
-    last ended. tokens: of a step. estimated: models whose times come from counted operations, since the cluster's
-    file has no measurements of them. free: rates and latencies that the plan needs and the cluster's file leaves out, so
-    that they cost nothing here."""
+    """seconds: of a steady step, without what stands under `every` (that is in `occasions`). classes: ranks that do the
+    same at the same times. spans: of one step, by class and start; 0 is the end of the step before. idle: mesh id ->
+    share of the step in which its ranks do nothing. critical: hops from 0 to `seconds`, each beginning where the last
+    ended. tokens: of a step. estimated: models whose times come from counted operations, since the cluster's file has
+    no measurements of them. free: rates and latencies that the plan needs and the cluster's file leaves out, so that
+    they cost nothing here."""
 
     seconds: float
     classes: tuple[Ranges, ...]

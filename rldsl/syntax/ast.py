@@ -119,8 +119,8 @@ class Option(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause(Tree):
-    """`on MESH dp=4 pp=2`. mesh: a Call of `mesh`, a Name, or None when only options are given. auto: `auto`, and nothing
-    else."""
+    """`on MESH dp=4 pp=2`. mesh: a Call of `mesh`, a Name, or None when only options are given. auto: `auto`, and
+    nothing else."""
 
     mesh: Expr | None
     options: tuple[Option, ...]

@@ -6,9 +6,8 @@ another check of its stage: names and records are sound when the others look thi
 schedules that are known to be right.
 
 What is computed here once more, though the planner or a pass computes it too, is so on purpose: a proof that shares the
-code of what it proves repeats its mistakes. So `lanes.Side` says where ranks stand, `lines` and `saves` who holds a box,
-`rows` which frame a value comes from, `schedule` which ranks are of a class, `programs` what is true or false.
-"""
+code of what it proves repeats its mistakes. So `lanes.Side` says where ranks stand, `lines` and `saves` who holds a
+box, `rows` which frame a value comes from, `schedule` which ranks are of a class, `programs` what is true or false. """
 
 from __future__ import annotations
 

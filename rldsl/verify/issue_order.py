@@ -2,10 +2,10 @@
 
 In: tables with sound references. Out: diagnostics RL0537. A call runs on the communicators of its layout: tensor-
 parallel and context-parallel ones, links between pipeline stages, and those of dp and of all its ranks. What a rank
-issues on them, and in which order, is the backend's matter (its description names the protocol that it keeps to);
-here it is written down once more, use by use, for each kind of call (`PROTOCOLS`), and the lists of all ranks of a
-layout are searched for a circle of uses that wait for each other (rendezvous). Layouts with degrees that a backend does
-not have, or of which nothing is written down, are refused. Together with `total_order.py` this shows that the list of each
+issues on them, and in which order, is the backend's matter (its description names the protocol that it keeps to); here
+it is written down once more, use by use, for each kind of call (`PROTOCOLS`), and the lists of all ranks of a layout
+are searched for a circle of uses that wait for each other (rendezvous). Layouts with degrees that a backend does not
+have, or of which nothing is written down, are refused. Together with `total_order.py` this shows that the list of each
 rank over all communicators increases in one total order: events in the body's, and uses inside each event. What is
 waited for later than it is issued (transfers, reallocs, sends between stages) only waits for less.
 
@@ -32,8 +32,8 @@ from rldsl.verify.tables import Tables, name, problem
 
 
 class Use(NamedTuple):
-    """axis: "link" is between a stage and the next one, "tokens" between a stage and the last. stage, dp: to which the communicator belongs. flow: what goes
-    over a link: "down" to the next stage, or in training which message."""
+    """axis: "link" is between a stage and the next one, "tokens" between a stage and the last. stage, dp: to which the
+    communicator belongs. flow: what goes over a link: "down" to the next stage, or in training which message."""
 
     axis: str
     stage: int
@@ -152,8 +152,8 @@ def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
 
 
 def generate(x: Layout, at: Coord, count: int) -> Iterator[Use]:
-    """count: of decoding steps. There are as many lanes of sequences as stages, and in moment t stage s makes pass t - s;
-    between two moments hidden states go down, and tokens from the last stage to all. One message after the other,
+    """count: of decoding steps. There are as many lanes of sequences as stages, and in moment t stage s makes pass t -
+    s; between two moments hidden states go down, and tokens from the last stage to all. One message after the other,
     though those of a boundary are posted together: that waits for less."""
     last, passes = x.pp - 1, range(count * x.pp)
     for t in range(len(passes) + last):

@@ -2,9 +2,8 @@
 
 In: tables with sound references. Out: diagnostics RL0536. A loop is one record, so its participants have the same
 trips; what could part them is what ends it early: a condition that not all of them hold. Also: the one loop of the
-steps is there and runs as often as the header says; a frame has a turn for each trip of the loop that collects into it; and a
-model's learning rate is planned for as many updates as its train events make.
-"""
+steps is there and runs as often as the header says; a frame has a turn for each trip of the loop that collects into it;
+and a model's learning rate is planned for as many updates as its train events make. """
 
 from __future__ import annotations
 

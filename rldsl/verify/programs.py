@@ -186,7 +186,8 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
 
 
 def _truths(program: Program, given: set[str]) -> Sequence[bool]:
-    """For each node of a program that is well formed, whether its elements are truth values. given: inputs whose are."""
+    """For each node of a program that is well formed, whether its elements are truth values. given: inputs whose
+    are."""
     found: list[bool] = []
     for node in program.nodes:
         match node.op:

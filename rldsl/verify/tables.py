@@ -75,8 +75,8 @@ MEND = "compile the program again; if rlc wrote this plan and nobody changed it,
 def problem(
     code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "", notes: Iterable[str] = ()
 ) -> Diagnostic:
-    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than `MEND` to
-    say."""
+    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than `MEND`
+    to say."""
     shown = say(ranks)
     others = tuple(f"and {name(e)}" for e in events[1:])
     return Diagnostic(

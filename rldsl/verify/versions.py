@@ -99,7 +99,8 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
 
 def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic],
          known: dict[tuple[int, State], State]) -> State:
-    """known: (loop, state at its top) -> the state after a turn, so that loops in loops are not walked again and again."""
+    """known: (loop, state at its top) -> the state after a turn, so that loops in loops are not walked again and
+    again."""
     for item in body:
         if isinstance(item, Event):
             found += _problems(t, item, state)

@@ -46,8 +46,8 @@ class Asker:
 
 
 def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0, again: bool = False) -> list[str]:
-    """The codes of the messages of each rank, "" where all went well. stop_after: steps after which rank 1 (or 0, of one)
-    is asked to stop."""
+    """The codes of the messages of each rank, "" where all went well. stop_after: steps after which rank 1 (or 0, of
+    one) is asked to stop."""
     world = json.loads(plan.splitlines()[0])["world"]
     return run_world(world, _rank, plan, str(out), str(resume) if resume else None, stop_after, again, os.getcwd())
 

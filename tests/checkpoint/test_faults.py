@@ -37,7 +37,8 @@ def plan(tiny: Path, folder: Path, **sets: object) -> bytes:
 
 
 def test_ranks_killed_at_any_moment(tiny: Path, tmp_path: Path) -> None:
-    """Of the start, of a step, of the writing of a checkpoint. Thirty times in a run of the demo: `test_demo_killed.py`."""
+    """Of the start, of a step, of the writing of a checkpoint. Thirty times in a run of the demo:
+    `test_demo_killed.py`."""
     data = plan(tiny, tmp_path, steps=STEPS)
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert set(run(data, whole)) == {""}

@@ -2,9 +2,8 @@
 
     python -m tests.end_to_end.placements --count 300 --seed 2
 
-Every call gets its own ranks and degrees; what the compiler refuses (RL03xx) is drawn again. All placements of a program
-run one after the other in one world.
-"""
+Every call gets its own ranks and degrees; what the compiler refuses (RL03xx) is drawn again. All placements of a
+program run one after the other in one world. """
 
 from __future__ import annotations
 

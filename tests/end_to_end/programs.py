@@ -27,7 +27,8 @@ def compile_program(path: Path, sets: Mapping[str, Any], place: str | None, fold
 
 def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | None = None,
                 timeout: float = 240.0, trace: Path | None = None) -> Metrics:
-    """What the program computes of each step, without what was measured. Everything is written under `folder`/out, and the timeline to `trace`."""
+    """What the program computes of each step, without what was measured. Everything is written under `folder`/out, and
+    the timeline to `trace`."""
     folder.mkdir(parents=True, exist_ok=True)
     data = compile_program(path, sets, place, folder)
     world = json.loads(data.splitlines()[0])["world"]

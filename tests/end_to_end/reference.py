@@ -61,7 +61,8 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
 
 def grpo(actor: torch.nn.Module, ref: torch.nn.Module, samples: list[Sample], n: int, *, eps: float = 0.2,
          kl: float, temperature: float = 1.0) -> tuple[float, Gradients]:
-    """Mean over sequences of the mean over tokens; `samples` holds n completions of each prompt, one prompt after the other."""
+    """Mean over sequences of the mean over tokens; `samples` holds n completions of each prompt, one prompt after the
+    other."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(-1, n)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten().float()
     terms = []

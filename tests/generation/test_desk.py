@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.generate.generate import engine
+from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.decode_state import MOST, Desk
 from rldsl.backends.torch.generate.storage_parking import Rest
 from rldsl.plan.events import Sampling

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.generate.generate import engine
+from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.generate import repeated
 from rldsl.diag import Failure
 from rldsl.plan.events import Sampling

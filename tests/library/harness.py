@@ -7,9 +7,9 @@
     done.loss, done.grads["logprobs"], done.metrics["clip_frac"]
 
 In: the library modules, one expression of the language as a program would write it, and values for its names. Out:
-numbers of the whole batch in row order. Rows are divided as a plan divides them (`sharding/partition.py`); a loss runs once for
-each micro-batch of each shard, as `runtime/interpreter/calls.py` runs it, and its partials are added up over the shards.
-"""
+numbers of the whole batch in row order. Rows are divided as a plan divides them (`sharding/partition.py`); a loss runs
+once for each micro-batch of each shard, as `runtime/interpreter/calls.py` runs it, and its partials are added up over
+the shards. """
 
 from __future__ import annotations
 

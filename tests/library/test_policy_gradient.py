@@ -1,5 +1,6 @@
-"""Every policy-gradient objective of the library against a straight-line reference written from its paper: one loop over
-sequences and tokens, in plain torch scalars, sharing nothing with the system. Value and gradient, float64, 1e-10."""
+"""Every policy-gradient objective of the library against a straight-line reference written from its paper: one loop
+over sequences and tokens, in plain torch scalars, sharing nothing with the system. Value and gradient, float64,
+1e-10."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Log-probs and generation of mixture-of-experts models against plain transformers, and the directories they come from."""
+"""Log-probs and generation of mixture-of-experts models against plain transformers, and the directories they come
+from."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def test_every_pass_once_and_backward_after_forward(pp: int, chunks: int, count:
 
 
 def rendezvous(lists: list[list]) -> int:
-    """Run the lists of all ranks, where an exchange ends only when everybody named is at theirs of the same messages. The
-    moments it takes; -1 when nobody can go on. A message may pass while others of the same exchange wait."""
+    """Run the lists of all ranks, where an exchange ends only when everybody named is at theirs of the same messages.
+    The moments it takes; -1 when nobody can go on. A message may pass while others of the same exchange wait."""
     at, moments = [0] * len(lists), 0
     open_: list[set[tuple[int, Message]]] = [set() for _ in lists]  # (who is to have it, message as this rank names it)
 

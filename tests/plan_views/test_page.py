@@ -1,5 +1,5 @@
-"""docs/plans.md shows what the commands say: each `$ rlc ...` of it is run, and its output compared. Numbers of bytes and
-seconds and ids of plans change with the compiler and are left out; `...` stands for lines that are not shown."""
+"""docs/plans.md shows what the commands say: each `$ rlc ...` of it is run, and its output compared. Numbers of bytes
+and seconds and ids of plans change with the compiler and are left out; `...` stands for lines that are not shown."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from rldsl.reshard.rounds import buckets, rank_ops
 
 
 def test_a_device_hears_from_few_holders() -> None:
-    """Of rows over all ranks, each device of a node gets those of its part of the ranks, and what is small with them."""
+    """Of rows over all ranks, each device of a node gets those of its part of the ranks, and what is small with
+    them."""
     every, made = Mesh("m", ((0, 64),)), llama(512, 4, 8, 8, 1024, 4096)
     src, dst = Layout("s", "m", dp=32, tp=2, zero=3), Layout("d", "m", dp=64)
     way = paths(made, src, every, dst, every, 8)

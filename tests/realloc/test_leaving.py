@@ -108,8 +108,8 @@ class _Mesh(tuple[int, ...]):
 @pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_reallocation_says_what_is_on_its_way(rank: int, held: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who only sends waits at once. Who gets something also waits first until what was there has left; and what goes out
-    in another dtype is a copy, which nobody can change."""
+    """Who only sends waits at once. Who gets something also waits first until what was there has left; and what goes
+    out in another dtype is a copy, which nobody can change."""
     state = Moving(rank, held)
     monkeypatch.setattr(calls, "carried", lambda *_: SimpleNamespace(dtype="bfloat16"))
     monkeypatch.setattr(calls, "realloc", lambda *_: state.seen.append("posted") or Pending(

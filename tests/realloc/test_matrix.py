@@ -61,7 +61,8 @@ def seen(at: At, what: str) -> torch.Tensor | None:
 
 
 def matrix(rank: int, path: str, kind: str, what: str) -> list[tuple[str, bool, float]]:
-    """For each pair with this rank: whether the parameters came back as they left, and how far what is computed is off."""
+    """For each pair with this rank: whether the parameters came back as they left, and how far what is computed is
+    off."""
     model = plan_model(path, kind, Optimizer(lr=1e-2), 10)
     every = {x: At(model, rank, *x, train=False) for x in MATRIX}
     tags, found = count(0, 64), []

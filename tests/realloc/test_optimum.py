@@ -1,4 +1,5 @@
-"""The busiest rank, against a linear program over all ways of sending (and without ranks that pass on what they got)."""
+"""The busiest rank, against a linear program over all ways of sending (and without ranks that pass on what they
+got)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Device order left free: as many bytes as possible stay, as with any exact assignment; HybridFlow's case in closed form."""
+"""Device order left free: as many bytes as possible stay, as with any exact assignment; HybridFlow's case in closed
+form."""
 
 from itertools import product
 

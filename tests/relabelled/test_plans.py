@@ -1,4 +1,5 @@
-"""`mesh(8)`: ranks in the order in which most bytes stay, HybridFlow's grouping among them, and what may not be said."""
+"""`mesh(8)`: ranks in the order in which most bytes stay, HybridFlow's grouping among them, and what may not be
+said."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def order(p: Plan) -> tuple[int, ...]:
 
 
 def without_redundancy(p: Plan) -> int:
-    """Bytes where each rank keeps the whole of its old shard and gets what its new one has beyond it: the sum over ranks
-    of new - old (Sheng et al. 2024, table 2), for parameters of which each has its own division."""
+    """Bytes where each rank keeps the whole of its old shard and gets what its new one has beyond it: the sum over
+    ranks of new - old (Sheng et al. 2024, table 2), for parameters of which each has its own division."""
     model, e = p.models[0], realloc(p)
     layouts, meshes = {x.id: x for x in p.layouts}, {m.id: m for m in p.meshes}
 
@@ -69,7 +70,8 @@ def test_hybridflows_grouping_comes_out(train: str, generate: str) -> None:
 
 
 def test_a_stride_moves_less_than_neighbours() -> None:
-    """Training tp=4, generation tp=2: groups at a stride of two. Neighbours would hold a quarter that they do not need."""
+    """Training tp=4, generation tp=2: groups at a stride of two. Neighbours would hold a quarter that they do not
+    need."""
     free, fixed = plan("tp=4", "dp=2 tp=2", "mesh(4)"), plan("tp=4", "dp=2 tp=2", "mesh(0:4)")
     assert order(free) == (0, 2, 1, 3) and realloc(free).bytes < 0.7 * realloc(fixed).bytes
 

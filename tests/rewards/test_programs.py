@@ -128,7 +128,7 @@ def functions(path: str, name: str) -> list:
 
 
 def test_a_shipped_file_is_recorded_with_its_hash(place: Path) -> None:
-    from rldsl.runtime.rewards.functions import call, located
+    from rldsl.runtime.rewards.user_functions import call, located
 
     (found,) = functions("std/rewards.py", "exact_match")
     assert found.path == "std/rewards.py"
@@ -137,7 +137,7 @@ def test_a_shipped_file_is_recorded_with_its_hash(place: Path) -> None:
 
 
 def test_a_directory_named_std_is_the_users_own(place: Path) -> None:
-    from rldsl.runtime.rewards.functions import call
+    from rldsl.runtime.rewards.user_functions import call
 
     Path("std").mkdir()
     Path("std/rewards.py").write_text("def mine(rows):\n    return [7] * len(rows)\n")

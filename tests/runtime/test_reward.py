@@ -9,7 +9,7 @@ import pytest
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Function
-from rldsl.runtime.rewards.functions import call, load
+from rldsl.runtime.rewards.user_functions import call, load
 
 ROWS = [{"prompt": "1+1=", "completion": "2", "answer": "2"}, {"prompt": "2+3=", "completion": "4", "answer": "5"}]
 

@@ -17,8 +17,8 @@ CODE = {"import_module", "exec_module", "spec_from_file_location"}  # what bring
 
 # Each exception, and why it may stand.
 ALLOWED = {
-    ("rldsl/runtime/rewards/functions.py", "exec_module"): "the user's own file, by the hash in the plan",
-    ("rldsl/runtime/rewards/functions.py", "spec_from_file_location"): "the same file",
+    ("rldsl/runtime/rewards/user_functions.py", "exec_module"): "the user's own file, by the hash in the plan",
+    ("rldsl/runtime/rewards/user_functions.py", "spec_from_file_location"): "the same file",
     ("rldsl/runtime/metrics/writers.py", "import_module"): "packages that an option asks for, by names in the source",
     ("rldsl/__init__.py", "import_module"): "files of this package, by names in the source",
     ("rldsl/measure/models.py", "import_module"): "a backend of this package, of a plan that was verified",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.backends.torch.train.optimizer import pipeline
+from rldsl.backends.torch.train import pipeline
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass
 from rldsl.simulate.calls import pipelined
 from rldsl.simulate.engine import Act, Begin, Post, Run, Wait, play
@@ -38,8 +38,8 @@ def acts(pp: int, count: int, ahead: float, back: float, message: float = 0.0, v
 @pytest.mark.parametrize("vpp", [1, 2, 3])
 @pytest.mark.parametrize("pp, count", [(2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (4, 9), (4, 11)])
 def test_length_is_that_of_the_textbook(pp: int, count: int, vpp: int) -> None:
-    """Narayanan et al. 2021 (Megatron-LM), section 2.2: (pp - 1) / vpp times a forward and a backward are lost to filling
-    and draining, whatever the number of micro-batches."""
+    """Narayanan et al. 2021 (Megatron-LM), section 2.2: (pp - 1) / vpp times a forward and a backward are lost to
+    filling and draining, whatever the number of micro-batches."""
     played = play(acts(pp, count, 1.0, 2.0, vpp=vpp), [0] * pp)
     assert max(played.ends) == pytest.approx((count + (pp - 1) / vpp) * 3.0)
 

@@ -38,7 +38,8 @@ def refused(data: bytes) -> tuple[str, str]:
 
 
 def nested(depth: int) -> bytes:
-    """The sample with blocks around a free, sealed as a plan is: built as text, because encoding is not what is tested."""
+    """The sample with blocks around a free, sealed as a plan is: built as text, because encoding is not what is
+    tested."""
     lines = encode(grpo()).decode().split("\n")[:-2]
     at = max(i for i, x in enumerate(lines) if '"kind":"end"' in x)  # of the loop of steps
     loops = [json.dumps({"id": f"n{i}", "kind": "loop", "trips": 2}, sort_keys=True, separators=(",", ":"))

@@ -1,4 +1,5 @@
-"""What a proof costs: by classes and ranges, not by ranks. Counted in calls of functions, which no busy machine changes."""
+"""What a proof costs: by classes and ranges, not by ranks. Counted in calls of functions, which no busy machine
+changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a layout with `zero` holds: even runs of rows of the tensor-parallel part, and parameters that move to and from it."""
+"""What a layout with `zero` holds: even runs of rows of the tensor-parallel part, and parameters that move to and from
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What one rank does for a piece of work of `scheduler.py`: prompts into slots, one more token for the sequences of a lane.
+"""What one rank does for a piece of work of `scheduler.py`: prompts into slots, one more token for the sequences of a
+lane.
 
 In: work, and the hidden states of the stage before. Out: hidden states for the next stage, or, of the last one, the
 tokens that were sampled. Which token comes next, how many there are and which sequences have ended is known on the

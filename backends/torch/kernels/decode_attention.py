@@ -1,9 +1,8 @@
 """Which kernel reads a slab in place while tokens are decoded, on CUDA and in half precision.
 
-In: queries. Out: flash-attn's where it is installed in a version that will do, else our own in Triton where that is, else none: torch's own
-attention, which knows no lengths, then reads under a mask. Neither has run on a GPU yet; ours is tested in Triton's
-interpreter (`tests/generation/test_split_kv.py`).
-"""
+In: queries. Out: flash-attn's where it is installed in a version that will do, else our own in Triton where that is,
+else none: torch's own attention, which knows no lengths, then reads under a mask. Neither has run on a GPU yet; ours is
+tested in Triton's interpreter (`tests/generation/test_split_kv.py`). """
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Attention over packed sequences, registered with transformers as "rldsl".
 
 A forward pass gets a *packing*: it says where sequences begin and end in the packed row, and what to do with keys and
-values. `Varlen` keeps nothing; those of `backends/torch/generate/kv_cache.py` write and read a slab of keys and values; `Context` asks other ranks.
-"""
+values. `Varlen` keeps nothing; those of `backends/torch/generate/kv_cache.py` write and read a slab of keys and values;
+`Context` asks other ranks. """
 
 from __future__ import annotations
 

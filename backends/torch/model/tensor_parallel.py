@@ -2,9 +2,8 @@
 
 In: a model whose parameters are this rank's pieces, and their specs. Out: the same modules, whose forward now
 communicates. The conjugate pair of Shoeybi et al. 2019 (Megatron-LM, section 3): into a divided region the identity
-forward and a sum backward, out of it a sum forward and the identity backward. Where hidden states are divided by
-tokens (`sequence_parallel.py`), a gather stands before instead of the first, and each rank gets its tokens of the second.
-"""
+forward and a sum backward, out of it a sum forward and the identity backward. Where hidden states are divided by tokens
+(`sequence_parallel.py`), a gather stands before instead of the first, and each rank gets its tokens of the second. """
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Gradients over all degrees, clipping, and the optimizer step.
 
-Gradients live in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes: parts
-of one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole
-buffer over cp and dp (a sum: losses carry the global normalisation). Where ranks of dp share experts, the gradient of
-an expert has come from all their tokens, and is summed over those alone that hold the same one. Where parameters are
-divided over dp, the buffer is of this rank's rows, and holds sums over dp already (`backends/torch/model/zero.py`). The norm counts each
-element of the model once.
+Gradients live in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes: parts of
+one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole buffer
+over cp and dp (a sum: losses carry the global normalisation). Where ranks of dp share experts, the gradient of an
+expert has come from all their tokens, and is summed over those alone that hold the same one. Where parameters are
+divided over dp, the buffer is of this rank's rows, and holds sums over dp already (`backends/torch/model/zero.py`). The
+norm counts each element of the model once.
 
 The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), made or
 not: a train call that stops early does not stretch the schedule.

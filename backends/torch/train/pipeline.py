@@ -1,9 +1,8 @@
 """Micro-batches through the stages of a pipeline.
 
-`forward` streams them for inference. `forward_backward` does what `sharding/pipeline_schedule.py` says a rank does in training:
-1F1B, or with several chunks of layers on each rank its interleaved form. What it exchanges at once is posted together,
-and in one order of time on all ranks, so the schedule holds under rendezvous as well.
-"""
+`forward` streams them for inference. `forward_backward` does what `sharding/pipeline_schedule.py` says a rank does in
+training: 1F1B, or with several chunks of layers on each rank its interleaved form. What it exchanges at once is posted
+together, and in one order of time on all ranks, so the schedule holds under rendezvous as well. """
 
 from __future__ import annotations
 

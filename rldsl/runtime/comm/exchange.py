@@ -34,9 +34,9 @@ class Post:
 
 
 def post(sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int) -> Post:
-    """Start every message: peer -> tensor. All ranks post their messages batch by batch (`sharding/message_batches.py`), and in a
-    batch in the order of their peers. tag: for who debugs, and NCCL has none; between two ranks the order tells
-    messages apart, so events may share one."""
+    """Start every message: peer -> tensor. All ranks post their messages batch by batch
+    (`sharding/message_batches.py`), and in a batch in the order of their peers. tag: for who debugs, and NCCL has none;
+    between two ranks the order tells messages apart, so events may share one."""
     return post_each(tuple(sends.items()), tuple(receives.items()), tag, 1)
 
 

@@ -1,11 +1,11 @@
 """When a rank fails, all stop within seconds, and one clear message says which rank and where.
 
-Every rank leaves signs of life (`runtime/health/heartbeats.py`), with the event that it is at, and looks there for the name of a
-rank that has failed. A rank that dies without a word (killed, out of memory) is the one whose signs stay the same.
-torchrun answers such a death with SIGTERM to all others, at once; the watcher catches it, so that they can still say
-why they stop. Each also looks after the rank that follows it, which may be in no connection with it, or on another
-machine. Where the ranks were and who waited for whom (`postmortem/analysis.py`) is part of the message; each rank
-that still can leaves a dump of what it did last. """
+Every rank leaves signs of life (`runtime/health/heartbeats.py`), with the event that it is at, and looks there for the
+name of a rank that has failed. A rank that dies without a word (killed, out of memory) is the one whose signs stay the
+same. torchrun answers such a death with SIGTERM to all others, at once; the watcher catches it, so that they can still
+say why they stop. Each also looks after the rank that follows it, which may be in no connection with it, or on another
+machine. Where the ranks were and who waited for whom (`postmortem/analysis.py`) is part of the message; each rank that
+still can leaves a dump of what it did last. """
 
 from __future__ import annotations
 

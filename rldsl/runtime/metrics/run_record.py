@@ -27,7 +27,7 @@ from rldsl.diag import fail
 from rldsl.plan.codec import plan_id
 from rldsl.plan.model import Plan
 from rldsl.runtime.files import replace_text, written
-from rldsl.runtime.rewards.functions import located
+from rldsl.runtime.rewards.user_functions import located
 
 RECORD, PLAN, SOURCES = "run.json", "run.plan", "sources"
 RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"

@@ -16,7 +16,7 @@ from pathlib import Path
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Plan
 from rldsl.plan.disk_paths import OUT, STEP, paths, shown
-from rldsl.runtime.rewards.functions import located
+from rldsl.runtime.rewards.user_functions import located
 
 MARK = "rldsl.json"  # in every directory that a save has written
 

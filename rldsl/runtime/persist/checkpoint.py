@@ -2,9 +2,9 @@
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
-`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`runtime/data/positions.py`), schedules, and
-the size and sha256 of every file. So it can be read under any layout (`resume.py`). Each box is written by one of the
-ranks that hold it, and nothing is gathered.
+`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`runtime/data/positions.py`),
+schedules, and the size and sha256 of every file. So it can be read under any layout (`resume.py`). Each box is written
+by one of the ranks that hold it, and nothing is gathered.
 
 A step waits only for the copy to host memory; a thread writes. The first rank gives the directory its name when every
 rank has reported to the store of the process group, in a directory next to it that no other run uses.

@@ -5,7 +5,7 @@ that workers take one after another. A chunk that takes longer than one row may,
 row by row in a fresh worker, so that the row is found that is to blame; when none is, the run goes on.
 Invariant: of several mistakes the one of the first row is told, whatever the number of workers and their chunks: rows
 are given out in order, and all rows before a mistake are judged before it is told.
-Codes, besides those of `runtime/rewards/functions.py`: RL0777 a row took too long, RL0778 a worker died.
+Codes, besides those of `runtime/rewards/user_functions.py`: RL0777 a row took too long, RL0778 a worker died.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.model import Function
-from rldsl.runtime.rewards import functions, worker_process
+from rldsl.runtime.rewards import user_functions, worker_process
 from rldsl.runtime.rewards.worker_process import LOAD, Chunk, Worker
-from rldsl.runtime.rewards.functions import Row
+from rldsl.runtime.rewards.user_functions import Row
 from rldsl.runtime.rewards.worker import encoded
 
 LIMIT = 60.0  # seconds a row
@@ -68,7 +68,7 @@ class Pool:
         self.lost = 0  # workers that died between calls, since the last answer
         if not workers:
             for function in self.functions:
-                functions.load(function)
+                user_functions.load(function)
             return
         try:
             if self.functions:
@@ -89,7 +89,7 @@ class Pool:
         """The function's value for each row. names: what messages call the rows (default: their numbers)."""
         names = names or [str(i) for i in range(len(rows))]
         if not self.workers:
-            return functions.call(function, json.loads(encoded(rows)), names)
+            return user_functions.call(function, json.loads(encoded(rows)), names)
         call = Call(function, rows, names, self._chunks(function, len(rows)), [0.0] * len(rows))
         while True:
             for worker in list(self.workers):
@@ -212,7 +212,7 @@ class Pool:
         functions = [call.function] if call is not None else list(self.functions)
         function, line = _place(functions, lines)
         subject = f"`{function.name}`" if call is not None else "this Python file"
-        notes = functions.describe(call.rows[chunk.start], call.names[chunk.start])[1:] if call is not None else ()
+        notes = user_functions.describe(call.rows[chunk.start], call.names[chunk.start])[1:] if call is not None else ()
         return fail(code, f"{subject} {what}", place=f"{function.path}:{line}" if line else function.path, notes=notes,
                     help=help)
 
@@ -221,6 +221,6 @@ def _place(functions: Sequence[Function], lines: str) -> tuple[Function, str]:
     """The innermost line of a user's file among those that a process was at; the first file without a line else."""
     for file, line in re.findall(r'File "(.*)", line (\d+) in', lines):
         for function in functions:
-            if file == str(functions.located(function.path)):
+            if file == str(user_functions.located(function.path)):
                 return function, line
     return functions[0], ""

@@ -18,7 +18,7 @@ from typing import Any
 
 from rldsl.diag import Failure
 from rldsl.plan.function import Function
-from rldsl.runtime.rewards import functions
+from rldsl.runtime.rewards import user_functions
 
 WHERE = signal.SIGUSR1  # asks a worker for the lines that it is at
 
@@ -50,9 +50,9 @@ def _answer(request: dict[str, Any], functions: dict[str, Function]) -> dict[str
         if "load" in request:
             functions.update((f["id"], Function(**f)) for f in request["load"])
             for function in functions.values():
-                functions.load(function)
+                user_functions.load(function)
             return {}
-        return {"values": functions.call(functions[request["function"]], request["rows"], request["names"])}
+        return {"values": user_functions.call(functions[request["function"]], request["rows"], request["names"])}
     except Failure as failure:
         (said,) = failure.diagnostics
         return {"error": {k: v for k, v in asdict(said).items() if k in ("code", "title", "place", "notes", "help")}}
