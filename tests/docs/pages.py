@@ -21,6 +21,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 _FILE = re.compile(r"<!-- file: (\S+) -->\n(?:<!--[^\n]*-->\n)?```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"(?:<!-- rlf: (\w+)(?: fails (RL\d{4}))? -->\n)?^```rlf\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_PICTURE = re.compile(r'<img src="([^"]+)"')
+_CODE = re.compile(r"`[^`\n]*`")
 _MARK = "<!-- table: {} -->\n"
 
 
@@ -139,9 +141,9 @@ def anchors(text: str) -> set[str]:
 
 
 def dead_links(page: Path, text: str) -> list[str]:
-    """Relative links to files, or to headings of a page, that are not there."""
+    """Relative links to files, pictures or headings of a page that do not exist."""
     dead = []
-    for link in _LINK.findall(text):
+    for link in _LINK.findall(text) + _PICTURE.findall(_CODE.sub("", text)):
         path, _, heading = link.partition("#")
         target = page.parent / path if path else page
         if link.startswith(("http://", "https://")):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rldsl import api
+from rldsl.cli import main
 from rldsl.placement.degrees import OPTIONS
 from rldsl.placement.place import places_of
 from rldsl.plan.events import EVENTS
@@ -30,7 +31,7 @@ TABLES = {"data": known.DATA, "models": known.MODEL, "lora": known.LORA, "adamw"
           "train": known.TRAIN, "checkpoint": known.CHECKPOINT, "flow": known.FLOW, "cluster": known.CLUSTER}
 TOLD = {"kind": "by use", "minibatch": "", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule
 BUILT_INS = [(call, row[1]) for row in table(LANGUAGE, "built-ins") for call in words(row[0])]
-STATEMENT_WORDS = re.search(r"A\nstatement that begins with (.*?) is\nalways", LANGUAGE, re.DOTALL)
+STATEMENT_WORDS = re.search(r"A\s+statement\s+that\s+begins\s+with\s(.*?)\sis\s+always", LANGUAGE, re.DOTALL)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_readme_and_design_show_one_ppo() -> None:
 def shown(name: str, option: known.Opt) -> str:
     """The default as the page writes it."""
     if name in TOLD or option.needed:
-        return TOLD.get(name, "needed")
+        return TOLD.get(name, "required")
     if isinstance(option.default, bool):
         return str(option.default).lower()
     if isinstance(option.default, tuple):
@@ -201,6 +202,17 @@ def test_pages_for_users_speak_of_sequences(page: Path) -> None:
     assert not re.search(r"\bframes?\b", page.read_text(), re.IGNORECASE)
 
 
+def test_the_readme_lists_every_command() -> None:
+    listed = listed_commands(README)
+    assert listed == set(main.commands)
+
+
+def listed_commands(readme: str) -> set[str]:
+    """Commands of `rlc` in the section "Commands"."""
+    section = readme.partition("\n## Commands\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"^rlc ([\w-]+)", "\n".join(commands(section)), re.MULTILINE))
+
+
 def test_every_heading_is_in_the_contents() -> None:
     contents = LANGUAGE.partition("Contents:")[2].partition("\n\n")[0]
     heads = re.findall(r"^## (.+)$", LANGUAGE, re.MULTILINE)
@@ -274,11 +286,11 @@ def test_a_fragment_without_context_is_seen(text: str) -> None:
     ("generate", "| `top_k` | 0 |", "| `top_k` | 1 |", "top_k"),
     ("generate", "| `greedy` | false |", "| `greedi` | false |", "greedi"),
     ("generate", "| `greedy` | false |", "| `greedi` | false |", "greedy"),
-    ("generate", "| `n` | 1 | sequences for each prompt |\n", "", "n"),
-    ("adamw", "| `lr` | needed |", "| `lr` | 1e-6 |", "lr"),
+    ("generate", "| `n` | 1 | sequences per prompt |\n", "", "n"),
+    ("adamw", "| `lr` | required |", "| `lr` | 1e-6 |", "lr"),
     ("data", "`answer`, `chosen`", "`chosen`", "answer"),
     ("train", "| `minibatch` | |", "| `minibatch` | 1 |", "minibatch"),
-    ("cluster", "| `gpus` | needed |", "| `gpus` | 8 |", "gpus"),
+    ("cluster", "| `gpus` | required |", "| `gpus` | 8 |", "gpus"),
     ("flow", "| `seed` | 1 |", "| `seed` | 0 |", "seed"),
 ])
 def test_a_wrong_table_is_seen(name: str, old: str, new: str, option: str) -> None:
@@ -301,10 +313,23 @@ def test_a_wrong_type_is_seen(call: str, type_: str, folder: Path) -> None:
     assert untrue(call, type_)
 
 
+@pytest.mark.parametrize(("old", "new", "missing", "extra"), [
+    ("\nrlc verify ", "\nrlc check ", {"verify"}, set()),
+    ("\nrlc lsp ", "\nrlc speak ", {"lsp"}, {"speak"}),
+    ("\n## Commands\n", "\n## Details\n", set(main.commands), set()),
+])
+def test_a_wrong_list_of_commands_is_seen(old: str, new: str, missing: set[str], extra: set[str]) -> None:
+    assert README.count(old) == 1
+    found, real = listed_commands(README.replace(old, new)), set(main.commands)
+    assert (real - found, found - real) == (missing, extra)
+
+
 def test_dead_links_are_seen() -> None:
     text = ("# Here we are\n[a](gone.md) [b](pages.py) [c](#here-we-are) [d](#there) [e](https://example.org/gone)\n"
             "[f](../../docs/language.md#units) [g](../../docs/language.md#unit)\n```\n# there\n```\n")
     assert dead_links(Path(__file__), text) == ["gone.md", "#there", "../../docs/language.md#unit"]
+    pictures = '<img src="gone.png" alt="x"><img src="pages.py"> `<img src="code.png">`\n![x](lost.png)\n'
+    assert dead_links(Path(__file__), pictures) == ["lost.png", "gone.png"]
 
 
 def test_long_lines_are_seen() -> None:
