@@ -3,13 +3,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup test demo docs vsix clean
+.PHONY: setup lint test demo docs vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
+
+# mypy sees the packages where setuptools' package-dir puts them: backends/ is rldsl.backends
+lint: setup
+	$(BIN)/ruff check rldsl backends stdlib
+	mkdir -p .lint/rldsl
+	find .lint/rldsl -type l -delete
+	ln -s $(CURDIR)/rldsl/* $(CURDIR)/backends $(CURDIR)/grammar $(CURDIR)/stdlib .lint/rldsl/
+	MYPYPATH=.lint $(BIN)/mypy --cache-dir .lint/cache -p rldsl
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -111,9 +111,10 @@ def setup(device: torch.device, folder: Path) -> Setup:
 
 def model(s: Setup, size: str, dtype: str = "bfloat16") -> Model:
     """Its record, from a directory with a config, a tokenizer and the names of its tensors, which are not read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from examples.tiny import make_tokenizer
     from rldsl.placement.families import describe
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     hidden, inner, layers, heads, groups, words = s.shapes[size]
     folder = s.folder / size

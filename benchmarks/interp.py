@@ -30,8 +30,7 @@ from benchmarks.step_ours import GRPO_REF, PPO, REWARD
 from benchmarks.step_work import Work, write_data
 from rldsl import api
 from rldsl.plan.codec import encode
-from rldsl.plan.events import (Compute, Event, Free, Generate, Infer, Item, Lengths, Log, Loop, Realloc, Train,
-                               Transfer)
+from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Item, Lengths, Log, Loop, Realloc, Train, Transfer
 from rldsl.runtime.interpreter import interpreter
 from rldsl.runtime.interpreter.interpreter import Walk, execute
 from rldsl.runtime.interpreter.options import Options

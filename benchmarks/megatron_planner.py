@@ -13,9 +13,9 @@ import torch
 from megatron.core.resharding import planner
 from megatron.core.resharding.utils import ParameterMetadata, select_src_metadata_balanced
 
+from rldsl.plan.model import Layout, Mesh
 from rldsl.sharding.boxes import holding, local_shape, parameters
 from rldsl.sharding.layout import axis_ranks
-from rldsl.plan.model import Layout, Mesh
 from tests.realloc.cases import Case
 
 VERSION = importlib.metadata.version("megatron-core")

@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rldsl.plan.codec import encode
 from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, peak
+from rldsl.plan.codec import encode
 from tests.memory.accounting import measured
 from tests.memory.plans import CASES, Case, plan_of
 

@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.layouts import LLAMA_70B
-from rldsl.sharding.boxes import itemsize, parameters, volume
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.reshard.transfer_slices import rank_lanes
-from rldsl.reshard.routes import paths
-from rldsl.reshard.records import Paths
 from rldsl.reshard.device_order import relabel
+from rldsl.reshard.records import Paths
 from rldsl.reshard.rounds import buckets, count
+from rldsl.reshard.routes import paths
 from rldsl.reshard.summary import summary
+from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.sharding.boxes import itemsize, parameters, volume
 
 NODE, NETWORK, NVLINK = 8, 50e9, 450e9  # ranks; bytes a second in each direction
 

@@ -22,9 +22,9 @@ from functools import partial
 
 from benchmarks.layouts import TOY, at_scale, grid
 from benchmarks.layouts import case as make
-from rldsl.reshard.transfer_slices import rank_lanes
 from rldsl.reshard.rounds import buckets, rank_ops
 from rldsl.reshard.summary import summary
+from rldsl.reshard.transfer_slices import rank_lanes
 from tests.realloc.cases import Case
 
 RANKS = (64, 256, 1024, 4096, 10240)

@@ -90,8 +90,8 @@ class Row:
 
 def directory(folder: Path, sizes: dict[str, int], head: bool) -> None:
     """A model directory as the compiler reads it: the configuration and the names of the tensors, no weight."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
     from torch import device
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     folder.mkdir(parents=True)
     config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,

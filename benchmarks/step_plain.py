@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification,
-                          AutoTokenizer)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from benchmarks.step_work import Clock, Times, Work, serve
 

@@ -128,13 +128,13 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
 
 
 def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
-          overrides: Sequence[str] = (), mode: str = MANUAL) -> "Draft":
+          overrides: Sequence[str] = (), mode: str = MANUAL) -> Draft:
     """The ordered events of a program, before they get numbers and short ids."""
     return draft_source(read_source(path), sets, read_source(place) if place else None, overrides, mode)
 
 
 def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
-                 overrides: Sequence[str] = (), mode: str = MANUAL) -> "Draft":
+                 overrides: Sequence[str] = (), mode: str = MANUAL) -> Draft:
     """The same of a program that need not be in a file. mode: who places its calls (`search/modes.py`); those that are
     `auto` the search places anyway."""
     from rldsl.passes.pipeline import run
@@ -149,17 +149,17 @@ def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, p
 
 
 def compile_all(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
-                overrides: Sequence[str] = ()) -> "Compiled":
+                overrides: Sequence[str] = ()) -> Compiled:
     """The plan of a program with its proof and memory. Raises Failure, or CompilerBug when the proof fails."""
     return finish(draft(path, sets, place, overrides))
 
 
-def finish(events: "Draft") -> "Compiled":
+def finish(events: Draft) -> Compiled:
     """Memory, emission and proof."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from rldsl.search import fit
     from rldsl.passes import pipeline
+    from rldsl.search import fit
 
     try:
         compiler = f"rldsl {version('rldsl')}"
@@ -175,12 +175,12 @@ def finish(events: "Draft") -> "Compiled":
 
 
 def compile(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
-            overrides: Sequence[str] = ()) -> "Plan":
+            overrides: Sequence[str] = ()) -> Plan:
     """The verified plan of the program at `path`."""
     return compile_all(path, sets, place, overrides).plan
 
 
-def read_plan(path: str) -> "Plan":
+def read_plan(path: str) -> Plan:
     """A plan file. Errors: RL0091 no such file, RL0601 to RL0607 from the codec."""
     from rldsl.plan.codec import decode
 

@@ -7,15 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rldsl.memory.curve import each_rank, host_peak
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
-from rldsl.plan.events import (Collect, Compute, Event, Free, Generate, Infer, Lengths, Load, Log, Offload, Onload,
-                               Realloc, Train, Transfer, split)
-from rldsl.plan.naming import call_name, subject
-from rldsl.memory.curve import each_rank, host_peak
+from rldsl.plan.events import (
+    Collect,
+    Compute,
+    Event,
+    Free,
+    Generate,
+    Infer,
+    Lengths,
+    Load,
+    Log,
+    Offload,
+    Onload,
+    Realloc,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.naming import call_name, subject
 from rldsl.plan.notation import cut, degrees_of, human, ranks_text
+from rldsl.plan.projection import events
 
 WIDTH = 120
 Call = Generate | Infer | Train

@@ -189,12 +189,12 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, prog
     import torch.distributed as dist
     import transformers
 
-    from rldsl.runtime.interpreter.interpreter import Walk, execute
-    from rldsl.runtime.health.failure import Watch
     from rldsl.runtime.comm.rendezvous import begun
+    from rldsl.runtime.health.failure import Watch
+    from rldsl.runtime.interpreter.interpreter import Walk, execute
+    from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.metrics.reporter import Asked
     from rldsl.runtime.metrics.tee import tee
-    from rldsl.runtime.interpreter.options import Options
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -40,7 +40,7 @@ class Span:
     def text(self) -> str:
         return self.file.text[self.start : self.end]
 
-    def to(self, other: "Span") -> "Span":
+    def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of `other`."""
         return Span(self.file, self.start, other.end)
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-
 from rldsl.backends.megatron.names import LAYER, Table
 from rldsl.backends.torch.model.load_weights import Held
-from rldsl.sharding.boxes import Parameter, local_shape
+from torch import nn
+
 from rldsl.runtime.backend import Pool
+from rldsl.sharding.boxes import Parameter, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class Block:
             parameter.requires_grad_(True)
             parameter.grad = _slice(whole, seat)
         for parameter in self.seen:
-            setattr(parameter, "main_grad", parameter.grad)
+            parameter.main_grad = parameter.grad
 
     def forget(self) -> None:
         """Without gradients."""
         for _, parameter in self.apart():
             parameter.grad = None
         for parameter in self.seen:
-            setattr(parameter, "main_grad", None)
+            parameter.main_grad = None
 
     def _views(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         return zip(self.rows, memory.split([*self.rows.values()]))

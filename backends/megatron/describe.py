@@ -11,8 +11,9 @@ import re
 from typing import Any
 
 from rldsl.backends.megatron.names import FAMILIES, placed
-from rldsl.plan.backends import Description, Facts
+
 from rldsl.plan.adapter_names import HEAD
+from rldsl.plan.backends import Description, Facts
 from rldsl.plan.model import Layout
 
 ROPES = ("default", "linear", "llama3", "yarn")  # one function of the position

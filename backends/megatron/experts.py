@@ -22,11 +22,11 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
-
 from rldsl.backends.megatron.kernels import Kernels
 from rldsl.backends.torch.model.collectives import GatherApart, SumApart, gather
 from rldsl.backends.torch.model.experts import Route
+from torch import nn
+
 from rldsl.runtime.backend import Axis
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-
 from rldsl.backends.megatron.stage import MegatronStage
 from rldsl.backends.torch.model.offload import Host
 from rldsl.backends.torch.shard import TorchShard
 from rldsl.backends.torch.train.optimizer import Trainer
+
 from rldsl.runtime.backend import Shard
 
 

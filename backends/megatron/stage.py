@@ -14,27 +14,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
 from rldsl.backends.megatron.blocks import Seat, blocks
 from rldsl.backends.megatron.divided import Joined
 from rldsl.backends.megatron.kernels import Kernels, here
 from rldsl.backends.megatron.model import HeadNorm, Sequences, gpt
 from rldsl.backends.megatron.names import EMBEDDING, ENDS, EXPERT, LAYER, OUTPUT, table_of
 from rldsl.backends.torch.model.attention import Packing
+from rldsl.backends.torch.model.autocast import compute_rounded, rounded
 from rldsl.backends.torch.model.collectives import GatherAlike, PartOf
 from rldsl.backends.torch.model.config import config
-from rldsl.backends.torch.model.autocast import compute_rounded, rounded
 from rldsl.backends.torch.model.load_weights import Held, allot
 from rldsl.backends.torch.model.recompute import Recompute
 from rldsl.backends.torch.model.sequence_parallel import Filled, Tokens, fill
 from rldsl.backends.torch.model.zero import Sharded
-from rldsl.sharding.boxes import Parameter, holding, parameters
-from rldsl.sharding.layout import stage_layers
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
 from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Pool
+from rldsl.sharding.boxes import Parameter, holding, parameters
+from rldsl.sharding.layout import stage_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from rldsl.backends.torch.model import load_weights as checkpoint
-from rldsl.backends.torch.model.packed_batch import batch
 from rldsl.backends.torch.generate.decode_state import Desk
 from rldsl.backends.torch.generate.generate import generate
-from rldsl.backends.torch.model.offload import Host
+from rldsl.backends.torch.model import load_weights as checkpoint
 from rldsl.backends.torch.model.invariant import Invariant
 from rldsl.backends.torch.model.lora import begin
+from rldsl.backends.torch.model.offload import Host
 from rldsl.backends.torch.model.outputs import outputs
-from rldsl.backends.torch.train.pipeline import forward, forward_backward
+from rldsl.backends.torch.model.packed_batch import batch
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import Trainer
+from rldsl.backends.torch.train.pipeline import forward, forward_backward
+
 from rldsl.plan.events import Part, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.sharding.dtypes import stored
 from rldsl.runtime.backend import Axes, Generated, LossFn, MicroBatch, Packed, Pool, Shard
+from rldsl.sharding.dtypes import stored
 
 ONE_TOKEN = Packed(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
 

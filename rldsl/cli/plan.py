@@ -85,8 +85,8 @@ def verify(settings: Settings, plan: str) -> None:
               "simulated one.")
 def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None) -> None:
     """Write PLAN as a page for a browser: dataflow, time, memory, and why each event is there."""
-    from rldsl.files import write
     from rldsl.commands.report import report
+    from rldsl.files import write
 
     target = target or f"{plan.removesuffix('.plan')}.html"
     write(target, report(plan, cluster, trace).encode())

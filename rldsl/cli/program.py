@@ -69,8 +69,8 @@ def lsp(settings: Settings) -> int:
 @click.option("--diff", is_flag=True, help="Write nothing; show what would change.")
 def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> int:
     """Put FILES into the one form: programs, directories of programs, or - (standard input to standard output)."""
-    from rldsl.files import write
     from rldsl.commands.fmt import SHOWN, STDIN, formatted
+    from rldsl.files import write
 
     done, broken = formatted(files, sys.stdin.buffer.read() if STDIN in files else b"")
     if broken:

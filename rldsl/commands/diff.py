@@ -14,9 +14,9 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
-from rldsl.verify import verify
 from rldsl.python.compare import compared
 from rldsl.python.machines import machine_of
+from rldsl.verify import verify
 
 
 def diff(before: str, after: str, cluster: str | None = None, for_programs: bool = False) -> tuple[str, bool]:

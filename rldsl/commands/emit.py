@@ -16,15 +16,15 @@ from pathlib import PurePath
 from jinja2 import Environment, StrictUndefined
 
 from rldsl import api
+from rldsl.inspect.view import check_rank
 from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Event, Every, Item, Loop
-from rldsl.plan.naming import kind, told
 from rldsl.plan.model import Plan, Ranges
-from rldsl.plan.projection import schedule, to_ranges
+from rldsl.plan.naming import kind, told
 from rldsl.plan.notation import ranks_text
+from rldsl.plan.projection import schedule, to_ranges
 from rldsl.verify import verify
-from rldsl.inspect.view import check_rank
 
 WIDTH, CALL = 120, 36  # columns of a line, and of the call before its comment
 TEMPLATE = "program.py.j2"

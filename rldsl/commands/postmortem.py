@@ -14,11 +14,11 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.codec import decode, plan_id
-from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
 from rldsl.plan.model import Plan
-from rldsl.postmortem.wait_order import Order
 from rldsl.postmortem.analysis import Findings, analyse, traces
+from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
 from rldsl.postmortem.text import call_text, report, title
+from rldsl.postmortem.wait_order import Order
 from rldsl.runtime.metrics.run_record import PLAN
 
 

@@ -17,7 +17,8 @@ from rldsl.files import write
 from rldsl.graph.model import Graph
 from rldsl.placement.families import describe
 from rldsl.plan.expr import Scalar
-from rldsl.search import Answer, Options, Prepared, find as look, locked, prepared
+from rldsl.search import Answer, Options, Prepared, locked, prepared
+from rldsl.search import find as look
 from rldsl.search.branch import Result
 from rldsl.simulate import Lengths
 
@@ -40,7 +41,8 @@ class Asked:
 
 def search(asked: Asked, target: str, as_json: bool, say: Callable[[str], None]) -> str:
     """Write the placement to `target`. say: how far it is, now and then."""
-    from rldsl.search import report, write as form
+    from rldsl.search import report
+    from rldsl.search import write as form
 
     cluster, p = _prepared(asked)
     answer, cut = _found(p, cluster, asked, say)

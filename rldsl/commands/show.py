@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rldsl import api
 from rldsl.commands import Usage
-from rldsl.plan import disk_paths
-from rldsl.plan.codec import decode, plan_id
 from rldsl.inspect.show import show as text
 from rldsl.inspect.view import event_json, plan_json
+from rldsl.plan import disk_paths
+from rldsl.plan.codec import decode, plan_id
 from rldsl.python.sources import event_quote, sources_of
 
 

@@ -23,8 +23,8 @@ from rldsl.semantics.alone import check_alone
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.lower import Lower
-from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import Modules
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import DataRef, MeshValue, ModelRef, Module, StateRef
 from rldsl.source import SourceFile, Span

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CallsOfFlow:
-    def __init__(self, flow: "FlowBuilder"):
+    def __init__(self, flow: FlowBuilder):
         self.flow, self.errors = flow, flow.errors
 
     def nested(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope) -> Meaning:

@@ -178,9 +178,7 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
         named = bare and option.name.name in ("backend", "recompute")
         value = option.value.name if named else lower.scalar(option.value, scope)
         unit = {"mbs": "sequences", "mbt": "tokens"}.get(option.name.name, "")
-        if isinstance(value, (Bad, tuple)):
-            bad = True
-        elif not bare and options.counts(option.name.name, unit, options.unit_of(option.value, lower, scope),
+        if isinstance(value, (Bad, tuple)) or not bare and options.counts(option.name.name, unit, options.unit_of(option.value, lower, scope),
                                          option.value.span, lower):
             bad = True
         else:

@@ -7,8 +7,8 @@ all rows, so a number over the batch is made by a metric alone; nothing in the b
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
@@ -32,7 +32,7 @@ OUTSIDE = (ast.Save, ast.Sync, ast.Ema, ast.Checkpoint, ast.EveryBlock, ast.Repe
 class Evaluations:
     """inside: the source of the block being built, or "". frames: those of all such blocks."""
 
-    def __init__(self, flow: "FlowBuilder"):
+    def __init__(self, flow: FlowBuilder):
         self.flow, self.errors = flow, flow.errors
         self.inside = ""
         self.frames: set[str] = set()

@@ -19,9 +19,9 @@ from rldsl.graph.sync import sync
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.lower import Lower
-from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import RESERVED
 from rldsl.semantics.options import whole
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import DataRef, Meaning, ModelRef, Several, describe
 from rldsl.source import Span

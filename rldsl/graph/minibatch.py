@@ -12,8 +12,8 @@ from typing import cast
 
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.lower import Lower
-from rldsl.semantics.scope import Scope
 from rldsl.semantics.options import Value, unit_of
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.units import differ
 from rldsl.semantics.values import FrameRef
 from rldsl.syntax import ast

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rldsl.plan.expr import Program, Scalar
 from rldsl.plan.events import Sampling
+from rldsl.plan.expr import Program, Scalar
 from rldsl.plan.model import Frame, Function, Lora, Optimizer, Value
 from rldsl.source import Span
 
@@ -190,14 +190,14 @@ class Sync(Node):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
     period: int
-    body: tuple["Item", ...]
+    body: tuple[Item, ...]
     span: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
     times: int
-    body: tuple["Item", ...]
+    body: tuple[Item, ...]
     span: Span
 
 
@@ -207,7 +207,7 @@ class Until:
 
     most: int
     condition: str
-    body: tuple["Item", ...]
+    body: tuple[Item, ...]
     span: Span
 
 
@@ -217,7 +217,7 @@ class Eval:
 
     data: str
     most: int
-    body: tuple["Item", ...]
+    body: tuple[Item, ...]
     span: Span
 
 

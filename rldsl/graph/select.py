@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from rldsl.graph import model as g
 from rldsl.plan.model import Frame, Value
 from rldsl.semantics.errors import BAD, Bad
-from rldsl.semantics.scope import Scope
 from rldsl.semantics.options import whole
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
 from rldsl.semantics.values import FrameRef, Meaning, Pairs, describe
 from rldsl.source import Span
@@ -29,7 +29,7 @@ STANDARD = ("tokens", "logprobs", "finished")
 
 
 class Selections:
-    def __init__(self, flow: "FlowBuilder"):
+    def __init__(self, flow: FlowBuilder):
         self.flow, self.errors, self.spaces = flow, flow.errors, flow.spaces
         flow.lower.ops.narrow = self.narrow
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.semantics.errors import Bad
-from rldsl.semantics.scope import Scope
 from rldsl.semantics.options import whole
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import ModelRef, describe
 from rldsl.syntax import ast
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 
-def sync(flow: "FlowBuilder", s: ast.Sync | ast.Ema, scope: Scope) -> None:
+def sync(flow: FlowBuilder, s: ast.Sync | ast.Ema, scope: Scope) -> None:
     """Append the items of one statement to the flow."""
     target, source = _model(flow, s.target, scope), _model(flow, s.source, scope)
     decay = _decay(flow, s.decay, scope) if isinstance(s, ast.Ema) else 0.0
@@ -35,7 +35,7 @@ def sync(flow: "FlowBuilder", s: ast.Sync | ast.Ema, scope: Scope) -> None:
     flow.items.append(g.Every(period=period, body=(node,), span=s.span) if s.period is not None else node)
 
 
-def _model(flow: "FlowBuilder", ident: ast.Ident, scope: Scope) -> ModelRef | None:
+def _model(flow: FlowBuilder, ident: ast.Ident, scope: Scope) -> ModelRef | None:
     found = flow.lower.name(ast.Name(name=ident.name, span=ident.span), scope)
     if isinstance(found, ModelRef):
         return found
@@ -44,7 +44,7 @@ def _model(flow: "FlowBuilder", ident: ast.Ident, scope: Scope) -> ModelRef | No
     return None
 
 
-def _decay(flow: "FlowBuilder", tree: ast.Expr, scope: Scope) -> float | None:
+def _decay(flow: FlowBuilder, tree: ast.Expr, scope: Scope) -> float | None:
     value = flow.lower.constant(tree, scope)
     if not isinstance(value, Term):
         return None
@@ -55,7 +55,7 @@ def _decay(flow: "FlowBuilder", tree: ast.Expr, scope: Scope) -> float | None:
     return float(value.value)
 
 
-def _fit(flow: "FlowBuilder", s: ast.Sync | ast.Ema, target: ModelRef, source: ModelRef) -> bool:
+def _fit(flow: FlowBuilder, s: ast.Sync | ast.Ema, target: ModelRef, source: ModelRef) -> bool:
     models = flow.models
     if target.name == source.name:
         flow.errors.add("RL0222", f"`{target.name}` cannot take its own parameters", s.source.span,

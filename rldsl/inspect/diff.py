@@ -13,14 +13,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
 from typing import Any
 
+from rldsl.inspect.event_matching import Found, Pair, found, pairs, text
 from rldsl.plan.codec import encode
 from rldsl.plan.events import EVENTS, Event, Every, Item, Log
-from rldsl.inspect.event_matching import Found, Pair, found, pairs, text
-from rldsl.plan.naming import kind
 from rldsl.plan.model import Model, Plan
-from rldsl.plan.projection import events, times
+from rldsl.plan.naming import kind
 from rldsl.plan.notation import ranks_text
-
+from rldsl.plan.projection import events, times
 
 Record = Mapping[str, str]  # field -> text
 CALLS = ("calls", "inserted")

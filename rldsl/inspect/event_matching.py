@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rldsl.plan.events import Compute, Event, Every, Free, Load, Log, Realloc, Sampling, Train, split
-from rldsl.plan.naming import Places, call_name, kind, line_of, makes, subject
 from rldsl.plan.model import Plan, Spread
+from rldsl.plan.naming import Places, call_name, kind, line_of, makes, subject
 from rldsl.plan.projection import Path, events
 
 # Of an event's own fields, those that `where` and `about` tell, or that follow from the rest.

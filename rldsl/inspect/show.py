@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rldsl.plan.events import Event, Every, Item, Loop, Sampling
-from rldsl.plan.naming import kind, subject
-from rldsl.plan.model import Model, Plan
-from rldsl.plan.projection import class_of, schedule
-from rldsl.plan.notation import count, degrees_of, human, ranges_text
 from rldsl.inspect.view import Touch, View, check_rank, view
+from rldsl.plan.events import Event, Every, Item, Loop, Sampling
+from rldsl.plan.model import Model, Plan
+from rldsl.plan.naming import kind, subject
+from rldsl.plan.notation import count, degrees_of, human, ranges_text
+from rldsl.plan.projection import class_of, schedule
 
 WIDTH = 120
 LABEL = {"frame": "sequences", "frames": "sequences"}  # what users call a field

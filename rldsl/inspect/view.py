@@ -13,8 +13,8 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.events import Event, Every, Free, Item, Loop
-from rldsl.plan.naming import Places, kind, subject
 from rldsl.plan.model import Plan, Ranges
+from rldsl.plan.naming import Places, kind, subject
 from rldsl.plan.projection import Path, class_of, events, no_mesh, ranges, schedule
 
 FORMAT = 1
@@ -83,7 +83,7 @@ class _Index:
     freed: Mapping[str, Sequence[int]]
 
     @staticmethod
-    def of(plan: Plan, every: Sequence[tuple[Event, Path]]) -> "_Index":
+    def of(plan: Plan, every: Sequence[tuple[Event, Path]]) -> _Index:
         written, read, freed = defaultdict(list), defaultdict(list), defaultdict(list)
         for e, _ in every:
             gone = e.buffers if isinstance(e, Free) else ()

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rldsl.plan import heads
 from rldsl.lsp.builtins import CALLS, CONSTRUCTORS, FUNCTIONS
 from rldsl.lsp.describe import signature
 from rldsl.lsp.facts import Facts
 from rldsl.lsp.index import Index, Symbol
 from rldsl.lsp.library import Library
 from rldsl.placement.degrees import OPTIONS
+from rldsl.plan import heads
 from rldsl.plan.expr import LEVELS
 from rldsl.semantics import options
 from rldsl.semantics.modules import library

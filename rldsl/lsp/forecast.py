@@ -13,10 +13,10 @@ from rldsl.clusters import Cluster, find
 from rldsl.diag import Failure, fail
 from rldsl.graph import model as g
 from rldsl.graph.build import build, read_text
-from rldsl.plan.events import Generate, Infer, Train
 from rldsl.memory.curve import Curve, peak, points
-from rldsl.plan.naming import call_name
+from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import call_name
 from rldsl.plan.projection import events
 from rldsl.source import SourceFile
 from rldsl.syntax import ast

@@ -13,7 +13,7 @@ from rldsl.syntax.recover import visible
 class Node:
     symbol: Symbol
     span: Span
-    children: tuple["Node", ...] = ()
+    children: tuple[Node, ...] = ()
 
 
 def outline(index: Index) -> list[Node]:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from rldsl.measure.solo import Solo
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, Packed, Shard
-from rldsl.measure.solo import Solo
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them

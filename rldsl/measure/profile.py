@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.plan.events import Sampling
-from rldsl.sharding.partition import partition
-from rldsl.runtime.metrics.run_record import PACKAGES, versions
 from rldsl.measure.models import measure, settle, timed, training
+from rldsl.plan.events import Sampling
+from rldsl.runtime.metrics.run_record import PACKAGES, versions
+from rldsl.sharding.partition import partition
 
 
 def machine(device: torch.device) -> dict[str, float]:

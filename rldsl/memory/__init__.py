@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rldsl.memory.holder_classes import classes
 from rldsl.memory.curve import Curve
+from rldsl.memory.holder_classes import classes
 from rldsl.memory.lifetimes import lifetimes
 from rldsl.memory.reshard_buffers import ways
 from rldsl.plan.model import Plan

@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from rldsl.plan.events import Generate, Infer, Train
-from rldsl.plan.heads import HEAD_OF
-from rldsl.plan.naming import call_name
 from rldsl.memory import logits
 from rldsl.memory.activations import Block, block, kernel
 from rldsl.memory.decoding import PREFILL, recordings, sampled
 from rldsl.memory.parameters import FLOAT, Copy, largest_weight, linear_elements, vocabulary
 from rldsl.memory.values import Tables, rows, width
 from rldsl.memory.zero import gathered
+from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.heads import HEAD_OF
 from rldsl.plan.model import Layout
+from rldsl.plan.naming import call_name
 from rldsl.sharding.partition import micro_batch_count
 from rldsl.sharding.pipeline_schedule import actions, in_flight, passes, waiting
 

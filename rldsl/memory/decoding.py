@@ -6,8 +6,8 @@ captured graph needs what one step needs. """
 
 from __future__ import annotations
 
-from rldsl.plan.events import Sampling
 from rldsl.memory.logits import Head
+from rldsl.plan.events import Sampling
 
 PREFILL = 1 << 14  # tokens of prompts that are run at once, so that a prefill does not grow with the batch
 NARROW = 64  # of the slab's width, read in steps of at least so many tokens

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from rldsl.sharding.rank_classes import alike
-from rldsl.sharding.boxes import Cell, parts
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 from rldsl.reshard.node_groups import Side
+from rldsl.sharding.boxes import Cell, parts
+from rldsl.sharding.rank_classes import alike
 
 Place = tuple[str, str, int]  # a mesh, or a layout and one of its stages
 

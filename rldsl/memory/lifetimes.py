@@ -9,20 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from rldsl.sharding.boxes import shards
-from rldsl.plan.events import (Checkpoint, Event, Free, Generate, Infer, Item, Load, Loop, Offload, Onload, Realloc,
-                               Save, Train, Transfer, split)
-from rldsl.plan.naming import call_name
-from rldsl.memory.holder_classes import Alike
 from rldsl.memory.calls import needs
 from rldsl.memory.curve import Curve, Holding
+from rldsl.memory.holder_classes import Alike
+from rldsl.memory.parameters import FLOAT, Copy, elements, gradient_bytes, largest, moment_bytes, new_bytes, resting
 from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes
-from rldsl.memory.parameters import (FLOAT, Copy, elements, gradient_bytes, largest, moment_bytes, new_bytes,
-                                          resting)
 from rldsl.memory.values import Tables, buffer_bytes
+from rldsl.plan.events import (
+    Checkpoint,
+    Event,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Load,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.model import Layout, Plan
-from rldsl.reshard.records import Paths
+from rldsl.plan.naming import call_name
 from rldsl.plan.notation import degrees_of
+from rldsl.reshard.records import Paths
+from rldsl.sharding.boxes import shards
 
 Ways = Mapping[tuple[str, str, str], Paths]
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
-from rldsl.sharding.layout import own_layers, stage_layers
 from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
 from rldsl.sharding.dtypes import stored
+from rldsl.sharding.layout import own_layers, stage_layers
 
 FLOAT = 4  # bytes of float32
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rldsl.sharding import boxes
-from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, cell, itemsize, parameters, parts, shards, volume
-from rldsl.plan.events import Realloc
 from rldsl.memory.holder_classes import Alike
 from rldsl.memory.parameters import Copy, held
+from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Model, ParamSpec, Plan
-from rldsl.sharding.dtypes import carried, stored
 from rldsl.plan.projection import events
 from rldsl.reshard.in_place import Held, packed, room, together
-from rldsl.reshard.transfer_slices import Known
-from rldsl.reshard.routes import paths
 from rldsl.reshard.records import Paths
 from rldsl.reshard.rounds import AHEAD, buckets, count, some_rounds
+from rldsl.reshard.routes import paths
+from rldsl.reshard.transfer_slices import Known
+from rldsl.sharding import boxes
+from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, cell, itemsize, parameters, parts, shards, volume
+from rldsl.sharding.dtypes import carried, stored
 
 
 def ways(plan: Plan) -> dict[tuple[str, str, str], Paths]:

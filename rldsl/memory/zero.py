@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from rldsl.sharding.boxes import volume
 from rldsl.memory.parameters import FLOAT, Copy, boxes, held
 from rldsl.plan.model import ParamSpec
+from rldsl.sharding.boxes import volume
 
 
 @cache

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rldsl.plan.events import Collect, Compute, Fetch, Generate, Infer, Select, Train
-from rldsl.plan.naming import Places
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import Places
 from rldsl.plan.projection import events
 
 COUNT = 8

@@ -10,12 +10,26 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from rldsl.pages.texts import block_text
-from rldsl.plan.events import (Collect, Compute, Event, Fetch, Generate, Infer, Log, Loop, Realloc, Save, Select,
-                               Train, Transfer, split)
-from rldsl.plan.naming import Places, call_name, kind, makes
+from rldsl.plan.events import (
+    Collect,
+    Compute,
+    Event,
+    Fetch,
+    Generate,
+    Infer,
+    Log,
+    Loop,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import Path, events
+from rldsl.plan.naming import Places, call_name, kind, makes
 from rldsl.plan.notation import human
+from rldsl.plan.projection import Path, events
 
 CALLS, MOVES = (Generate, Infer, Train), (Transfer, Realloc)
 VALUES = (Fetch, Compute, Select, Collect, Save)
@@ -87,7 +101,7 @@ def dataflow(plan: Plan) -> Dataflow:
         if isinstance(event, Compute):  # that reads only lengths of a frame
             known = {frame_of.get(split(b)[0]) for b in event.reads}
             links |= {(maker[f], id, False): [f] for f in event.frames if f in maker and f not in known}
-        writer |= {b: id for b in event.writes}
+        writer |= dict.fromkeys(event.writes, id)
         if isinstance(event, Fetch | Generate | Select | Collect):
             maker |= dict.fromkeys(makes(event), id)
     kept = tuple(Link(a, b, tuple(names), parameters) for (a, b, parameters), names in links.items())

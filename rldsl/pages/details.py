@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rldsl.inspect.show import LABEL, field_text
+from rldsl.inspect.view import View, views
 from rldsl.pages.texts import block_text, ranges_text
 from rldsl.plan.events import Event
-from rldsl.plan.naming import kind, line_of, quote, subject
 from rldsl.plan.model import Plan
-from rldsl.inspect.show import LABEL, field_text
+from rldsl.plan.naming import kind, line_of, quote, subject
 from rldsl.plan.notation import count, human, joined
-from rldsl.inspect.view import View, views
 
 PLACES = ("layout", "spread", "src", "dst")  # ids of the plan, which `where` tells in words
 Sources = Mapping[str, str]  # path, as the plan names it -> text

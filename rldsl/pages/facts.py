@@ -11,10 +11,10 @@ from rldsl.pages.details import Sources
 from rldsl.pages.memory import Panel
 from rldsl.pages.recorded import Recorded
 from rldsl.plan.events import Fetch, Generate, Infer, Train
-from rldsl.plan.naming import Places, call_name, makes, quote
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events, times
+from rldsl.plan.naming import Places, call_name, makes, quote
 from rldsl.plan.notation import human, ranks_text, seconds_text
+from rldsl.plan.projection import events, times
 from rldsl.simulate import Timeline
 from rldsl.simulate.summary import parts
 

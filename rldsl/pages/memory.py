@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from rldsl.memory.curve import Curve, Peak, during, peak, points
 from rldsl.pages.markup import element, number
 from rldsl.plan.events import Event, Free, Generate, Infer, Log, Train
-from rldsl.plan.naming import call_name, kind, subject
-from rldsl.memory.curve import Curve, Peak, during, peak, points
 from rldsl.plan.model import Ranges
-from rldsl.plan.projection import to_ranges
+from rldsl.plan.naming import call_name, kind, subject
 from rldsl.plan.notation import human
+from rldsl.plan.projection import to_ranges
 
 KINDS = ("parameters", "optimizer state", "gradients", "activations", "key-value cache", "values and movements")
 MOST = 12  # panels

@@ -15,6 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from rldsl.clusters import Cluster
+from rldsl.memory.curve import Curve
 from rldsl.pages import gantt, memory
 from rldsl.pages.colours import hues
 from rldsl.pages.dataflow import dataflow
@@ -26,14 +27,13 @@ from rldsl.pages.rows import Chart, simulated
 from rldsl.pages.templates import template
 from rldsl.pages.texts import ranges_text
 from rldsl.plan.events import Event
-from rldsl.plan.naming import call_name
-from rldsl.memory.curve import Curve
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.naming import call_name
 from rldsl.plan.notation import cut, human, seconds_text
-from rldsl.verify import Proof
+from rldsl.plan.projection import events
 from rldsl.simulate import Lengths, Timeline
 from rldsl.simulate.lengths import made
+from rldsl.verify import Proof
 
 MANY = 40  # rows of a chart; of more, the first
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from rldsl.diag import Failure, fail
 from rldsl.pages.rows import Bar, Chart, Row, chart
-from rldsl.plan.naming import kind
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import kind
 from rldsl.plan.projection import events
 
 

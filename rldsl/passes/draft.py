@@ -11,8 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of
-from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Loop, Select, Train,
-                               Transfer)
+from rldsl.plan.events import (
+    Collect,
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Generate,
+    Infer,
+    Item,
+    Loop,
+    Select,
+    Train,
+    Transfer,
+)
 from rldsl.plan.model import Frame, Layout, Mesh, Spread, State, Value
 
 
@@ -44,10 +56,10 @@ class Draft:
     def ranks(self, mesh: str) -> frozenset[int]:
         return frozenset(self.meshes[mesh].members())
 
-    def with_meshes(self, *meshes: Mesh) -> "Draft":
+    def with_meshes(self, *meshes: Mesh) -> Draft:
         return replace(self, meshes={**self.meshes, **{m.id: m for m in meshes}})
 
-    def with_spreads(self, *spreads: Spread) -> "Draft":
+    def with_spreads(self, *spreads: Spread) -> Draft:
         return replace(self, spreads={**self.spreads, **{s.id: s for s in spreads}})
 
 

@@ -114,11 +114,11 @@ class _Rename:
             changed["metrics"] = tuple((n, self.buffer(b)) for n, b in e.metrics)
         return replace(e, **changed)
 
-    def block(self, items: Iterable[Item], numbers: "count[int]") -> tuple[Item, ...]:
+    def block(self, items: Iterable[Item], numbers: count[int]) -> tuple[Item, ...]:
         return tuple(self.loop(i, numbers) if isinstance(i, Loop)
                      else replace(i, body=self.block(i.body, numbers)) if isinstance(i, Every)
                      else self.event(i, next(numbers)) for i in items)
 
-    def loop(self, i: Loop, numbers: "count[int]") -> Loop:
+    def loop(self, i: Loop, numbers: count[int]) -> Loop:
         return replace(i, body=self.block(i.body, numbers), until=self.buffer(i.until) if i.until else "",
                        collects=tuple(map(self.buffer, i.collects)))

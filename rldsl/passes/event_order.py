@@ -14,8 +14,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rldsl.passes.draft import Draft, all_spread, events, uses
-from rldsl.plan.events import (Compute, Event, Every, Fetch, Generate, Infer, Item, Lengths, Log, Loop, Offload, Onload,
-                               Realloc, Save, Train, Transfer)
+from rldsl.plan.events import (
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Generate,
+    Infer,
+    Item,
+    Lengths,
+    Log,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Train,
+    Transfer,
+)
 from rldsl.plan.model import Value
 
 # How long things take against each other; only the order of start times matters.

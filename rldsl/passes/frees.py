@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from rldsl.passes.draft import Draft, all_spread, events, union, uses
 from rldsl.plan.events import Event, Every, Free, Item, Loop, split
-from rldsl.plan.naming import call_name
 from rldsl.plan.model import Mesh
+from rldsl.plan.naming import call_name
 
 
 def frees(draft: Draft) -> Draft:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from rldsl.passes.draft import Draft, events
 from rldsl.plan.events import Event, Generate, Infer, Load, Realloc, Save, Train
 from rldsl.plan.model import Layout, Model
-from rldsl.reshard.alias import coincide
 from rldsl.plan.notation import degrees_of
+from rldsl.reshard.alias import coincide
 
 
 def loads(draft: Draft) -> Draft:

@@ -14,8 +14,22 @@ from rldsl.passes.draft import Draft
 from rldsl.placement.budget import decoded
 from rldsl.placement.model import Call, Place, Placed, mesh_of
 from rldsl.placement.sync import anchors
-from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Loop, Realloc, Save,
-                               Select, Train, split)
+from rldsl.plan.events import (
+    Collect,
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Generate,
+    Infer,
+    Item,
+    Loop,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    split,
+)
 from rldsl.plan.model import Layout, Mesh, Spread, State
 
 NOWHERE = ""  # the mesh of a fetch is known when all readers are
@@ -139,7 +153,7 @@ class _Lower:
         at = str(node.span)
         if isinstance(node, g.Fetch):
             spread = f"all {self._rows(node)}"
-            self.fetched |= {v: spread for v in node.writes}
+            self.fetched |= dict.fromkeys(node.writes, spread)
             return Fetch(id=0, mesh=NOWHERE, writes=tuple(f"{v}@{spread}" for v in node.writes), at=at, data=node.data,
                          frames=node.frames)
         if isinstance(node, g.Save):

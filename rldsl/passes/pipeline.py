@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rldsl.memory import curves
+from rldsl.memory.curve import Curve, Peak, peaks
 from rldsl.passes import checkpoint, drops, event_order, frees, loads, log, offloads, reallocs, transfers
 from rldsl.passes.draft import Draft
 from rldsl.passes.emit import emit
 from rldsl.passes.lengths import lengths
 from rldsl.passes.lower import lower
 from rldsl.placement.model import Placed
-from rldsl.memory import curves
-from rldsl.memory.curve import Curve, Peak, peaks
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import rank_classes
 from rldsl.verify import Proof, verify

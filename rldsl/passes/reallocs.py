@@ -18,12 +18,12 @@ from rldsl.passes.drops import dropped
 from rldsl.passes.syncs import Syncs
 from rldsl.placement.model import Call
 from rldsl.plan.events import Every, Generate, Infer, Item, Load, Loop, Realloc, Train
-from rldsl.plan.naming import call_name
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.sharding.dtypes import carried
+from rldsl.plan.naming import call_name
+from rldsl.plan.notation import degrees_of, human
 from rldsl.reshard.routes import paths
 from rldsl.reshard.summary import Summary, summary
-from rldsl.plan.notation import degrees_of, human
+from rldsl.sharding.dtypes import carried
 
 Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current version
 

@@ -16,10 +16,10 @@ from dataclasses import replace
 from rldsl.passes.draft import Draft, events, union
 from rldsl.plan.events import Load, Realloc
 from rldsl.plan.model import Mesh, Model
-from rldsl.sharding.dtypes import carried, stored
+from rldsl.plan.notation import degrees_of
 from rldsl.reshard.routes import paths
 from rldsl.reshard.summary import summary
-from rldsl.plan.notation import degrees_of
+from rldsl.sharding.dtypes import carried, stored
 
 
 class Syncs:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from rldsl.passes.draft import Draft, union
 from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split
-from rldsl.plan.naming import call_name
 from rldsl.plan.model import Mesh
+from rldsl.plan.naming import call_name
 
 Made = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)
 

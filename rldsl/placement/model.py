@@ -14,8 +14,8 @@ from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Se
 from rldsl.placement.families import Family
 from rldsl.plan.heads import CALL_OF
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
-from rldsl.plan.projection import to_ranges
 from rldsl.plan.notation import degrees_text
+from rldsl.plan.projection import to_ranges
 from rldsl.source import Span
 
 Call = Generate | Infer | Train

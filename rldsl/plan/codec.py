@@ -25,10 +25,26 @@ from hashlib import sha256
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure, fail
-from rldsl.plan.expr import Program
 from rldsl.plan.events import EVENTS, Every, Item, Loop
-from rldsl.plan.model import (FORMAT, MOST_BLOCKS, MOST_RANKS, Data, Frame, Function, Group, Header, Layout, Mesh,
-                              Model, Plan, RankClass, Spread, State, Value)
+from rldsl.plan.expr import Program
+from rldsl.plan.model import (
+    FORMAT,
+    MOST_BLOCKS,
+    MOST_RANKS,
+    Data,
+    Frame,
+    Function,
+    Group,
+    Header,
+    Layout,
+    Mesh,
+    Model,
+    Plan,
+    RankClass,
+    Spread,
+    State,
+    Value,
+)
 
 # kind of line -> (record, the field of Plan it belongs to), in the order of the file; body lines follow the groups.
 TABLES: Mapping[str, tuple[type, str]] = {

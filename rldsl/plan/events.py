@@ -261,7 +261,7 @@ class Loop:
 
     id: str
     trips: int
-    body: tuple["Item", ...]
+    body: tuple[Item, ...]
     until: str = ""
     collects: tuple[str, ...] = ()
     over: str = ""
@@ -272,7 +272,7 @@ class Every:
     """The body, in each iteration i (from 1) of the enclosing loop with i % period == 0."""
 
     period: int
-    body: tuple["Item", ...]
+    body: tuple[Item, ...]
 
 
 Item = Event | Loop | Every

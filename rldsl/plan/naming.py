@@ -8,8 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rldsl.plan.events import (Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Log, Offload, Onload,
-                               Realloc, Select, Train, Transfer, split)
+from rldsl.plan.events import (
+    Collect,
+    Compute,
+    Event,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Lengths,
+    Log,
+    Offload,
+    Onload,
+    Realloc,
+    Select,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.heads import CALL_OF
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import degrees_of, mesh_text
@@ -115,7 +131,7 @@ class Places:
     spreads: dict[str, str]
 
     @staticmethod
-    def of(plan: Plan) -> "Places":
+    def of(plan: Plan) -> Places:
         meshes = {m.id: mesh_text(m.ranks) for m in plan.meshes}
         layouts = {x.id: f"{meshes.get(x.mesh, x.mesh)} {degrees_of(x)}" for x in plan.layouts}
         spreads = {s.id: layouts.get(s.layout) or meshes.get(s.mesh, s.mesh) for s in plan.spreads}

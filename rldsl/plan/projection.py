@@ -12,7 +12,7 @@ from math import lcm
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.events import Event, Every, Item, Loop
-from rldsl.plan.model import Mesh, Plan, RankClass, Ranges
+from rldsl.plan.model import Mesh, Plan, Ranges, RankClass
 
 Path = tuple[Loop | Every, ...]  # the blocks around an event, outermost first
 

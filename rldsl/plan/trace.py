@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from rldsl.plan.events import Compute, Event, Transfer
-from rldsl.plan.naming import kind, line_of
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import kind, line_of
 from rldsl.plan.notation import ranks_text
 
 Span = dict[str, Any]

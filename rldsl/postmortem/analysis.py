@@ -17,8 +17,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rldsl.postmortem.dumps import Dump, Moment, Sign, Stand
 from rldsl.plan.model import Plan
+from rldsl.postmortem.dumps import Dump, Moment, Sign, Stand
 from rldsl.postmortem.wait_order import END, POSTED, START, Group, Order, Place
 
 Kind = Literal["not reached", "inside", "each other", "end"]

@@ -7,14 +7,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rldsl.postmortem.dumps import Moment, Stand
-from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Log, Select,
-                               Train, Transfer)
-from rldsl.plan.naming import call_name, kind
+from rldsl.plan.events import (
+    Checkpoint,
+    Collect,
+    Compute,
+    Event,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Lengths,
+    Log,
+    Select,
+    Train,
+    Transfer,
+)
 from rldsl.plan.model import Plan
-from rldsl.postmortem.wait_order import Order
-from rldsl.postmortem.analysis import LOST_CONTACT, Findings, Trace, Wait, lost, where
+from rldsl.plan.naming import call_name, kind
 from rldsl.plan.notation import ranks_text
+from rldsl.postmortem.analysis import LOST_CONTACT, Findings, Trace, Wait, lost, where
+from rldsl.postmortem.dumps import Moment, Stand
+from rldsl.postmortem.wait_order import Order
 
 TITLES = {
     "gone": ("stopped without a word", "stopped without a word"),

@@ -9,11 +9,32 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rldsl.postmortem.dumps import Moment
-from rldsl.plan.events import (Checkpoint, Collect, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load,
-                               Log, Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
-from rldsl.sharding.layout import shard_of
+from rldsl.plan.events import (
+    Checkpoint,
+    Collect,
+    Event,
+    Every,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Lengths,
+    Load,
+    Log,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.model import Layout, Plan
+from rldsl.postmortem.dumps import Moment
+from rldsl.sharding.layout import shard_of
 
 Place = tuple[int, ...]  # index, turn, index, ... of the blocks and the event, and at last 0 in the event, 1 after it
 START, END = (-1,), (1 << 62,)

@@ -24,7 +24,7 @@ class DiagnosticError(Failure):
     def __str__(self) -> str:
         return str(Diagnostics(self.diagnostics))
 
-    def __reduce__(self) -> tuple[type["DiagnosticError"], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[DiagnosticError], tuple[object, ...]]:
         return DiagnosticError, (self.diagnostics,)
 
     def _render_traceback_(self) -> list[str]:

@@ -19,11 +19,11 @@ class Diagnostics(tuple[Diagnostic, ...]):
     __slots__ = ()
 
     @property
-    def errors(self) -> "Diagnostics":
+    def errors(self) -> Diagnostics:
         return Diagnostics(d for d in self if d.severity == "error")
 
     @property
-    def warnings(self) -> "Diagnostics":
+    def warnings(self) -> Diagnostics:
         return Diagnostics(d for d in self if d.severity == "warning")
 
     @property

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from rldsl.diag import fail
 from rldsl.files import write
+from rldsl.memory import curves
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import decode, encode, plan_id
 from rldsl.plan.expr import Scalar
-from rldsl.memory import curves
-from rldsl.verify import verify
 from rldsl.python.compare import Difference, compared
 from rldsl.python.errors import ELSEWHERE, told
 from rldsl.python.html import terminal
 from rldsl.python.machines import Machines, assumed, machine_of
 from rldsl.python.sources import event_quote, sources_of
 from rldsl.python.views import Graph, Memory, Report, Simulation
+from rldsl.verify import verify
 
 if TYPE_CHECKING:
     from rldsl.plan.model import Plan as Record
@@ -44,7 +44,7 @@ class Plan:
     texts: tuple[tuple[str, str], ...] = ()
 
     @property
-    def record(self) -> "Record":
+    def record(self) -> Record:
         """All of it, as the records of `rldsl.plan.model`; docs/plans.md describes them."""
         return self.compiled.plan
 
@@ -141,7 +141,7 @@ class Plan:
         return Report(page(given), self.record.header.program)
 
     @told
-    def diff(self, after: "Plan", cluster: Machines | None = None) -> Difference:
+    def diff(self, after: Plan, cluster: Machines | None = None) -> Difference:
         """What changed from this plan to another. cluster: to predict the time of a step on, too."""
         machine = machine_of(cluster) if cluster is not None else None
         return compared(self.record, after.record, (self.name, after.name), (self.id, after.id), machine)

@@ -10,8 +10,8 @@ from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 
-from rldsl.plan.naming import quote
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import quote
 from rldsl.plan.projection import events
 
 

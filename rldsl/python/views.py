@@ -73,8 +73,8 @@ class Memory:
 
     def _rows(self) -> list[tuple[str, ...]]:
         from rldsl.plan.naming import call_name
-        from rldsl.plan.projection import events
         from rldsl.plan.notation import ranks_text
+        from rldsl.plan.projection import events
 
         known = {e.id: call_name(e) for e, _ in events(self.plan)}
         found = [(tuple(r for a, b in c.ranks for r in range(a, b)), peak(c)) for c in self.curves]

@@ -7,8 +7,8 @@ tokens of cp are divided over ranks that hold the same parameters, so degrees ma
 from __future__ import annotations
 
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.sharding.dtypes import stored
 from rldsl.reshard.node_groups import Side
+from rldsl.sharding.dtypes import stored
 
 
 def coincide(model: Model, a: Layout, a_mesh: Mesh, b: Layout, b_mesh: Mesh) -> bool:

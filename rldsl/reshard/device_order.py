@@ -15,12 +15,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
-from rldsl.sharding.boxes import Cell
-from rldsl.sharding.layout import degree_product
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.plan.projection import to_ranges
-from rldsl.reshard.shard_classes import lines
 from rldsl.reshard.node_groups import Side
+from rldsl.reshard.shard_classes import lines
+from rldsl.sharding.boxes import Cell
+from rldsl.sharding.layout import degree_product
 
 Row = TypeVar("Row", bound=Hashable)
 Column = TypeVar("Column", bound=Hashable)

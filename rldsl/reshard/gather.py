@@ -11,6 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
 
+from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
+from rldsl.reshard.node_groups import Side
+from rldsl.reshard.rounds import Message
 from rldsl.sharding.boxes import (
     Box,
     Cell,
@@ -24,9 +27,6 @@ from rldsl.sharding.boxes import (
     stages,
     volume,
 )
-from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
-from rldsl.reshard.node_groups import Side
-from rldsl.reshard.rounds import Message
 
 
 def owners(model: Model, layout: Layout, mesh: Mesh) -> dict[str, int]:

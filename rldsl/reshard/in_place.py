@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, contains, held, local_shape, parameters, volume
 from rldsl.plan.model import Layout, Model
 from rldsl.reshard.rounds import AHEAD, Message, Round
+from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, contains, held, local_shape, parameters, volume
 
 ALONE = 1 << 18  # elements: to copy so many at both ends costs more than a message
 PARTS = 5  # of a message to one peer in a round

@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rldsl.reshard.load_balance import Share, balance, cut
 from rldsl.reshard.node_groups import Places
 from rldsl.reshard.records import Entering, Hop, Kind, fan, handed, taken
-from rldsl.reshard.load_balance import Share, balance, cut
 
 NETWORK = 8  # a byte between nodes costs at least as much as this many inside one (H100: 450 to 50 GB/s)
 

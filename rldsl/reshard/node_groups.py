@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from rldsl.plan.model import Layout, Mesh
 from rldsl.sharding.boxes import Cell, parts, shards
 from rldsl.sharding.layout import degree_product
-from rldsl.plan.model import Layout, Mesh
 
 Places = tuple[tuple[Cell | None, Cell | None], ...]  # for each device of a node: under the source, the destination
 

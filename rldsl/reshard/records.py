@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rldsl.sharding.boxes import Cell
-from rldsl.reshard.shard_classes import Line
-from rldsl.reshard.node_groups import Places, Side
 from rldsl.reshard.load_balance import Share
+from rldsl.reshard.node_groups import Places, Side
+from rldsl.reshard.shard_classes import Line
+from rldsl.sharding.boxes import Cell
 
 
 class Hop(NamedTuple):

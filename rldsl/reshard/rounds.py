@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rldsl.sharding.boxes import Box, volume
-from rldsl.reshard.transfer_slices import Known, Lane, rank_lanes
-from rldsl.reshard.shard_classes import boxes
-from rldsl.reshard.records import Paths
 from rldsl.reshard.broadcast_trees import height
+from rldsl.reshard.records import Paths
+from rldsl.reshard.shard_classes import boxes
+from rldsl.reshard.transfer_slices import Known, Lane, rank_lanes
+from rldsl.sharding.boxes import Box, volume
 
 BUCKET = 256 << 20  # bytes on their way to or from a rank: larger ones gain little, two must fit beside the parameters
 LEAST = 4 << 20  # bytes; in smaller rounds the start of a message costs more than its bytes

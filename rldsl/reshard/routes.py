@@ -16,13 +16,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rldsl.sharding.boxes import Cell
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard.intra_node import Wants, arriving, kind_of
-from rldsl.reshard.shard_classes import Line, lines
+from rldsl.reshard.load_balance import Share, balance, cut
 from rldsl.reshard.node_groups import Places, Side, kinds
 from rldsl.reshard.records import Paths, Source, Supply, handed, taken
-from rldsl.reshard.load_balance import Share, balance, cut
+from rldsl.reshard.shard_classes import Line, lines
+from rldsl.sharding.boxes import Cell
 
 WORTH = 1.125  # passing on costs rounds: it must make the busiest rank less busy by this factor
 

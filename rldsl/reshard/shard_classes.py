@@ -14,18 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
 
-from rldsl.sharding.boxes import (
-    Box,
-    Cell,
-    Parameter,
-    contains,
-    each,
-    pieces_at,
-    places,
-    stages,
-    volume,
-)
 from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, each, pieces_at, places, stages, volume
 
 LONG = 256  # rows: a part is then right to within that share of its box
 

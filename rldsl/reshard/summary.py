@@ -9,10 +9,10 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rldsl.sharding.boxes import Cell, itemsize
 from rldsl.plan.model import Model
 from rldsl.reshard.records import Kind, Paths, taken
 from rldsl.reshard.rounds import BUCKET, buckets, count
+from rldsl.sharding.boxes import Cell, itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from rldsl.sharding.boxes import Cell
-from rldsl.reshard.records import Hop, Kind, Paths, Supply
 from rldsl.reshard.broadcast_trees import TREES, children, depth, parent, root
+from rldsl.reshard.records import Hop, Kind, Paths, Supply
+from rldsl.sharding.boxes import Cell
 
 
 class Lane(NamedTuple):

@@ -136,7 +136,7 @@ class Shard(Protocol):
     def onload(self, what: Part) -> Callable[[], None]:
         """Back on the device. What is issued after a call of the result finds their values."""
 
-    def share(self, other: "Shard") -> None:
+    def share(self, other: Shard) -> None:
         """From now on the parameters are those of another shard, which holds the same ones."""
 
     def release(self) -> None:

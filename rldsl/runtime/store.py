@@ -26,7 +26,7 @@ class Column:
         assert self.ids.device == self.sizes.device == self.data.device, \
             f"a column on {self.ids.device}, {self.sizes.device} and {self.data.device}"
 
-    def pick(self, ids: torch.Tensor) -> "Column":
+    def pick(self, ids: torch.Tensor) -> Column:
         """The entries of `ids` (ascending, all of them held), in their order. Where the look does not stop a GPU, that
         they are held is looked at: rows divided differently by two ranks would be wrong numbers, not an error."""
         if ids.numel() == self.ids.numel():
@@ -39,18 +39,18 @@ class Column:
         return Column(ids, sizes, self.data[ragged(self.sizes.cumsum(0) - self.sizes, at, sizes)])
 
     @staticmethod
-    def none(dtype: torch.dtype, device: torch.device) -> "Column":
+    def none(dtype: torch.dtype, device: torch.device) -> Column:
         """No rows."""
         ids = torch.empty(0, dtype=torch.int64, device=device)
         return Column(ids, ids, torch.empty(0, dtype=dtype, device=device))
 
-    def behind(self, other: "Column", shift: int) -> "Column":
+    def behind(self, other: Column, shift: int) -> Column:
         """These rows, then those of `other` with `shift` added to their numbers."""
         return Column(torch.cat([self.ids, other.ids + shift]), torch.cat([self.sizes, other.sizes]),
                       torch.cat([self.data.to(other.data.dtype), other.data]))
 
     @staticmethod
-    def join(parts: Sequence["Column"]) -> "Column":
+    def join(parts: Sequence[Column]) -> Column:
         """Disjoint columns as one, ids ascending."""
         if len(parts) == 1:
             return parts[0]

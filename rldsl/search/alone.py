@@ -13,16 +13,16 @@ from functools import cached_property
 from math import lcm
 
 from rldsl.graph import model as g
-from rldsl.passes.lower import spread_of
-from rldsl.placement.model import Place
-from rldsl.sharding.boxes import Cell
-from rldsl.plan.events import Generate, Infer, Train
-from rldsl.sharding.layout import own_layers
 from rldsl.memory.parameters import Copy
 from rldsl.memory.values import Tables
+from rldsl.passes.lower import spread_of
+from rldsl.placement.model import Place
+from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.model import Layout, Model
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Block, Strategy
+from rldsl.sharding.boxes import Cell
+from rldsl.sharding.layout import own_layers
 from rldsl.simulate.classes import Groups
 from rldsl.simulate.times import Machine
 from rldsl.simulate.world import World

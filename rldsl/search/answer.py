@@ -14,7 +14,6 @@ from typing import Literal
 from rldsl.clusters import Cluster
 from rldsl.diag import Failure, fail
 from rldsl.plan.notation import human
-from rldsl.verify import verify
 from rldsl.search.branch import GAP, MOST, Result, search
 from rldsl.search.exact import Proved, proved
 from rldsl.search.greedy import heuristic
@@ -22,6 +21,7 @@ from rldsl.search.instance import Instance, Judged
 from rldsl.search.prepare import Prepared
 from rldsl.search.problem import Problem, problem
 from rldsl.simulate import Lengths
+from rldsl.verify import verify
 
 FEW = 3  # of the best are compiled, and compared by what the simulator says
 TRIES = 4  # with more and more of a device kept free, where the estimate was too low

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rldsl.plan.events import Generate, Infer, Train
-from rldsl.sharding.layout import own_layers
 from rldsl.memory.calls import needs
 from rldsl.memory.parameters import Copy, elements, gradient_bytes, moment_bytes, resting
+from rldsl.plan.events import Generate, Infer, Train
 from rldsl.search.alone import Alone
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy
+from rldsl.sharding.layout import own_layers
 from rldsl.simulate.calls import Passes, Stage, closing, forward, generate, minibatch, result, stage, told
 from rldsl.simulate.engine import Act, Pool, Run
 

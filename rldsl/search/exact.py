@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from rldsl.clusters import Cluster
 from rldsl.graph import model as g
+from rldsl.memory.curve import peak
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.model import Place
 from rldsl.placement.place import place_graph
-from rldsl.memory.curve import peak
 from rldsl.plan.model import Plan
 from rldsl.search.instance import Instance, Judged
 from rldsl.search.prepare import Prepared, described, places, written

@@ -7,12 +7,12 @@ mend that has been tried.
 from __future__ import annotations
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.search.memory_advice import Mend, Search
-from rldsl.placement.model import Placed
 from rldsl.memory.curve import Curve, peak
+from rldsl.placement.model import Placed
 from rldsl.plan.model import Ranges
-from rldsl.plan.projection import to_ranges
 from rldsl.plan.notation import human, ranges_text
+from rldsl.plan.projection import to_ranges
+from rldsl.search.memory_advice import Mend, Search
 
 
 def check(placed: Placed, curves: tuple[Curve, ...]) -> None:

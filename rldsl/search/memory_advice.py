@@ -15,12 +15,12 @@ from functools import cached_property
 from itertools import groupby, product
 
 from rldsl.graph import model as g
-from rldsl.search.settings import Setting, changed, difference, divided, on_all
-from rldsl.search.trials import Trials
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Placed
 from rldsl.placement.rules import names_of
 from rldsl.plan.expr import Scalar
+from rldsl.search.settings import Setting, changed, difference, divided, on_all
+from rldsl.search.trials import Trials
 
 MOST = 64  # times as many nodes as there are, and ranks of a tp or pp degree, that are tried
 Step = tuple[Collection[str], str, Scalar]  # calls, an option of theirs, its value

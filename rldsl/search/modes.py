@@ -16,7 +16,8 @@ from rldsl.placement.degrees import DEGREES
 from rldsl.placement.model import Call
 from rldsl.placement.place import Describe
 from rldsl.placement.rules import Choice, names_of, resolve, specificity, tier
-from rldsl.search.answer import Answer, Options, find as look
+from rldsl.search.answer import Answer, Options
+from rldsl.search.answer import find as look
 from rldsl.search.patterns import degrees, is_pattern
 from rldsl.search.prepare import mapped, prepared, written
 

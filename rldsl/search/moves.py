@@ -10,15 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rldsl.plan.model import Layout, Model
-from rldsl.sharding.dtypes import carried
 from rldsl.reshard.alias import coincide
-from rldsl.reshard.routes import paths
 from rldsl.reshard.rounds import BUCKET, buckets, count
+from rldsl.reshard.routes import paths
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block, Strategy
+from rldsl.sharding.dtypes import carried
 from rldsl.simulate.times import Machine
 from rldsl.simulate.traffic import Loads
-
 
 Key = tuple[str, Block, Strategy, Block, Strategy]
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes of an element

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from rldsl.clusters import Cluster
 from rldsl.diag import fail
 from rldsl.graph import model as g
-from rldsl.search.settings import clause
 from rldsl.placement.budget import decoded
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Place, Placed
@@ -21,6 +20,7 @@ from rldsl.placement.rules import Choice, Option, names_of, resolve, specificity
 from rldsl.plan.model import Frame
 from rldsl.search.costs import Entry
 from rldsl.search.problem import Fixed
+from rldsl.search.settings import clause
 from rldsl.search.space import Block, Strategy
 
 OF_STRATEGY = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload")

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from rldsl.diag import Failure
 from rldsl.graph import model as g
+from rldsl.memory import curves
+from rldsl.memory.curve import peak
 from rldsl.passes.emit import emit
 from rldsl.passes.pipeline import run
-from rldsl.search.settings import Setting, clause
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Placed
 from rldsl.placement.place import place_graph
-from rldsl.memory import curves
-from rldsl.memory.curve import peak
+from rldsl.search.settings import Setting, clause
 from rldsl.source import Span
 
 

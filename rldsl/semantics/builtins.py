@@ -24,10 +24,10 @@ SEQUENCES = ("len", "next", "prev", "last", "at_end", "cumsum", "discount", "ove
 
 
 class Builtins:
-    def __init__(self, lower: "Lower"):
+    def __init__(self, lower: Lower):
         self.lower, self.errors = lower, lower.errors
 
-    def mesh(self, expr: ast.Call, scope: "Scope") -> MeshValue | Bad:
+    def mesh(self, expr: ast.Call, scope: Scope) -> MeshValue | Bad:
         """mesh(a:b), mesh(n0:n1, d0:d1), or mesh(8)."""
         pairs: list[tuple[int, int]] = []
         for arg in expr.args:
@@ -46,7 +46,7 @@ class Builtins:
             return self.errors.add("RL0204", f"`mesh` takes one or two ranges, not {len(pairs)}", expr.span)
         return MeshValue(pairs[0] if len(pairs) == 2 else None, pairs[-1], expr.span)
 
-    def _size(self, expr: ast.Call, arg: ast.Argument, scope: "Scope") -> MeshValue | Bad:
+    def _size(self, expr: ast.Call, arg: ast.Argument, scope: Scope) -> MeshValue | Bad:
         """mesh(8): so many ranks. `mesh(0-4)` is a range with the wrong sign in it, not the number -4."""
         match arg.value:
             case ast.Binary(op="-", left=ast.Number() as start, right=ast.Number() as stop):
@@ -64,7 +64,7 @@ class Builtins:
                                    help="write `mesh(0:8)`, or `mesh(8)` for 8 ranks that the compiler chooses")
         return MeshValue(None, (0, size.value), expr.span, free=True)
 
-    def call(self, name: str, expr: ast.Call, scope: "Scope") -> Meaning:
+    def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
         args: list[Meaning] = []
         unbiased: Term | Bad | None = None
         for arg in expr.args:

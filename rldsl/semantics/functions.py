@@ -28,7 +28,7 @@ UNFOLDED = 2_000  # calls of functions in one program; each that calls another t
 class Functions:
     """active: the functions being inlined, outermost first. unfolded: how many calls were inlined so far."""
 
-    def __init__(self, lower: "Lower"):
+    def __init__(self, lower: Lower):
         self.lower, self.errors = lower, lower.errors
         self.active: list[ast.FnDecl | ast.LossDecl] = []
         self.unfolded = 0

@@ -14,15 +14,29 @@ from typing import cast
 from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.plan.heads import OUTPUTS
 from rldsl.semantics.builtins import Builtins
-from rldsl.semantics.functions import Functions
-from rldsl.semantics.scope import Scope
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
+from rldsl.semantics.functions import Functions
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.modules import homes
 from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, Operators
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
-from rldsl.semantics.values import (DataRef, FnRef, FrameRef, Items, LossRef, LossUse, Meaning, ModelRef, Module,
-                                    Pairs, PyRef, Several, StateRef, describe)
+from rldsl.semantics.values import (
+    DataRef,
+    FnRef,
+    FrameRef,
+    Items,
+    LossRef,
+    LossUse,
+    Meaning,
+    ModelRef,
+    Module,
+    Pairs,
+    PyRef,
+    Several,
+    StateRef,
+    describe,
+)
 from rldsl.source import Span
 from rldsl.syntax import ast
 

@@ -12,7 +12,7 @@ class Scope:
     """Names in sight: those of this block, of the enclosing ones, then of the module."""
 
     module: Module
-    parent: "Scope | None" = None
+    parent: Scope | None = None
     names: dict[str, Meaning] = field(default_factory=dict)
 
     def find(self, name: str) -> Meaning | None:

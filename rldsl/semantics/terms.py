@@ -21,7 +21,7 @@ class Term:
     where it is computed; used: the name that stands for it, where it does."""
 
     op: str
-    args: tuple["Term", ...]
+    args: tuple[Term, ...]
     level: Level
     space: str
     dtype: str

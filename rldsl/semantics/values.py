@@ -60,7 +60,7 @@ class StateRef:
 class Several:
     """Results of a function that returns more than one."""
 
-    values: tuple["Meaning", ...]
+    values: tuple[Meaning, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ class MeshValue:
 @dataclass(frozen=True, slots=True)
 class FnRef:
     decl: ast.FnDecl
-    module: "Module"
+    module: Module
 
 
 @dataclass(frozen=True, slots=True)
 class LossRef:
     decl: ast.LossDecl
-    module: "Module"
+    module: Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Module:
     """The names of one file. broken: functions and losses whose own body has errors; their uses stay silent."""
 
     name: str
-    names: dict[str, "Meaning"] = field(default_factory=dict)
+    names: dict[str, Meaning] = field(default_factory=dict)
     bound_at: dict[str, Span] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 

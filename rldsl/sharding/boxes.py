@@ -19,8 +19,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from rldsl.sharding.layout import coordinate, degree_product, layer_stage
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
+from rldsl.sharding.layout import coordinate, degree_product, layer_stage
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) for each dimension of the global tensor
 

@@ -15,8 +15,8 @@ from heapq import heapreplace
 from itertools import groupby
 from typing import Literal
 
-from rldsl.sharding.balance import cost, divide
 from rldsl.plan.model import Frame, Spread
+from rldsl.sharding.balance import cost, divide
 
 MASK = (1 << 64) - 1
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from rldsl.sharding.boxes import itemsize
 from rldsl.plan.events import Generate, Infer, Train
-from rldsl.sharding.layout import stage_layers
 from rldsl.plan.model import Layout
+from rldsl.sharding.boxes import itemsize
+from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.partition import micro_batch_count
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
 from rldsl.simulate.classes import Groups

@@ -11,9 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rldsl.plan.events import Generate, Infer, Log, Train
-from rldsl.sharding.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 from rldsl.plan.projection import events, to_ranges
+from rldsl.sharding.layout import axis_ranks
 
 Members = tuple[int, ...]  # classes
 MANY = 64  # classes: with more, the few ranks that log are as others, though it is they who are waited for; from one

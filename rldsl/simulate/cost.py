@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2, prod
 
-from rldsl.sharding.boxes import itemsize, pieces, volume
 from rldsl.plan.events import Generate
-from rldsl.sharding.layout import own_layers
 from rldsl.plan.model import Layout, Model, ParamSpec
+from rldsl.sharding.boxes import itemsize, pieces, volume
 from rldsl.sharding.dtypes import stored
+from rldsl.sharding.layout import own_layers
 from rldsl.simulate.lengths import Row
 
 

@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from rldsl.plan.events import Realloc, Transfer
-from rldsl.sharding.dtypes import carried
 from rldsl.reshard.rounds import buckets, count
+from rldsl.sharding.dtypes import carried
 from rldsl.simulate.engine import Act, Post, Run
 from rldsl.simulate.traffic import Loads, Traffic
 from rldsl.simulate.world import World

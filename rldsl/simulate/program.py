@@ -11,11 +11,31 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import lcm, prod
 
-from rldsl.sharding.boxes import cell, parameters
-from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths,
-                               Log, Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer)
-from rldsl.plan.expr import REDUCTIONS
 from rldsl.memory.parameters import Copy, elements, moment_bytes, resting
+from rldsl.plan.events import (
+    Checkpoint,
+    Collect,
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Lengths,
+    Log,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    Transfer,
+)
+from rldsl.plan.expr import REDUCTIONS
+from rldsl.sharding.boxes import cell, parameters
 from rldsl.simulate.calls import generate, infer, train
 from rldsl.simulate.engine import Act, Again, Begin, Mark, Post, Run, Wait
 from rldsl.simulate.moves import realloc, transfer

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rldsl.clusters import Cluster
-from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Lengths as Counted, Loop, Train
-from rldsl.plan.naming import Places, call_name, kind, line_of, subject
+from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Loop, Train
+from rldsl.plan.events import Lengths as Counted
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
+from rldsl.plan.naming import Places, call_name, kind, line_of, subject
 from rldsl.plan.notation import cut, ranges_text, seconds_text
+from rldsl.plan.projection import events
 from rldsl.simulate.lengths import Lengths, made
 from rldsl.simulate.model import Timeline
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from rldsl.sharding.boxes import Cell
 from rldsl.plan.model import Ranges
 from rldsl.reshard.records import Kind, Paths, handed, taken
+from rldsl.sharding.boxes import Cell
 from rldsl.simulate.times import Machine
 
 

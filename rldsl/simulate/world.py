@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from functools import cached_property
 
 from rldsl.clusters import Cluster
-from rldsl.plan.expr import Program
 from rldsl.memory.reshard_buffers import ways
 from rldsl.memory.values import rows
+from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
 from rldsl.reshard.records import Paths
 from rldsl.simulate.classes import Classes, Groups, called, classes, groups

@@ -46,7 +46,7 @@ class Bool(Tree):
 class ListOf(Tree):
     """[a, b]"""
 
-    items: tuple["Expr", ...]
+    items: tuple[Expr, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Name(Tree):
 class Attribute(Tree):
     """value.name"""
 
-    value: "Expr"
+    value: Expr
     name: Ident
 
 
@@ -67,7 +67,7 @@ class Unary(Tree):
     """op: "-" or "not"."""
 
     op: str
-    operand: "Expr"
+    operand: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ class Binary(Tree):
     """op: + - * / ** < <= > >= == != and or."""
 
     op: str
-    left: "Expr"
-    right: "Expr"
+    left: Expr
+    right: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +84,14 @@ class Argument(Tree):
     """name is None when positional."""
 
     name: Ident | None
-    value: "Expr"
+    value: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Tree):
     """func(args) or func(arg by LEVEL); by is the level's name."""
 
-    func: "Expr"
+    func: Expr
     args: tuple[Argument, ...]
     by: Ident | None = None
 
@@ -100,8 +100,8 @@ class Call(Tree):
 class Range(Tree):
     """start:stop, inside mesh(...) only."""
 
-    start: "Expr"
-    stop: "Expr"
+    start: Expr
+    stop: Expr
 
 
 Expr = Number | String | Bool | ListOf | Name | Attribute | Unary | Binary | Call | Range
@@ -171,7 +171,7 @@ class EveryBlock(Tree):
     """every K { ... }"""
 
     period: Expr
-    body: tuple["Statement", ...]
+    body: tuple[Statement, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +179,14 @@ class RepeatBlock(Tree):
     """repeat K { ... }"""
 
     times: Expr
-    body: tuple["Statement", ...]
+    body: tuple[Statement, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatUntil(Tree):
     """repeat { ... } until condition max most"""
 
-    body: tuple["Statement", ...]
+    body: tuple[Statement, ...]
     condition: Expr
     most: Expr
 
@@ -197,7 +197,7 @@ class EvalBlock(Tree):
 
     data: Ident
     most: Expr | None
-    body: tuple["Statement", ...]
+    body: tuple[Statement, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,7 @@ def expected(accepted: set[str]) -> str:
     words = []
     if {"FLOW", "MODEL"} <= rest:
         return "a declaration"
-    elif VALUE <= rest:
+    if rest >= VALUE:
         words, rest = ["a statement" if STATEMENTS & rest else "a value"], rest - VALUE - {"MINUS", "NOT"}
         rest = {t for t in rest if t in WORDS} if words == ["a statement"] else rest
     elif OPERATORS & rest:

@@ -21,8 +21,7 @@ from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast, table
 from rldsl.syntax.build import build
 from rldsl.syntax.errors import DECLARATIONS, explain, too_deep, unclosed_block, unclosed_bracket
-from rldsl.syntax.recover import (blank, blank_lines, first_in_a_block, open_brackets, unclosed, unclosed_brace,
-                                  visible)
+from rldsl.syntax.recover import blank, blank_lines, first_in_a_block, open_brackets, unclosed, unclosed_brace, visible
 
 MAX_ERRORS = 20
 KEPT = 64  # trees: of the library's modules, which each program imports again, and of the programs at hand

@@ -21,7 +21,7 @@ class Group:
     """A pair of brackets. items: what stands between its commas, each with the comma behind it."""
 
     opening: Word
-    items: tuple[tuple["Piece", ...], ...]
+    items: tuple[tuple[Piece, ...], ...]
     closing: Word
 
 

@@ -16,8 +16,25 @@ from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Plan
-from rldsl.verify import (class_schedules, dataflow, groups, issue_order, loops, losses, memory, operations, programs,
-                          records, references, reshards, row_division, saves, sizes, total_order, versions)
+from rldsl.verify import (
+    class_schedules,
+    dataflow,
+    groups,
+    issue_order,
+    loops,
+    losses,
+    memory,
+    operations,
+    programs,
+    records,
+    references,
+    reshards,
+    row_division,
+    saves,
+    sizes,
+    total_order,
+    versions,
+)
 from rldsl.verify.tables import Tables, class_ranks, tables
 
 Check = Callable[[Tables], Iterator[Diagnostic]]

@@ -12,8 +12,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import (Collect, Compute, Event, Every, Free, Generate, Infer, Item, Lengths, Log, Loop, Select,
-                               Train, Transfer, split)
+from rldsl.plan.events import (
+    Collect,
+    Compute,
+    Event,
+    Every,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Lengths,
+    Log,
+    Loop,
+    Select,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.verify.rank_sets import Ranks, alike, union
 from rldsl.verify.tables import Tables, name, problem
 
@@ -150,9 +165,9 @@ def _step(t: Tables, e: Event) -> Step:
     elif isinstance(e, Transfer):
         where = {b: t.spreads[e.src].mesh if split(b)[1] == e.src else ANYONE for b in reads}
     elif isinstance(e, Collect):
-        where = {b: t.spreads[e.dst].mesh for b in reads}
+        where = dict.fromkeys(reads, t.spreads[e.dst].mesh)
     elif isinstance(e, Lengths):
-        where = {b: t.spreads[e.spread].mesh for b in reads}
+        where = dict.fromkeys(reads, t.spreads[e.spread].mesh)
     else:
         where = dict.fromkeys(reads, ANYONE)
     lengths = tuple((f, _lengths(t, f)) for f in sorted(_weighed(t, e)))

@@ -24,11 +24,11 @@ from typing import NamedTuple
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import DIVISIONS, described
 from rldsl.plan.events import Event, Generate, Infer, Save, Train
-from rldsl.sharding.layout import Coord
 from rldsl.plan.model import Layout
+from rldsl.sharding.layout import Coord
 from rldsl.sharding.pipeline_schedule import Exchange, actions
-from rldsl.verify.total_order import circle
 from rldsl.verify.tables import Tables, name, problem
+from rldsl.verify.total_order import circle
 
 
 class Use(NamedTuple):

@@ -9,14 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
-                               Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.events import (
+    Checkpoint,
+    Collect,
+    Compute,
+    Event,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Lengths,
+    Load,
+    Log,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.model import Model, Value
 from rldsl.verify import calls, evaluations, selections
-from rldsl.verify.transfer_slices import Side
 from rldsl.verify.rank_sets import Ranks, union
 from rldsl.verify.tables import Tables, name, problem
-
+from rldsl.verify.transfer_slices import Side
 
 LOCAL = ("columns", "lengths")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.expr import ELEMENTWISE, FLOW_ONLY, LEAVES, LEVELS, RANDOM, REDUCTIONS, SEQUENCE, Node, Program
 from rldsl.plan.events import Compute, Event, Train
+from rldsl.plan.expr import ELEMENTWISE, FLOW_ONLY, LEAVES, LEVELS, RANDOM, REDUCTIONS, SEQUENCE, Node, Program
 from rldsl.plan.heads import LEVEL_OF, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Value
 from rldsl.verify.tables import Tables, name, problem

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from rldsl.sharding.rank_classes import alike as sweep
 from rldsl.plan.model import Ranges
+from rldsl.sharding.rank_classes import alike as sweep
 
 Place = TypeVar("Place", bound=Hashable)
 

@@ -12,8 +12,29 @@ from itertools import pairwise
 from math import prod
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import (Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths, Load, Log,
-                               Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.events import (
+    Collect,
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Lengths,
+    Load,
+    Log,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.model import MOST_RANKS, Frame, Layout, Mesh, Model, Spread
 from rldsl.verify import adapters
 from rldsl.verify.tables import Tables, name, problem

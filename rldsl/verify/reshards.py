@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.sharding.boxes import itemsize
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.sharding.dtypes import carried
 from rldsl.reshard.routes import paths
 from rldsl.reshard.summary import Summary, summary
+from rldsl.sharding.boxes import itemsize
+from rldsl.sharding.dtypes import carried
 from rldsl.verify import shard_classes, transfer_slices
-from rldsl.verify.transfer_slices import Fault, Side
 from rldsl.verify.tables import Tables, name, problem
+from rldsl.verify.transfer_slices import Fault, Side
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:

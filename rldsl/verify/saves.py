@@ -12,15 +12,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.sharding.message_batches import MESSAGES, batches
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, stages, volume
 from rldsl.plan.events import Save
-from rldsl.reshard.gather import gathers, owners
 from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.reshard.gather import gathers, owners
 from rldsl.reshard.rounds import Message
-from rldsl.verify.transfer_slices import Fault, Side
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, stages, volume
+from rldsl.sharding.message_batches import MESSAGES, batches
 from rldsl.verify.shard_classes import overlapping
 from rldsl.verify.tables import Tables, name, problem
+from rldsl.verify.transfer_slices import Fault, Side
 
 Messages = tuple[Sequence[Message], Sequence[Message]]  # what a rank sends, what it receives
 

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, pieces_at, places, stages, volume
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.reshard.shard_classes import Line
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, pieces_at, places, stages, volume
 
 Said = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, who is said to have it, who is said to want it
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.expr import Program
 from rldsl.plan.events import Event
+from rldsl.plan.expr import Program
 from rldsl.plan.model import Data, Frame, Function, Layout, Mesh, Model, Plan, RankClass, Spread, Value
-from rldsl.plan.projection import Path, to_ranges, walk
 from rldsl.plan.notation import ranges_text
+from rldsl.plan.projection import Path, to_ranges, walk
 from rldsl.verify.rank_sets import Ranks
 
 

@@ -17,14 +17,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rldsl.sharding.message_batches import MESSAGES, batches
-from rldsl.sharding.boxes import Cell
 from rldsl.plan.model import Layout, Mesh
-from rldsl.reshard.in_place import PARTS
-from rldsl.reshard.transfer_slices import Known, Lane, place, rank_lanes
-from rldsl.reshard.shard_classes import Line
-from rldsl.reshard.records import Kind, Paths
 from rldsl.reshard.broadcast_trees import TREES, children, depth
+from rldsl.reshard.in_place import PARTS
+from rldsl.reshard.records import Kind, Paths
+from rldsl.reshard.shard_classes import Line
+from rldsl.reshard.transfer_slices import Known, Lane, place, rank_lanes
+from rldsl.sharding.boxes import Cell
+from rldsl.sharding.message_batches import MESSAGES, batches
 
 FEW = 64  # ranks that are all looked at
 
@@ -38,7 +38,7 @@ class Side:
     cells: Mapping[int, Cell]
 
     @staticmethod
-    def of(x: Layout, mesh: Mesh) -> "Side":
+    def of(x: Layout, mesh: Mesh) -> Side:
         stage, part = x.dp * x.cp * x.tp, x.ep * x.tp
         shard = x.cp * part
         return Side({r: Cell(i // stage, i % part, i % stage // shard if x.zero else 0)
@@ -54,7 +54,7 @@ class Ends:
     arriving: Mapping[int, Sequence[Lane]]
 
     @staticmethod
-    def of(p: Paths, rank: int, known: Known) -> "Ends":
+    def of(p: Paths, rank: int, known: Known) -> Ends:
         sends, receives, arriving = defaultdict(list), defaultdict(list), defaultdict(list)
         out, into = rank_lanes(p, rank, known)
         for lane in out:

@@ -17,8 +17,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import (Checkpoint, Event, Free, Generate, Infer, Item, Load, Loop, Offload, Onload,
-                               Realloc, Save, Train, split)
+from rldsl.plan.events import (
+    Checkpoint,
+    Event,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Load,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Train,
+    split,
+)
 from rldsl.verify.tables import Tables, name, problem
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)

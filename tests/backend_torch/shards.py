@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from rldsl.placement.families import describe
-from rldsl.sharding.layout import axis_ranks, coordinate, degree_product
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, Packed, Pool, Shard
+from rldsl.sharding.layout import axis_ranks, coordinate, degree_product
 
 
 def plan_model(path: str, kind: str = "causal_lm", optimizer: Optimizer | None = None, updates: int = 10,

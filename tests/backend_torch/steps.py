@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.sharding.boxes import local_slice, slices
-from rldsl.sharding.layout import degree_product
 from rldsl.plan.model import Layout, Model
 from rldsl.runtime.backend import Shard
+from rldsl.sharding.boxes import local_slice, slices
+from rldsl.sharding.layout import degree_product
 from tests.backend_torch.shards import pack, plan_model, shard_of
 from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, UPDATES, minibatch, reference, share
 from tests.world import run_world

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from rldsl import api
 from rldsl.diag import Failure
+from rldsl.memory import curves
+from rldsl.memory.curve import during, each_rank
 from rldsl.passes import pipeline
 from rldsl.placement.place import place_graph
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Generate, Infer, Item, Loop, Train
-from rldsl.memory import curves
-from rldsl.memory.curve import during, each_rank
 from rldsl.plan.model import Plan
-from rldsl.sharding.partition import micro_batch_count, micro_batches, passes
 from rldsl.plan.projection import events
-from rldsl.verify import verify
+from rldsl.sharding.partition import micro_batch_count, micro_batches, passes
 from rldsl.simulate import simulate
+from rldsl.verify import verify
 from tests.compiler.graphs import family, on, ppo
 from tests.end_to_end.programs import Metrics, run_program
 from tests.library.harness import Batch, run_loss

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from rldsl.backends.torch.model.attention import Varlen
 from rldsl.backends.torch.kernels.length_buckets import SHORT, Grids
+from rldsl.backends.torch.model.attention import Varlen
 
 LENGTHS = ([1], [5, 5, 5], [3, 90, 17, 1, 64, 33, 16, 89], list(range(1, 40)), [4, 0, 7])
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rldsl.backends.torch import build
 from safetensors.torch import load_file, save_file
 
-from rldsl.backends.torch import build
 from rldsl.diag import Failure
 from rldsl.plan.model import Layout, Mesh
 from rldsl.runtime.backend import Axes, Axis

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rldsl.backends.torch.model.logprobs import token_logprobs
 
 from benchmarks import loss
-from rldsl.backends.torch.model.logprobs import token_logprobs
 from rldsl.memory.logits import LEAST, MOST, Head, backward, forward, rows_at_once
 from rldsl.runtime.backend import ALONE
 

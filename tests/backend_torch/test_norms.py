@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rldsl.backends.torch.kernels.rms_norms import _Normed, quicken
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-from rldsl.backends.torch.kernels.rms_norms import _Normed, quicken
 
 CPU = torch.device("cpu")
 

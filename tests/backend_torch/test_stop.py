@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from rldsl.backends.torch.generate.scheduler import PREFILL, begin
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
+
 from rldsl.runtime.data.end_tokens import ends
 from tests.tiny import make_model
 

@@ -7,9 +7,9 @@ from math import prod
 import pytest
 import torch
 
+from rldsl.plan.model import Layout, Mesh, Optimizer
 from rldsl.sharding.boxes import local_slice
 from rldsl.sharding.layout import coordinate
-from rldsl.plan.model import Layout, Mesh, Optimizer
 from tests.backend_torch.shards import pack, plan_model, ragged
 from tests.backend_torch.test_forward import _partial
 from tests.tiny import make_model

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from rldsl.diag import Failure
 from rldsl.plan.events import Checkpoint, Event
-from rldsl.runtime.metrics.names import MEASURED
 from rldsl.runtime.health.event_ring import Ring
+from rldsl.runtime.metrics.names import MEASURED
 from tests.world import _enter, context, run_world
 
 
@@ -54,8 +54,8 @@ def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0,
 
 def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int, again: bool, cwd: str) -> str:
     from rldsl.runtime.interpreter.interpreter import execute
-    from rldsl.runtime.metrics.run_record import claim
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.metrics.run_record import claim
 
     os.chdir(cwd)
     last = int(os.environ["WORLD_SIZE"]) - 1

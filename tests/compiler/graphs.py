@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rldsl.graph import model as g
 from rldsl.placement.families import Family
-from rldsl.plan.expr import Node, Program
 from rldsl.plan.events import Sampling
+from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Frame, Optimizer, ParamSpec, Split, Value
 from rldsl.source import SourceFile, Span
 

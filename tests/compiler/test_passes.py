@@ -16,8 +16,8 @@ from rldsl.passes.draft import Draft, events
 from rldsl.passes.lower import lower
 from rldsl.placement.place import place_graph
 from rldsl.plan import events as p
-from rldsl.plan.model import Plan
 from rldsl.plan.codec import decode, encode
+from rldsl.plan.model import Plan
 from rldsl.plan.projection import walk
 from rldsl.preview import preview
 from tests.compiler.graphs import at, family, on, ppo

@@ -9,16 +9,16 @@ import pytest
 
 from rldsl import api
 from rldsl.diag import Failure
+from rldsl.memory import curves
 from rldsl.placement.model import Place
 from rldsl.placement.place import places_of
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate
-from rldsl.sharding.layout import Coord
-from rldsl.memory import curves
 from rldsl.plan.model import Layout, Plan
+from rldsl.sharding.layout import Coord
+from rldsl.source import SourceFile
 from rldsl.verify import verify
 from rldsl.verify.issue_order import PROTOCOLS, Use, stuck
-from rldsl.source import SourceFile
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, placement
 from tests.tiny import make_model, write_jsonl

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rldsl.sharding.boxes import cell
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.projection import events
 from rldsl.runtime.metrics.names import MEASURED
+from rldsl.sharding.boxes import cell
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.end_to_end.test_invariance import DPO, HERE, PPO, placement
 from tests.tiny import make_all

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from rldsl.backends.torch.model.sequence_parallel import gathered
+
 from rldsl.plan.model import ParamSpec, Split
 from tests.backend_torch.shards import pack, plan_model, ragged
 from tests.backend_torch.test_forward import _partial

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rldsl import api
-from rldsl.plan.codec import encode
-from rldsl.plan.events import Event, Free, Generate, Load, Offload, Onload, Realloc, Train
 from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, points
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Event, Free, Generate, Load, Offload, Onload, Realloc, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
 from rldsl.reshard import alias

@@ -9,12 +9,12 @@ import pytest
 
 from rldsl import api
 from rldsl.inspect.diff import diff
-from rldsl.plan.events import Event, Every, Free, Generate, Infer, Item, Load, Loop, Realloc, Train
+from rldsl.inspect.show import show
 from rldsl.memory import curves
 from rldsl.memory.curve import during, peak
+from rldsl.plan.events import Event, Every, Free, Generate, Infer, Item, Load, Loop, Realloc, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.inspect.show import show
 from tests.copies.programs import FLOWS, program
 from tests.verify.faults import codes, edited, faults, moved, with_body
 from tests.verify.plans import folder

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rldsl import api
-from rldsl.plan.codec import encode
-from rldsl.plan.events import Free, Generate, Train
 from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, points
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Free, Generate, Train
 from rldsl.plan.projection import events
 from tests.copies.programs import program
 from tests.end_to_end.programs import Metrics, run_program

@@ -9,8 +9,8 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.graph.build import build
-from rldsl.search import fit
 from rldsl.placement.place import place_graph, places_of
+from rldsl.search import fit
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.checked import check_graph

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.sharding import partition
 from rldsl.runtime.data import open_source
 from rldsl.runtime.data.epoch_order import permutation
+from rldsl.sharding import partition
 from tests.data.makers import WRITERS, declared, opened, texts
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i % 3, "tags": ["x"] * (i % 2)} for i in range(11)]

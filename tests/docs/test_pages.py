@@ -20,8 +20,21 @@ from rldsl.semantics.units import UNITS
 from rldsl.source import SourceFile
 from tests.docs.builtins import untrue
 from tests.docs.commands import commands, refused
-from tests.docs.pages import (FILES, PAGES, ROOT, Program, block, completed, dead_links, long_lines, mistakes, options,
-                              programs, table, words)
+from tests.docs.pages import (
+    FILES,
+    PAGES,
+    ROOT,
+    Program,
+    block,
+    completed,
+    dead_links,
+    long_lines,
+    mistakes,
+    options,
+    programs,
+    table,
+    words,
+)
 
 LANGUAGE = (ROOT / "docs/language.md").read_text()
 DESIGN = (ROOT / "docs/design.md").read_text()

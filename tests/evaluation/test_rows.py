@@ -10,8 +10,8 @@ import torch
 from rldsl.diag import Failure
 from rldsl.plan.events import Every, Fetch, Loop
 from rldsl.plan.model import Data
-from rldsl.runtime.interpreter import evaluations
 from rldsl.runtime.data import Source
+from rldsl.runtime.interpreter import evaluations
 
 DATA = Data("heldout", "jsonl", "heldout.jsonl", "prompts", 3, (), "models/sft", shuffle=True)
 FETCH = Fetch(id=1, mesh="m0", data="heldout", frames=("p",))

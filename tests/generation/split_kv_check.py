@@ -10,10 +10,9 @@ import json
 
 import torch
 import torch.nn.functional as F
-
 from rldsl.backends.torch.generate import kv_cache
-from rldsl.backends.torch.kernels import split_kv
 from rldsl.backends.torch.generate.kv_cache import Decode, Slab
+from rldsl.backends.torch.kernels import split_kv
 
 # slots, heads, heads of keys, head size, width, window, dtype; the interpreter multiplies no bfloat16
 CASES = (

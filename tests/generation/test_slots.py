@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from rldsl.backends.torch.generate.scheduler import Begin, Slots, Step, bucket
+
 from rldsl.memory.decoding import KEPT, recordings
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from rldsl.backends.torch.kernels.decode_attention import reader
 
 ROOT = Path(__file__).parents[2]

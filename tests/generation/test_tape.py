@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-
 from rldsl.backends.torch.generate.captured_step import KEPT, PLAIN, Replay
 from rldsl.backends.torch.generate.op_trace import Unrecorded, record
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.sharding.boxes import chunks, holding, parameters, shares, stages
-from rldsl.sharding.layout import own_layers, stage_layers
 from rldsl.plan.model import Layout, Mesh
 from rldsl.reshard.alias import coincide
 from rldsl.reshard.shard_classes import lines
+from rldsl.sharding.boxes import chunks, holding, parameters, shares, stages
+from rldsl.sharding.layout import own_layers, stage_layers
 from rldsl.sharding.pipeline_schedule import actions, waiting
 from rldsl.verify.shard_classes import faults
 from tests.plan_algebra.models import layout, mesh, model

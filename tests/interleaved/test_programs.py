@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rldsl.diag import Failure
-from rldsl.plan.codec import decode, encode
 from rldsl.inspect.diff import diff
-from rldsl.plan.events import Generate, Infer, Realloc, Train
+from rldsl.inspect.show import show
 from rldsl.memory import curves
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.events import Generate, Infer, Realloc, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.inspect.show import show
 from rldsl.verify import verify
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import compile_program, run_program

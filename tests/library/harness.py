@@ -27,16 +27,16 @@ from torch.distributed import ReduceOp
 
 from rldsl.plan.expr import Level, Program
 from rldsl.plan.model import Frame, Spread
-from rldsl.sharding.partition import micro_batches, shard_rows
 from rldsl.runtime.interpreter.evaluate import LossRun, View, loss_counts, run_compute
 from rldsl.semantics.errors import BAD, Errors
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.losses import lower_loss
 from rldsl.semantics.lower import Lower
-from rldsl.semantics.scope import Scope
 from rldsl.semantics.modules import Modules
+from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program
 from rldsl.semantics.values import FrameRef, LossUse, Meaning, Pairs, Several
+from rldsl.sharding.partition import micro_batches, shard_rows
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.parse import parse

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from rldsl.backends.torch.generate.sampling import threshold
 from rldsl.backends.torch.train.optimizer import learning_rate
+
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
-from rldsl.reshard.transfer_slices import rank_lanes
 from rldsl.reshard.routes import paths
+from rldsl.reshard.transfer_slices import rank_lanes
 from tests.backend_torch.shards import layout_of, pack, plan_model, shard_of
 from tests.backend_torch.test_forward import ROWS
-from tests.checkpoint.runs import lines, run as run_plan
+from tests.checkpoint.runs import lines
+from tests.checkpoint.runs import run as run_plan
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.library.harness import Batch, run_fn, run_loss
 from tests.moe.shards import make

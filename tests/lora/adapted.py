@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from rldsl.graph import model as g
 from rldsl.placement.families import describe
 from rldsl.placement.lora import parts
-from rldsl.sharding.boxes import each
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.model import Lora, Model, Optimizer
+from rldsl.sharding.boxes import each
 from rldsl.source import SourceFile, Span
 
 NOWHERE = Span(SourceFile("test", ""), 0, 0)

@@ -11,11 +11,11 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.placement.families import describe
-from rldsl.sharding.boxes import holding, itemsize, parameters, volume
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Item, Load, Loop, Realloc
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.projection import rank_classes, walk
+from rldsl.sharding.boxes import holding, itemsize, parameters, volume
 from rldsl.verify import verify
 from tests.tiny import make_model
 

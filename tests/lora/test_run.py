@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rldsl.sharding.boxes import Box, local_slice
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Load
 from rldsl.plan.model import Lora, Optimizer
 from rldsl.plan.projection import events
+from rldsl.sharding.boxes import Box, local_slice
 from tests.backend_torch.shards import make_shard, pack, ragged
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import compile_program
@@ -206,9 +206,9 @@ def test_a_run_goes_on_exactly(tiny: Path, tmp_path: Path) -> None:
 
 def _bytes(rank: int, data: bytes, out: str, cwd: str) -> tuple[int, int, int, int]:
     """Of all shards on this rank, those of (the actor, the reference, both, a whole base)."""
+    from rldsl.runtime.comm.world import join
     from rldsl.runtime.interpreter import calls
     from rldsl.runtime.interpreter.state import State
-    from rldsl.runtime.comm.world import join
 
     os.chdir(cwd)
     made = decode(data, "x")

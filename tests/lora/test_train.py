@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rldsl.plan.model import Layout, Lora, Mesh
 from rldsl.sharding.boxes import local_slice
 from rldsl.sharding.layout import coordinate
-from rldsl.plan.model import Layout, Lora, Mesh
 from tests.backend_torch.shards import pack
 from tests.backend_torch.test_forward import _partial
 from tests.backend_torch.test_train import OPTIONS, RATES, ROWS, STEPS, TWO, UPDATES, minibatch, share

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rldsl.backends.megatron.describe import DESCRIPTION
 
 from rldsl import api
-from rldsl.backends.megatron.describe import DESCRIPTION
 from rldsl.diag import Diagnostic, Failure
+from rldsl.inspect.show import show
 from rldsl.plan.backends import unfit
 from rldsl.plan.codec import decode
 from rldsl.plan.projection import events
-from rldsl.inspect.show import show
 from rldsl.verify import verify
 from tests.megatron.programs import grpo
 from tests.tiny import make_all, make_model

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from rldsl.plan.model import Layout
 from rldsl.sharding.boxes import local_slice, slices
 from rldsl.sharding.layout import degree_product
-from rldsl.plan.model import Layout
 from tests.backend_torch.shards import pack, plan_model
 from tests.backend_torch.test_train import OPTIONS, ROWS, UPDATES, minibatch, share
 from tests.megatron.shards import layout_of as at

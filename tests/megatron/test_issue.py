@@ -14,8 +14,8 @@ from rldsl import api
 from rldsl.plan.codec import encode
 from tests.megatron.shards import needed, on_cpu
 from tests.verify import test_issue as torch_calls
-from tests.verify.test_issue import PROGRAM
 from tests.verify.plans import folder
+from tests.verify.test_issue import PROGRAM
 from tests.world import run_world
 
 needed()

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from rldsl.backends.megatron.kernels import APEX, ENGINE, FLASH, Kernels, chosen, found, hide, notes
 from rldsl.backends.torch.kernels import optional_packages
 from rldsl.backends.torch.kernels.optional_packages import Package, Wanted, look
+
 from rldsl.diag import Failure
 from rldsl.plan.model import Layout
 from tests.backend_torch.shards import pack, plan_model
@@ -225,7 +225,6 @@ def with_broken(rank: int, path: str, folder: str) -> tuple[list[str], list[floa
         (first,) = steps(rank, path, [at()])
         steps(rank, path, [at()])
     from megatron.core.extensions.transformer_engine import HAVE_TE
-
     from rldsl.backends.megatron import stage
 
     kernels = stage.here("cuda", half=True, buffered=True, biases=False)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rldsl.sharding.boxes import holding, itemsize, parameters, slices
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Plan
-from rldsl.sharding.dtypes import carried
 from rldsl.plan.projection import events
+from rldsl.sharding.boxes import holding, itemsize, parameters, slices
+from rldsl.sharding.dtypes import carried
 from tests.checkpoint import runs
 from tests.end_to_end.test_invariance import placement
 from tests.megatron.programs import END_TO_END, EXAMPLES, GRPO, alike, compiled, grpo, results

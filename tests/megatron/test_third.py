@@ -50,6 +50,7 @@ def test_it_is_short() -> None:
 def test_it_has_what_the_protocol_asks_for() -> None:
     """But for the call that its description leaves out."""
     from rldsl.backends.plain import Plain, build
+
     from rldsl.runtime.backend import Shard
 
     asked = {name for name in vars(Shard) if not name.startswith("_")}

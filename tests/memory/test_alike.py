@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from rldsl.sharding.rank_classes import alike
-from rldsl.sharding.boxes import cell
 from rldsl.memory.holder_classes import classes
 from rldsl.plan.model import Header, Layout, Mesh, Plan, Ranges
+from rldsl.sharding.boxes import cell
+from rldsl.sharding.rank_classes import alike
 
 
 def plan(world: int, *meshes: tuple[Ranges, Layout]) -> Plan:

@@ -9,16 +9,16 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.graph.model import Cluster
+from rldsl.memory import curves, logits
+from rldsl.memory.curve import Curve, Holding, Peak, during, each_rank, host_peak, peak, points
+from rldsl.memory.parameters import Copy, elements
 from rldsl.passes import pipeline
 from rldsl.passes.emit import emit
 from rldsl.placement.place import place_graph
 from rldsl.plan.events import Free, Generate, Infer, Loop, Offload, Onload, Train, split
-from rldsl.memory import curves, logits
-from rldsl.memory.curve import Curve, Holding, Peak, during, each_rank, host_peak, peak, points
-from rldsl.memory.parameters import Copy, elements
-from rldsl.sharding.boxes import Cell, parameters, holding, volume
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events, rank_classes
+from rldsl.sharding.boxes import Cell, holding, parameters, volume
 from rldsl.verify import verify
 from tests.compiler.graphs import family, on, ppo
 from tests.memory.plans import CASES, Case, plan_of

@@ -10,15 +10,15 @@ import pytest
 from rldsl import explain
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
-from rldsl.search import fit
+from rldsl.memory import curves
+from rldsl.memory.curve import Curve, peak
 from rldsl.passes import pipeline
 from rldsl.passes.emit import emit
-from rldsl.search.memory_advice import Search
 from rldsl.placement.model import Placed
 from rldsl.placement.place import place_graph
 from rldsl.placement.rules import COMMAND_LINE
-from rldsl.memory import curves
-from rldsl.memory.curve import Curve, peak
+from rldsl.search import fit
+from rldsl.search.memory_advice import Search
 from rldsl.source import SourceFile
 from tests.compiler.graphs import at, family, on, ppo
 

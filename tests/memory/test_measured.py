@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rldsl.plan.codec import encode
-from rldsl.plan.events import Generate, Infer, Realloc, Save, Train
 from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, peak, points
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Generate, Infer, Realloc, Save, Train
 from rldsl.plan.projection import events
 from tests.memory.accounting import measured
 from tests.memory.plans import CASES, Case, plan_of

@@ -10,16 +10,16 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.graph import model as g
-from rldsl.search import fit
 from rldsl.passes import pipeline
-from rldsl.search.memory_advice import Search
-from rldsl.search.settings import changed, clause, difference, options
-from rldsl.search.trials import Trials
 from rldsl.placement.degrees import OPTIONS
 from rldsl.placement.model import Place, Placed, layout_of, mesh_of
 from rldsl.placement.place import place_graph
 from rldsl.plan.model import Mesh
 from rldsl.preview import preview
+from rldsl.search import fit
+from rldsl.search.memory_advice import Search
+from rldsl.search.settings import changed, clause, difference, options
+from rldsl.search.trials import Trials
 from tests.compiler.graphs import at, family, on, ppo
 from tests.memory.test_fit import followed, held, needs, rows, wide
 

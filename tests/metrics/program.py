@@ -52,8 +52,8 @@ def _rank(rank: int, data: bytes, out: str, asked: Asked, again: bool, cwd: str)
     import sys
 
     from rldsl.runtime.interpreter.interpreter import execute
-    from rldsl.runtime.metrics.run_record import claim
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.metrics.run_record import claim
 
     os.chdir(cwd)
     before, sys.stderr = sys.stderr, io.StringIO()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Realloc
 from rldsl.plan.projection import events
 from rldsl.runtime.metrics.names import MEASURED, computed
-from rldsl.runtime.metrics.run_record import read
 from rldsl.runtime.metrics.reporter import Asked
+from rldsl.runtime.metrics.run_record import read
 from rldsl.runtime.metrics.samples import sources
 from tests.metrics.program import ALONE, REWARDS, TEXT, TWO, lines, plan, run
 from tests.world import run_world

@@ -9,14 +9,14 @@ from itertools import product
 import pytest
 import torch
 
-from rldsl.sharding.boxes import cell, holding, local_shape, local_slice, parameters, replicas, shares, volume
-from rldsl.reshard.gather import gather, owners
-from rldsl.sharding.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
+from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.node_groups import Side
+from rldsl.runtime.comm.reshard import Route, realloc
+from rldsl.sharding.boxes import cell, holding, local_shape, local_slice, parameters, replicas, shares, volume
+from rldsl.sharding.layout import axis_ranks
 from rldsl.verify import saves
 from rldsl.verify.reshards import examine
-from rldsl.runtime.comm.reshard import Route, realloc
 from tests.plan_algebra.models import mesh
 from tests.realloc.cases import Case
 from tests.realloc.test_values import check

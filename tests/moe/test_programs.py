@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 
 from rldsl.clusters import preset
 from rldsl.diag import Failure
-from rldsl.plan.codec import decode, encode
-from rldsl.plan.events import Generate, Infer, Train
 from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, peak
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.projection import events
-from rldsl.verify import verify
 from rldsl.simulate import simulate
 from rldsl.simulate.cost import shard
+from rldsl.verify import verify
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.memory.accounting import measured

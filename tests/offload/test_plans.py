@@ -11,13 +11,25 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.graph.build import build
 from rldsl.inspect.diff import diff
-from rldsl.plan.events import (Checkpoint, Event, Every, Generate, Infer, Item, Loop, Offload, Onload, Realloc, Save,
-                               Train)
+from rldsl.inspect.show import show
 from rldsl.memory import curves
 from rldsl.memory.curve import during, host_peak, peak
+from rldsl.plan.events import (
+    Checkpoint,
+    Event,
+    Every,
+    Generate,
+    Infer,
+    Item,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Train,
+)
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.inspect.show import show
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.checked import check_graph

@@ -4,11 +4,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rldsl.plan.events import (
+    Compute,
+    Every,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Lengths,
+    Load,
+    Log,
+    Loop,
+    Realloc,
+    Sampling,
+    Save,
+    Train,
+    Transfer,
+)
 from rldsl.plan.expr import Node, Program
-from rldsl.plan.events import (Compute, Every, Fetch, Free, Generate, Infer, Lengths, Load, Log, Loop, Realloc,
-                               Sampling, Save, Train, Transfer)
-from rldsl.plan.model import (FORMAT, Data, Frame, Function, Group, Header, Layout, Mesh, Model, Optimizer, ParamSpec,
-                              Plan, Split, Spread, Value)
+from rldsl.plan.model import (
+    FORMAT,
+    Data,
+    Frame,
+    Function,
+    Group,
+    Header,
+    Layout,
+    Mesh,
+    Model,
+    Optimizer,
+    ParamSpec,
+    Plan,
+    Split,
+    Spread,
+    Value,
+)
 from rldsl.plan.projection import rank_classes
 from rldsl.reshard.routes import paths
 from rldsl.reshard.summary import summary

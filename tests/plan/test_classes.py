@@ -8,14 +8,14 @@ import pytest
 
 from benchmarks.scale import GRPO, LLAMA, PPO, directory
 from rldsl import api
-from rldsl.sharding.boxes import cell
-from rldsl.plan.codec import decode, encode
-from rldsl.memory.holder_classes import Alike
 from rldsl.memory.curve import peak
+from rldsl.memory.holder_classes import Alike
 from rldsl.memory.lifetimes import lifetimes
 from rldsl.memory.reshard_buffers import ways
+from rldsl.plan.codec import decode, encode
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import class_of, events, schedule, walk
+from rldsl.sharding.boxes import cell
 
 SHARED = GRPO.replace("on one", "on all").replace("on other", "on all")  # every call on all ranks
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rldsl.diag import Failure
-from rldsl.plan.events import Every
-from rldsl.plan.projection import class_of, events, ranges, rank_classes, schedule, walk
 from rldsl.inspect.show import show
+from rldsl.plan.events import Every
 from rldsl.plan.notation import human
+from rldsl.plan.projection import class_of, events, ranges, rank_classes, schedule, walk
 from tests.plan.sample import grpo
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rldsl.plan.model import Layout, Mesh, Ranges
-from rldsl.plan.projection import to_ranges
 from rldsl.plan.notation import joined, layout_text, mesh_text, ranges_text, ranks_text
+from rldsl.plan.projection import to_ranges
 
 
 @pytest.mark.parametrize("ranges, ranks, mesh", [

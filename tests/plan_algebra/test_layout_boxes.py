@@ -7,10 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.sharding.boxes import (Parameter, Piece, holding, intersect, itemsize, local_shape, local_slice, parameters,
-                              pieces, replicas, shares, subtract, volume)
-from rldsl.sharding.layout import axis_ranks, coordinate, degree_product, layer_stage, stage_layers
 from rldsl.plan.model import Layout, ParamSpec, Split
+from rldsl.sharding.boxes import (
+    Parameter,
+    Piece,
+    holding,
+    intersect,
+    itemsize,
+    local_shape,
+    local_slice,
+    parameters,
+    pieces,
+    replicas,
+    shares,
+    subtract,
+    volume,
+)
+from rldsl.sharding.layout import axis_ranks, coordinate, degree_product, layer_stage, stage_layers
 from tests.plan_algebra.models import layout, layouts, mesh, model
 
 degrees = st.tuples(*[st.integers(1, 4)] * 4)

@@ -7,8 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.plan.model import Frame, Spread
-from rldsl.sharding.partition import (RowMove, micro_batches, minibatch_rows, mix, partition, permutation, row_moves,
-                                  shard_rows, train_schedule)
+from rldsl.sharding.partition import (
+    RowMove,
+    micro_batches,
+    minibatch_rows,
+    mix,
+    partition,
+    permutation,
+    row_moves,
+    shard_rows,
+    train_schedule,
+)
 
 weights = st.lists(st.integers(0, 1000), max_size=40)
 

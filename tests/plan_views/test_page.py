@@ -13,9 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from rldsl.cli import main
-from rldsl.inspect.diff import Change
+from rldsl.inspect.diff import Change, diff
 from rldsl.inspect.diff_text import as_json
-from rldsl.inspect.diff import diff
 from tests.plan_views.plans import change, grpo
 from tests.tiny import make_all
 

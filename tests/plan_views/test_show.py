@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 
 from rldsl.cli import main
 from rldsl.diag import Failure
+from rldsl.inspect.show import show
+from rldsl.inspect.view import event_json, plan_json, view
 from rldsl.plan.codec import plan_id
 from rldsl.plan.events import EVENTS, Event
 from rldsl.plan.projection import class_of, events
-from rldsl.inspect.show import show
-from rldsl.inspect.view import event_json, plan_json, view
 from tests.plan_views.plans import change, encode, grpo
 
 Golden = Callable[[str, str], None]

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from rldsl.plan.codec import encode, plan_id
-from rldsl.postmortem.dumps import Dump, Entry, Moment, Phase, Sign, Stand
-from rldsl.plan.events import (Event, Every, Fetch, Generate, Infer, Lengths, Loop, Realloc, Sampling, Save, Train,
-                               Transfer)
+from rldsl.plan.events import (
+    Event,
+    Every,
+    Fetch,
+    Generate,
+    Infer,
+    Lengths,
+    Loop,
+    Realloc,
+    Sampling,
+    Save,
+    Train,
+    Transfer,
+)
 from rldsl.plan.model import Header, Layout, Mesh, Plan, Spread
+from rldsl.postmortem.dumps import Dump, Entry, Moment, Phase, Sign, Stand
 from rldsl.postmortem.wait_order import Order
 
 # Ranks 0-3 generate in two replicas of two stages, 4-7 score; 0-3 train. An evaluation has turns of its own.

@@ -6,12 +6,26 @@ from collections.abc import Mapping
 
 import pytest
 
-from rldsl.postmortem.dumps import Dump, Entry, Moment, Sign, Stand
-from rldsl.postmortem.wait_order import END, START, Order
 from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyse, traces, where
+from rldsl.postmortem.dumps import Dump, Entry, Moment, Sign, Stand
 from rldsl.postmortem.text import notes, place, report, title
-from tests.postmortem.hand import (FETCH, GENERATE, LENGTHS, PLAN, REALLOC, SAVE, SCORE, TRAIN, TRANSFER, TURN, at,
-                                   dump, partners, sign)
+from rldsl.postmortem.wait_order import END, START, Order
+from tests.postmortem.hand import (
+    FETCH,
+    GENERATE,
+    LENGTHS,
+    PLAN,
+    REALLOC,
+    SAVE,
+    SCORE,
+    TRAIN,
+    TRANSFER,
+    TURN,
+    at,
+    dump,
+    partners,
+    sign,
+)
 
 
 def found(stands: Mapping[int, Stand], signs: Mapping[int, Sign] | None = None, **first: object) -> Findings:

@@ -12,8 +12,19 @@ from click.testing import CliRunner, Result
 from rldsl.cli import main
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode, plan_id
-from rldsl.postmortem.dumps import (Dump, Entry, Moment, Sign, Signs, Stand, dump_text, read_dump, read_sign, read_signs,
-                              sign_text)
+from rldsl.postmortem.dumps import (
+    Dump,
+    Entry,
+    Moment,
+    Sign,
+    Signs,
+    Stand,
+    dump_text,
+    read_dump,
+    read_sign,
+    read_signs,
+    sign_text,
+)
 from rldsl.runtime.health.dump_files import forget, leave
 from tests.postmortem.hand import DATA, LENGTHS, PLAN, TURN, at, dump, sign
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from rldsl.postmortem.dumps import Stand
 from rldsl.plan.model import Layout, Mesh, Plan
-from rldsl.postmortem.wait_order import Order
 from rldsl.postmortem.analysis import Findings, Trace, analyse
+from rldsl.postmortem.dumps import Stand
 from rldsl.postmortem.text import notes, place, report, title
+from rldsl.postmortem.wait_order import Order
 from tests.postmortem.hand import FETCH, GENERATE, LENGTHS, PLAN, SCORE, TRAIN, TRANSFER, at, partners
 
 WORLD = 4096

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rldsl.postmortem.dumps import Moment, Phase, Sign, Stand
 from rldsl.plan.events import Free
+from rldsl.postmortem.dumps import Moment, Phase, Sign, Stand
 from rldsl.runtime.health import heartbeats as module
 from rldsl.runtime.health.event_ring import Ring
 from rldsl.runtime.health.heartbeats import Neighbour, Stillness

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.postmortem.dumps import Moment, Stand
 from rldsl.plan.events import Event, Every, Item, Loop
-from rldsl.postmortem.wait_order import ALONE, POSTED, Order
-from rldsl.postmortem.analysis import analyse, traces
 from rldsl.plan.projection import schedule
+from rldsl.postmortem.analysis import analyse, traces
+from rldsl.postmortem.dumps import Moment, Stand
+from rldsl.postmortem.wait_order import ALONE, POSTED, Order
 from tests.postmortem.hand import PLAN, dump, partners, sign
 
 ORDER, WORLD, STEPS = Order(PLAN), 8, 3

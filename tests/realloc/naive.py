@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rldsl.sharding.boxes import Cell, cell
-from rldsl.reshard.transfer_slices import Lane
 from rldsl.reshard.records import Kind, Paths
+from rldsl.reshard.transfer_slices import Lane
+from rldsl.sharding.boxes import Cell, cell
 from tests.realloc.cases import Case
 
 Flow = tuple[int, int, int, int, int, int]  # sender, receiver, step, line, start, stop

@@ -10,9 +10,9 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from rldsl.sharding.boxes import cell
 from rldsl.reshard.intra_node import NETWORK
 from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.sharding.boxes import cell
 from tests.realloc.cases import Case
 
 Terms = dict[int, int]  # variable -> factor

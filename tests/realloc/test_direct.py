@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rldsl.sharding.boxes import cell, local_shape
 from rldsl.reshard.in_place import ALONE, divided, held_at, packed, room, together
 from rldsl.reshard.rounds import AHEAD, Message, Round, rank_ops
 from rldsl.runtime.comm.reshard import _lying, _parts
+from rldsl.sharding.boxes import cell, local_shape
 from tests.realloc.cases import Case, cases
 
 

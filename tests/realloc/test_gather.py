@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rldsl.sharding.boxes import holding, parameters
 from rldsl.reshard.gather import gather, owners
+from rldsl.sharding.boxes import holding, parameters
 from tests.plan_algebra.models import layout, layouts, mesh, model
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.layouts import llama
 from rldsl.plan.model import Layout, Mesh
-from rldsl.reshard.routes import paths
 from rldsl.reshard.rounds import buckets, rank_ops
+from rldsl.reshard.routes import paths
 
 
 def test_a_device_hears_from_few_holders() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rldsl.plan.events import Free, Offload, Realloc, Train
-from rldsl.runtime.interpreter import calls, train, values
 from rldsl.runtime.comm.reshard import realloc
+from rldsl.runtime.interpreter import calls, train, values
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Pending
 from tests.realloc.test_run import CASES, place, route, tensors

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.sharding.boxes import cell, contains, holding, parameters, volume
 from rldsl.plan.model import Layout, ParamSpec, Split
-from rldsl.reshard.shard_classes import Entry, Line, boxes, lines
 from rldsl.reshard.node_groups import Side, kinds
+from rldsl.reshard.shard_classes import Entry, Line, boxes, lines
+from rldsl.sharding.boxes import cell, contains, holding, parameters, volume
 from tests.plan_algebra.models import layout, layouts, mesh, model
 from tests.realloc.cases import cases
 

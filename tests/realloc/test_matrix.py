@@ -11,12 +11,12 @@ from itertools import count
 import pytest
 import torch
 import torch.distributed as dist
-
 from rldsl.backends.torch import build
-from rldsl.sharding.layout import axis_ranks
+
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Shard
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc
+from rldsl.sharding.layout import axis_ranks
 from tests.backend_torch.shards import _axis, pack, plan_model, ragged
 from tests.tiny import make_model
 from tests.world import run_world

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from rldsl.reshard.intra_node import NETWORK
 from rldsl.reshard.broadcast_trees import height
+from rldsl.reshard.intra_node import NETWORK
 from tests.plan_algebra.models import layout, layouts, mesh, model
 from tests.realloc.cases import Case, cases, wide
 from tests.realloc.program import busiest, links, optimum

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
-from rldsl.sharding.boxes import volume
 from rldsl.plan.model import Layout, Mesh
-from rldsl.reshard.transfer_slices import rank_lanes
-from rldsl.reshard.routes import paths
 from rldsl.reshard.rounds import AHEAD, SHORT, Message, buckets, count, rank_ops, steps
+from rldsl.reshard.routes import paths
 from rldsl.reshard.summary import digest, summary
+from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.sharding.boxes import volume
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, cases, small, wide
 from tests.realloc.naive import flows, of_rank

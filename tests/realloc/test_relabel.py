@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from scipy.optimize import linear_sum_assignment
 
-from rldsl.sharding.boxes import cell, volume
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.reshard.shard_classes import lines
-from rldsl.reshard.routes import paths
 from rldsl.reshard.device_order import relabel
+from rldsl.reshard.routes import paths
+from rldsl.reshard.shard_classes import lines
 from rldsl.reshard.summary import summary
+from rldsl.sharding.boxes import cell, volume
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import cases
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.sharding.boxes import cell, holding, parameters
 from rldsl.reshard.in_place import held_at
 from rldsl.reshard.rounds import kept
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc, spot
+from rldsl.sharding.boxes import cell, holding, parameters
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, wide
 from tests.world import run_world

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from rldsl.sharding.boxes import Box, contains, holding, intersect, local_shape, local_slice, parameters, volume
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard.rounds import AHEAD, kept, rank_ops
 from rldsl.reshard.summary import summary
+from rldsl.sharding.boxes import Box, contains, holding, intersect, local_shape, local_slice, parameters, volume
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, cases, small
 

@@ -11,13 +11,13 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.graph.build import build
-from rldsl.placement.place import places_of
-from rldsl.sharding.boxes import cell
-from rldsl.plan.events import Generate, Realloc
+from rldsl.inspect.show import show
 from rldsl.memory.parameters import Copy, resting
+from rldsl.placement.place import places_of
+from rldsl.plan.events import Generate, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.inspect.show import show
+from rldsl.sharding.boxes import cell
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.checked import check_graph

@@ -8,15 +8,16 @@ from html.parser import HTMLParser
 from typing import Any
 
 from rldsl.clusters import Cluster, preset
+from rldsl.memory import curves
 from rldsl.pages import Given, page
 from rldsl.pages.recorded import Recorded
-from rldsl.memory import curves
 from rldsl.plan.model import Mesh, Plan
 from rldsl.plan.projection import events
 from rldsl.plan.trace import document, span
-from rldsl.verify import Proof
 from rldsl.simulate import simulate
+from rldsl.verify import Proof
 from tests.plan.sample import grpo
+
 
 def h100(devices: int = 8) -> Cluster:
     found = preset(f"h100x{devices}")

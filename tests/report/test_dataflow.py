@@ -11,8 +11,8 @@ from rldsl.pages.colours import COUNT, hues
 from rldsl.pages.dataflow import Dataflow, dataflow
 from rldsl.plan.events import Free, Log, split
 from rldsl.plan.model import Mesh, Plan
-from rldsl.plan.projection import events
 from rldsl.plan.notation import human
+from rldsl.plan.projection import events
 from tests.plan.sample import grpo
 from tests.plan_views.plans import change, drop
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from rldsl.memory import curves
 from rldsl.pages import page
 from rldsl.pages.memory import MOST
 from rldsl.pages.recorded import read
 from rldsl.plan.events import Free
-from rldsl.memory import curves
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
 from rldsl.simulate import Lengths

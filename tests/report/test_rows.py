@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from rldsl.memory import curves
+from rldsl.memory.curve import Curve, Holding, peak
 from rldsl.pages.gantt import tick
 from rldsl.pages.markup import element, number, percent
 from rldsl.pages.memory import category, panels, scale
 from rldsl.pages.rows import SEEN, simulated
 from rldsl.pages.texts import ranges_text
-from rldsl.memory import curves
-from rldsl.memory.curve import Curve, Holding, peak
 from rldsl.plan.notation import cut, seconds_text
 from rldsl.simulate import Hop, Span, Timeline, simulate
 from tests.plan.sample import grpo

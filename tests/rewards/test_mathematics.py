@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from rldsl.stdlib.formulas import clean, read
 from rldsl.stdlib.mathematics import equal, value
 

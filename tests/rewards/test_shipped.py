@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-
 from rldsl.stdlib import rewards
 from rldsl.stdlib.rewards import boxed, exact_match, final_answer, format_reward, in_box, last_number, math_equal
 

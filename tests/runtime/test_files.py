@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rldsl.runtime import files
-from rldsl.runtime.persist import save
-from rldsl.runtime.persist.checkpoint import drop_unfinished
 from rldsl.runtime.files import replace_text
 from rldsl.runtime.metrics.json_lines import truncate
+from rldsl.runtime.persist import save
+from rldsl.runtime.persist.checkpoint import drop_unfinished
 
 
 @pytest.fixture

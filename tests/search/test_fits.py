@@ -6,10 +6,9 @@ import pytest
 
 from rldsl import api
 from rldsl.diag import Failure
-from rldsl.search import fit
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.place import place_graph
-from rldsl.search import Options, find
+from rldsl.search import Options, find, fit
 from rldsl.search.write import source
 from rldsl.source import SourceFile
 from tests.search.programs import PROGRAMS, cluster, describe, ready

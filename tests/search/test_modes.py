@@ -11,7 +11,6 @@ from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.place import place_graph
-from rldsl.verify import verify
 from rldsl.search import Options, find, locked, prepared
 from rldsl.search.modes import is_mode, placed, speeds
 from rldsl.search.patterns import degrees, is_pattern
@@ -19,6 +18,7 @@ from rldsl.search.write import source
 from rldsl.simulate import Lengths, simulate
 from rldsl.source import SourceFile
 from rldsl.syntax.format import format
+from rldsl.verify import verify
 from tests.search.programs import GRPO, PPO, cluster, describe, ready
 
 EIGHT = "cluster nodes=1 gpus=8\n"

@@ -14,11 +14,11 @@ from rldsl import api
 from rldsl.cli import main
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode
+from rldsl.plan.disk_paths import paths, text
 from rldsl.plan.events import Item, Loop, Save
 from rldsl.plan.model import Function, Plan
-from rldsl.plan.disk_paths import paths, text
-from rldsl.verify import verify
 from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign, with_python_as_it_is
+from rldsl.verify import verify
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from rldsl.backends.torch.model.load_weights import files, open_file
 
 from rldsl import api
-from rldsl.backends.torch.model.load_weights import files, open_file
 from rldsl.diag import Failure
 from tests.backend_torch.shards import plan_model
 from tests.checkpoint.runs import run
@@ -156,6 +156,7 @@ def code(work: Callable[[], Any]) -> str:
 def _load(rank: int, program: str, model: str, texts: list[bytes]) -> list[tuple[str, str]]:
     """The codes of the compiler and of the run time for each text of the weights."""
     from rldsl.backends.torch import build
+
     from rldsl.plan.model import Layout, Mesh
     from rldsl.runtime.backend import Axes, Axis
 

@@ -11,9 +11,9 @@ from rldsl import api
 from rldsl.clusters import Cluster
 from rldsl.diag import Failure
 from rldsl.plan.events import Offload, Realloc
-from rldsl.sharding.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Plan
 from rldsl.plan.projection import events
+from rldsl.sharding.layout import axis_ranks
 from rldsl.simulate import Lengths, moves, simulate
 from rldsl.simulate.classes import Classes, groups
 from rldsl.simulate.summary import text

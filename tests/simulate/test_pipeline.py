@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from rldsl.backends.torch.train import pipeline
+
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass
 from rldsl.simulate.calls import pipelined
 from rldsl.simulate.engine import Act, Begin, Post, Run, Wait, play

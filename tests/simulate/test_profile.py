@@ -17,10 +17,10 @@ from rldsl import api, clusters
 from rldsl.cli import main
 from rldsl.clusters.model import PASSES
 from rldsl.commands import profile as command
-from rldsl.plan.codec import encode
-from rldsl.plan.events import Sampling
 from rldsl.measure.models import build, fit, measure
 from rldsl.measure.solo import Solo
+from rldsl.plan.codec import encode
+from rldsl.plan.events import Sampling
 from rldsl.simulate import simulate
 from tests import forked
 from tests.tiny import make_model, make_sums, write_jsonl

@@ -15,8 +15,7 @@ from rldsl.diag import Failure
 from rldsl.plan.events import Generate, Realloc, Save, Train, Transfer
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.simulate import Lengths, Timeline, simulate
-from rldsl.simulate import moves
+from rldsl.simulate import Lengths, Timeline, moves, simulate
 from rldsl.simulate.classes import classes
 from rldsl.simulate.cost import widths
 from rldsl.simulate.engine import Begin, Run

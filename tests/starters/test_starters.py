@@ -14,11 +14,11 @@ from rldsl import api, starters
 from rldsl.cli import main
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode
-from rldsl.verify import verify
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
 from rldsl.syntax.format import format
 from rldsl.syntax.parse import parse
+from rldsl.verify import verify
 from tests.end_to_end.programs import run_program
 from tests.tiny import make_model, make_pairs, make_sums, make_tokenizer, write_jsonl
 

@@ -11,15 +11,15 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.graph import picture
+from rldsl.inspect.show import show
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Infer, Item, Load, Loop, Offload, Onload, Realloc, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import rank_classes, walk
 from rldsl.reshard.routes import paths
 from rldsl.reshard.summary import summary
-from rldsl.inspect.show import show
-from rldsl.verify import verify
 from rldsl.source import SourceFile
+from rldsl.verify import verify
 from tests.tiny import make_model
 
 PROGRAM = """

@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rldsl.sharding import partition
-from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Fetch, Free, Generate, Infer, Lengths, Load, Log,
-                               Offload, Onload, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.events import (
+    Checkpoint,
+    Collect,
+    Compute,
+    Event,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Lengths,
+    Load,
+    Log,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.model import Value
+from rldsl.sharding import partition
 from tests.verify.arithmetic import need
 from tests.verify.moment import Moment, kept, lasting_models
 

@@ -16,11 +16,11 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure
-from rldsl.sharding import dtypes
 from rldsl.plan.events import Event, Every, Item, Loop, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import rank_classes, walk
 from rldsl.reshard import routes, summary
+from rldsl.sharding import dtypes
 
 Path = tuple[str | int, ...]
 TABLES = tuple(f.name for f in fields(Plan) if f.name not in ("header", "body"))

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from rldsl.sharding import partition
 from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split
-from rldsl.sharding.layout import Axis, axis_ranks, coordinate
 from rldsl.plan.model import Frame, Plan, Spread, Value
+from rldsl.sharding import partition
+from rldsl.sharding.layout import Axis, axis_ranks, coordinate
 from tests.verify.arithmetic import Garbage, need, term
 from tests.verify.moment import Key, Lens, Moment, due, enough, kept, turns
 from tests.verify.story import Story

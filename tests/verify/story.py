@@ -11,10 +11,28 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rldsl.sharding import partition
-from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Every, Fetch, Generate, Infer, Item, Load, Log,
-                               Loop, Realloc, Save, Select, Train, Transfer, split)
+from rldsl.plan.events import (
+    Checkpoint,
+    Collect,
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Generate,
+    Infer,
+    Item,
+    Load,
+    Log,
+    Loop,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    Transfer,
+    split,
+)
 from rldsl.plan.model import Frame, Plan, Spread, Value
+from rldsl.sharding import partition
 from tests.verify.arithmetic import Cell, View, evaluate, need, term
 from tests.verify.loss import check_loss
 from tests.verify.moment import Held, Key, Lens, Moment, due, enough, kept, lasting_models, space, turns

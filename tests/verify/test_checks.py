@@ -16,8 +16,8 @@ from rldsl.plan.events import Event, Loop, Offload, Onload
 from rldsl.plan.expr import Node
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import class_of
-from rldsl.reshard.transfer_slices import rank_lanes
 from rldsl.reshard.routes import paths
+from rldsl.reshard.transfer_slices import rank_lanes
 from rldsl.verify import reshards, transfer_slices, verify
 from tests.plan.sample import grpo
 from tests.verify.faults import change, codes, drop, edited, faults, moved, row, swapped, with_body

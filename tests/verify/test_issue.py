@@ -17,9 +17,9 @@ from rldsl import api
 from rldsl.plan.backends import described
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Save, Train
-from rldsl.sharding.layout import Coord, axis_ranks, coordinate
 from rldsl.plan.model import Layout
 from rldsl.plan.projection import walk
+from rldsl.sharding.layout import Coord, axis_ranks, coordinate
 from rldsl.verify import issue_order
 from rldsl.verify.issue_order import PROTOCOLS, Use, stuck
 from tests.plan.sample import grpo

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.reshard.routes import paths
 from rldsl.reshard.records import Paths
+from rldsl.reshard.routes import paths
 from rldsl.verify import transfer_slices
 from rldsl.verify.transfer_slices import Side
 from tests.plan_algebra.models import model

@@ -21,10 +21,10 @@ from rldsl.plan.events import Item, Loop
 from rldsl.plan.expr import Node
 from rldsl.plan.model import MOST_BLOCKS, MOST_RANKS, Plan
 from rldsl.plan.projection import ranges
-from rldsl.verify import programs, verify, versions
-from rldsl.verify.tables import tables
 from rldsl.semantics.options import CLUSTER
 from rldsl.syntax.parse import MAX_DEPTH
+from rldsl.verify import programs, verify, versions
+from rldsl.verify.tables import tables
 from tests.plan.sample import grpo
 from tests.verify.faults import change, codes, faults
 
@@ -140,11 +140,11 @@ def test_loops_in_loops_are_not_walked_again_and_again() -> None:
 
 
 def test_reallocs_walk_loops_in_loops_once() -> None:
-    from tests.compiler.graphs import family, ppo
     from rldsl.passes.lengths import lengths
     from rldsl.passes.loads import loads
     from rldsl.passes.lower import lower
     from rldsl.placement.place import place_graph
+    from tests.compiler.graphs import family, ppo
 
     draft = loads(lengths(transfers(lower(place_graph(ppo(), "", family)))))
     begin = time.process_time()

@@ -16,10 +16,10 @@ from importlib import import_module
 import pytest
 
 from rldsl.diag import Failure
-from rldsl.plan.codec import decode, encode
-from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop, Realloc
 from rldsl.memory import reshard_buffers
 from rldsl.memory.holder_classes import Alike
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop, Realloc
 from rldsl.plan.model import Plan
 from rldsl.reshard import routes
 from rldsl.verify import STAGES, issue_order, reshards, saves, verify

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rldsl.reshard.gather import gathers, owners
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
+from rldsl.reshard.gather import gathers, owners
 from rldsl.reshard.rounds import Message
 from rldsl.verify import saves
 

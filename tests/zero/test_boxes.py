@@ -11,17 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from rldsl.sharding.boxes import (Parameter, cell, cut, holding, local_shape, local_slice, parameters, pieces, replicas, shares,
-                              volume)
-from rldsl.reshard.gather import gather, owners
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.reshard.shard_classes import lines
+from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.node_groups import Side
 from rldsl.reshard.routes import paths
+from rldsl.reshard.shard_classes import lines
 from rldsl.reshard.summary import summary
-from rldsl.verify.reshards import examine
-from rldsl.verify import saves
 from rldsl.runtime.comm.reshard import Route, realloc
+from rldsl.sharding.boxes import (
+    Parameter,
+    cell,
+    cut,
+    holding,
+    local_shape,
+    local_slice,
+    parameters,
+    pieces,
+    replicas,
+    shares,
+    volume,
+)
+from rldsl.verify import saves
+from rldsl.verify.reshards import examine
 from tests.plan_algebra.models import layout, mesh, model
 from tests.world import run_world
 

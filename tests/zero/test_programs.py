@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from rldsl import api
 from rldsl.diag import Failure
+from rldsl.memory import curves
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate, Infer, Realloc, Train
-from rldsl.memory import curves
 from rldsl.plan.projection import events
 from rldsl.verify import verify
 from tests.checkpoint.runs import held, lines, run

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
-
 from rldsl.backends.torch.generate.op_trace import Tape, Unrecorded, record
+
 from rldsl.memory.decoding import KEPT
 
 Out = tuple[torch.Tensor, ...]

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-
 from rldsl.backends.torch.generate.engine import Engine, Work
 from rldsl.backends.torch.generate.scheduler import Lane
+
 from rldsl.runtime.backend import Axes, Axis
 
 

@@ -10,10 +10,9 @@ from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-
 from rldsl.backends.torch.generate.captured_step import Replay
-from rldsl.backends.torch.generate.storage_parking import Rest
 from rldsl.backends.torch.generate.kv_cache import Slab
+from rldsl.backends.torch.generate.storage_parking import Rest
 
 MOST = 2  # desks of a shard: one for sampling, one for evaluations, say
 

@@ -13,14 +13,14 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
-
-from rldsl.backends.torch.model.attention import Varlen
 from rldsl.backends.torch.generate.decode_state import Desk
-from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.kv_cache import Decode, Prefill
+from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import Begin, Lane, Slots, Step
-from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
+from rldsl.backends.torch.model.attention import Varlen
+from rldsl.backends.torch.model.stage import Stage
+
 from rldsl.runtime.backend import Packed
 from rldsl.runtime.store import within
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
+from rldsl.backends.torch.generate.clock_ticks import run
 from rldsl.backends.torch.generate.decode_state import Desk, Desks, Progress, keep
 from rldsl.backends.torch.generate.engine import Engine
-from rldsl.backends.torch.generate.clock_ticks import run
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import Slots
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
+
 from rldsl.diag import fail
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import Axes, Generated, Packed

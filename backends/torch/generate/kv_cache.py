@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-
-from rldsl.backends.torch.model.attention import Varlen
 from rldsl.backends.torch.kernels.decode_attention import reader
+from rldsl.backends.torch.model.attention import Varlen
+
 from rldsl.runtime.store import within
 
 

@@ -17,9 +17,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from rldsl.backends.torch.generate.storage_parking import Rest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Out = tuple[torch.Tensor, ...]
 Call = Callable[..., Any]

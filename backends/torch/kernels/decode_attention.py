@@ -11,7 +11,6 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
-
 from rldsl.backends.torch.kernels.optional_packages import flash
 
 # (q [S, H, D], keys and values [slots, W, K, D], first slot, positions [S], width, scale, window) -> [S, H, D]

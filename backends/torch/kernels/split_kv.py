@@ -63,11 +63,11 @@ def _join(sums, stats, out, parts, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE
     rows, sizes = at_row < EACH, at_size < SIZE
     here = (s * HEADS + h) * parts
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for p in range(0, parts):
+    for p in range(parts):
         top = tl.maximum(top, tl.load(stats + 2 * ((here + p) * EACH + at_row), mask=rows, other=0.0))
     mass = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, WIDE), tl.float32)
-    for p in range(0, parts):
+    for p in range(parts):
         row = (here + p) * EACH + at_row
         weight = tl.exp(tl.load(stats + 2 * row, mask=rows, other=0.0) - top)
         mass += weight * tl.load(stats + 2 * row + 1, mask=rows, other=1.0)

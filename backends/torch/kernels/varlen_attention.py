@@ -8,7 +8,6 @@ flash-attn has not run on a GPU here yet: tests put a stand-in with its signatur
 from __future__ import annotations
 
 import torch
-
 from rldsl.backends.torch.kernels.optional_packages import flash
 
 WIDEST = 256  # units of a head that these kernels know

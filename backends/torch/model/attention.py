@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-
-from rldsl.backends.torch.kernels.varlen_attention import fits, varlen
 from rldsl.backends.torch.kernels.length_buckets import Grids
 from rldsl.backends.torch.kernels.optional_packages import flash
+from rldsl.backends.torch.kernels.varlen_attention import fits, varlen
+from transformers import AttentionInterface
+
 from rldsl.diag import fail
 from rldsl.runtime.store import within
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-
-from rldsl.backends.torch.model.collectives import GatherAlike, GatherApart
-from rldsl.backends.torch.kernels.varlen_attention import fits, varlen
 from rldsl.backends.torch.kernels.optional_packages import flash
+from rldsl.backends.torch.kernels.varlen_attention import fits, varlen
+from rldsl.backends.torch.model.collectives import GatherAlike, GatherApart
+
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.store import within
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rldsl.backends.torch.model.tensor_parallel import IntoDivided, OutOfDivided
 from torch import nn
 
-from rldsl.backends.torch.model.tensor_parallel import IntoDivided, OutOfDivided
 from rldsl.runtime.backend import Axis
+
 
 def divide_experts(module: nn.Module, count: int, tp: Axis, ep: Axis) -> None:
     """Give `module` its forward: (tokens [T, H], chosen experts [T, K], their weights [T, K]) -> [T, H]. count: experts

@@ -18,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from rldsl.diag import fail
-from rldsl.sharding.boxes import Parameter, Piece, inside, intersect, local_shape, local_slice, slices
 from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.model import Model
-from rldsl.sharding.stored_tensors import of_experts, shape, tensors as stored_tensors
 from rldsl.runtime.backend import Pool
+from rldsl.sharding.boxes import Parameter, Piece, inside, intersect, local_shape, local_slice, slices
+from rldsl.sharding.stored_tensors import of_experts, shape
+from rldsl.sharding.stored_tensors import tensors as stored_tensors
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # smaller ones need scales, which stand elsewhere
 Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]

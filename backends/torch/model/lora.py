@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-
 from rldsl.backends.torch.model.load_weights import Held, fill, load, open_file, stored
+
 from rldsl.diag import fail
-from rldsl.sharding.boxes import Piece, each, local_slice
-from rldsl.plan.adapter_names import A, HEAD, WEIGHTS, module_of, stored_name
+from rldsl.plan.adapter_names import HEAD, WEIGHTS, A, module_of, stored_name
 from rldsl.plan.model import Model
 from rldsl.runtime.draws import uniform
+from rldsl.sharding.boxes import Piece, each, local_slice
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-
-from rldsl.backends.torch.model.packed_batch import Batch
 from rldsl.backends.torch.model.logprobs import token_logprobs
+from rldsl.backends.torch.model.packed_batch import Batch
 from rldsl.backends.torch.model.stage import Stage
+
 from rldsl.memory.logits import rows_at_once
 
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-
 from rldsl.backends.torch.model.attention import Varlen
 from rldsl.backends.torch.model.context_parallel import Context, Portion
 from rldsl.backends.torch.model.sequence_parallel import Filled, Tokens, fill
+
 from rldsl.diag import fail
 from rldsl.runtime.backend import Axis, Packed
 from rldsl.runtime.store import within

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-
 from rldsl.backends.torch.model.attention import Packing
 from rldsl.backends.torch.model.collectives import GatherAlike, GatherApart, PartOf, SumApart
+from torch import nn
+
 from rldsl.plan.model import ParamSpec
 from rldsl.runtime.backend import Axis
 

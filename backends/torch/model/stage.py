@@ -15,30 +15,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from rldsl.backends.torch.kernels.rms_norms import quicken
+from rldsl.backends.torch.model import attention
+from rldsl.backends.torch.model.attention import Packing
+from rldsl.backends.torch.model.autocast import compute_rounded
+from rldsl.backends.torch.model.config import config
+from rldsl.backends.torch.model.experts import divide_experts
+from rldsl.backends.torch.model.invariant import Invariant
+from rldsl.backends.torch.model.load_weights import Held, allot
+from rldsl.backends.torch.model.lora import adapters
+from rldsl.backends.torch.model.recompute import Recompute
+from rldsl.backends.torch.model.sequence_parallel import Tokens, gathered
+from rldsl.backends.torch.model.tensor_parallel import Entry, divide
+from rldsl.backends.torch.model.zero import Several, Sharded, Unit
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from rldsl.backends.torch.model import attention
-from rldsl.backends.torch.model.attention import Packing
-from rldsl.backends.torch.model.config import config
-from rldsl.backends.torch.model.experts import divide_experts
-from rldsl.backends.torch.model.autocast import compute_rounded
-from rldsl.backends.torch.model.invariant import Invariant
-from rldsl.backends.torch.model.load_weights import Held, allot
-from rldsl.backends.torch.model.lora import adapters
-from rldsl.backends.torch.kernels.rms_norms import quicken
-from rldsl.backends.torch.model.tensor_parallel import Entry, divide
-from rldsl.backends.torch.model.recompute import Recompute
-from rldsl.backends.torch.model.sequence_parallel import Tokens, gathered
-from rldsl.backends.torch.model.zero import Several, Sharded, Unit
 from rldsl.diag import fail
-from rldsl.sharding.boxes import Parameter, chunks, each, holding, local_shape, parameters
-from rldsl.sharding.layout import stage_layers
 from rldsl.plan.adapter_names import HEAD, module_of
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, Pool
+from rldsl.sharding.boxes import Parameter, chunks, each, holding, local_shape, parameters
+from rldsl.sharding.layout import stage_layers
 
 
 class Elsewhere(nn.Module):

@@ -12,10 +12,10 @@ import weakref
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-
 from rldsl.backends.torch.model.lora import Adapter
 from rldsl.backends.torch.model.sequence_parallel import Tokens
+from torch import nn
+
 from rldsl.runtime.backend import Axis
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-
 from rldsl.backends.torch.model.packed_batch import Batch
 from rldsl.backends.torch.model.stage import Stage
-from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
+
 from rldsl.runtime.backend import Axis
+from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
 
 Key = tuple[int, int]  # a chunk and a micro-batch
 

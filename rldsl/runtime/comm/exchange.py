@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.sharding.message_batches import MESSAGES, batches
 from rldsl.plan.model import Spread, Value
-from rldsl.sharding.partition import row_moves
 from rldsl.runtime.comm.row_assignment import StepRows
 from rldsl.runtime.store import Column, Pending
+from rldsl.sharding.message_batches import MESSAGES, batches
+from rldsl.sharding.partition import row_moves
 
 DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.uint8}
 

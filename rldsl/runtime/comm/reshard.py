@@ -17,13 +17,13 @@ from functools import partial
 
 import torch
 
-from rldsl.sharding.boxes import Box, cell, contains, inside, intersect, itemsize, local_slice, volume
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard.in_place import PARTS, Held, divided, held_at, room, together
-from rldsl.reshard.routes import paths
 from rldsl.reshard.rounds import AHEAD, BUCKET, Message, Round, buckets, kept, rank_ops
+from rldsl.reshard.routes import paths
 from rldsl.runtime.comm.exchange import Post, post_each
 from rldsl.runtime.store import Pending
+from rldsl.sharding.boxes import Box, cell, contains, inside, intersect, itemsize, local_slice, volume
 
 Tensors = Mapping[str, torch.Tensor]  # the local ones of a shard, by parameter
 Spot = tuple[str, tuple[slice, ...]]  # a box of a parameter: where it lies in its local tensor

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import torch
 
-from rldsl.sharding.layout import shard_of
 from rldsl.plan.model import Frame, Plan, Spread, Value
-from rldsl.sharding.partition import Rows, origin, shard_rows, train_schedule
 from rldsl.runtime.comm.world import World
+from rldsl.sharding.layout import shard_of
+from rldsl.sharding.partition import Rows, origin, shard_rows, train_schedule
 
 
 @dataclass

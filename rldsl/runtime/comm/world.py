@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import fail
-from rldsl.sharding.layout import axis_ranks
 from rldsl.plan.model import Layout, Mesh, Plan, Spread
 from rldsl.plan.notation import ranks_text
-from rldsl.runtime.comm.agreement import others_than_first
 from rldsl.runtime.backend import Axes, Axis
+from rldsl.runtime.comm.agreement import others_than_first
+from rldsl.sharding.layout import axis_ranks
 
 NAME = 64  # bytes of a host's name that ranks compare
 

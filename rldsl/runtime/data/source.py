@@ -22,8 +22,8 @@ from torch import Tensor
 from rldsl.diag import fail
 from rldsl.plan.model import ROLES, Data
 from rldsl.runtime.data import hf, jsonl, parquet
-from rldsl.runtime.data.lengths import within
 from rldsl.runtime.data.epoch_order import permutation
+from rldsl.runtime.data.lengths import within
 from rldsl.runtime.data.row_schema import Needs, Row, Scanned, Table
 from rldsl.runtime.data.tokenize import Tokens, load_tokenizer
 from rldsl.runtime.data.views import rows_of

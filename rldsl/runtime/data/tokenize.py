@@ -15,8 +15,8 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.model import Data
-from rldsl.runtime.data.row_schema import Row
 from rldsl.runtime.data.end_tokens import ends
+from rldsl.runtime.data.row_schema import Row
 
 Place = Callable[[int], str]  # index in a list of rows -> file and line
 

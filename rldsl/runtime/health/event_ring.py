@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 
-from rldsl.postmortem.dumps import Entry, Moment, Phase, Stand
 from rldsl.plan.events import Event
+from rldsl.postmortem.dumps import Entry, Moment, Phase, Stand
 
 SIZE = 128  # entries: some steps of a small program, the last events of a large one
 

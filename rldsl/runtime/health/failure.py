@@ -24,10 +24,10 @@ from typing import Any, NoReturn
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.codec import decode, plan_id
-from rldsl.postmortem.dumps import Dump, Sign, Stand
-from rldsl.postmortem.dumps import Signs as LastSigns
 from rldsl.plan.model import Plan
 from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyse, traces
+from rldsl.postmortem.dumps import Dump, Sign, Stand
+from rldsl.postmortem.dumps import Signs as LastSigns
 from rldsl.postmortem.text import event_text
 from rldsl.report import render
 from rldsl.runtime.health import stack_trace

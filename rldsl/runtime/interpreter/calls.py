@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
-from rldsl.sharding.dtypes import carried
-from rldsl.sharding.partition import micro_batches, passes
 from rldsl.runtime.backend import Packed
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc
 from rldsl.runtime.comm.row_assignment import Lens
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column, Pending, ragged
+from rldsl.sharding.dtypes import carried
+from rldsl.sharding.partition import micro_batches, passes
 
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -26,7 +26,7 @@ class Program:
 
     plan: str
     file: str
-    schedules: tuple[tuple[Callable[["Rank"], None], Sequence[range]], ...]
+    schedules: tuple[tuple[Callable[[Rank], None], Sequence[range]], ...]
 
     def check(self, data: bytes, name: str) -> None:
         """That `data`, read from the file `name`, is the plan. RL0791: it is another one."""

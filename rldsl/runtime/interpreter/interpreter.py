@@ -15,22 +15,43 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rldsl.plan.events import (Checkpoint, Collect, Compute, Event, Every, Fetch, Free, Generate, Infer, Item, Lengths,
-                               Load, Log, Loop, Offload, Onload, Realloc, Save, Select, Train, Transfer)
-from rldsl.runtime.interpreter import calls, values
-from rldsl.runtime.persist.checkpoint import checkpoint, finish
-from rldsl.runtime.interpreter.evaluations import turns
+from rldsl.plan.events import (
+    Checkpoint,
+    Collect,
+    Compute,
+    Event,
+    Every,
+    Fetch,
+    Free,
+    Generate,
+    Infer,
+    Item,
+    Lengths,
+    Load,
+    Log,
+    Loop,
+    Offload,
+    Onload,
+    Realloc,
+    Save,
+    Select,
+    Train,
+    Transfer,
+)
 from rldsl.runtime.health.failure import Watch
+from rldsl.runtime.interpreter import calls, values
+from rldsl.runtime.interpreter.evaluations import turns
 from rldsl.runtime.interpreter.log import end_step, log
-from rldsl.runtime.metrics.reporter import Report
 from rldsl.runtime.interpreter.options import Options
-from rldsl.runtime.rewards.pool import Pool
-from rldsl.runtime.persist.save import save
 from rldsl.runtime.interpreter.startup import functions, prepare, recorded, settle
 from rldsl.runtime.interpreter.state import State
-from rldsl.runtime.metrics.summary import summarise, write_summary
 from rldsl.runtime.interpreter.trace import Recorder, settled, write
 from rldsl.runtime.interpreter.train import train
+from rldsl.runtime.metrics.reporter import Report
+from rldsl.runtime.metrics.summary import summarise, write_summary
+from rldsl.runtime.persist.checkpoint import checkpoint, finish
+from rldsl.runtime.persist.save import save
+from rldsl.runtime.rewards.pool import Pool
 
 HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
     Load: calls.load, Fetch: values.fetch, Lengths: values.lengths, Transfer: values.move, Realloc: calls.reallocate,

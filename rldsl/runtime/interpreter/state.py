@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rldsl.plan.expr import Program
 from rldsl.plan.events import Compute, Fetch, Generate, Load, Offload, split
+from rldsl.plan.expr import Program
 from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
-from rldsl.sharding.partition import mix
 from rldsl.plan.projection import events
 from rldsl.runtime.backend import Packed, Shard
-from rldsl.runtime.data import Source, open_source
 from rldsl.runtime.comm.reshard import Route
-from rldsl.runtime.health.event_ring import Ring
 from rldsl.runtime.comm.row_assignment import Lens, StepRows
-from rldsl.runtime.store import Column, Pending, Store
 from rldsl.runtime.comm.world import World
+from rldsl.runtime.data import Source, open_source
+from rldsl.runtime.health.event_ring import Ring
+from rldsl.runtime.store import Column, Pending, Store
+from rldsl.sharding.partition import mix
 
 if TYPE_CHECKING:
-    from rldsl.runtime.persist.checkpoint import Writer
-    from rldsl.runtime.metrics.reporter import Report
-    from rldsl.runtime.rewards.pool import Pool
     from rldsl.runtime.data.positions import Reading
+    from rldsl.runtime.metrics.reporter import Report
+    from rldsl.runtime.persist.checkpoint import Writer
     from rldsl.runtime.persist.resume import Resume
+    from rldsl.runtime.rewards.pool import Pool
 
 RANDOM_NUMBERS = 1 << 32  # keeps the seeds of computations apart from those of frames
 
@@ -55,15 +55,15 @@ class State:
     leaving: dict[tuple[str, str], dict[int, Pending]] = field(default_factory=dict)  # by event, from where it lies
     metrics: dict[str, list[float]] = field(default_factory=dict)  # of this step, as they came
     fetched: dict[str, int] = field(default_factory=dict)  # data source -> the batch read last, from 0
-    readings: dict[str, "Reading"] = field(default_factory=dict)  # of the sources of which this rank tells
+    readings: dict[str, Reading] = field(default_factory=dict)  # of the sources of which this rank tells
     drawn: dict[int, int] = field(default_factory=dict)  # generate or compute event -> times in this step
     tokens: int = 0  # in the rows that this rank knows lengths of, this step
     ragged: int = 0  # bytes of transfers that this rank sent and received, this step, where lengths decide how many
-    report: "Report | None" = None  # of progress and metrics; there when the run walks
+    report: Report | None = None  # of progress and metrics; there when the run walks
     allow_write: tuple[str, ...] = ()  # as in Options
-    resume: "Resume | None" = None
-    writer: "Writer | None" = None  # of checkpoints
-    rewards: "Pool | None" = None  # calls users' functions
+    resume: Resume | None = None
+    writer: Writer | None = None  # of checkpoints
+    rewards: Pool | None = None  # calls users' functions
     stop_asked: Callable[[], bool] = lambda: False  # whether this rank was asked to end the run (SIGTERM)
     stopped: bool = False  # all ranks have agreed to
 

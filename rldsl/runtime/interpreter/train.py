@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from rldsl.plan.events import Train
 from rldsl.plan.heads import SKIPPED, STOP, UPDATES
-from rldsl.sharding.partition import Rows, micro_batches, passes
 from rldsl.runtime.interpreter.evaluate import LossRun, View, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column
+from rldsl.sharding.partition import Rows, micro_batches, passes
 
 
 def train(state: State, event: Train) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.plan.expr import Node
-from rldsl.sharding.layout import coordinate
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Transfer, split
-from rldsl.sharding.partition import origin
-from rldsl.runtime.interpreter.evaluations import next_rows
-from rldsl.runtime.interpreter.evaluate import View, run_compute
+from rldsl.plan.expr import Node
 from rldsl.runtime.comm.exchange import DTYPES, transfer
 from rldsl.runtime.comm.row_assignment import Lens
+from rldsl.runtime.interpreter.evaluate import View, run_compute
+from rldsl.runtime.interpreter.evaluations import next_rows
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column
+from rldsl.sharding.layout import coordinate
+from rldsl.sharding.partition import origin
 
 
 def fetch(state: State, event: Fetch) -> None:

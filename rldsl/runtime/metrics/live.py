@@ -41,7 +41,7 @@ class Seen:
     line: Mapping[str, float] | None = None
     history: Mapping[str, Sequence[float]] | None = None
 
-    def with_line(self, line: Mapping[str, float]) -> "Seen":
+    def with_line(self, line: Mapping[str, float]) -> Seen:
         history = {name: [*(self.history or {}).get(name, ()), line[name]][-CURVE:] for name in computed(line)}
         return replace(self, step=int(line["step"]), line=dict(line), history=history)
 

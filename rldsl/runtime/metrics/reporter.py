@@ -16,12 +16,12 @@ from rldsl.plan.events import Event, Free, Log
 from rldsl.plan.metrics_file import METRICS
 from rldsl.plan.projection import events
 from rldsl.runtime.files import check_writable, written
+from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.metrics.names import computed, first
 from rldsl.runtime.metrics.samples import Samples, path, sources
-from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.writers import TensorBoard, Wandb, Writer
-from rldsl.runtime.interpreter.state import State
 
 if TYPE_CHECKING:
     from rldsl.runtime.metrics.live import View
@@ -49,7 +49,7 @@ class Report:
         self.meter = Meter(state.plan) if state.world.rank in logs else None
         self._since, self._done = time.monotonic(), state.step
         self._begun = False
-        self._view: "View | None" = None
+        self._view: View | None = None
         self._writers: list[Writer] = []
         self._samples = Samples(state, asked.samples) if asked.samples else None
         if self._samples is not None:
@@ -69,7 +69,7 @@ class Report:
             if usable(self._stream):
                 self._view = View(self._stream, header.flow, header.steps, state.step)
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> Report:
         self._since = time.monotonic()
         return self
 

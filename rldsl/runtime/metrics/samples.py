@@ -19,8 +19,8 @@ from rldsl.plan.events import Free, Generate, Train, split
 from rldsl.plan.model import Frame, Plan
 from rldsl.plan.projection import events
 from rldsl.runtime.files import written
-from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.store import Column
 
 FOLDER = "samples"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rldsl.plan.events import Realloc, Save
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events, last_step, times, walk
 from rldsl.plan.notation import layout_text
+from rldsl.plan.projection import events, last_step, times, walk
 from rldsl.runtime.files import replace_text, written
 
 SUMMARY = "summary.json"

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.plan.model import Plan
 from rldsl.plan.disk_paths import OUT, STEP, paths, shown
+from rldsl.plan.model import Plan
 from rldsl.runtime.rewards.user_functions import located
 
 MARK = "rldsl.json"  # in every directory that a save has written

@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.sharding.boxes import Box, Parameter, Piece, local_slice, parameters, shares
 from rldsl.plan.events import Checkpoint, split
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.projection import events
 from rldsl.runtime.comm.agreement import anywhere
-from rldsl.runtime.persist.run_identity import facts
 from rldsl.runtime.files import digest, sync
 from rldsl.runtime.interpreter.log import end_step
 from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.persist.run_identity import facts
+from rldsl.sharding.boxes import Box, Parameter, Piece, local_slice, parameters, shares
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from rldsl.diag import Failure, fail
-from rldsl.sharding.boxes import Box, holding, inside, intersect, local_slice, parameters, subtract
-from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.disk_paths import shown
+from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.notation import ranks_text
-from rldsl.runtime.comm.agreement import anywhere, from_all, from_first, others_than_first
 from rldsl.runtime.backend import Shard
+from rldsl.runtime.comm.agreement import anywhere, from_all, from_first, others_than_first
+from rldsl.runtime.data.positions import Reading
+from rldsl.runtime.files import digest
 from rldsl.runtime.persist.checkpoint import FORMAT, MANIFEST, found, step_of
 from rldsl.runtime.persist.run_identity import changes
-from rldsl.runtime.files import digest
-from rldsl.runtime.data.positions import Reading
+from rldsl.sharding.boxes import Box, holding, inside, intersect, local_slice, parameters, subtract
 
 Stored = list[tuple[Box, Path, str]]  # box, file, key in it
 FLOATS = ("F64", "F32", "F16", "BF16")

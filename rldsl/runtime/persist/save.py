@@ -20,20 +20,20 @@ from typing import Any
 import torch
 
 from rldsl.diag import Diagnostic
-from rldsl.sharding.boxes import cell, local_slice, parameters, slices
-from rldsl.plan.events import Save
-from rldsl.reshard.gather import gather, owners
 from rldsl.plan.adapter_names import CONFIG, WEIGHTS, config, stored_name
+from rldsl.plan.events import Save
 from rldsl.plan.model import Model
-from rldsl.sharding.dtypes import stored
+from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.in_place import held_at
-from rldsl.sharding.stored_tensors import of_experts, tensors
 from rldsl.runtime.comm.agreement import agree
 from rldsl.runtime.comm.exchange import post
-from rldsl.runtime.files import sync
-from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign
 from rldsl.runtime.comm.reshard import Tensors, spot
+from rldsl.runtime.files import sync
 from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign
+from rldsl.sharding.boxes import cell, local_slice, parameters, slices
+from rldsl.sharding.dtypes import stored
+from rldsl.sharding.stored_tensors import of_experts, tensors
 
 
 def save(state: State, event: Save) -> None:
@@ -186,9 +186,7 @@ def _config(config: Any, model: Model, dtype: str) -> Any:
     parameters, whatever the calls computed in."""
     import copy
 
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
-    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     config = copy.deepcopy(config)
     config.dtype = getattr(torch, dtype)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.model import Function
 from rldsl.runtime.rewards import user_functions, worker_process
-from rldsl.runtime.rewards.worker_process import LOAD, Chunk, Worker
 from rldsl.runtime.rewards.user_functions import Row
 from rldsl.runtime.rewards.worker import encoded
+from rldsl.runtime.rewards.worker_process import LOAD, Chunk, Worker
 
 LIMIT = 60.0  # seconds a row
 LOADING = 300.0  # seconds that files may take to be loaded: they may load models
@@ -159,7 +159,7 @@ class Pool:
         if chunk == LOAD and failure is not None:
             raise failure
         if call is None or chunk == LOAD:
-            return
+            return None
         self.lost = 0
         if failure is not None:
             call.errors[chunk.start] = failure
