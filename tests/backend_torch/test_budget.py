@@ -92,11 +92,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_all(tmp_path_factory.mktemp("tiny"))
 
 
-def grpo(tiny: Path, folder: Path, ranks: int, train: str, ref: str = "") -> Metrics:
+def grpo(tiny: Path, folder: Path, ranks: int, train: str, ref: str = "", like: Metrics | None = None) -> Metrics:
     sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl"), "steps": 3}
     place = (f"cluster nodes=1 gpus={ranks}\nplace actor.train on mesh(0:{ranks}) {train}\n"
              f"place ref.* on mesh(0:{ranks}) {ref or 'dp=' + str(ranks)}\n")
-    return run_program(GRPO, sets, folder, place)
+    return run_program(GRPO, sets, folder, place, like=like)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     (2, f"pp=2 mbt={2 * WIDE}", f"pp=2 mbt={WIDE}"), (2, f"dp=2 zero=3 mbt={WIDE + 3}", f"tp=2 mbt={3 * WIDE}"),
     (2, f"cp=2 mbt={2 * WIDE}", "")])
 def test_runs_have_the_same_numbers(tiny, alone, tmp_path, ranks, train, ref) -> None:
-    for mine, theirs in zip(grpo(tiny, tmp_path, ranks, train, ref), alone, strict=True):
+    for mine, theirs in zip(grpo(tiny, tmp_path, ranks, train, ref, alone), alone, strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
 
 
@@ -121,13 +121,14 @@ def test_ranks_that_share_experts_make_as_many_passes(tmp_path) -> None:
     rows = write_jsonl(tmp_path / "prompts.jsonl", make_sums(64))
     sets = {"base": str(tmp_path / "mixtral"), "rows": str(rows), "steps": 2}
 
-    def run(name: str, ranks: int, where: str, ref: str) -> Metrics:
+    def run(name: str, ranks: int, where: str, ref: str, like: Metrics | None = None) -> Metrics:
         place = (f"cluster nodes=1 gpus={ranks}\nplace actor.* on mesh(0:{ranks}) {where}\n"
                  f"place ref.* on mesh(0:{ranks}) {ref}\n")
-        return run_program(GRPO, sets, tmp_path / name, place)
+        return run_program(GRPO, sets, tmp_path / name, place, like=like)
 
     expected = run("one", 1, "dp=1", "dp=1")
-    for mine, theirs in zip(run("two", 2, f"dp=2 ep=2 mbt={WIDE}", f"dp=2 ep=2 mbt={WIDE + 5}"), expected, strict=True):
+    found = run("two", 2, f"dp=2 ep=2 mbt={WIDE}", f"dp=2 ep=2 mbt={WIDE + 5}", expected)
+    for mine, theirs in zip(found, expected, strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
 
 

@@ -32,12 +32,12 @@ def sets(tiny: Path, program: Path) -> dict[str, object]:
     return base
 
 
-def run(tiny: Path, program: Path, folder: Path, place: str) -> Metrics:
+def run(tiny: Path, program: Path, folder: Path, place: str, like: Metrics | None = None) -> Metrics:
     copy = folder / program.name
     copy.write_text(program.read_text().replace("cluster nodes=1 gpus=8\n", "").replace("lr=5e-7", "lr=1e-3"))
     (folder / "rewards_small.py").write_text((HERE / "rewards_small.py").read_text())
     given = {k: v for k, v in sets(tiny, program).items() if f"param {k} " in copy.read_text()}
-    return run_program(copy, given, folder, place)
+    return run_program(copy, given, folder, place, like=like)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,12 @@ PLACEMENTS = {
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_a_program_is_the_same(name, tiny, alone, tmp_path):
     program, place = PLACEMENTS[name]
-    expected, found = alone(program), run(tiny, program, tmp_path, place)
+    expected = alone(program)
+    found = run(tiny, program, tmp_path, place, expected if program != DPO else None)
     assert len(found) == len(expected) == 2
     for mine, theirs in zip(found, expected):
         for key, value in theirs.items():
-            first_signs = key == "actor/accuracy" and program == DPO and theirs is expected[0]  # of rounding errors
-            if not key.startswith(MEASURED) and not first_signs:
+            if not key.startswith(MEASURED):
                 assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-5), f"step {theirs['step']}: {key}"
 
 

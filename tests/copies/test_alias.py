@@ -16,7 +16,7 @@ from rldsl.plan.events import Event, Free, Generate, Load, Offload, Onload, Real
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
 from rldsl.reshard import alias
-from tests.end_to_end.programs import run_program
+from tests.end_to_end.programs import Metrics, run_program
 from tests.end_to_end.test_invariance import compare
 from tests.memory.accounting import measured
 from tests.relabelled.programs import program
@@ -144,10 +144,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_are_those_of_one_rank(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is trained is what generates: a copy that stayed behind would sample other tokens."""
     monkeypatch.chdir(tiny)
-    found = []
+    found: list[Metrics] = []
     for name, (train, generate, ranks) in {"one": ("dp=1", "dp=1", 1), "cp": ("cp=2", "dp=2", 2)}.items():
         (tmp_path / f"{name}.rlf").write_text(program(train, generate, f"mesh(0:{ranks})", ranks))
-        found.append(run_program(tmp_path / f"{name}.rlf", {}, tmp_path / name))
+        found.append(run_program(tmp_path / f"{name}.rlf", {}, tmp_path / name, like=found[0] if found else None))
     compare(found[1], found[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,12 @@ from rldsl.plan.codec import encode
 from rldsl.runtime.metrics.names import computed
 from tests.world import run_world
 
-Metrics = list[dict[str, float]]
+class Metrics(list[dict[str, float]]):
+    """What a run computes of each step. responses: where it wrote what it sampled, or followed (`tests/responses.py`)."""
+
+    def __init__(self, steps: Iterable[dict[str, float]], responses: Path) -> None:
+        super().__init__(steps)
+        self.responses = responses
 
 
 def compile_program(path: Path, sets: Mapping[str, Any], place: str | None, folder: Path) -> bytes:
@@ -26,20 +31,25 @@ def compile_program(path: Path, sets: Mapping[str, Any], place: str | None, fold
 
 
 def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | None = None,
-                timeout: float = 240.0, trace: Path | None = None) -> Metrics:
-    """What the program computes of each step, without what was measured. Everything is written under `folder`/out, and
-    the timeline to `trace`."""
+                timeout: float = 240.0, trace: Path | None = None, like: Metrics | None = None) -> Metrics:
+    """What the program computes of each step, without what was measured. like: a run whose responses it gets too, but for
+    those whose probabilities differ by more than rounding. Everything is written under `folder`, and the timeline to
+    `trace`."""
     folder.mkdir(parents=True, exist_ok=True)
     data = compile_program(path, sets, place, folder)
     world = json.loads(data.splitlines()[0])["world"]
-    run_world(world, _rank, data, str(folder / "out"), os.getcwd(), str(trace) if trace else None, timeout=timeout)
+    responses = like.responses if like is not None else folder / "responses"
+    run_world(world, _rank, data, str(folder / "out"), os.getcwd(), str(trace) if trace else None, responses,
+              like is not None, timeout=timeout)
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    return [{"step": line["step"], **{name: line[name] for name in computed(line)}} for line in lines]
+    return Metrics(({"step": line["step"], **{name: line[name] for name in computed(line)}} for line in lines), responses)
 
 
-def _rank(rank: int, data: bytes, out: str, cwd: str, trace: str | None) -> None:
+def _rank(rank: int, data: bytes, out: str, cwd: str, trace: str | None, responses: Path, follow: bool = False) -> None:
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from tests.responses import followed, recorded
 
     os.chdir(cwd)
-    execute(data, "test.plan", out, options=Options(trace=trace, allow_write=(str(Path(out).parents[1]),)))
+    with followed(responses) if follow else recorded(responses):
+        execute(data, "test.plan", out, options=Options(trace=trace, allow_write=(str(Path(out).parents[1]),)))

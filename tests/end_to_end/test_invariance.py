@@ -1,4 +1,5 @@
-"""The placement never changes numbers: the same program on one rank and on many, sampled tokens included.
+"""The placement never changes numbers: the same program on one rank and on many, sampled tokens included, but for the
+rare random number that rounding decides about (`tests/responses.py`).
 
 Five steps, so that a wrong gradient, optimizer step or reallocation would show in the steps after it.
 """
@@ -68,14 +69,14 @@ def grpo_alone(tiny, tmp_path_factory) -> Metrics:
     return grpo(tiny, tmp_path_factory.mktemp("alone"), everywhere(1, "dp=1", "actor", "ref"))
 
 
-def grpo(tiny: Path, folder: Path, place: str) -> Metrics:
+def grpo(tiny: Path, folder: Path, place: str, like: Metrics | None = None) -> Metrics:
     sets = {"base": str(tiny / "models/sft"), "rows": str(tiny / "data/prompts.jsonl"), "batch": 5}
-    return run_program(HERE / "grpo_small.rlf", sets, folder, place)
+    return run_program(HERE / "grpo_small.rlf", sets, folder, place, like=like)
 
 
 @pytest.mark.parametrize("name", GRPO_PLACEMENTS)
 def test_grpo_is_the_same_on_every_placement(name, tiny, grpo_alone, tmp_path):
-    compare(grpo(tiny, tmp_path, GRPO_PLACEMENTS[name]), grpo_alone)
+    compare(grpo(tiny, tmp_path, GRPO_PLACEMENTS[name], grpo_alone), grpo_alone)
 
 
 def test_grpo_learns_something_to_compare(grpo_alone):
@@ -95,7 +96,7 @@ PPO_PLACEMENTS = {
 }
 
 
-def ppo(tiny: Path, folder: Path, place: str | None) -> Metrics:
+def ppo(tiny: Path, folder: Path, place: str | None, like: Metrics | None = None) -> Metrics:
     sets = {"base": str(tiny / "models/sft"), "rm": str(tiny / "models/rm"), "rows": str(tiny / "data/prompts.jsonl"),
             "lr": 1e-3, "steps": 5, "batch": 8, "tokens": 6}
     text = PPO.read_text().replace("minibatches=4", "minibatches=2")
@@ -103,7 +104,7 @@ def ppo(tiny: Path, folder: Path, place: str | None) -> Metrics:
         text = text.replace("cluster nodes=1 gpus=8\n", "")
     program = folder / "ppo.rlf"
     program.write_text(text)
-    return run_program(program, sets, folder, place)
+    return run_program(program, sets, folder, place, like=like)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def ppo_alone(four, tmp_path_factory) -> Metrics:
 
 @pytest.mark.parametrize("name", PPO_PLACEMENTS)
 def test_ppo_is_the_same_on_every_placement(name, four, ppo_alone, tmp_path):
-    compare(ppo(four, tmp_path, PPO_PLACEMENTS[name]), ppo_alone)
+    compare(ppo(four, tmp_path, PPO_PLACEMENTS[name], ppo_alone), ppo_alone)
 
 
 DPO = HERE.parents[1] / "examples" / "dpo.rlf"
@@ -140,6 +141,5 @@ def dpo_alone(tiny, tmp_path_factory) -> Metrics:
 def test_dpo_is_the_same_on_every_placement(name, tiny, dpo_alone, tmp_path):
     """Micro-batches and stages too, where ReaL took the reference's values from the wrong rows (defect 7)."""
     found = dpo(tiny, tmp_path, DPO_PLACEMENTS[name])
-    expected = [{k: v for k, v in step.items() if k != "actor/accuracy" or i} for i, step in enumerate(dpo_alone)]
-    compare(found, expected)  # of the first step the margins are 0 and the accuracy is the sign of rounding errors
+    compare(found, dpo_alone)
     assert dpo_alone[0]["actor/loss"] != dpo_alone[-1]["actor/loss"]

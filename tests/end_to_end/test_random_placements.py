@@ -24,6 +24,6 @@ def test_the_placement_never_changes_numbers(name: str, tiny: Path, tmp_path: Pa
     expected = alone(name, tiny, tmp_path)
     several = [drawn(name, tiny, tmp_path, draw) for _ in range(EACH[name])]
     assert len({x.place for x in several}) == EACH[name]
-    for one, found in zip(several, runs([x.plan for x in several], tmp_path, WORLD)):
+    for one, found in zip(several, runs([x.plan for x in several], tmp_path, WORLD, expected)):
         assert not (wrong := differences(found, expected)), one.place + "\n".join(wrong)
     assert expected[0]["actor/loss"] != expected[-1]["actor/loss"], "something moved"

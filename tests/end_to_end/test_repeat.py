@@ -38,13 +38,14 @@ def logged(tiny: Path) -> dict[int, Metrics]:
     """The metrics of a run on one rank, and of one on two."""
     with pytest.MonkeyPatch.context() as here:
         here.chdir(tiny)
-        return {ranks: run_turns(tiny, ranks) for ranks in (1, 2)}
+        one = run_turns(tiny, 1)
+        return {1: one, 2: run_turns(tiny, 2, one)}
 
 
-def run_turns(tiny: Path, ranks: int) -> Metrics:
+def run_turns(tiny: Path, ranks: int, like: Metrics | None = None) -> Metrics:
     program = tiny / f"turns-{ranks}.rlf"
     program.write_text(PROGRAM.format(ranks=ranks))
-    return run_program(program, {}, tiny / f"run-{ranks}")
+    return run_program(program, {}, tiny / f"run-{ranks}", like=like)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

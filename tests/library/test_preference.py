@@ -5,6 +5,7 @@ The references loop over sequences and share nothing with the system. Everything
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -268,7 +269,35 @@ def test_equal_sides_have_no_margin(name: str) -> None:
     agree(case, b, fresh, data)
     head = "reward_model" if left.level == "seq" else "causal_lm"
     done = run_loss(case.module, case.call, b, fresh, head=head, **data)
-    assert done.metrics["accuracy"] == 0 and abs(done.metrics.get("margin", 0)) < 1e-12
+    assert done.metrics["accuracy"] == 0.5 and abs(done.metrics.get("margin", 0)) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["dpo", "dpo_average", "cdpo", "ipo", "simpo", "orpo", "reward_model"])
+def test_rounding_errors_do_not_decide_an_accuracy(name: str, seed: int) -> None:
+    """A policy that equals its reference, or two sides that are equal, but for float32's errors, whatever their signs."""
+    case = CASES[name]
+    b = Batch({W: [3, 1, 4], L: [3, 1, 4]})
+    left = fresh_of(case, b)["chosen"]
+    noise = 1e-6 * torch.randn(2, len(left.data), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    fresh = {n: Given(left.level, f, left.data + x) for n, f, x in zip(("chosen", "rejected"), (W, L), noise, strict=True)}
+    data = {"rw": left, "rl": Given("token", L, left.data)} if case.data is refs else case.data(b)
+    head = "reward_model" if left.level == "seq" else "causal_lm"
+    assert run_loss(case.module, case.call, b, fresh, head=head, **data).metrics["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("lead, accuracy", [(2e-4, 1), (-2e-4, 0), (5e-5, 0.5), (-5e-5, 0.5), (0, 0.5)])
+@pytest.mark.parametrize("name", ["dpo", "cdpo", "ipo", "simpo", "orpo", "reward_model"])
+def test_what_is_no_rounding_error_decides_it(name: str, lead: float, accuracy: float) -> None:
+    """Of every pair the chosen side leads by as much, before any scale; of probabilities 1/2, the log-odds by twice it."""
+    case = CASES[name]
+    b = Batch({W: [1, 1], L: [1, 1]})
+    level, lead = fresh_of(case, b)["chosen"].level, lead / 2 if name == "orpo" else lead
+    fresh = {"chosen": Given(level, W, torch.full((2,), math.log(0.5) + lead, dtype=torch.float64)),
+             "rejected": Given(level, L, torch.full((2,), math.log(0.5), dtype=torch.float64))}
+    data = {"rw": Given("token", W, torch.zeros(2)), "rl": Given("token", L, torch.zeros(2))} if case.data is refs else {}
+    head = "reward_model" if level == "seq" else "causal_lm"
+    assert run_loss(case.module, case.call, b, fresh, head=head, **data).metrics["accuracy"] == accuracy
 
 
 def test_a_margin_of_zero_is_none() -> None:

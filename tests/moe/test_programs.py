@@ -53,8 +53,8 @@ def rules(ranks: int, train: str, other: str = "", gpus: int = 0) -> str:
             + f"place ref.* on mesh(0:{ranks}) {other or train.partition(' zero')[0].partition(' recompute')[0]}\n")
 
 
-def grpo(tiny: Path, model: str, folder: Path, place: str, **more: object) -> Metrics:
-    return run_program(GRPO, sets(tiny, model, every_step=2, eps=1e-4, **more), folder, place)
+def grpo(tiny: Path, model: str, folder: Path, place: str, like: Metrics | None = None) -> Metrics:
+    return run_program(GRPO, sets(tiny, model, every_step=2, eps=1e-4), folder, place, like=like)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_grpo_is_that_of_one_rank(tiny, alone, tmp_path, model, ranks, train, ot
     from transformers import AutoModelForCausalLM
 
     expected, folder = alone[model]
-    found = grpo(tiny, model, tmp_path, rules(ranks, train, other))
+    found = grpo(tiny, model, tmp_path, rules(ranks, train, other), expected)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
     mine, theirs = saved(tmp_path), saved(folder)
@@ -156,7 +156,8 @@ def test_experts_are_divided_in_the_estimate(tiny, tmp_path):
 def test_adapters_beside_divided_experts(tiny, tmp_path):
     """Experts are in the base, of which each rank reads its own."""
     given = sets(tiny, "qwen")
-    one, two = (run_program(LORA, given, tmp_path / str(n), rules(n, where)) for n, where in ((1, "dp=1"), (2, "dp=2 ep=2")))
+    one = run_program(LORA, given, tmp_path / "1", rules(1, "dp=1"))
+    two = run_program(LORA, given, tmp_path / "2", rules(2, "dp=2 ep=2"), like=one)
     for mine, theirs in zip(two, one, strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
 

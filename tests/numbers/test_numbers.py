@@ -57,13 +57,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_numbers_are_values_of_their_rows(root: Path) -> None:
-    found = {n: run_program(root / "main.rlf", {}, root / n, place=place) for n, place in (
-        ("one", "place *.* on mesh(0:1)"), ("four", "place actor.generate on mesh(0:2) tp=2\nplace actor.train on mesh(2:4)"))}
-    for steps in found.values():
+    one = run_program(root / "main.rlf", {}, root / "one", "place *.* on mesh(0:1)")
+    four = run_program(root / "main.rlf", {}, root / "four",
+                       "place actor.generate on mesh(0:2) tp=2\nplace actor.train on mesh(2:4)", like=one)
+    for steps in (one, four):
         assert [s["level"] for s in steps] == [1.5, 5.5] and [s["hard"] for s in steps] == [3, 5.5]
         assert [s["margin"] for s in steps] == [0.75, 2.75] and [s["sure"] for s in steps] == [1, 3]
         assert all(s["none"] == 1 for s in steps)
-    for a, b in zip(*found.values()):
+    for a, b in zip(one, four, strict=True):
         assert all(abs(a[k] - b[k]) < 1e-4 for k in ("actor/loss", "actor#2/loss", "actor#2/grad_norm"))
 
 

@@ -44,14 +44,14 @@ def run(path: Path, folder: Path, goes: bool) -> Metrics:
     """What `run_program` says of it. goes: an offload really moves."""
     data = compile_program(path, {}, None, folder)
     run_world(json.loads(data.splitlines()[0])["world"], _apart if goes else _rank, data, str(folder / "out"),
-              str(Path.cwd()), None, timeout=240.0)
+              str(Path.cwd()), None, folder / "responses", timeout=240.0)
     lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in computed(line)} for line in lines]
+    return Metrics(({name: line[name] for name in computed(line)} for line in lines), folder / "responses")
 
 
-def _apart(rank: int, data: bytes, out: str, cwd: str, trace: str | None) -> None:
+def _apart(rank: int, data: bytes, out: str, cwd: str, trace: str | None, responses: Path) -> None:
     """The process of a world, which ends with it."""
     from rldsl.backends.torch.model.offload import Host
 
     Host.away, Host.back = away, back  # type: ignore[assignment,method-assign]
-    _rank(rank, data, out, cwd, trace)
+    _rank(rank, data, out, cwd, trace, responses)
