@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import loss, match
-from rldsl.measure.models import build, rows, settle
+from rldsl.measure.call_costs import build, rows, settle
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Model
 from rldsl.runtime.backend import Packed

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from rldsl.runtime.interpreter.debug import Program
+    from rldsl.runtime.interpreter.emitted_program import Program
 
 GRACE = 20.0  # seconds in which a rank says what all of them have found
 
@@ -190,7 +190,7 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, prog
     import transformers
 
     from rldsl.runtime.comm.rendezvous import begun
-    from rldsl.runtime.health.failure import Watch
+    from rldsl.runtime.health.watchdog import Watch
     from rldsl.runtime.interpreter.interpreter import Walk, execute
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.metrics.reporter import Asked

@@ -17,7 +17,7 @@ from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
 from rldsl.postmortem.analysis import Findings, analyse, traces
 from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
-from rldsl.postmortem.text import call_text, report, title
+from rldsl.postmortem.findings_text import call_text, report, title
 from rldsl.postmortem.wait_order import Order
 from rldsl.runtime.metrics.run_record import PLAN
 

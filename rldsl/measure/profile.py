@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.measure.models import measure, settle, timed, training
+from rldsl.measure.call_costs import measure, settle, timed, training
 from rldsl.plan.events import Sampling
 from rldsl.runtime.metrics.run_record import PACKAGES, versions
 from rldsl.sharding.partition import partition

@@ -1,7 +1,7 @@
 """Why a run stood still: where each rank is, who waits for whom in which event, and who keeps the others waiting.
 
 In: a plan, and what its ranks left (`postmortem/dumps.py`). Out: `Findings`, a pure function of both; their text is in
-`postmortem/text.py`.
+`postmortem/findings_text.py`.
 
 The plan is one totally ordered list, so where two ranks are can be compared: a rank that is in an event waits for those
 that exchange something with it there and have not reached it. Such waits always point backwards in that order, hence

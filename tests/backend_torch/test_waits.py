@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rldsl.plan.model import Optimizer
-from rldsl.runtime.interpreter.evaluate import LossRun, View, loss_counts
+from rldsl.runtime.interpreter.expression_programs import LossRun, View, loss_counts
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
 from tests.library.harness import Batch, compile_loss
 from tests.tiny import make_model

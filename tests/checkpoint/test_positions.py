@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rldsl.runtime.data.positions import Reading, compare
+from rldsl.runtime.data.read_positions import Reading, compare
 from rldsl.runtime.persist.run_identity import changes
 from tests.checkpoint.runs import lines, run
 from tests.end_to_end.programs import compile_program

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rldsl.runtime.persist.checkpoint import directory, found
+from rldsl.runtime.persist.checkpoint_writer import directory, found
 from tests.checkpoint.runs import held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all, make_model
@@ -144,7 +144,7 @@ def test_all_are_damaged(tiny: Path, stopped: Path, how: str) -> None:
 
 def test_a_rank_opens_what_it_reads(tiny: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the files of other ranks is told, so that going on does not open ranks times files."""
-    from rldsl.runtime.persist import resume as module
+    from rldsl.runtime.persist import checkpoint_reader as module
 
     opened: list[str] = []
     real = module.safe_open

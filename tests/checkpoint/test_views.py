@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from rldsl.diag import Failure
-from rldsl.runtime.persist.checkpoint import FORMAT
+from rldsl.runtime.persist.checkpoint_writer import FORMAT
 from tests.world import run_world
 
 HEADER: dict[str, Any] = {"sources": {}, "functions": {}, "params": {}, "seed": 1}
@@ -35,7 +35,7 @@ def _resume(rank: int, outs: list[str], asked: str) -> Any:
     """Each rank with a directory of its own at the same place."""
     import os
 
-    from rldsl.runtime.persist.resume import resume
+    from rldsl.runtime.persist.checkpoint_reader import resume
 
     os.chdir(outs[rank])
     try:

@@ -11,7 +11,7 @@ from rldsl.diag import Failure
 from rldsl.plan.events import Every, Fetch, Loop
 from rldsl.plan.model import Data
 from rldsl.runtime.data import Source
-from rldsl.runtime.interpreter import evaluations
+from rldsl.runtime.interpreter import eval_loops
 
 DATA = Data("heldout", "jsonl", "heldout.jsonl", "prompts", 3, (), "models/sft", shuffle=True)
 FETCH = Fetch(id=1, mesh="m0", data="heldout", frames=("p",))
@@ -29,7 +29,7 @@ def state(rows: int, over: str = "heldout", trips: int = 4, turn: int = 0) -> Si
 def batches(rows: int, times: int) -> list[list[int]]:
     out = []
     for turn in range(times):
-        source, number = evaluations.next_rows(state(rows, turn=turn), FETCH)
+        source, number = eval_loops.next_rows(state(rows, turn=turn), FETCH)
         out.append(source.batch(number, 7))
     return out
 
@@ -37,35 +37,35 @@ def batches(rows: int, times: int) -> list[list[int]]:
 @pytest.mark.parametrize("rows", [3, 4, 5, 6, 8, 9])
 def test_every_row_once_in_the_order_of_the_file(rows: int) -> None:
     here = state(rows)
-    times = evaluations.turns(here, Loop("x", 4, (), over="heldout"))
+    times = eval_loops.turns(here, Loop("x", 4, (), over="heldout"))
     assert times == -(-rows // 3)
     assert [r for b in batches(rows, times) for r in b] == list(range(rows))
 
 
 def test_training_keeps_its_place() -> None:
     here = state(8)
-    evaluations.next_rows(here, FETCH)
+    eval_loops.next_rows(here, FETCH)
     assert here.read == []
 
 
 def test_the_same_source_in_training_goes_on_by_itself() -> None:
     here = state(9, over="")
-    assert [evaluations.next_rows(here, FETCH)[1] for _ in range(3)] == [0, 1, 2]
-    assert not isinstance(evaluations.next_rows(here, FETCH)[0], evaluations.InOrder)
+    assert [eval_loops.next_rows(here, FETCH)[1] for _ in range(3)] == [0, 1, 2]
+    assert not isinstance(eval_loops.next_rows(here, FETCH)[0], eval_loops.InOrder)
 
 
 def checked(rows: int, others: list[int], monkeypatch: pytest.MonkeyPatch, trips: int = 4) -> str:
     """The title of the failure, or "". others: rows that other ranks see; -1 where they take no part."""
     here = state(rows, trips=trips)
-    monkeypatch.setattr(evaluations.dist, "get_world_size", lambda: 1 + len(others))
+    monkeypatch.setattr(eval_loops.dist, "get_world_size", lambda: 1 + len(others))
 
     def gather(out: list[torch.Tensor], mine: torch.Tensor) -> None:
         for slot, n in zip(out, [int(mine[0]), *others]):
             slot.fill_(n)
 
-    monkeypatch.setattr(evaluations.dist, "all_gather", gather)
+    monkeypatch.setattr(eval_loops.dist, "all_gather", gather)
     try:
-        evaluations.check_evaluations(here, here.plan.body)  # type: ignore[arg-type]
+        eval_loops.check_evaluations(here, here.plan.body)  # type: ignore[arg-type]
     except Failure as failure:
         (found,) = failure.diagnostics
         assert found.code == "RL0779" and found.place == "heldout.jsonl"

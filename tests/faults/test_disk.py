@@ -36,9 +36,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def limited(rank: int, plan: bytes, out: str, most: int, after: int) -> str:
     """A run in which files of more than `most` bytes cannot be written from step `after` on."""
     from rldsl.diag import Failure
-    from rldsl.runtime.interpreter import interpreter, log
+    from rldsl.runtime.interpreter import interpreter, metric_log
 
-    ordinary = log.end_step
+    ordinary = metric_log.end_step
 
     def end_step(state):  # the last thing of a step
         ordinary(state)

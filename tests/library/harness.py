@@ -8,7 +8,7 @@
 
 In: the library modules, one expression of the language as a program would write it, and values for its names. Out:
 numbers of the whole batch in row order. Rows are divided as a plan divides them (`sharding/partition.py`); a loss runs
-once for each micro-batch of each shard, as `runtime/interpreter/calls.py` runs it, and its partials are added up over
+once for each micro-batch of each shard, as `runtime/interpreter/model_events.py` runs it, and its partials are added up over
 the shards. """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed import ReduceOp
 
 from rldsl.plan.expr import Level, Program
 from rldsl.plan.model import Frame, Spread
-from rldsl.runtime.interpreter.evaluate import LossRun, View, loss_counts, run_compute
+from rldsl.runtime.interpreter.expression_programs import LossRun, View, loss_counts, run_compute
 from rldsl.semantics.errors import BAD, Errors
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.losses import lower_loss
@@ -304,7 +304,7 @@ def _on_ranks(count: int, work: Callable[[int, Any], Any]) -> list[Any]:
             meeting.failed.append(error)
             meeting.barrier.abort()
 
-    with mock.patch("rldsl.runtime.interpreter.evaluate.dist", _FAKE):
+    with mock.patch("rldsl.runtime.interpreter.expression_programs.dist", _FAKE):
         threads = [threading.Thread(target=one, args=(r,)) for r in range(count)]
         for thread in threads:
             thread.start()

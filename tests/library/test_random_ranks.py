@@ -10,7 +10,7 @@ import torch
 
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Frame
-from rldsl.runtime.interpreter.evaluate import View, run_compute
+from rldsl.runtime.interpreter.expression_programs import View, run_compute
 from tests.world import run_world
 
 LENS = [3, 1, 4, 0, 5, 9]

@@ -207,7 +207,7 @@ def test_a_run_goes_on_exactly(tiny: Path, tmp_path: Path) -> None:
 def _bytes(rank: int, data: bytes, out: str, cwd: str) -> tuple[int, int, int, int]:
     """Of all shards on this rank, those of (the actor, the reference, both, a whole base)."""
     from rldsl.runtime.comm.world import join
-    from rldsl.runtime.interpreter import calls
+    from rldsl.runtime.interpreter import model_events
     from rldsl.runtime.interpreter.state import State
 
     os.chdir(cwd)
@@ -215,7 +215,7 @@ def _bytes(rank: int, data: bytes, out: str, cwd: str) -> tuple[int, int, int, i
     state = State(made, join(made, rank, torch.device("cpu")), Path(out))
     for event, _ in events(made):
         if isinstance(event, Load) and rank in state.world.meshes[event.mesh].members():
-            calls.load(state, event)
+            model_events.load(state, event)
 
     def size(*names: str) -> int:
         tensors = {p.data_ptr(): p.nbytes for (m, _), s in state.shards.items() if m in names

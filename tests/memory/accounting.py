@@ -88,7 +88,7 @@ def measured(data: bytes, folder: Path, world: int, timeout: float = 240.0) -> l
 def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.interpreter.options import Options
-    from rldsl.runtime.persist.checkpoint import Writer
+    from rldsl.runtime.persist.checkpoint_writer import Writer
 
     os.chdir(cwd)
     storages = Storages()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rldsl.plan.events import Onload
-from rldsl.runtime.interpreter import calls
+from rldsl.runtime.interpreter import model_events
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Pending
 
@@ -33,7 +33,7 @@ class Rank:
         return State.settled(self, model, layout)  # type: ignore[arg-type]
 
     def onload(self, what: Any) -> None:
-        calls.onload(self, Onload(id=1, mesh="m", model="actor", layout="home", what=what))  # type: ignore[arg-type]
+        model_events.onload(self, Onload(id=1, mesh="m", model="actor", layout="home", what=what))  # type: ignore[arg-type]
 
 
 def test_nothing_waits_between_them() -> None:

@@ -132,7 +132,7 @@ def _spread(folder: Path) -> str:
 
 def probed(rank: int, cwd: str) -> list[str]:
     """What a rank says to calls of events, loops and values that it does not have; then it runs the plan."""
-    from rldsl.runtime.interpreter.debug import Program, Rank
+    from rldsl.runtime.interpreter.emitted_program import Program, Rank
     from rldsl.runtime.interpreter.interpreter import execute
 
     os.chdir(cwd)
@@ -160,7 +160,7 @@ def test_what_a_rank_does_not_have(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank, ended", [(0, True), (1, True), (2, False), (5, True)])
 def test_leaving_the_debugger_is_an_interrupt(rank: int, ended: bool) -> None:
-    from rldsl.runtime.interpreter.debug import Program
+    from rldsl.runtime.interpreter.emitted_program import Program
 
     def leave(run: object) -> None:
         raise BdbQuit

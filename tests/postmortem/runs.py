@@ -83,7 +83,7 @@ def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: fl
     import torch
     import torch.distributed as dist
 
-    from rldsl.runtime.health import failure
+    from rldsl.runtime.health import watchdog
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
 
@@ -96,8 +96,8 @@ def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: fl
     store = dist.TCPStore("localhost", port, is_master=False)
     limit = timedelta(seconds=library or timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    failure.LAST = last
-    watch = failure.Watch(store, rank, size, data, timeout)
+    watchdog.LAST = last
+    watch = watchdog.Watch(store, rank, size, data, timeout)
     try:
         execute(data, "p.plan", "out", watch=watch, options=Options(timeout=limit))
     except BaseException as error:

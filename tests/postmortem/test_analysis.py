@@ -8,7 +8,7 @@ import pytest
 
 from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyse, traces, where
 from rldsl.postmortem.dumps import Dump, Entry, Moment, Sign, Stand
-from rldsl.postmortem.text import notes, place, report, title
+from rldsl.postmortem.findings_text import notes, place, report, title
 from rldsl.postmortem.wait_order import END, START, Order
 from tests.postmortem.hand import (
     FETCH,

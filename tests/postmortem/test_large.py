@@ -10,7 +10,7 @@ import pytest
 from rldsl.plan.model import Layout, Mesh, Plan
 from rldsl.postmortem.analysis import Findings, Trace, analyse
 from rldsl.postmortem.dumps import Stand
-from rldsl.postmortem.text import notes, place, report, title
+from rldsl.postmortem.findings_text import notes, place, report, title
 from rldsl.postmortem.wait_order import Order
 from tests.postmortem.hand import FETCH, GENERATE, LENGTHS, PLAN, SCORE, TRAIN, TRANSFER, at, partners
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rldsl.postmortem.dumps import Sign, Stand
-from rldsl.runtime.health import failure
+from rldsl.runtime.health import watchdog
 from rldsl.runtime.health.heartbeats import Signs
 from tests.postmortem.hand import DATA, GENERATE, LENGTHS, TRAIN, TURN, at
 
@@ -30,13 +30,13 @@ class World:
             self.looked += 1
             return every(signs)
 
-        def blame(watch: failure.Watch, otherwise: str, *_: object) -> None:
+        def blame(watch: watchdog.Watch, otherwise: str, *_: object) -> None:
             raise Blamed(otherwise)
 
         monkeypatch.setattr(Signs, "all", counted)
-        monkeypatch.setattr(failure.Watch, "_run", lambda watch: None)  # the test says when a rank looks
-        monkeypatch.setattr(failure.Watch, "_blame", blame)
-        self.watches = [failure.Watch(store, rank, 8, DATA, TIMEOUT) for rank in range(8)]
+        monkeypatch.setattr(watchdog.Watch, "_run", lambda watch: None)  # the test says when a rank looks
+        monkeypatch.setattr(watchdog.Watch, "_blame", blame)
+        self.watches = [watchdog.Watch(store, rank, 8, DATA, TIMEOUT) for rank in range(8)]
 
     def overdue(self, stands: Mapping[int, Stand], ranks: Sequence[int], turn: int = 0) -> list[str]:
         """What these ranks say, each in its turn, where all are as `stands` says."""
@@ -97,8 +97,8 @@ def test_a_rank_that_ends_has_a_deadline(world: World, monkeypatch: pytest.Monke
                                          capsys: pytest.CaptureFixture[str], slow: str, says: str, told: str) -> None:
     """With the words for what was slow; where that is not the store, it tells the others."""
     left: list[bool] = []
-    monkeypatch.setattr(failure, "LAST", 0.0)
-    monkeypatch.setattr(failure, "_leave", lambda: left.append(True))
+    monkeypatch.setattr(watchdog, "LAST", 0.0)
+    monkeypatch.setattr(watchdog, "_leave", lambda: left.append(True))
     watch = world.watches[0]
     watch._limited, watch._until, watch._slow = True, 0.0, slow
     watch._ends()
@@ -108,7 +108,7 @@ def test_a_rank_that_ends_has_a_deadline(world: World, monkeypatch: pytest.Monke
 
 
 def test_each_step_towards_the_end_has_the_whole_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure.Watch, "_ends", lambda watch: None)
+    monkeypatch.setattr(watchdog.Watch, "_ends", lambda watch: None)
     watch = world.watches[0]
     watch._limit()
     first = watch._until

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from rldsl.postmortem.dumps import Moment, Stand
-from rldsl.runtime.health.blame import lost_contact
 from rldsl.runtime.health.event_ring import SIZE, Ring
+from rldsl.runtime.health.failure_messages import lost_contact
 from rldsl.runtime.health.heartbeats import Signs, machine, process
 from rldsl.runtime.health.stack_trace import of_error, of_main
 from tests.postmortem.hand import PLAN, at

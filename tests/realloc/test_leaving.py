@@ -10,7 +10,7 @@ import torch
 
 from rldsl.plan.events import Free, Offload, Realloc, Train
 from rldsl.runtime.comm.reshard import realloc
-from rldsl.runtime.interpreter import calls, train, values
+from rldsl.runtime.interpreter import model_events, train_event, value_events
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Pending
 from tests.realloc.test_run import CASES, place, route, tensors
@@ -57,10 +57,10 @@ class Rank:
 
 
 @pytest.mark.parametrize("act, event, then", [
-    (values.free, Free(id=1, mesh="m", buffers=("actor@L",)), "given up"),
-    (calls.offload, Offload(id=1, mesh="m", model="actor", layout="L"), "given up"),
-    (train.train, Train(id=1, mesh="m", model="actor", layout="L", spread="L", frames=(), loss="", fresh=(), data=(),
-                        outputs=()), "written"),
+    (value_events.free, Free(id=1, mesh="m", buffers=("actor@L",)), "given up"),
+    (model_events.offload, Offload(id=1, mesh="m", model="actor", layout="L"), "given up"),
+    (train_event.train, Train(id=1, mesh="m", model="actor", layout="L", spread="L", frames=(), loss="", fresh=(),
+                              data=(), outputs=()), "written"),
 ], ids=["free", "offload", "train"])
 def test_who_changes_parameters_waits_until_they_have_left(act: Any, event: Any, then: str) -> None:
     rank = Rank()
@@ -111,11 +111,11 @@ def test_a_reallocation_says_what_is_on_its_way(rank: int, held: torch.dtype, mo
     """Who only sends waits at once. Who gets something also waits first until what was there has left; and what goes
     out in another dtype is a copy, which nobody can change."""
     state = Moving(rank, held)
-    monkeypatch.setattr(calls, "carried", lambda *_: SimpleNamespace(dtype="bfloat16"))
-    monkeypatch.setattr(calls, "realloc", lambda *_: state.seen.append("posted") or Pending(
+    monkeypatch.setattr(model_events, "carried", lambda *_: SimpleNamespace(dtype="bfloat16"))
+    monkeypatch.setattr(model_events, "realloc", lambda *_: state.seen.append("posted") or Pending(
         lambda: state.seen.append("here")))
     event = Realloc(id=5, mesh="m", model="actor", src="L1", dst="L2", bytes=0, messages=0, digest="")
-    calls.reallocate(state, event)  # type: ignore[arg-type]
+    model_events.reallocate(state, event)  # type: ignore[arg-type]
     assert state.seen == {0: ["posted", "here"], 1: ["left", "posted"], 2: ["left", "posted"]}[rank]
     sent = state.leaving.get(("actor", "L1"), {})
     assert sent.keys() == ({5} if rank == 1 and held == torch.bfloat16 else set())

@@ -10,7 +10,7 @@ import torch
 
 from rldsl.plan.expr import LEVELS, Level, Node, Program
 from rldsl.plan.model import Frame
-from rldsl.runtime.interpreter.evaluate import View
+from rldsl.runtime.interpreter.expression_programs import View
 
 FRAMES = {
     "gen": Frame("gen", "R", "P", 12, 3, "d", 8, 9),

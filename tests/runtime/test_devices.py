@@ -17,15 +17,15 @@ MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint
 # file, function -> why a tensor there may be on the CPU
 ALLOWED = {
     ("rldsl/runtime/data/source.py", "step"): "rows of the data are read by the host; `fetch` moves them",
-    ("rldsl/runtime/interpreter/evaluate.py", "__init__"): "a vector of partials, which `partials` moves",
+    ("rldsl/runtime/interpreter/expression_programs.py", "__init__"): "a vector of partials, which `partials` moves",
     ("backends/torch/model/lora.py", "_drawn"): "numbers for which no GPU is asked, so that they are the same everywhere",
     ("backends/torch/train/optimizer.py", "moments"): "AdamW counts its steps on the host",
     ("backends/torch/shard.py", ""): "a micro-batch of one token; `batch` moves it",
     ("backends/torch/kernels/length_buckets.py", "__init__"): "places are worked out by the host, and moved at the end",
     ("backends/torch/kernels/rms_norms.py", "_known"): "a trial of a module on a few numbers of the host",
-    ("rldsl/measure/models.py", "rows"): "tokens from the host's generator, moved at the end",
-    ("rldsl/measure/models.py", "_loss"): "one zero without dimensions goes with any device",
-    ("rldsl/measure/models.py", "fit"): "least squares of a few timings",
+    ("rldsl/measure/call_costs.py", "rows"): "tokens from the host's generator, moved at the end",
+    ("rldsl/measure/call_costs.py", "_loss"): "one zero without dimensions goes with any device",
+    ("rldsl/measure/call_costs.py", "fit"): "least squares of a few timings",
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rldsl.plan.expr import ELEMENTWISE, REDUCTIONS, SEQUENCE, Program
-from rldsl.runtime.interpreter.evaluate import LossRun, loss_counts, run_compute
+from rldsl.runtime.interpreter.expression_programs import LossRun, loss_counts, run_compute
 from tests.runtime.builder import FRAMES, Builder, tokens_of, view
 from tests.world import run_world
 
@@ -346,7 +346,7 @@ def test_any_cut_gives_the_loss_its_gradient_and_its_metrics(seed):
 def loss_part(rank: int, shares: list[list[list[int]]]) -> tuple[dict[str, float], list[float]]:
     import torch.distributed as dist
 
-    from rldsl.runtime.interpreter.train import finish
+    from rldsl.runtime.interpreter.train_event import finish
 
     run, _, gradient = run_cuts(shares[rank], sorted(r for cuts in shares for cut in cuts for r in cut))
     dist.all_reduce(gradient)

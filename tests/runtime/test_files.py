@@ -12,8 +12,8 @@ import pytest
 from rldsl.runtime import files
 from rldsl.runtime.files import replace_text
 from rldsl.runtime.metrics.json_lines import truncate
-from rldsl.runtime.persist import save
-from rldsl.runtime.persist.checkpoint import drop_unfinished
+from rldsl.runtime.persist import model_export
+from rldsl.runtime.persist.checkpoint_writer import drop_unfinished
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_a_model_is_on_the_disk_before_it_has_its_name(tmp_path: Path, order: li
     export = {"config": config, "tokenizer": tokenizer}
     for _ in range(1 + again):
         order.clear()
-        save._fresh(partial, final)
-        save._write(partial / "model.safetensors", {})
-        save._finish(partial, final, SimpleNamespace(lora=None, kind="causal_lm"), export,  # type: ignore[arg-type]
+        model_export._fresh(partial, final)
+        model_export._write(partial / "model.safetensors", {})
+        model_export._finish(partial, final, SimpleNamespace(lora=None, kind="causal_lm"), export,  # type: ignore[arg-type]
                      {"w": "model.safetensors"}, {"step": 1})
     named = order.index(("name", "m"))
     before, after = order[:named], order[named + 1 :]
-    kept = {"model.safetensors", "config.json", "tokenizer.json", save.MARK, ".m.partial"}
+    kept = {"model.safetensors", "config.json", "tokenizer.json", model_export.MARK, ".m.partial"}
     assert kept <= {name for what, name in before if what == "sync"}
     assert ("sync", tmp_path.name) in after and sorted(p.name for p in final.iterdir()) == sorted(kept - {".m.partial"})
     assert not (tmp_path / ".m.old").exists()

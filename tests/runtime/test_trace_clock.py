@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rldsl.plan.events import Free
-from rldsl.runtime.interpreter.trace import Recorder
+from rldsl.runtime.interpreter.timeline import Recorder
 
 
 @pytest.mark.parametrize("jump", [-3600.0, 0.0, 3600.0])

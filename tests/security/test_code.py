@@ -21,7 +21,7 @@ ALLOWED = {
     ("rldsl/runtime/rewards/user_functions.py", "spec_from_file_location"): "the same file",
     ("rldsl/runtime/metrics/writers.py", "import_module"): "packages that an option asks for, by names in the source",
     ("rldsl/__init__.py", "import_module"): "files of this package, by names in the source",
-    ("rldsl/measure/models.py", "import_module"): "a backend of this package, of a plan that was verified",
+    ("rldsl/measure/call_costs.py", "import_module"): "a backend of this package, of a plan that was verified",
     ("rldsl/plan/backends.py", "import_module"): "the description of a backend that is a folder of this package",
     ("backends/torch/kernels/optional_packages.py", "import_module"): "packages of kernels, by names in the source",
     ("rldsl/runtime/interpreter/state.py", "import_module"): "a backend of this package: the verifier knows their names",

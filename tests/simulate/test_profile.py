@@ -17,8 +17,8 @@ from rldsl import api, clusters
 from rldsl.cli import main
 from rldsl.clusters.model import PASSES
 from rldsl.commands import profile as command
-from rldsl.measure.models import build, fit, measure
-from rldsl.measure.solo import Solo
+from rldsl.measure.call_costs import build, fit, measure
+from rldsl.measure.solo_group import Solo
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Sampling
 from rldsl.simulate import simulate
@@ -86,7 +86,7 @@ def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """Of real shards of both kinds, one of them half a model; few shapes and tokens, for speed."""
     shapes = ((2, 1, 8, 4), (2, 2, 8, 4), (1, 2, 8, 7), (1, 1, 16, 4), (2, 2, 12, 4))
     for name, value in (("SHAPES", shapes), ("DECODES", ((2, 1, 4), (1, 2, 4))), ("ENOUGH", 0.0)):
-        monkeypatch.setattr(f"rldsl.measure.models.{name}", value)
+        monkeypatch.setattr(f"rldsl.measure.call_costs.{name}", value)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     plan = api.compile("score.rlf")

@@ -7,6 +7,6 @@ batches of a run.
 
 from rldsl.runtime.data.row_schema import Row
 from rldsl.runtime.data.source import FetchedFrame, Source, open_source
-from rldsl.runtime.data.tokenize import load_tokenizer
+from rldsl.runtime.data.tokens import load_tokenizer
 
 __all__ = ["FetchedFrame", "Row", "Source", "load_tokenizer", "open_source"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rldsl.diag import Diagnostic, Failure, fail
-from rldsl.runtime.data.files import Stamp, changed, open_file, stamp
+from rldsl.runtime.data.data_files import Stamp, changed, open_file, stamp
 from rldsl.runtime.data.row_schema import Check, Needs, Row, missing
 
 

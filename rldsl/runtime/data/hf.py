@@ -13,7 +13,7 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.runtime.data.arrow import check_files, import_arrow, one_schema, readable, table_of
-from rldsl.runtime.data.files import no_such, open_file
+from rldsl.runtime.data.data_files import no_such, open_file
 from rldsl.runtime.data.row_schema import Needs, Scanned
 
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rldsl.diag import Diagnostic, fail
-from rldsl.runtime.data.files import Stamp, changed, open_file, stamp
+from rldsl.runtime.data.data_files import Stamp, changed, open_file, stamp
 from rldsl.runtime.data.row_schema import Check, Needs, Row, Scanned, kind_of
 
 BLOCK = 1 << 20  # bytes read at once

@@ -23,10 +23,10 @@ from rldsl.diag import fail
 from rldsl.plan.model import ROLES, Data
 from rldsl.runtime.data import hf, jsonl, parquet
 from rldsl.runtime.data.epoch_order import permutation
-from rldsl.runtime.data.lengths import within
+from rldsl.runtime.data.over_long_rows import within
 from rldsl.runtime.data.row_schema import Needs, Row, Scanned, Table
-from rldsl.runtime.data.tokenize import Tokens, load_tokenizer
-from rldsl.runtime.data.views import rows_of
+from rldsl.runtime.data.row_views import rows_of
+from rldsl.runtime.data.tokens import Tokens, load_tokenizer
 
 SCANS: Mapping[str, Callable[[str, Needs], Scanned]] = {"jsonl": jsonl.scan, "parquet": parquet.scan, "hf": hf.scan}
 # kind -> frame (as named after the user's name: "" or ".chosen") -> the role of its responses

@@ -38,26 +38,26 @@ from rldsl.plan.events import (
     Train,
     Transfer,
 )
-from rldsl.runtime.health.failure import Watch
-from rldsl.runtime.interpreter import calls, values
-from rldsl.runtime.interpreter.evaluations import turns
-from rldsl.runtime.interpreter.log import end_step, log
+from rldsl.runtime.health.watchdog import Watch
+from rldsl.runtime.interpreter import model_events, value_events
+from rldsl.runtime.interpreter.eval_loops import turns
+from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.interpreter.startup import functions, prepare, recorded, settle
 from rldsl.runtime.interpreter.state import State
-from rldsl.runtime.interpreter.trace import Recorder, settled, write
-from rldsl.runtime.interpreter.train import train
+from rldsl.runtime.interpreter.timeline import Recorder, settled, write
+from rldsl.runtime.interpreter.train_event import train
 from rldsl.runtime.metrics.reporter import Report
 from rldsl.runtime.metrics.summary import summarise, write_summary
-from rldsl.runtime.persist.checkpoint import checkpoint, finish
-from rldsl.runtime.persist.save import save
+from rldsl.runtime.persist.checkpoint_writer import checkpoint, finish
+from rldsl.runtime.persist.model_export import save
 from rldsl.runtime.rewards.pool import Pool
 
 HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
-    Load: calls.load, Fetch: values.fetch, Lengths: values.lengths, Transfer: values.move, Realloc: calls.reallocate,
-    Offload: calls.offload, Onload: calls.onload, Generate: calls.generate, Infer: calls.infer, Train: train,
-    Compute: values.compute, Select: values.select, Collect: values.collect, Save: save,
-    Checkpoint: checkpoint, Log: log, Free: values.free,
+    Load: model_events.load, Fetch: value_events.fetch, Lengths: value_events.lengths, Transfer: value_events.move, Realloc: model_events.reallocate,
+    Offload: model_events.offload, Onload: model_events.onload, Generate: model_events.generate, Infer: model_events.infer, Train: train,
+    Compute: value_events.compute, Select: value_events.select, Collect: value_events.collect, Save: save,
+    Checkpoint: checkpoint, Log: log, Free: value_events.free,
 }
 
 
@@ -111,7 +111,7 @@ class Walk:
             state.report.entered(loop.id)
         for buffer in loop.collects:
             if state.holds(buffer):
-                values.empty(state, buffer)
+                value_events.empty(state, buffer)
         self.depth += 1
         for i in range(1 + (state.step if steps else 0), trips + 1):
             state.turn = i - 1

@@ -24,19 +24,19 @@ from rldsl.plan.projection import schedule
 from rldsl.report import render
 from rldsl.runtime.comm.agreement import agree
 from rldsl.runtime.comm.world import check_hosts, check_same_plan, hosts, join
-from rldsl.runtime.data.positions import Reading, compare, unknown
+from rldsl.runtime.data.read_positions import Reading, compare, unknown
 from rldsl.runtime.files import check_writable
 from rldsl.runtime.health.dump_files import forget
-from rldsl.runtime.health.failure import Watch
-from rldsl.runtime.interpreter.evaluations import check_evaluations
+from rldsl.runtime.health.watchdog import Watch
+from rldsl.runtime.interpreter.eval_loops import check_evaluations
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.metrics.run_record import FAILED, FINISHED, STOPPED, Record, clear, refuse_checkpoints
 from rldsl.runtime.metrics.summary import SUMMARY
 from rldsl.runtime.metrics.writers import check_packages
 from rldsl.runtime.persist.allowed_paths import check_writes, with_python_as_it_is
-from rldsl.runtime.persist.checkpoint import begin, drop_unfinished
-from rldsl.runtime.persist.resume import Resume, drop_later, resume
+from rldsl.runtime.persist.checkpoint_reader import Resume, drop_later, resume
+from rldsl.runtime.persist.checkpoint_writer import begin, drop_unfinished
 from rldsl.runtime.persist.run_identity import facts
 from rldsl.verify import verify
 

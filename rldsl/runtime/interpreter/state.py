@@ -25,10 +25,10 @@ from rldsl.runtime.store import Column, Pending, Store
 from rldsl.sharding.partition import mix
 
 if TYPE_CHECKING:
-    from rldsl.runtime.data.positions import Reading
+    from rldsl.runtime.data.read_positions import Reading
     from rldsl.runtime.metrics.reporter import Report
-    from rldsl.runtime.persist.checkpoint import Writer
-    from rldsl.runtime.persist.resume import Resume
+    from rldsl.runtime.persist.checkpoint_reader import Resume
+    from rldsl.runtime.persist.checkpoint_writer import Writer
     from rldsl.runtime.rewards.pool import Pool
 
 RANDOM_NUMBERS = 1 << 32  # keeps the seeds of computations apart from those of frames

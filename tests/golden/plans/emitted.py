@@ -9,7 +9,7 @@ Written by `rlc emit a.plan --rank all`.
 """
 
 from rldsl.run import main
-from rldsl.runtime.interpreter.debug import Program, Rank
+from rldsl.runtime.interpreter.emitted_program import Program, Rank
 
 
 def ranks_0_to_1(run: Rank) -> None:

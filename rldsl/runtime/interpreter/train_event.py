@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rldsl.plan.events import Train
 from rldsl.plan.heads import SKIPPED, STOP, UPDATES
-from rldsl.runtime.interpreter.evaluate import LossRun, View, loss_counts
+from rldsl.runtime.interpreter.expression_programs import LossRun, View, loss_counts
 from rldsl.runtime.interpreter.nonfinite import refuse
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column

@@ -18,7 +18,7 @@ from torch import Tensor
 from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.model import Frame
 from rldsl.runtime.draws import uniform
-from rldsl.runtime.interpreter.evaluate_ops import Geometry, View, evaluate
+from rldsl.runtime.interpreter.expression_ops import Geometry, View, evaluate
 from rldsl.sharding.partition import mix
 
 __all__ = ["Counts", "LossRun", "View", "loss_counts", "run_compute"]

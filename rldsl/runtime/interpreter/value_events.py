@@ -11,8 +11,8 @@ from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Tr
 from rldsl.plan.expr import Node
 from rldsl.runtime.comm.exchange import DTYPES, transfer
 from rldsl.runtime.comm.row_assignment import Lens
-from rldsl.runtime.interpreter.evaluate import View, run_compute
-from rldsl.runtime.interpreter.evaluations import next_rows
+from rldsl.runtime.interpreter.eval_loops import next_rows
+from rldsl.runtime.interpreter.expression_programs import View, run_compute
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column
 from rldsl.sharding.layout import coordinate

@@ -15,8 +15,8 @@ import numpy as np
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import Data
 from rldsl.runtime.data.row_schema import Errors, Table
-from rldsl.runtime.data.tokenize import Tokens
-from rldsl.runtime.data.views import Kept
+from rldsl.runtime.data.row_views import Kept
+from rldsl.runtime.data.tokens import Tokens
 
 AT_ONCE = 256  # rows
 LOOKED = 4096  # rows, drawn at random, that tell how many are truncated

@@ -2,7 +2,7 @@
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
-`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`runtime/data/positions.py`),
+`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`runtime/data/read_positions.py`),
 schedules, and the size and sha256 of every file. So it can be read under any layout (`resume.py`). Each box is written
 by one of the ranks that hold it, and nothing is gathered.
 
@@ -32,7 +32,7 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.projection import events
 from rldsl.runtime.comm.agreement import anywhere
 from rldsl.runtime.files import digest, sync
-from rldsl.runtime.interpreter.log import end_step
+from rldsl.runtime.interpreter.metric_log import end_step
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.persist.run_identity import facts
 from rldsl.sharding.boxes import Box, Parameter, Piece, local_slice, parameters, shares

@@ -28,9 +28,9 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.notation import ranks_text
 from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.agreement import anywhere, from_all, from_first, others_than_first
-from rldsl.runtime.data.positions import Reading
+from rldsl.runtime.data.read_positions import Reading
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.checkpoint import FORMAT, MANIFEST, found, step_of
+from rldsl.runtime.persist.checkpoint_writer import FORMAT, MANIFEST, found, step_of
 from rldsl.runtime.persist.run_identity import changes
 from rldsl.sharding.boxes import Box, holding, inside, intersect, local_slice, parameters, subtract
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rldsl.measure.solo import Solo
+from rldsl.measure.solo_group import Solo
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, Packed, Shard

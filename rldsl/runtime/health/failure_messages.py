@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.postmortem.analysis import Findings
-from rldsl.postmortem.text import notes, place, title
+from rldsl.postmortem.findings_text import notes, place, title
 
 SURE = ("gone", "stopped", "silent")  # also where nothing but a request ends the run
 HELP = {

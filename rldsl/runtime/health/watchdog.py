@@ -28,12 +28,12 @@ from rldsl.plan.model import Plan
 from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyse, traces
 from rldsl.postmortem.dumps import Dump, Sign, Stand
 from rldsl.postmortem.dumps import Signs as LastSigns
-from rldsl.postmortem.text import event_text
+from rldsl.postmortem.findings_text import event_text
 from rldsl.report import render
 from rldsl.runtime.health import stack_trace
-from rldsl.runtime.health.blame import others, own_words
 from rldsl.runtime.health.dump_files import leave
 from rldsl.runtime.health.event_ring import Ring
+from rldsl.runtime.health.failure_messages import others, own_words
 from rldsl.runtime.health.heartbeats import Neighbour, Signs, Stillness
 
 BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as silent
