@@ -86,7 +86,7 @@ def source(path: str) -> str:
 
 def index() -> str:
     """All codes with their titles, by range."""
-    lines = ["# All messages\n", "What `rlc explain` says of each; [Messages](../messages.md) says how they look.\n"]
+    lines = ["# Error codes\n", "The pages of `rlc explain`. [Error messages](../messages.md) explains their format.\n"]
     for start, word in explain.RANGES.items():
         lines += [f"## {start}xx: {word}", "", "| code | |", "|---|---|"]
         lines += [f"| {code} | {title.replace('|', chr(92) + '|')} |" for code, title in explain.codes().items()

@@ -64,7 +64,7 @@ def test_every_member_is_on_the_page(name: str) -> None:
     kind = getattr(rldsl, name)
     own = {n for n in vars(kind) if not n.startswith("_") and n not in ("plan", "cluster", "lengths", "program")}
     own -= {"compiled", "folder", "texts"} if name == "Plan" else {"name"}  # what it is made of
-    section = API.partition("## Mistakes" if name == "Diagnostics" else f"## {name}")[2].partition("\n##")[0]
+    section = API.partition("## Errors" if name == "Diagnostics" else f"## {name}")[2].partition("\n##")[0]
     missing = {n for n in own if not re.search(rf"`[^`]*\b{n}\b[^`]*`", section)}
     assert not missing
 

@@ -73,7 +73,7 @@ def test_codes_in_pages_lead_to_theirs(site: Path) -> None:
 
 def test_examples_of_codes_say_what_they_are(site: Path) -> None:
     page = text((site / "errors/RL0106.html").read_text())
-    assert "This fails, with rlc check --set lr_rate=0.1:" in page and "```" not in page
+    assert "Fails with rlc check --set lr_rate=0.1:" in page and "```" not in page
 
 
 def test_files_of_the_repository_are_on_the_site(site: Path) -> None:

@@ -293,7 +293,7 @@ def test_the_document_has_twelve_checks_whose_codes_and_files_exist() -> None:
     for _, its_codes, files in found:
         assert its_codes and files and set(its_codes) <= set(explain.codes())
         for file in files:
-            text = (DOC.parents[1] / "rldsl/plan" / file).read_text()
+            text = (DOC.parents[1] / "rldsl" / file).read_text()
             assert any(f'"{code}"' in text for code in its_codes), file
 
 
