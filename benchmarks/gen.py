@@ -142,7 +142,7 @@ class Ours:
     def __call__(self, prompts: Sequence[list[int]], case: Case) -> list[list[int]]:
         given = pack([(p, []) for p in prompts for _ in range(case.n)])
         sampling = Sampling(n=case.n, max_new_tokens=case.tokens, **case.options)
-        made = self.shard.generate(given, sampling, seed=1, step=0, limit=case.slots)
+        made = self.shard.generate(given, sampling, seed=1, step=0, max_num_seqs=case.slots)
         sizes = (made.batch.prompt_lens + made.batch.response_lens).tolist()
         return [row[n:].tolist() for row, n in zip(made.batch.tokens.split(sizes), made.batch.prompt_lens.tolist())]
 

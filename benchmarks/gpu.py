@@ -28,7 +28,7 @@ from benchmarks import loss, match
 from rldsl.measure.call_costs import build, rows, settle
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Model
-from rldsl.runtime.backend import Packed
+from rldsl.runtime.backend import PackedBatch
 
 # hidden, intermediate, layers, heads, key-value heads, words: Qwen2.5 0.5B, 1.5B and 3B, Llama 3.1 8B
 SHAPES = {"0.5B": (896, 4864, 24, 14, 2, 151936), "1.5B": (1536, 8960, 28, 12, 2, 151936),
@@ -157,7 +157,7 @@ def decode(s: Setup) -> Iterator[Row]:
         for batch in s.batches:
             given = rows(s.shapes[size][-1], batch, s.context, 0, s.device)
             spent = [seconds(lambda: shard.generate(given, Sampling(max_new_tokens=n, min_new_tokens=n), seed=1,
-                                                    step=0, limit=0), s.device, 3) for n in (few, many)]
+                                                    step=0, max_num_seqs=0), s.device, 3) for n in (few, many)]
             each = max(spent[1] - spent[0], 1e-9) / (many - few)
             read = 2 * weights(s, size) + batch * cache(s, size) * (s.context + (few + many) / 2)
             yield Row(f"decode {size} B={batch}", read / s.copy / each, "of bound", 0.60 if batch == 1 else 0.70, 0.85,
@@ -204,12 +204,12 @@ def step(s: Setup) -> Iterator[Row]:
     asked, part = Sampling(max_new_tokens=response), max(1, 16384 // (prompt + response))
 
     def work() -> None:
-        made = shard.generate(given, asked, seed=1, step=0, limit=0).batch
+        made = shard.generate(given, asked, seed=1, step=0, max_num_seqs=0).batch
         lens = (made.prompt_lens + made.response_lens).tolist()
         pieces = [[tensor[i : i + part] for tensor in (made.rows, made.prompt_lens, made.response_lens)]
                   for i in range(0, count, part)]
         tokens = made.tokens.split([sum(lens[i : i + part]) for i in range(0, count, part)])
-        shard.train([(Packed(*some, t),) for some, t in zip(pieces, tokens)], [["logprobs"]], 1.0, _loss)
+        shard.train([(PackedBatch(*some, t),) for some, t in zip(pieces, tokens)], [["logprobs"]], 1.0, _loss)
 
     spent = seconds(work, s.device, 1)
     total = count * (prompt + response)

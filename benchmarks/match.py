@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from rldsl.plan.events import Sampling
-from rldsl.runtime.backend import Packed, Shard
+from rldsl.runtime.backend import PackedBatch, Shard
 
 FAMILIES = ("qwen3", "llama", "gemma", "mistral", "gpt2", "granite", "qwen2", "phi3")
 SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
@@ -44,19 +44,19 @@ class Gap:
         return Gap(gaps.numel(), gaps.mean().item(), gaps.quantile(0.999).item(), gaps.max().item())
 
 
-def gap(shard: Shard, prompts: Packed, sampling: Sampling, limit: int = 0) -> Gap:
+def gap(shard: Shard, prompts: PackedBatch, sampling: Sampling, limit: int = 0) -> Gap:
     """Between `generate` and `infer` of one shard. limit: sequences decoded together (0: all)."""
-    made = shard.generate(prompts, sampling, seed=1, step=0, limit=limit)
+    made = shard.generate(prompts, sampling, seed=1, step=0, max_num_seqs=limit)
     again = shard.infer([made.batch], "logprobs", sampling.temperature)
     return Gap.of(made.logprobs, again)
 
 
-def prompts(vocab: int, count: int, longest: int, device: torch.device) -> Packed:
+def prompts(vocab: int, count: int, longest: int, device: torch.device) -> PackedBatch:
     """Of 1 to `longest` tokens."""
     draw = torch.Generator().manual_seed(0)
     lens = torch.randint(1, longest + 1, (count,), generator=draw)
     tokens = torch.randint(2, vocab, (int(lens.sum()),), generator=draw)
-    return Packed(torch.arange(count, device=device), lens.to(device), torch.zeros_like(lens).to(device),
+    return PackedBatch(torch.arange(count, device=device), lens.to(device), torch.zeros_like(lens).to(device),
                   tokens.to(device))
 
 

@@ -19,11 +19,11 @@ from rldsl.plan.model import Layout, Mesh, Model
 if TYPE_CHECKING:
     import torch
 
-    from rldsl.runtime.backend import Axes, Pool, Shard
+    from rldsl.runtime.backend import Axes, WeightCache, Shard
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
-          trainable: bool, pool: Pool | None = None) -> Shard:
+          trainable: bool, weight_cache: WeightCache | None = None) -> Shard:
     """See `rldsl.runtime.backend.Build`."""
     if line := lacking(DESCRIPTION):  # here, whatever there was where the plan was compiled
         raise fail("RL0326", f"`{model.name}` is placed with `backend=megatron`, which cannot be used here",
@@ -43,7 +43,7 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
         kernels.hide(there)
         from rldsl.backends.megatron.shard import MegatronShard
 
-        shard = MegatronShard(model, layout, mesh, axes, device, load, trainable, pool)
+        shard = MegatronShard(model, layout, mesh, axes, device, load, trainable, weight_cache)
     if axes.mesh.index == 0:
         for line in kernels.notes(shard.stage.kernels, there):
             kernels.tell(line)

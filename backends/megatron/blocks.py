@@ -16,7 +16,7 @@ from rldsl.backends.megatron.names import LAYER, Table
 from rldsl.backends.torch.model.load_weights import Held
 from torch import nn
 
-from rldsl.runtime.backend import Pool
+from rldsl.runtime.backend import WeightCache
 from rldsl.sharding.boxes import Parameter, local_shape
 
 
@@ -85,7 +85,7 @@ def _slice(memory: torch.Tensor, seat: Seat) -> torch.Tensor:
 
 
 def blocks(table: Table, held: Held, path: str, dtype: Callable[[Parameter], torch.dtype], device: torch.device,
-           pool: Pool | None, seats: Callable[[str, int | None], Sequence[Seat]]) -> tuple[list[Block], set[str]]:
+           weight_cache: WeightCache | None, seats: Callable[[str, int | None], Sequence[Seat]]) -> tuple[list[Block], set[str]]:
     """The blocks of what a rank holds, and the names of the parameters whose values are still to be read. seats(name,
     layer): where a table's tensor stands on this rank. pool: as in `torch.load.allot`."""
     found: list[Block] = []
@@ -95,12 +95,12 @@ def blocks(table: Table, held: Held, path: str, dtype: Callable[[Parameter], tor
         whole = (sum(s[0] for s in shapes), *shapes[0][1:])
         kind = dtype(held[names[0]][0])
         where: Hashable = (path, "megatron", names, str(kind), tuple(p.box for n in names for p in held[n][1]))
-        memory = pool.get(where) if pool is not None else None
+        memory = weight_cache.get(where) if weight_cache is not None else None
         if memory is None:
             memory = torch.empty(whole, dtype=kind, device=device)
             unread.update(names)
-            if pool is not None:
-                pool[where] = memory
+            if weight_cache is not None:
+                weight_cache[where] = memory
         found.append(Block(memory, {n: s[0] for n, s in zip(names, shapes)}, seats(key, layer) if key else ()))
     return found, unread
 

@@ -35,16 +35,16 @@ class MegatronTrainer(Trainer):
 class MegatronShard(TorchShard):
     stages, trainers = MegatronStage, MegatronTrainer
 
-    def share(self, other: Shard) -> None:
+    def alias(self, other: Shard) -> None:
         assert isinstance(other, MegatronShard), "one copy under two backends"
         for mine, theirs in zip(self.stage.blocks, other.stage.blocks, strict=True):
             mine.put(theirs.memory)
 
-    def release(self) -> None:
+    def free(self) -> None:
         for block in self.stage.blocks:
             block.put(block.memory.new_empty(()).expand(block.memory.shape))  # one element, and the shape
 
-    def claim(self) -> None:
+    def allocate(self) -> None:
         for block in self.stage.blocks:
             block.put(torch.empty(block.memory.shape, dtype=block.memory.dtype, device=self.device))
 

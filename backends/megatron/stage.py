@@ -32,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, Axis, Pool
+from rldsl.runtime.backend import Axes, Axis, WeightCache
 from rldsl.sharding.boxes import Parameter, holding, parameters
 from rldsl.sharding.layout import stage_layers
 
@@ -52,7 +52,7 @@ class MegatronStage(Recompute):
     kernels: what these modules are."""
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
-                 head_dtype: torch.dtype, pool: Pool | None = None):
+                 head_dtype: torch.dtype, weight_cache: WeightCache | None = None):
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
         self.device, self.head_dtype, self.compute_dtype = device, head_dtype, torch.float32
@@ -78,7 +78,7 @@ class MegatronStage(Recompute):
         self.tied = OUTPUT not in {spec.name for spec in model.params} and model.kind == "causal_lm"
         self.blocks, unread = blocks(
             table_of(self.config.model_type, bool(self.kernels.linear)), self.whole_held, model.path,
-            self._dtype(dtype, layout.zero), device, pool if constant else None, self._places)
+            self._dtype(dtype, layout.zero), device, weight_cache if constant else None, self._places)
         self.whole: dict[str, nn.Parameter] = {n: p for block in self.blocks for n, p in block.parts.items()}
         self.held, self.parameters = {name: self.whole_held[name] for name in self.whole}, self.whole
         self.unread: Held = {name: self.held[name] for name in unread}

@@ -12,12 +12,12 @@ from rldsl.plan.model import Layout, Mesh, Model
 if TYPE_CHECKING:
     import torch
 
-    from rldsl.runtime.backend import Axes, Pool, Shard
+    from rldsl.runtime.backend import Axes, WeightCache, Shard
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,
-          trainable: bool, pool: Pool | None = None) -> Shard:
+          trainable: bool, weight_cache: WeightCache | None = None) -> Shard:
     """See `rldsl.runtime.backend.Build`."""
     from rldsl.backends.torch.shard import TorchShard
 
-    return TorchShard(model, layout, mesh, axes, device, load, trainable, pool)
+    return TorchShard(model, layout, mesh, axes, device, load, trainable, weight_cache)

@@ -19,7 +19,7 @@ import torch
 from rldsl.measure.solo_group import Solo
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
-from rldsl.runtime.backend import Axes, Axis, Packed, Shard
+from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
 
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
@@ -69,7 +69,7 @@ def build(model: Model, layers: int, tp: int, backend: str, device: torch.device
     made = importlib.import_module(f"rldsl.backends.{backend}").build(
         less, layout, mesh, Axes(one, every, one, one, every), device, load=False, trainable=trainable)
     draw = torch.Generator(device=device).manual_seed(0)
-    for name, tensor in made.tensors().items():
+    for name, tensor in made.state_dict().items():
         with torch.no_grad():
             if tensor.dim() > 1:
                 tensor.normal_(0.0, 0.02, generator=draw)
@@ -78,12 +78,12 @@ def build(model: Model, layers: int, tp: int, backend: str, device: torch.device
     return made
 
 
-def rows(vocab: int, count: int, prompt: int, response: int, device: torch.device) -> Packed:
+def rows(vocab: int, count: int, prompt: int, response: int, device: torch.device) -> PackedBatch:
     """Sequences of equal lengths, of tokens that end nothing."""
     draw = torch.Generator().manual_seed(count)
     tokens = torch.randint(min(4, vocab - 1), vocab, (count * (prompt + response),), generator=draw)
     full = torch.full((count,), 1, dtype=torch.int64)
-    return Packed(torch.arange(count, device=device), (full * prompt).to(device), (full * response).to(device),
+    return PackedBatch(torch.arange(count, device=device), (full * prompt).to(device), (full * response).to(device),
                   tokens.to(device))
 
 
@@ -102,7 +102,7 @@ def measure(model: Model, tp: int, backend: str, sampling: Sampling,
             found["forward"].append((once, timed(lambda: frozen.infer([batch], what, 1.0), device)))
             for times in (1, 3) if tokens < SMALL else (1,):
                 counts = {k: times * n for k, n in once.items()}
-                counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.tensors().values())}
+                counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.state_dict().values())}
                 parts = [(batch,)] * times
                 found["train"].append((counts, timed(lambda: trained.train(parts, [[what]], 1.0, _loss), device)))
         if model.kind == "causal_lm":
@@ -119,14 +119,14 @@ def _loss(_: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     return sum((x.sum() for outputs in fresh for x in outputs.values()), torch.zeros(()))
 
 
-def _decode(shard: Shard, layers: int, prompts: Packed, length: int, sampling: Sampling,
+def _decode(shard: Shard, layers: int, prompts: PackedBatch, length: int, sampling: Sampling,
             device: torch.device) -> tuple[tuple[dict[str, float], float], tuple[dict[str, float], float]]:
     """(start, decode): what the tokens up to FEW take beyond those between FEW and MANY, and those."""
     count = len(prompts)
 
     def made(many: int) -> float:
         asked = replace(sampling, max_new_tokens=many, min_new_tokens=many, n=1, stop=())
-        return once(lambda: shard.generate(prompts, asked, seed=1, step=0, limit=0), device)
+        return once(lambda: shard.generate(prompts, asked, seed=1, step=0, max_num_seqs=0), device)
 
     def between(few: int, many: int) -> float:
         """Timed in turn, so that what changes the machine's speed from moment to moment changes both."""

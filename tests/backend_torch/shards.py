@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rldsl.placement.families import describe
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
-from rldsl.runtime.backend import Axes, Axis, Packed, Pool, Shard
+from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard, WeightCache
 from rldsl.sharding.layout import axis_ranks, coordinate, degree_product
 
 
@@ -26,7 +26,7 @@ def layout_of(**degrees: int) -> Layout:
 
 
 def shard_of(model: Model, layout: Layout, rank: int, trainable: bool = False,
-             pool: Pool | None = None) -> tuple[Shard, int] | None:
+             weight_cache: WeightCache | None = None) -> tuple[Shard, int] | None:
     """The shard of this rank on the first ranks of the world, on the layout's backend, and its place in dp. All ranks
     of the world must call."""
     mesh = Mesh("m0", ((0, degree_product(layout)),))
@@ -37,14 +37,15 @@ def shard_of(model: Model, layout: Layout, rank: int, trainable: bool = False,
         return None
     axes = Axes(**{axis: _axis(found, rank) for axis, found in groups.items()})
     build = importlib.import_module(f"rldsl.backends.{layout.backend}").build
-    shard = build(model, layout, mesh, axes, torch.device("cpu"), load=True, trainable=trainable, pool=pool)
+    shard = build(model, layout, mesh, axes, torch.device("cpu"), load=True, trainable=trainable,
+                  weight_cache=weight_cache)
     return shard, coordinate(layout, mesh, rank).dp
 
 
 def make_shard(model: Model, rank: int, dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1,
-               pool: Pool | None = None) -> Shard:
+               weight_cache: WeightCache | None = None) -> Shard:
     """This rank's shard on all ranks of the world, trained where the model is."""
-    made = shard_of(model, layout_of(dp=dp, tp=tp, pp=pp, cp=cp), rank, model.optimizer is not None, pool)
+    made = shard_of(model, layout_of(dp=dp, tp=tp, pp=pp, cp=cp), rank, model.optimizer is not None, weight_cache)
     assert made is not None, "the world is larger than the layout"
     return made[0]
 
@@ -59,11 +60,12 @@ def _axis(groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
     return found
 
 
-def pack(rows: Sequence[tuple[list[int], list[int]]], first: int = 0) -> Packed:
+def pack(rows: Sequence[tuple[list[int], list[int]]], first: int = 0) -> PackedBatch:
     """(prompt, response) pairs as rows first, first + 1, ..."""
-    return Packed(torch.arange(first, first + len(rows)), torch.tensor([len(p) for p, _ in rows], dtype=torch.long),
-                  torch.tensor([len(r) for _, r in rows], dtype=torch.long),
-                  torch.tensor([t for p, r in rows for t in p + r], dtype=torch.long))
+    return PackedBatch(torch.arange(first, first + len(rows)),
+                       torch.tensor([len(p) for p, _ in rows], dtype=torch.long),
+                       torch.tensor([len(r) for _, r in rows], dtype=torch.long),
+                       torch.tensor([t for p, r in rows for t in p + r], dtype=torch.long))
 
 
 def ragged(count: int, vocab: int, seed: int = 0, longest: int = 7) -> list[tuple[list[int], list[int]]]:

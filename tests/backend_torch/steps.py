@@ -44,7 +44,7 @@ def run(shard: Shard, what: str, mine: int, dp: int, steps: int = STEPS, recompu
 def difference(shard: Any, expected: dict[str, torch.Tensor]) -> float:
     """The largest of an element of a parameter."""
     worst = 0.0
-    for name, tensor in shard.tensors().items():
+    for name, tensor in shard.state_dict().items():
         parameter, pieces = shard.stage.held[name]
         assert tensor.numel() == sum(prod(b - a for a, b in p.box) for p in pieces)
         for p in pieces:

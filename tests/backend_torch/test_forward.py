@@ -96,7 +96,7 @@ def _generations(rank, path, layouts, samplings):
         if shard is None:
             continue
         prompts = pack([(p, []) for p, _ in ROWS])
-        made = shard.generate(prompts, sampling, seed=3, step=5, limit=limit)
+        made = shard.generate(prompts, sampling, seed=3, step=5, max_num_seqs=limit)
         again = shard.infer([made.batch], "logprobs", sampling.temperature)
         assert torch.allclose(again, made.logprobs, atol=1e-5)
         found.append((made.batch.tokens.tolist(), made.batch.response_lens.tolist(), made.finished.tolist()))

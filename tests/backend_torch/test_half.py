@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def _numbers(shard: Any) -> list[torch.Tensor]:
-    made = shard.generate(pack(PROMPTS), SAMPLING, seed=1, step=0, limit=0)
+    made = shard.generate(pack(PROMPTS), SAMPLING, seed=1, step=0, max_num_seqs=0)
     return [shard.infer([pack(ROWS)], "logprobs", 1.0), shard.infer([pack(ROWS)], "entropy", 0.7), made.batch.tokens,
             made.logprobs]
 
@@ -42,12 +42,12 @@ def _copies(rank: int, path: str, layouts: list[tuple[int, int, int]]) -> list[t
         copy = _partial(replace(model, home="", optimizer=None), rank, *layout)
         if home is None:
             continue
-        for name, tensor in home.tensors().items():
+        for name, tensor in home.state_dict().items():
             drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
             tensor.mul_(1 + 0.05 * drawn).add_(0.01 * drawn)  # norms and biases too are no bfloat16 numbers
-            copy.tensors()[name].copy_(tensor)
-        rounds = all(copy.tensors()[n].dtype == torch.bfloat16 and not torch.equal(t, copy.tensors()[n].float())
-                     for n, t in home.tensors().items() if t.numel() > 1)
+            copy.state_dict()[name].copy_(tensor)
+        rounds = all(copy.state_dict()[n].dtype == torch.bfloat16 and not torch.equal(t, copy.state_dict()[n].float())
+                     for n, t in home.state_dict().items() if t.numel() > 1)
         mine, theirs = _numbers(home), _numbers(copy)
         seen: list[torch.Tensor] = []
         home.train([(pack(ROWS),)], [("logprobs",)], 1.0,

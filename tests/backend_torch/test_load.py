@@ -40,7 +40,7 @@ def diagnostic(model):
 
 
 def test_every_parameter_is_that_of_the_file(directory):
-    tensors, stored = built(plan_model(str(directory))).tensors(), load_file(directory / "model.safetensors")
+    tensors, stored = built(plan_model(str(directory))).state_dict(), load_file(directory / "model.safetensors")
     assert tensors.keys() == stored.keys()
     assert all(torch.equal(tensors[name], stored[name]) for name in stored)
 
@@ -49,7 +49,7 @@ def test_a_bare_base_model_lacks_the_prefix(directory):
     model = plan_model(str(directory), "value_model")
     stored = load_file(directory / "model.safetensors")
     rewrite(directory, lambda all: {n.removeprefix("model."): t for n, t in all.items() if n != "lm_head.weight"})
-    tensors = built(model).tensors()
+    tensors = built(model).state_dict()
     assert torch.equal(tensors["model.embed_tokens.weight"], stored["model.embed_tokens.weight"])
     assert not tensors["score.weight"].any()  # a value model without a head starts at zero
 
@@ -62,7 +62,7 @@ def test_several_files_and_an_index(directory):
         save_file(tensors, directory / name)
     index = {"weight_map": {n: name for name, tensors in parts.items() for n in tensors}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    tensors = built(plan_model(str(directory))).tensors()
+    tensors = built(plan_model(str(directory))).state_dict()
     assert all(torch.equal(tensors[name], stored[name]) for name in stored)
     (directory / "part1.safetensors").unlink()
     found = diagnostic(plan_model(str(directory)))

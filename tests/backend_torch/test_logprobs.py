@@ -8,7 +8,7 @@ from rldsl.backends.torch.model.logprobs import token_logprobs
 
 from benchmarks import loss
 from rldsl.memory.logits import LEAST, MOST, Head, backward, forward, rows_at_once
-from rldsl.runtime.backend import ALONE
+from rldsl.runtime.backend import SINGLE_RANK
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -41,7 +41,7 @@ def slopes(found: tuple[torch.Tensor, torch.Tensor | None], tensors: Tensors) ->
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1024])
 def test_values_and_gradients_are_exact(chunk: int, temperature: float, entropy: bool) -> None:
     tensors = given()
-    mine = token_logprobs(*tensors, temperature, ALONE, 0, entropy, chunk)
+    mine = token_logprobs(*tensors, temperature, SINGLE_RANK, 0, entropy, chunk)
     theirs = whole(*tensors, temperature)
     assert torch.allclose(mine[0], theirs[0], rtol=0, atol=1e-12)
     if not entropy:
@@ -56,7 +56,7 @@ def test_values_and_gradients_are_exact(chunk: int, temperature: float, entropy:
 
 def test_no_tokens() -> None:
     hidden, weight, targets = given()
-    found, _ = token_logprobs(hidden[:0], weight, targets[:0], 1.0, ALONE, 0)
+    found, _ = token_logprobs(hidden[:0], weight, targets[:0], 1.0, SINGLE_RANK, 0)
     found.sum().backward()
     assert found.shape == (0,) and not weight.grad.any()  # type: ignore[union-attr]
 
@@ -64,7 +64,7 @@ def test_no_tokens() -> None:
 def test_a_head_that_is_not_trained_gets_no_gradient() -> None:
     hidden, weight, targets = given()
     weight.requires_grad_(False)
-    token_logprobs(hidden, weight, targets, 1.0, ALONE, 0)[0].sum().backward()
+    token_logprobs(hidden, weight, targets, 1.0, SINGLE_RANK, 0)[0].sum().backward()
     assert weight.grad is None and hidden.grad is not None
 
 
@@ -72,8 +72,9 @@ def test_other_numbers_are_seen() -> None:
     """A shifted target, another temperature: the comparison above would see both."""
     hidden, weight, targets = given()
     right = whole(hidden, weight, targets, 1.0)[0]
-    assert not torch.allclose(token_logprobs(hidden, weight, (targets + 1) % 50, 1.0, ALONE, 0)[0], right, atol=1e-3)
-    assert not torch.allclose(token_logprobs(hidden, weight, targets, 0.9, ALONE, 0)[0], right, atol=1e-3)
+    others = (targets + 1) % 50
+    assert not torch.allclose(token_logprobs(hidden, weight, others, 1.0, SINGLE_RANK, 0)[0], right, atol=1e-3)
+    assert not torch.allclose(token_logprobs(hidden, weight, targets, 0.9, SINGLE_RANK, 0)[0], right, atol=1e-3)
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -88,7 +88,7 @@ def _steps(rank, path, kind, what, layouts, expected):
             result = shard.train([(pack([ROWS[r] for r in part]),) for part in parts], [(what,)], 0.7, loss)
             norms.append(result["grad_norm"])
             seen.append(result["lr"])
-        worst = max((_difference(shard, name, tensor, expected), name) for name, tensor in shard.tensors().items())
+        worst = max((_difference(shard, name, tensor, expected), name) for name, tensor in shard.state_dict().items())
         found.append(((dp, tp, pp, *more), *worst, norms, seen))
     return found
 
@@ -168,7 +168,7 @@ def _half(rank, path, layouts):
             batch = pack(ROWS[:8])
             before = shard.infer([batch], "logprobs", 1.0)
             norm = shard.train([(batch,)], [("logprobs",)], 1.0, lambda i, f: f[0]["logprobs"].mean())["grad_norm"]
-            kinds = {t.dtype for t in shard.tensors().values()}
+            kinds = {t.dtype for t in shard.state_dict().values()}
             found.append((before.numpy(), norm, kinds == {torch.float32}))
     return found
 

@@ -83,7 +83,7 @@ def test_a_loss_begins_at_a_ratio_of_one_and_learns_as_without(tmp_path: Path) -
         model = replace(plan_model(path, optimizer=Optimizer(lr=1e-2)), invariant=invariant)
         for recompute in ("none", "full"):
             shard = make_shard(model, 0)
-            made = shard.generate(prompts(46, 8, 9, CPU), Sampling(max_new_tokens=20), seed=1, step=0, limit=3)
+            made = shard.generate(prompts(46, 8, 9, CPU), Sampling(max_new_tokens=20), seed=1, step=0, max_num_seqs=3)
             seen: list[torch.Tensor] = []
 
             def loss(i: int, fresh: Any) -> torch.Tensor:

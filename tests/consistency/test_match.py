@@ -66,11 +66,11 @@ def test_a_model_in_bfloat16_does_not_compute_in_float32(directories: dict[str, 
 
 def _apart(rank: int, path: str, other: str) -> list[Gap]:
     """Samples of one model judged by another; and at another temperature than they were drawn with."""
-    from rldsl.runtime.backend import Packed
+    from rldsl.runtime.backend import PackedBatch
 
     shard, judge = (make_shard(plan_model(p), rank) for p in (path, other))
-    given: Packed = prompts(46, 12, 9, torch.device("cpu"))
-    made = shard.generate(given, Sampling(max_new_tokens=24), seed=1, step=0, limit=0)
+    given: PackedBatch = prompts(46, 12, 9, torch.device("cpu"))
+    made = shard.generate(given, Sampling(max_new_tokens=24), seed=1, step=0, max_num_seqs=0)
     return [Gap.of(made.logprobs, judge.infer([made.batch], "logprobs", 1.0)),
             Gap.of(made.logprobs, shard.infer([made.batch], "logprobs", 0.7))]
 

@@ -43,7 +43,7 @@ def _between(rank: int, path: str, rows: list) -> tuple[list[int], list[int], bo
     norm.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[1]))
     shard.infer([pack(rows)], "logprobs", 1.0)
     inferred, seen[:] = list(seen), []
-    shard.generate(pack([(p, []) for p, _ in rows]), Sampling(max_new_tokens=2), seed=0, step=0, limit=0)
+    shard.generate(pack([(p, []) for p, _ in rows]), Sampling(max_new_tokens=2), seed=0, step=0, max_num_seqs=0)
     return inferred, list(seen), shard.stage.tokens.able
 
 

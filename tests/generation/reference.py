@@ -11,7 +11,7 @@ import torch
 from rldsl.backends.torch.generate.generate import generate
 
 from rldsl.plan.events import Sampling
-from rldsl.runtime.backend import Generated, Packed
+from rldsl.runtime.backend import GenerationOutput, PackedBatch
 from rldsl.runtime.draws import uniform
 from tests.backend_torch.shards import pack
 from tests.tiny import EOS
@@ -74,17 +74,17 @@ def _drawn(scores: torch.Tensor, sampling: Sampling, row: int, t: int) -> int:
 
 
 def made(shard: Any, prompts: Sequence[list[int]], sampling: Sampling, limit: int = 0,
-         rows: Sequence[int] | None = None, **how: Any) -> Generated:
+         rows: Sequence[int] | None = None, **how: Any) -> GenerationOutput:
     """The shard's own, with its hidden switches. how: `every` and `replay` of `generate`."""
     given = pack([(p, []) for p in prompts])
     if rows is not None:
-        given = Packed(torch.tensor(rows, dtype=torch.long), given.prompt_lens, given.response_lens, given.tokens)
+        given = PackedBatch(torch.tensor(rows, dtype=torch.long), given.prompt_lens, given.response_lens, given.tokens)
     with shard._numbers():
         return generate(shard.stage, shard.axes, given, sampling, tokenizer_dir=shard.model.path, seed=SEED, step=STEP,
                         limit=limit, **how)
 
 
-def rows_of(found: Generated) -> list[Row]:
+def rows_of(found: GenerationOutput) -> list[Row]:
     """What was generated, sequence by sequence."""
     batch = found.batch
     sizes = batch.response_lens.tolist()

@@ -50,21 +50,21 @@ def test_weights_that_change_in_place_are_read_anew(shard: Any) -> None:
     for step in range(4):
         both(shard, desks, 1)
         with torch.no_grad():
-            for tensor in shard.tensors().values():
+            for tensor in shard.state_dict().values():
                 tensor.mul_(1 + 0.1 * step).add_(0.01)
 
 
 def test_weights_that_lie_elsewhere_are_found(shard: Any) -> None:
     """As after an offload, a release or another shard's parameters."""
-    first = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, limit=0))
+    first = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, max_num_seqs=0))
     assert shard.desks
-    shard.share(make_shard(shard.model, 0))
+    shard.alias(make_shard(shard.model, 0))
     assert not shard.desks
-    for tensor in shard.tensors().values():
+    for tensor in shard.state_dict().values():
         tensor.mul_(1.3)
-    second = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, limit=0))
+    second = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, max_num_seqs=0))
     assert second == rows_of(made(shard, prompts(1), DRAWN, replay=False)) != first
-    shard.release()
+    shard.free()
     assert not shard.desks
 
 
@@ -93,9 +93,9 @@ def test_a_closed_desk_has_no_memory(shard: Any) -> None:
 
 
 def test_parameters_are_never_given_back(shard: Any) -> None:
-    before = {n: x.clone() for n, x in shard.tensors().items()}
+    before = {n: x.clone() for n, x in shard.state_dict().items()}
     made(shard, prompts(1), DRAWN, desks={})
-    assert all(torch.equal(x, before[n]) for n, x in shard.tensors().items())
+    assert all(torch.equal(x, before[n]) for n, x in shard.state_dict().items())
 
 
 def test_desks_are_few(shard: Any) -> None:

@@ -81,7 +81,7 @@ def test_a_sequence_belongs_to_its_row(shard: Any) -> None:
 
 
 def test_another_seed_draws_others(shard: Any) -> None:
-    found = shard.generate(pack([(p, []) for p in PROMPTS]), DRAWN, seed=4, step=5, limit=0)
+    found = shard.generate(pack([(p, []) for p in PROMPTS]), DRAWN, seed=4, step=5, max_num_seqs=0)
     assert not same(rows_of(found), expected(path(shard), PROMPTS, DRAWN))
 
 

@@ -253,7 +253,7 @@ def _first(rank: int, base: str) -> list[dict[str, dict[Box, np.ndarray]]]:
         shard = make_shard(model, rank, dp, tp, pp)
         found.append({name: {p.box: t[local_slice(p, p.box, s.spec.split.dim if s.spec.split else 0)].numpy()
                              for p in pieces}
-                      for name, t in shard.tensors().items() for s, pieces in [shard.stage.held[name]]})
+                      for name, t in shard.state_dict().items() for s, pieces in [shard.stage.held[name]]})
     return found
 
 
@@ -278,15 +278,16 @@ def test_a_new_adapter_begins_alike_everywhere(tiny: Path) -> None:
 def _half(rank: int, base: str) -> tuple[set[str], set[str], bool, bool]:
     model = adapted(base, Lora(4, 8.0, ()), optimizer=Optimizer(lr=1e-2), dtype="bfloat16")
     pool: dict[object, torch.Tensor] = {}
-    shard = make_shard(model, rank, pool=pool)
-    ref = make_shard(replace(model, params=model.base, base=(), lora=None, home="", optimizer=None), rank, pool=pool)
+    shard = make_shard(model, rank, weight_cache=pool)
+    frozen = replace(model, params=model.base, base=(), lora=None, home="", optimizer=None)
+    ref = make_shard(frozen, rank, weight_cache=pool)
     one = shard.infer([pack(ROWS)], "logprobs", 1.0)
     two = ref.infer([pack(ROWS)], "logprobs", 1.0)
     for _ in range(2):  # the first moves B alone, since A's gradient goes through it
         shard.train([(pack(ROWS),)], [("logprobs",)], 1.0, lambda i, fresh: fresh[0]["logprobs"].sum())
     three = ref.infer([pack(ROWS)], "logprobs", 1.0)
-    moved = all(t.any() for t in shard.tensors().values())
-    return ({str(p.dtype) for p in shard.stage.base.values()}, {str(t.dtype) for t in shard.tensors().values()},
+    moved = all(t.any() for t in shard.state_dict().values())
+    return ({str(p.dtype) for p in shard.stage.base.values()}, {str(t.dtype) for t in shard.state_dict().values()},
             torch.equal(one, two) and torch.equal(two, three), moved)
 
 

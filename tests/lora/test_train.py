@@ -71,9 +71,9 @@ def _steps(rank, path, adapter, kind, what, layouts, expected):
                 return sum(share(f.square()) for f in fresh[0][what].split([len(ROWS[r][1]) for r in parts[i]]))
 
             norms.append(shard.train([(pack([ROWS[r] for r in p]),) for p in parts], [(what,)], 0.7, loss)["grad_norm"])
-        worst = max((_difference(shard, name, tensor, expected), name) for name, tensor in shard.tensors().items())
+        worst = max((_difference(shard, name, tensor, expected), name) for name, tensor in shard.state_dict().items())
         same = all(torch.equal(base[n], p.data) and p.grad is None for n, p in shard.stage.base.items())
-        lean = shard.moments()["exp_avg"].keys() == shard.tensors().keys() == shard.stage.parameters.keys()
+        lean = shard.optimizer_state()["exp_avg"].keys() == shard.state_dict().keys() == shard.stage.parameters.keys()
         found.append(((dp, tp, pp), *worst, norms, first, same, lean))
     return found
 

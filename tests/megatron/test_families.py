@@ -76,7 +76,7 @@ def seen(rank: int, path: str, layouts: list[Layout], whole: Tensors, logprobs: 
         if made is None:
             continue
         shard, mine = made
-        exact, apart = largest(shard, shard.tensors(), whole) == 0.0, 0.0
+        exact, apart = largest(shard, shard.state_dict(), whole) == 0.0, 0.0
         if layout.zero == 0 and layout.vpp == 1:  # which are of training alone
             halves = [pack(ROWS[:11]), pack(ROWS[11:])]
             apart = float((shard.infer(halves, "logprobs", 0.7) - logprobs).abs().max())
@@ -108,7 +108,7 @@ def largest(shard: Any, mine: Tensors, whole: Tensors, relative: bool = False) -
 
 
 def one_memory(shard: Any) -> bool:
-    for tensor in shard.tensors().values():
+    for tensor in shard.state_dict().values():
         tensor.fill_(7.0)
     inside = [p for chunk in shard.stage.chunks for p in chunk.model.parameters()]
     return len(inside) > 4 and all(bool((p == 7.0).all()) for p in inside)

@@ -43,7 +43,7 @@ def samples(rank: int, path: str, layouts: list[Layout], sampling: Sampling) -> 
         made = shard_of(model, layout, rank)
         if made is not None:
             for limit in (0, 4):
-                out = made[0].generate(pack([(p, []) for p, _ in ROWS]), sampling, seed=3, step=5, limit=limit)
+                out = made[0].generate(pack([(p, []) for p, _ in ROWS]), sampling, seed=3, step=5, max_num_seqs=limit)
                 again = made[0].infer([out.batch], "logprobs", sampling.temperature)
                 assert torch.allclose(again, out.logprobs, rtol=0, atol=1e-5)
                 found.append((out.batch.tokens.tolist(), out.batch.response_lens.tolist()))

@@ -39,8 +39,8 @@ def halves(rank: int, path: str, layouts: list[Layout]) -> list[Any]:
         made = shards.shard_of(plan_model(path, "causal_lm", OPTIONS, UPDATES, "bfloat16"), layout, rank, True)
         if made is not None:
             norms = run(made[0], "logprobs", made[1], layout.dp, 2)
-            assert all(t.dtype == torch.float32 for t in made[0].tensors().values())
-            found.append((layout, norms, {n: t.numpy(force=True) for n, t in made[0].tensors().items()}))
+            assert all(t.dtype == torch.float32 for t in made[0].state_dict().values())
+            found.append((layout, norms, {n: t.numpy(force=True) for n, t in made[0].state_dict().items()}))
     return found
 
 
@@ -64,7 +64,7 @@ def copied(rank: int, path: str, layouts: list[Layout]) -> list[bool]:
                 for options in (OPTIONS, None)]
         if made[0] is not None:
             home, copy = (shard.infer([pack(ROWS)], "logprobs", 1.0) for shard, _ in made)
-            kinds = [{t.dtype for t in shard.tensors().values()} for shard, _ in made]
+            kinds = [{t.dtype for t in shard.state_dict().values()} for shard, _ in made]
             found.append(kinds == [{torch.float32}, {torch.bfloat16}] and torch.equal(home, copy))
     return found
 
@@ -79,9 +79,9 @@ def small(rank: int, path: str) -> tuple[float, float]:
     on_cpu()
     options = replace(OPTIONS, lr=1e-7, weight_decay=0.0, warmup=0)
     shard, _ = shard_of(plan_model(path, "causal_lm", options, UPDATES, "bfloat16"), at(tp=2), rank, True)
-    before = {n: t.clone() for n, t in shard.tensors().items()}
+    before = {n: t.clone() for n, t in shard.state_dict().items()}
     shard.train([(pack(ROWS),)], [("logprobs",)], 1.0, lambda _, fresh: fresh[0]["logprobs"].sum() * 0.1)
-    pairs = [(t, before[n]) for n, t in shard.tensors().items()]
+    pairs = [(t, before[n]) for n, t in shard.state_dict().items()]
     count = sum(t.numel() for t, _ in pairs)
     return (sum(int((t != b).sum()) for t, b in pairs) / count,
             sum(int((t.bfloat16() != b.bfloat16()).sum()) for t, b in pairs) / count)
@@ -99,18 +99,18 @@ def moved(rank: int, path: str) -> bool:
     for what in ("optimizer", "parameters"):
         shard.offload(what)
         shard.onload(what)()
-    values = {name: t.clone() for name, t in shard.tensors().items()}
-    shard.release()
-    shard.claim()
-    for name, tensor in shard.tensors().items():
+    values = {name: t.clone() for name, t in shard.state_dict().items()}
+    shard.free()
+    shard.allocate()
+    for name, tensor in shard.state_dict().items():
         tensor.copy_(values[name])
     other, _ = shard_of(plan_model(path, "causal_lm", OPTIONS, UPDATES), at(tp=2), rank, True)
     run(other, "logprobs", 0, 1, 1)
     batch = [pack(ROWS[:6])]
     same = torch.equal(shard.infer(batch, "logprobs", 1.0), other.infer(batch, "logprobs", 1.0))
-    other.share(shard)
-    shard.tensors()["lm_head.weight"].zero_()
-    return same and before[0] > 0 and not other.tensors()["lm_head.weight"].any()
+    other.alias(shard)
+    shard.state_dict()["lm_head.weight"].zero_()
+    return same and before[0] > 0 and not other.state_dict()["lm_head.weight"].any()
 
 
 def test_memory_moves_and_stays_one(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def _train(shard, mine, dp, recompute):
     for _ in range(2):
         parts = [(pack(rows[i::3]),) for i in range(3)]
         norms.append(shard.train(parts, [("logprobs", "entropy")], 0.7, loss, None, recompute)["grad_norm"])
-    return losses, norms, {n: t.clone() for n, t in shard.tensors().items()}
+    return losses, norms, {n: t.clone() for n, t in shard.state_dict().items()}
 
 
 def test_nothing_changes_on_any_layout(tmp_path: Path) -> None:

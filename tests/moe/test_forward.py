@@ -64,7 +64,7 @@ def generations(rank: int, path: str, samplings: list[tuple[Sampling, int]]) -> 
             rows = rows_of(x.dp, made[1])
             prompts = pack([(ROWS[r][0], []) for r in rows])
             prompts.rows.copy_(torch.tensor(rows))
-            out = made[0].generate(prompts, sampling, seed=3, step=5, limit=limit)
+            out = made[0].generate(prompts, sampling, seed=3, step=5, max_num_seqs=limit)
             parts = out.batch.tokens.split((out.batch.prompt_lens + out.batch.response_lens).tolist()) if rows else []
             found += [(number, r, t.tolist()) for r, t in zip(rows, parts)]
     return found
@@ -110,12 +110,12 @@ def copies(rank: int, path: str) -> list[tuple[Layout, bool, bool]]:
         copy = shard_of(replace(model, home="", optimizer=None), x, rank, False)
         if home is None or copy is None:
             continue
-        for name, tensor in home[0].tensors().items():
+        for name, tensor in home[0].state_dict().items():
             drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
-            copy[0].tensors()[name].copy_(tensor.mul_(1 + 0.05 * drawn))
+            copy[0].state_dict()[name].copy_(tensor.mul_(1 + 0.05 * drawn))
         mine, theirs = (s[0].infer([pack(ROWS)], "logprobs", 1.0) for s in (home, copy))
-        experts = {n: t for n, t in home[0].tensors().items() if t.dim() == 3}
-        rounds = any(not torch.equal(t, copy[0].tensors()[n].float()) for n, t in experts.items())
+        experts = {n: t for n, t in home[0].state_dict().items() if t.dim() == 3}
+        rounds = any(not torch.equal(t, copy[0].state_dict()[n].float()) for n, t in experts.items())
         found.append((x, torch.equal(mine, theirs), rounds))
     return found
 
@@ -132,7 +132,7 @@ def test_a_copy_of_experts_computes_what_its_home_does(tmp_path, width):
 
 
 def built(path: str) -> Any:
-    return shard_of(plan_model(path), at(), 0, False)[0].tensors()
+    return shard_of(plan_model(path), at(), 0, False)[0].state_dict()
 
 
 @pytest.fixture

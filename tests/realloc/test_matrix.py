@@ -46,13 +46,13 @@ class At:
         if axes:
             self.shard = build(model, self.layout, self.mesh, Axes(**axes), CPU, load=train, trainable=train)
 
-    def tensors(self) -> Tensors | None:
-        return self.shard and self.shard.tensors()
+    def state_dict(self) -> Tensors | None:
+        return self.shard and self.shard.state_dict()
 
 
 def move(model: Model, rank: int, a: At, b: At, tag: int) -> None:
     route = Route.of(model, a.layout, a.mesh, b.layout, b.mesh, 4, rank)
-    realloc(route, a.tensors(), b.tensors(), torch.float32, CPU, tag).finish()
+    realloc(route, a.state_dict(), b.state_dict(), torch.float32, CPU, tag).finish()
 
 
 def seen(at: At, what: str) -> torch.Tensor | None:
@@ -71,15 +71,15 @@ def matrix(rank: int, path: str, kind: str, what: str) -> list[tuple[str, bool, 
         for y in MATRIX:
             if home.shard is not None:
                 home.shard.train([(ROWS,)], [(what,)], 1.0, lambda _, fresh: (fresh[0][what] - 0.5).square().sum())
-                left = {n: t.clone() for n, t in home.shard.tensors().items()}
+                left = {n: t.clone() for n, t in home.shard.state_dict().items()}
             before = seen(home, what)
             move(model, rank, home, every[y], next(tags))
             after = seen(every[y], what)
             if home.shard is not None:
-                for t in home.shard.tensors().values():
+                for t in home.shard.state_dict().values():
                     t.data.fill_(torch.nan)
             move(model, rank, every[y], home, next(tags))
-            same = home.shard is None or all(torch.equal(left[n], t) for n, t in home.shard.tensors().items())
+            same = home.shard is None or all(torch.equal(left[n], t) for n, t in home.shard.state_dict().items())
             off = -1.0  # nothing to compare
             if before is not None and after is not None and len(before) and before.shape == after.shape:
                 off = float((before - after).abs().max()) if before.abs().max() > 1e-3 else 1.0

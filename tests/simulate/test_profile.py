@@ -99,7 +99,7 @@ def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(set(found[p]) == set(PASSES[p]) for found in (actor, judge) for p in found)
     assert sum(actor["forward"].values()) > 0 and sum(actor["decode"].values()) > 0
     torch.set_num_threads(threads)
-    half, whole = (build(models["actor"], 1, tp, "torch", CPU, False).tensors() for tp in (2, 1))
+    half, whole = (build(models["actor"], 1, tp, "torch", CPU, False).state_dict() for tp in (2, 1))
     name = "model.layers.0.mlp.up_proj.weight"
     assert 2 * half[name].numel() == whole[name].numel() and not any("layers.1" in n for n in whole)
 

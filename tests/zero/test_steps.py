@@ -55,9 +55,9 @@ def watched(rank: int, path: str) -> dict[int, Any]:
         for layer in shard.stage.chunks[0].body.layers:
             layer.mlp.register_forward_pre_hook(lambda *_: seen.append(gathered(shard)))
         run(shard, "logprobs", mine, 2, 1)
-        numbers = sum(t.numel() for t in shard.tensors().values())
+        numbers = sum(t.numel() for t in shard.state_dict().values())
         found[zero] = (max(map(len, seen)), gathered(shard), numbers, shard.trainer.flat.numel(),
-                       sum(t.numel() for kind in shard.moments().values() for t in kind.values()),
+                       sum(t.numel() for kind in shard.optimizer_state().values() for t in kind.values()),
                        all(p.grad is None for u in shard.stage.sharded.units for p in u.whole))
     return found
 
@@ -77,8 +77,8 @@ def halves(rank: int, path: str) -> list[tuple[list[float], dict[str, np.ndarray
     for zero in (0, 1, 2, 3):
         shard, mine = make(path, rank, at(dp=2, zero=zero), "bfloat16")
         norms = run(shard, "logprobs", mine, 2)
-        assert all(t.dtype == torch.float32 for t in shard.tensors().values())
-        rows = {n: t if zero else t[: (len(t) + 1) // 2] for n, t in shard.tensors().items()}
+        assert all(t.dtype == torch.float32 for t in shard.state_dict().values())
+        rows = {n: t if zero else t[: (len(t) + 1) // 2] for n, t in shard.state_dict().items()}
         out.append((norms, {n: t.numpy(force=True) for n, t in rows.items()}))
     return out
 
@@ -94,10 +94,10 @@ def test_halves_are_as_without(tmp_path):
 def stopping(rank: int, path: str) -> bool:
     """A step that a loss stops changes nothing, and leaves nothing behind for the next."""
     shard, mine = make(path, rank, at(dp=2, zero=3))
-    before = {n: t.clone() for n, t in shard.tensors().items()}
+    before = {n: t.clone() for n, t in shard.state_dict().items()}
     batch = [(pack(ROWS[mine : mine + 3]),)]
     none = shard.train(batch, [("logprobs",)], 1.0, lambda _, fresh: fresh[0]["logprobs"].sum(), lambda: True)
-    same = none is None and all(torch.equal(before[n], t) for n, t in shard.tensors().items())
+    same = none is None and all(torch.equal(before[n], t) for n, t in shard.state_dict().items())
     norm = shard.train(batch, [("logprobs",)], 1.0, lambda _, fresh: fresh[0]["logprobs"].sum())["grad_norm"]
     other, _ = make(path, rank, at(dp=2, zero=2))
     right = other.train(batch, [("logprobs",)], 1.0, lambda _, fresh: fresh[0]["logprobs"].sum())["grad_norm"]
@@ -110,10 +110,10 @@ def test_a_minibatch_without_a_step(tmp_path):
 
 def infinite(rank: int, path: str) -> bool:
     shard, mine = make(path, rank, at(dp=2, zero=2))
-    before = {n: t.clone() for n, t in shard.tensors().items()}
+    before = {n: t.clone() for n, t in shard.state_dict().items()}
     norm = shard.train([(pack(ROWS[:2]),)], [("logprobs",)], 1.0,
                        lambda _, fresh: fresh[0]["logprobs"].sum() * (torch.inf if mine else 1.0))["grad_norm"]
-    return norm != norm or norm == torch.inf and all(torch.equal(before[n], t) for n, t in shard.tensors().items())
+    return norm != norm or norm == torch.inf and all(torch.equal(before[n], t) for n, t in shard.state_dict().items())
 
 
 def test_a_gradient_that_is_not_finite_on_one_shard_stops_all(tmp_path):

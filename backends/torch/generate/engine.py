@@ -21,7 +21,7 @@ from rldsl.backends.torch.generate.stop_conditions import StopStrings
 from rldsl.backends.torch.model.attention import Varlen
 from rldsl.backends.torch.model.stage import Stage
 
-from rldsl.runtime.backend import Packed
+from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.store import within
 
 Work = Begin | Step
@@ -33,7 +33,7 @@ class Engine:
     what to do; starts [N]: where prompts begin."""
 
     stage: Stage
-    prompts: Packed
+    prompts: PackedBatch
     sampler: Sampler | None
     stops: StopStrings | None
     shortest: int

@@ -19,7 +19,7 @@ from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer
 
 from rldsl.diag import fail
 from rldsl.plan.events import Sampling
-from rldsl.runtime.backend import Axes, Generated, Packed
+from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch
 from rldsl.runtime.store import within
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ EVERY = {"cuda": 8}  # steps between two looks of the host at which sequences ha
 
 
 @torch.no_grad()
-def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, tokenizer_dir: str, seed: int, step: int,
-             limit: int, most: int = 0, every: int = 0, replay: bool = True, desks: Desks | None = None) -> Generated:
+def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling, *, tokenizer_dir: str, seed: int, step: int,
+             limit: int, most: int = 0, every: int = 0, replay: bool = True, desks: Desks | None = None) -> GenerationOutput:
     """See `Shard.generate`. limit: slots of the slab (0: one for each sequence). every: steps between two looks at
     which sequences have ended (0: as the device likes it). replay: whether steps of the same shapes are recorded.
     desks: where what was recorded is kept, for as long as parameters stay where they are. These three change no
@@ -60,7 +60,7 @@ def generate(stage: Stage, axes: Axes, prompts: Packed, sampling: Sampling, *, t
     return made
 
 
-def repeated(prompts: Packed) -> list[bool]:
+def repeated(prompts: PackedBatch) -> list[bool]:
     """Whether each sequence has the prompt of the one before it."""
     lens = prompts.prompt_lens
     sequence = torch.arange(len(lens), device=lens.device).repeat_interleave(lens)
@@ -72,7 +72,7 @@ def repeated(prompts: Packed) -> list[bool]:
     return same.tolist()
 
 
-def _pack(prompts: Packed, progress: Progress) -> Generated:
+def _pack(prompts: PackedBatch, progress: Progress) -> GenerationOutput:
     """Each prompt followed by its response, and the log-probs of the responses; nothing of it lies on the desk."""
     lens = prompts.prompt_lens + progress.lengths
     starts = lens.cumsum(0) - lens
@@ -81,5 +81,5 @@ def _pack(prompts: Packed, progress: Progress) -> Generated:
     made = torch.arange(progress.tokens.shape[1], device=lens.device) < progress.lengths[:, None]
     responses = (starts + prompts.prompt_lens).repeat_interleave(progress.lengths) + within(progress.lengths)
     tokens[responses] = progress.tokens[made]
-    batch = Packed(prompts.rows, prompts.prompt_lens, progress.lengths.clone(), tokens)
-    return Generated(batch, progress.logprobs[made], progress.done.clone())
+    batch = PackedBatch(prompts.rows, prompts.prompt_lens, progress.lengths.clone(), tokens)
+    return GenerationOutput(batch, progress.logprobs[made], progress.done.clone())

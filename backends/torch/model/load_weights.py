@@ -20,7 +20,7 @@ from torch import nn
 from rldsl.diag import fail
 from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.model import Model
-from rldsl.runtime.backend import Pool
+from rldsl.runtime.backend import WeightCache
 from rldsl.sharding.boxes import Parameter, Piece, inside, intersect, local_shape, local_slice, slices
 from rldsl.sharding.stored_tensors import of_experts, shape
 from rldsl.sharding.stored_tensors import tensors as stored_tensors
@@ -96,20 +96,20 @@ def _check(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:
 
 
 def allot(path: str, held: Held, dtype: torch.dtype, device: torch.device,
-          pool: Pool | None) -> tuple[dict[str, nn.Parameter], Held]:
+          weight_cache: WeightCache | None) -> tuple[dict[str, nn.Parameter], Held]:
     """Local tensors, and which of them must still be read. pool: where tensors that nothing writes are shared with the
     shards that hold the same slices of the same directory; None: all are this shard's own."""
     found: dict[str, nn.Parameter] = {}
     unread: dict[str, tuple[Parameter, tuple[Piece, ...]]] = {}
     for name, (parameter, pieces) in held.items():
         key = (path, name, str(dtype), tuple(p.box for p in pieces))
-        tensor = pool.get(key) if pool is not None else None
+        tensor = weight_cache.get(key) if weight_cache is not None else None
         if tensor is None:
             shape = local_shape(parameter, pieces) if pieces else (0, *parameter.spec.shape[1:])
             tensor = torch.empty(shape, device=device, dtype=dtype)
             unread[name] = (parameter, pieces)
-            if pool is not None:
-                pool[key] = tensor
+            if weight_cache is not None:
+                weight_cache[key] = tensor
         found[name] = nn.Parameter(tensor, requires_grad=False)
     return found, unread
 

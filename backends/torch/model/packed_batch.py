@@ -16,7 +16,7 @@ from rldsl.backends.torch.model.context_parallel import Context, Portion
 from rldsl.backends.torch.model.sequence_parallel import Filled, Tokens, fill
 
 from rldsl.diag import fail
-from rldsl.runtime.backend import Axis, Packed
+from rldsl.runtime.backend import Axis, PackedBatch
 from rldsl.runtime.store import within
 
 
@@ -42,7 +42,7 @@ class Batch:
         return x if self.over is None else self.over[ends].join(x)
 
 
-def batch(frames: Sequence[Packed], device: torch.device, cp: Axis, tokens: Tokens) -> Batch:
+def batch(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, tokens: Tokens) -> Batch:
     """What this rank of a cp group has of some frames; with sequence parallelism, filled up.
     Errors: RL0732 for an empty prompt."""
     part = _part(frames, device, cp)
@@ -51,7 +51,7 @@ def batch(frames: Sequence[Packed], device: torch.device, cp: Axis, tokens: Toke
     return part if rows == count else replace(part, tokens=fill(part.tokens, rows), packing=Filled(part.packing, rows))
 
 
-def _part(frames: Sequence[Packed], device: torch.device, cp: Axis) -> Batch:
+def _part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> Batch:
     """Errors: RL0732 for an empty prompt (nothing predicts its first response token)."""
     tokens = torch.cat([f.tokens for f in frames]).to(device)
     prompts = torch.cat([f.prompt_lens for f in frames]).to(device)

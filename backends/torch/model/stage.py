@@ -36,7 +36,7 @@ from transformers.pytorch_utils import Conv1D
 from rldsl.diag import fail
 from rldsl.plan.adapter_names import HEAD, module_of
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, Axis, Pool
+from rldsl.runtime.backend import Axes, Axis, WeightCache
 from rldsl.sharding.boxes import Parameter, chunks, each, holding, local_shape, parameters
 from rldsl.sharding.layout import stage_layers
 
@@ -80,7 +80,7 @@ class Stage(Recompute):
     sharded: of a layout with `zero`, what makes parameters whole."""
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
-                 head_dtype: torch.dtype, pool: Pool | None = None):
+                 head_dtype: torch.dtype, weight_cache: WeightCache | None = None):
         attention.register()
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
@@ -105,9 +105,9 @@ class Stage(Recompute):
         self.held: Held = {name: (p, holding(p, model.layers, layout, mesh, rank))
                            for name, (p, _) in self.whole_held.items()} if layout.zero else self.whole_held
         constant = not (model.home or model.sources or model.base)
-        self.parameters, self.unread = allot(model.path, self.held, dtype, device, pool if constant else None)
+        self.parameters, self.unread = allot(model.path, self.held, dtype, device, weight_cache if constant else None)
         self.base_held = here(each(model.base, model.layers))
-        self.base, self.unread_base = allot(model.path, self.base_held, head_dtype, device, pool)
+        self.base, self.unread_base = allot(model.path, self.base_held, head_dtype, device, weight_cache)
         _check_head(whole, model)
         self.whole: Mapping[str, nn.Parameter] = self.parameters
         self.sharded: Sharded | None = None

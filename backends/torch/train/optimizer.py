@@ -108,12 +108,12 @@ class Trainer:
         self.done += 1
         return {"grad_norm": norm, "lr": rate}
 
-    def skip(self, updates: int) -> float:
+    def skip_updates(self, updates: int) -> float:
         """Pass over planned updates; the learning rate of the last of them."""
         self.done += updates
         return learning_rate(self.options, self.done - 1, self.updates)
 
-    def moments(self, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+    def optimizer_state(self, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
         """By the optimizer's own names, then by parameter; zeros before the first step."""
         found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in MOMENTS}
         for name, parameter in zip(names, self.parameters):
@@ -125,12 +125,12 @@ class Trainer:
                 found[kind][name] = state[kind]
         return found
 
-    def progress(self) -> dict[str, int]:
+    def schedule_state(self) -> dict[str, int]:
         """done: as above; made: steps of the optimizer."""
         made = (int(state["step"]) for state in self.adam.state.values() if state)
         return {"done": self.done, "made": next(made, 0)}
 
-    def resume(self, progress: Mapping[str, int]) -> None:
+    def load_schedule_state(self, progress: Mapping[str, int]) -> None:
         self.done = progress["done"]
         for state in self.adam.state.values():
             state["step"].fill_(progress["made"])

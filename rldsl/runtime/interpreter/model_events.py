@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
-from rldsl.runtime.backend import Packed
+from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc
 from rldsl.runtime.comm.row_assignment import Lens
 from rldsl.runtime.interpreter.state import State
@@ -22,7 +22,7 @@ def load(state: State, event: Load) -> None:
     """From the directory of the model, or from the checkpoint that the run goes on from; or what another layout has."""
     held, found = (event.model, event.layout), state.resume
     if event.of:  # that one has been filled from the checkpoint, where there is one
-        state.shard(*held).share(state.settled(event.model, event.of))
+        state.shard(*held).alias(state.settled(event.model, event.of))
         return
     if found is None or not found.has(event.model):
         state.shard(*held, load=True)
@@ -46,7 +46,7 @@ def reallocate(state: State, event: Realloc) -> None:
                                        (model, dst, dst_mesh, state.changeable)):
         if world.rank in mesh.members():
             state.shard(owner.name, layout.id)
-            sides.append(there(owner.name, layout.id).tensors())
+            sides.append(there(owner.name, layout.id).state_dict())
         else:
             sides.append(None)
     pending = state.told(realloc(state.routes[event.id], *sides, DTYPE[moved.dtype], state.device, event.id * 16,
@@ -79,10 +79,10 @@ def generate(state: State, event: Generate) -> None:
     asked = rows // record.per_prompt
     lens = state.rows.lens[event.prompts].prompt[asked]
     tokens = state.read(event.reads, f"{event.prompts}.tokens")
-    prompts = Packed(rows, lens, torch.zeros_like(lens), _repeated(tokens, asked))
-    made = state.settled(event.model, event.layout).generate(prompts, event.sampling, seed=state.sampling_seed(event),
-                                                             step=state.step - 1, limit=event.mbs,
-                                                             most=state.frames[event.prompts].max_prompt_tokens)
+    prompts = PackedBatch(rows, lens, torch.zeros_like(lens), _repeated(tokens, asked))
+    made = state.settled(event.model, event.layout).generate(
+        prompts, event.sampling, seed=state.sampling_seed(event), step=state.step - 1, max_num_seqs=event.mbs,
+        max_prompt_len=state.frames[event.prompts].max_prompt_tokens)
     whole = Lens(*(torch.zeros(record.count, dtype=torch.int64, device=state.device) for _ in range(2)))
     whole.prompt[rows], whole.response[rows] = lens, made.batch.response_lens
     state.rows.lens[event.frame] = whole  # of the own rows only, until the lengths are exchanged

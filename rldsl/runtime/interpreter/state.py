@@ -15,7 +15,7 @@ from rldsl.plan.events import Compute, Fetch, Generate, Load, Offload, split
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
 from rldsl.plan.projection import events
-from rldsl.runtime.backend import Packed, Shard
+from rldsl.runtime.backend import PackedBatch, Shard
 from rldsl.runtime.comm.reshard import Route
 from rldsl.runtime.comm.row_assignment import Lens, StepRows
 from rldsl.runtime.comm.world import World
@@ -118,13 +118,13 @@ class State:
         key = (model, layout)
         if key in self.dropped:
             self.dropped.discard(key)
-            self.shards[key].claim()
+            self.shards[key].allocate()
         if key not in self.shards:
             record, where = self.models[model], self.world.layouts[layout]
             build = importlib.import_module(f"rldsl.backends.{where.backend}").build
             self.shards[key] = build(record, where, self.world.meshes[where.mesh], self.world.axes(where), self.device,
                                      load=load, trainable=record.home == layout,
-                                     pool=None if key in self.moved else self.pool)
+                                     weight_cache=None if key in self.moved else self.pool)
         return self.shards[key]
 
     def settled(self, model: str, layout: str) -> Shard:
@@ -146,7 +146,7 @@ class State:
 
     def drop(self, model: str, layout: str) -> None:
         """Give the memory of a copy up, until a realloc brings it again."""
-        self.changeable(model, layout).release()
+        self.changeable(model, layout).free()
         self.dropped.add((model, layout))
 
     def told(self, pending: Pending) -> Pending:
@@ -199,6 +199,6 @@ class State:
         if not self.frames[frame].of and int(lens.response.sum()):  # a selection's tokens are those of another frame
             self.tokens += int(lens.of("tokens").sum())
 
-    def packed(self, frame: str, tokens: Column, rows: torch.Tensor) -> Packed:
+    def packed(self, frame: str, tokens: Column, rows: torch.Tensor) -> PackedBatch:
         lens = self.rows.lens[frame]
-        return Packed(rows, lens.prompt[rows], lens.response[rows], tokens.pick(rows).data)
+        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], tokens.pick(rows).data)

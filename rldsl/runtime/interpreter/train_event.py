@@ -49,7 +49,7 @@ def train(state: State, event: Train) -> None:
     stopped, skipped, rate = False, 0, 0.0
     for minibatch in chain.from_iterable(state.rows.schedule(spread)):
         if stopped or not any(minibatch):
-            rate = shard.skip(1)
+            rate = shard.skip_updates(1)
             continue
         run, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size, layout.zero > 0 or layout.ep > 1)
         runs.append(run)
@@ -57,14 +57,14 @@ def train(state: State, event: Train) -> None:
                            event.recompute)
         if step is None:
             stopped = True
-            rate = shard.skip(1)
+            rate = shard.skip_updates(1)
         elif math.isfinite(step["grad_norm"]):
             steps.append(step)
         elif event.nonfinite == "stop":
             refuse(state, event, call.rows(minibatch[axes.dp.index]) if own else {}, step["grad_norm"], axes.mesh.group)
         else:
             skipped += 1
-            rate = shard.skip(1)
+            rate = shard.skip_updates(1)
             runs.pop()
             del metrics[len(runs):]
     if runs and STOP not in outputs:

@@ -65,7 +65,7 @@ class Resume:
     @torch.no_grad()
     def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:
         """The parameters of a shard and, at home, its optimizer."""
-        parts = {"param": shard.tensors(), **(shard.moments() if model.home == layout.id else {})}
+        parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.home == layout.id else {})}
         with ExitStack() as stack:
             open_files: dict[Path, Any] = {}
             for parameter in parameters(model):
@@ -80,7 +80,7 @@ class Resume:
                             target[inside(common, piece.box)].copy_(value)
         if model.home == layout.id:
             try:
-                shard.resume(self.models[model.name])
+                shard.load_schedule_state(self.models[model.name])
             except KeyError as error:
                 raise _damaged(self.path, f"no count {error} of {model.name}") from None
 

@@ -100,7 +100,7 @@ def _tensors(state: State, event: Checkpoint) -> dict[str, torch.Tensor]:
         if rank not in mesh.members():
             continue
         shard = state.settled(name, layout)
-        parts = {"param": shard.tensors(), **(shard.moments() if model.home == layout else {})}
+        parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.home == layout else {})}
         if (name, layout) not in state.writer.mine:
             state.writer.mine[name, layout] = mine(model, where, mesh, rank)
         for parameter, piece in state.writer.mine[name, layout]:
@@ -123,7 +123,7 @@ def _facts(state: State, event: Checkpoint) -> dict[str, Any]:
     reads = [(b, *split(b)) for b in event.reads]
     states = {value: float(state.store.take(b).data) for b, value, _ in reads
               if value not in state.models and state.holds(b)}
-    progress = {name: dict(state.shards[name, layout].progress()) for _, name, layout in reads
+    progress = {name: dict(state.shards[name, layout].schedule_state()) for _, name, layout in reads
                 if name in state.models and state.models[name].home == layout and (name, layout) in state.shards}
     readings = {name: asdict(reading) for name, reading in state.readings.items()}
     return {"states": states, "data": dict(state.fetched), "readings": readings, "models": progress}

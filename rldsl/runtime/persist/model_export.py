@@ -43,7 +43,7 @@ def save(state: State, event: Save) -> None:
     members = mesh.members()
     # adapters are small, and PEFT reads them from one file
     chosen = dict.fromkeys(owners(model, layout, mesh), members[0]) if model.lora else owners(model, layout, mesh)
-    whole = _gather(state, event, model, shard.tensors(), chosen)
+    whole = _gather(state, event, model, shard.state_dict(), chosen)
     writers = sorted(set(chosen.values()))
     names = {rank: WEIGHTS if model.lora else _file(i, len(writers)) for i, rank in enumerate(writers)}
     index = {name: names[rank] for name, rank in chosen.items()}

@@ -11,13 +11,13 @@ from rldsl.plan.model import Layout, Mesh, Model
 if TYPE_CHECKING:
     import torch
 
-    from rldsl.runtime.backend import Axes, LossFn, MicroBatch, Packed, Pool
+    from rldsl.runtime.backend import Axes, LossFn, MicroBatch, PackedBatch, WeightCache
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool, trainable: bool,
-          pool: Pool | None = None) -> Plain:
+          weight_cache: WeightCache | None = None) -> Plain:
     return Plain(model, axes, device, trainable)
 
 
@@ -37,10 +37,10 @@ class Plain:
             self.adam = torch.optim.AdamW(self.named.values(), lr=o.lr, betas=o.betas, eps=o.eps,
                                           weight_decay=o.weight_decay)
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
         return {name: p.data for name, p in self.named.items()}
 
-    def outputs(self, batch: Packed, temperature: float) -> dict[str, torch.Tensor]:
+    def outputs(self, batch: PackedBatch, temperature: float) -> dict[str, torch.Tensor]:
         """Log-probs and entropy of response tokens."""
         import torch
 
@@ -52,22 +52,23 @@ class Plain:
             made["entropy"].append(-(every.exp() * every).sum(-1))
         return {what: torch.cat(found) if found else torch.empty(0) for what, found in made.items()}
 
-    def infer(self, batches: Sequence[Packed], what: str, temperature: float) -> torch.Tensor:
+    def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         import torch
 
         with torch.no_grad():
-            return torch.cat([self.outputs(b, temperature)[what] for b in batches] or [torch.empty(0)])
+            return torch.cat([self.outputs(b, temperature)[output] for b in batches] or [torch.empty(0)])
 
-    def train(self, minibatch: Sequence[MicroBatch], what: Sequence[Sequence[str]], temperature: float, loss: LossFn,
-              stop: Callable[[], bool] | None = None, recompute: str = "none") -> Mapping[str, float] | None:
+    def train(self, minibatch: Sequence[MicroBatch], outputs: Sequence[Sequence[str]], temperature: float,
+              loss_fn: LossFn, should_stop: Callable[[], bool] | None = None, recompute: str = "none"
+              ) -> Mapping[str, float] | None:
         import torch
         import torch.distributed as dist
 
         self.adam.zero_grad()
         for i, frames in enumerate(minibatch):
             fresh = [self.outputs(frame, temperature) for frame in frames]
-            loss(i, [{name: f[name] for name in names} for f, names in zip(fresh, what)]).backward()
-        if stop is not None and stop():
+            loss_fn(i, [{name: f[name] for name in names} for f, names in zip(fresh, outputs)]).backward()
+        if should_stop is not None and should_stop():
             return None
         for p in self.named.values():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -76,42 +77,42 @@ class Plain:
         limit = self.model.optimizer.clip_grad
         norm = float(torch.nn.utils.clip_grad_norm_(self.named.values(), limit or float("inf")))
         if norm == norm and norm != float("inf"):
-            self.adam.param_groups[0]["lr"] = rate = self.skip(1)
+            self.adam.param_groups[0]["lr"] = rate = self.skip_updates(1)
             self.adam.step()
         return {"grad_norm": norm, "lr": rate if norm == norm else 0.0}
 
-    def skip(self, updates: int) -> float:
+    def skip_updates(self, updates: int) -> float:
         from rldsl.backends.torch.train.optimizer import learning_rate
 
         self.done += updates
         return learning_rate(self.model.optimizer, self.done - 1, self.model.updates)
 
-    def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def optimizer_state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         return {kind: {n: self.adam.state[p][kind] for n, p in self.named.items()} for kind in MOMENTS}
 
-    def progress(self) -> Mapping[str, int]:
+    def schedule_state(self) -> Mapping[str, int]:
         return {"done": self.done}
 
-    def resume(self, progress: Mapping[str, int]) -> None:
-        self.done = progress["done"]
+    def load_schedule_state(self, counts: Mapping[str, int]) -> None:
+        self.done = counts["done"]
 
     def export(self) -> Mapping[str, Any]:
         return {"config": self.net.config, "tokenizer": self.model.path}
 
-    def offload(self, what: str) -> None:
+    def offload(self, part: str) -> None:
         """Parameters stay where they are."""
 
-    def onload(self, what: str) -> Callable[[], None]:
+    def onload(self, part: str) -> Callable[[], None]:
         return lambda: None
 
-    def share(self, other: Plain) -> None:
+    def alias(self, other: Plain) -> None:
         for name, p in self.named.items():
             p.data = other.named[name].data
 
-    def release(self) -> None:
+    def free(self) -> None:
         for p in self.named.values():
             p.data = p.data.new_empty(()).expand(p.shape)  # one element, and the shape
 
-    def claim(self) -> None:
+    def allocate(self) -> None:
         for p in self.named.values():
             p.data = p.data.new_empty(p.shape)
