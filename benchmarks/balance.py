@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
-from rldsl.sharding.balance import cost, divide
+from rldsl.sharding.balance import sequence_cost, balance_items
 
 Parts = Sequence[Sequence[int]]
 SIZES = ((4096, 512), (1024, 128), (256, 32), (4096, 64), (512, 8))
@@ -58,13 +58,13 @@ def measured(method: Callable[[Sequence[int], int], Parts], weights: Sequence[in
 
 def main() -> int:
     """0 where the gates are kept."""
-    methods = {"here": lambda w, k: divide(w, k, len(w)), "Karmarkar-Karp": karmarkar_karp, "contiguous": contiguous}
+    methods = {"here": lambda w, k: balance_items(w, k, len(w)), "Karmarkar-Karp": karmarkar_karp, "contiguous": contiguous}
     good = True
     for (count, shards), limit in ((s, x) for s in SIZES for x in (1 << 30, 2048)):
         print(f"{count} sequences over {shards} ranks" + (f", at most {limit} tokens" if limit < 1 << 30 else ""))
         for name, method in methods.items():
             seeds = range(1 if name == "Karmarkar-Karp" and count * shards > 10**6 else SEEDS)
-            found = [measured(method, [cost(x) for x in lengths(count, seed, limit)], shards) for seed in seeds]
+            found = [measured(method, [sequence_cost(x) for x in lengths(count, seed, limit)], shards) for seed in seeds]
             worst, spent = max(x for x, _ in found), statistics.median(x for _, x in found)
             print(f"  {name:15} makespan / bound {worst:.4f}   CPU {spent:8.2f} ms", flush=True)
             if name == "here" and (count, shards) == SIZES[0]:

@@ -14,7 +14,7 @@ from megatron.core.resharding import planner
 from megatron.core.resharding.utils import ParameterMetadata, select_src_metadata_balanced
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.sharding.boxes import holding, local_shape, parameters
+from rldsl.sharding.boxes import pieces_of_rank, local_shape, parameters
 from rldsl.sharding.layout import axis_ranks
 from tests.realloc.cases import Case
 
@@ -28,7 +28,7 @@ def _metadata(case: Case, at: Layout, on: Mesh) -> dict[int, dict[str, Parameter
     out: dict[int, dict[str, ParameterMetadata]] = defaultdict(dict)
     for p in parameters(case.model):
         for rank in on.members():
-            if found := holding(p, case.model.layers, at, on, rank):
+            if found := pieces_of_rank(p, case.model.layers, at, on, rank):
                 split = p.spec.split
                 out[rank][p.name] = ParameterMetadata(
                     name=p.name, shape=local_shape(p, found), dtype=torch.bfloat16, element_size=2,

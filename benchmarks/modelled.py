@@ -19,12 +19,12 @@ from dataclasses import replace
 
 from benchmarks.layouts import LLAMA_70B
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.reshard.device_order import relabel
-from rldsl.reshard.records import Paths
-from rldsl.reshard.rounds import buckets, count
-from rldsl.reshard.routes import paths
+from rldsl.reshard.device_order import reorder_devices
+from rldsl.reshard.records import Routes
+from rldsl.reshard.rounds import num_buckets, num_rounds
+from rldsl.reshard.routes import plan_routes
 from rldsl.reshard.summary import summary
-from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.sharding.boxes import itemsize, parameters, volume
 
 NODE, NETWORK, NVLINK = 8, 50e9, 450e9  # ranks; bytes a second in each direction
@@ -65,11 +65,11 @@ def layout(name: str, ranks: tuple[int, int], tp: int = 1, pp: int = 1, ep: int 
     return Layout(name, name, dp=dp, tp=tp, pp=pp, ep=ep), Mesh(name, (ranks,))
 
 
-def seconds(p: Paths, size: int, ranks: range) -> float:
+def seconds(p: Routes, size: int, ranks: range) -> float:
     """Of the slowest rank."""
     worst = 0.0
     for rank in ranks:
-        for side in rank_lanes(p, rank):
+        for side in rank_slices(p, rank):
             far, near = 0, 0
             for lane in side:
                 if lane.peer // NODE == rank // NODE:
@@ -77,20 +77,20 @@ def seconds(p: Paths, size: int, ranks: range) -> float:
                 else:
                     far += lane.stop - lane.start
             worst = max(worst, far * size / NETWORK, near * size / NVLINK)
-    number = buckets(p, size)
-    return worst * count(p, number) / number
+    number = num_buckets(p, size)
+    return worst * num_rounds(p, number) / number
 
 
-def lacking(p: Paths, size: int, ranks: range) -> int:
+def lacking(p: Routes, size: int, ranks: range) -> int:
     """Bytes that come to the rank that lacks most."""
-    return max(sum(lane.stop - lane.start for lane in rank_lanes(p, rank)[1]) for rank in ranks) * size
+    return max(sum(lane.stop - lane.start for lane in rank_slices(p, rank)[1]) for rank in ranks) * size
 
 
 def refit() -> None:
     model = deepseek_v3()
     total = sum(volume(tuple((0, n) for n in x.spec.shape)) for x in parameters(model))
     src, dst = layout("PP16 EP16", (0, 256), pp=16, ep=16), layout("TP32 DP8", (256, 512), tp=32)
-    p = paths(model, *src, *dst, NODE)
+    p = plan_routes(model, *src, *dst, NODE)
     needs = lacking(p, itemsize(model), range(256, 512))
     bound, time = needs / NETWORK, seconds(p, itemsize(model), range(512))
     print(f"DeepSeek-V3 ({total / 1e9:.0f}e9 parameters, bfloat16), PP16 EP16 on 256 ranks -> TP32 DP8 on 256 others\n"
@@ -104,8 +104,8 @@ def switch() -> None:
     print("\nLlama-3 70B on 128 ranks, from training to generation: bytes of all ranks")
     for tp, pp, wide in ((8, 4, 8), (8, 4, 4), (8, 2, 4), (8, 2, 2), (4, 4, 2)):
         src, (dst, on) = layout("train", (0, 128), tp, pp), layout("generate", (0, 128), wide)
-        free = relabel(LLAMA_70B, *src, dst, on.ranks, NODE)
-        fixed, moved = (summary(paths(LLAMA_70B, *src, replace(dst, mesh=m.id), m, NODE), LLAMA_70B).bytes
+        free = reorder_devices(LLAMA_70B, *src, dst, on.ranks, NODE)
+        fixed, moved = (summary(plan_routes(LLAMA_70B, *src, replace(dst, mesh=m.id), m, NODE), LLAMA_70B).bytes
                         for m in (on, free))
         size = 2 * sum(volume(tuple((0, n) for n in x.spec.shape)) for x in parameters(LLAMA_70B))
         formula = 128 * size * (tp * pp - wide) / (wide * tp * pp)

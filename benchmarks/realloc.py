@@ -22,9 +22,9 @@ from functools import partial
 
 from benchmarks.layouts import TOY, at_scale, grid
 from benchmarks.layouts import case as make
-from rldsl.reshard.rounds import buckets, rank_ops
+from rldsl.reshard.rounds import num_buckets, rank_rounds
 from rldsl.reshard.summary import summary
-from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.reshard.transfer_slices import rank_slices
 from tests.realloc.cases import Case
 
 RANKS = (64, 256, 1024, 4096, 10240)
@@ -57,10 +57,10 @@ def planning() -> bool:
             case = at_scale(ranks)[name]
             p = case.paths()
             rank = ranks // 2 + 3
-            parts = (cpu(case.paths), cpu(partial(summary, p, case.model)), cpu(partial(rank_lanes, p, rank)))
+            parts = (cpu(case.paths), cpu(partial(summary, p, case.model)), cpu(partial(rank_slices, p, rank)))
             whole.append(sum(parts))
-            sends, receives = rank_lanes(p, rank)
-            ops = rank_ops(p, rank, buckets(p, 2))
+            sends, receives = rank_slices(p, rank)
+            ops = rank_rounds(p, rank, num_buckets(p, 2))
             most = max(len(side) for r in ops for side in (r.sends, r.receives))
             print(f"  {name:34} {ranks:6} ranks  {parts[0]:6.1f} + {parts[1]:5.1f} + {parts[2]:5.2f}  lanes "
                   f"{len(sends)}/{len(receives)}, at most {most} messages in a round, {len(ops)} rounds")
@@ -79,9 +79,9 @@ def lacking(case: Case) -> tuple[int, int]:
     have = {r: p.src.cell(r) for r in case.ranks()}
     want = {r: p.dst.cell(r) for r in case.ranks()}
     total = entering = 0
-    for line in p.lines:
-        hold = {r for r in have if have[r] in line.have}
-        lack = [r for r in want if want[r] in line.want and r not in hold]
+    for line in p.classes:
+        hold = {r for r in have if have[r] in line.holders}
+        lack = [r for r in want if want[r] in line.needers and r not in hold]
         near = {r // case.devices for r in hold}
         total += line.size * len(lack)
         entering += line.size * len({r // case.devices for r in lack} - near)
@@ -108,7 +108,7 @@ def quality() -> bool:
         worst["busiest rank / optimum"] = max(worst["busiest rank / optimum"], busiest(case) / optimum(case))
         p = case.paths()
         for rank in case.ranks():
-            for side in rank_lanes(p, rank):
+            for side in rank_slices(p, rank):
                 peers: Counter[tuple[int, int]] = Counter({(x.peer, x.step): 1 for x in side})
                 most = max(Counter(peer for peer, _ in peers).values(), default=0)
                 worst["messages for a peer and bucket"] = max(worst["messages for a peer and bucket"], most)
@@ -158,7 +158,7 @@ def megatron() -> bool:
     for ranks in (16, 32, 64, 128):
         big = make(TOY, 8, (0, ranks, 8, 2), (0, ranks, 4, 1))
         times.append(cpu(partial(lambda x: list(moves(x)), big), 1))
-        own = cpu(partial(lambda x: rank_lanes(x.paths(), 0), big))
+        own = cpu(partial(lambda x: rank_slices(x.paths(), 0), big))
         print(f"  {ranks:4} ranks: {times[-1]:9.1f} ms CPU, here {own:5.1f} ms")
     print(f"  grows by the power {exponent((16, 32, 64, 128), times):.2f} of the ranks")
     return True

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.layouts import case as make
 from benchmarks.layouts import llama
-from rldsl.reshard.rounds import AHEAD, Round
+from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Round
 from rldsl.runtime.comm.exchange import post
 from rldsl.runtime.comm.reshard import Route, realloc
 from tests.realloc.cases import Case
@@ -83,7 +83,7 @@ def measure(rank: int, case: Case, turns: int, bucket: int) -> dict[str, float]:
     before = canary()
     found = [(*timed(bare), *timed(ours)) for _ in range(turns + 1)][1:]
     one, used, other, spent = zip(*found)
-    room = sum(4 * sum(max((sum(m.size() for m in side) for side in sides[i::AHEAD]), default=0) for i in range(AHEAD))
+    room = sum(4 * sum(max((sum(m.size() for m in side) for side in sides[i::ROUNDS_IN_FLIGHT]), default=0) for i in range(ROUNDS_IN_FLIGHT))
                for sides in zip(*((r.sends, r.receives) for r in way.rounds)))
     return {"least": min(other) / min(one), "median": statistics.median(other) / statistics.median(one),
             "bare CPU": statistics.median(used), "CPU": statistics.median(spent), "drift": canary() / before,

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from rldsl.backends.torch.generate import sampling
 from rldsl.backends.torch.shard import TorchShard
+
 from rldsl.runtime.draws import uniform
 
 NEAR = 1e-3  # of a probability: rounding errors after some updates of a tiny model are a hundredth of it

@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, WeightCache
-from rldsl.sharding.boxes import Parameter, holding, parameters
+from rldsl.sharding.boxes import Parameter, parameters, pieces_of_rank
 from rldsl.sharding.layout import stage_layers
 
 
@@ -72,7 +72,7 @@ class MegatronStage(Recompute):
                        for number in range(pp.index, pp.size * layout.vpp, pp.size)]
 
         rank, undivided = axes.mesh.ranks[axes.mesh.index], replace(layout, zero=0)
-        pieces = ((p, holding(p, model.layers, undivided, mesh, rank)) for p in parameters(model))
+        pieces = ((p, pieces_of_rank(p, model.layers, undivided, mesh, rank)) for p in parameters(model))
         self.whole_held: Held = {p.name: (p, found) for p, found in pieces if found}
         constant = not (model.home or model.sources)
         self.tied = OUTPUT not in {spec.name for spec in model.params} and model.kind == "causal_lm"
@@ -83,7 +83,7 @@ class MegatronStage(Recompute):
         self.held, self.parameters = {name: self.whole_held[name] for name in self.whole}, self.whole
         self.unread: Held = {name: self.held[name] for name in unread}
         if layout.zero:
-            self.held = {name: (p, holding(p, model.layers, layout, mesh, rank)) for name, (p, _) in self.held.items()}
+            self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank)) for name, (p, _) in self.held.items()}
             self.parameters, self.unread = allot(model.path, self.held, dtype, device, None)
             self.sharded = self._shards(axes)
         self.base: dict[str, nn.Parameter] = {}

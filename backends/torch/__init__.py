@@ -12,7 +12,7 @@ from rldsl.plan.model import Layout, Mesh, Model
 if TYPE_CHECKING:
     import torch
 
-    from rldsl.runtime.backend import Axes, WeightCache, Shard
+    from rldsl.runtime.backend import Axes, Shard, WeightCache
 
 
 def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, *, load: bool,

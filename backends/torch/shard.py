@@ -23,7 +23,7 @@ from rldsl.backends.torch.train.pipeline import forward, forward_backward
 from rldsl.plan.events import Part, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, GenerationOutput, LossFn, MicroBatch, PackedBatch, Shard, WeightCache
-from rldsl.sharding.dtypes import stored
+from rldsl.sharding.dtypes import storage_dtype
 
 ONE_TOKEN = PackedBatch(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
 
@@ -39,7 +39,7 @@ class TorchShard:
         self.model, self.axes, self.device = model, axes, device
         self.half = model.dtype == "bfloat16"
         said, kept = (torch.bfloat16 if name == "bfloat16" else torch.float32
-                      for name in (model.dtype, stored(model, layout.id)))
+                      for name in (model.dtype, storage_dtype(model, layout.id)))
         self.stage = self.stages(model, layout, mesh, axes, device, kept, said, weight_cache)
         checkpoint.load(model, self.stage.unread_base, self.stage.base)
         if load and model.lora is not None:

@@ -20,7 +20,7 @@ from rldsl.plan.heads import HEAD_OF
 from rldsl.plan.model import Layout
 from rldsl.plan.naming import call_name
 from rldsl.sharding.partition import micro_batch_count
-from rldsl.sharding.pipeline_schedule import actions, in_flight, passes, waiting
+from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
 INDEX = 48  # bytes of numbers for each token that a call works on: tokens, positions, places in the grid
 Needs = dict[str, int]
@@ -127,16 +127,16 @@ def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
     each = [m.tokens * b.stream * _ends(copy, c) + layers * (m.tokens * b.stream if full else kept)
             for c, layers in enumerate(copy.chunks)]
     count_there = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more do the same for longer
-    order = passes(layout.pp, layout.vpp, count_there, copy.cell.stage)
+    order = rank_passes(layout.pp, layout.vpp, count_there, copy.cell.stage)
     passed = m.tokens * b.stream * _passed(layout, m.count, copy.cell.stage)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
-    inside = in_flight(order, each) + (kept if full else 0) + m.tokens * b.backward + 2 * m.whole * b.seen + weight
+    inside = max_activations_in_flight(order, each) + (kept if full else 0) + m.tokens * b.backward + 2 * m.whole * b.seen + weight
     embedding = 0
     if copy.first and not copy.model.base:  # its gradient comes last of a micro-batch, and whole
-        embedding = in_flight(order, each, 0) - each[0] + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
+        embedding = max_activations_in_flight(order, each, 0) - each[0] + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
     head = 0
     if copy.last:
-        head = in_flight(order, each, layout.vpp - 1) + m.tokens * b.final
+        head = max_activations_in_flight(order, each, layout.vpp - 1) + m.tokens * b.final
         head += max(m.tokens * b.norm, _loss(e, copy, b, m, device))
     whole = count * sum(map(width, frames)) * INDEX
     most = passed + max(inside, embedding, head)
@@ -160,7 +160,7 @@ def _passed(layout: Layout, count: int, rank: int) -> int:
 
 @cache
 def _waiting(pp: int, chunks: int, count: int, rank: int) -> int:
-    return waiting(actions(pp, chunks, count)[rank])
+    return max_waiting_messages(actions(pp, chunks, count)[rank])
 
 
 def _loss(e: Train, copy: Copy, b: Block, m: Micro, device: str) -> int:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import lcm
 
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
-from rldsl.reshard.node_groups import Side
-from rldsl.sharding.boxes import Cell, parts
-from rldsl.sharding.rank_classes import alike
+from rldsl.reshard.node_groups import MeshView
+from rldsl.sharding.boxes import Cell, num_parts
+from rldsl.sharding.rank_classes import ranks_by_membership
 
 Place = tuple[str, str, int]  # a mesh, or a layout and one of its stages
 
@@ -43,11 +43,11 @@ def classes(plan: Plan) -> tuple[Alike, ...]:
         size = x.dp * x.cp * x.tp
         places |= {("stage", x.id, stage): _stretch(meshes[x.mesh], stage * size, (stage + 1) * size)
                    for stage in range(x.pp)}
-    sides = {x.id: Side.of(x, meshes[x.mesh]) for x in plan.layouts}
-    return tuple(_made(plan, mine, ranges, sides) for mine, ranges in alike(places, world).items())
+    sides = {x.id: MeshView.of(x, meshes[x.mesh]) for x in plan.layouts}
+    return tuple(_made(plan, mine, ranges, sides) for mine, ranges in ranks_by_membership(places, world).items())
 
 
-def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, sides: Mapping[str, Side]) -> Alike:
+def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, sides: Mapping[str, MeshView]) -> Alike:
     stages = {id: stage for kind, id, stage in mine if kind == "stage"}
     layouts = [x for x in plan.layouts if x.id in stages]
     cells = dict.fromkeys(tuple((x.id, Cell(stages[x.id], _part(sides[x.id], rank))) for x in layouts)
@@ -55,7 +55,7 @@ def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, sides: Mapping[str
     return Alike(ranges, frozenset(id for kind, id, _ in mine if kind == "mesh"), tuple(map(dict, cells)))
 
 
-def _part(side: Side, rank: int) -> int:
+def _part(side: MeshView, rank: int) -> int:
     at = side.cell(rank)
     assert at is not None, f"rank {rank} is not on the mesh"
     return at.part
@@ -63,7 +63,7 @@ def _part(side: Side, rank: int) -> int:
 
 def _samples(ranges: Ranges, layouts: list[Layout]) -> Iterator[int]:
     """Ranks that stand at every part that any of them stands at: parts repeat along a range."""
-    period = lcm(1, *(parts(x) for x in layouts))
+    period = lcm(1, *(num_parts(x) for x in layouts))
     for start, stop in ranges:
         yield from range(start, min(stop, start + period))
 

@@ -35,10 +35,10 @@ from rldsl.plan.events import (
 from rldsl.plan.model import Layout, Plan
 from rldsl.plan.naming import call_name
 from rldsl.plan.notation import degrees_of
-from rldsl.reshard.records import Paths
-from rldsl.sharding.boxes import shards
+from rldsl.reshard.records import Routes
+from rldsl.sharding.boxes import num_shards
 
-Ways = Mapping[tuple[str, str, str], Paths]
+Ways = Mapping[tuple[str, str, str], Routes]
 
 
 def lifetimes(plan: Plan, ranks: Alike, device: str, ways: Ways) -> Curve:
@@ -288,7 +288,7 @@ class _Walk:
         for buffer in e.reads:
             if split(buffer)[0] in self.models and (copies := self._copies(buffer)):
                 parts = 3 if copies[0].trained else 1
-                whole = max(c.stored * resting(c) * shards(c.layout) for c in copies)
+                whole = max(c.stored * resting(c) * num_shards(c.layout) for c in copies)
                 size += parts * whole // (copies[0].layout.dp * copies[0].layout.cp)
         if size:
             start = self.top if self._again() else 2 * i + 1

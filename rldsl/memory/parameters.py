@@ -12,7 +12,7 @@ from functools import cache
 
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.sharding.boxes import Box, Cell, itemsize, pieces_at, volume
-from rldsl.sharding.dtypes import stored
+from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.layout import own_layers, stage_layers
 
 FLOAT = 4  # bytes of float32
@@ -39,7 +39,7 @@ class Copy:
     @property
     def stored(self) -> int:
         """Bytes of an element of `model.params`."""
-        return FLOAT if stored(self.model, self.layout.id) == "float32" else itemsize(self.model)
+        return FLOAT if storage_dtype(self.model, self.layout.id) == "float32" else itemsize(self.model)
 
     @property
     def stream(self) -> int:

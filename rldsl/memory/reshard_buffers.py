@@ -13,55 +13,66 @@ from rldsl.memory.parameters import Copy, held
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Model, ParamSpec, Plan
 from rldsl.plan.projection import events
-from rldsl.reshard.in_place import Held, packed, room, together
-from rldsl.reshard.records import Paths
-from rldsl.reshard.rounds import AHEAD, buckets, count, some_rounds
-from rldsl.reshard.routes import paths
-from rldsl.reshard.transfer_slices import Known
+from rldsl.reshard.in_place import Held, buffer_elements, is_contiguous, packed_elements
+from rldsl.reshard.records import Routes
+from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, num_buckets, num_rounds, selected_rounds
+from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.transfer_slices import RouteCache
 from rldsl.sharding import boxes
-from rldsl.sharding.boxes import Box, Cell, Parameter, Piece, cell, itemsize, parameters, parts, shards, volume
-from rldsl.sharding.dtypes import carried, stored
+from rldsl.sharding.boxes import (
+    Box,
+    Cell,
+    Parameter,
+    Piece,
+    cell_of,
+    itemsize,
+    num_parts,
+    num_shards,
+    parameters,
+    volume,
+)
+from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
 
 
-def ways(plan: Plan) -> dict[tuple[str, str, str], Paths]:
+def ways(plan: Plan) -> dict[tuple[str, str, str], Routes]:
     """How each reallocation of a plan goes, by model and layouts."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
     models, found = {m.name: m for m in plan.models}, {}
     for e, _ in events(plan):
         if isinstance(e, Realloc) and (e.model, e.src, e.dst) not in found:
             src, dst = layouts[e.src], layouts[e.dst]
-            found[e.model, e.src, e.dst] = paths(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],
+            found[e.model, e.src, e.dst] = plan_routes(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],
                                                  plan.header.devices_per_node)
     return found
 
 
-def realloc_bytes(plan: Plan, way: Paths, e: Realloc, ranks: Alike) -> int:
+def realloc_bytes(plan: Plan, way: Routes, e: Realloc, ranks: Alike) -> int:
     """The buffers of a rank, from the event until its last rounds have been waited for. Ranks that hold the same differ
     little in what they send, so the first of each range stands for the others; rounds are about equal, so those at the
     beginning, in the middle and at the end stand for all."""
     models = {m.name: m for m in plan.models}
     source, model = models[e.source or e.model], models[e.model]
-    travels = carried(source, e.src, model, e.dst, e.decay)
-    parts = buckets(way, itemsize(travels))
-    total = count(way, parts)
-    starts = (0, total // 2, total - AHEAD)
-    numbers = sorted({n for start in starts for n in range(start, start + AHEAD) if 0 <= n < total})
-    found, known = 0, Known(way)
+    travels = in_wire_dtype(source, e.src, model, e.dst, e.decay)
+    parts = num_buckets(way, itemsize(travels))
+    total = num_rounds(way, parts)
+    starts = (0, total // 2, total - ROUNDS_IN_FLIGHT)
+    numbers = sorted({n for start in starts for n in range(start, start + ROUNDS_IN_FLIGHT) if 0 <= n < total})
+    found, known = 0, RouteCache(way)
     for rank, _ in ranks.ranks:
         lying, wanted = (_held(plan, model, at, rank) for at in (e.src, e.dst))
         sizes = dict(zip(numbers, (
-            packed(ops, (
-                lambda m: stored(source, e.src) == travels.dtype and together(m, lying),
-                lambda m: stored(model, e.dst) == travels.dtype and not e.decay and together(m, wanted)))
-            for number, ops in zip(numbers, some_rounds(way, rank, parts, numbers, known)))))
-        found = max(found, sum(sum(room(sizes.get(n, (0, 0))[side] for n in range(total))) for side in (0, 1)))
+            packed_elements(ops, (
+                lambda m: storage_dtype(source, e.src) == travels.dtype and is_contiguous(m, lying),
+                lambda m: storage_dtype(model, e.dst) == travels.dtype and not e.decay and is_contiguous(m, wanted)))
+            for number, ops in zip(numbers, selected_rounds(way, rank, parts, numbers, known)))))
+        found = max(found, sum(sum(buffer_elements(sizes.get(n, (0, 0))[side] for n in range(total))) for side in (0, 1)))
     return itemsize(travels) * found
 
 
 def _held(plan: Plan, model: Model, at: str, rank: int) -> Held:
     layout = next(x for x in plan.layouts if x.id == at)
     mesh = next(m for m in plan.meshes if m.id == layout.mesh)
-    return _There(model, layout, cell(layout, mesh, rank))
+    return _There(model, layout, cell_of(layout, mesh, rank))
 
 
 class _There(dict[str, tuple[Parameter, tuple[Piece, ...]]]):
@@ -73,14 +84,14 @@ class _There(dict[str, tuple[Parameter, tuple[Piece, ...]]]):
 
     def __missing__(self, name: str) -> tuple[Parameter, tuple[Piece, ...]]:
         p = self.by_name[name]
-        self[name] = p, boxes.held(p, self.model.layers, self.layout, self.at)
+        self[name] = p, boxes.pieces_of_cell(p, self.model.layers, self.layout, self.at)
         return self[name]
 
 
 def saved_bytes(copy: Copy) -> int:
     """Bytes of the parameters that a rank writes, whole, and of what it sends and receives until all are whole.
     Parameters are spread evenly over the ranks that write them."""
-    count, ranks = parts(copy.layout) * shards(copy.layout), copy.layout.dp * copy.layout.cp * copy.layout.tp
+    count, ranks = num_parts(copy.layout) * num_shards(copy.layout), copy.layout.dp * copy.layout.cp * copy.layout.tp
     here = [p for p in copy.model.params if _whole((p,), copy)]
     own = max(_whole(here, copy) // ranks, max((_volume(p) for p in here), default=0))
     if copy.model.lora is not None:  # one file of one rank

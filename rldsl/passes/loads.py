@@ -13,7 +13,7 @@ from rldsl.passes.draft import Draft, events
 from rldsl.plan.events import Event, Generate, Infer, Load, Realloc, Save, Train
 from rldsl.plan.model import Layout, Model
 from rldsl.plan.notation import degrees_of
-from rldsl.reshard.alias import coincide
+from rldsl.reshard.alias import share_one_copy
 
 
 def loads(draft: Draft) -> Draft:
@@ -40,7 +40,7 @@ def loads(draft: Draft) -> Draft:
 
 
 def _same(draft: Draft, model: Model, a: Layout, b: Layout) -> bool:
-    return bool(model.home) and not model.base and coincide(model, a, draft.meshes[a.mesh], b, draft.meshes[b.mesh])
+    return bool(model.home) and not model.base and share_one_copy(model, a, draft.meshes[a.mesh], b, draft.meshes[b.mesh])
 
 
 def copies(e: Event) -> tuple[tuple[str, str], ...]:

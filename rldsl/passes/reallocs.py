@@ -21,9 +21,9 @@ from rldsl.plan.events import Every, Generate, Infer, Item, Load, Loop, Realloc,
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.naming import call_name
 from rldsl.plan.notation import degrees_of, human
-from rldsl.reshard.routes import paths
+from rldsl.reshard.routes import plan_routes
 from rldsl.reshard.summary import Summary, summary
-from rldsl.sharding.dtypes import carried
+from rldsl.sharding.dtypes import in_wire_dtype
 
 Copies = frozenset[tuple[str, str]]  # (model, layout) that hold the current version
 
@@ -119,8 +119,8 @@ class _Reallocs:
 
     def _total(self, model: Model, src: Layout, dst: Layout, mesh: Mesh) -> Summary:
         if (model.name, dst.id) not in self.known:
-            way = paths(model, src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node)
-            self.known[model.name, dst.id] = summary(way, carried(model, src.id, model, dst.id, 0.0))
+            way = plan_routes(model, src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node)
+            self.known[model.name, dst.id] = summary(way, in_wire_dtype(model, src.id, model, dst.id, 0.0))
         return self.known[model.name, dst.id]
 
 

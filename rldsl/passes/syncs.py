@@ -17,9 +17,9 @@ from rldsl.passes.draft import Draft, events, union
 from rldsl.plan.events import Load, Realloc
 from rldsl.plan.model import Mesh, Model
 from rldsl.plan.notation import degrees_of
-from rldsl.reshard.routes import paths
+from rldsl.reshard.routes import plan_routes
 from rldsl.reshard.summary import summary
-from rldsl.sharding.dtypes import carried, stored
+from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
 
 
 class Syncs:
@@ -39,8 +39,8 @@ class Syncs:
 
     def _whole(self, source: Model, layout: str, anchor: str, target: Model, e: Realloc) -> bool:
         """Whether the copy under `layout` gives the same numbers as that under `anchor`."""
-        mine, full = stored(source, layout), stored(source, anchor)
-        return mine == full or not e.decay and stored(target, e.dst) == mine
+        mine, full = storage_dtype(source, layout), storage_dtype(source, anchor)
+        return mine == full or not e.decay and storage_dtype(target, e.dst) == mine
 
     def _follow(self, e: Realloc, layout: str) -> Realloc:
         src, dst = self.draft.layouts[e.dst], self.draft.layouts[layout]
@@ -53,8 +53,8 @@ class Syncs:
         src, dst = draft.layouts[e.src], draft.layouts[e.dst]
         key = (source.name, e.src, e.model, e.dst, e.decay > 0)
         if key not in self.known:
-            way = paths(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh], draft.placed.devices_per_node)
-            total = summary(way, carried(source, e.src, model, e.dst, e.decay))
+            way = plan_routes(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh], draft.placed.devices_per_node)
+            total = summary(way, in_wire_dtype(source, e.src, model, e.dst, e.decay))
             self.known[key] = replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest)
         known, mesh = self.known[key], union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)

@@ -14,7 +14,7 @@ from rldsl.graph import model as g
 from rldsl.placement.degrees import Cluster
 from rldsl.placement.model import Call, Place
 from rldsl.plan.model import Mesh, Model
-from rldsl.reshard.device_order import relabel
+from rldsl.reshard.device_order import reorder_devices
 
 
 def chosen(calls: Iterable[Call], places: Mapping[str, Place], models: Mapping[str, Model],
@@ -30,7 +30,7 @@ def _nearest(place: Place, home: Place, model: Model, cluster: Cluster) -> Place
     if place.given is None or place.layout == home.layout:
         return place
     enough = len(home.mesh.members()) >= len(place.mesh.members())
-    found = relabel(model, home.layout, home.mesh, place.layout, home.mesh.ranks if enough else ((0, cluster.world),),
+    found = reorder_devices(model, home.layout, home.mesh, place.layout, home.mesh.ranks if enough else ((0, cluster.world),),
                     cluster.gpus)
     mesh = Mesh("+".join(f"{a}:{b}" for a, b in found.ranks), found.ranks)
     layout = replace(place.layout, mesh=mesh.id, id=mesh.id + place.layout.id.removeprefix(place.mesh.id))

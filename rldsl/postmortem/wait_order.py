@@ -34,7 +34,7 @@ from rldsl.plan.events import (
 )
 from rldsl.plan.model import Layout, Plan
 from rldsl.postmortem.dumps import Moment
-from rldsl.sharding.layout import shard_of
+from rldsl.sharding.layout import dp_index
 
 Place = tuple[int, ...]  # index, turn, index, ... of the blocks and the event, and at last 0 in the event, 1 after it
 START, END = (-1,), (1 << 62,)
@@ -117,7 +117,7 @@ class Order:
         if layout.id not in self._replicas:
             shards: dict[int, list[int]] = defaultdict(list)
             for index, member in enumerate(self._members[layout.mesh]):
-                shards[shard_of(layout, index) // layout.ep].append(member)
+                shards[dp_index(layout, index) // layout.ep].append(member)
             groups = [Group(tuple(sorted(ranks))) for ranks in shards.values()]
             self._replicas[layout.id] = {q: group for group in groups for q in group.ranks}
         return self._replicas[layout.id][rank]

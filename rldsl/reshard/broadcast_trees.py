@@ -1,9 +1,9 @@
-"""Two trees over the same nodes (Sanders, Speck & Träff 2009): half of every message goes down each.
+"""Two-tree broadcast (Sanders, Speck & Träff 2009): half of every message goes down each of two binary trees.
 
-In: a number of nodes, 0..count-1. Out: parents and children in either tree. Invariant: no node but one has children in
-both trees, and none has more than two children in a tree; so nobody sends more than it receives, and after about
-log2(count) steps all of them have begun to receive. Both trees are the in-order binary tree over labels 1..count, in
-which odd labels are leaves; the second shifts the labels by one, so that leaves and others change places.
+In: the number of nodes, numbered 0..count-1. Out: parents and children in either tree. Invariant: at most one node has
+children in both trees, and no node has more than two children in a tree. So no node sends more than it receives, and
+after about log2(count) steps all nodes receive. Both trees are the in-order binary tree over labels 1..count, in which
+odd labels are leaves; the second tree shifts the labels by one, so that leaves and inner nodes change places.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Device order left free: which rank takes which coordinate of a destination, so that most bytes stay where they are.
+"""Free device order: which rank takes which coordinate of a destination, so that most bytes stay where they are.
 
-In: a model under its source layout, a destination layout, and ranks for it. Out: the destination's mesh, the ranks in
-another order. Two things are permuted: whole nodes, and the ranks inside a node; so a group that lay inside a node in
-the order as given still does. Both are transport problems, solved exactly: as long as some cycle of exchanges keeps
-more bytes in place, it is made (Klein 1967). Among equally good orders the nearest to the one given is taken.
+In: a model under its source layout, a destination layout, and ranks for it. Out: the destination's mesh, with the ranks
+reordered. Whole nodes are permuted, and ranks inside a node, so a parallel group that fitted into a node still does.
+Both are transport problems and solved exactly: while some cycle of exchanges keeps more bytes in place, it is applied
+(Klein 1967). Among equally good orders the one nearest to the given order is taken.
 
-The grouping without redundancy of HybridFlow (Sheng et al. 2024, arXiv 2409.19256), generation groups taken at a
-stride inside training groups, is the special case in which every training shard lies inside a generation shard.
+HybridFlow's grouping without redundancy (Sheng et al. 2024, arXiv 2409.19256), which takes generation groups at a
+stride inside training groups, is the special case where every training shard lies inside a generation shard.
 """
 
 from __future__ import annotations
@@ -17,41 +17,44 @@ from typing import TypeVar
 
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.plan.projection import to_ranges
-from rldsl.reshard.node_groups import Side
-from rldsl.reshard.shard_classes import lines
+from rldsl.reshard.node_groups import MeshView
+from rldsl.reshard.shard_classes import shard_classes
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.layout import degree_product
 
 Row = TypeVar("Row", bound=Hashable)
 Column = TypeVar("Column", bound=Hashable)
+Vertex = tuple[int, Hashable]  # (0, row) or (1, column)
 
-Standing = tuple[Cell | None, ...]  # of the ranks of one node
+NodeCells = tuple[Cell | None, ...]  # of the ranks of one node
+CellCounts = Counter[tuple[Cell | None, Cell | None]]  # (held cell, wanted cell) -> number of ranks
 
 
-def relabel(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, ranks: Ranges, devices_per_node: int) -> Mesh:
+def reorder_devices(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, ranks: Ranges,
+                    devices_per_node: int) -> Mesh:
     """The mesh of `dst`, of ranks out of `ranks`, of which there are at least as many as it needs. As given: the first
     of them, in their order."""
     every = Mesh(dst.mesh, ranks).members()
     size = degree_product(dst)
     assert len(set(every)) == len(every) >= size, f"{len(every)} ranks for the {size} of layout {dst.id}"
     kept = _kept(model, src, dst)
-    here, there = Side.of(src, src_mesh), Side.of(dst, Mesh(dst.mesh, ((0, size),)))
+    here, there = MeshView.of(src, src_mesh), MeshView.of(dst, Mesh(dst.mesh, ((0, size),)))
     nodes: dict[int, list[int]] = defaultdict(list)  # node -> positions in `every`
     for position, rank in enumerate(every):
         nodes[rank // devices_per_node].append(position)
     held = {node: tuple(here.cell(every[x]) for x in found) for node, found in nodes.items()}
     wanted = {node: tuple(there.cell(x) for x in found) for node, found in nodes.items()}
 
-    known: dict[tuple[Standing, Standing], tuple[int, Counter[tuple[Cell | None, Cell | None]]]] = {}
+    known: dict[tuple[NodeCells, NodeCells], tuple[int, CellCounts]] = {}
 
-    def inside(row: Standing, column: Standing) -> tuple[int, Counter[tuple[Cell | None, Cell | None]]]:
+    def inside(row: NodeCells, column: NodeCells) -> tuple[int, CellCounts]:
         if (row, column) not in known:
-            best = exchange(Counter(zip(row, column)), lambda a, b: kept.get((a, b), 0))
+            best = best_assignment(Counter(zip(row, column, strict=True)), lambda a, b: kept.get((a, b), 0))
             known[row, column] = sum(kept.get(ends, 0) * n for ends, n in best.items()), best
         return known[row, column]
 
     given = Counter((held[node], wanted[node]) for node in nodes)
-    best = exchange(given, lambda a, b: inside(a, b)[0] if len(a) == len(b) else None)
+    best = best_assignment(given, lambda a, b: inside(a, b)[0] if len(a) == len(b) else None)
     order: dict[int, int] = {}  # position -> rank
     for node, other in _matched(held, wanted, best).items():
         cells = inside(held[node], wanted[other])[1]
@@ -63,19 +66,19 @@ def relabel(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, ranks: Range
 def _kept(model: Model, src: Layout, dst: Layout) -> dict[tuple[Cell | None, Cell | None], int]:
     """Elements that a rank has already when it goes from one cell to the other."""
     found: Counter[tuple[Cell | None, Cell | None]] = Counter()
-    for line in lines(model, src, dst):
-        for a in line.have:
-            for b in line.want:
+    for line in shard_classes(model, src, dst):
+        for a in line.holders:
+            for b in line.needers:
                 found[a, b] += line.size
     return dict(found)
 
 
-def exchange(given: Mapping[tuple[Row, Column], int],
+def best_assignment(given: Mapping[tuple[Row, Column], int],
              worth: Callable[[Row, Column], int | None]) -> Counter[tuple[Row, Column]]:
     """How many of each row go to each column so that the sum of `worth` is largest, with as many in each row and column
     as `given` has. None: not allowed, except where `given` has it."""
     flow = Counter({ends: n for ends, n in given.items() if n})
-    rows, columns = (list(dict.fromkeys(ends[i] for ends in flow)) for i in (0, 1))
+    rows, columns = list(dict.fromkeys(row for row, _ in flow)), list(dict.fromkeys(column for _, column in flow))
     values = {(a, b): v for a in rows for b in columns if (v := worth(a, b)) is not None}
     while cycle := _cycle(flow, values):
         amount = min(flow[ends] for ends, sign in cycle if sign < 0)
@@ -87,10 +90,12 @@ def exchange(given: Mapping[tuple[Row, Column], int],
 def _cycle(flow: Mapping[tuple[Row, Column], int],
            values: Mapping[tuple[Row, Column], int]) -> list[tuple[tuple[Row, Column], int]]:
     """Exchanges that gain: one more of each (ends, 1), one less of each (ends, -1). By Bellman and Ford."""
+    edges: list[tuple[Vertex, Vertex, int, tuple[tuple[Row, Column], int]]]
     edges = [((0, a), (1, b), v, ((a, b), 1)) for (a, b), v in values.items()]
     edges += [((1, b), (0, a), -values.get((a, b), 0), ((a, b), -1)) for (a, b), n in flow.items() if n]
-    best: dict[tuple[int, object], int] = dict.fromkeys((end for e in edges for end in e[:2]), 0)
-    came: dict[tuple[int, object], tuple[tuple[int, object], tuple[tuple[Row, Column], int]]] = {}
+    best: dict[Vertex, int] = dict.fromkeys((end for e in edges for end in e[:2]), 0)
+    came: dict[Vertex, tuple[Vertex, tuple[tuple[Row, Column], int]]] = {}
+    last: Vertex | None = None
     for _ in range(len(best) + 1):
         last = None
         for start, end, gain, step in edges:
@@ -98,10 +103,13 @@ def _cycle(flow: Mapping[tuple[Row, Column], int],
                 best[end], came[end], last = best[start] + gain, (start, step), end
         if last is None:
             return []
-    for _ in best:  # far enough back to stand on the cycle
-        last = came[last][0]
-    steps, at = [], last
-    while not steps or at != last:
+    assert last is not None  # an edge still gains after len(best) rounds: there is a cycle
+    start = last
+    for _ in best:  # far enough back to be on the cycle
+        start = came[start][0]
+    steps: list[tuple[tuple[Row, Column], int]] = []
+    at = start
+    while not steps or at != start:
         at, step = came[at]
         steps.append(step)
     return steps

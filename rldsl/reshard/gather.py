@@ -1,9 +1,9 @@
 """Every parameter whole on one rank, for saving.
 
 In: a model under a layout. Out: an owner for each parameter, and the messages of one rank that bring it what it lacks.
-The other parts come from the ranks of the owner's own tensor-parallel group, so nothing leaves the node where such
-groups lie inside nodes, and nobody sends more than its part. Where rows are divided over dp too, they come from its
-stage. """
+The other parts come from the owner's own tensor-parallel group, so nothing leaves the node where such groups fit into
+nodes, and no rank sends more than its part. Where zero divides rows over dp, they come from the owner's stage.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec
-from rldsl.reshard.node_groups import Side
+from rldsl.reshard.node_groups import MeshView
 from rldsl.reshard.rounds import Message
 from rldsl.sharding.boxes import (
     Box,
@@ -20,10 +20,10 @@ from rldsl.sharding.boxes import (
     Parameter,
     cells,
     contains,
-    held,
     parameters,
+    part_shards,
     pieces_at,
-    places,
+    pieces_of_cell,
     stages,
     volume,
 )
@@ -32,8 +32,8 @@ from rldsl.sharding.boxes import (
 def owners(model: Model, layout: Layout, mesh: Mesh) -> dict[str, int]:
     """A rank for each parameter that is to have it whole: of its stages the one with the fewest bytes so far, largest
     parameters first."""
-    side = Side.of(layout, mesh)
-    loads = [[(0, side.rank(cell, copy)) for copy in range(side.copies) for cell in cells(layout, stage)]
+    side = MeshView.of(layout, mesh)
+    loads = [[(0, side.rank(cell, replica)) for replica in range(side.replicas) for cell in cells(layout, stage)]
              for stage in range(layout.pp)]
     for heap in loads:
         heapify(heap)
@@ -49,14 +49,15 @@ def owners(model: Model, layout: Layout, mesh: Mesh) -> dict[str, int]:
 def gather(model: Model, layout: Layout, mesh: Mesh, owners: Mapping[str, int],
            rank: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """What `rank` sends and receives so that each parameter becomes whole on its owner; by peer."""
-    return gathers(model, layout, mesh, owners, (rank,))[rank]
+    return gather_messages(model, layout, mesh, owners, (rank,))[rank]
 
 
-def gathers(model: Model, layout: Layout, mesh: Mesh, owners: Mapping[str, int],
+def gather_messages(model: Model, layout: Layout, mesh: Mesh, owners: Mapping[str, int],
             ranks: Sequence[int]) -> dict[int, tuple[tuple[Message, ...], tuple[Message, ...]]]:
     """`gather` for each of some ranks."""
-    sends, receives = ({rank: defaultdict(list) for rank in ranks} for _ in range(2))
-    sources = _Sources(layout, Side.of(layout, mesh))
+    sends: dict[int, dict[int, list[tuple[str, Box]]]] = {rank: defaultdict(list) for rank in ranks}
+    receives: dict[int, dict[int, list[tuple[str, Box]]]] = {rank: defaultdict(list) for rank in ranks}
+    sources = _Sources(layout, MeshView.of(layout, mesh))
     for parameter in parameters(model):
         owner = owners[parameter.name]
         for src, box in _lacking(parameter, model, layout, sources, owner):
@@ -72,27 +73,27 @@ def _messages(by_peer: Mapping[int, list[tuple[str, Box]]]) -> tuple[Message, ..
 
 
 class _Sources:
-    """Boxes that are a whole parameter, and who sends them: the same for all layers of a kind."""
+    """Boxes that are a whole parameter, and who sends them: the same for all layers of a group."""
 
-    def __init__(self, layout: Layout, side: Side):
+    def __init__(self, layout: Layout, side: MeshView):
         self.layout, self.side = layout, side
         self.boxes: dict[str, tuple[tuple[int, int, Box], ...]] = {}
         self.known: dict[tuple[str, int, int], tuple[tuple[int, int, Box], ...]] = {}
 
-    def of(self, spec: ParamSpec, stage: int, copy: int) -> tuple[tuple[int, int, Box], ...]:
-        """(rank, shard, box). stage, copy: of the ranks."""
-        key = (spec.name, stage, copy)
+    def of(self, spec: ParamSpec, stage: int, replica: int) -> tuple[tuple[int, int, Box], ...]:
+        """(rank, shard, box). stage, replica: of the ranks."""
+        key = (spec.name, stage, replica)
         if key not in self.known:
             if spec.name not in self.boxes:
                 self.boxes[spec.name] = tuple(self._divided(spec))
-            self.known[key] = tuple((self.side.rank(Cell(stage, part, shard), copy), shard, box)
+            self.known[key] = tuple((self.side.rank(Cell(stage, part, shard), replica), shard, box)
                                     for part, shard, box in self.boxes[spec.name])
         return self.known[key]
 
     def _divided(self, spec: ParamSpec) -> Iterator[tuple[int, int, Box]]:
         """(part, shard, box), each box where it is found first."""
         seen: dict[int, list[Box]] = defaultdict(list)  # by shard: those of different ones have nothing in common
-        for part, shard in places(self.layout):
+        for part, shard in part_shards(self.layout):
             for piece in pieces_at(spec, self.layout, part, shard):
                 if not any(contains(box, piece.box) for box in seen[shard]):
                     seen[shard].append(piece.box)
@@ -103,12 +104,12 @@ def _lacking(parameter: Parameter, model: Model, layout: Layout, sources: _Sourc
              owner: int) -> Iterator[tuple[int, Box]]:
     """(sender, box) of all that the owner does not hold."""
     at = sources.side.cell(owner)
-    mine = [p.box for p in held(parameter, model.layers, layout, at)]
-    there, copy = stages(parameter, model.layers, layout), 0
+    mine = [p.box for p in pieces_of_cell(parameter, model.layers, layout, at)]
+    there, replica = stages(parameter, model.layers, layout), 0
     stage = there[0]
     if at is not None:
-        stage, copy = at.stage if at.stage in there else stage, sources.side.copy(owner)
-    for rank, shard, box in sources.of(parameter.spec, stage, copy):
+        stage, replica = at.stage if at.stage in there else stage, sources.side.replica(owner)
+    for rank, shard, box in sources.of(parameter.spec, stage, replica):
         if at is None or shard != at.shard or not any(contains(own, box) for own in mine):
             yield rank, box
 

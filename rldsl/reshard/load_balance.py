@@ -1,7 +1,7 @@
-"""Work shared out so that the busiest has as little as possible. Integers only: every machine finds the same.
+"""Min-max load balancing with integers, so that every machine computes the same shares.
 
-In: amounts, each with those who can take part in it. Out: how much of each everybody takes, and which stretch of a line
-of things that makes.
+In: amounts of work, each with the takers that may share it. Out: how much of each amount every taker gets, and which
+interval of a sequence of items that is.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-SWEEPS = 32  # of balancing; most layouts need two
+SWEEPS = 32  # at most; most layouts converge after two
 
-Who = TypeVar("Who", bound=Hashable)
+Taker = TypeVar("Taker", bound=Hashable)
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Share(NamedTuple):
-    """`who`, by its place among those that take part, has [start, stop)."""
+    """One taker has [start, stop) of an item."""
 
-    who: int
+    who: int  # position among the takers
     start: int
     stop: int
 
 
-def fill(loads: Sequence[int], amount: int) -> tuple[int, ...]:
-    """`amount` poured onto `loads`, lowest first, until all that receive stand equally high (to within one)."""
+def water_fill(loads: Sequence[int], amount: int) -> tuple[int, ...]:
+    """Water filling: `amount` is added to the lowest `loads` until all that receive some are equal to within one. Out:
+    what is added to each."""
     assert loads, f"nobody takes {amount}"
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     total = amount
@@ -40,30 +41,31 @@ def fill(loads: Sequence[int], amount: int) -> tuple[int, ...]:
     return tuple(added)
 
 
-def balance(sizes: Mapping[tuple[Who, ...], int], loads: Mapping[Who, int]) -> dict[tuple[Who, ...], tuple[int, ...]]:
-    """How much of each amount each of its takers takes, so that the busiest has as little as possible. loads: what
-    they have already, 0 where nothing is said.
+def balance(sizes: Mapping[tuple[Taker, ...], int],
+            loads: Mapping[Taker, int]) -> dict[tuple[Taker, ...], tuple[int, ...]]:
+    """How much of each amount each of its takers gets, so that the largest load is minimal. sizes: takers -> amount.
+    loads: what takers have already (0 if absent).
 
-    Filling the least loaded takers of one amount, with the loads of all others kept, lowers the sum of squared loads;
-    a fixed point over all amounts minimises it, and with it the largest load (load vectors form the base of a
-    polymatroid; Fujishige 1980)."""
+    Water filling over the takers of one amount, with all other loads fixed, lowers the sum of squared loads. A fixed
+    point over all amounts minimises that sum, and with it the largest load, since load vectors form the base of a
+    polymatroid (Fujishige 1980)."""
     total = dict(loads)
     shares = {takers: (0,) * len(takers) for takers in sizes}
     order = sorted(sizes, key=lambda takers: (len(takers), takers))
     for _ in range(SWEEPS):
         before = dict(shares)
         for takers in order:
-            others = [total.get(who, 0) - x for who, x in zip(takers, shares[takers])]
-            shares[takers] = fill(others, sizes[takers])
-            total.update((who, o + x) for who, o, x in zip(takers, others, shares[takers]))
+            others = [total.get(who, 0) - x for who, x in zip(takers, shares[takers], strict=True)]
+            shares[takers] = water_fill(others, sizes[takers])
+            total.update((who, o + x) for who, o, x in zip(takers, others, shares[takers], strict=True))
         if shares == before:
             break
     return shares
 
 
-def cut(line: Iterable[tuple[Key, int]], amounts: Sequence[int]) -> Iterator[tuple[Key, Share]]:
-    """A line of things of some lengths, cut at the running totals of `amounts`, which add up to its length: what each
-    taker has of each thing, along the line."""
+def cut_at(line: Iterable[tuple[Key, int]], amounts: Sequence[int]) -> Iterator[tuple[Key, Share]]:
+    """A sequence of (item, length), cut at the running totals of `amounts`, which add up to its length: which interval
+    of which item each taker has, in order."""
     ends = list(accumulate(amounts))
     who = at = 0
     for key, length in line:

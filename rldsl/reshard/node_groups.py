@@ -1,7 +1,7 @@
-"""Ranks by cell, and nodes by kind: nodes are of one kind when their ranks stand alike under both layouts.
+"""Nodes whose devices have the same cells under both layouts form a group: they send and receive alike.
 
-In: layouts on their meshes. Out: where each rank stands, in closed form, and the kinds of nodes with ranks that the
-destination has. All nodes of a kind take part in a reallocation in the same way.
+In: layouts on their meshes. Out: the cell of each rank, in closed form, and the groups of the nodes that the
+destination uses.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.sharding.boxes import Cell, parts, shards
+from rldsl.sharding.boxes import Cell, num_parts, num_shards
 from rldsl.sharding.layout import degree_product
 
-Places = tuple[tuple[Cell | None, Cell | None], ...]  # for each device of a node: under the source, the destination
+CellPairs = tuple[tuple[Cell | None, Cell | None], ...]  # per device of a node: its cell under source and destination
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """A layout on its mesh. parts, shards: of a stage's parameters. copies: ranks at each cell. runs: (first rank, past
-    the last, number of the first in the mesh), by rank."""
+class MeshView:
+    """A layout on its mesh: rank to cell and back, in closed form."""
 
-    parts: int
-    shards: int
-    copies: int
-    runs: tuple[tuple[int, int, int], ...]
-    ordered: tuple[tuple[int, int, int], ...]
-    starts: tuple[int, ...] = field(repr=False)
+    parts: int  # a stage's parameters are divided into so many by tp and ep
+    shards: int  # and each part into so many runs of rows by zero
+    replicas: int  # ranks at each cell
+    runs: tuple[tuple[int, int, int], ...]  # (first rank, past the last, index of the first in the mesh), by rank
+    ordered: tuple[tuple[int, int, int], ...]  # the same, by index in the mesh
+    starts: tuple[int, ...] = field(repr=False)  # first ranks of `runs`
 
     @staticmethod
-    def of(layout: Layout, mesh: Mesh) -> Side:
+    def of(layout: Layout, mesh: Mesh) -> MeshView:
         before = accumulate((stop - start for start, stop in mesh.ranks), initial=0)
-        ordered = tuple((start, stop, at) for (start, stop), at in zip(mesh.ranks, before))
+        ordered = tuple((start, stop, at) for (start, stop), at in zip(mesh.ranks, before, strict=False))
         total = sum(stop - start for start, stop in mesh.ranks)
         assert layout.mesh == mesh.id, f"layout {layout.id} is on mesh {layout.mesh}, not {mesh.id}"
         assert degree_product(layout) == total, f"layout {layout.id} does not fill mesh {mesh.id}"
         runs = tuple(sorted(ordered))
-        count = shards(layout)
-        return Side(parts(layout), count, total // (layout.pp * parts(layout) * count), runs, ordered, tuple(r[0] for r in runs))
+        count = num_shards(layout)
+        replicas = total // (layout.pp * num_parts(layout) * count)
+        return MeshView(num_parts(layout), count, replicas, runs, ordered, tuple(r[0] for r in runs))
 
     def index(self, rank: int) -> int | None:
-        """The number of `rank` in the mesh."""
+        """The position of `rank` in the mesh; None outside it."""
         at = bisect_right(self.starts, rank) - 1
         if at < 0 or rank >= self.runs[at][1]:
             return None
@@ -52,26 +52,26 @@ class Side:
         index = self.index(rank)
         if index is None:
             return None
-        stage, shard = divmod(index // (self.copies * self.parts), self.shards)
+        stage, shard = divmod(index // (self.replicas * self.parts), self.shards)
         return Cell(stage, index % self.parts, shard)
 
-    def copy(self, rank: int) -> int:
-        """Which of the ranks at its cell `rank` is."""
+    def replica(self, rank: int) -> int:
+        """Which of the replicas of its cell `rank` is."""
         index = self.index(rank)
         assert index is not None, f"rank {rank} is not in the mesh"
-        return index // self.parts % self.copies
+        return index // self.parts % self.replicas
 
-    def rank(self, cell: Cell, copy: int) -> int:
-        index = ((cell.stage * self.shards + cell.shard) * self.copies + copy) * self.parts + cell.part
+    def rank(self, cell: Cell, replica: int) -> int:
+        index = ((cell.stage * self.shards + cell.shard) * self.replicas + replica) * self.parts + cell.part
         at = bisect_right(self.ordered, index, key=lambda r: r[2]) - 1
         return self.ordered[at][0] + index - self.ordered[at][2]
 
     def key(self, first: int, stop: int) -> object:
-        """Equal for two blocks of ranks only if their ranks stand alike. One step where the block lies in one shard of
-        one stage."""
+        """Equal for two blocks of ranks only if their ranks have the same cells. Takes one step where the block lies
+        within one shard of one stage."""
         at = bisect_right(self.starts, first) - 1
         if at >= 0 and stop <= self.runs[at][1]:
-            index, shard = self.runs[at][2] + first - self.runs[at][0], self.copies * self.parts
+            index, shard = self.runs[at][2] + first - self.runs[at][0], self.replicas * self.parts
             if index // shard == (index + stop - first - 1) // shard:
                 return index // shard, index % self.parts
         elif (at < 0 or self.runs[at][1] <= first) and (at + 1 == len(self.runs) or stop <= self.starts[at + 1]):
@@ -79,21 +79,21 @@ class Side:
         return tuple(self.cell(rank) for rank in range(first, stop))
 
 
-def kinds(src: Side, dst: Side, devices: int) -> dict[Places, tuple[int, ...]]:
-    """The nodes of each kind, ascending, for nodes of `devices` ranks; in the order of their first nodes."""
+def node_groups(src: MeshView, dst: MeshView, devices: int) -> dict[CellPairs, tuple[int, ...]]:
+    """The nodes of each group, ascending, for nodes of `devices` ranks; in the order of their first nodes."""
     keys: dict[tuple[object, object], list[int]] = {}
     for node in _nodes(dst, devices):
         first, stop = node * devices, (node + 1) * devices
         keys.setdefault((src.key(first, stop), dst.key(first, stop)), []).append(node)
-    found: dict[Places, list[int]] = {}
-    for nodes in keys.values():  # two keys may say the same
+    found: dict[CellPairs, list[int]] = {}
+    for nodes in keys.values():  # two keys may stand for the same cells
         block = range(nodes[0] * devices, (nodes[0] + 1) * devices)
         found.setdefault(tuple((src.cell(r), dst.cell(r)) for r in block), []).extend(nodes)
     return {places: tuple(sorted(nodes)) for places, nodes in found.items()}
 
 
-def _nodes(side: Side, devices: int) -> Iterator[int]:
-    """Every node with a rank of the mesh, ascending."""
+def _nodes(side: MeshView, devices: int) -> Iterator[int]:
+    """Every node that has a rank of the mesh, ascending."""
     last = -1
     for start, stop, _ in side.runs:
         for node in range(max(last + 1, start // devices), (stop - 1) // devices + 1):

@@ -1,7 +1,8 @@
-"""How every line reaches every rank that lacks it, said once for each kind of node and each cell.
+"""Who sends which part of every shard class to whom: one record per node group and per cell.
 
-Records, which `routes.py` makes and `transfer_slices.py` reads; the same on every machine, of a size that depends on
-degrees and kinds and not on ranks. """
+Records that `routes.py` makes and `transfer_slices.py` reads. Every machine computes the same ones. Their size depends
+on degrees and groups of parameters, not on the number of ranks or layers.
+"""
 
 from __future__ import annotations
 
@@ -11,106 +12,101 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rldsl.reshard.load_balance import Share
-from rldsl.reshard.node_groups import Places, Side
-from rldsl.reshard.shard_classes import Line
+from rldsl.reshard.node_groups import CellPairs, MeshView
+from rldsl.reshard.shard_classes import ShardClass
 from rldsl.sharding.boxes import Cell
 
 
-class Hop(NamedTuple):
-    """[start, stop) of a line goes from device to device of a node. step: 0, or 1 for what came in step 0."""
+class IntraNodeCopy(NamedTuple):
+    """One device of a node sends a slice of a shard class to another device of the same node."""
 
-    step: int
-    line: int
-    src: int
-    dst: int
-    start: int
-    stop: int
-
-
-class Supply(NamedTuple):
-    """A cell serves `copies` trees of the nodes of `kind`, `amount` elements for each, from `start` of its line on."""
-
-    kind: int
-    copies: int
-    amount: int
-    start: int
+    step: int  # 0; 1 where the sender itself received the slice in step 0
+    shard_class: int  # number of the class in `Routes.classes`
+    src: int  # device of the node
+    dst: int  # device of the node
+    start: int  # first element of the class
+    stop: int  # past the last
 
 
-@dataclass(frozen=True, slots=True)
-class Entering:
-    """A line that comes into a node over the network. shares: of the devices by which it comes. needers: all devices
-    that lack it."""
+class TreeSupply(NamedTuple):
+    """What the ranks at a cell send to the trees of one node group."""
 
-    needers: tuple[int, ...]
-    shares: tuple[Share, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """nodes: ascending. trees: into how many trees they are divided; as many as nodes if none passes anything on.
-    hops: inside a node, of lines that some of it hold."""
-
-    nodes: tuple[int, ...]
-    places: Places
-    entering: Mapping[int, Entering]
-    hops: tuple[Hop, ...]
+    group: int  # number of the group in `Routes.groups`
     trees: int
-
-    def tree(self, i: int) -> tuple[int, int]:
-        """The nodes [start, stop) of tree `i`, by their number in `nodes`."""
-        return -(-i * len(self.nodes) // self.trees), -(-(i + 1) * len(self.nodes) // self.trees)
+    amount: int  # elements per tree
+    start: int  # where the first tree's elements begin in everything that the cell sends
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """What the ranks at a cell send over the network: a line of `size` elements, kind after kind and tree after tree,
-    in equal stretches for `senders` of them."""
+class Arrival:
+    """A shard class that enters a node over the network."""
 
-    size: int
-    senders: int
-    supplies: tuple[Supply, ...]
+    needers: tuple[int, ...]  # all devices of the node that lack it
+    shares: tuple[Share, ...]  # which of them receives which part from outside; they then send it to the others
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
-    """shares: of each line that crosses the network, the part that each cell sends, by its place among the line's
-    `have`. busiest: the most elements that one rank sends or receives (where it sends for others too, a bound of
-    that)."""
+class NodeGroup:
+    """Nodes whose devices hold and want the same cells, so that one record says what each of them does."""
 
-    devices: int
-    src: Side
-    dst: Side
-    lines: tuple[Line, ...]
-    kinds: tuple[Kind, ...]
-    shares: Mapping[int, tuple[Share, ...]]
-    sources: Mapping[Cell, Source]
-    busiest: int = 0
+    nodes: tuple[int, ...]  # ascending
+    cells: CellPairs
+    arrivals: Mapping[int, Arrival]  # by number of the shard class: those that no device of the node holds
+    local_copies: tuple[IntraNodeCopy, ...]  # of shard classes that some device of the node holds
+    num_trees: int  # broadcast trees over the nodes; as many as nodes where no node passes anything on
+
+    def tree_nodes(self, i: int) -> tuple[int, int]:
+        """The nodes [start, stop) of tree `i`, as positions in `nodes`."""
+        return -(-i * len(self.nodes) // self.num_trees), -(-(i + 1) * len(self.nodes) // self.num_trees)
 
 
-def taken(entering: Iterable[Entering]) -> dict[tuple[int, ...], Counter[int]]:
-    """What comes over the network to each device of a node, for those that lack it, of all their lines together."""
+@dataclass(frozen=True, slots=True)
+class CellSender:
+    """Everything that the ranks at one cell send over the network, as one line of elements: group after group, and tree
+    after tree inside a group. Each of `num_senders` ranks sends an equal stretch of that line."""
+
+    size: int  # elements
+    num_senders: int
+    supplies: tuple[TreeSupply, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """How the parameters of a model get from one layout to another."""
+
+    devices: int  # per node
+    src: MeshView
+    dst: MeshView
+    classes: tuple[ShardClass, ...]
+    groups: tuple[NodeGroup, ...]
+    shares: Mapping[int, tuple[Share, ...]]  # per class that crosses the network: the part that each holder cell sends
+    senders: Mapping[Cell, CellSender]
+    busiest: int = 0  # the most elements that one rank sends or receives; a bound where it also sends for others
+
+
+def arrivals_by_device(arrivals: Iterable[Arrival]) -> dict[tuple[int, ...], Counter[int]]:
+    """Elements that each device of a node receives over the network, summed over the classes that the same devices
+    lack: devices that lack them -> device -> elements."""
     found: dict[tuple[int, ...], Counter[int]] = {}
-    for e in entering:
-        if e.needers not in found:
-            found[e.needers] = Counter()
-        mine = found[e.needers]
-        for who, start, stop in e.shares:
-            mine[who] += stop - start
+    for arrival in arrivals:
+        mine = found.setdefault(arrival.needers, Counter())
+        for device, start, stop in arrival.shares:
+            mine[device] += stop - start
     return found
 
 
-def handed(came: Mapping[tuple[int, ...], Mapping[int, int]]) -> Counter[int]:
-    """What devices then give to others of what is `taken`."""
+def forwarded_by_device(arrived: Mapping[tuple[int, ...], Mapping[int, int]]) -> Counter[int]:
+    """Elements that each device then sends to the other devices of its node. arrived: see `arrivals_by_device`."""
     found = Counter[int]()
-    for needers, parts in came.items():
-        for who, size in parts.items():
-            found[who] += size * (len(needers) - (who in needers))
+    for needers, parts in arrived.items():
+        for device, size in parts.items():
+            found[device] += size * (len(needers) - (device in needers))
     return found
 
 
-def fan(i: int, entering: Entering, step: int) -> Iterator[Hop]:
-    """The parts of a line from the devices by which it came to all others that lack it."""
-    for who, start, stop in entering.shares:
-        for needer in entering.needers:
-            if needer != who:
-                yield Hop(step, i, who, needer, start, stop)
+def fan_out(shard_class: int, arrival: Arrival, step: int) -> Iterator[IntraNodeCopy]:
+    """The copies from the devices that received a class to all others of the node that lack it."""
+    for device, start, stop in arrival.shares:
+        for needer in arrival.needers:
+            if needer != device:
+                yield IntraNodeCopy(step, shard_class, device, needer, start, stop)

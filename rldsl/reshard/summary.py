@@ -1,7 +1,8 @@
-"""What a reallocation amounts to, from its paths alone: bytes, messages, and a digest of all that it does.
+"""What a resharding amounts to: bytes, messages, and a digest of everything it does.
 
-In: `Paths`. Out: numbers that the compiler writes into the plan and that every rank finds again, at a cost that does
-not grow with the number of ranks. """
+In: `Routes`. Out: numbers that the compiler writes into the plan and that every rank computes again, at a cost that
+does not grow with the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rldsl.plan.model import Model
-from rldsl.reshard.records import Kind, Paths, taken
-from rldsl.reshard.rounds import BUCKET, buckets, count
+from rldsl.reshard.records import NodeGroup, Routes, arrivals_by_device
+from rldsl.reshard.rounds import BUCKET, num_buckets, num_rounds
 from rldsl.sharding.boxes import Cell, itemsize
 
 
@@ -28,22 +29,22 @@ class Summary:
     digest: str
 
 
-def summary(p: Paths, model: Model, bucket: int = BUCKET) -> Summary:
+def summary(p: Routes, model: Model, bucket: int = BUCKET) -> Summary:
     """In bytes of the model's dtype. bucket: bytes."""
     size = itemsize(model)
-    number = buckets(p, size, bucket)
-    total = sum(lacking(k) * len(k.nodes) for k in p.kinds)
-    crossing = sum(p.lines[i].size * len(k.nodes) for k in p.kinds for i in k.entering)
-    return Summary(total * size, crossing * size, count(p, number), p.busiest * size, digest(p, number))
+    number = num_buckets(p, size, bucket)
+    total = sum(missing_elements(k) * len(k.nodes) for k in p.groups)
+    crossing = sum(p.classes[i].size * len(k.nodes) for k in p.groups for i in k.arrivals)
+    return Summary(total * size, crossing * size, num_rounds(p, number), p.busiest * size, digest(p, number))
 
 
-def lacking(kind: Kind) -> int:
+def missing_elements(group: NodeGroup) -> int:
     """Elements that the ranks of one node lack."""
-    entering = sum(len(needers) * sum(x.values()) for needers, x in taken(kind.entering.values()).items())
-    return entering + sum(h.stop - h.start for h in kind.hops)
+    entering = sum(len(needers) * sum(x.values()) for needers, x in arrivals_by_device(group.arrivals.values()).items())
+    return entering + sum(h.stop - h.start for h in group.local_copies)
 
 
-def digest(p: Paths, buckets: int) -> str:
+def digest(p: Routes, buckets: int) -> str:
     """sha256 over a text of the paths and the number of buckets."""
     total = hashlib.sha256()
     for line in _text(p, buckets):
@@ -51,25 +52,27 @@ def digest(p: Paths, buckets: int) -> str:
     return total.hexdigest()
 
 
-def _text(p: Paths, buckets: int) -> Iterator[str]:
+def _text(p: Routes, buckets: int) -> Iterator[str]:
     yield f"{buckets} buckets, {p.devices} devices"
     for side in (p.src, p.dst):
         divided = f"{side.parts}x{side.shards}" if side.shards > 1 else str(side.parts)
-        yield f"side {divided} {side.copies} {_ints(x for run in side.ordered for x in run)}"
-    for i, line in enumerate(p.lines):
-        yield f"line {i} {_cells(line.have)} to {_cells(line.want)}"
-        for e in line.entries:
-            yield f"{e.spec} {_ints(-1 if x is None else x for x in e.layers)} {_ints(x for ends in e.box for x in ends)}"
-    for kind in p.kinds:
-        yield f"kind {kind.trees} {_ints(kind.nodes)}"
-        for i, e in kind.entering.items():
-            yield f"enters {i} {_ints(e.needers)} {_ints(x for s in e.shares for x in s)}"
-        for hop in kind.hops:
-            yield f"hop {_ints(hop)}"
+        yield f"side {divided} {side.replicas} {_ints(x for run in side.ordered for x in run)}"
+    for i, line in enumerate(p.classes):
+        yield f"line {i} {_cells(line.holders)} to {_cells(line.needers)}"
+        for e in line.segments:
+            layers = _ints(-1 if x is None else x for x in e.layers)
+            yield f"{e.spec} {layers} {_ints(x for ends in e.box for x in ends)}"
+    for group in p.groups:
+        yield f"kind {group.num_trees} {_ints(group.nodes)}"
+        for i, arrival in group.arrivals.items():
+            yield f"enters {i} {_ints(arrival.needers)} {_ints(x for s in arrival.shares for x in s)}"
+        for copy in group.local_copies:
+            yield f"hop {_ints(copy)}"
     for i, shares in sorted(p.shares.items()):
         yield f"share {i} {_ints(x for s in shares for x in s)}"
-    for cell, source in sorted(p.sources.items()):
-        yield f"source {_cells((cell,))} {source.size} {source.senders} {_ints(x for s in source.supplies for x in s)}"
+    for cell, source in sorted(p.senders.items()):
+        supplies = _ints(x for s in source.supplies for x in s)
+        yield f"source {_cells((cell,))} {source.size} {source.num_senders} {supplies}"
 
 
 def _ints(numbers: Iterable[int]) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rldsl.plan.model import Layout, Model
-from rldsl.reshard.alias import coincide
-from rldsl.reshard.rounds import BUCKET, buckets, count
-from rldsl.reshard.routes import paths
+from rldsl.reshard.alias import share_one_copy
+from rldsl.reshard.rounds import BUCKET, num_buckets, num_rounds
+from rldsl.reshard.routes import plan_routes
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block, Strategy
-from rldsl.sharding.dtypes import carried
+from rldsl.sharding.dtypes import in_wire_dtype
 from rldsl.simulate.times import Machine
 from rldsl.simulate.traffic import Loads
 
@@ -76,20 +76,20 @@ class Moves:
 
     def _move(self, model: Model, src: Layout, a: Block, dst: Layout, b: Block) -> Move:
         machine, gpus = self.machine, self.problem.cluster.gpus
-        if src == dst or coincide(model, src, a.mesh(), dst, b.mesh()):
+        if src == dst or share_one_copy(model, src, a.mesh(), dst, b.mesh()):
             return Move()
-        travels = carried(model, src.id, model, dst.id, 0.0)
+        travels = in_wire_dtype(model, src.id, model, dst.id, 0.0)
         item = ITEM[travels.dtype]
-        way = paths(model, src, a.mesh(), dst, b.mesh(), gpus)
+        way = plan_routes(model, src, a.mesh(), dst, b.mesh(), gpus)
         seen = Loads.of(way).every()
         most = max((t.received for t in seen), default=0)
         if not most:
             return Move(copied=True)
-        parts = buckets(way, item)
+        parts = num_buckets(way, item)
         longest = max(max(t.receiving(machine, item), t.sending(machine, item)) for t in seen)
         crosses = any(t.crosses for t in seen)
         return Move(machine.memory(2 * item * max(t.sent for t in seen)),
-                    count(way, parts) * (machine.latency(crosses) + longest / parts),
+                    num_rounds(way, parts) * (machine.latency(crosses) + longest / parts),
                     machine.memory(2 * item * most), item * most, min(2 * item * most, BUCKET), True)
 
 

@@ -19,12 +19,12 @@ TURNS = 4  # exchanges for each shard, at most
 Items = list[tuple[int, int]]  # (weight, number), ascending
 
 
-def cost(tokens: int) -> int:
+def sequence_cost(tokens: int) -> int:
     """What a sequence costs a transformer, up to a factor."""
     return tokens * (LINEAR + tokens)
 
 
-def divide(weights: Sequence[int], shards: int, most: int) -> tuple[tuple[int, ...], ...]:
+def balance_items(weights: Sequence[int], shards: int, most: int) -> tuple[tuple[int, ...], ...]:
     """The items of each shard, ascending; none has more than `most`."""
     chosen = _longest_first(weights, shards, most)
     _exchange(chosen)
@@ -49,13 +49,14 @@ def _longest_first(weights: Sequence[int], shards: int, most: int) -> list[Items
 def _exchange(chosen: list[Items]) -> None:
     """Each turn makes the heaviest shard lighter, and none as heavy as it was."""
     order = sorted((sum(weight for weight, _ in items), shard) for shard, items in enumerate(chosen))
-    bound = max(max((items[-1][0] for items in chosen if items), default=0), -(-sum(x for x, _ in order) // len(chosen)))
+    mean = -(-sum(x for x, _ in order) // len(chosen))
+    bound = max(max((items[-1][0] for items in chosen if items), default=0), mean)
     for _ in range(TURNS * len(chosen)):
         top, heavy = order[-1]
         if top * 1024 <= bound * 1025:
             return
         found = min((way for low, light in order[:LIGHTEST]
-                     for way in _ways(chosen[heavy], chosen[light], top, low, light)), default=None)
+                     for way in _swaps(chosen[heavy], chosen[light], top, low, light)), default=None)
         if found is None:
             return
         _, light, a, b, low = found
@@ -68,7 +69,7 @@ def _exchange(chosen: list[Items]) -> None:
         insort(order, (low + one[0] - other[0], light))
 
 
-def _ways(heavy: Items, light: Items, top: int, low: int, shard: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _swaps(heavy: Items, light: Items, top: int, low: int, shard: int) -> Iterator[tuple[int, int, int, int, int]]:
     """(load of the heavier afterwards, shard, place in `heavy`, place in `light`, its load): for each item of `heavy`
     the two of `light` that bring the loads nearest to each other."""
     for a, (weight, _) in enumerate(heavy):

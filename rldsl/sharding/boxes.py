@@ -58,7 +58,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Holding:
     """The same pieces on every one of `ranks`."""
 
     pieces: tuple[Piece, ...]
@@ -67,10 +67,10 @@ class Share:
 
 def parameters(model: Model) -> Iterator[Parameter]:
     """Every parameter that has versions: spec by spec, layer by layer."""
-    return each(model.params, model.layers)
+    return expand_specs(model.params, model.layers)
 
 
-def each(specs: Iterable[ParamSpec], layers: int) -> Iterator[Parameter]:
+def expand_specs(specs: Iterable[ParamSpec], layers: int) -> Iterator[Parameter]:
     """The parameters of some specs of a model with `layers` layers."""
     for spec in specs:
         if "{}" in spec.name:
@@ -132,17 +132,17 @@ def pieces(spec: ParamSpec, tp: int, index: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def parts(layout: Layout) -> int:
+def num_parts(layout: Layout) -> int:
     """Into how many parts a layout divides parameters, by heads, columns, rows or experts."""
     return layout.tp * layout.ep
 
 
-def shards(layout: Layout) -> int:
+def num_shards(layout: Layout) -> int:
     """Into how many runs of rows a layout divides its parts."""
     return layout.dp // layout.ep if layout.zero else 1
 
 
-def cut(spec: ParamSpec, whole: tuple[Piece, ...], count: int, shard: int) -> tuple[Piece, ...]:
+def cut_rows(spec: ParamSpec, whole: tuple[Piece, ...], count: int, shard: int) -> tuple[Piece, ...]:
     """The rows of shard `shard` of `count` of the local tensor that `whole` makes up. What has no dimensions is the
     first one's."""
     if count == 1 or not spec.shape:
@@ -152,7 +152,7 @@ def cut(spec: ParamSpec, whole: tuple[Piece, ...], count: int, shard: int) -> tu
     size = -(-max(stop for _, stop in ends) // count)
     low, high = shard * size, (shard + 1) * size
     found = []
-    for piece, (start, stop) in zip(whole, ends):
+    for piece, (start, stop) in zip(whole, ends, strict=True):
         first, past = max(start, low), min(stop, high)
         if first < past:
             shift = piece.box[0][0] - start
@@ -161,25 +161,25 @@ def cut(spec: ParamSpec, whole: tuple[Piece, ...], count: int, shard: int) -> tu
     return tuple(found)
 
 
-def places(layout: Layout) -> Iterator[tuple[int, int]]:
+def part_shards(layout: Layout) -> Iterator[tuple[int, int]]:
     """Every (part, shard) of a layout, ascending."""
-    return product(range(parts(layout)), range(shards(layout)))
+    return product(range(num_parts(layout)), range(num_shards(layout)))
 
 
 def cells(layout: Layout, stage: int) -> Iterator[Cell]:
     """Those of a pipeline stage, ascending."""
-    return (Cell(stage, *place) for place in places(layout))
+    return (Cell(stage, *place) for place in part_shards(layout))
 
 
 def pieces_at(spec: ParamSpec, layout: Layout, part: int, shard: int) -> tuple[Piece, ...]:
     """What the ranks at (part, shard) hold of a parameter, on the stages that have it. The one place that says what a
     layout means for boxes."""
     expert, index = divmod(part, layout.tp)
-    whole, count = pieces(spec, layout.tp, index), shards(layout)
+    whole, count = pieces(spec, layout.tp, index), num_shards(layout)
     if layout.ep == 1:
-        return cut(spec, whole, count, shard)
+        return cut_rows(spec, whole, count, shard)
     if not spec.experts:
-        return cut(spec, whole, layout.dp if layout.zero else 1, shard * layout.ep + expert if layout.zero else 0)
+        return cut_rows(spec, whole, layout.dp if layout.zero else 1, shard * layout.ep + expert if layout.zero else 0)
     assert spec.experts % layout.ep == 0, f"{spec.name}: {spec.experts} experts over ep={layout.ep}"
     own = spec.experts // layout.ep
     size = -(-own // count)
@@ -188,7 +188,7 @@ def pieces_at(spec: ParamSpec, layout: Layout, part: int, shard: int) -> tuple[P
     return tuple(Piece((rows, *p.box[1:]), p.offset) for p in whole) if rows[0] < rows[1] else ()
 
 
-def cell(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:
+def cell_of(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:
     """Where `rank` stands; None outside the mesh."""
     if rank not in mesh.members():
         return None
@@ -197,36 +197,36 @@ def cell(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:
     return Cell(at.pp, expert * layout.tp + at.tp, run if layout.zero else 0)
 
 
-def held(parameter: Parameter, layers: int, layout: Layout, at: Cell | None) -> tuple[Piece, ...]:
+def pieces_of_cell(parameter: Parameter, layers: int, layout: Layout, at: Cell | None) -> tuple[Piece, ...]:
     """What a rank at a cell holds of a parameter; empty if nothing. layers: of the model."""
     if at is None or at.stage not in stages(parameter, layers, layout):
         return ()
     return pieces_at(parameter.spec, layout, at.part, at.shard)
 
 
-def holding(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> tuple[Piece, ...]:
+def pieces_of_rank(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> tuple[Piece, ...]:
     """What `rank` holds of a parameter; empty if nothing. For many parameters, ask `cell` once and then `held`."""
-    return held(parameter, layers, layout, cell(layout, mesh, rank))
+    return pieces_of_cell(parameter, layers, layout, cell_of(layout, mesh, rank))
 
 
-def shares(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh) -> tuple[Share, ...]:
+def holdings(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh) -> tuple[Holding, ...]:
     """All holders of a parameter, those with equal pieces together. The same as asking `holding` for every rank."""
     members = mesh.members()
     assert degree_product(layout) == len(members), f"layout {layout.id} does not fill mesh {mesh.id}"
     ranks: dict[tuple[Piece, ...], list[int]] = {}
     stage_size = layout.dp * layout.cp * layout.tp
-    block = stage_size // shards(layout)
-    for part, shard in places(layout):
+    block = stage_size // num_shards(layout)
+    for part, shard in part_shards(layout):
         same = ranks.setdefault(pieces_at(parameter.spec, layout, part, shard), [])
         for stage in stages(parameter, layers, layout):
             first = stage * stage_size + shard * block
-            same.extend(members[first + part : first + block : parts(layout)])
-    return tuple(Share(held, tuple(sorted(found))) for held, found in ranks.items() if held)
+            same.extend(members[first + part : first + block : num_parts(layout)])
+    return tuple(Holding(held, tuple(sorted(found))) for held, found in ranks.items() if held)
 
 
 def replicas(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> int:
     """How many ranks of the mesh hold exactly the pieces that `rank` holds; 0 if it holds none."""
-    return next((len(s.ranks) for s in shares(parameter, layers, layout, mesh) if rank in s.ranks), 0)
+    return next((len(s.ranks) for s in holdings(parameter, layers, layout, mesh) if rank in s.ranks), 0)
 
 
 def local_shape(parameter: Parameter, pieces: tuple[Piece, ...]) -> tuple[int, ...]:
@@ -243,7 +243,7 @@ def local_slice(piece: Piece, box: Box, dim: int) -> tuple[slice, ...]:
     """Where `box`, a part of `piece`, lies in the local tensor. dim: the split dimension (any, if there is none)."""
     assert contains(piece.box, box), f"{box} is not inside {piece.box}"
     shift = [(piece.offset if d == dim else 0) - start for d, (start, _) in enumerate(piece.box)]
-    return tuple(slice(start + s, stop + s) for (start, stop), s in zip(box, shift))
+    return tuple(slice(start + s, stop + s) for (start, stop), s in zip(box, shift, strict=True))
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -251,9 +251,9 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def inside(inner: Box, outer: Box) -> tuple[slice, ...]:
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Where `inner` lies in a tensor that holds just `outer`."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(inner, outer))
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(inner, outer, strict=True))
 
 
 def volume(box: Box) -> int:
@@ -277,7 +277,7 @@ def subtract(a: Box, b: Box) -> tuple[Box, ...]:
     if common is None:
         return (a,)
     rest: list[Box] = []
-    for d, ((start, stop), (low, high)) in enumerate(zip(a, common)):
+    for d, ((start, stop), (low, high)) in enumerate(zip(a, common, strict=True)):
         for part in ((start, low), (high, stop)):
             if part[0] < part[1]:
                 rest.append(common[:d] + (part,) + a[d + 1 :])

@@ -10,13 +10,13 @@ from dataclasses import replace
 from rldsl.plan.model import Model
 
 
-def stored(model: Model, layout: str) -> str:
+def storage_dtype(model: Model, layout: str) -> str:
     """The dtype of the parameters under a layout: where they are trained, or a mean is taken, a small change counts."""
     return "float32" if layout in (model.home, model.mean) else model.dtype
 
 
-def carried(source: Model, src: str, model: Model, dst: str, decay: float) -> Model:
+def in_wire_dtype(source: Model, src: str, model: Model, dst: str, decay: float) -> Model:
     """`model` in the dtype in which parameters of `source` under layout `src` travel to it under `dst`: the narrower of
     the two, but that of the source where a mean is taken."""
-    both = (stored(source, src),) if decay else (stored(source, src), stored(model, dst))
+    both = (storage_dtype(source, src),) if decay else (storage_dtype(source, src), storage_dtype(model, dst))
     return replace(model, dtype="bfloat16" if "bfloat16" in both else "float32")

@@ -18,7 +18,7 @@ Axis = Literal["tp", "pp", "dp", "cp", "ep", "copies", "mesh"]
 
 
 @dataclass(frozen=True, slots=True)
-class Coord:
+class Coordinate:
     """Position of a rank along each degree, slowest first."""
 
     pp: int
@@ -32,17 +32,17 @@ def degree_product(layout: Layout) -> int:
     return layout.pp * layout.dp * layout.cp * layout.tp
 
 
-def coordinate(layout: Layout, mesh: Mesh, rank: int) -> Coord:
+def coordinate(layout: Layout, mesh: Mesh, rank: int) -> Coordinate:
     """The coordinate of global `rank`, which must belong to `mesh`."""
     members = _members(layout, mesh)
     assert rank in members, f"rank {rank} is not in mesh {mesh.id}"
     index, tp = divmod(members.index(rank), layout.tp)
     index, cp = divmod(index, layout.cp)
     pp, dp = divmod(index, layout.dp)
-    return Coord(pp, dp, cp, tp)
+    return Coordinate(pp, dp, cp, tp)
 
 
-def shard_of(layout: Layout, index: int) -> int:
+def dp_index(layout: Layout, index: int) -> int:
     """The dp coordinate of the `index`th rank of the mesh."""
     return index // (layout.cp * layout.tp) % layout.dp
 
@@ -55,14 +55,15 @@ def axis_ranks(layout: Layout, mesh: Mesh, axis: Axis) -> tuple[tuple[int, ...],
     if axis == "mesh":
         return (members,)
     if axis == "ep":
-        return tuple(g[i : i + layout.ep] for g in axis_ranks(layout, mesh, "dp") for i in range(0, layout.dp, layout.ep))
+        runs = range(0, layout.dp, layout.ep)
+        return tuple(g[i : i + layout.ep] for g in axis_ranks(layout, mesh, "dp") for i in runs)
     if axis == "copies":
         return tuple(g[i :: layout.ep] for g in axis_ranks(layout, mesh, "dp") for i in range(layout.ep))
     names = ("pp", "dp", "cp", "tp")
     degrees = tuple(getattr(layout, name) for name in names)
     along = names.index(axis)
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, at in zip(members, product(*map(range, degrees))):
+    for rank, at in zip(members, product(*map(range, degrees)), strict=True):
         groups.setdefault(at[:along] + at[along + 1 :], []).append(rank)
     return tuple(tuple(groups[key]) for key in sorted(groups))
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-MESSAGES = 256
+MAX_MESSAGES = 256
 
 
-def batches(rank: int, peers: Iterable[int], world: int, messages: int = MESSAGES) -> tuple[tuple[int, ...], ...]:
+def message_batches(rank: int, peers: Iterable[int], world: int,
+                    messages: int = MAX_MESSAGES) -> tuple[tuple[int, ...], ...]:
     """Peers ascend inside a batch. world: number of ranks. messages: at most in a batch; at least 2."""
     found: dict[int, list[int]] = {}
     for peer in sorted(peers):

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Literal
 
 from rldsl.plan.model import Frame, Spread
-from rldsl.sharding.balance import cost, divide
+from rldsl.sharding.balance import balance_items, sequence_cost
 
 MASK = (1 << 64) - 1
 
@@ -42,7 +42,7 @@ def partition(weights: Sequence[int], shards: int, weigh: Literal["count", "toke
     assert shards > 0
     if weigh == "count":
         return _runs(tuple(range(len(weights))), shards)
-    return divide(weights, shards, len(weights))
+    return balance_items(weights, shards, len(weights))
 
 
 def _runs(items: Rows, shards: int) -> tuple[Rows, ...]:
@@ -89,7 +89,7 @@ def shard_rows(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Length
     only where tokens weigh and of frames that tell which rows there are. Unit "all" is one shard with every row."""
     known = {f.id: f for f in (*every, *frames)}
     if spread.unit == "all":
-        return ({f.id: there(f, known, lengths) for f in frames},)
+        return ({f.id: present_rows(f, known, lengths) for f in frames},)
     first = _weighed(spread, known)[0]
     minibatches = [m for epoch in _schedule(spread, dp, known, lengths, seed, step) for m in epoch]
     unions = (sorted({unit for m in minibatches for unit in m[shard]}) for shard in range(dp))
@@ -106,7 +106,7 @@ def train_schedule(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Le
                        for minibatch in epoch) for epoch in _schedule(spread, dp, known, lengths, seed, step))
 
 
-def there(frame: Frame, known: Mapping[str, Frame], lengths: Lengths) -> Rows:
+def present_rows(frame: Frame, known: Mapping[str, Frame], lengths: Lengths) -> Rows:
     """The rows that the frame has: all, or those that the lengths of `frame.partial` tell."""
     if not frame.partial:
         return tuple(range(frame.count))
@@ -115,14 +115,14 @@ def there(frame: Frame, known: Mapping[str, Frame], lengths: Lengths) -> Rows:
     return tuple(r for r in range(frame.count) if tells[r // each] > 0)
 
 
-def root(frame: Frame, known: Mapping[str, Frame]) -> Frame:
+def source_frame(frame: Frame, known: Mapping[str, Frame]) -> Frame:
     """The frame that a selection, or a selection of a selection, was taken from: rows have the same numbers in both."""
     while frame.of:
         frame = known[frame.of]
     return frame
 
 
-def origin(frame: Frame, known: Mapping[str, Frame]) -> str:
+def prompt_space(frame: Frame, known: Mapping[str, Frame]) -> str:
     """The prompt space in which the prompts of `frame` have the same numbers, selected or not."""
     while frame.of or frame.partial not in ("", frame.id):
         frame = known[frame.of or frame.partial]
@@ -159,33 +159,34 @@ def _slots(frame: Frame, unit: str, dp: int) -> tuple[Rows, ...]:
 def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame], lengths: Lengths) -> dict[int, int]:
     """The weight of each unit that is there, ascending: what its sequences of all frames cost, or 1."""
     per_unit = [f.per_prompt if spread.unit == "prompt" else 1 for f in frames]
-    assert all(f.count % per == 0 for f, per in zip(frames, per_unit)), f"spread {spread.id} cuts a prompt"
-    assert len({f.count // per for f, per in zip(frames, per_unit)}) == 1, (
+    assert all(f.count % per == 0 for f, per in zip(frames, per_unit, strict=True)), f"spread {spread.id} cuts a prompt"
+    assert len({f.count // per for f, per in zip(frames, per_unit, strict=True)}) == 1, (
         f"the frames of spread {spread.id} have different numbers of units")
     weights: dict[int, int] = {}
-    for frame, per in zip(frames, per_unit):
-        rows = there(frame, known, lengths)
+    for frame, per in zip(frames, per_unit, strict=True):
+        rows = present_rows(frame, known, lengths)
         if spread.weigh == "count":
             weights |= {row // per: 1 for row in rows}
             continue
         assert len(lengths[frame.id]) == frame.count, f"frame {frame.id}: {len(lengths[frame.id])} lengths"
         for row in rows:
-            weights[row // per] = weights.get(row // per, 0) + cost(lengths[frame.id][row])
+            weights[row // per] = weights.get(row // per, 0) + sequence_cost(lengths[frame.id][row])
     return dict(sorted(weights.items()))
 
 
 def _follow(unit: str, divided: Frame, frame: Frame, units: Sequence[int], known: Mapping[str, Frame],
             lengths: Lengths) -> Rows:
     """The rows of `frame` for some units (rows or prompts) of `divided`."""
-    if unit == "row" and root(frame, known).rows == root(divided, known).rows:
+    if unit == "row" and source_frame(frame, known).rows == source_frame(divided, known).rows:
         rows: Sequence[int] = units
     else:
-        assert origin(frame, known) == origin(divided, known), f"frame {frame.id} shares no prompts with {divided.id}"
+        assert prompt_space(frame, known) == prompt_space(divided, known), (
+            f"frame {frame.id} shares no prompts with {divided.id}")
         prompts = units if unit == "prompt" else sorted({row // divided.per_prompt for row in units})
         rows = [r for p in prompts for r in range(p * frame.per_prompt, (p + 1) * frame.per_prompt)]
     if not frame.partial:
         return tuple(rows)
-    here = set(there(frame, known, lengths))
+    here = set(present_rows(frame, known, lengths))
     return tuple(r for r in rows if r in here)
 
 
@@ -200,14 +201,14 @@ def micro_batches(rows: Sequence[int], lengths: Sequence[int], limit: int, at_le
     rows = sorted(rows)
     sizes = [lengths[r] for r in rows]
     count = max(micro_batch_count(len(rows), limit, at_least), _bins(sizes, budget) if budget else 1)
-    parts = divide(sizes, count, limit or len(rows))
+    parts = balance_items(sizes, count, limit or len(rows))
     while budget and any(len(part) > 1 and sum(sizes[i] for i in part) > budget for part in parts):
         count += 1
-        parts = divide(sizes, count, limit or len(rows))
+        parts = balance_items(sizes, count, limit or len(rows))
     return tuple(sorted(tuple(rows[i] for i in part) for part in parts))
 
 
-def passes(rows: Sequence[int], lengths: Sequence[int], limit: int, at_least: int, budget: int = 0) -> int:
+def num_micro_batches(rows: Sequence[int], lengths: Sequence[int], limit: int, at_least: int, budget: int = 0) -> int:
     """Into how many micro-batches `micro_batches` divides them."""
     if budget:
         return len(micro_batches(rows, lengths, limit, at_least, budget))

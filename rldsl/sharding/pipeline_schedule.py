@@ -47,7 +47,7 @@ class Exchange(NamedTuple):
 Action = Pass | Exchange
 
 
-def passes(pp: int, chunks: int, count: int, rank: int) -> tuple[Pass, ...]:
+def rank_passes(pp: int, chunks: int, count: int, rank: int) -> tuple[Pass, ...]:
     """Of `count` micro-batches, in order."""
     assert 0 <= rank < pp and chunks >= 1 and (pp > 1 or chunks == 1), (pp, chunks, rank)
     groups = _groups(pp, count)
@@ -57,7 +57,7 @@ def passes(pp: int, chunks: int, count: int, rank: int) -> tuple[Pass, ...]:
     if chunks > 1:
         apart = 2 * apart + (chunks - 1) * max(map(len, groups), default=0)
     warm = min(apart, len(ahead))
-    paired = (p for pair in zip(ahead[warm:], back) for p in pair)
+    paired = (p for pair in zip(ahead[warm:], back, strict=False) for p in pair)
     return (*ahead[:warm], *paired, *back[len(ahead) - warm :])
 
 
@@ -71,12 +71,12 @@ def actions(pp: int, chunks: int, count: int) -> tuple[tuple[Action, ...], ...]:
     """Of every rank. What a pass has made travels as soon as it is there: its message stands, on both sides, behind the
     passes of its moment."""
     found: list[list[Action]] = [[] for _ in range(pp)]
-    for together in _moments([passes(pp, chunks, count, rank) for rank in range(pp)], chunks):
+    for together in _clock_ticks([rank_passes(pp, chunks, count, rank) for rank in range(pp)], chunks):
         sends: dict[int, list[Message]] = defaultdict(list)
         takes: dict[int, list[Message]] = defaultdict(list)
         for rank, p in together:
             found[rank].append(p)
-            to = following(pp, chunks, rank, p)
+            to = next_pass(pp, chunks, rank, p)
             if to is not None and to[0] != rank:
                 sends[rank].append(Message(to[1], to[0]))
                 takes[to[0]].append(Message(to[1], rank))
@@ -85,33 +85,33 @@ def actions(pp: int, chunks: int, count: int) -> tuple[tuple[Action, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def following(pp: int, chunks: int, rank: int, p: Pass) -> tuple[int, Pass] | None:
+def next_pass(pp: int, chunks: int, rank: int, p: Pass) -> tuple[int, Pass] | None:
     """Who wants what a pass makes: (rank, its pass); None for the loss and the gradient of the embedding."""
     stage = p.chunk * pp + rank + (-1 if p.backward else 1)
     return (stage % pp, Pass(p.backward, stage // pp, p.micro)) if 0 <= stage < pp * chunks else None
 
 
-def _moments(lists: Sequence[Sequence[Pass]], chunks: int) -> Iterator[list[tuple[int, Pass]]]:
+def _clock_ticks(lists: Sequence[Sequence[Pass]], chunks: int) -> Iterator[list[tuple[int, Pass]]]:
     """The passes of all ranks, by moments in which each rank makes at most one: as early as what they need allows, were
     all passes equally long."""
     pp, at = len(lists), [0] * len(lists)
     needs: set[tuple[int, Pass]] = {(0, p) for p in lists[0] if not p.backward and p.chunk == 0}
-    while any(i < len(own) for i, own in zip(at, lists)):
-        together = [(rank, own[i]) for rank, (i, own) in enumerate(zip(at, lists))
+    while any(i < len(own) for i, own in zip(at, lists, strict=True)):
+        together = [(rank, own[i]) for rank, (i, own) in enumerate(zip(at, lists, strict=True))
                     if i < len(own) and (rank, own[i]) in needs]
         assert together, f"a schedule of {pp} ranks and {chunks} chunks waits for itself"
         yield together
         for rank, p in together:
             at[rank] += 1
             needs.remove((rank, p))
-            to = following(pp, chunks, rank, p)
+            to = next_pass(pp, chunks, rank, p)
             if to is not None:
                 needs.add(to)
             elif not p.backward:
                 needs.add((rank, Pass(True, p.chunk, p.micro)))
 
 
-def in_flight(order: Sequence[Pass], weights: Sequence[int], of: int | None = None) -> int:
+def max_activations_in_flight(order: Sequence[Pass], weights: Sequence[int], of: int | None = None) -> int:
     """The most that is kept for backward passes when one begins. weights: kept of a pass through each chunk. of: only
     when it is one of this chunk."""
     kept = most = 0
@@ -125,7 +125,7 @@ def in_flight(order: Sequence[Pass], weights: Sequence[int], of: int | None = No
     return most
 
 
-def waiting(own: Sequence[Action]) -> int:
+def max_waiting_messages(own: Sequence[Action]) -> int:
     """The most messages that have come to a rank and wait for their passes, with the one that a pass reads."""
     here: Counter[Pass] = Counter()
     most = 0

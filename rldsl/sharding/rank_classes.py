@@ -17,7 +17,7 @@ from rldsl.plan.model import Ranges
 Where = TypeVar("Where", bound=Hashable)
 
 
-def alike(places: Mapping[Where, Ranges], world: int) -> dict[frozenset[Where], Ranges]:
+def ranks_by_membership(places: Mapping[Where, Ranges], world: int) -> dict[frozenset[Where], Ranges]:
     """All ranks of the world, in the order of their first ones. The ranges of one place are disjoint, in any order;
     those of the result ascend and end wherever a range of any place does, so that inside one every mesh counts on."""
     turns: dict[int, set[Where]] = defaultdict(set)

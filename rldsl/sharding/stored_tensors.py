@@ -13,7 +13,7 @@ from rldsl.sharding.boxes import Box, Parameter
 EXPERT = "{expert}"
 
 
-def tensors(parameter: Parameter) -> Iterator[tuple[str, Box]]:
+def stored_tensors(parameter: Parameter) -> Iterator[tuple[str, Box]]:
     """(name, box) of each; nothing where the directory has the parameter as it is."""
     spec = parameter.spec
     for i, template in enumerate(spec.stored):

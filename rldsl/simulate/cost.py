@@ -13,7 +13,7 @@ from math import ceil, log2, prod
 from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Model, ParamSpec
 from rldsl.sharding.boxes import itemsize, pieces, volume
-from rldsl.sharding.dtypes import stored
+from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.layout import own_layers
 from rldsl.simulate.lengths import Row
 
@@ -76,7 +76,7 @@ def shard(model: Model, layout: Layout, stage: int) -> Shard:
     return Shard(
         model=model, tp=layout.tp, layers=here, first=first, last=last, layer=layer, head=head, elements=held(specs),
         trained=held(model.params), attention=heads * sizes.head_dim, cache=2 * kv * sizes.head_dim,
-        item=4 if stored(model, layout.id) == "float32" else itemsize(model), mixed=mixed,
+        item=4 if storage_dtype(model, layout.id) == "float32" else itemsize(model), mixed=mixed,
         active=layer - mixed + chosen,
         apart=held(apart), rest=held(outside))
 

@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from rldsl.plan.events import Realloc, Transfer
-from rldsl.reshard.rounds import buckets, count
-from rldsl.sharding.dtypes import carried
+from rldsl.reshard.rounds import num_buckets, num_rounds
+from rldsl.sharding.dtypes import in_wire_dtype
 from rldsl.simulate.engine import Act, Post, Run
 from rldsl.simulate.traffic import Loads, Traffic
 from rldsl.simulate.world import World
@@ -60,11 +60,11 @@ def realloc(world: World, event: Realloc, c: int, key: Hashable) -> Issued:
     machine, model = world.machine, world.models[event.model]
     source, src = world.models[event.source or event.model], world.layouts[event.src]
     givers = world.on(src.mesh)
-    item = {"float32": 4, "bfloat16": 2}[carried(source, src.id, model, event.dst, event.decay).dtype]
+    item = {"float32": 4, "bfloat16": 2}[in_wire_dtype(source, src.id, model, event.dst, event.decay).dtype]
     moved = moves(world, event)
     way = world.ways[event.model, event.src, event.dst]
-    parts = buckets(way, item)
-    rounds = count(way, parts)
+    parts = num_buckets(way, item)
+    rounds = num_rounds(way, parts)
     acts: list[Act] = [Run(machine.memory(2 * item * moved[c].sent))]
     keys: list[Hashable] = []
     for d in world.on(world.layouts[event.dst].mesh):

@@ -35,7 +35,7 @@ from rldsl.plan.events import (
     Transfer,
 )
 from rldsl.plan.expr import REDUCTIONS
-from rldsl.sharding.boxes import cell, parameters
+from rldsl.sharding.boxes import cell_of, parameters
 from rldsl.simulate.calls import generate, infer, train
 from rldsl.simulate.engine import Act, Again, Begin, Mark, Post, Run, Wait
 from rldsl.simulate.moves import realloc, transfer
@@ -193,7 +193,7 @@ class _Walk:
         """Between the device and the host, beside whatever the rank does; on a processor there is nowhere to go. What
         comes is waited for by its use, and comes when it has gone."""
         world, layout = self.world, self.world.layouts[event.layout]
-        at = cell(layout, world.meshes[layout.mesh], world.classes.first[self.c])
+        at = cell_of(layout, world.meshes[layout.mesh], world.classes.first[self.c])
         assert at is not None, f"class {self.c} has no copy under {layout.id}"
         copy, buffer = Copy(world.models[event.model], layout, at), f"{event.model}@{event.layout}"
         size = moment_bytes(copy) if event.what == "optimizer" else (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from rldsl.plan.model import Ranges
-from rldsl.reshard.records import Kind, Paths, handed, taken
+from rldsl.reshard.records import NodeGroup, Routes, arrivals_by_device, forwarded_by_device
 from rldsl.sharding.boxes import Cell
 from rldsl.simulate.times import Machine
 
@@ -58,16 +58,16 @@ class Loads:
     rank at it, also where only some of them send. kind: of each node. inside: by kind and device. alone: of ranks that
     only send."""
 
-    way: Paths
+    way: Routes
     kind: Mapping[int, int]
     inside: Sequence[Sequence[Traffic]]
     alone: Mapping[Cell, Traffic]
 
     @staticmethod
-    def of(way: Paths) -> Loads:
-        alone = {cell: Traffic(0, 0, 0, -(-s.size // s.senders)) for cell, s in way.sources.items()}
-        return Loads(way, {node: q for q, kind in enumerate(way.kinds) for node in kind.nodes},
-                     tuple(tuple(_devices(way, kind)) for kind in way.kinds), alone)
+    def of(way: Routes) -> Loads:
+        alone = {cell: Traffic(0, 0, 0, -(-s.size // s.num_senders)) for cell, s in way.senders.items()}
+        return Loads(way, {node: q for q, kind in enumerate(way.groups) for node in kind.nodes},
+                     tuple(tuple(_devices(way, kind)) for kind in way.groups), alone)
 
     def every(self) -> tuple[Traffic, ...]:
         return (*(t for devices in self.inside for t in devices), *self.alone.values())
@@ -85,20 +85,20 @@ class Loads:
         return Traffic(*(max(getattr(t, f.name) for t in seen) for f in fields(Traffic)))
 
 
-def _devices(way: Paths, kind: Kind) -> Iterator[Traffic]:
+def _devices(way: Routes, kind: NodeGroup) -> Iterator[Traffic]:
     """What comes in over the network, the devices by which it comes give to the others."""
-    came = taken(kind.entering.values())
-    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), handed(came), Counter[int]()
+    came = arrivals_by_device(kind.arrivals.values())
+    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), forwarded_by_device(came), Counter[int]()
     for needers, parts in came.items():
         near_in.update(dict.fromkeys(needers, sum(parts.values())))
         for who, size in parts.items():
             far_in[who] += size
             near_in[who] -= size * (who in needers)
-            far_out[who] += size * (kind.trees < len(kind.nodes))
-    for hop in kind.hops:
+            far_out[who] += size * (kind.num_trees < len(kind.nodes))
+    for hop in kind.local_copies:
         near_in[hop.dst] += hop.stop - hop.start
         near_out[hop.src] += hop.stop - hop.start
-    for device, (cell, _) in enumerate(kind.places):
-        source = way.sources.get(cell) if cell is not None else None
-        far_out[device] += -(-source.size // source.senders) if source is not None else 0
+    for device, (cell, _) in enumerate(kind.cells):
+        source = way.senders.get(cell) if cell is not None else None
+        far_out[device] += -(-source.size // source.num_senders) if source is not None else 0
         yield Traffic(near_in[device], far_in[device], near_out[device], far_out[device])

@@ -10,7 +10,7 @@ from rldsl.memory.reshard_buffers import ways
 from rldsl.memory.values import rows
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
-from rldsl.reshard.records import Paths
+from rldsl.reshard.records import Routes
 from rldsl.simulate.classes import Classes, Groups, called, classes, groups
 from rldsl.simulate.engine import Act, Post, Run, Wait
 from rldsl.simulate.lengths import Lengths, Row
@@ -58,7 +58,7 @@ class World:
                 for id, layout in called(self.plan).items()}
 
     @cached_property
-    def ways(self) -> dict[tuple[str, str, str], Paths]:
+    def ways(self) -> dict[tuple[str, str, str], Routes]:
         """(model, source layout, destination layout) -> how that reallocation goes."""
         return ways(self.plan)
 

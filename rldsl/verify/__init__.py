@@ -44,8 +44,8 @@ STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
     (("references", references.check), ("records", records.check)),
     (("programs", programs.check), ("losses", losses.check), ("schedule", class_schedules.check), ("order", total_order.check),
      ("issue order", issue_order.check), ("groups", groups.check), ("loops", loops.check), ("operations", operations.check),
-     ("division", row_division.check), ("sizes", sizes.check), ("reallocs", reshards.check),
-     ("saves", saves.check)),
+     ("division", row_division.check), ("sizes", sizes.check), ("reallocs", reshards.check_reshards),
+     ("saves", saves.check_saves)),
     (("data flow", dataflow.check), ("versions", versions.check)),
     (("memory", memory.check),),
 )

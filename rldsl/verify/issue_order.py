@@ -25,7 +25,7 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.backends import DIVISIONS, described
 from rldsl.plan.events import Event, Generate, Infer, Save, Train
 from rldsl.plan.model import Layout
-from rldsl.sharding.layout import Coord
+from rldsl.sharding.layout import Coordinate
 from rldsl.sharding.pipeline_schedule import Exchange, actions
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.total_order import circle
@@ -42,7 +42,7 @@ class Use(NamedTuple):
 
 
 Place = tuple[int, ...]  # along the degrees inside a stage that the communicator does not join: there is one for each
-Protocol = Callable[[Layout, Coord, int], Iterator[Use]]
+Protocol = Callable[[Layout, Coordinate, int], Iterator[Use]]
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
@@ -78,8 +78,8 @@ def _fault(kind: type[Event], x: Layout) -> str:
 
 def stuck(protocol: Protocol, x: Layout, count: int) -> str:
     """Why the ranks of a layout would wait for each other for ever, or "". count: of micro-batches."""
-    lists = {Coord(*at): [] for at in product(range(x.pp), _copies(x), *(range(min(d, 2)) for d in (x.cp, x.tp)))}
-    members: dict[tuple[Use, Place], set[Coord]] = defaultdict(set)
+    lists = {Coordinate(*at): [] for at in product(range(x.pp), _copies(x), *(range(min(d, 2)) for d in (x.cp, x.tp)))}
+    members: dict[tuple[Use, Place], set[Coordinate]] = defaultdict(set)
     numbers: dict[tuple[Use, Place, int], int] = {}
     flows: dict[int, str] = {}
     for at, uses in lists.items():
@@ -105,14 +105,14 @@ def _copies(x: Layout) -> tuple[int, ...]:
     return tuple(d for d in found if d < x.dp)
 
 
-def _place(axis: str, at: Coord) -> Place:
+def _place(axis: str, at: Coordinate) -> Place:
     return {"tp": (at.cp,), "cp": (at.tp,), "mesh": ()}.get(axis, (at.cp, at.tp))
 
 
 # --------------------------------------------------------------------------------------------- what is issued
 
 
-def _inside(x: Layout, at: Coord) -> Iterator[Use]:
+def _inside(x: Layout, at: Coordinate) -> Iterator[Use]:
     """The collectives of a stage, forward or backward; the ranks of a stage that have the same rows run one program."""
     if x.tp > 1:
         yield Use("tp", at.pp, at.dp)
@@ -121,13 +121,13 @@ def _inside(x: Layout, at: Coord) -> Iterator[Use]:
     yield from _over(x, at, "ep")  # tokens, to their experts and back
 
 
-def _link(x: Layout, at: Coord, to: int, flow: str) -> Iterator[Use]:
+def _link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[Use]:
     """One exchange with the stage before (-1) or behind (1)."""
     if 0 <= at.pp + to < x.pp:
         yield Use("link", min(at.pp, at.pp + to), at.dp, flow)
 
 
-def _exchange(x: Layout, at: Coord, now: Exchange) -> Iterator[Use]:
+def _exchange(x: Layout, at: Coordinate, now: Exchange) -> Iterator[Use]:
     """One message after the other, by sender, though they are posted together: that waits for less. The link of a rank
     is the one to the next, and of the last the one to the first; between two ranks there is one."""
     for _, peer, wanted in sorted((*((at.pp, m.peer, m.wanted) for m in now.sends),
@@ -136,7 +136,7 @@ def _exchange(x: Layout, at: Coord, now: Exchange) -> Iterator[Use]:
         yield Use("link", x.pp - 1 if around else min(at.pp, peer), at.dp, f"for {wanted}")
 
 
-def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
+def _over(x: Layout, at: Coordinate, axis: str) -> Iterator[Use]:
     if axis == "pp" and x.pp > 1:
         yield Use("pp", 0, at.dp)
     elif axis == "cp" and x.cp > 1:
@@ -151,7 +151,7 @@ def _over(x: Layout, at: Coord, axis: str) -> Iterator[Use]:
         yield Use("mesh", 0, 0)
 
 
-def generate(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def generate(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     """count: of decoding steps. There are as many lanes of sequences as stages, and in moment t stage s makes pass t -
     s; between two moments hidden states go down, and tokens from the last stage to all. One message after the other,
     though those of a boundary are posted together: that waits for less."""
@@ -168,7 +168,7 @@ def generate(x: Layout, at: Coord, count: int) -> Iterator[Use]:
                 yield Use("tokens", s, at.dp)
 
 
-def infer(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def infer(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     for _ in range(count):
         yield from _link(x, at, -1, "down")
         yield from _inside(x, at)
@@ -176,26 +176,26 @@ def infer(x: Layout, at: Coord, count: int) -> Iterator[Use]:
     yield from _over(x, at, "pp")
 
 
-def _forward(x: Layout, at: Coord) -> Iterator[Use]:
+def _forward(x: Layout, at: Coordinate) -> Iterator[Use]:
     """In training. A layer's parameters are gathered while the one before it computes, or before it does."""
     if x.zero == 3:
         yield from _divided(x, at)
     yield from _inside(x, at)
 
 
-def _divided(x: Layout, at: Coord) -> Iterator[Use]:
+def _divided(x: Layout, at: Coordinate) -> Iterator[Use]:
     """Over those that `zero` divides parameters among; experts have ranks of their own."""
     yield from _over(x, at, "dp")
     yield from _over(x, at, "copies")
 
 
-def _backward(x: Layout, at: Coord) -> Iterator[Use]:
+def _backward(x: Layout, at: Coordinate) -> Iterator[Use]:
     yield from _forward(x, at)
     if x.zero > 1:
         yield from _divided(x, at)  # of gradients
 
 
-def train(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def train(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     """Two minibatches, by the schedule of the pipeline."""
     for _ in range(2):
         if x.zero:
@@ -217,7 +217,7 @@ def train(x: Layout, at: Coord, count: int) -> Iterator[Use]:
     yield from _over(x, at, "mesh")  # metrics
 
 
-def save(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def save(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     for _ in range(3):
         yield from _over(x, at, "mesh")
 

@@ -35,7 +35,7 @@ from rldsl.plan.model import Model, Value
 from rldsl.verify import calls, evaluations, selections
 from rldsl.verify.rank_sets import Ranks, union
 from rldsl.verify.tables import Tables, name, problem
-from rldsl.verify.transfer_slices import Side
+from rldsl.verify.transfer_slices import MeshCells
 
 LOCAL = ("columns", "lengths")
 
@@ -163,7 +163,7 @@ def _one(t: Tables, e: Load) -> bool:
     if a.zero or b.zero or (a.pp, a.vpp, a.ep, a.tp, a.backend) != (b.pp, b.vpp, b.ep, b.tp, b.backend):
         return False
     rounded = m.dtype != "float32" and m.mean != b.id
-    return not rounded and Side.of(a, t.meshes[a.mesh]) == Side.of(b, t.meshes[b.mesh])
+    return not rounded and MeshCells.of(a, t.meshes[a.mesh]) == MeshCells.of(b, t.meshes[b.mesh])
 
 
 def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TypeVar
 
 from rldsl.plan.model import Ranges
-from rldsl.sharding.rank_classes import alike as sweep
+from rldsl.sharding.rank_classes import ranks_by_membership as sweep
 
 Place = TypeVar("Place", bound=Hashable)
 

@@ -1,10 +1,10 @@
-"""Reallocs move what they say, and their destinations get every parameter exactly once.
+"""Every `realloc` moves what it states, and its destination gets every parameter exactly once.
 
 In: tables with sound references. Out: diagnostics RL0526 (bytes, messages or digest differ from what the ranks will
-do), RL0527 (a destination has a gap or an overlap, or a rank gets what it has), RL0533 (what one rank sends is not
-what the other expects, or it does not have it then) and RL0535 (too many messages at once). The paths are those that
-every rank takes (`rldsl/reshard`); they are not believed but tested, their boxes in `shard_classes.py` and the ranks in
-`transfer_slices.py`.
+do), RL0527 (a destination has a gap or an overlap, or a rank receives what it has), RL0533 (what one rank sends is not
+what the other expects, or it does not have it then) and RL0535 (too many messages at once). The routes are those that
+every rank computes (`rldsl/reshard`). They are not trusted: `shard_classes.py` checks their boxes and
+`transfer_slices.py` their ranks.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from collections.abc import Iterator, Sequence
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.reshard.routes import paths
+from rldsl.reshard.routes import plan_routes
 from rldsl.reshard.summary import Summary, summary
 from rldsl.sharding.boxes import itemsize
-from rldsl.sharding.dtypes import carried
+from rldsl.sharding.dtypes import in_wire_dtype
 from rldsl.verify import shard_classes, transfer_slices
 from rldsl.verify.tables import Tables, name, problem
-from rldsl.verify.transfer_slices import Fault, Side
+from rldsl.verify.transfer_slices import Fault, MeshCells
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_reshards(t: Tables) -> Iterator[Diagnostic]:
     known: dict[tuple[str, str, str, str, bool], tuple[Summary, Sequence[Fault]]] = {}
     for event, _ in t.events:
         if isinstance(event, Realloc):
             key = (event.model, event.source, event.src, event.dst, event.decay > 0)
             if key not in known:
                 src, dst = t.layouts[event.src], t.layouts[event.dst]
-                travels = carried(t.models[event.source or event.model], src.id, t.models[event.model], dst.id,
+                travels = in_wire_dtype(t.models[event.source or event.model], src.id, t.models[event.model], dst.id,
                                   event.decay)
                 # Layouts of equal ranks may name different meshes; the planner wants each layout's own.
-                known[key] = examine(travels, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh],
+                known[key] = examine_reshard(travels, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh],
                                      t.plan.header.devices_per_node, t.plan.header.world)
             yield from _diagnostics(t, event, *known[key])
 
 
-def examine(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh,
+def examine_reshard(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh,
             devices: int, world: int) -> tuple[Summary, Sequence[Fault]]:
     """What the ranks do, and what is wrong with it. model: in the dtype that travels."""
-    p = paths(model, src, src_mesh, dst, dst_mesh, devices)
+    p = plan_routes(model, src, src_mesh, dst, dst_mesh, devices)
     total = summary(p, model)
-    found: list[Fault] = list(shard_classes.faults(model, src, dst, p.lines))
+    found: list[Fault] = list(shard_classes.class_faults(model, src, dst, p.classes))
     if not found:  # otherwise a line says nothing about boxes
-        here, there = Side.of(src, src_mesh), Side.of(dst, dst_mesh)
-        found += transfer_slices.faults(p, here, there, world)
-        if (lacking := transfer_slices.lacking(p.lines, here, there) * itemsize(model)) != total.bytes:
+        here, there = MeshCells.of(src, src_mesh), MeshCells.of(dst, dst_mesh)
+        found += transfer_slices.slice_faults(p, here, there, world)
+        if (lacking := transfer_slices.missing_elements(p.classes, here, there) * itemsize(model)) != total.bytes:
             found.append(("RL0526", f"{total.bytes} bytes are counted where {lacking} are lacking", ()))
     return total, found
 

@@ -2,8 +2,8 @@
 
 In: tables with sound references. Out: diagnostics RL0527 (an owner does not get its parameters exactly once), RL0533
 (what one rank sends is not what the other expects, or it does not hold it) and RL0535 (too many messages at once). The
-messages are those of `reshard/gather.py`, which every rank works out; those of every rank are looked at, whatever their
-number, and what ranks at equal places hold of the layers of one kind is worked out once.
+messages are those of `reshard/gather.py`, which every rank computes. All ranks are checked; what ranks in equal
+positions hold of equal layers is computed once.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Save
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.reshard.gather import gathers, owners
+from rldsl.reshard.gather import gather_messages, owners
 from rldsl.reshard.rounds import Message
 from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, stages, volume
-from rldsl.sharding.message_batches import MESSAGES, batches
+from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.verify.shard_classes import overlapping
 from rldsl.verify.tables import Tables, name, problem
-from rldsl.verify.transfer_slices import Fault, Side
+from rldsl.verify.transfer_slices import Fault, MeshCells
 
 Messages = tuple[Sequence[Message], Sequence[Message]]  # what a rank sends, what it receives
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_saves(t: Tables) -> Iterator[Diagnostic]:
     known: dict[tuple[str, str], Sequence[Fault]] = {}
     for e, _ in t.events:
         if isinstance(e, Save):
             if (e.model, e.layout) not in known:
                 x = t.layouts[e.layout]
-                known[e.model, e.layout] = examine(t.models[e.model], x, t.meshes[x.mesh], t.plan.header.world)
+                known[e.model, e.layout] = examine_save(t.models[e.model], x, t.meshes[x.mesh], t.plan.header.world)
             for code, what, ranks in known[e.model, e.layout]:
                 yield problem(code, f"{name(e)}: {what}", e, ranks=ranks)
 
 
-def examine(m: Model, x: Layout, mesh: Mesh, world: int) -> Sequence[Fault]:
+def examine_save(m: Model, x: Layout, mesh: Mesh, world: int) -> Sequence[Fault]:
     """What is wrong with the messages of a save. world: number of ranks of the run."""
     return tuple(_faults(m, x, mesh, world))
 
 
 def _faults(m: Model, x: Layout, mesh: Mesh, world: int) -> Iterator[Fault]:
-    held = _Held(m, x, Side.of(x, mesh).cells)
+    held = _Held(m, x, MeshCells.of(x, mesh).cells)
     owner = owners(m, x, mesh)
     if m.lora:  # adapters go into one file
         owner = dict.fromkeys(owner, mesh.members()[0])
-    known = gathers(m, x, mesh, owner, tuple(held.cells))
+    known = gather_messages(m, x, mesh, owner, tuple(held.cells))
     yield from _whole(m, held, owner, known)
     yield from _sent(m, held, known)
     yield from _matched(known)
@@ -86,7 +86,8 @@ def _whole(m: Model, held: _Held, owner: Mapping[str, int], known: Mapping[int, 
             continue
         boxes = (*held.of(p, rank), *got.pop((rank, p.name), ()))
         if (key := (p.spec.name, boxes)) not in tested:
-            tested[key] = sum(map(volume, boxes)) == volume(tuple((0, n) for n in p.spec.shape)) and not overlapping(boxes)
+            whole = volume(tuple((0, n) for n in p.spec.shape))
+            tested[key] = sum(map(volume, boxes)) == whole and not overlapping(boxes)
         if not tested[key]:
             yield "RL0527", f"{p.name} does not become whole on rank {rank}", (rank,)
     for rank, name_ in got:
@@ -113,7 +114,7 @@ def _matched(known: Mapping[int, Messages]) -> Iterator[Fault]:
             yield "RL0533", f"rank {rank} has several messages to or from one rank", (rank,)
         for peer, boxes in given[rank].items():
             if taken.get(peer, {}).get(rank) != boxes:
-                yield "RL0533", f"what rank {rank} sends to rank {peer} is not what that one expects", (rank, peer)
+                yield "RL0533", f"what rank {rank} sends to rank {peer} is not what that rank expects", (rank, peer)
         for peer in taken[rank]:
             if rank not in given.get(peer, {}):
                 yield "RL0533", f"rank {rank} waits for rank {peer}, which sends it nothing", (peer, rank)
@@ -123,6 +124,6 @@ def _bounded(known: Mapping[int, Messages], world: int) -> Iterator[Fault]:
     """They are posted by the rule of `sharding/message_batches.py`: a pair is in one batch at both ends."""
     for rank, both in known.items():
         count = Counter(message.peer for side in both for message in side)
-        for peers in batches(rank, count, world):
-            if (posted := sum(count[peer] for peer in peers)) > MESSAGES:
-                yield "RL0535", f"rank {rank} posts {posted} messages at once, more than {MESSAGES}", (rank,)
+        for peers in message_batches(rank, count, world):
+            if (posted := sum(count[peer] for peer in peers)) > MAX_MESSAGES:
+                yield "RL0535", f"rank {rank} posts {posted} messages at once, more than {MAX_MESSAGES}", (rank,)

@@ -1,9 +1,9 @@
-"""The lines of a reallocation say rightly who holds and who wants which box.
+"""The shard classes of a resharding state correctly who holds and who needs which box.
 
-In: a model, two layouts, the `Line`s of their paths. Out: what is wrong (RL0527). Shown here: the boxes that a cell of
-the destination wants make up its pieces of every parameter, each element once; and a line's holders are the cells of
-the source that have its boxes, all of them and no other. Pieces are those of `sharding/boxes.py`, which defines what a
-layout means; boxes with the same ends are tested once, whatever the number of layers.
+In: a model, two layouts, the `ShardClass`es of their routes. Out: faults (RL0527). Proved: the boxes that a cell of the
+destination needs make up its pieces of every parameter, each element once; and the holders of a class are the cells of
+the source that have its boxes, all of them and no others. Pieces are those of `sharding/boxes.py`, which defines what a
+layout means. Boxes with the same ends are checked once, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from rldsl.plan.model import Layout, Model, ParamSpec
-from rldsl.reshard.shard_classes import Line
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, pieces_at, places, stages, volume
+from rldsl.reshard.shard_classes import ShardClass
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, part_shards, pieces_at, stages, volume
 
-Said = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, who is said to have it, who is said to want it
+Claim = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, who is said to have it, who is said to want it
 
 
-def faults(model: Model, src: Layout, dst: Layout, lines: Sequence[Line]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def class_faults(model: Model, src: Layout, dst: Layout,
+                 lines: Sequence[ShardClass]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Code, what is wrong, no ranks."""
     yield from (("RL0527", what, ()) for what in _faults(model, src, dst, lines))
 
 
-def _faults(model: Model, src: Layout, dst: Layout, lines: Sequence[Line]) -> Iterator[str]:
-    said: dict[tuple[str, int | None], list[Said]] = defaultdict(list)
+def _faults(model: Model, src: Layout, dst: Layout, lines: Sequence[ShardClass]) -> Iterator[str]:
+    said: dict[tuple[str, int | None], list[Claim]] = defaultdict(list)
     for i, line in enumerate(lines):
         at = 0
-        for e in line.entries:
+        for e in line.segments:
             if e.start != at:
-                yield f"box {e.box} of {e.spec} does not stand where line {i} has come to"
+                yield f"box {e.box} of {e.spec} does not begin where the previous box of shard class {i} ends"
             at = e.start + volume(e.box) * len(e.layers)
             for layer in e.layers:
-                said[e.spec, layer].append((e.box, line.have, line.want))
+                said[e.spec, layer].append((e.box, line.holders, line.needers))
         if at != line.size:
-            yield f"line {i} has {line.size} elements, its boxes {at}"
+            yield f"shard class {i} has {line.size} elements, its boxes have {at}"
     tested: dict[object, str] = {}
     for spec in model.params:
         sides = (_Pieces(spec, src), _Pieces(spec, dst))
@@ -59,7 +60,7 @@ class _Pieces:
     pieces up to one go."""
 
     def __init__(self, spec: ParamSpec, layout: Layout):
-        self.at = {place: tuple(p.box for p in pieces_at(spec, layout, *place)) for place in places(layout)}
+        self.at = {place: tuple(p.box for p in pieces_at(spec, layout, *place)) for place in part_shards(layout)}
         by_rows: dict[tuple[int, int], list[tuple[Box, tuple[int, int]]]] = defaultdict(list)
         for place, boxes in self.at.items():
             for box in boxes:
@@ -78,19 +79,19 @@ class _Pieces:
         return found
 
 
-def _fault(sides: tuple[_Pieces, _Pieces], ends: tuple[tuple[int, ...], tuple[int, ...]], said: Sequence[Said]) -> str:
+def _fault(sides: tuple[_Pieces, _Pieces], ends: tuple[tuple[int, ...], tuple[int, ...]], said: Sequence[Claim]) -> str:
     wanted: dict[Cell, list[Box]] = defaultdict(list)
     for box, have, want in said:
         holders = {Cell(stage, *place) for place in sides[0].holders(box) for stage in ends[0]}
         if {*have} != holders or len({*have}) != len(have):
-            return f"box {box} is said to be held by {_say(have)}, and is by {_say(holders)}"
+            return f"box {box} should be held by {_cell_text(holders)}, not by {_cell_text(have)}"
         for cell in want:
             wanted[cell].append(box)
     for stage in ends[1]:
         for place, whole in sides[1].at.items():
             if not _covers(whole, wanted.pop(Cell(stage, *place), [])):
-                return f"cell {_say([Cell(stage, *place)])} of the destination does not get its pieces exactly once"
-    return f"cells {_say(wanted)} get what they do not want" if wanted else ""
+                return f"cell {_cell_text([Cell(stage, *place)])} of the destination does not get its pieces once each"
+    return f"cells {_cell_text(wanted)} get what they do not need" if wanted else ""
 
 
 def _covers(whole: Sequence[Box], got: Sequence[Box]) -> bool:
@@ -112,6 +113,6 @@ def overlapping(boxes: Sequence[Box]) -> bool:
     return False
 
 
-def _say(cells: object) -> str:
+def _cell_text(cells: object) -> str:
     return ", ".join(f"{c.stage}.{c.part}" + (f".{c.shard}" if c.shard else "")
                      for c in sorted(cells)) or "nobody"  # type: ignore[call-overload]

@@ -19,7 +19,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Generate, Infer, Item, Loop, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.sharding.partition import micro_batch_count, micro_batches, passes
+from rldsl.sharding.partition import micro_batch_count, micro_batches, num_micro_batches
 from rldsl.simulate import simulate
 from rldsl.verify import verify
 from tests.compiler.graphs import family, on, ppo
@@ -46,7 +46,7 @@ def test_every_row_once_and_within_the_budget(sizes: list[int], budget: int, lim
     assert not limit or all(len(p) <= limit for p in parts)
     assert len(parts) >= min(at_least, len(sizes))
     assert parts == micro_batches(rows[::-1], sizes, limit, at_least, budget)
-    assert passes(rows, sizes, limit, at_least, budget) == len(parts)
+    assert num_micro_batches(rows, sizes, limit, at_least, budget) == len(parts)
 
 
 @given(lengths, st.integers(40, 200))
@@ -61,7 +61,7 @@ def test_about_as_few_as_can_be(sizes: list[int], budget: int) -> None:
 def test_without_a_budget_nothing_changes(sizes: list[int], limit: int, at_least: int) -> None:
     rows = range(len(sizes))
     assert micro_batches(rows, sizes, limit, at_least, 0) == micro_batches(rows, sizes, limit, at_least, 10**6)
-    assert passes(rows, sizes, limit, at_least) == micro_batch_count(len(sizes), limit, at_least)
+    assert num_micro_batches(rows, sizes, limit, at_least) == micro_batch_count(len(sizes), limit, at_least)
 
 
 def test_a_row_that_is_longer_is_alone() -> None:

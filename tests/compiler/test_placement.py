@@ -13,7 +13,7 @@ from rldsl.placement.place import place_graph
 from rldsl.placement.rules import COMMAND_LINE
 from rldsl.source import SourceFile, Span
 from tests.checked import check_graph
-from tests.compiler.graphs import at, family, on, ppo
+from tests.compiler.graphs import family, on, ppo
 
 
 def refused(graph: g.Graph, describe=family, place_file: str = "") -> Diagnostic:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rldsl.backends.torch.model.invariant import KEYS, ROWS, Invariant
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.match import Gap, gap, prompts
 from rldsl import api
-from rldsl.backends.torch.model.invariant import KEYS, ROWS, Invariant
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged

@@ -15,7 +15,7 @@ from rldsl.placement.place import places_of
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate
 from rldsl.plan.model import Layout, Plan
-from rldsl.sharding.layout import Coord
+from rldsl.sharding.layout import Coordinate
 from rldsl.source import SourceFile
 from rldsl.verify import verify
 from rldsl.verify.issue_order import PROTOCOLS, Use, stuck
@@ -125,7 +125,7 @@ def test_a_call_with_cp_does_not_wait_for_ever(degrees: tuple[int, int, int, int
 
 @pytest.mark.parametrize("wrong", ["once more", "two orders"])
 def test_what_would_wait_for_ever_is_seen(wrong: str) -> None:
-    def protocol(x: Layout, at: Coord, count: int):
+    def protocol(x: Layout, at: Coordinate, count: int):
         uses = [Use("cp", at.pp, at.dp), Use("mesh", 0, 0)]
         if wrong == "two orders":
             yield from uses if at.cp else reversed(uses)

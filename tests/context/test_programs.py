@@ -10,7 +10,7 @@ from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.projection import events
 from rldsl.runtime.metrics.names import MEASURED
-from rldsl.sharding.boxes import cell
+from rldsl.sharding.boxes import cell_of
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.end_to_end.test_invariance import DPO, HERE, PPO, placement
 from tests.tiny import make_all
@@ -89,4 +89,4 @@ def test_a_generation_without_a_place_has_dp_for_cp(tiny, tmp_path):
     assert (seen[Generate].dp, seen[Generate].cp) == (4, 1)
     assert {g.axis for g in plan.groups} == {"dp", "cp", "mesh"}
     (mesh,) = [m for m in plan.meshes if m.id == seen[Train].mesh]
-    assert all(cell(seen[Train], mesh, rank) == cell(seen[Generate], mesh, rank) for rank in range(4))
+    assert all(cell_of(seen[Train], mesh, rank) == cell_of(seen[Generate], mesh, rank) for rank in range(4))

@@ -13,6 +13,7 @@ from rldsl.plan.codec import encode
 from rldsl.runtime.metrics.names import computed
 from tests.world import run_world
 
+
 class Metrics(list[dict[str, float]]):
     """What a run computes of each step. responses: where it wrote what it sampled, or followed (`tests/responses.py`)."""
 

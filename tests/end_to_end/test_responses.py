@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from rldsl.backends.torch.generate import sampling
+
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, plan_model
 from tests.consistency.test_match import prompts

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.reshard.alias import coincide
-from rldsl.reshard.shard_classes import lines
-from rldsl.sharding.boxes import chunks, holding, parameters, shares, stages
+from rldsl.reshard.alias import share_one_copy
+from rldsl.reshard.shard_classes import shard_classes
+from rldsl.sharding.boxes import chunks, holdings, parameters, pieces_of_rank, stages
 from rldsl.sharding.layout import own_layers, stage_layers
-from rldsl.sharding.pipeline_schedule import actions, waiting
-from rldsl.verify.shard_classes import faults
+from rldsl.sharding.pipeline_schedule import actions, max_waiting_messages
+from rldsl.verify.shard_classes import class_faults
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case
 from tests.realloc.test_run import move_all
@@ -45,11 +45,11 @@ def test_every_parameter_is_held_where_its_chunk_is(kind: str, pp: int, vpp: int
     for p in parameters(made):
         there = stages(p, 9, at)
         assert there == tuple(sorted({chunk % pp for chunk in chunks(p, 9, pp * vpp)}))
-        holders = {rank for share in shares(p, 9, at, on) for rank in share.ranks}
-        assert holders == {rank for rank in on.members() if holding(p, 9, at, on, rank)}
+        holders = {rank for share in holdings(p, 9, at, on) for rank in share.ranks}
+        assert holders == {rank for rank in on.members() if pieces_of_rank(p, 9, at, on, rank)}
         assert {rank // 2 for rank in holders} == set(there)
         count = np.zeros(p.spec.shape, int)
-        for share in shares(p, 9, at, on):
+        for share in holdings(p, 9, at, on):
             for piece in share.pieces:
                 count[tuple(slice(*x) for x in piece.box)] += 1
         assert (count > 0).all()
@@ -72,23 +72,23 @@ def pairs(draw: st.DrawFn) -> Case:
 @given(pairs())
 @settings(max_examples=60, deadline=None)
 def test_lines_between_them_are_right(case: Case) -> None:
-    assert not list(faults(case.model, case.src, case.dst, lines(case.model, case.src, case.dst)))
+    assert not list(class_faults(case.model, case.src, case.dst, shard_classes(case.model, case.src, case.dst)))
 
 
 def test_wrong_lines_are_found() -> None:
     """Those of layers that stand one after the other."""
     on, made = mesh((0, 2)), model(layers=4)
     src, dst = interleaved(on, 2, pp=2), layout(on, dp=2)
-    assert not list(faults(made, src, dst, lines(made, src, dst)))
-    assert list(faults(made, src, dst, lines(made, replace(src, vpp=1), dst)))
-    assert list(faults(made, dst, src, lines(made, dst, replace(src, vpp=1))))
+    assert not list(class_faults(made, src, dst, shard_classes(made, src, dst)))
+    assert list(class_faults(made, src, dst, shard_classes(made, replace(src, vpp=1), dst)))
+    assert list(class_faults(made, dst, src, shard_classes(made, dst, replace(src, vpp=1))))
 
 
 def test_layouts_that_differ_in_it_are_no_copies_of_each_other() -> None:
     on, made = mesh((0, 4)), model(layers=4)
     a, b = interleaved(on, 2, pp=2, dp=2), replace(interleaved(on, 2, pp=2, dp=1, cp=2), id="b")
-    assert coincide(made, a, on, b, on)
-    assert not coincide(made, a, on, replace(b, vpp=1), on)
+    assert share_one_copy(made, a, on, b, on)
+    assert not share_one_copy(made, a, on, replace(b, vpp=1), on)
 
 
 FOUR, LOW = mesh((0, 4)), mesh((0, 2))
@@ -110,5 +110,5 @@ def test_moves_are_bit_for_bit() -> None:
 
 def test_with_one_chunk_no_more_than_two_messages_wait() -> None:
     """As the memory estimate counts them (`memory/calls.py`)."""
-    assert all(waiting(own) <= 2 for pp in range(2, 9) for count in range(1, 4 * pp + 1)
+    assert all(max_waiting_messages(own) <= 2 for pp in range(2, 9) for count in range(1, 4 * pp + 1)
                for own in actions(pp, 1, count))

@@ -14,7 +14,7 @@ from rldsl.placement.families import describe
 from rldsl.placement.lora import parts
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.model import Lora, Model, Optimizer
-from rldsl.sharding.boxes import each
+from rldsl.sharding.boxes import expand_specs
 from rldsl.source import SourceFile, Span
 
 NOWHERE = Span(SourceFile("test", ""), 0, 0)
@@ -34,7 +34,7 @@ def make_adapter(directory: Path, base: str, lora: Lora, kind: str = "causal_lm"
     """A directory as PEFT writes it, with random factors (none zero); returns them by the names of parameters."""
     model = adapted(base, lora, kind)
     draw = torch.Generator().manual_seed(seed)
-    tensors = {p.name: torch.randn(p.spec.shape, generator=draw) * 0.1 for p in each(model.params, model.layers)}
+    tensors = {p.name: torch.randn(p.spec.shape, generator=draw) * 0.1 for p in expand_specs(model.params, model.layers)}
     directory.mkdir(parents=True)
     save_file({f"base_model.model.{n}": t for n, t in tensors.items()}, str(directory / "adapter_model.safetensors"))
     (directory / "adapter_config.json").write_text(json.dumps({

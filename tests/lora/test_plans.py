@@ -15,7 +15,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Item, Load, Loop, Realloc
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.projection import rank_classes, walk
-from rldsl.sharding.boxes import holding, itemsize, parameters, volume
+from rldsl.sharding.boxes import itemsize, parameters, pieces_of_rank, volume
 from rldsl.verify import verify
 from tests.tiny import make_model
 
@@ -84,7 +84,7 @@ def test_reallocs_move_what_is_lacking_of_the_adapters(plan: Plan) -> None:
     lacking = 0
     for rank in range(4):
         for p in parameters(model):
-            have, want = ([piece.box for piece in holding(p, model.layers, layouts[x], meshes[layouts[x].mesh], rank)]
+            have, want = ([piece.box for piece in pieces_of_rank(p, model.layers, layouts[x], meshes[layouts[x].mesh], rank)]
                           for x in (move.src, move.dst))
             lacking += sum(map(volume, want)) - sum(map(volume, have))  # each rank wants all of everything
     assert move.bytes == lacking * itemsize(model) > 0

@@ -13,8 +13,8 @@ from rldsl.plan.codec import decode
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.sharding.boxes import holding, itemsize, parameters, slices
-from rldsl.sharding.dtypes import carried
+from rldsl.sharding.boxes import itemsize, parameters, pieces_of_rank, slices
+from rldsl.sharding.dtypes import in_wire_dtype
 from tests.checkpoint import runs
 from tests.end_to_end.test_invariance import placement
 from tests.megatron.programs import END_TO_END, EXAMPLES, GRPO, alike, compiled, grpo, results
@@ -70,12 +70,12 @@ def lacking(plan: Plan, event: Realloc) -> int:
     layouts, meshes = {x.id: x for x in plan.layouts}, {m.id: m for m in plan.meshes}
     src, dst = layouts[event.src], layouts[event.dst]
     model = next(m for m in plan.models if m.name == event.model)
-    moved, total = carried(model, src.id, model, dst.id, 0.0), 0
+    moved, total = in_wire_dtype(model, src.id, model, dst.id, 0.0), 0
     for p in parameters(model):
         for rank in meshes[dst.mesh].members():
             there = np.zeros(p.spec.shape, bool)
             for x, value in ((dst, True), (src, False)):
-                for piece in holding(p, model.layers, x, meshes[x.mesh], rank):
+                for piece in pieces_of_rank(p, model.layers, x, meshes[x.mesh], rank):
                     there[slices(piece.box)] = value
             total += int(there.sum()) * itemsize(moved)
     return total

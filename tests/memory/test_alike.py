@@ -9,8 +9,8 @@ import pytest
 
 from rldsl.memory.holder_classes import classes
 from rldsl.plan.model import Header, Layout, Mesh, Plan, Ranges
-from rldsl.sharding.boxes import cell
-from rldsl.sharding.rank_classes import alike
+from rldsl.sharding.boxes import cell_of
+from rldsl.sharding.rank_classes import ranks_by_membership
 
 
 def plan(world: int, *meshes: tuple[Ranges, Layout]) -> Plan:
@@ -34,15 +34,15 @@ def test_ranks_stand_where_their_class_says(seed: int) -> None:
     seen: list[int] = []
     for c in classes(p):
         every = [r for a, b in c.ranks for r in range(a, b)]
-        stand = [{x.id: cell(x, Mesh(x.mesh, ranks), r) for ranks, x in given} for r in every]
+        stand = [{x.id: cell_of(x, Mesh(x.mesh, ranks), r) for ranks, x in given} for r in every]
         assert all(s in c.cells for s in stand) and all(s in stand for s in c.cells)
         seen += every
     assert sorted(seen) == list(range(24))
 
 
 def test_a_place_of_no_rank_changes_nothing() -> None:
-    assert alike({"a": ((0, 2),), "b": ()}, 4) == {frozenset("a"): ((0, 2),), frozenset(): ((2, 4),)}
-    assert alike({}, 3) == {frozenset(): ((0, 3),)}
+    assert ranks_by_membership({"a": ((0, 2),), "b": ()}, 4) == {frozenset("a"): ((0, 2),), frozenset(): ((2, 4),)}
+    assert ranks_by_membership({}, 3) == {frozenset(): ((0, 3),)}
 
 
 def test_cost_grows_as_the_ranges() -> None:

@@ -18,7 +18,7 @@ from rldsl.placement.place import place_graph
 from rldsl.plan.events import Free, Generate, Infer, Loop, Offload, Onload, Train, split
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events, rank_classes
-from rldsl.sharding.boxes import Cell, holding, parameters, volume
+from rldsl.sharding.boxes import Cell, parameters, pieces_of_rank, volume
 from rldsl.verify import verify
 from tests.compiler.graphs import family, on, ppo
 from tests.memory.plans import CASES, Case, plan_of
@@ -89,7 +89,7 @@ def test_parameters_gradients_and_moments_are_exact(rank: int, stage: int) -> No
     actor = next(m for m in plan.models if m.name == "actor")
     layout = next(x for x in plan.layouts if x.id == actor.home)
     mesh = next(m for m in plan.meshes if m.id == layout.mesh)
-    listed = sum(volume(p.box) for x in parameters(actor) for p in holding(x, actor.layers, layout, mesh, rank))
+    listed = sum(volume(p.box) for x in parameters(actor) for p in pieces_of_rank(x, actor.layers, layout, mesh, rank))
     assert elements(actor.params, Copy(actor, layout, Cell(stage, 0))) == listed
     train = next(e.id for e, _ in events(plan) if isinstance(e, Train) and e.model == "actor")
     mine = held(of(curves(plan), rank), train)

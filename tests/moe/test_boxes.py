@@ -11,12 +11,21 @@ import torch
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
 from rldsl.reshard.gather import gather, owners
-from rldsl.reshard.node_groups import Side
+from rldsl.reshard.node_groups import MeshView
 from rldsl.runtime.comm.reshard import Route, realloc
-from rldsl.sharding.boxes import cell, holding, local_shape, local_slice, parameters, replicas, shares, volume
+from rldsl.sharding.boxes import (
+    cell_of,
+    holdings,
+    local_shape,
+    local_slice,
+    parameters,
+    pieces_of_rank,
+    replicas,
+    volume,
+)
 from rldsl.sharding.layout import axis_ranks
 from rldsl.verify import saves
-from rldsl.verify.reshards import examine
+from rldsl.verify.reshards import examine_reshard
 from tests.plan_algebra.models import mesh
 from tests.realloc.cases import Case
 from tests.realloc.test_values import check
@@ -46,19 +55,19 @@ def test_every_element_is_held_as_often_as_it_should_be(zero):
     for degrees in (d for d in EVERY if d["zero"] == zero):
         on = mesh((0, degrees["dp"] * degrees["tp"] * degrees["pp"]))
         x = at(on, **degrees)
-        side = Side.of(x, on)
+        side = MeshView.of(x, on)
         for rank in on.members():
-            assert side.rank(where := cell(x, on, rank), side.copy(rank)) == rank and side.cell(rank) == where
+            assert side.rank(where := cell_of(x, on, rank), side.replica(rank)) == rank and side.cell(rank) == where
         for p in parameters(MODEL):
             seen = torch.zeros(p.spec.shape, dtype=torch.long)
-            each = {r: holding(p, 2, x, on, r) for r in on.members()}
+            each = {r: pieces_of_rank(p, 2, x, on, r) for r in on.members()}
             for piece in (piece for found in each.values() for piece in found):
                 seen[tuple(slice(*b) for b in piece.box)] += 1
             copies = 1 if zero else x.dp // (x.ep if p.spec.experts else 1)
             copies *= x.tp if p.spec.split is None else 1
             copies *= min(x.pp, 2) if p.spec.stage == "ends" else 1
             assert (seen == copies).all(), (x, p.name)
-            assert {r: s.pieces for s in shares(p, 2, x, on) for r in s.ranks} == {r: f for r, f in each.items() if f}
+            assert {r: s.pieces for s in holdings(p, 2, x, on) for r in s.ranks} == {r: f for r, f in each.items() if f}
             count = Counter(each.values())
             assert all(replicas(p, 2, x, on, r) == (count[f] if f else 0) for r, f in each.items())
 
@@ -71,10 +80,10 @@ def test_ranks_that_share_experts_have_all_of_them_once():
         assert sorted(r for g in groups for r in g) == sorted(r for g in copies for r in g) == list(on.members())
         p = next(p for p in parameters(MODEL) if p.spec.experts)
         for g in groups:
-            rows = [f[0].box[0] for r in g if (f := holding(p, 2, x, on, r))]
+            rows = [f[0].box[0] for r in g if (f := pieces_of_rank(p, 2, x, on, r))]
             assert not rows or [b for a in rows for b in range(*a)] == list(range(4))
         for g in copies:
-            assert len({holding(p, 2, x, on, r) for r in g}) == 1
+            assert len({pieces_of_rank(p, 2, x, on, r) for r in g}) == 1
 
 
 EIGHT, FOUR, HIGH = mesh((0, 8)), mesh((0, 4)), mesh((4, 8))
@@ -93,17 +102,17 @@ MOVES = [Case(MODEL, a, am, b, bm, devices) for devices in (2, 4, 8) for a, am, 
 def test_moves_are_proved_and_bring_what_is_lacking_once(number):
     case = MOVES[number]
     check(case, 1 + number % 3)
-    total, faults = examine(MODEL, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, 64)
+    total, faults = examine_reshard(MODEL, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, 64)
     assert not faults and total.bytes > 0
 
 
 def test_the_same_experts_elsewhere_move_nothing_else():
     """From ep to more of it: what is not an expert's stays where it is."""
     a, b = at(FOUR, dp=4, ep=2), at(FOUR, dp=4, ep=4)
-    assert examine(MODEL, b, FOUR, b, FOUR, 4, 4)[0].bytes == 0
-    assert examine(MODEL, a, FOUR, b, FOUR, 4, 4)[0].bytes < examine(MODEL, b, FOUR, a, FOUR, 4, 4)[0].bytes
+    assert examine_reshard(MODEL, b, FOUR, b, FOUR, 4, 4)[0].bytes == 0
+    assert examine_reshard(MODEL, a, FOUR, b, FOUR, 4, 4)[0].bytes < examine_reshard(MODEL, b, FOUR, a, FOUR, 4, 4)[0].bytes
     dense = replace(MODEL, params=tuple(p for p in MODEL.params if not p.experts))
-    assert examine(dense, b, FOUR, a, FOUR, 4, 4)[0].bytes == 0
+    assert examine_reshard(dense, b, FOUR, a, FOUR, 4, 4)[0].bytes == 0
 
 
 def held(case: Case, side: str, rank: int) -> dict[str, torch.Tensor]:
@@ -111,7 +120,7 @@ def held(case: Case, side: str, rank: int) -> dict[str, torch.Tensor]:
     out = {}
     for i, p in enumerate(parameters(MODEL)):
         full = (torch.arange(torch.Size(p.spec.shape).numel()) * 7 % 251 + i).view(p.spec.shape).float()
-        if found := holding(p, 2, x, on, rank):
+        if found := pieces_of_rank(p, 2, x, on, rank):
             out[p.name] = torch.full(local_shape(p, found), torch.nan)
             for piece in found:
                 dim = p.spec.split.dim if p.spec.split else 0
@@ -140,10 +149,10 @@ def test_numbers_arrive_bit_for_bit():
 def test_a_save_makes_each_parameter_whole_on_one_rank(degrees):
     on = mesh((0, degrees["dp"] * degrees.get("tp", 1) * degrees.get("pp", 1)))
     x = at(on, **degrees)
-    assert not saves.examine(MODEL, x, on, len(on.members()))
+    assert not saves.examine_save(MODEL, x, on, len(on.members()))
     owner = owners(MODEL, x, on)
     for p in parameters(MODEL):
-        mine = holding(p, 2, x, on, owner[p.name])
+        mine = pieces_of_rank(p, 2, x, on, owner[p.name])
         came = [box for m in gather(MODEL, x, on, owner, owner[p.name])[1] for name, box in m.boxes if name == p.name]
         assert sum(map(volume, (*came, *(q.box for q in mine)))) == torch.Size(p.spec.shape).numel()
 
@@ -154,4 +163,4 @@ def test_what_does_not_divide_has_no_boxes(wrong):
     on = mesh((0, wrong["dp"]))
     x, p = at(on, **wrong), next(p for p in parameters(MODEL) if p.spec.experts)
     with pytest.raises(AssertionError):
-        holding(p, 2, x, on, on.members()[0])
+        pieces_of_rank(p, 2, x, on, on.members()[0])

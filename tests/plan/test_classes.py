@@ -15,7 +15,7 @@ from rldsl.memory.reshard_buffers import ways
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import class_of, events, schedule, walk
-from rldsl.sharding.boxes import cell
+from rldsl.sharding.boxes import cell_of
 
 SHARED = GRPO.replace("on one", "on all").replace("on other", "on all")  # every call on all ranks
 
@@ -59,7 +59,7 @@ def test_every_rank_holds_what_its_class_says(folder: Path, text: str) -> None:
     for c in plan.classes:
         alone = []
         for rank in (r for a, b in c.ranks for r in range(a, b)):
-            cells = {x.id: at for x in plan.layouts if (at := cell(x, meshes[x.mesh], rank)) is not None}
+            cells = {x.id: at for x in plan.layouts if (at := cell_of(x, meshes[x.mesh], rank)) is not None}
             inside = frozenset(m.id for m in plan.meshes if rank in m.members())
             alone.append(peak(lifetimes(plan, Alike(((rank, rank + 1),), inside, (cells,)), "cuda", found)).bytes)
         assert max(alone) <= c.peak_bytes * 1.005 and max(alone) >= c.peak_bytes * 0.995

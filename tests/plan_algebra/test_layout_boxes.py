@@ -11,15 +11,15 @@ from rldsl.plan.model import Layout, ParamSpec, Split
 from rldsl.sharding.boxes import (
     Parameter,
     Piece,
-    holding,
+    holdings,
     intersect,
     itemsize,
     local_shape,
     local_slice,
     parameters,
     pieces,
+    pieces_of_rank,
     replicas,
-    shares,
     subtract,
     volume,
 )
@@ -80,7 +80,7 @@ def test_stages_divide_layers(layers, pp):
     lambda: pieces(ParamSpec("w", (10, 2), split=Split(0, ((4, 2),))), 2, 0),
     lambda: local_slice(Piece(((0, 4),), 0), ((2, 5),), 0),
     lambda: local_shape(Parameter("w", ParamSpec("w", (4,)), None), ()),
-    lambda: holding(Parameter("w", ParamSpec("w", (4,), "layer"), None), 2, layout(mesh((0, 1))), mesh((0, 1)), 0),
+    lambda: pieces_of_rank(Parameter("w", ParamSpec("w", (4,), "layer"), None), 2, layout(mesh((0, 1))), mesh((0, 1)), 0),
 ])
 def test_broken_invariants_are_caught(call):
     with pytest.raises(AssertionError):
@@ -92,7 +92,7 @@ def test_holdings_cover_every_parameter(kind):
     m, on = model(kind), mesh((2, 10), (20, 24))
     for at in layouts(on):
         for p in parameters(m):
-            held = {r: holding(p, m.layers, at, on, r) for r in on.members()}
+            held = {r: pieces_of_rank(p, m.layers, at, on, r) for r in on.members()}
             count = np.zeros(p.spec.shape, int)
             for rank, found in held.items():
                 mine = np.zeros(p.spec.shape, int)
@@ -103,26 +103,26 @@ def test_holdings_cover_every_parameter(kind):
                 assert replicas(p, m.layers, at, on, rank) == (sum(o == found for o in held.values()) if found else 0)
                 count += mine
             assert count.min() >= 1
-            assert {r: s.pieces for s in shares(p, m.layers, at, on) for r in s.ranks} == {
+            assert {r: s.pieces for s in holdings(p, m.layers, at, on) for r in s.ranks} == {
                 r: found for r, found in held.items() if found}
 
 
 def test_stages_that_hold():
     m, on = model("gqa"), mesh((0, 6))
     at = layout(on, pp=3, dp=2)
-    by_name = {p.name: [r for r in range(6) if holding(p, 3, at, on, r)] for p in parameters(m)}
+    by_name = {p.name: [r for r in range(6) if pieces_of_rank(p, 3, at, on, r)] for p in parameters(m)}
     assert by_name["embed.weight"] == [0, 1, 4, 5]
     assert by_name["layers.1.q.weight"] == [2, 3]
     assert by_name["norm.weight"] == [4, 5]
     assert len(by_name) == 3 + 3 * 5
-    assert holding(next(parameters(m)), 3, at, on, 6) == ()
+    assert pieces_of_rank(next(parameters(m)), 3, at, on, 6) == ()
 
 
 def test_fewer_heads_than_tp_are_replicated_by_neighbours():
     p = Parameter("k", ParamSpec("k", (8, 8), split=Split(0, ((2, 4),))), None)
     on = mesh((0, 8))
     at = layout(on, dp=2, tp=4)
-    assert [holding(p, 1, at, on, r)[0].box[0] for r in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
+    assert [pieces_of_rank(p, 1, at, on, r)[0].box[0] for r in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
     assert replicas(p, 1, at, on, 0) == 4
 
 
@@ -158,7 +158,7 @@ def test_zero_divides_rows_over_dp():
         at = Layout("b", on.id, dp=4, zero=zero)
         for p in parameters(model()):
             rows = -(-p.spec.shape[0] // 4)
-            assert [holding(p, 3, at, on, r)[:1] and holding(p, 3, at, on, r)[0].box[0] for r in range(4)] == [
+            assert [pieces_of_rank(p, 3, at, on, r)[:1] and pieces_of_rank(p, 3, at, on, r)[0].box[0] for r in range(4)] == [
                 (r * rows, min((r + 1) * rows, p.spec.shape[0])) if r * rows < p.spec.shape[0] else () for r in range(4)]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.sharding.balance import LINEAR, _longest_first, cost, divide
+from rldsl.sharding.balance import LINEAR, _longest_first, balance_items, sequence_cost
 
 
 def makespan(weights, parts):
@@ -22,10 +22,10 @@ def bound(weights, shards):
 @settings(deadline=None)
 def test_every_item_once(weights, shards, more):
     most = -(-len(weights) // shards) + more
-    parts = divide(weights, shards, most)
+    parts = balance_items(weights, shards, most)
     assert len(parts) == shards and sorted(i for part in parts for i in part) == list(range(len(weights)))
     assert all(len(part) <= most and list(part) == sorted(part) for part in parts)
-    assert parts == divide(list(weights), shards, most)
+    assert parts == balance_items(list(weights), shards, most)
     if weights:
         first = max(sum(w for w, _ in items) for items in _longest_first(weights, shards, most))
         assert makespan(weights, parts) <= first
@@ -37,37 +37,37 @@ def test_every_item_once(weights, shards, more):
 @pytest.mark.parametrize("seed", range(4))
 def test_near_the_bound(n, shards, seed):
     rng = random.Random(seed)
-    weights = [cost(min(2800, int(rng.lognormvariate(6.5, 0.8)) + 1)) for _ in range(n)]
+    weights = [sequence_cost(min(2800, int(rng.lognormvariate(6.5, 0.8)) + 1)) for _ in range(n)]
     start = time.process_time()
-    parts = divide(weights, shards, n)
+    parts = balance_items(weights, shards, n)
     assert time.process_time() - start < 0.25  # a few ms; the machine may be busy
     assert makespan(weights, parts) <= 1.01 * bound(weights, shards)
 
 
 def test_exchanges_help():
     weights = [5, 5, 4, 4, 3, 3, 3]  # the longest first: 10 and 8 of 3 shards, or worse
-    assert makespan(weights, divide(weights, 3, 7)) <= 10
+    assert makespan(weights, balance_items(weights, 3, 7)) <= 10
     weights = [70, 60, 50, 40, 30, 20, 10, 8, 5, 3]
-    assert makespan(weights, divide(weights, 2, 5)) == 148
+    assert makespan(weights, balance_items(weights, 2, 5)) == 148
 
 
 def test_equal_weights_are_left_as_they_fell():
-    assert divide([7] * 6, 3, 6) == ((0, 3), (1, 4), (2, 5))
-    assert divide([], 3, 0) == ((), (), ())
+    assert balance_items([7] * 6, 3, 6) == ((0, 3), (1, 4), (2, 5))
+    assert balance_items([], 3, 0) == ((), (), ())
 
 
 def test_large_shards_do_not_take_long():
     rng = random.Random(1)
     weights = [rng.randrange(1, 10**9) for _ in range(20000)]
     start = time.process_time()
-    divide(weights, 2, 10000)
+    balance_items(weights, 2, 10000)
     assert time.process_time() - start < 1
 
 
 def test_what_a_sequence_costs():
-    assert cost(0) == 0 and cost(2) == 2 * LINEAR + 4 and cost(2000) > 2 * cost(1000)
+    assert sequence_cost(0) == 0 and sequence_cost(2) == 2 * LINEAR + 4 and sequence_cost(2000) > 2 * sequence_cost(1000)
 
 
 def test_too_many_items():
     with pytest.raises(AssertionError, match="5 items, 2 shards of 2"):
-        divide([1] * 5, 2, 2)
+        balance_items([1] * 5, 2, 2)

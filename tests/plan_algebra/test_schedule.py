@@ -8,7 +8,15 @@ from itertools import product
 import pytest
 
 from rldsl.sharding import pipeline_schedule
-from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions, in_flight, passes, waiting
+from rldsl.sharding.pipeline_schedule import (
+    Exchange,
+    Message,
+    Pass,
+    actions,
+    max_activations_in_flight,
+    max_waiting_messages,
+    rank_passes,
+)
 
 SHAPES = [(1, 1, 1), (1, 1, 5), *product((2, 3, 4, 7), (1, 2, 3), (1, 2, 3, 4, 7, 8, 9, 13))]
 
@@ -16,7 +24,7 @@ SHAPES = [(1, 1, 1), (1, 1, 5), *product((2, 3, 4, 7), (1, 2, 3), (1, 2, 3, 4, 7
 @pytest.mark.parametrize("pp, chunks, count", SHAPES)
 def test_every_pass_once_and_backward_after_forward(pp: int, chunks: int, count: int) -> None:
     for rank in range(pp):
-        order = passes(pp, chunks, count, rank)
+        order = rank_passes(pp, chunks, count, rank)
         assert Counter(order) == Counter(Pass(*p) for p in product((False, True), range(chunks), range(count)))
         assert all(order.index(p._replace(backward=False)) < order.index(p) for p in order if p.backward)
         assert tuple(a for a in actions(pp, chunks, count)[rank] if isinstance(a, Pass)) == order
@@ -66,7 +74,7 @@ def test_nobody_waits_for_ever(pp: int, chunks: int, count: int) -> None:
             if isinstance(action, Exchange):
                 assert len(action.sends) <= 1 and made is not None or not action.sends
                 for m in action.sends:
-                    assert made is not None and pipeline_schedule.following(pp, chunks, rank, made) == (m.peer, m.wanted)
+                    assert made is not None and pipeline_schedule.next_pass(pp, chunks, rank, made) == (m.peer, m.wanted)
                 here |= {m.wanted for m in action.takes}
                 made = None
                 continue
@@ -79,7 +87,7 @@ def test_nobody_waits_for_ever(pp: int, chunks: int, count: int) -> None:
 
 def span(pp: int, chunks: int, count: int, ahead: int, back: int) -> int:
     """Time until all are done, with messages that take none; of passes that are as long as these."""
-    lists = [list(passes(pp, chunks, count, rank)) for rank in range(pp)]
+    lists = [list(rank_passes(pp, chunks, count, rank)) for rank in range(pp)]
     done: dict[tuple[int, bool, int], int] = {}
     clock, last = [0] * pp, pp * chunks - 1
     while any(lists):
@@ -113,9 +121,9 @@ def test_memory_is_that_of_the_paper(pp: int, chunks: int, count: int) -> None:
     for rank in range(pp):
         apart = pp - 1 - rank
         most = apart + 1 if chunks == 1 else (chunks - 1) * group + 2 * apart + 1
-        assert in_flight(passes(pp, chunks, count, rank), [1] * chunks) == min(most, chunks * count)
+        assert max_activations_in_flight(rank_passes(pp, chunks, count, rank), [1] * chunks) == min(most, chunks * count)
     if chunks > 1 and count % pp == 0 and count > pp:
-        assert in_flight(passes(pp, chunks, count, 0), [1] * chunks) / chunks == pytest.approx(
+        assert max_activations_in_flight(rank_passes(pp, chunks, count, 0), [1] * chunks) / chunks == pytest.approx(
             pp * (1 + (pp - 1) / (pp * chunks)))
 
 
@@ -123,29 +131,29 @@ def test_memory_is_that_of_the_paper(pp: int, chunks: int, count: int) -> None:
                          [(2, 1, 1), (3, 1, 2), (8, 1, 2), (2, 2, 3), (4, 2, 4), (8, 2, 5), (8, 4, 5)])
 def test_few_messages_wait_however_many_micro_batches(pp: int, chunks: int, most: int) -> None:
     for count in (pp, 2 * pp, 4 * pp, 6 * pp):
-        assert max(map(waiting, actions(pp, chunks, count))) <= most
+        assert max(map(max_waiting_messages, actions(pp, chunks, count))) <= most
 
 
 def test_kept_when_the_pass_of_one_chunk_begins() -> None:
-    order = passes(2, 2, 4, 0)
-    assert in_flight(order, [10, 1], 1) >= in_flight(order, [10, 0], 0)
-    assert in_flight(order, [10, 0]) == 40 and in_flight((), [1]) == 0
+    order = rank_passes(2, 2, 4, 0)
+    assert max_activations_in_flight(order, [10, 1], 1) >= max_activations_in_flight(order, [10, 0], 0)
+    assert max_activations_in_flight(order, [10, 0]) == 40 and max_activations_in_flight((), [1]) == 0
 
 
 # ------------------------------------------------------------------------------------------- what would go wrong
 
 
 def test_a_schedule_that_waits_for_itself_is_found() -> None:
-    wrong = [list(passes(2, 2, 4, rank)) for rank in range(2)]
-    wrong[1] = wrong[1][:2] + list(passes(2, 2, 4, 1))[2:][::-1]
+    wrong = [list(rank_passes(2, 2, 4, rank)) for rank in range(2)]
+    wrong[1] = wrong[1][:2] + list(rank_passes(2, 2, 4, 1))[2:][::-1]
     with pytest.raises(AssertionError, match="waits for itself"):
-        list(pipeline_schedule._moments(wrong, 2))
+        list(pipeline_schedule._clock_ticks(wrong, 2))
 
 
 @pytest.mark.parametrize("pp, chunks, rank", [(1, 2, 0), (2, 0, 0), (2, 1, 2), (2, 1, -1)])
 def test_what_is_no_schedule_is_refused(pp: int, chunks: int, rank: int) -> None:
     with pytest.raises(AssertionError):
-        passes(pp, chunks, 4, rank)
+        rank_passes(pp, chunks, 4, rank)
 
 
 def test_lists_in_two_orders_stop_for_ever() -> None:

@@ -1,4 +1,4 @@
-"""The whole of a reallocation, written out lane by lane for all ranks: slow and plain, to compare `rank_lanes` with.
+"""The whole of a reallocation, written out piece by piece for all ranks: slow and plain, to compare `rank_lanes` with.
 
 What is chosen (which device takes which share, how many trees and senders) is read from the `Paths`; who sends what to
 whom is walked through in full here, without formulas.
@@ -8,48 +8,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rldsl.reshard.records import Kind, Paths
-from rldsl.reshard.transfer_slices import Lane
-from rldsl.sharding.boxes import Cell, cell
+from rldsl.reshard.records import NodeGroup, Routes
+from rldsl.reshard.transfer_slices import TransferSlice
+from rldsl.sharding.boxes import Cell, cell_of
 from tests.realloc.cases import Case
 
 Flow = tuple[int, int, int, int, int, int]  # sender, receiver, step, line, start, stop
 
 
 def flows(case: Case) -> list[Flow]:
-    """Every lane of every rank, sorted."""
+    """Every piece of every rank, sorted."""
     p = case.paths()
     found: list[Flow] = []
-    roots: list[tuple[int, int, Kind, list[int]]] = []  # (kind, tree, ...): the nodes of each pair of trees
-    for q, kind in enumerate(p.kinds):
+    roots: list[tuple[int, int, NodeGroup, list[int]]] = []  # (group, tree, ...): the nodes of each pair of trees
+    for q, group in enumerate(p.groups):
         groups: dict[int, list[int]] = {}
-        for at, node in enumerate(kind.nodes):
-            groups.setdefault(at * kind.trees // len(kind.nodes), []).append(node)
+        for at, node in enumerate(group.nodes):
+            groups.setdefault(at * group.num_trees // len(group.nodes), []).append(node)
         for i, nodes in groups.items():
-            roots.append((q, i, kind, nodes))
-            found += _group(p, kind, nodes)
+            roots.append((q, i, group, nodes))
+            found += _group(p, group, nodes)
     found += _from_holders(case, p, roots)
     return sorted(found)
 
 
-def _group(p: Paths, kind: Kind, nodes: list[int]) -> Iterator[Flow]:
+def _group(p: Routes, group: NodeGroup, nodes: list[int]) -> Iterator[Flow]:
     """What the nodes of one pair of trees do among themselves."""
     for node in nodes:
         base = node * p.devices
-        for hop in kind.hops:
-            yield base + hop.src, base + hop.dst, hop.step, hop.line, hop.start, hop.stop
+        for copy in group.local_copies:
+            yield base + copy.src, base + copy.dst, copy.step, copy.shard_class, copy.start, copy.stop
     for tree in range(2 if len(nodes) > 1 else 1):
         for node, above, depth in _tree(nodes, tree):
-            for line, device, start, stop in _halves(kind, tree, len(nodes) > 1):
+            for line, device, start, stop in _halves(group, tree, len(nodes) > 1):
                 if above is not None:
                     yield above * p.devices + device, node * p.devices + device, depth, line, start, stop
-                for other in kind.entering[line].needers:
+                for other in group.arrivals[line].needers:
                     if other != device:
                         yield node * p.devices + device, node * p.devices + other, depth + 1, line, start, stop
 
 
-def _halves(kind: Kind, tree: int, two: bool) -> Iterator[tuple[int, int, int, int]]:
-    for line, entering in kind.entering.items():
+def _halves(group: NodeGroup, tree: int, two: bool) -> Iterator[tuple[int, int, int, int]]:
+    for line, entering in group.arrivals.items():
         for device, start, stop in entering.shares:
             middle = (start + stop) // 2 if two else stop
             start, stop = ((start, middle), (middle, stop))[tree]
@@ -73,14 +73,14 @@ def _tree(nodes: list[int], tree: int) -> list[tuple[int, int | None, int]]:
     return out
 
 
-def _from_holders(case: Case, p: Paths, roots: list[tuple[int, int, Kind, list[int]]]) -> Iterator[Flow]:
+def _from_holders(case: Case, p: Routes, roots: list[tuple[int, int, NodeGroup, list[int]]]) -> Iterator[Flow]:
     """Each cell lays all that it sends end to end; its senders take equal stretches, element by element."""
-    for at in sorted(p.sources):
-        holders = [r for r in case.src_mesh.members() if cell(case.src, case.src_mesh, r) == at]
-        senders = [holders[k * len(holders) // p.sources[at].senders] for k in range(p.sources[at].senders)]
+    for at in sorted(p.senders):
+        holders = [r for r in case.src_mesh.members() if cell_of(case.src, case.src_mesh, r) == at]
+        senders = [holders[k * len(holders) // p.senders[at].num_senders] for k in range(p.senders[at].num_senders)]
         sent = [x for root in roots for x in _of_cell(p, at, *root)]
         total = sum(stop - start for *_, start, stop in sent)
-        assert total == p.sources[at].size
+        assert total == p.senders[at].size
         k = position = 0
         for receiver, line, start, stop in sent:
             begin = start
@@ -93,18 +93,18 @@ def _from_holders(case: Case, p: Paths, roots: list[tuple[int, int, Kind, list[i
             yield senders[k], receiver, 0, line, begin, stop
 
 
-def _of_cell(p: Paths, at: Cell, q: int, i: int, kind: Kind, nodes: list[int]) -> list[tuple[int, int, int, int]]:
+def _of_cell(p: Routes, at: Cell, q: int, i: int, group: NodeGroup, nodes: list[int]) -> list[tuple[int, int, int, int]]:
     out = []
     for tree in range(2 if len(nodes) > 1 else 1):
         root = next(node for node, above, _ in _tree(nodes, tree) if above is None)
-        for line, device, start, stop in _halves(kind, tree, len(nodes) > 1):
+        for line, device, start, stop in _halves(group, tree, len(nodes) > 1):
             for who, low, high in p.shares[line]:
-                if p.lines[line].have[who] == at and max(low, start) < min(high, stop):
+                if p.classes[line].holders[who] == at and max(low, start) < min(high, stop):
                     out.append((tree, device, line, max(low, start), min(high, stop), root))
     return [(root * p.devices + device, line, start, stop) for _, device, line, start, stop, root in sorted(out)]
 
 
-def of_rank(found: list[Flow], rank: int) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]:
-    sends = sorted(Lane(step, b, line, start, stop) for a, b, step, line, start, stop in found if a == rank)
-    receives = sorted(Lane(step, a, line, start, stop) for a, b, step, line, start, stop in found if b == rank)
+def of_rank(found: list[Flow], rank: int) -> tuple[tuple[TransferSlice, ...], tuple[TransferSlice, ...]]:
+    sends = sorted(TransferSlice(step, b, line, start, stop) for a, b, step, line, start, stop in found if a == rank)
+    receives = sorted(TransferSlice(step, a, line, start, stop) for a, b, step, line, start, stop in found if b == rank)
     return tuple(sends), tuple(receives)

@@ -10,9 +10,9 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from rldsl.reshard.intra_node import NETWORK
-from rldsl.reshard.transfer_slices import rank_lanes
-from rldsl.sharding.boxes import cell
+from rldsl.reshard.intra_node import NETWORK_COST
+from rldsl.reshard.transfer_slices import rank_slices
+from rldsl.sharding.boxes import cell_of
 from tests.realloc.cases import Case
 
 Terms = dict[int, int]  # variable -> factor
@@ -39,17 +39,17 @@ def optimum(case: Case) -> float:
     """With a byte inside a node weighing 1 / NETWORK. Sources are the nearest; into a node without holders each element
     comes once, to any that lack it, and is given to the others from there."""
     p = case.paths()
-    have = {r: cell(case.src, case.src_mesh, r) for r in case.ranks()}
-    want = {r: cell(case.dst, case.dst_mesh, r) for r in case.ranks()}
+    have = {r: cell_of(case.src, case.src_mesh, r) for r in case.ranks()}
+    want = {r: cell_of(case.dst, case.dst_mesh, r) for r in case.ranks()}
     inside: dict[int, list[Inside]] = defaultdict(list)
     equal: list[tuple[Terms, int]] = []
     sent: dict[int, Terms] = defaultdict(dict)
     count = 0
-    for line in p.lines:
-        hold = [r for r in have if have[r] in line.have]
+    for line in p.classes:
+        hold = [r for r in have if have[r] in line.holders]
         lack: dict[int, list[int]] = defaultdict(list)
         for r, at in want.items():
-            if at in line.want and r not in hold:
+            if at in line.needers and r not in hold:
                 lack[r // case.devices].append(r)
         for node, needers in lack.items():
             near = tuple(r % case.devices for r in hold if r // case.devices == node)
@@ -79,9 +79,9 @@ def _node(found: tuple[Inside, ...]) -> float:
                 far[who][count] = 1
             count += 1
         equal.append((dict.fromkeys(range(count - len(takers), count), 1), size * (len(lack) if hold else 1)))
-    below = [({**terms, count: -NETWORK}, 0) for terms in out.values()]
+    below = [({**terms, count: -NETWORK_COST}, 0) for terms in out.values()]
     below += [({**terms, count: -1}, 0) for terms in far.values()]
-    below += [({**dict.fromkeys(far[who], -1), count: -NETWORK}, -amount) for who, amount in need.items()]
+    below += [({**dict.fromkeys(far[who], -1), count: -NETWORK_COST}, -amount) for who, amount in need.items()]
     return least(count + 1, equal, below)
 
 
@@ -90,7 +90,7 @@ def links(case: Case) -> tuple[Counter[int], ...]:
     p = case.paths()
     found = tuple(Counter[int]() for _ in range(4))
     for rank in case.ranks():
-        for side, lanes in enumerate(rank_lanes(p, rank)):
+        for side, lanes in enumerate(rank_slices(p, rank)):
             for lane in lanes:
                 near = lane.peer // case.devices == rank // case.devices
                 found[2 * near + side][rank] += lane.stop - lane.start
@@ -99,4 +99,4 @@ def links(case: Case) -> tuple[Counter[int], ...]:
 
 def busiest(case: Case) -> float:
     out, came, given, got = (max(c.values(), default=0) for c in links(case))
-    return max(out, came, given / NETWORK, got / NETWORK)
+    return max(out, came, given / NETWORK_COST, got / NETWORK_COST)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rldsl.reshard.gather import gather, owners
-from rldsl.sharding.boxes import holding, parameters
+from rldsl.sharding.boxes import parameters, pieces_of_rank
 from tests.plan_algebra.models import layout, layouts, mesh, model
 
 
@@ -17,13 +17,13 @@ def check(made, at, on, chosen, ranks):
     assert sent == {(m.peer, r): m.boxes for r in ranks for m in ends[r][1]}
     for p in parameters(made):
         count = np.zeros(p.spec.shape, int)
-        for piece in holding(p, made.layers, at, on, chosen[p.name]):
+        for piece in pieces_of_rank(p, made.layers, at, on, chosen[p.name]):
             count[tuple(slice(*x) for x in piece.box)] += 1
         for (src, dst), boxes in sent.items():
             for name, box in boxes:
                 if name == p.name:
                     assert dst == chosen[name] != src
-                    assert box in [x.box for x in holding(p, made.layers, at, on, src)]
+                    assert box in [x.box for x in pieces_of_rank(p, made.layers, at, on, src)]
                     count[tuple(slice(*x) for x in box)] += 1
         assert (count == 1).all(), p.name
     return sent
@@ -38,7 +38,7 @@ def test_gather_makes_each_parameter_whole_on_its_owner(kind):
             assert list(chosen) == [p.name for p in parameters(made)]
             by_owner = Counter()
             for p in parameters(made):
-                assert holding(p, made.layers, at, on, chosen[p.name]), "owners are holders"
+                assert pieces_of_rank(p, made.layers, at, on, chosen[p.name]), "owners are holders"
                 by_owner[chosen[p.name]] += int(np.prod(p.spec.shape))
             sent = check(made, at, on, chosen, on.members())
             assert all(a // at.tp == b // at.tp for a, b in sent) or len(on.ranks) > 1, "inside a tensor-parallel group"

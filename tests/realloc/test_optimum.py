@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from rldsl.reshard.broadcast_trees import height
-from rldsl.reshard.intra_node import NETWORK
+from rldsl.reshard.intra_node import NETWORK_COST
 from tests.plan_algebra.models import layout, layouts, mesh, model
 from tests.realloc.cases import Case, cases, wide
 from tests.realloc.program import busiest, links, optimum
@@ -42,12 +42,12 @@ def test_one_holder_sends_each_element_a_few_times_only(replicas: int) -> None:
     """With trees nobody sends much more than the busiest receives, and the way down is short."""
     am, bm = mesh((0, 4)), mesh((4, 4 + 4 * replicas))
     case = Case(wide("gqa"), layout(am, tp=4), am, layout(bm, dp=replicas, tp=4), bm, 4)
-    kind = case.paths().kinds[0]
-    size = max(stop - start for start, stop in map(kind.tree, range(kind.trees)))
+    kind = case.paths().groups[0]
+    size = max(stop - start for start, stop in map(kind.tree_nodes, range(kind.num_trees)))
     out, came, *_ = links(case)
     assert max(out.values()) <= 1.13 * max(came.values())
     assert 2 * busiest(case) < optimum(case), "the optimum without passing on"
-    assert 1 < size <= 2 * replicas / kind.trees and height(size) <= 5
+    assert 1 < size <= 2 * replicas / kind.num_trees and height(size) <= 5
 
 
 def test_inside_a_node_too() -> None:
@@ -62,9 +62,9 @@ def test_the_optimum_is_one() -> None:
     """Of the program itself: two holders, one that lacks; then one holder, three that lack."""
     on = mesh((0, 4))
     made = model()
-    size = sum(line.size for line in Case(made, layout(on, dp=4), on, layout(on, dp=4), on, 4).paths().lines)
+    size = sum(line.size for line in Case(made, layout(on, dp=4), on, layout(on, dp=4), on, 4).paths().classes)
     am, bm = mesh((0, 2)), mesh((2, 3))
     assert optimum(Case(made, layout(am, dp=2), am, layout(bm), bm, 1)) == size
     am, bm = mesh((0, 1)), mesh((1, 4))
     assert optimum(Case(made, layout(am), am, layout(bm, dp=3), bm, 1)) == 3 * size
-    assert optimum(Case(made, layout(am), am, layout(bm, dp=3), bm, 4)) == 3 * size / NETWORK
+    assert optimum(Case(made, layout(am), am, layout(bm, dp=3), bm, 4)) == 3 * size / NETWORK_COST

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from scipy.optimize import linear_sum_assignment
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.reshard.device_order import relabel
-from rldsl.reshard.routes import paths
-from rldsl.reshard.shard_classes import lines
+from rldsl.reshard.device_order import reorder_devices
+from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.shard_classes import shard_classes
 from rldsl.reshard.summary import summary
-from rldsl.sharding.boxes import cell, volume
+from rldsl.sharding.boxes import cell_of, volume
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import cases
 
 
 def moved(made, src, on, dst, at, devices=8):
-    return summary(paths(made, src, on, dst, at, devices), made).bytes // 4
+    return summary(plan_routes(made, src, on, dst, at, devices), made).bytes // 4
 
 
 def even(layers=32):
@@ -41,7 +41,7 @@ def test_hybridflow(p, t, d, pg, tg):
     dst = Layout("d", "m", dp=p * t * d // (pg * tg), tp=tg, pp=pg)
     made = even()
     size = 32 * 128
-    at = relabel(made, src, on, dst, on.ranks, p * t * d)
+    at = reorder_devices(made, src, on, dst, on.ranks, p * t * d)
     received = moved(made, src, on, dst, at) / (p * t * d)
     assert received == pytest.approx((t * p - tg * pg) / (tg * pg * t * p) * size)
     assert sorted(at.members()) == list(on.members())
@@ -51,19 +51,19 @@ def test_a_stride_instead_of_neighbours():
     """tp=2 to tp=4 costs nothing: each quarter lies inside a half."""
     on = Mesh("m", ((0, 8),))
     src, dst = Layout("s", "m", dp=4, tp=2), Layout("d", "m", dp=2, tp=4)
-    at = relabel(even(), src, on, dst, on.ranks, 8)
+    at = reorder_devices(even(), src, on, dst, on.ranks, 8)
     assert moved(even(), src, on, dst, at) == 0 < moved(even(), src, on, dst, on)
     for rank in range(8):
-        assert cell(dst, at, rank).part // 2 == rank % 2
+        assert cell_of(dst, at, rank).part // 2 == rank % 2
 
 
 def test_an_order_that_is_good_stays():
     on = Mesh("m", ((0, 16),))
     src, dst = Layout("s", "m", dp=4, tp=4), Layout("d", "m", dp=8, tp=2)
-    same = relabel(even(), src, on, src, on.ranks, 4)
+    same = reorder_devices(even(), src, on, src, on.ranks, 4)
     assert same.ranks == ((0, 16),)
-    at = relabel(even(), src, on, dst, on.ranks, 4)
-    assert relabel(even(), src, on, dst, at.ranks, 4).ranks == at.ranks
+    at = reorder_devices(even(), src, on, dst, on.ranks, 4)
+    assert reorder_devices(even(), src, on, dst, at.ranks, 4).ranks == at.ranks
 
 
 @given(cases())
@@ -72,13 +72,13 @@ def test_exact(case):
     """With one large node: the optimum of scipy's assignment."""
     size = len(case.dst_mesh.members())
     every = [*case.dst_mesh.members(), *range(24, 28)]
-    at = relabel(case.model, case.src, case.src_mesh, case.dst, (*case.dst_mesh.ranks, (24, 28)), 64)
+    at = reorder_devices(case.model, case.src, case.src_mesh, case.dst, (*case.dst_mesh.ranks, (24, 28)), 64)
     ordered = Mesh(case.dst.mesh, ((0, size),))
     worth = np.zeros((len(every), size))
-    for line in lines(case.model, case.src, case.dst):
+    for line in shard_classes(case.model, case.src, case.dst):
         for i, rank in enumerate(every):
             for j in range(size):
-                if cell(case.src, case.src_mesh, rank) in line.have and cell(case.dst, ordered, j) in line.want:
+                if cell_of(case.src, case.src_mesh, rank) in line.holders and cell_of(case.dst, ordered, j) in line.needers:
                     worth[i, j] += line.size
     best = worth[linear_sum_assignment(worth, maximize=True)].sum()
     place = {rank: i for i, rank in enumerate(every)}
@@ -90,7 +90,7 @@ def test_exact(case):
 @settings(max_examples=80, deadline=None)
 def test_groups_stay_inside_nodes_and_nothing_gets_worse(case):
     made, devices = case.model, case.devices
-    at = relabel(made, case.src, case.src_mesh, case.dst, case.dst_mesh.ranks, devices)
+    at = reorder_devices(made, case.src, case.src_mesh, case.dst, case.dst_mesh.ranks, devices)
     assert (moved(made, case.src, case.src_mesh, case.dst, at)
             <= moved(made, case.src, case.src_mesh, case.dst, case.dst_mesh))
     before, after = case.dst_mesh.members(), at.members()
@@ -103,7 +103,7 @@ def test_groups_stay_inside_nodes_and_nothing_gets_worse(case):
 def test_thousands_of_ranks():
     on = Mesh("m", ((0, 2048),))
     src, dst = Layout("s", "m", dp=128, tp=4, pp=4), Layout("d", "m", dp=1024, tp=2)
-    at = relabel(even(), src, on, dst, on.ranks, 8)
+    at = reorder_devices(even(), src, on, dst, on.ranks, 8)
     size = sum(volume(box) for box in [((0, 64), (0, 2))] * 32)
     assert moved(even(), src, on, dst, at) == 2048 * (size // 2 - size // 16)
 
@@ -111,10 +111,10 @@ def test_thousands_of_ranks():
 def test_too_few_ranks():
     on = mesh((0, 4))
     with pytest.raises(AssertionError, match="3 ranks for the 4"):
-        relabel(model(), layout(on, tp=4), on, layout(on, tp=4), ((0, 3),), 8)
+        reorder_devices(model(), layout(on, tp=4), on, layout(on, tp=4), ((0, 3),), 8)
 
 
 def test_no_rank_twice():
     on = mesh((0, 4))
     with pytest.raises(AssertionError):
-        relabel(model(), layout(on, tp=4), on, layout(on, tp=4), ((0, 3), (2, 4)), 8)
+        reorder_devices(model(), layout(on, tp=4), on, layout(on, tp=4), ((0, 3), (2, 4)), 8)

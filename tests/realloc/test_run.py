@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rldsl.reshard.in_place import held_at
-from rldsl.reshard.rounds import kept
+from rldsl.reshard.in_place import pieces_by_parameter
+from rldsl.reshard.rounds import kept_boxes
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc, spot
-from rldsl.sharding.boxes import cell, holding, parameters
+from rldsl.sharding.boxes import cell_of, parameters, pieces_of_rank
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, wide
 from tests.world import run_world
@@ -35,7 +35,7 @@ def tensors(case: Case, side: str, rank: int, dtype: torch.dtype) -> dict[str, t
     out = {}
     for i, p in enumerate(parameters(case.model)):
         full = (torch.arange(torch.Size(p.spec.shape).numel()) * 7 % 251 + i).view(p.spec.shape).to(dtype)
-        if found := holding(p, case.model.layers, at, on, rank):
+        if found := pieces_of_rank(p, case.model.layers, at, on, rank):
             dim = p.spec.split.dim if p.spec.split else 0
             out[p.name] = torch.cat([full[tuple(slice(*x) for x in piece.box)] for piece in found], dim)
     return out
@@ -116,8 +116,8 @@ def test_two_buckets_are_enough() -> None:
 def test_a_route_that_was_spoiled_is_noticed() -> None:
     """A rank that does not want what comes says so; nothing is written past the parameters."""
     case = CASES[0]
-    held = held_at(case.model, case.dst, cell(case.dst, case.dst_mesh, 0))
-    (name, box), *_ = kept(case.paths(), 0)
+    held = pieces_by_parameter(case.model, case.dst, cell_of(case.dst, case.dst_mesh, 0))
+    (name, box), *_ = kept_boxes(case.paths(), 0)
     assert spot(held, name, box)
     with pytest.raises(StopIteration):
         spot(held, name, ((0, 999), *box[1:]))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.reshard.load_balance import Share, balance, cut, fill
+from rldsl.reshard.load_balance import Share, balance, cut_at, water_fill
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=8), st.integers(0, 300))
 def test_fill_levels_the_lowest(loads, amount):
-    added = fill(loads, amount)
+    added = water_fill(loads, amount)
     after = [x + y for x, y in zip(loads, added)]
     assert sum(added) == amount and min(added) >= 0
     receiving = [x for x, y in zip(after, added) if y]
@@ -45,7 +45,7 @@ def test_cut_covers_the_line_in_order(amounts, weights):
         lengths.append(min(w, rest))
         rest -= lengths[-1]
     lengths.append(rest)
-    found = list(cut(enumerate(lengths), amounts))
+    found = list(cut_at(enumerate(lengths), amounts))
     taken, at = Counter(), 0
     for key, (who, start, stop) in found:
         assert sum(lengths[:key]) + start == at and start < stop <= lengths[key]
@@ -56,13 +56,13 @@ def test_cut_covers_the_line_in_order(amounts, weights):
 
 
 def test_cut_of_nothing():
-    assert list(cut([], [])) == [] and list(cut([("a", 0)], [0, 0])) == []
-    assert list(cut([("a", 2)], [0, 2, 0])) == [("a", Share(1, 0, 2))]
+    assert list(cut_at([], [])) == [] and list(cut_at([("a", 0)], [0, 0])) == []
+    assert list(cut_at([("a", 2)], [0, 2, 0])) == [("a", Share(1, 0, 2))]
 
 
 def test_cut_wants_amounts_that_reach_the_end():
     with pytest.raises(IndexError):
-        list(cut([("a", 3)], [1, 1]))
+        list(cut_at([("a", 3)], [1, 1]))
 
 
 def test_nobody_to_take_it():

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.reshard.rounds import AHEAD, kept, rank_ops
+from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, kept_boxes, rank_rounds
 from rldsl.reshard.summary import summary
-from rldsl.sharding.boxes import Box, contains, holding, intersect, local_shape, local_slice, parameters, volume
+from rldsl.sharding.boxes import Box, contains, intersect, local_shape, local_slice, parameters, pieces_of_rank, volume
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, cases, small
 
@@ -28,7 +28,7 @@ def shards(made: Model, at: Layout, on: Mesh, full: dict[str, np.ndarray]) -> Ar
     out = {}
     for p in parameters(made):
         for rank in on.members():
-            if found := holding(p, made.layers, at, on, rank):
+            if found := pieces_of_rank(p, made.layers, at, on, rank):
                 dim = p.spec.split.dim if p.spec.split else 0
                 out[rank, p.name] = np.concatenate([full[p.name][tuple(slice(*x) for x in y.box)] for y in found], dim)
     return out
@@ -47,7 +47,7 @@ class Ranks:
 
     def view(self, arrays: Arrays, at: Layout, on: Mesh, rank: int, name: str, box: Box) -> np.ndarray | None:
         p = self.specs[name]
-        for piece in holding(p, self.case.model.layers, at, on, rank):
+        for piece in pieces_of_rank(p, self.case.model.layers, at, on, rank):
             if contains(piece.box, box):
                 return arrays[rank, name][local_slice(piece, box, p.spec.split.dim if p.spec.split else 0)]
         return None
@@ -74,14 +74,14 @@ class Ranks:
 def carry_out(case: Case, buckets: int) -> Ranks:
     ranks, p = Ranks(case), case.paths()
     for rank in case.dst_mesh.members():
-        for name, box in kept(p, rank):
+        for name, box in kept_boxes(p, rank):
             value = ranks.view(ranks.source, case.src, case.src_mesh, rank, name, box)
             assert value is not None
             ranks.write(rank, name, box, value)
-    rounds = {rank: rank_ops(p, rank, buckets) for rank in case.ranks()}
+    rounds = {rank: rank_rounds(p, rank, buckets) for rank in case.ranks()}
     last: deque[dict[int, dict[str, list[tuple[Box, np.ndarray]]]]] = deque()
     for number in range(len(rounds[case.ranks()[0]])):
-        before = last.popleft() if len(last) == AHEAD else {}
+        before = last.popleft() if len(last) == ROUNDS_IN_FLIGHT else {}
         flying = {(rank, m.peer): [ranks.read(rank, *x, before.get(rank, {})) for x in m.boxes]
                   for rank in rounds for m in rounds[rank][number].sends}
         came: dict[int, dict[str, list[tuple[Box, np.ndarray]]]] = defaultdict(lambda: defaultdict(list))
@@ -111,7 +111,7 @@ def owned(case: Case) -> dict[str, np.ndarray]:
         bits = np.zeros((2, *p.spec.shape), np.int64)
         for side, at, on in ((0, case.src, case.src_mesh), (1, case.dst, case.dst_mesh)):
             for rank in on.members():
-                for piece in holding(p, case.model.layers, at, on, rank):
+                for piece in pieces_of_rank(p, case.model.layers, at, on, rank):
                     bits[(side, *(slice(*x) for x in piece.box))] |= 1 << rank
         out[p.name] = bits
     return out
@@ -157,5 +157,5 @@ def test_a_local_shape_is_what_the_pieces_make_up() -> None:
     case = small("fused")[0]
     for p in parameters(case.model):
         for rank in case.dst_mesh.members():
-            found = holding(p, case.model.layers, case.dst, case.dst_mesh, rank)
+            found = pieces_of_rank(p, case.model.layers, case.dst, case.dst_mesh, rank)
             assert not found or local_shape(p, found) == Ranks(case).right[rank, p.name].shape

@@ -17,7 +17,7 @@ from rldsl.placement.place import places_of
 from rldsl.plan.events import Generate, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.sharding.boxes import cell
+from rldsl.sharding.boxes import cell_of
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.checked import check_graph
@@ -52,7 +52,7 @@ def without_redundancy(p: Plan) -> int:
 
     def shard(layout: str, rank: int) -> int:
         x = layouts[layout]
-        return resting(Copy(model, x, cell(x, meshes[x.mesh], rank)))
+        return resting(Copy(model, x, cell_of(x, meshes[x.mesh], rank)))
 
     return 4 * sum(shard(e.dst, r) - shard(e.src, r) for r in order(p))
 

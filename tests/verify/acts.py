@@ -226,7 +226,7 @@ def _select(w: World, e: Select, now: Moment) -> None:
             w.knows(rank, f.of, None, now)
             w.reads(rank, e, e.condition, rows, now)
             mine = frozenset(w.story.kept_rows[e.frame, now.stamp]) & rows
-            root = partition.root(f, w.story.frames).id  # those that are not kept have no tokens, and it knows that
+            root = partition.source_frame(f, w.story.frames).id  # those that are not kept have no tokens, and it knows that
             rank.lens[e.frame] = (now.stamp, frozenset(w.shares(s, now)[w.shard(s, rank.number)][root]))
         else:
             mine = w.my_rows(rank, s, e.frame, now)

@@ -232,8 +232,8 @@ def repaired(plan: Plan) -> Plan:
             return None
         try:
             model, src, dst = models[e.model], layouts[e.src], layouts[e.dst]
-            way = routes.paths(model, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
-            total = summary.summary(way, dtypes.carried(models[e.source or e.model], e.src, model, e.dst, e.decay))
+            way = routes.plan_routes(model, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
+            total = summary.summary(way, dtypes.in_wire_dtype(models[e.source or e.model], e.src, model, e.dst, e.decay))
         except (LookupError, AssertionError, ValueError, ArithmeticError, Failure):
             return None
         return (replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest),)

@@ -229,7 +229,7 @@ class World:
         if tells := known[frame].partial:
             mine = None
             if own:
-                root = partition.root(known[frame], known)
+                root = partition.source_frame(known[frame], known)
                 each = known[frame].count // known[tells].count
                 rows = self.shares(spread, now)[self.shard(spread, rank.number)][root.id]
                 mine = frozenset(r // each for r in rows)

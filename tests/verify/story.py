@@ -68,7 +68,7 @@ class Story:
             while above.of or above.partial not in ("", above.id):
                 above, steps = self.frames[above.of or above.partial], steps + 1
                 need(steps <= len(p.frames), f"frame {f.id} comes from itself")
-        self.origins = {f.id: partition.origin(f, self.frames) for f in p.frames}
+        self.origins = {f.id: partition.prompt_space(f, self.frames) for f in p.frames}
     # ------------------------------------------------------------------------------------------------ walking
 
     def tell(self) -> Story:
@@ -149,7 +149,7 @@ class Story:
     def rows(self, frame: str, lens: Mapping[str, Lens] | None = None) -> tuple[int, ...]:
         """The rows that a frame has, by the present lengths or by others."""
         f, lens = self.frames[frame], self.lens if lens is None else lens
-        return partition.there(f, self.frames, {f.partial: lens[f.partial].totals()} if f.partial else {})
+        return partition.present_rows(f, self.frames, {f.partial: lens[f.partial].totals()} if f.partial else {})
 
     def cell(self, value: str) -> Cell:
         v, held = self.records[value], self.values[value]

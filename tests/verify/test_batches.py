@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.sharding.message_batches import MESSAGES, batches
+from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from tests.world import run_world
 
 
@@ -20,7 +20,7 @@ def test_pairs_meet_in_bounded_batches(world: int, messages: int, data: st.DataO
     peers = {r: {a + b - r for a, b in pairs if r in (a, b)} for r in range(world)}
     number = {}
     for r in range(world):
-        found = batches(r, peers[r], world, messages)
+        found = message_batches(r, peers[r], world, messages)
         assert sorted(p for batch in found for p in batch) == sorted(peers[r])
         assert all(2 * len(batch) <= max(messages, 2) and batch == tuple(sorted(batch)) for batch in found)
         for batch in found:
@@ -32,15 +32,15 @@ def test_pairs_meet_in_bounded_batches(world: int, messages: int, data: st.DataO
 
 
 def test_few_ranks_have_one_batch_and_many_a_bounded_one() -> None:
-    assert batches(3, range(3), 128) == ((0, 1, 2),)
-    found = batches(3, [r for r in range(5000) if r != 3], 5000)
-    assert max(map(len, found)) == MESSAGES // 2 and sum(map(len, found)) == 4999
+    assert message_batches(3, range(3), 128) == ((0, 1, 2),)
+    found = message_batches(3, [r for r in range(5000) if r != 3], 5000)
+    assert max(map(len, found)) == MAX_MESSAGES // 2 and sum(map(len, found)) == 4999
 
 
 def _everyone(rank: int, world: int) -> None:
     import rldsl.runtime.comm.exchange as exchange
 
-    exchange.batches = lambda rank, peers, world, _: batches(rank, peers, world, 2)  # type: ignore[assignment]
+    exchange.batches = lambda rank, peers, world, _: message_batches(rank, peers, world, 2)  # type: ignore[assignment]
     asked: list[int] = []
     whole = dist.batch_isend_irecv
     dist.batch_isend_irecv = lambda ops: (asked.append(len(ops)), whole(ops))[1]

@@ -16,8 +16,8 @@ from rldsl.plan.events import Event, Loop, Offload, Onload
 from rldsl.plan.expr import Node
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import class_of
-from rldsl.reshard.routes import paths
-from rldsl.reshard.transfer_slices import rank_lanes
+from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.verify import reshards, transfer_slices, verify
 from tests.plan.sample import grpo
 from tests.verify.faults import change, codes, drop, edited, faults, moved, row, swapped, with_body
@@ -91,80 +91,81 @@ def test_a_file_that_was_changed() -> None:
 def test_a_rank_that_sends_something_else_than_its_peer_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank gets what it lacks once, by what it says itself; the senders see it otherwise."""
     def wrong(p, rank, known=None):  # noqa: ANN001, ANN202
-        sends, receives = rank_lanes(p, rank)
+        sends, receives = rank_slices(p, rank)
         return tuple(x._replace(step=x.step + 1) for x in sends), receives
 
-    monkeypatch.setattr(transfer_slices, "rank_lanes", wrong)
+    monkeypatch.setattr(transfer_slices, "rank_slices", wrong)
     assert codes(grpo()) == {"RL0533"}
 
 
 def test_more_messages_at_once_than_a_group_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut by the rule, a rank posts few; by another, which puts all its peers together, too many."""
-    monkeypatch.setattr(transfer_slices, "MESSAGES", 4 * transfer_slices.PARTS)
+    monkeypatch.setattr(transfer_slices, "MAX_MESSAGES", 4 * transfer_slices.MAX_PARTS)
     assert not codes(grpo())
-    monkeypatch.setattr(transfer_slices, "batches", lambda rank, peers, world, messages: (tuple(peers),))
+    monkeypatch.setattr(transfer_slices, "message_batches", lambda rank, peers, world, messages: (tuple(peers),))
     assert codes(grpo()) == {"RL0535"}
 
 
 def spoiled(**new: object) -> Callable[..., object]:
-    """A planner whose first kind of node is another."""
+    """A planner whose first node group is another."""
     def made(*args: object) -> object:
-        p = paths(*args)  # type: ignore[arg-type]
-        first = p.kinds[0]
-        return replace(p, kinds=(replace(first, **{k: v(getattr(first, k)) for k, v in new.items()}), *p.kinds[1:]))
+        p = plan_routes(*args)  # type: ignore[arg-type]
+        first = p.groups[0]
+        return replace(p, groups=(replace(first, **{k: v(getattr(first, k)) for k, v in new.items()}), *p.groups[1:]))
     return made
 
 
-def lines(edit: Callable[[tuple], tuple]) -> Callable[..., object]:
+def classes(edit: Callable[[tuple], tuple]) -> Callable[..., object]:
     def made(*args: object) -> object:
-        p = paths(*args)  # type: ignore[arg-type]
-        return replace(p, lines=edit(p.lines))
+        p = plan_routes(*args)  # type: ignore[arg-type]
+        return replace(p, classes=edit(p.classes))
     return made
 
 
-def entry(line: object, **new: object) -> object:
-    return replace(line, entries=(replace(line.entries[0], **new), *line.entries[1:]))  # type: ignore[attr-defined,type-var]
+def segment(shard_class: object, **new: object) -> object:
+    first, *rest = shard_class.segments  # type: ignore[attr-defined]
+    return replace(shard_class, segments=(replace(first, **new), *rest))  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("planner", [
-    spoiled(hops=lambda h: h[1:]),
-    spoiled(hops=lambda h: h + h[:1]),
-    spoiled(hops=lambda h: (h[0]._replace(start=1), *h[1:])),
-    spoiled(hops=lambda h: (h[0]._replace(stop=h[0].stop + 1), *h[1:])),
-    spoiled(places=lambda x: x[::-1]),
+    spoiled(local_copies=lambda h: h[1:]),
+    spoiled(local_copies=lambda h: h + h[:1]),
+    spoiled(local_copies=lambda h: (h[0]._replace(start=1), *h[1:])),
+    spoiled(local_copies=lambda h: (h[0]._replace(stop=h[0].stop + 1), *h[1:])),
+    spoiled(cells=lambda x: x[::-1]),
     spoiled(nodes=lambda n: ()),
-    lines(lambda x: x[1:]),
-    lines(lambda x: x + x[:1]),
-    lines(lambda x: (replace(x[0], have=x[1].have), *x[1:])),
-    lines(lambda x: (replace(x[0], want=()), *x[1:])),
-    lines(lambda x: (replace(x[0], size=x[0].size + 1), *x[1:])),
-    lines(lambda x: (entry(x[0], box=((0, 1), (0, 8))), *x[1:])),
-    lines(lambda x: (entry(x[0], spec="nothing"), *x[1:])),
+    classes(lambda x: x[1:]),
+    classes(lambda x: x + x[:1]),
+    classes(lambda x: (replace(x[0], holders=x[1].holders), *x[1:])),
+    classes(lambda x: (replace(x[0], needers=()), *x[1:])),
+    classes(lambda x: (replace(x[0], size=x[0].size + 1), *x[1:])),
+    classes(lambda x: (segment(x[0], box=((0, 1), (0, 8))), *x[1:])),
+    classes(lambda x: (segment(x[0], spec="nothing"), *x[1:])),
 ])
 def test_a_planner_that_leaves_gaps_or_overlaps(planner: Callable[..., object],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coverage is tested on boxes and lanes, whatever the planner's own bytes and digest say."""
-    monkeypatch.setattr(reshards, "paths", planner)
+    """Coverage is tested on boxes and transfer slices, whatever the planner's own bytes and digest say."""
+    monkeypatch.setattr(reshards, "plan_routes", planner)
     found = codes(grpo())
     assert "RL0527" in found and found <= {"RL0527", "RL0526", "RL0533"}, found  # and who would pass it on lacks it
 
 
 @pytest.mark.parametrize("planner", [
-    spoiled(hops=lambda h: (h[0]._replace(src=3 if h[0].dst != 3 else 2), *h[1:])),
-    spoiled(hops=lambda h: (h[0]._replace(step=4), *h[1:])),
+    spoiled(local_copies=lambda h: (h[0]._replace(src=3 if h[0].dst != 3 else 2), *h[1:])),
+    spoiled(local_copies=lambda h: (h[0]._replace(step=4), *h[1:])),
 ])
 def test_a_planner_that_sends_what_is_not_there(planner: Callable[..., object],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """From a rank that does not hold it; and so late that those who pass it on do not have it yet."""
-    monkeypatch.setattr(reshards, "paths", planner)
+    monkeypatch.setattr(reshards, "plan_routes", planner)
     assert codes(grpo()) - {"RL0526"} == {"RL0533"}
 
 
 def test_a_planner_that_leaves_something_out_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(p, rank, known=None):  # noqa: ANN001, ANN202
-        return tuple(tuple(x for x in side if x.step < 1) for side in rank_lanes(p, rank))
+        return tuple(tuple(x for x in side if x.step < 1) for side in rank_slices(p, rank))
 
-    monkeypatch.setattr(transfer_slices, "rank_lanes", wrong)
+    monkeypatch.setattr(transfer_slices, "rank_slices", wrong)
     assert codes(grpo()) == {"RL0527"}
 
 

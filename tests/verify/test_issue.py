@@ -19,7 +19,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Save, Train
 from rldsl.plan.model import Layout
 from rldsl.plan.projection import walk
-from rldsl.sharding.layout import Coord, axis_ranks, coordinate
+from rldsl.sharding.layout import Coordinate, axis_ranks, coordinate
 from rldsl.verify import issue_order
 from rldsl.verify.issue_order import PROTOCOLS, Use, stuck
 from tests.plan.sample import grpo
@@ -50,12 +50,12 @@ def test_ranks_that_share_experts_cannot_stop_for_ever(kind: type) -> None:
         assert not stuck(TORCH[kind], x, count), (x, count)
 
 
-def link(x: Layout, at: Coord, to: int, flow: str) -> Iterator[Use]:
+def link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[Use]:
     if 0 <= at.pp + to < x.pp:
         yield Use("link", min(at.pp, at.pp + to), at.dp, flow)
 
 
-def apart(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def apart(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     """1F1B that posts what goes and what comes one after the other: under rendezvous both neighbours send first."""
     ahead = min(x.pp - 1 - at.pp, count)
     for _ in range(ahead):
@@ -69,19 +69,19 @@ def apart(x: Layout, at: Coord, count: int) -> Iterator[Use]:
         yield from link(x, at, -1, "down") if i + 1 < count else ()
 
 
-def crossed(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def crossed(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     """Ranks that use two communicators in different orders."""
     both = [Use("tp", at.pp, at.dp), Use("mesh", 0, 0)]
     yield from both if at.tp else both[::-1]
 
 
-def unequal(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def unequal(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     """A collective that one rank leaves out."""
     for _ in range(2 - at.tp):
         yield Use("tp", at.pp, at.dp)
 
 
-def early(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def early(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     """The last rank takes one message of its neighbour before another that comes first."""
     uses = list(issue_order.train(replace(x, vpp=min(x.pp, 2)), at, count))
     links = [i for i, u in enumerate(uses) if u.axis == "link"]
@@ -90,7 +90,7 @@ def early(x: Layout, at: Coord, count: int) -> Iterator[Use]:
     yield from uses
 
 
-def backwards(x: Layout, at: Coord, count: int) -> Iterator[Use]:
+def backwards(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     """The first stage hands on before a collective of all stages, the others take after it."""
     if at.pp == 0:
         yield from link(x, at, 1, "down")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.reshard.records import Paths
-from rldsl.reshard.routes import paths
+from rldsl.reshard.records import Routes
+from rldsl.reshard.routes import plan_routes
 from rldsl.verify import transfer_slices
-from rldsl.verify.transfer_slices import Side
+from rldsl.verify.transfer_slices import MeshCells
 from tests.plan_algebra.models import model
 
 WORLD = 128
@@ -28,20 +28,20 @@ def side(name: str, ranks: tuple[int, int], tp: int, pp: int) -> tuple[Layout, M
     return Layout(f"L{name}", name, dp=(ranks[1] - ranks[0]) // (tp * pp), tp=tp, pp=pp), mesh
 
 
-def made(pair: tuple[Any, Any]) -> tuple[Paths, Side, Side]:
+def made(pair: tuple[Any, Any]) -> tuple[Routes, MeshCells, MeshCells]:
     (src, a), (dst, b) = side("a", *pair[0]), side("b", *pair[1])
-    return paths(model(), src, a, dst, b, 8), Side.of(src, a), Side.of(dst, b)
+    return plan_routes(model(), src, a, dst, b, 8), MeshCells.of(src, a), MeshCells.of(dst, b)
 
 
-def whole(p: Paths, src: Side, dst: Side, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def whole(p: Routes, src: MeshCells, dst: MeshCells, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     with monkeypatch.context() as here:
         here.setattr(transfer_slices, "FEW", 10 * WORLD)
         return some(p, src, dst)
 
 
-def some(p: Paths, src: Side, dst: Side) -> set[str]:
+def some(p: Routes, src: MeshCells, dst: MeshCells) -> set[str]:
     try:
-        return {code for code, _, _ in transfer_slices.faults(p, src, dst, WORLD)}
+        return {code for code, _, _ in transfer_slices.slice_faults(p, src, dst, WORLD)}
     except (LookupError, ZeroDivisionError, AssertionError, TypeError, AttributeError, RuntimeError) as wrong:
         return {type(wrong).__name__}  # paths that no rank can follow; ours are never such
 
@@ -50,7 +50,7 @@ def some(p: Paths, src: Side, dst: Side) -> set[str]:
 def test_right_paths_have_no_fault(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     p, src, dst = made(pair)
     assert some(p, src, dst) == whole(p, src, dst, monkeypatch) == set()
-    assert len(transfer_slices.chosen(p, src, dst)) < len(src.cells.keys() | dst.cells.keys())
+    assert len(transfer_slices.sampled_ranks(p, src, dst)) < len(src.cells.keys() | dst.cells.keys())
 
 
 def numbers(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

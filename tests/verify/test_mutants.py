@@ -43,9 +43,9 @@ def plans() -> dict[str, Plan]:
 @pytest.fixture(autouse=True)
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows from layouts and models alone is found once for many mutants."""
-    found = lru_cache(None)(routes.paths)
+    found = lru_cache(None)(routes.plan_routes)
     for module, name, function in (
-            (reshards, "examine", lru_cache(None)(reshards.examine)), (saves, "examine", lru_cache(None)(saves.examine)),
+            (reshards, "examine", lru_cache(None)(reshards.examine_reshard)), (saves, "examine", lru_cache(None)(saves.examine_save)),
             (issue_order, "stuck", lru_cache(None)(issue_order.stuck)), (routes, "paths", found), (reshard_buffers, "paths", found),
             (import_module("rldsl.memory.lifetimes"), "realloc_bytes", moved(reshard_buffers.realloc_bytes))):
         monkeypatch.setattr(module, name, function)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
-from rldsl.reshard.gather import gathers, owners
+from rldsl.reshard.gather import gather_messages, owners
 from rldsl.reshard.rounds import Message
 from rldsl.verify import saves
 
@@ -28,10 +28,10 @@ def found(monkeypatch: pytest.MonkeyPatch, degrees: Mapping[str, int], change: C
     x, mesh = placed(**degrees)
 
     def changed(*given: Any) -> Known:
-        return change(dict(gathers(*given)))
+        return change(dict(gather_messages(*given)))
 
-    monkeypatch.setattr(saves, "gathers", changed)
-    return {code for code, _, _ in saves.examine(MODEL, x, mesh, len(mesh.members()))}
+    monkeypatch.setattr(saves, "gather_messages", changed)
+    return {code for code, _, _ in saves.examine_save(MODEL, x, mesh, len(mesh.members()))}
 
 
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
@@ -93,8 +93,8 @@ def test_more_ranks_than_messages_at_once_are_fine():
     x, mesh = placed(dp=256, zero=3)
     model = replace(MODEL, params=tuple(replace(p, shape=(512, 2), split=None) for p in MODEL.params), layers=64)
     assert max(len(sends) + len(receives) for sends, receives in
-               gathers(model, x, mesh, owners(model, x, mesh), mesh.members()).values()) > saves.MESSAGES
-    assert not saves.examine(model, x, mesh, 256)
+               gather_messages(model, x, mesh, owners(model, x, mesh), mesh.members()).values()) > saves.MESSAGES
+    assert not saves.examine_save(model, x, mesh, 256)
 
 
 def test_a_rank_has_a_bounded_number_of_messages_in_a_batch(monkeypatch):

@@ -13,26 +13,26 @@ import torch
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
 from rldsl.reshard.gather import gather, owners
-from rldsl.reshard.node_groups import Side
-from rldsl.reshard.routes import paths
-from rldsl.reshard.shard_classes import lines
+from rldsl.reshard.node_groups import MeshView
+from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.shard_classes import shard_classes
 from rldsl.reshard.summary import summary
 from rldsl.runtime.comm.reshard import Route, realloc
 from rldsl.sharding.boxes import (
     Parameter,
-    cell,
-    cut,
-    holding,
+    cell_of,
+    cut_rows,
+    holdings,
     local_shape,
     local_slice,
     parameters,
     pieces,
+    pieces_of_rank,
     replicas,
-    shares,
     volume,
 )
 from rldsl.verify import saves
-from rldsl.verify.reshards import examine
+from rldsl.verify.reshards import examine_reshard
 from tests.plan_algebra.models import layout, mesh, model
 from tests.world import run_world
 
@@ -58,14 +58,14 @@ def test_rows_are_even_runs_of_the_local_tensor(kind: str) -> None:
     for dp, tp, pp, cp in LAYOUTS:
         on = mesh((0, dp * tp * pp * cp))
         plain, at = layout(on, pp, dp, tp, cp), sharded(on, 3, pp=pp, dp=dp, tp=tp, cp=cp)
-        side = Side.of(at, on)
+        side = MeshView.of(at, on)
         for p in parameters(made):
             full = np.arange(volume(tuple((0, n) for n in p.spec.shape))).reshape(p.spec.shape)
             for rank in on.members():
-                where = cell(at, on, rank)
-                assert where == side.cell(rank) and side.rank(where, side.copy(rank)) == rank
-                mine, whole = local(p, full, holding(p, made.layers, at, on, rank)), local(
-                    p, full, holding(p, made.layers, plain, on, rank))
+                where = cell_of(at, on, rank)
+                assert where == side.cell(rank) and side.rank(where, side.replica(rank)) == rank
+                mine, whole = local(p, full, pieces_of_rank(p, made.layers, at, on, rank)), local(
+                    p, full, pieces_of_rank(p, made.layers, plain, on, rank))
                 if whole is None or not whole.ndim:
                     expected = whole if whole is not None and where.shard == 0 else None
                 else:
@@ -94,8 +94,8 @@ def test_shares_are_what_every_rank_says(kind: str) -> None:
         on = mesh((0, dp * tp * pp * cp))
         at = sharded(on, 1, pp=pp, dp=dp, tp=tp, cp=cp)
         for p in parameters(made):
-            found = {r: s.pieces for s in shares(p, made.layers, at, on) for r in s.ranks}
-            each = {r: holding(p, made.layers, at, on, r) for r in on.members()}
+            found = {r: s.pieces for s in holdings(p, made.layers, at, on) for r in s.ranks}
+            each = {r: pieces_of_rank(p, made.layers, at, on, r) for r in on.members()}
             assert found == {r: x for r, x in each.items() if x}
             count = Counter(each.values())
             assert all(replicas(p, made.layers, at, on, r) == (count[x] if x else 0) for r, x in each.items())
@@ -104,15 +104,15 @@ def test_shares_are_what_every_rank_says(kind: str) -> None:
 def test_a_shard_may_have_nothing() -> None:
     head = ParamSpec("score.weight", (1, 8), "last")
     whole = pieces(head, 1, 0)
-    assert [len(cut(head, whole, 4, i)) for i in range(4)] == [1, 0, 0, 0]
-    assert cut(head, whole, 1, 0) == whole and cut(ParamSpec("scale", ()), pieces(ParamSpec("scale", ()), 1, 0), 3, 1) == ()
+    assert [len(cut_rows(head, whole, 4, i)) for i in range(4)] == [1, 0, 0, 0]
+    assert cut_rows(head, whole, 1, 0) == whole and cut_rows(ParamSpec("scale", ()), pieces(ParamSpec("scale", ()), 1, 0), 3, 1) == ()
 
 
 def test_levels_hold_the_same() -> None:
     on = mesh((0, 4))
     one, three = (sharded(on, z, dp=4) for z in (1, 3))
     for p in parameters(model()):
-        assert shares(p, 3, one, on) == shares(p, 3, three, on)
+        assert holdings(p, 3, one, on) == holdings(p, 3, three, on)
 
 
 FOUR, LOW = mesh((0, 4)), mesh((0, 2))
@@ -127,13 +127,13 @@ MOVES = tuple((made, a, am, b, bm, devices) for made in (*MODELS.values(),) for 
 
 def test_every_move_is_proved_and_moves_no_more_than_is_lacking() -> None:
     for made, a, am, b, bm, devices in MOVES:
-        total, faults = examine(made, a, am, b, bm, devices, 64)
+        total, faults = examine_reshard(made, a, am, b, bm, devices, 64)
         assert not faults
         lacking = sum(volume(box) - sum(
-            overlap(box, piece.box) for piece in holding(p, made.layers, a, am, r))
+            overlap(box, piece.box) for piece in pieces_of_rank(p, made.layers, a, am, r))
             for r in bm.members() for p in parameters(made)
-            for box in (q.box for q in holding(p, made.layers, b, bm, r)))
-        assert total.bytes == 4 * lacking == summary(paths(made, a, am, b, bm, devices), made).bytes
+            for box in (q.box for q in pieces_of_rank(p, made.layers, b, bm, r)))
+        assert total.bytes == 4 * lacking == summary(plan_routes(made, a, am, b, bm, devices), made).bytes
 
 
 def overlap(a: tuple, b: tuple) -> int:
@@ -142,7 +142,7 @@ def overlap(a: tuple, b: tuple) -> int:
 
 def test_paths_of_different_divisions_have_different_digests() -> None:
     made, dst = model(), layout(FOUR, tp=2, dp=2)
-    digests = {summary(paths(made, a, FOUR, dst, FOUR, 4), made).digest for a in (
+    digests = {summary(plan_routes(made, a, FOUR, dst, FOUR, 4), made).digest for a in (
         layout(FOUR, dp=4), sharded(FOUR, 1, dp=4), sharded(FOUR, 1, dp=2, tp=2), layout(FOUR, dp=2, tp=2))}
     assert len(digests) == 4
 
@@ -150,7 +150,7 @@ def test_paths_of_different_divisions_have_different_digests() -> None:
 def test_lines_stay_few() -> None:
     """As many as there are places, whatever the layers."""
     on = mesh((0, 64))
-    found = [len(lines(model(layers=n), sharded(on, 3, dp=16, tp=4), layout(on, dp=64))) for n in (4, 64)]
+    found = [len(shard_classes(model(layers=n), sharded(on, 3, dp=16, tp=4), layout(on, dp=64))) for n in (4, 64)]
     assert found[0] == found[1] <= 64
 
 
@@ -161,7 +161,7 @@ def move_all(rank: int) -> list[str]:
             out = {}
             for i, p in enumerate(parameters(made)):
                 full = (torch.arange(torch.Size(p.spec.shape).numel()) * 7 % 251 + i).view(p.spec.shape).float()
-                if found := holding(p, made.layers, at, on, rank):
+                if found := pieces_of_rank(p, made.layers, at, on, rank):
                     out[p.name] = torch.empty(local_shape(p, found))
                     for piece in found:
                         out[p.name][local_slice(piece, piece.box, p.spec.split.dim if p.spec.split else 0)] = full[
@@ -186,7 +186,7 @@ def test_a_save_makes_each_parameter_whole_on_one_rank_and_no_rank_has_all(kind:
     for degrees in (dict(dp=4), dict(dp=2, tp=2), dict(dp=3, pp=2), dict(dp=2, cp=2)):
         on = mesh((0, int(np.prod(list(degrees.values())))))
         at = sharded(on, 3, **degrees)
-        assert not saves.examine(made, at, on, len(on.members()))
+        assert not saves.examine_save(made, at, on, len(on.members()))
         owner = owners(made, at, on)
         assert len(set(owner.values())) > 1
         for rank in on.members():

@@ -21,9 +21,8 @@ from rldsl.diag import fail
 from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.model import Model
 from rldsl.runtime.backend import WeightCache
-from rldsl.sharding.boxes import Parameter, Piece, inside, intersect, local_shape, local_slice, slices
-from rldsl.sharding.stored_tensors import of_experts, shape
-from rldsl.sharding.stored_tensors import tensors as stored_tensors
+from rldsl.sharding.boxes import Parameter, Piece, intersect, local_shape, local_slice, slices, slices_within
+from rldsl.sharding.stored_tensors import of_experts, shape, stored_tensors
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # smaller ones need scales, which stand elsewhere
 Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
@@ -75,7 +74,7 @@ def _join(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], w
         source = stored(_reader(file, open_files, stack), key, file)
         _check(name, shape(single, box), source, file)
         for piece, both in common:
-            part = source[inside(both, box)[int(single):]]
+            part = source[slices_within(both, box)[int(single):]]
             target[local_slice(piece, both, parameter.dim)].copy_(part[None] if single else part)
 
 

@@ -21,7 +21,7 @@ from rldsl.diag import fail
 from rldsl.plan.adapter_names import HEAD, WEIGHTS, A, module_of, stored_name
 from rldsl.plan.model import Model
 from rldsl.runtime.draws import uniform
-from rldsl.sharding.boxes import Piece, each, local_slice
+from rldsl.sharding.boxes import Piece, expand_specs, local_slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _drawn(seed: int, name: str, piece: Piece, inputs: int) -> torch.Tensor:
 def _read(file: Path, model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
     with open_file(file) as reader:
         known = set(reader.keys())
-        if unused := known - {stored_name(p.name) for p in each(model.params, model.layers)}:
+        if unused := known - {stored_name(p.name) for p in expand_specs(model.params, model.layers)}:
             raise fail("RL0727", f"{min(unused)} of the adapter is not in the model", place=str(file),
                        notes=(f"{len(unused)} tensors of the file would be left out",),
                        help="it has biases, embeddings or a head besides LoRA's factors, or belongs to another model")

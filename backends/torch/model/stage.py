@@ -37,7 +37,7 @@ from rldsl.diag import fail
 from rldsl.plan.adapter_names import HEAD, module_of
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, WeightCache
-from rldsl.sharding.boxes import Parameter, chunks, each, holding, local_shape, parameters
+from rldsl.sharding.boxes import Parameter, chunks, expand_specs, local_shape, parameters, pieces_of_rank
 from rldsl.sharding.layout import stage_layers
 
 
@@ -98,15 +98,15 @@ class Stage(Recompute):
         undivided = replace(layout, zero=0)
 
         def here(wanted: Iterable[Parameter]) -> Held:
-            pieces = ((p, holding(p, model.layers, undivided, mesh, rank)) for p in wanted)
+            pieces = ((p, pieces_of_rank(p, model.layers, undivided, mesh, rank)) for p in wanted)
             return {p.name: (p, held) for p, held in pieces if held}
 
         self.whole_held = here(parameters(model))
-        self.held: Held = {name: (p, holding(p, model.layers, layout, mesh, rank))
+        self.held: Held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank))
                            for name, (p, _) in self.whole_held.items()} if layout.zero else self.whole_held
         constant = not (model.home or model.sources or model.base)
         self.parameters, self.unread = allot(model.path, self.held, dtype, device, weight_cache if constant else None)
-        self.base_held = here(each(model.base, model.layers))
+        self.base_held = here(expand_specs(model.base, model.layers))
         self.base, self.unread_base = allot(model.path, self.base_held, head_dtype, device, weight_cache)
         _check_head(whole, model)
         self.whole: Mapping[str, nn.Parameter] = self.parameters

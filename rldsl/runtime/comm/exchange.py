@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rldsl.plan.model import Spread, Value
 from rldsl.runtime.comm.row_assignment import StepRows
 from rldsl.runtime.store import Column, Pending
-from rldsl.sharding.message_batches import MESSAGES, batches
+from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.sharding.partition import row_moves
 
 DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.uint8}
@@ -46,7 +46,7 @@ def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tupl
     sides = [[(peer, t) for peer, t in side if t.numel()] for side in (sends, receives)]
     works: list[Any] = []
     peers = {peer for side in sides for peer, _ in side}
-    for batch in batches(dist.get_rank(), peers, dist.get_world_size(), MESSAGES // most):
+    for batch in message_batches(dist.get_rank(), peers, dist.get_world_size(), MAX_MESSAGES // most):
         works += dist.batch_isend_irecv([dist.P2POp(start, t, to, tag=tag) for start, side in
                                          zip((dist.isend, dist.irecv), sides) for peer in batch
                                          for to, t in side if to == peer])

@@ -18,12 +18,12 @@ from functools import partial
 import torch
 
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.reshard.in_place import PARTS, Held, divided, held_at, room, together
-from rldsl.reshard.rounds import AHEAD, BUCKET, Message, Round, buckets, kept, rank_ops
-from rldsl.reshard.routes import paths
+from rldsl.reshard.in_place import MAX_PARTS, Held, buffer_elements, is_contiguous, pieces_by_parameter, split_message
+from rldsl.reshard.rounds import BUCKET, ROUNDS_IN_FLIGHT, Message, Round, kept_boxes, num_buckets, rank_rounds
+from rldsl.reshard.routes import plan_routes
 from rldsl.runtime.comm.exchange import Post, post_each
 from rldsl.runtime.store import Pending
-from rldsl.sharding.boxes import Box, cell, contains, inside, intersect, itemsize, local_slice, volume
+from rldsl.sharding.boxes import Box, cell_of, contains, intersect, itemsize, local_slice, slices_within, volume
 
 Tensors = Mapping[str, torch.Tensor]  # the local ones of a shard, by parameter
 Spot = tuple[str, tuple[slice, ...]]  # a box of a parameter: where it lies in its local tensor
@@ -58,11 +58,11 @@ class Route:
     def of(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh, devices_per_node: int, rank: int,
            bucket: int = BUCKET) -> Route:
         """model: in the dtype that travels. bucket: bytes."""
-        way = paths(model, src, src_mesh, dst, dst_mesh, devices_per_node)
-        rounds = rank_ops(way, rank, buckets(way, itemsize(model), bucket))
-        have, want = (held_at(model, at, cell(at, mesh, rank)) for at, mesh in ((src, src_mesh), (dst, dst_mesh)))
+        way = plan_routes(model, src, src_mesh, dst, dst_mesh, devices_per_node)
+        rounds = rank_rounds(way, rank, num_buckets(way, itemsize(model), bucket))
+        have, want = (pieces_by_parameter(model, at, cell_of(at, mesh, rank)) for at, mesh in ((src, src_mesh), (dst, dst_mesh)))
         parts = tuple((_parts(r.sends, have), _parts(r.receives, want)) for r in rounds)
-        return Route(rounds, parts, tuple((spot(have, *box), spot(want, *box)) for box in kept(way, rank)),
+        return Route(rounds, parts, tuple((spot(have, *box), spot(want, *box)) for box in kept_boxes(way, rank)),
                      any(x is None for sends, _ in parts for part in sends for x in part.spots))
 
 
@@ -78,7 +78,7 @@ def _parts(messages: Sequence[Message], held: Held) -> tuple[Part, ...]:
         return tuple(spot(held, *x) if any(contains(p.box, x[1]) for p in held[x[0]][1]) else None
                      for x in message.boxes)
 
-    return tuple(Part(m, m.size(), spots(m), together(m, held)) for whole in messages for m in divided(whole))
+    return tuple(Part(m, m.size(), spots(m), is_contiguous(m, held)) for whole in messages for m in split_message(whole))
 
 
 @torch.no_grad()
@@ -96,18 +96,18 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
         put(to, src[name][at])
     sends, receives = ([[(p, _lying(p, held, dtype)) for p in sides[side]] for sides in route.parts]
                        for side, held in enumerate((src, None if decay else dst)))
-    out, into = ([torch.empty(n, dtype=dtype, device=device) for n in room(
+    out, into = ([torch.empty(n, dtype=dtype, device=device) for n in buffer_elements(
         [sum(p.size for p, there in each if there is None) for each in side])] for side in (sends, receives))
     under_way: deque[Callable[[], Arrived]] = deque()
     for number in range(len(route.parts)):
-        came = under_way.popleft()() if len(under_way) == AHEAD else {}
-        going = _laid(sends[number], out[number % AHEAD])
+        came = under_way.popleft()() if len(under_way) == ROUNDS_IN_FLIGHT else {}
+        going = _laid(sends[number], out[number % ROUNDS_IN_FLIGHT])
         for part, flat, in_place in going:
             if not in_place:
                 _pack(part, flat, src, came)
-        coming = _laid(receives[number], into[number % AHEAD])
+        coming = _laid(receives[number], into[number % ROUNDS_IN_FLIGHT])
         posted = post_each(*([(p.message.peer, flat) for p, flat, _ in side] for side in (going, coming)), tag=tag,
-                           most=PARTS)
+                           most=MAX_PARTS)
         under_way.append(partial(_arrive, posted, coming, put, route.relays))
 
     def finish() -> None:
@@ -143,7 +143,7 @@ def _pack(part: Part, out: torch.Tensor, src: Tensors | None, came: Arrived) -> 
             continue
         for there, value in came[name]:
             if (both := intersect(there, box)) is not None:
-                view[inside(both, box)] = value[inside(both, there)]
+                view[slices_within(both, box)] = value[slices_within(both, there)]
 
 
 @torch.no_grad()

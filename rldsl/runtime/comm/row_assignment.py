@@ -13,8 +13,8 @@ import torch
 
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from rldsl.runtime.comm.world import World
-from rldsl.sharding.layout import shard_of
-from rldsl.sharding.partition import Rows, origin, shard_rows, train_schedule
+from rldsl.sharding.layout import dp_index
+from rldsl.sharding.partition import Rows, prompt_space, shard_rows, train_schedule
 
 
 @dataclass
@@ -54,8 +54,8 @@ class StepRows:
         """[shard][frame] -> rows, for the frames of the spread and those that share their rows or prompts."""
         if spread.id not in self._shards:
             known = self.frames
-            of = origin(known[spread.frames[0]], known) if spread.frames else None
-            frames = [f for f in known.values() if of is None or origin(f, known) == of]
+            of = prompt_space(known[spread.frames[0]], known) if spread.frames else None
+            frames = [f for f in known.values() if of is None or prompt_space(f, known) == of]
             frames = [f for f in frames if not f.partial or f.partial in self.lens]  # others are not made yet
             self._shards[spread.id] = shard_rows(spread, self.world.dp(spread), frames, self._totals(spread, frames),
                                                  self.plan.header.seed, self.step, tuple(known.values()))
@@ -72,7 +72,7 @@ class StepRows:
         if not spread.layout:
             return 0
         layout = self.world.layouts[spread.layout]
-        return shard_of(layout, self.world.meshes[layout.mesh].members().index(rank))
+        return dp_index(layout, self.world.meshes[layout.mesh].members().index(rank))
 
     def ids(self, spread: Spread, value: Value) -> dict[int, Rows]:
         """The ids that each rank of the spread's mesh holds of a value: rows, prompts, or 0 at batch level. Found once
@@ -87,7 +87,7 @@ class StepRows:
         if spread.unit == "all" or not spread.layout:
             return dict.fromkeys(ranks, shards[0])
         layout = self.world.layouts[spread.layout]
-        return {rank: shards[shard_of(layout, i)] for i, rank in enumerate(ranks)}
+        return {rank: shards[dp_index(layout, i)] for i, rank in enumerate(ranks)}
 
     def sizes(self, value: Value, ids: torch.Tensor) -> torch.Tensor:
         """Entries of each id."""

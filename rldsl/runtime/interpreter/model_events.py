@@ -12,8 +12,8 @@ from rldsl.runtime.comm.reshard import Route, Tensors, realloc
 from rldsl.runtime.comm.row_assignment import Lens
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column, Pending, ragged
-from rldsl.sharding.dtypes import carried
-from rldsl.sharding.partition import micro_batches, passes
+from rldsl.sharding.dtypes import in_wire_dtype
+from rldsl.sharding.partition import micro_batches, num_micro_batches
 
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,7 +37,7 @@ def reallocate(state: State, event: Realloc) -> None:
     model, source, world = state.models[event.model], state.models[event.source or event.model], state.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
     src_mesh, dst_mesh = world.meshes[src.mesh], world.meshes[dst.mesh]
-    moved = carried(source, src.id, model, dst.id, event.decay)
+    moved = in_wire_dtype(source, src.id, model, dst.id, event.decay)
     if event.id not in state.routes:
         state.routes[event.id] = Route.of(moved, src, src_mesh, dst, dst_mesh, state.plan.header.devices_per_node,
                                           world.rank)
@@ -106,7 +106,7 @@ def infer(state: State, event: Infer) -> None:
     bounds = event.mbs, layout.pp, event.mbt
     parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows.tolist(), totals, *bounds)]
     if layout.ep > 1:  # ranks that share experts make as many passes
-        most = max(passes(s[event.frame], totals, *bounds) for s in state.rows.shards(spread))
+        most = max(num_micro_batches(s[event.frame], totals, *bounds) for s in state.rows.shards(spread))
         parts += [torch.zeros(0, dtype=torch.int64, device=state.device)] * (most - len(parts))
     batches = [state.packed(event.frame, tokens, part) for part in parts]
     result = state.settled(event.model, event.layout).infer(batches, event.what, event.temperature)

@@ -20,7 +20,7 @@ from rldsl.runtime.interpreter.expression_programs import LossRun, View, loss_co
 from rldsl.runtime.interpreter.nonfinite import refuse
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column
-from rldsl.sharding.partition import Rows, micro_batches, passes
+from rldsl.sharding.partition import Rows, micro_batches, num_micro_batches
 
 
 def train(state: State, event: Train) -> None:
@@ -116,7 +116,7 @@ class _Call:
         bounds = event.mbs, pp, event.mbt
         divided = micro_batches(rows[shard], self.totals, *bounds)
         if even:
-            divided += ((),) * (max(passes(r, self.totals, *bounds) for r in rows) - len(divided))
+            divided += ((),) * (max(num_micro_batches(r, self.totals, *bounds) for r in rows) - len(divided))
         parts = [torch.tensor(p, dtype=torch.int64, device=state.device) for p in divided]
         batches = [tuple(state.packed(f, self.tokens[f], part) for f in event.frames) for part in parts]
 

@@ -16,7 +16,7 @@ from rldsl.runtime.interpreter.expression_programs import View, run_compute
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.store import Column
 from rldsl.sharding.layout import coordinate
-from rldsl.sharding.partition import origin
+from rldsl.sharding.partition import prompt_space
 
 
 def fetch(state: State, event: Fetch) -> None:
@@ -176,7 +176,7 @@ def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) ->
     finished: the response is shorter than the most tokens allowed, or its last token ends a sequence. A response that
     a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone do not tell."""
     record = state.frames[frame]
-    of = origin(record, state.frames)
+    of = prompt_space(record, state.frames)
     columns = next((state.store.take(b) for b in event.reads if split(b)[0].endswith(".columns")
                     and state.frames[state.values[split(b)[0]].frame].prompts == of), None)
     packed = state.packed(frame, state.read(event.reads, f"{frame}.tokens"), rows)

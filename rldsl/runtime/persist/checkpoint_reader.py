@@ -32,7 +32,7 @@ from rldsl.runtime.data.read_positions import Reading
 from rldsl.runtime.files import digest
 from rldsl.runtime.persist.checkpoint_writer import FORMAT, MANIFEST, found, step_of
 from rldsl.runtime.persist.run_identity import changes
-from rldsl.sharding.boxes import Box, holding, inside, intersect, local_slice, parameters, subtract
+from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
 
 Stored = list[tuple[Box, Path, str]]  # box, file, key in it
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -69,15 +69,15 @@ class Resume:
         with ExitStack() as stack:
             open_files: dict[Path, Any] = {}
             for parameter in parameters(model):
-                for piece in holding(parameter, model.layers, layout, mesh, rank):
+                for piece in pieces_of_rank(parameter, model.layers, layout, mesh, rank):
                     for part, tensors in parts.items():
                         target = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
                         name = f"{model.name}|{part}|{parameter.name}"
                         for common, (box, file, key) in self._cover(name, piece.box):
                             if file not in open_files:
                                 open_files[file] = stack.enter_context(safe_open(file, framework="pt"))
-                            value = open_files[file].get_slice(key)[inside(common, box)]
-                            target[inside(common, piece.box)].copy_(value)
+                            value = open_files[file].get_slice(key)[slices_within(common, box)]
+                            target[slices_within(common, piece.box)].copy_(value)
         if model.home == layout.id:
             try:
                 shard.load_schedule_state(self.models[model.name])

@@ -35,7 +35,7 @@ from rldsl.runtime.files import digest, sync
 from rldsl.runtime.interpreter.metric_log import end_step
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.persist.run_identity import facts
-from rldsl.sharding.boxes import Box, Parameter, Piece, local_slice, parameters, shares
+from rldsl.sharding.boxes import Box, Parameter, Piece, holdings, local_slice, parameters
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -114,7 +114,7 @@ def _tensors(state: State, event: Checkpoint) -> dict[str, torch.Tensor]:
 def mine(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
     """The pieces that a rank writes: of those who hold the same, each writes every so many parameters."""
     return tuple((parameter, piece) for i, parameter in enumerate(parameters(model))
-                 for share in shares(parameter, model.layers, layout, mesh)
+                 for share in holdings(parameter, model.layers, layout, mesh)
                  if share.ranks[i % len(share.ranks)] == rank for piece in share.pieces)
 
 

@@ -24,16 +24,16 @@ from rldsl.plan.adapter_names import CONFIG, WEIGHTS, config, stored_name
 from rldsl.plan.events import Save
 from rldsl.plan.model import Model
 from rldsl.reshard.gather import gather, owners
-from rldsl.reshard.in_place import held_at
+from rldsl.reshard.in_place import pieces_by_parameter
 from rldsl.runtime.comm.agreement import agree
 from rldsl.runtime.comm.exchange import post
 from rldsl.runtime.comm.reshard import Tensors, spot
 from rldsl.runtime.files import sync
 from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign
-from rldsl.sharding.boxes import cell, local_slice, parameters, slices
-from rldsl.sharding.dtypes import stored
-from rldsl.sharding.stored_tensors import of_experts, tensors
+from rldsl.sharding.boxes import cell_of, local_slice, parameters, slices
+from rldsl.sharding.dtypes import storage_dtype
+from rldsl.sharding.stored_tensors import of_experts, stored_tensors
 
 
 def save(state: State, event: Save) -> None:
@@ -60,7 +60,7 @@ def save(state: State, event: Save) -> None:
     _together(group, state, lambda: _fresh(partial, final) if first else None, final)
     _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
     header = state.plan.header
-    dtype = stored(model, layout.id)
+    dtype = storage_dtype(model, layout.id)
     mark = {"program": header.program, "flow": header.flow, "model": model.name, "step": state.step}
     _together(group, state,
               lambda: _finish(partial, final, model, shard.export(), index, mark, dtype) if first else None, final)
@@ -76,7 +76,7 @@ def _gather(state: State, event: Save, model: Model, mine: Tensors,
     layout = state.world.layouts[event.layout]
     mesh, rank = state.world.meshes[layout.mesh], state.world.rank
     sends, receives = gather(model, layout, mesh, chosen, rank)
-    held = held_at(model, layout, cell(layout, mesh, rank))
+    held = pieces_by_parameter(model, layout, cell_of(layout, mesh, rank))
     whole = {p.name: torch.empty(p.spec.shape, dtype=mine[p.name].dtype if p.name in mine
                                  else _dtype(mine), device=state.device)
              for p in parameters(model) if chosen[p.name] == rank}
@@ -103,7 +103,7 @@ def _as_stored(model: Model, whole: Mapping[str, torch.Tensor], index: Mapping[s
     made, files = dict(whole), dict(index)
     for p in parameters(model):
         file, tensor = (files.pop(p.name), made.pop(p.name, None)) if p.spec.stored else ("", None)
-        for name, box in tensors(p):
+        for name, box in stored_tensors(p):
             files[name] = file
             if tensor is not None:
                 made[name] = tensor[slices(box)][0] if of_experts(p) else tensor
