@@ -204,6 +204,14 @@ def test_examples_are_listed() -> None:
     assert sorted(listed) == sorted(p.stem for p in (ROOT / "examples").glob("*.rlf"))
 
 
+def test_examples_are_described_as_in_their_first_line() -> None:
+    page = dict(re.findall(r"^\| \[`(\w+)`\]\([^)]*\) \| (.*) \|$", (ROOT / "docs/examples.md").read_text(), re.MULTILINE))
+    for file in (ROOT / "examples").glob("*.rlf"):
+        first, second = file.read_text().split("\n")[:2]
+        if not second.startswith("#"):
+            assert f"# {page[file.stem]}" == first
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere_and_lines_are_short(page: Path) -> None:
     text = page.read_text()

@@ -31,7 +31,7 @@ async function placeOf(uri) {
   const editor = vscode.window.activeTextEditor;
   const at = uri instanceof vscode.Uri ? uri : editor && editor.document.uri;
   if (!at || at.scheme !== "file") {
-    vscode.window.showInformationMessage("Open a program (.rlf) of a folder on this machine first.");
+    vscode.window.showInformationMessage("First open a program (.rlf) from a local folder.");
     return undefined;
   }
   const open = vscode.workspace.textDocuments.find((d) => d.uri.toString() === at.toString());

@@ -21,7 +21,7 @@ function run(given, folder, args, signal) {
       if (!error) {
         done(out);
       } else if (/** @type {any} */ (error).code === "ENOENT") {
-        refuse(new Refused(`cannot start ${line.command}: set rlf.path to where rlc is`));
+        refuse(new Refused(`cannot start ${line.command}: set rlf.path to the location of rlc`));
       } else {
         refuse(new Refused(said.trim() || out.trim() || error.message));
       }

@@ -56,8 +56,8 @@ class Server {
 async function failed(error, line) {
   const bundled = !(error && error.code === "MODULE_NOT_FOUND");
   const why = bundled
-    ? `The language server did not start (${line}). Install it with: pip install 'rldsl[lsp]', or say where it is.`
-    : "The extension's folder lacks its libraries: run `npm ci --omit=dev` in it, or install the packed extension.";
+    ? `The language server did not start (${line}). Install it with: pip install 'rldsl[lsp]', or set rlf.path.`
+    : "The extension's dependencies are missing: run `npm ci --omit=dev` in its folder, or install the packed extension.";
   const pick = await vscode.window.showErrorMessage(why, ...(bundled ? ["Open settings"] : []));
   if (pick) {
     await vscode.commands.executeCommand("workbench.action.openSettings", "rlf.path");
