@@ -32,8 +32,9 @@ from rldsl import api
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Item, Lengths, Log, Loop, Realloc, Train, Transfer
 from rldsl.runtime.interpreter import interpreter
-from rldsl.runtime.interpreter.interpreter import Walk, execute
+from rldsl.runtime.interpreter.interpreter import Interpreter, execute
 from rldsl.runtime.interpreter.options import Options
+from rldsl.runtime.plan_file import PlanFile
 from tests.tiny import make_model
 from tests.world import run_world
 
@@ -82,9 +83,9 @@ def cpu(work: Callable[[], Any], times: int) -> float:
     return statistics.median(found)
 
 
-def walked(walk: Walk) -> Cost:
+def walked(walk: Interpreter) -> Cost:
     """Events that do nothing, walked and called."""
-    mesh = walk.state.plan.meshes[0].id
+    mesh = walk.state.context.plan.meshes[0].id
     items: list[Item] = [Free(id=0, mesh=mesh, buffers=()) for _ in range(EVENTS)]
     handler = interpreter.HANDLERS[Free]
 
@@ -92,10 +93,10 @@ def walked(walk: Walk) -> Cost:
         for item in items:
             handler(walk.state, item)
 
-    return Cost("walk", cpu(lambda: Walk(walk.state, items).whole(), 1) / EVENTS, cpu(called, 1) / EVENTS)
+    return Cost("walk", cpu(lambda: Interpreter(walk.state, items).run(), 1) / EVENTS, cpu(called, 1) / EVENTS)
 
 
-def group_norm(walk: Walk, e: Compute) -> Callable[[], Any]:
+def group_norm(walk: Interpreter, e: Compute) -> Callable[[], Any]:
     """Advantages of GRPO, with rewards as a table of groups."""
     reward = _input(walk, e, 0).view(-1, 4)
 
@@ -105,10 +106,9 @@ def group_norm(walk: Walk, e: Compute) -> Callable[[], Any]:
     return work
 
 
-def whitened_gae(walk: Walk, e: Compute) -> Callable[[], Any]:
+def whitened_gae(walk: Interpreter, e: Compute) -> Callable[[], Any]:
     """Rewards with a KL penalty, GAE and whitening of PPO, padded."""
-    state = walk.state
-    lens = state.rows.lens[e.frames[0]].response
+    lens = walk.state.step.rows.lens[e.frames[0]].response
     mask = torch.arange(int(lens.max())) < lens[:, None]
     old, ref, v = (torch.zeros(mask.shape).masked_scatter(mask, torch.randn(int(lens.sum()))) for _ in range(3))
     score = torch.randn(len(lens))
@@ -126,17 +126,17 @@ def whitened_gae(walk: Walk, e: Compute) -> Callable[[], Any]:
     return work
 
 
-def _input(walk: Walk, e: Compute, number: int) -> torch.Tensor:
-    return walk.state.read(e.reads, e.inputs[number][1]).data.clone()
+def _input(walk: Interpreter, e: Compute, number: int) -> torch.Tensor:
+    return walk.state.step.read(e.reads, e.inputs[number][1]).data.clone()
 
 
 HAND = {"group_norm": group_norm, "gae": whitened_gae}
 
 
-def computed(walk: Walk, e: Compute, hand: str) -> Cost:
+def computed(walk: Interpreter, e: Compute, hand: str) -> Cost:
     """A computation of the step under way, again and again."""
-    nodes = len(walk.state.programs[e.program].nodes)
-    return Cost(f"compute, {nodes} operators", cpu(lambda: Walk.event(walk, e), TIMES),
+    nodes = len(walk.state.context.programs[e.program].nodes)
+    return Cost(f"compute, {nodes} operators", cpu(lambda: Interpreter.run_event(walk, e), TIMES),
                 cpu(HAND[hand](walk, e), TIMES))
 
 
@@ -144,21 +144,21 @@ def costs(_: int, plan: bytes, out: str, hand: str) -> list[Cost]:
     """In the second step of a run, on its one rank."""
     found: list[Cost] = []
 
-    class Measured(Walk):
-        def event(self, event: Event) -> None:
-            super().event(event)
-            if self.state.step != 2 or not isinstance(event, Compute):
+    class Measured(Interpreter):
+        def run_event(self, event: Event) -> None:
+            super().run_event(event)
+            if self.state.step.number != 2 or not isinstance(event, Compute):
                 return
             if not found:
                 found.append(walked(self))
-            ops = {n.op for n in self.state.programs[event.program].nodes}
+            ops = {n.op for n in self.state.context.programs[event.program].nodes}
             wanted = {"group_norm": "input", "gae": "discount"}[hand]
             if wanted in ops and "py" not in ops and len(found) == 1 and len(event.frames) == 1:
                 found.append(computed(self, event, hand))
 
     os.chdir(Path(out).parent)
-    execute(plan, "bench.plan", out, options=Options(overwrite=True),
-            walk=lambda w: Measured(w.state, w.own, w.recorder).whole())
+    execute(PlanFile.from_bytes(plan, "bench.plan"), out, options=Options(overwrite=True),
+            run=lambda w: Measured(w.state, w.own, w.recorder).run())
     return found
 
 
@@ -169,10 +169,10 @@ def messages(_: int, plan: bytes, out: str) -> dict[tuple[str, str], int]:
     for name in SENDERS:
         setattr(dist, name, _counted(getattr(dist, name), name, sent, now))
 
-    class Counting(Walk):
-        def event(self, event: Event) -> None:
+    class Counting(Interpreter):
+        def run_event(self, event: Event) -> None:
             now[0] = type(event).__name__ if isinstance(event, PURPOSE) else f"{type(event).__name__} (no purpose)"
-            super().event(event)
+            super().run_event(event)
             now[0] = "outside"
 
         def turns(self, loop: Loop) -> Iterator[int]:
@@ -186,8 +186,8 @@ def messages(_: int, plan: bytes, out: str) -> dict[tuple[str, str], int]:
 
     found: Counter[tuple[str, str]] = Counter()
     os.chdir(Path(out).parent)
-    execute(plan, "bench.plan", out, options=Options(overwrite=True),
-            walk=lambda w: Counting(w.state, w.own, w.recorder).whole())
+    execute(PlanFile.from_bytes(plan, "bench.plan"), out, options=Options(overwrite=True),
+            run=lambda w: Counting(w.state, w.own, w.recorder).run())
     return dict(found)
 
 

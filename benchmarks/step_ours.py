@@ -80,8 +80,9 @@ def run(work: Work) -> Times:
     from rldsl import api
     from rldsl.plan.codec import encode
     from rldsl.plan.events import Loop
-    from rldsl.runtime.interpreter.interpreter import Walk, execute
+    from rldsl.runtime.interpreter.interpreter import Interpreter, execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     torch.set_num_threads(1)
     folder, clock = Path(work.folder), Clock()
@@ -93,7 +94,7 @@ def run(work: Work) -> Times:
                  longest=work.prompt, tokens=work.tokens, updates=work.updates, lr=work.lr)
     plan = encode(api.compile(str(program), asked))
 
-    class Timed(Walk):
+    class Timed(Interpreter):
         def turns(self, loop: Loop) -> Iterator[int]:
             steps = self.depth == 0
             for i in super().turns(loop):
@@ -105,8 +106,9 @@ def run(work: Work) -> Times:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     out = folder / "ours"
-    execute(plan, program.name, out, options=Options(overwrite=True, reward_workers=2, allow_write=(work.folder,)),
-            walk=lambda walk: Timed(walk.state, walk.own, walk.recorder).whole())
+    execute(PlanFile.from_bytes(plan, program.name), out,
+            options=Options(overwrite=True, reward_workers=2, allow_write=(work.folder,)),
+            run=lambda walk: Timed(walk.state, walk.own, walk.recorder).run())
     dist.destroy_process_group()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rows = work.batch * work.n

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from rldsl.runtime.interpreter.emitted_program import Program
+    from rldsl.runtime.plan_file import PlanFile
 
 GRACE = 20.0  # seconds in which a rank says what all of them have found
 
@@ -35,13 +36,12 @@ def main(program: Program | None = None) -> None:
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        data = _read(arguments.plan)
-        _check_world(data, arguments.plan, world)
+        file = _read(arguments.plan, world)
         if program is not None:
-            program.check(data, arguments.plan)
+            program.check_plan(file)
     except Failure as failure:  # the ranks of a machine find the same; another machine may have another file, or none
         _stop(failure, say=int(os.environ.get("LOCAL_RANK", 0)) == 0)
-    _run(arguments, data, rank, world, program)
+    _run(arguments, file, rank, world, program)
 
 
 def _stop(failure: Failure, say: bool) -> NoReturn:
@@ -113,22 +113,16 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise fail("RL0700", f"the plan cannot be read: {error.strerror}", place=path,
-                   help="`rlc compile PROGRAM.rlf` writes plans") from None
+def _read(path: str, world: int) -> PlanFile:
+    """The plan, which must be one for `world` ranks: a wrong world can neither run nor agree on anything."""
+    from rldsl.runtime.plan_file import PlanFile
 
-
-def _check_world(data: bytes, name: str, world: int) -> None:
-    from rldsl.plan.codec import decode
-
-    plan = decode(data, name)
-    if plan.header.world != world:
-        from rldsl.runtime.comm.world import check_size
-
-        check_size(plan, world, name)
+    file = PlanFile.read(path)
+    needed = file.plan.header.world
+    if needed != world:
+        raise fail("RL0701", f"the plan needs {needed} ranks, torchrun started {world}", place=path,
+                   help=f"torchrun --nproc-per-node {needed} -m rldsl.run {path}, or compile for another cluster")
+    return file
 
 
 def _device(asked: str | None, local: int, ranks: int) -> torch.device:
@@ -185,13 +179,13 @@ def _claim(arguments: argparse.Namespace, again: bool, rank: int, device: torch.
     return Claim(Path(found[0]) if found[0] else None, bool(found[1]))
 
 
-def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, program: Program | None) -> None:
+def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None) -> None:
     import torch.distributed as dist
     import transformers
 
     from rldsl.runtime.comm.rendezvous import begun
     from rldsl.runtime.health.watchdog import Watch
-    from rldsl.runtime.interpreter.interpreter import Walk, execute
+    from rldsl.runtime.interpreter.interpreter import Interpreter, execute
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.metrics.reporter import Asked
     from rldsl.runtime.metrics.tee import tee
@@ -209,7 +203,7 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, prog
         run, again = _meet(device, rank, limit)
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
         _stop(failure, say=True)
-    watch = Watch(dist.distributed_c10d._get_default_store(), rank, world, data, arguments.timeout, late)
+    watch = Watch(dist.distributed_c10d._get_default_store(), rank, world, file, arguments.timeout, late)
     workers = arguments.reward_workers
     if workers is None:
         workers = min(8, max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
@@ -222,7 +216,7 @@ def _run(arguments: argparse.Namespace, data: bytes, rank: int, world: int, prog
         options = Options(arguments.trace, claimed.resume, claimed.goes_on, not claimed.goes_on, workers,
                           arguments.reward_timeout, tuple(arguments.allow_write), arguments.allow_changed_python, asked,
                           limit)
-        execute(data, arguments.plan, arguments.out, device, watch, options, program.walk if program else Walk.whole,
+        execute(file, arguments.out, device, watch, options, program.run if program else Interpreter.run,
                 lambda: begun(run))
     except KeyboardInterrupt:
         os._exit(130)

@@ -56,13 +56,14 @@ def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int,
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.metrics.run_record import claim
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
     last = int(os.environ["WORLD_SIZE"]) - 1
     watch: Any = Asker(stop_after) if stop_after and rank == last else None
     try:
         claimed = claim(Path(out), Path(resume) if resume else None, again)
-        execute(plan, "test.plan", out, watch=watch, options=Options(
+        execute(PlanFile.from_bytes(plan, "test.plan"), out, watch=watch, options=Options(
             resume=claimed.resume, goes_on=claimed.goes_on, overwrite=not claimed.goes_on))
     except Failure as failure:
         return " ".join(d.code for d in failure.diagnostics) or "another rank"

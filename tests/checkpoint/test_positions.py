@@ -75,10 +75,11 @@ def _rank(rank: int, data: bytes, out: str) -> str:
     from rldsl.report import render
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     before, sys.stderr = sys.stderr, io.StringIO()
     try:
-        execute(data, "p.plan", out, options=Options(resume=Path(out), goes_on=True))
+        execute(PlanFile.from_bytes(data, "p.plan"), out, options=Options(resume=Path(out), goes_on=True))
         return sys.stderr.getvalue()
     except Failure as failure:
         return sys.stderr.getvalue() + render(failure.diagnostics)
@@ -194,7 +195,8 @@ def _rank_from(rank: int, data: bytes, out: str, name: str) -> str:
 
     os.chdir(Path(out).parent)
     try:
-        execute(data, "p.plan", out, options=Options(resume=Path(out) / "checkpoints" / name, goes_on=True))
+        execute(PlanFile.from_bytes(data, "p.plan"), out,
+                options=Options(resume=Path(out) / "checkpoints" / name, goes_on=True))
     except Failure as failure:
         return str(failure)
     return ""

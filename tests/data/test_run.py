@@ -70,10 +70,11 @@ def run(data: bytes, out: Path, stop_after: int = 0, resume: Path | None = None)
 def _rank(rank: int, data: bytes, out: str, stop_after: int, resume: str | None) -> None:
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     with open(f"{out}/stderr{rank}", "w") as sys.stderr:
         watch: Any = Asker(stop_after) if stop_after and rank == 0 else None
-        execute(data, "d.plan", out, watch=watch, options=Options(resume=resume))
+        execute(PlanFile.from_bytes(data, "d.plan"), out, watch=watch, options=Options(resume=resume))
 
 
 def lines(out: Path) -> list[dict[str, float]]:

@@ -111,12 +111,13 @@ def runs(plans: list[bytes], folder: Path, world: int, like: Metrics | None = No
 def _rank(rank: int, plans: list[bytes], out: str, cwd: str, responses: Path, follow: bool) -> None:
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
     from tests.responses import followed, recorded
 
     os.chdir(cwd)
     with followed(responses) if follow else recorded(responses):
         for i, plan in enumerate(plans):
-            execute(plan, "test.plan", f"{out}/{i}", options=Options(allow_write=(out,)))
+            execute(PlanFile.from_bytes(plan, "test.plan"), f"{out}/{i}", options=Options(allow_write=(out,)))
 
 
 def differences(found: Metrics, expected: Metrics) -> list[str]:

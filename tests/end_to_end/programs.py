@@ -49,8 +49,10 @@ def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | 
 def _rank(rank: int, data: bytes, out: str, cwd: str, trace: str | None, responses: Path, follow: bool = False) -> None:
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
     from tests.responses import followed, recorded
 
     os.chdir(cwd)
     with followed(responses) if follow else recorded(responses):
-        execute(data, "test.plan", out, options=Options(trace=trace, allow_write=(str(Path(out).parents[1]),)))
+        execute(PlanFile.from_bytes(data, "test.plan"), out,
+                options=Options(trace=trace, allow_write=(str(Path(out).parents[1]),)))

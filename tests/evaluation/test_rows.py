@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,51 +13,56 @@ from rldsl.plan.events import Every, Fetch, Loop
 from rldsl.plan.model import Data
 from rldsl.runtime.data import Source
 from rldsl.runtime.interpreter import eval_loops
+from rldsl.runtime.state.data_reader import DataReader
 
 DATA = Data("heldout", "jsonl", "heldout.jsonl", "prompts", 3, (), "models/sft", shuffle=True)
 FETCH = Fetch(id=1, mesh="m0", data="heldout", frames=("p",))
 
 
-def state(rows: int, over: str = "heldout", trips: int = 4, turn: int = 0) -> SimpleNamespace:
+def context(trips: int = 4) -> Any:
     loop = Loop("repeat1", trips, (FETCH,), over="heldout")
-    read: list[str] = []
-    return SimpleNamespace(
-        source=lambda name: Source(DATA, range(rows), None, 1.0), over=over, turn=turn, data={"heldout": DATA},
-        device=torch.device("cpu"), next_batch=lambda e: read.append(e.data) or len(read) - 1, read=read,
-        plan=SimpleNamespace(body=(Loop("steps", 4, (Every(2, (loop,)),)),)))
+    return SimpleNamespace(data={"heldout": DATA}, device=torch.device("cpu"),
+                           plan=SimpleNamespace(body=(Loop("steps", 4, (Every(2, (loop,)),)),)))
+
+
+def reader(rows: int) -> DataReader:
+    return DataReader(context(), {"heldout": Source(DATA, range(rows), None, 1.0)})  # type: ignore[arg-type]
+
+
+def step(evaluated_source: str = "heldout", turn: int = 0) -> Any:
+    return SimpleNamespace(evaluated_source=evaluated_source, turn=turn)
 
 
 def batches(rows: int, times: int) -> list[list[int]]:
     out = []
     for turn in range(times):
-        source, number = eval_loops.next_rows(state(rows, turn=turn), FETCH)
+        source, number = eval_loops.next_rows(step(turn=turn), reader(rows), FETCH)
         out.append(source.batch(number, 7))
     return out
 
 
 @pytest.mark.parametrize("rows", [3, 4, 5, 6, 8, 9])
 def test_every_row_once_in_the_order_of_the_file(rows: int) -> None:
-    here = state(rows)
-    times = eval_loops.turns(here, Loop("x", 4, (), over="heldout"))
+    times = eval_loops.turns(reader(rows), Loop("x", 4, (), over="heldout"))
     assert times == -(-rows // 3)
     assert [r for b in batches(rows, times) for r in b] == list(range(rows))
 
 
 def test_training_keeps_its_place() -> None:
-    here = state(8)
-    eval_loops.next_rows(here, FETCH)
-    assert here.read == []
+    here = reader(8)
+    eval_loops.next_rows(step(), here, FETCH)
+    assert here.position == {}
 
 
 def test_the_same_source_in_training_goes_on_by_itself() -> None:
-    here = state(9, over="")
-    assert [eval_loops.next_rows(here, FETCH)[1] for _ in range(3)] == [0, 1, 2]
-    assert not isinstance(eval_loops.next_rows(here, FETCH)[0], eval_loops.InOrder)
+    here, outside = reader(9), step("")
+    assert [eval_loops.next_rows(outside, here, FETCH)[1] for _ in range(3)] == [0, 1, 2]
+    assert not isinstance(eval_loops.next_rows(outside, here, FETCH)[0], eval_loops.InOrder)
 
 
 def checked(rows: int, others: list[int], monkeypatch: pytest.MonkeyPatch, trips: int = 4) -> str:
     """The title of the failure, or "". others: rows that other ranks see; -1 where they take no part."""
-    here = state(rows, trips=trips)
+    here = context(trips)
     monkeypatch.setattr(eval_loops.dist, "get_world_size", lambda: 1 + len(others))
 
     def gather(out: list[torch.Tensor], mine: torch.Tensor) -> None:
@@ -65,7 +71,7 @@ def checked(rows: int, others: list[int], monkeypatch: pytest.MonkeyPatch, trips
 
     monkeypatch.setattr(eval_loops.dist, "all_gather", gather)
     try:
-        eval_loops.check_evaluations(here, here.plan.body)  # type: ignore[arg-type]
+        eval_loops.check_evaluations(here, reader(rows), here.plan.body)
     except Failure as failure:
         (found,) = failure.diagnostics
         assert found.code == "RL0779" and found.place == "heldout.jsonl"

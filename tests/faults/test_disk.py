@@ -37,19 +37,20 @@ def limited(rank: int, plan: bytes, out: str, most: int, after: int) -> str:
     """A run in which files of more than `most` bytes cannot be written from step `after` on."""
     from rldsl.diag import Failure
     from rldsl.runtime.interpreter import interpreter, metric_log
+    from rldsl.runtime.plan_file import PlanFile
 
     ordinary = metric_log.end_step
 
-    def end_step(state):  # the last thing of a step
-        ordinary(state)
-        if state.step >= after:
+    def end_step(step, reporter):  # the last thing of a step
+        ordinary(step, reporter)
+        if step.number >= after:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
     interpreter.end_step = end_step
     if after == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     try:
-        interpreter.execute(plan, "test.plan", out)
+        interpreter.execute(PlanFile.from_bytes(plan, "test.plan"), out)
     except Failure as failure:
         return " ".join(f"{d.code} {d.title}" for d in failure.diagnostics) or "another rank"
     return ""

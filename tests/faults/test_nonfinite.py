@@ -84,10 +84,11 @@ def test_an_unknown_policy(base: Path, tmp_path: Path) -> None:
 
 def _rank(rank: int, data: bytes, out: str, cwd: str) -> tuple[str, str]:
     from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
     try:
-        execute(data, "test.plan", out)
+        execute(PlanFile.from_bytes(data, "test.plan"), out)
     except Failure as failure:
         return " ".join(d.code for d in failure.diagnostics), " ".join(n for d in failure.diagnostics for n in d.notes)
     return "", ""

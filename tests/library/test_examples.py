@@ -30,12 +30,13 @@ def _run_all(rank: int, plans: dict[str, bytes], root: str) -> dict[str, str]:
     import traceback
 
     from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(root)
     failed = {}
     for name, data in plans.items():
         try:
-            execute(data, f"{name}.plan", f"{root}/out/{name}")
+            execute(PlanFile.from_bytes(data, f"{name}.plan"), f"{root}/out/{name}")
         except BaseException:
             failed[name] = traceback.format_exc()
     return failed

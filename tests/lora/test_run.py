@@ -208,21 +208,23 @@ def _bytes(rank: int, data: bytes, out: str, cwd: str) -> tuple[int, int, int, i
     """Of all shards on this rank, those of (the actor, the reference, both, a whole base)."""
     from rldsl.runtime.comm.world import join
     from rldsl.runtime.interpreter import model_events
-    from rldsl.runtime.interpreter.state import State
+    from rldsl.runtime.state.context import RunContext
+    from rldsl.runtime.state.model_store import ModelStore
 
     os.chdir(cwd)
     made = decode(data, "x")
-    state = State(made, join(made, rank, torch.device("cpu")), Path(out))
+    world = join(made, rank, torch.device("cpu"))
+    models = ModelStore(RunContext(made, world, Path(out)))
     for event, _ in events(made):
-        if isinstance(event, Load) and rank in state.world.meshes[event.mesh].members():
-            model_events.load(state, event)
+        if isinstance(event, Load) and rank in world.meshes[event.mesh].members():
+            model_events.load(models, None, event)
 
     def size(*names: str) -> int:
-        tensors = {p.data_ptr(): p.nbytes for (m, _), s in state.shards.items() if m in names
+        tensors = {p.data_ptr(): p.nbytes for (m, _), s in models.shards.items() if m in names
                    for p in (*s.stage.parameters.values(), *s.stage.base.values())}
         return sum(tensors.values())
 
-    base = max(sum(p.nbytes for p in s.stage.base.values()) for s in state.shards.values())
+    base = max(sum(p.nbytes for p in s.stage.base.values()) for s in models.shards.values())
     return size("actor"), size("ref"), size("actor", "ref"), base
 
 

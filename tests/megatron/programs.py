@@ -50,6 +50,7 @@ def execute(rank: int, plans: list[bytes], out: str, cwd: str) -> list[Samples]:
 
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     plain, found = TorchShard.generate, [Samples() for _ in plans]
 
@@ -64,7 +65,7 @@ def execute(rank: int, plans: list[bytes], out: str, cwd: str) -> list[Samples]:
     on_cpu()
     os.chdir(cwd)
     for i, data in enumerate(plans):
-        interpreter.execute(data, "test.plan", f"{out}/{i}", options=Options(allow_write=(out,)))
+        interpreter.execute(PlanFile.from_bytes(data, "test.plan"), f"{out}/{i}", options=Options(allow_write=(out,)))
     return found
 
 

@@ -89,6 +89,7 @@ def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.persist.checkpoint_writer import Writer
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
     storages = Storages()
@@ -111,7 +112,8 @@ def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
     interpreter.HANDLERS = {kind: counted(run) for kind, run in interpreter.HANDLERS.items()}
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with storages:
-        interpreter.execute(data, "test.plan", out, options=Options(allow_write=(str(Path(out).parent),)))
+        interpreter.execute(PlanFile.from_bytes(data, "test.plan"), out,
+                            options=Options(allow_write=(str(Path(out).parent),)))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
     return Measured(seen, peak, grown * 1024)
 

@@ -54,13 +54,14 @@ def _rank(rank: int, data: bytes, out: str, asked: Asked, again: bool, cwd: str)
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.metrics.run_record import claim
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
     before, sys.stderr = sys.stderr, io.StringIO()
     try:
         claimed = claim(Path(out), None, again)
-        execute(data, "test.plan", out, options=Options(resume=claimed.resume, goes_on=claimed.goes_on,
-                                                        overwrite=not claimed.goes_on, asked=asked))
+        execute(PlanFile.from_bytes(data, "test.plan"), out, options=Options(
+            resume=claimed.resume, goes_on=claimed.goes_on, overwrite=not claimed.goes_on, asked=asked))
         return sys.stderr.getvalue()
     finally:
         sys.stderr = before

@@ -190,11 +190,13 @@ def _overwriting(rank: int, data: bytes, out: str) -> tuple[str, bool]:
     from rldsl.diag import Failure
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(Path(out).parent)
     begun: list[bool] = []
     try:
-        execute(data, "p.plan", out, options=Options(overwrite=True), begun=lambda: begun.append(True))
+        execute(PlanFile.from_bytes(data, "p.plan"), out, options=Options(overwrite=True),
+                begun=lambda: begun.append(True))
     except Failure as failure:
         return failure.diagnostics[0].code, bool(begun)
     return "", bool(begun)

@@ -8,7 +8,7 @@ import pytest
 
 from rldsl.plan.events import Onload
 from rldsl.runtime.interpreter import model_events
-from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.store import Pending
 
 
@@ -21,19 +21,15 @@ class Shard:
         return lambda: self.seen.append(f"wait {what}")
 
 
-class Rank:
-    """As much of a State as the event needs."""
+class Rank(ModelStore):
+    """With one shard, and no context."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.shards = {("actor", "home"): Shard(self.seen)}
-        self.arriving: dict[tuple[str, str], Pending] = {}
-
-    def settled(self, model: str, layout: str) -> Any:
-        return State.settled(self, model, layout)  # type: ignore[arg-type]
+        super().__init__(None, {("actor", "home"): Shard(self.seen)})  # type: ignore[arg-type, dict-item]
 
     def onload(self, what: Any) -> None:
-        model_events.onload(self, Onload(id=1, mesh="m", model="actor", layout="home", what=what))  # type: ignore[arg-type]
+        model_events.onload(self, Onload(id=1, mesh="m", model="actor", layout="home", what=what))
 
 
 def test_nothing_waits_between_them() -> None:
@@ -41,7 +37,7 @@ def test_nothing_waits_between_them() -> None:
     rank.onload("parameters")
     rank.onload("optimizer")
     assert rank.seen == ["issue parameters", "issue optimizer"]
-    rank.settled("actor", "home")
+    rank.ready("actor", "home")
     assert rank.seen[2:] == ["wait parameters", "wait optimizer"] and not rank.arriving
 
 
@@ -49,8 +45,8 @@ def test_nothing_waits_between_them() -> None:
 def test_one_alone(what: str) -> None:
     rank = Rank()
     rank.onload(what)
-    rank.settled("actor", "home")
-    rank.settled("actor", "home")
+    rank.ready("actor", "home")
+    rank.ready("actor", "home")
     assert rank.seen == [f"issue {what}", f"wait {what}"]
 
 
@@ -60,5 +56,5 @@ def test_what_still_comes_into_the_parameters(what: str, order: list[str]) -> No
     rank = Rank()
     rank.arriving["actor", "home"] = Pending(lambda: rank.seen.append("came"))
     rank.onload(what)
-    rank.settled("actor", "home")
+    rank.ready("actor", "home")
     assert rank.seen == order

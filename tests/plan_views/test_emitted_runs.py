@@ -31,14 +31,15 @@ WORLD = 4
 
 def walked(rank: int, cwd: str, out: str, program: str) -> None:
     """One rank of a run. program: the emitted file, "" for the plan itself."""
-    from rldsl.runtime.interpreter.interpreter import Walk, execute
+    from rldsl.runtime.interpreter.interpreter import Interpreter, execute
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
     made = runpy.run_path(program)["PROGRAM"] if program else None
     data = Path("some.plan").read_bytes()
     if made is not None:
-        made.check(data, "some.plan")
-    execute(data, "some.plan", out, walk=made.walk if made is not None else Walk.whole)
+        made.check_plan(PlanFile.from_bytes(data, "some.plan"))
+    execute(PlanFile.from_bytes(data, "some.plan"), out, run=made.run if made is not None else Interpreter.run)
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
@@ -103,7 +104,7 @@ def test_under_torchrun_with_a_debugger(tiny: Path, tmp_path: Path, monkeypatch:
     assert text.count("        run.lengths(") == 1
     stop = "        if step == 2: breakpoint()\n"
     Path("one.py").write_text(text.replace("        run.lengths(", f"{stop}        run.lengths("))
-    typed = ["p step, run.state.step", f"p run.value('gen.tokens@{_spread(folder)}').ids.tolist()",
+    typed = ["p step, run.state.step.number", f"p run.value('gen.tokens@{_spread(folder)}').ids.tolist()",
              "p run.value('no@s9')", "c", ""]
     with begun(folder, "--nproc-per-node", "2", "one.py", "--plain", "--out", "out", typed="\n".join(typed)) as agent:
         assert agent.wait(200) == 0, agent.said()
@@ -134,6 +135,7 @@ def probed(rank: int, cwd: str) -> list[str]:
     """What a rank says to calls of events, loops and values that it does not have; then it runs the plan."""
     from rldsl.runtime.interpreter.emitted_program import Program, Rank
     from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
     said: list[str] = []
@@ -146,10 +148,10 @@ def probed(rank: int, cwd: str) -> list[str]:
                 wrong()
             except Failure as failure:
                 said.append(failure.diagnostics[0].code)
-        run._walk.whole()
-        said.append(str(run.state.step))
+        run._interpreter.run()
+        said.append(str(run.state.step.number))
 
-    execute(Path("some.plan").read_bytes(), "some.plan", "out", walk=Program("", "", ((probe, (range(1),)),)).walk)
+    execute(PlanFile.read("some.plan"), "out", run=Program("", "", ((probe, (range(1),)),)).run)
     return said
 
 

@@ -86,6 +86,7 @@ def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: fl
     from rldsl.runtime.health import watchdog
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(folder)
     said = os.open("said", os.O_WRONLY | os.O_APPEND)
@@ -97,9 +98,10 @@ def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: fl
     limit = timedelta(seconds=library or timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     watchdog.LAST = last
-    watch = watchdog.Watch(store, rank, size, data, timeout)
+    file = PlanFile.from_bytes(data, "p.plan")
+    watch = watchdog.Watch(store, rank, size, file, timeout)
     try:
-        execute(data, "p.plan", "out", watch=watch, options=Options(timeout=limit))
+        execute(file, "out", watch=watch, options=Options(timeout=limit))
     except BaseException as error:
         watch.fail(error)
     watch.close()

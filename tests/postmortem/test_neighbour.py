@@ -32,7 +32,7 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(said, 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
-    watch = watchdog.Watch(dist.TCPStore("localhost", port, is_master=False), rank, 3, b"", 600.0, late=True)
+    watch = watchdog.Watch(dist.TCPStore("localhost", port, is_master=False), rank, 3, None, 600.0, late=True)
     watch.waits = waits
     watch.ring.begins(Free(id=7, mesh="m", buffers=(), at="p.rlf:1:1"))
     Path(f"{folder}/{rank}").touch()

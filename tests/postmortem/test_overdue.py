@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rldsl.postmortem.dumps import Sign, Stand
 from rldsl.runtime.health import watchdog
 from rldsl.runtime.health.heartbeats import Signs
+from rldsl.runtime.plan_file import PlanFile
 from tests.postmortem.hand import DATA, GENERATE, LENGTHS, TRAIN, TURN, at
 
 TIMEOUT = 40.0  # below the seconds of `at`
@@ -36,7 +37,7 @@ class World:
         monkeypatch.setattr(Signs, "all", counted)
         monkeypatch.setattr(watchdog.Watch, "_run", lambda watch: None)  # the test says when a rank looks
         monkeypatch.setattr(watchdog.Watch, "_blame", blame)
-        self.watches = [watchdog.Watch(store, rank, 8, DATA, TIMEOUT) for rank in range(8)]
+        self.watches = [watchdog.Watch(store, rank, 8, PlanFile.from_bytes(DATA), TIMEOUT) for rank in range(8)]
 
     def overdue(self, stands: Mapping[int, Stand], ranks: Sequence[int], turn: int = 0) -> list[str]:
         """What these ranks say, each in its turn, where all are as `stands` says."""

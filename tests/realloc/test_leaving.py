@@ -10,8 +10,9 @@ import torch
 
 from rldsl.plan.events import Free, Offload, Realloc, Train
 from rldsl.runtime.comm.reshard import realloc
+from rldsl.runtime.health.event_ring import Ring
 from rldsl.runtime.interpreter import model_events, train_event, value_events
-from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.store import Pending
 from tests.realloc.test_run import CASES, place, route, tensors
 from tests.world import run_world
@@ -21,46 +22,45 @@ class Stop(Exception):
     """Where the test has seen enough."""
 
 
-class Rank:
-    """As much of a State as giving up and writing need."""
+class Shard:
+    """seen: what happens to it, in order."""
 
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.models, self.dropped = {"actor": None}, set()
-        self.spreads = self.layouts = {"L": None}
-        self.world, self.shards = self, {("actor", "L"): self}
-        self.arriving = {("actor", "L"): Pending(lambda: self.seen.append("came"))}
-        self.leaving = {("actor", "home"): {n: Pending(lambda: self.seen.append("left")) for n in (3, 7)}}
-        self.shared = {("actor", "L"): "home"}  # two names of one memory
+    def __init__(self, seen: list[str]):
+        self.seen = seen
 
-    def settled(self, *key: str) -> Any:
-        return State.settled(self, *key)  # type: ignore[arg-type]
-
-    def changeable(self, *key: str) -> Any:
-        return State.changeable(self, *key)  # type: ignore[arg-type]
-
-    def memory(self, *key: str) -> Any:
-        return State.memory(self, *key)  # type: ignore[arg-type]
-
-    def drop(self, *key: str) -> None:
-        State.drop(self, *key)  # type: ignore[arg-type]
-
-    def release(self) -> None:
+    def free(self) -> None:
         self.seen.append("given up")
 
     def offload(self, what: str) -> None:
         self.seen.append("given up")
 
     def axes(self, layout: None) -> Any:
+        """Of its world: where a train call begins."""
         self.seen.append("written")
         raise Stop
 
 
+class Rank(ModelStore):
+    """A shard and, of its context, as much as freeing and writing need."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        shard = Shard(self.seen)
+        world = SimpleNamespace(layouts={"L": None}, axes=shard.axes)
+        context = SimpleNamespace(models={"actor": None}, spreads={"L": None}, world=world,
+                                  aliases={("actor", "L"): "home"})  # two names of one memory
+        super().__init__(context, {("actor", "L"): shard})  # type: ignore[arg-type, dict-item]
+        self.arriving = {("actor", "L"): Pending(lambda: self.seen.append("came"))}
+        self.leaving = {("actor", "home"): {n: Pending(lambda: self.seen.append("left")) for n in (3, 7)}}
+
+
 @pytest.mark.parametrize("act, event, then", [
-    (value_events.free, Free(id=1, mesh="m", buffers=("actor@L",)), "given up"),
+    (lambda models, event: value_events.free(models, SimpleNamespace(), event),
+     Free(id=1, mesh="m", buffers=("actor@L",)), "given up"),
     (model_events.offload, Offload(id=1, mesh="m", model="actor", layout="L"), "given up"),
-    (train_event.train, Train(id=1, mesh="m", model="actor", layout="L", spread="L", frames=(), loss="", fresh=(),
-                              data=(), outputs=()), "written"),
+    (lambda models, event: train_event.train(models, SimpleNamespace(), event),
+     Train(id=1, mesh="m", model="actor", layout="L", spread="L", frames=(), loss="", fresh=(), data=(), outputs=()),
+     "written"),
 ], ids=["free", "offload", "train"])
 def test_who_changes_parameters_waits_until_they_have_left(act: Any, event: Any, then: str) -> None:
     rank = Rank()
@@ -73,28 +73,23 @@ def test_who_changes_parameters_waits_until_they_have_left(act: Any, event: Any,
 
 def test_who_reads_them_does_not() -> None:
     rank = Rank()
-    rank.settled("actor", "L")
+    rank.ready("actor", "L")
     assert rank.seen == ["came"] and rank.leaving
 
 
-class Moving(Rank):
-    """As much of a State as a reallocation needs, from L1 on ranks 0 and 1 to L2 on ranks 1 and 2."""
+class Moving(ModelStore):
+    """As much as a reallocation needs, from L1 on ranks 0 and 1 to L2 on ranks 1 and 2."""
 
     def __init__(self, rank: int, held: torch.dtype):
-        self.seen, self.rank, self.shared = [], rank, {}
-        self.models = {"actor": SimpleNamespace(name="actor")}
-        self.layouts = {x: SimpleNamespace(id=x, mesh=x) for x in ("L1", "L2")}
-        self.meshes = {"L1": _Mesh(0, 1), "L2": _Mesh(1, 2)}
-        self.world, self.routes, self.device = self, {5: None}, torch.device("cpu")
-        self.shards = {("actor", x): SimpleNamespace(tensors=lambda: {"w": torch.zeros(2, dtype=held)})
-                       for x in ("L1", "L2")}
-        self.arriving, self.leaving = {}, {("actor", "L2"): {1: Pending(lambda: self.seen.append("left"))}}
-
-    def shard(self, model: str, layout: str) -> None:
-        """Built already."""
-
-    def told(self, pending: Pending) -> Pending:
-        return pending
+        self.seen: list[str] = []
+        layouts = {x: SimpleNamespace(id=x, mesh=x) for x in ("L1", "L2")}
+        world = SimpleNamespace(rank=rank, layouts=layouts, meshes={"L1": _Mesh(0, 1), "L2": _Mesh(1, 2)})
+        context = SimpleNamespace(models={"actor": SimpleNamespace(name="actor")}, world=world, aliases={},
+                                  device=torch.device("cpu"))
+        shards = {("actor", x): SimpleNamespace(state_dict=lambda: {"w": torch.zeros(2, dtype=held)})
+                  for x in ("L1", "L2")}
+        super().__init__(context, shards, routes={5: None},  # type: ignore[arg-type, dict-item]
+                         leaving={("actor", "L2"): {1: Pending(lambda: self.seen.append("left"))}})
 
 
 class _Mesh(tuple[int, ...]):
@@ -111,11 +106,11 @@ def test_a_reallocation_says_what_is_on_its_way(rank: int, held: torch.dtype, mo
     """Who only sends waits at once. Who gets something also waits first until what was there has left; and what goes
     out in another dtype is a copy, which nobody can change."""
     state = Moving(rank, held)
-    monkeypatch.setattr(model_events, "carried", lambda *_: SimpleNamespace(dtype="bfloat16"))
+    monkeypatch.setattr(model_events, "in_wire_dtype", lambda *_: SimpleNamespace(dtype="bfloat16"))
     monkeypatch.setattr(model_events, "realloc", lambda *_: state.seen.append("posted") or Pending(
         lambda: state.seen.append("here")))
     event = Realloc(id=5, mesh="m", model="actor", src="L1", dst="L2", bytes=0, messages=0, digest="")
-    model_events.reallocate(state, event)  # type: ignore[arg-type]
+    model_events.reallocate(state, Ring(), event)
     assert state.seen == {0: ["posted", "here"], 1: ["left", "posted"], 2: ["left", "posted"]}[rank]
     sent = state.leaving.get(("actor", "L1"), {})
     assert sent.keys() == ({5} if rank == 1 and held == torch.bfloat16 else set())

@@ -64,9 +64,10 @@ def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _rank(rank: int, plan: bytes, out: str, workers: int, cwd: str) -> None:
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
-    execute(plan, "test.plan", out, options=Options(reward_workers=workers))
+    execute(PlanFile.from_bytes(plan, "test.plan"), out, options=Options(reward_workers=workers))
 
 
 def test_the_same_run_for_any_ranks_and_workers(place: Path) -> None:

@@ -24,7 +24,7 @@ ALLOWED = {
     ("rldsl/measure/call_costs.py", "import_module"): "a backend of this package, of a plan that was verified",
     ("rldsl/plan/backends.py", "import_module"): "the description of a backend that is a folder of this package",
     ("backends/torch/kernels/optional_packages.py", "import_module"): "packages of kernels, by names in the source",
-    ("rldsl/runtime/interpreter/state.py", "import_module"): "a backend of this package: the verifier knows their names",
+    ("rldsl/runtime/state/model_store.py", "import_module"): "a backend of this package: the verifier knows their names",
 }
 
 

@@ -125,10 +125,11 @@ def test_a_save_replaces_what_a_save_wrote(plan: Plan, tmp_path: Path) -> None:
 
 def _run(rank: int, data: bytes, out: str) -> str:
     from rldsl.runtime.interpreter.interpreter import execute
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(Path(out).parent)
     try:
-        execute(data, "p.plan", out)
+        execute(PlanFile.from_bytes(data, "p.plan"), out)
     except Failure as failure:
         return failure.diagnostics[0].code
     return ""

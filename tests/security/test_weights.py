@@ -216,6 +216,7 @@ def _resume(rank: int, data: bytes, out: str, texts: list[tuple[bytes | None, by
     """The code for each pair of a file of tensors (None: as it was) and a manifest."""
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     held, found = next(Path(out).glob("checkpoints/*")), []
     file = next(held.glob("*.safetensors"))
@@ -224,7 +225,8 @@ def _resume(rank: int, data: bytes, out: str, texts: list[tuple[bytes | None, by
     for tensors, manifest in texts:
         file.write_bytes(whole if tensors is None else tensors)
         (held / "checkpoint.json").write_bytes(manifest)
-        found.append(code(lambda: execute(data, "p.plan", out, options=Options(resume=held, goes_on=True))))
+        found.append(code(lambda: execute(PlanFile.from_bytes(data, "p.plan"), out,
+                                          options=Options(resume=held, goes_on=True))))
     return found
 
 

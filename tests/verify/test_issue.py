@@ -136,6 +136,7 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
     import os
 
     from rldsl.runtime.interpreter import interpreter
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(here)
     at: list[int] = [-1]
@@ -165,7 +166,7 @@ def recorded(rank: int, data: bytes, out: str, here: str) -> dict[int, list[tupl
         handler(state, event)
 
     interpreter.HANDLERS = {kind: partial(during, handler) for kind, handler in interpreter.HANDLERS.items()}
-    interpreter.execute(data, "x.plan", out)
+    interpreter.execute(PlanFile.from_bytes(data, "x.plan"), out)
     return asked
 
 

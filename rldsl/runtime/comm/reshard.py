@@ -60,7 +60,8 @@ class Route:
         """model: in the dtype that travels. bucket: bytes."""
         way = plan_routes(model, src, src_mesh, dst, dst_mesh, devices_per_node)
         rounds = rank_rounds(way, rank, num_buckets(way, itemsize(model), bucket))
-        have, want = (pieces_by_parameter(model, at, cell_of(at, mesh, rank)) for at, mesh in ((src, src_mesh), (dst, dst_mesh)))
+        have, want = (pieces_by_parameter(model, at, cell_of(at, mesh, rank))
+                      for at, mesh in ((src, src_mesh), (dst, dst_mesh)))
         parts = tuple((_parts(r.sends, have), _parts(r.receives, want)) for r in rounds)
         return Route(rounds, parts, tuple((spot(have, *box), spot(want, *box)) for box in kept_boxes(way, rank)),
                      any(x is None for sends, _ in parts for part in sends for x in part.spots))
@@ -78,7 +79,8 @@ def _parts(messages: Sequence[Message], held: Held) -> tuple[Part, ...]:
         return tuple(spot(held, *x) if any(contains(p.box, x[1]) for p in held[x[0]][1]) else None
                      for x in message.boxes)
 
-    return tuple(Part(m, m.size(), spots(m), is_contiguous(m, held)) for whole in messages for m in split_message(whole))
+    return tuple(Part(m, m.size(), spots(m), is_contiguous(m, held))
+                 for whole in messages for m in split_message(whole))
 
 
 @torch.no_grad()

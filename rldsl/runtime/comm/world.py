@@ -2,7 +2,7 @@
 
 In: a plan and an initialised process group. Out: `World`, with the `Axes` of every layout that this rank is part of.
 Invariant: all ranks hold the same plan, and create the same groups in the same order.
-Errors: RL0701 wrong number of ranks, RL0702 different plans, RL0711 ranks on other machines than the plan has them on.
+Errors: RL0702 different plans, RL0711 ranks on other machines than the plan has them on.
 """
 
 from __future__ import annotations
@@ -24,14 +24,6 @@ from rldsl.runtime.comm.agreement import others_than_first
 from rldsl.sharding.layout import axis_ranks
 
 NAME = 64  # bytes of a host's name that ranks compare
-
-
-def check_size(plan: Plan, started: int, name: str) -> None:
-    """Before anything else: a wrong world can neither run nor agree on anything."""
-    if started != plan.header.world:
-        raise fail("RL0701", f"the plan needs {plan.header.world} ranks, torchrun started {started}", place=name,
-                   help=f"torchrun --nproc-per-node {plan.header.world} -m rldsl.run {name}, "
-                        "or compile for another cluster")
 
 
 def check_same_plan(data: bytes, device: torch.device) -> None:

@@ -8,12 +8,15 @@ The rank's main thread writes; its watcher reads at any moment.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from rldsl.plan.events import Event
 from rldsl.postmortem.dumps import Entry, Moment, Phase, Stand
 
 SIZE = 128  # entries: some steps of a small program, the last events of a large one
 
+T = TypeVar("T")
 _Slot = tuple[int, float, Event | None, tuple[int, ...], Phase, Moment | str | None]
 
 
@@ -54,6 +57,19 @@ class Ring:
     def waits(self, awaited: Moment | None) -> None:
         """For what an earlier event has set on its way; until `goes_on`."""
         self._add("waits", awaited)
+
+    def wait_tracker(self, finish: Callable[[], T]) -> Callable[[], T]:
+        """`finish`, noting while it runs that this rank waits for it, and for which event: the one that is at hand
+        now."""
+        posted = self.here()
+
+        def tracked() -> T:
+            self.waits(posted)
+            result = finish()
+            self.goes_on()
+            return result
+
+        return tracked
 
     def calls(self, function: str) -> None:
         """A user's Python function; until `goes_on`."""

@@ -18,13 +18,10 @@ import sys
 import threading
 import time
 import traceback
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.plan.codec import decode, plan_id
-from rldsl.plan.model import Plan
 from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyse, traces
 from rldsl.postmortem.dumps import Dump, Sign, Stand
 from rldsl.postmortem.dumps import Signs as LastSigns
@@ -35,6 +32,7 @@ from rldsl.runtime.health.dump_files import leave
 from rldsl.runtime.health.event_ring import Ring
 from rldsl.runtime.health.failure_messages import others, own_words
 from rldsl.runtime.health.heartbeats import Neighbour, Signs, Stillness
+from rldsl.runtime.plan_file import PlanFile
 
 BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as silent
 FAR = 60.0  # seconds for which ranks of several machines stand still before a silent one counts as gone
@@ -45,16 +43,16 @@ LAST = 20.0  # seconds in which a rank that ends must come further or be gone, w
 class Watch:
     """One rank's watcher. ring: what the rank does. out: the directory of the run, once it may write there."""
 
-    def __init__(self, store: Any, rank: int, world: int, plan: bytes = b"", timeout: float = math.inf,
+    def __init__(self, store: Any, rank: int, world: int, plan: PlanFile | None = None, timeout: float = math.inf,
                  late: bool = False):
-        """On the main thread only: it takes over SIGTERM. plan: the file's bytes. timeout: seconds that a rank waits
+        """On the main thread only: it takes over SIGTERM. timeout: seconds that a rank waits
         for another. late: posts run behind Python, and the library ends the process when one takes too long."""
         self.signs, self.rank, self.world = Signs(store, rank, world), rank, world
         self.ring = Ring()
         self.out: Path | None = None
         self.waits = False  # a run with checkpoints ends by itself, after the step
         self.asked = False  # SIGTERM came
-        self._data, self._timeout, self._late = plan, timeout, late
+        self._plan, self._timeout, self._late = plan, timeout, late
         self._fell: stack_trace.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
         self._until, self._slow, self._limited = math.inf, "", False
@@ -197,7 +195,7 @@ class Watch:
             time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
             held = self.signs.all() if signs is None else signs
             if self.out is not None:
-                leave(self.out, LastSigns(plan_id(self._data), self.signs.start, self.rank, round(time.time(), 3),
+                leave(self.out, LastSigns(self._plan_id(), self.signs.start, self.rank, round(time.time(), 3),
                                           tuple(sorted(held.items()))))
         _leave()
 
@@ -205,7 +203,7 @@ class Watch:
         if self.out is None:
             return
         lines = (self._fell or stack_trace.of_main()).lines
-        leave(self.out, Dump(plan_id(self._data), self.signs.start, self.rank, self.world, self.signs.machine,
+        leave(self.out, Dump(self._plan_id(), self.signs.start, self.rank, self.world, self.signs.machine,
                              os.getpid(), round(time.time(), 3), first, code, reason, self._stand(), lines, self._late,
                              self.ring.entries()))
 
@@ -213,16 +211,14 @@ class Watch:
         """Where this rank is; what it failed in, once it has."""
         return self.ring.stand("" if self._late else (self._fell or stack_trace.of_main(whole=False)).call)
 
-    @cached_property
-    def _plan(self) -> Plan | None:
-        try:
-            return decode(self._data, "the plan")
-        except Failure:
-            return None
+    def _plan_id(self) -> str:
+        return self._plan.id if self._plan is not None else ""
 
     def _findings(self, signs: dict[int, Sign]) -> Findings | None:
         """None: without a plan, or where the store does not even know this rank."""
-        return analyse(self._plan, traces(self.world, {}, signs)) if self._plan and self.rank in signs else None
+        if self._plan is None or self.rank not in signs:
+            return None
+        return analyse(self._plan.plan, traces(self.world, {}, signs))
 
     def _more(self) -> str:
         return f"`rlc postmortem {self.out}` tells where each rank was" if self.out is not None else ""

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from rldsl.diag import fail
 from rldsl.plan.events import Event, Fetch, Item, Loop
 from rldsl.runtime.data import Source
-from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.step import StepState
 
 
 @dataclass(frozen=True)
@@ -29,33 +31,33 @@ class InOrder(Source):
         return list(range(first, min(first + self.data.batch, len(self.table))))
 
 
-def turns(state: State, loop: Loop) -> int:
+def turns(reader: DataReader, loop: Loop) -> int:
     """How many batches the source has, the last perhaps short."""
-    source = state.source(loop.over)
+    source = reader.source(loop.over)
     return -(-len(source.table) // source.data.batch)
 
 
-def next_rows(state: State, event: Fetch) -> tuple[Source, int]:
+def next_rows(step: StepState, reader: DataReader, event: Fetch) -> tuple[Source, int]:
     """Of what a fetch reads now, and the number of the batch: in an evaluation that of the turn, else the next one."""
-    source = state.source(event.data)
-    if state.over == event.data:
-        return InOrder(**{f.name: getattr(source, f.name) for f in fields(source)}), state.turn
-    return source, state.next_batch(event)
+    source = reader.source(event.data)
+    if step.evaluated_source == event.data:
+        return InOrder(**{f.name: getattr(source, f.name) for f in fields(source)}), step.turn
+    return source, reader.next_batch(event.data)
 
 
-def check_evaluations(state: State, items: Sequence[Item]) -> None:
+def check_evaluations(context: RunContext, reader: DataReader, items: Sequence[Item]) -> None:
     """That the plan has room for all rows, and that the ranks of each evaluation see as many. Every rank takes part.
     Raises RL0779."""
     mine = {loop.over: loop for loop in _evaluations(items)}
-    every = {loop.over: loop for loop in _evaluations(state.plan.body)}
+    every = {loop.over: loop for loop in _evaluations(context.plan.body)}
     if not every:
         return
-    seen = [len(state.source(name).table) if name in mine else -1 for name in every]
-    counts = torch.tensor(seen, dtype=torch.int64, device=state.device)
+    seen = [len(reader.source(name).table) if name in mine else -1 for name in every]
+    counts = torch.tensor(seen, dtype=torch.int64, device=context.device)
     found = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
     dist.all_gather(found, counts)
     for i, (name, loop) in enumerate(every.items()):
-        data = state.data[name]
+        data = context.data[name]
         rows = sorted({int(f[i]) for f in found} - {-1})
         if len(rows) > 1:
             raise fail("RL0779", f"ranks see files of {rows[0]} and of {rows[-1]} rows under this name",

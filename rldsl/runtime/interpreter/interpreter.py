@@ -1,7 +1,7 @@
-"""A rank walks its own list of events; that is all.
+"""A rank's interpreter: it goes through its own list of events, and that is all.
 
-In: the bytes of a plan, inside an initialised process group. Out: the run's files. The list is the plan's body filtered
-to this rank; every wait is either inside an event or at the first read of what a transfer or a realloc brings.
+In: a plan, inside an initialised process group. Out: the run's files. The list is the plan's body filtered to this
+rank; every wait is either inside an event or at the first read of what a transfer or a realloc brings.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,142 +39,172 @@ from rldsl.plan.events import (
     Train,
     Transfer,
 )
+from rldsl.runtime.health.event_ring import Ring
 from rldsl.runtime.health.watchdog import Watch
-from rldsl.runtime.interpreter import model_events, value_events
-from rldsl.runtime.interpreter.eval_loops import turns
+from rldsl.runtime.internal_error import present
+from rldsl.runtime.interpreter import eval_loops, model_events, value_events
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
+from rldsl.runtime.interpreter.rank_state import RankState, Services
 from rldsl.runtime.interpreter.startup import functions, prepare, recorded, settle
-from rldsl.runtime.interpreter.state import State
-from rldsl.runtime.interpreter.timeline import Recorder, settled, write
+from rldsl.runtime.interpreter.timeline import Recorder, synchronize, write
 from rldsl.runtime.interpreter.train_event import train
 from rldsl.runtime.metrics.reporter import Report
 from rldsl.runtime.metrics.summary import summarise, write_summary
-from rldsl.runtime.persist.checkpoint_writer import checkpoint, finish
+from rldsl.runtime.persist.checkpoint_writer import checkpoint
 from rldsl.runtime.persist.model_export import save
+from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.rewards.pool import Pool
+from rldsl.runtime.state.model_store import ModelStore
 
-HANDLERS: Mapping[type[Event], Callable[[State, Event], None]] = {
-    Load: model_events.load, Fetch: value_events.fetch, Lengths: value_events.lengths, Transfer: value_events.move, Realloc: model_events.reallocate,
-    Offload: model_events.offload, Onload: model_events.onload, Generate: model_events.generate, Infer: model_events.infer, Train: train,
-    Compute: value_events.compute, Select: value_events.select, Collect: value_events.collect, Save: save,
-    Checkpoint: checkpoint, Log: log, Free: value_events.free,
+
+def _checkpoint(state: RankState, event: Checkpoint) -> None:
+    """The step's metrics are written first, so that no checkpoint is ahead of them."""
+    services = state.services
+    end_step(state.step, services.reporter)
+    state.step.stopped = checkpoint(state.models, state.step, services.data, present(services.writer, "writer"), event)
+
+
+# what each kind of event is given: the narrowest parts of the rank's state
+HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
+    Load: lambda s, e: model_events.load(s.models, s.services.resumed, e),
+    Fetch: lambda s, e: value_events.fetch(s.step, s.services.data, e),
+    Lengths: lambda s, e: value_events.lengths(s.step, e),
+    Transfer: lambda s, e: value_events.move(s.step, s.services.ring, e),
+    Realloc: lambda s, e: model_events.reallocate(s.models, s.services.ring, e),
+    Offload: lambda s, e: model_events.offload(s.models, e),
+    Onload: lambda s, e: model_events.onload(s.models, e),
+    Generate: lambda s, e: model_events.generate(s.models, s.step, e),
+    Infer: lambda s, e: model_events.infer(s.models, s.step, e),
+    Train: lambda s, e: train(s.models, s.step, e),
+    Compute: lambda s, e: value_events.compute(s.step, s.services.data, s.services.rewards, s.services.ring, e),
+    Select: lambda s, e: value_events.select(s.step, e),
+    Collect: lambda s, e: value_events.collect(s.step, e),
+    Save: lambda s, e: save(s.models, s.step.number, e),
+    Checkpoint: _checkpoint,
+    Log: lambda s, e: log(s.step, e),
+    Free: lambda s, e: value_events.free(s.models, s.step, e),
 }
 
 
 @dataclass
-class Walk:
-    """A rank on its way through its own list. depth: number of loops around what it is at."""
+class Interpreter:
+    """A rank on its way through its own list."""
 
-    state: State
+    state: RankState
+    # the plan's body, filtered to this rank
     own: Sequence[Item]
+    # of the timeline, where one is recorded
     recorder: Recorder | None = None
+    # number of loops around the current item
     depth: int = 0
 
-    def whole(self) -> None:
-        self.items(self.own)
+    def run(self) -> None:
+        """The whole list."""
+        self.run_items(self.own)
 
-    def items(self, items: Sequence[Item], turn: int = 1) -> None:
+    def run_items(self, items: Sequence[Item], turn: int = 1) -> None:
         """turn: iteration of the innermost loop, from 1."""
         for item in items:
             if isinstance(item, Event):
-                self.event(item)
+                self.run_event(item)
             elif isinstance(item, Every):
                 if turn % item.period == 0:
-                    self.items(item.body, turn)
+                    self.run_items(item.body, turn)
             else:
-                assert isinstance(item, Loop)
                 for i in self.turns(item):
-                    self.items(item.body, i)
+                    self.run_items(item.body, i)
 
-    def event(self, event: Event) -> None:
-        assert self.state.report is not None
-        self.state.ring.begins(event)
-        self.state.report.begins(event)
+    def run_event(self, event: Event) -> None:
+        state, services = self.state, self.state.services
+        services.ring.begins(event)
+        services.reporter.begins(event)
         begin = time.monotonic()
-        HANDLERS[type(event)](self.state, event)
+        HANDLERS[type(event)](state, event)
         if self.recorder is not None:
-            settled(self.state.device)
+            synchronize(state.context.device)
         end = time.monotonic()
-        self.state.ring.ends()
-        self.state.report.took(event, end - begin)
+        services.ring.ends()
+        services.reporter.took(event, end - begin)
         if self.recorder is not None:
-            self.recorder.add(event, self.state.step, begin, end)
+            self.recorder.add(event, state.step.number, begin, end)
 
     def turns(self, loop: Loop) -> Iterator[int]:
         """The iterations of a loop, from 1. A generator: a step starts before its `yield` and ends after it. The
         outermost loop is that of the steps."""
-        state, steps = self.state, self.depth == 0
-        assert state.report is not None
-        outer, state.over = (state.turn, state.over), loop.over
-        trips = turns(state, loop) if loop.over else loop.trips
+        context, step, services, steps = self.state.context, self.state.step, self.state.services, self.depth == 0
+        outer, step.evaluated_source = (step.turn, step.evaluated_source), loop.over
+        trips = eval_loops.turns(services.data, loop) if loop.over else loop.trips
         if not steps:
-            state.report.entered(loop.id)
+            services.reporter.entered(loop.id)
         for buffer in loop.collects:
-            if state.holds(buffer):
-                value_events.empty(state, buffer)
+            if context.holds(buffer):
+                value_events.empty(step, buffer)
         self.depth += 1
-        for i in range(1 + (state.step if steps else 0), trips + 1):
-            state.turn = i - 1
-            state.ring.turn(self.depth - 1, i)
+        for i in range(1 + (step.number if steps else 0), trips + 1):
+            step.turn = i - 1
+            services.ring.turn(self.depth - 1, i)
             if steps:
-                state.begin_step()
+                step.begin()
             else:
-                state.report.turned(loop.id)
+                services.reporter.turned(loop.id)
             yield i
             if steps:
-                end_step(state)
-                if state.stopped:
+                end_step(step, services.reporter)
+                if step.stopped:
                     break
             if loop.until:
-                enough = bool(state.store.take(loop.until).data)
-                state.store.free(loop.until)
+                enough = bool(step.buffers.take(loop.until).data)
+                step.buffers.free(loop.until)
                 if enough:
                     break
         self.depth -= 1
-        state.ring.turn(self.depth, 0)
-        state.turn, state.over = outer
+        services.ring.turn(self.depth, 0)
+        step.turn, step.evaluated_source = outer
 
 
-def execute(data: bytes, name: str, out: str | Path, device: torch.device = torch.device("cpu"),
-            watch: Watch | None = None, options: Options = Options(),
-            walk: Callable[[Walk], None] = Walk.whole, begun: Callable[[], None] = lambda: None) -> None:
-    """Run a plan as rank dist.get_rank(). name: of the plan file, for messages. out: directory of what the run writes.
-    walk: goes through the list (that of an emitted program is its own). begun: called by rank 0 once the directory is
-    this run's.
+def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device("cpu"),  # noqa: B008 (a constant)
+            watch: Watch | None = None, options: Options = Options(),  # noqa: B008 (immutable)
+            run: Callable[[Interpreter], None] = Interpreter.run, begun: Callable[[], None] = lambda: None) -> None:
+    """Run a plan as rank dist.get_rank().
 
-    Everything that can be checked is checked before the first step: the plan, the data, the functions, the files."""
-    state, own = prepare(data, name, out, device, watch, options)
-    if watch is not None:
-        state.ring = watch.ring
-    began_at = state.step
-    recorder = Recorder(state.world.rank, state.plan.header.devices_per_node) if options.trace else None
-    with Pool(functions(state, own), options.reward_workers, options.reward_seconds, state.world.rank) as state.rewards:
-        settle(state, options, begun)
+    out: directory of what the run writes. run: goes through the rank's list (an emitted program has its own way).
+    begun: called by rank 0 once the directory is this run's.
+
+    Everything that can be checked is checked before the first step: the plan, the data, the functions, the files.
+    Errors: a Failure, with the codes of everything that is checked."""
+    start = prepare(file, out, device, watch, options)
+    context, step = start.context, start.step
+    ring = Ring() if watch is None else watch.ring
+    first = step.number
+    recorder = Recorder(context.rank, context.plan.header.devices_per_node) if options.trace else None
+    with Pool(functions(context, start.own), options.reward_workers, options.reward_seconds, context.rank) as rewards:
+        settle(context, start.resumed, options, begun)
         if watch is not None:  # a dump belongs to a run, and there is one from here on
-            watch.out = state.out
-        with (Report(state, options.asked) as state.report,
-              recorded(state, data, options.asked.command, options.goes_on)):
-            start = time.monotonic()
-            walk(Walk(state, own, recorder))
-            seconds = time.monotonic() - start
+            watch.out = context.out
+        with (Report(context, step, start.data, options.asked) as reporter,
+              recorded(context, step, file, options.asked.command, options.goes_on)):
+            services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed)
+            state = RankState(context, ModelStore(context), step, services)
+            begin = time.monotonic()
+            run(Interpreter(state, start.own, recorder))
+            seconds = time.monotonic() - begin
             if recorder is not None:
-                write(recorder, state.plan, Path(str(options.trace)), device)
+                write(recorder, context.plan, Path(str(options.trace)), device)
             _finish(state)
-    if state.world.rank == 0:
-        if state.stopped:
-            print(f"stopped after step {state.step}, as asked; `--resume` goes on from there", file=sys.stderr,
+    if context.rank == 0:
+        if step.stopped:
+            print(f"stopped after step {step.number}, as asked; `--resume` goes on from there", file=sys.stderr,
                   flush=True)
-        made = state.step - began_at
-        write_summary(state.plan, state.out, summarise(state.plan, state.out, state.step, made, seconds))
+        made = step.number - first
+        write_summary(context.plan, context.out, summarise(context.plan, context.out, step.number, made, seconds))
 
 
-def _finish(state: State) -> None:
+def _finish(state: RankState) -> None:
     """Nothing may be left on its way when the processes end."""
-    state.store.settle()
-    for key in list(state.arriving):
-        state.settled(*key)
-    state.ring.over()
-    if state.writer is not None:
-        finish(state)
+    state.step.buffers.settle()
+    state.models.wait_all()
+    state.services.ring.over()
+    if state.services.writer is not None:
+        state.services.writer.finish(state.context)
     dist.barrier()

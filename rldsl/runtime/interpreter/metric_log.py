@@ -6,42 +6,44 @@ import torch
 
 from rldsl.plan.events import Log, split
 from rldsl.runtime.comm.exchange import post
-from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.metrics.reporter import Report
+from rldsl.runtime.state.step import StepState
 
 
-def log(state: State, event: Log) -> None:
+def log(step: StepState, event: Log) -> None:
     """The first rank of each buffer's mesh sends its numbers, in one message, to rank `event.to`. A buffer without a
     number (of a train call whose minibatches were all left out) adds nothing to the step's line."""
+    context, rank = step.context, step.context.rank
     by_rank: dict[int, list[tuple[str, str]]] = {}
     for name, buffer in event.metrics:
-        spread = state.spreads[split(buffer)[1]]
-        by_rank.setdefault(state.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
-    rank, sends, receives = state.world.rank, {}, {}
-    mine = [_told(state.store.take(b).data) for _, b in by_rank.get(rank, ())]
+        spread = context.spreads[split(buffer)[1]]
+        by_rank.setdefault(context.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
+    sends: dict[int, torch.Tensor] = {}
+    receives: dict[int, torch.Tensor] = {}
+    mine = [_optional_number(step.buffers.take(b).data) for _, b in by_rank.get(rank, ())]
     if mine and rank != event.to:
         sends[event.to] = torch.cat(mine)
     if rank == event.to:
-        receives = {peer: torch.empty(2 * len(names), dtype=torch.float64, device=state.device)
+        receives = {peer: torch.empty(2 * len(names), dtype=torch.float64, device=context.device)
                     for peer, names in by_rank.items() if peer != rank}
     post(sends, receives, event.id * 16).wait()
     if rank == event.to:
-        receives[rank] = torch.cat(mine) if mine else torch.empty(0, device=state.device)
-        found = {name: told for peer, names in by_rank.items()
-                 for (name, _), told in zip(names, receives[peer].view(-1, 2).tolist())}
+        receives[rank] = torch.cat(mine) if mine else torch.empty(0, device=context.device)
+        found = {name: pair for peer, names in by_rank.items()
+                 for (name, _), pair in zip(names, receives[peer].view(-1, 2).tolist(), strict=True)}
         for name, _ in event.metrics:
             there, number = found[name]
             if there:
-                state.metrics.setdefault(name, []).append(number)
+                step.logged.setdefault(name, []).append(number)
 
 
-def _told(data: torch.Tensor) -> torch.Tensor:
+def _optional_number(data: torch.Tensor) -> torch.Tensor:
     """[2]: whether there is a number, and which."""
     number = data.reshape(-1)[:1].double()
     return torch.cat([number.new_ones(1), number]) if number.numel() else number.new_zeros(2)
 
 
-def end_step(state: State) -> None:
-    """What was logged in this step is reported, once: a checkpoint comes after its step's line."""
-    assert state.report is not None
-    state.report.end_step(state.metrics)
-    state.metrics.clear()
+def end_step(step: StepState, reporter: Report) -> None:
+    """Report what was logged in this step, once: a checkpoint comes after its step's line."""
+    reporter.end_step(step.logged)
+    step.logged.clear()

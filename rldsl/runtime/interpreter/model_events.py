@@ -1,4 +1,4 @@
-"""Events on models: load, realloc, offload, onload, generate, infer. Training is in `train.py`."""
+"""Events on models: load, realloc, offload, onload, generate, infer. Training is in `train_event.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc
 from rldsl.runtime.comm.row_assignment import Lens
-from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.health.event_ring import Ring
+from rldsl.runtime.persist.checkpoint_reader import Resume
+from rldsl.runtime.state.model_store import ModelStore
+from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import Column, Pending, ragged
 from rldsl.sharding.dtypes import in_wire_dtype
 from rldsl.sharding.partition import micro_batches, num_micro_batches
@@ -18,106 +21,112 @@ from rldsl.sharding.partition import micro_batches, num_micro_batches
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load(state: State, event: Load) -> None:
-    """From the directory of the model, or from the checkpoint that the run goes on from; or what another layout has."""
-    held, found = (event.model, event.layout), state.resume
-    if event.of:  # that one has been filled from the checkpoint, where there is one
-        state.shard(*held).alias(state.settled(event.model, event.of))
+def load(models: ModelStore, resumed: Resume | None, event: Load) -> None:
+    """Fill a shard from the model's directory, or from the checkpoint that the run resumes from; or let it use the
+    parameters of another layout."""
+    key, context = (event.model, event.layout), models.context
+    if event.of:  # which has been filled from the checkpoint, where there is one
+        models.shard(*key).alias(models.ready(event.model, event.of))
         return
-    if found is None or not found.has(event.model):
-        state.shard(*held, load=True)
+    if resumed is None or not resumed.has(event.model):
+        models.shard(*key, load=True)
         return
-    model, layout = state.models[event.model], state.world.layouts[event.layout]
-    found.fill(model, layout, state.world.meshes[layout.mesh], state.world.rank, state.shard(*held))
+    model, layout = context.models[event.model], context.world.layouts[event.layout]
+    resumed.fill(model, layout, context.world.meshes[layout.mesh], context.rank, models.shard(*key))
 
 
-def reallocate(state: State, event: Realloc) -> None:
-    """Issued here; its last rounds are waited for by the first call that uses the new copy, or changes the old one.
+def reallocate(models: ModelStore, ring: Ring, event: Realloc) -> None:
+    """Reshard a model. Its last rounds are waited for by the first call that uses the new copy, or changes the old one.
     Earlier movement into either copy is finished first."""
-    model, source, world = state.models[event.model], state.models[event.source or event.model], state.world
+    context = models.context
+    model, source, world = context.models[event.model], context.models[event.source or event.model], context.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
     src_mesh, dst_mesh = world.meshes[src.mesh], world.meshes[dst.mesh]
     moved = in_wire_dtype(source, src.id, model, dst.id, event.decay)
-    if event.id not in state.routes:
-        state.routes[event.id] = Route.of(moved, src, src_mesh, dst, dst_mesh, state.plan.header.devices_per_node,
-                                          world.rank)
-    sides: list[Tensors | None] = []
-    for owner, layout, mesh, there in ((source, src, src_mesh, state.settled),
-                                       (model, dst, dst_mesh, state.changeable)):
-        if world.rank in mesh.members():
-            state.shard(owner.name, layout.id)
-            sides.append(there(owner.name, layout.id).state_dict())
-        else:
-            sides.append(None)
-    pending = state.told(realloc(state.routes[event.id], *sides, DTYPE[moved.dtype], state.device, event.id * 16,
-                                 event.decay))
-    if sides[1] is None:
+    if event.id not in models.routes:
+        models.routes[event.id] = Route.of(moved, src, src_mesh, dst, dst_mesh, context.plan.header.devices_per_node,
+                                           world.rank)
+    have: Tensors | None = None
+    want: Tensors | None = None
+    if world.rank in src_mesh.members():
+        models.shard(source.name, src.id)
+        have = models.ready(source.name, src.id).state_dict()
+    if world.rank in dst_mesh.members():
+        models.shard(model.name, dst.id)
+        want = models.writable(model.name, dst.id).state_dict()
+    dtype = DTYPE[moved.dtype]
+    issued = realloc(models.routes[event.id], have, want, dtype, context.device, event.id * 16, event.decay)
+    pending = Pending(ring.wait_tracker(issued.finish), issued.bytes)
+    if want is None:
         pending.finish()
         return
-    state.arriving[model.name, dst.id] = pending
-    if sides[0] is not None and any(t.dtype == DTYPE[moved.dtype] for t in sides[0].values()):  # others are copied
-        state.leaving.setdefault(state.memory(source.name, src.id), {})[event.id] = pending
+    models.arriving[model.name, dst.id] = pending
+    if have is not None and any(t.dtype == dtype for t in have.values()):  # other dtypes are sent from a copy
+        models.leaving.setdefault(models.owner(source.name, src.id), {})[event.id] = pending
 
 
-def offload(state: State, event: Offload) -> None:
-    state.changeable(event.model, event.layout).offload(event.what)
+def offload(models: ModelStore, event: Offload) -> None:
+    models.writable(event.model, event.layout).offload(event.what)
 
 
-def onload(state: State, event: Onload) -> None:
-    """Issued here; waited for by what uses it. What still comes into parameters is there before they move; the
-    optimizer's part comes behind them, and nothing waits between the two."""
+def onload(models: ModelStore, event: Onload) -> None:
+    """Issued here; whoever uses the shard waits for it. Parameters that are still arriving are complete before they
+    move; the optimizer's part follows them, and nothing waits between the two."""
     key = (event.model, event.layout)
     if event.what == "parameters":
-        state.settled(*key)
-    before, finish = state.arriving.pop(key, None), state.shards[key].onload(event.what)
-    state.arriving[key] = Pending(finish if before is None else lambda: (before.finish(), finish()))
+        models.ready(*key)
+    before, finish = models.arriving.pop(key, None), models.shards[key].onload(event.what)
+    models.arriving[key] = Pending(finish if before is None else lambda: (before.finish(), finish()))
 
 
-def generate(state: State, event: Generate) -> None:
-    spread, record = state.spreads[event.spread], state.frames[event.frame]
-    rows = state.my_rows(spread, event.frame)
-    asked = rows // record.per_prompt
-    lens = state.rows.lens[event.prompts].prompt[asked]
-    tokens = state.read(event.reads, f"{event.prompts}.tokens")
-    prompts = PackedBatch(rows, lens, torch.zeros_like(lens), _repeated(tokens, asked))
-    made = state.settled(event.model, event.layout).generate(
-        prompts, event.sampling, seed=state.sampling_seed(event), step=state.step - 1, max_num_seqs=event.mbs,
-        max_prompt_len=state.frames[event.prompts].max_prompt_tokens)
-    whole = Lens(*(torch.zeros(record.count, dtype=torch.int64, device=state.device) for _ in range(2)))
-    whole.prompt[rows], whole.response[rows] = lens, made.batch.response_lens
-    state.rows.lens[event.frame] = whole  # of the own rows only, until the lengths are exchanged
-    for name, data in (("tokens", made.batch.tokens), ("logprobs", made.logprobs), ("finished", made.finished)):
-        state.write(f"{event.frame}.{name}", spread.id, rows, data)
+def generate(models: ModelStore, step: StepState, event: Generate) -> None:
+    context = step.context
+    spread, record = context.spreads[event.spread], context.frames[event.frame]
+    rows = step.my_rows(spread, event.frame)
+    prompt_rows = rows // record.per_prompt
+    lens = step.rows.lens[event.prompts].prompt[prompt_rows]
+    tokens = step.read(event.reads, f"{event.prompts}.tokens")
+    prompts = PackedBatch(rows, lens, torch.zeros_like(lens), _repeated(tokens, prompt_rows))
+    shard = models.ready(event.model, event.layout)
+    generated = shard.generate(prompts, event.sampling, seed=step.sampling_seed(event), step=step.number - 1,
+                               max_num_seqs=event.mbs, max_prompt_len=context.frames[event.prompts].max_prompt_tokens)
+    whole = Lens(*(torch.zeros(record.count, dtype=torch.int64, device=context.device) for _ in range(2)))
+    whole.prompt[rows], whole.response[rows] = lens, generated.batch.response_lens
+    step.rows.lens[event.frame] = whole  # of this rank's rows only, until the lengths are exchanged
+    for name, data in (("tokens", generated.batch.tokens), ("logprobs", generated.logprobs),
+                       ("finished", generated.finished)):
+        step.write(f"{event.frame}.{name}", spread.id, rows, data)
 
 
 def _repeated(tokens: Column, prompts: torch.Tensor) -> torch.Tensor:
-    """The tokens of each prompt, as often as it is asked for. prompts ascend."""
+    """The tokens of each of `prompts` (ascending prompt numbers, with repetitions)."""
     at = torch.searchsorted(tokens.ids, prompts)
     starts = tokens.sizes.cumsum(0) - tokens.sizes
     return tokens.data[ragged(starts, at, tokens.sizes[at])]
 
 
-def infer(state: State, event: Infer) -> None:
-    spread = state.spreads[event.spread]
-    rows = state.my_rows(spread, event.frame)
-    totals = state.rows.lens[event.frame].of("tokens").tolist()
-    tokens = state.read(event.reads, f"{event.frame}.tokens")
-    layout = state.world.layouts[event.layout]
+def infer(models: ModelStore, step: StepState, event: Infer) -> None:
+    context = step.context
+    spread, layout = context.spreads[event.spread], context.world.layouts[event.layout]
+    rows = step.my_rows(spread, event.frame)
+    totals = step.rows.lens[event.frame].of("tokens").tolist()
+    tokens = step.read(event.reads, f"{event.frame}.tokens")
     bounds = event.mbs, layout.pp, event.mbt
-    parts = [torch.tensor(p, device=state.device) for p in micro_batches(rows.tolist(), totals, *bounds)]
-    if layout.ep > 1:  # ranks that share experts make as many passes
-        most = max(num_micro_batches(s[event.frame], totals, *bounds) for s in state.rows.shards(spread))
-        parts += [torch.zeros(0, dtype=torch.int64, device=state.device)] * (most - len(parts))
-    batches = [state.packed(event.frame, tokens, part) for part in parts]
-    result = state.settled(event.model, event.layout).infer(batches, event.what, event.temperature)
+    parts = [torch.tensor(p, device=context.device) for p in micro_batches(rows.tolist(), totals, *bounds)]
+    if layout.ep > 1:  # ranks that share experts make the same number of forward passes
+        most = max(num_micro_batches(s[event.frame], totals, *bounds) for s in step.rows.shards(spread))
+        parts += [torch.zeros(0, dtype=torch.int64, device=context.device)] * (most - len(parts))
+    batches = [step.packed(event.frame, tokens, part) for part in parts]
+    result = models.ready(event.model, event.layout).infer(batches, event.what, event.temperature)
     order = torch.cat(parts) if parts else rows
-    sizes = state.rows.sizes(state.values[event.output], order)
-    split = [Column(part, size, data) for part, size, data in _by_part(parts, sizes, result)]
-    joined = Column.join(split) if split else Column(order, sizes, result)
-    state.write(event.output, spread.id, joined.ids, joined.data)
+    sizes = step.rows.sizes(context.values[event.output], order)
+    columns = _columns(parts, sizes, result)
+    joined = Column.join(columns) if columns else Column(order, sizes, result)
+    step.write(event.output, spread.id, joined.ids, joined.data)
 
 
-def _by_part(parts: Sequence[torch.Tensor], sizes: torch.Tensor, data: torch.Tensor):
-    counts = [len(p) for p in parts]
-    amounts = [int(s.sum()) for s in sizes.split(counts)]
-    return zip(parts, sizes.split(counts), data.split(amounts))
+def _columns(parts: Sequence[torch.Tensor], sizes: torch.Tensor, data: torch.Tensor) -> list[Column]:
+    """The results of each micro-batch. parts: its rows. sizes: entries of each row, of all of them in turn."""
+    by_part = sizes.split([len(p) for p in parts])
+    amounts = [int(s.sum()) for s in by_part]
+    return [Column(*x) for x in zip(parts, by_part, data.split(amounts), strict=True)]

@@ -1,4 +1,4 @@
-"""What the person who starts a run chooses, beside the plan. None of it changes the numbers of a run."""
+"""What the user chooses when starting a run. None of it changes the numbers of the run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from rldsl.runtime.rewards.pool import LIMIT
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """trace: file for the recorded timeline. resume: a checkpoint, or the directory of a run, to go on from. goes_on:
-    what is in the run's directory is its own, and it continues it (`metrics.record.claim`). overwrite: what an earlier
-    run left is removed, once this one is known to be sound. reward_workers: processes in which each rank calls users'
-    functions (0: in its own, without a limit). reward_seconds: how long these may take for a row.
-    allow_write: directories outside of the run's and the working one in which saves may write. changed_python:
-    functions are run though their files changed since the plan was compiled. asked: what is shown and written of the
-    run. timeout: how long a rank waits for another (None: as long as torch does)."""
+    """Of one start of a run, the same on all ranks."""
 
+    # file for the recorded timeline
     trace: str | None = None
+    # a checkpoint, or the directory of a run, to resume from
     resume: str | Path | None = None
+    # what is in the run's directory is its own, and the run continues it (`metrics/run_record.py`, `claim`)
     goes_on: bool = False
+    # what an earlier run left is removed once this one has passed all checks
     overwrite: bool = False
+    # processes in which each rank calls users' functions; 0: in its own process, without a time limit
     reward_workers: int = 0
+    # time limit of users' functions per row
     reward_seconds: float = LIMIT
+    # directories besides the run's and the working directory in which models may be saved
     allow_write: tuple[str, ...] = ()
+    # run Python functions even if their files have changed since the plan was compiled
     changed_python: bool = False
-    asked: Asked = Asked()
+    # what is shown and written during the run
+    asked: Asked = Asked()  # noqa: RUF009 (immutable)
+    # how long a rank waits for another; None: torch's own limit
     timeout: timedelta | None = None

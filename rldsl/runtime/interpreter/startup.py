@@ -1,7 +1,7 @@
 """Before the first step: a rank finds that it can run the plan, or says why not.
 
-In: the bytes of a plan and the options of the run, inside an initialised process group. Out: the state to begin with,
-fresh or from a checkpoint, and the rank's own list of items.
+In: a plan and the options of the run, inside an initialised process group. Out: the state to begin with, fresh or from
+a checkpoint, and the rank's own list of items.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rldsl.diag import Failure, fail
-from rldsl.plan.codec import decode, plan_id
+from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.disk_paths import paths, shown, text
 from rldsl.plan.events import Checkpoint, Compute, Event, Fetch, Item
 from rldsl.plan.model import Function, Plan
@@ -30,90 +30,106 @@ from rldsl.runtime.health.dump_files import forget
 from rldsl.runtime.health.watchdog import Watch
 from rldsl.runtime.interpreter.eval_loops import check_evaluations
 from rldsl.runtime.interpreter.options import Options
-from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.metrics.run_record import FAILED, FINISHED, STOPPED, Record, clear, refuse_checkpoints
 from rldsl.runtime.metrics.summary import SUMMARY
 from rldsl.runtime.metrics.writers import check_packages
 from rldsl.runtime.persist.allowed_paths import check_writes, with_python_as_it_is
 from rldsl.runtime.persist.checkpoint_reader import Resume, drop_later, resume
-from rldsl.runtime.persist.checkpoint_writer import begin, drop_unfinished
+from rldsl.runtime.persist.checkpoint_writer import Writer, begin, drop_unfinished
 from rldsl.runtime.persist.run_identity import facts
+from rldsl.runtime.plan_file import PlanFile
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.step import StepState
 from rldsl.verify import verify
 
 
-def prepare(data: bytes, name: str, out: str | Path, device: torch.device, watch: Watch | None,
-            options: Options) -> tuple[State, Sequence[Item]]:
-    plan = decode(data, name)
-    verify(plan)
-    check_same_plan(data, device)
-    plan = _allowed(plan, name, out, device, options)
-    state = State(plan, join(plan, dist.get_rank(), device, options.timeout), _writable(out))
-    state.allow_write = options.allow_write
-    own = schedule(plan.body, plan.meshes, state.world.rank)
-    if any(isinstance(e, Checkpoint) for e in _events(own)):
-        begin(state, plan_id(data), watch)
-    state.resume = _resumed(state, options)
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a rank begins a run with, once everything has been checked."""
+
+    context: RunContext
+    # the plan's body, filtered to this rank
+    own: Sequence[Item]
+    # the step to resume after (0: none), and the plan's states
+    step: StepState
+    data: DataReader
+    # of checkpoints; None where the plan makes none
+    writer: Writer | None
+    # the checkpoint that the run resumes from
+    resumed: Resume | None
+
+
+def prepare(file: PlanFile, out: str | Path, device: torch.device, watch: Watch | None, options: Options) -> Start:
+    """Check everything that can be checked before the first step. All ranks call it together."""
+    verify(file.plan)
+    check_same_plan(file.data, device)
+    plan = _allowed(file.plan, file.name, out, device, options)
+    world = join(plan, dist.get_rank(), device, options.timeout)
+    context = RunContext(plan, world, _writable(out), options.allow_write)
+    own = schedule(plan.body, plan.meshes, context.rank)
+    writer = begin(context, file.id, watch) if any(isinstance(e, Checkpoint) for e in _events(own)) else None
+    resumed = _resumed(context, options)
+    step, reader = StepState(context), DataReader(context)
+    if resumed is not None:
+        step.number = resumed.step
+        reader.position.update(resumed.data)
     for kept in plan.states:
-        if state.holds(f"{kept.value}@{kept.spread}"):
-            at = torch.zeros(1, dtype=torch.int64, device=device)
-            value = state.resume.states[kept.value] if state.resume else kept.initial
-            state.write(kept.value, kept.spread, at, torch.tensor([value], dtype=torch.float64, device=device))
-    _check(state, own)
-    _check_positions(state)
-    check_evaluations(state, own)
-    _check_files(state, options)
-    return state, own
+        if context.holds(f"{kept.value}@{kept.spread}"):
+            step.write_number(kept.value, kept.spread, resumed.states[kept.value] if resumed else kept.initial)
+    _open_sources(context, reader, own)
+    _check_positions(context, reader, resumed, writer is not None)
+    check_evaluations(context, reader, own)
+    _check_files(context, options)
+    return Start(context, own, step, reader, writer, resumed)
 
 
-def _resumed(state: State, options: Options) -> Resume | None:
-    """Where the run goes on; the state takes over the counts of that place."""
+def _resumed(context: RunContext, options: Options) -> Resume | None:
+    """The checkpoint that the run resumes from."""
     if options.resume is None:
         if not (options.overwrite or options.goes_on):
-            refuse_checkpoints(state.out)
+            refuse_checkpoints(context.out)
         return None
-    held = resume(Path(options.resume), facts(state.plan), state.device)
-    lacking = [m.name for m in state.plan.models if (m.home or m.sources) and not held.has(m.name)]
-    lacking += [s.value for s in state.plan.states if s.value not in held.states]
+    held = resume(Path(options.resume), facts(context.plan), context.device)
+    lacking = [m.name for m in context.plan.models if (m.home or m.sources) and not held.has(m.name)]
+    lacking += [s.value for s in context.plan.states if s.value not in held.states]
     if lacking:
         raise fail("RL0762", f"the checkpoint does not hold `{'`, `'.join(lacking)}`", place=str(held.path),
                    notes=(f"it holds {', '.join([*held.names, *held.states])}",),
                    help="go on with the program that made it, or start a new run with another `--out`")
-    state.step = held.step
-    state.fetched.update(held.data)
     return held
 
 
-def _check_positions(state: State) -> None:
+def _check_positions(context: RunContext, reader: DataReader, held: Resume | None, writes: bool) -> None:
     """That the positions of the checkpoint mean what they meant; how each source is read is noted for the next one.
-    All ranks call it together."""
-    held, found = state.resume, []
-    for name in state.sources:
-        if state.tells(name) and (held or state.writer):
-            now = state.readings[name] = Reading.of(state.sources[name])
+    writes: whether there will be a next one. All ranks call it together."""
+    found: list[Diagnostic | None] = []
+    for name, source in reader.sources.items():
+        if reader.reports(name) and (held or writes):
+            now = reader.readings[name] = Reading.of(source)
             if held and name in held.readings:
                 found.append(compare(name, held.readings[name], now, name in held.data))
             elif held and name not in held.data:
                 found.append(unknown(name, now))
-    told = [d for d in found if d is not None]
-    errors = [d for d in told if d.severity == "error"]
-    if warnings := [d for d in told if d not in errors]:
+    problems = [d for d in found if d is not None]
+    errors = [d for d in problems if d.severity == "error"]
+    if warnings := [d for d in problems if d not in errors]:
         print(render(warnings, sys.stderr.isatty()), file=sys.stderr, flush=True)
-    agree(errors, dist.group.WORLD, state.device)
+    agree(errors, dist.group.WORLD, context.device)
 
 
-def settle(state: State, options: Options, begun: Callable[[], None]) -> None:
+def settle(context: RunContext, held: Resume | None, options: Options, begun: Callable[[], None]) -> None:
     """The run is sound: what is in its directory and is not of it goes, and rank 0 says that it has `begun`. All ranks
     call it together."""
-    held = state.resume
     dist.barrier()  # no rank has found a reason not to begin
-    if state.world.rank == 0:
-        forget(state.out)
+    if context.rank == 0:
+        forget(context.out)
         if options.overwrite:
-            clear(state.out, dist.get_world_size())
-        drop_unfinished(state.out)
+            clear(context.out, dist.get_world_size())
+        drop_unfinished(context.out)
         if held is not None:
-            drop_later(state.out, held)
-            more = f"after step {held.step}" if held.step < state.plan.header.steps else "where nothing is left to do"
+            drop_later(context.out, held)
+            more = f"after step {held.step}" if held.step < context.plan.header.steps else "where nothing is left to do"
             notes = (f"note: since it was made, {shown(change)}" for change in held.changes)
             print("\n".join([f"goes on from {held.path}, {more}", *notes]), file=sys.stderr, flush=True)
         begun()
@@ -142,28 +158,28 @@ def _writable(out: str | Path) -> Path:
     return Path(out)
 
 
-def _check(state: State, items: Sequence[Item]) -> None:
+def _open_sources(context: RunContext, reader: DataReader, items: Sequence[Item]) -> None:
     """Open every data source that this rank will need."""
     for event in _events(items):
         if isinstance(event, Fetch):
-            state.source(event.data)
+            reader.source(event.data)
         elif isinstance(event, Compute):
-            for node in state.programs[event.program].nodes:
+            for node in context.programs[event.program].nodes:
                 if node.op == "py":
-                    state.source(state.frames[str(node.attr("frame"))].data)  # its tokenizer makes the texts
+                    reader.source(context.frames[str(node.attr("frame"))].data)  # its tokenizer makes the texts
 
 
-def functions(state: State, items: Sequence[Item]) -> list[Function]:
+def functions(context: RunContext, items: Sequence[Item]) -> list[Function]:
     """The users' functions that this rank calls."""
     called = [str(node.attr("function")) for event in _events(items) if isinstance(event, Compute)
-              for node in state.programs[event.program].nodes if node.op == "py"]
-    return [state.functions[name] for name in dict.fromkeys(called)]
+              for node in context.programs[event.program].nodes if node.op == "py"]
+    return [context.functions[name] for name in dict.fromkeys(called)]
 
 
-def _check_files(state: State, options: Options) -> None:
+def _check_files(context: RunContext, options: Options) -> None:
     """That rank 0 can write the files that it will write at the end, and has the packages for others."""
-    if state.world.rank == 0:
-        check_writable(state.out / SUMMARY)
+    if context.rank == 0:
+        check_writable(context.out / SUMMARY)
         if options.trace:
             check_writable(Path(options.trace))
         check_packages(options.asked.tensorboard, options.asked.wandb)
@@ -178,18 +194,19 @@ def _events(items: Sequence[Item]) -> Iterator[Event]:
 
 
 @contextmanager
-def recorded(state: State, data: bytes, command: Sequence[str], goes_on: bool) -> Iterator[None]:
+def recorded(context: RunContext, step: StepState, file: PlanFile, command: Sequence[str],
+             goes_on: bool) -> Iterator[None]:
     """Rank 0 keeps the record of the run: how it began, and how it ended."""
-    if state.world.rank != 0:
+    if context.rank != 0:
         yield
         return
-    cuda = state.device.type == "cuda"
+    cuda = context.device.type == "cuda"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"]
-    record = Record(state.out, state.plan, data, devices, command, goes_on)
+    record = Record(context.out, file, context.plan, devices, command, goes_on)
     try:
         yield
     except BaseException as error:
         with suppress(Failure):  # a full disk has been told already: the first error is the one that counts
-            record.end(STOPPED if isinstance(error, KeyboardInterrupt) else FAILED, state.step)
+            record.end(STOPPED if isinstance(error, KeyboardInterrupt) else FAILED, step.number)
         raise
-    record.end(STOPPED if state.stopped else FINISHED, state.step)
+    record.end(STOPPED if step.stopped else FINISHED, step.number)

@@ -35,7 +35,7 @@ class Recorder:
                                      busy=round(self.computed - before, 6)))
 
 
-def settled(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """What a GPU was asked for is done: else an event would end when it is posted, and the next that waits would take
     its time."""
     if device.type == "cuda":

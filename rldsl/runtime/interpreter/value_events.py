@@ -1,4 +1,4 @@
-"""Events on values: fetch, lengths, transfer, compute, free."""
+"""Events on values: fetch, lengths, transfer, compute, select, collect, free."""
 
 from __future__ import annotations
 
@@ -11,179 +11,194 @@ from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Tr
 from rldsl.plan.expr import Node
 from rldsl.runtime.comm.exchange import DTYPES, transfer
 from rldsl.runtime.comm.row_assignment import Lens
+from rldsl.runtime.health.event_ring import Ring
 from rldsl.runtime.interpreter.eval_loops import next_rows
 from rldsl.runtime.interpreter.expression_programs import View, run_compute
-from rldsl.runtime.interpreter.state import State
-from rldsl.runtime.store import Column
+from rldsl.runtime.rewards.pool import Pool
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.model_store import ModelStore
+from rldsl.runtime.state.step import StepState
+from rldsl.runtime.store import Column, Pending
 from rldsl.sharding.layout import coordinate
 from rldsl.sharding.partition import prompt_space
 
 
-def fetch(state: State, event: Fetch) -> None:
+def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
     """The next rows, the same on every participant: read and tokenized, never sent."""
-    source, turn = next_rows(state, event)
+    context = step.context
+    source, batch = next_rows(step, reader, event)
     spreads = dict(split(b) for b in event.writes)
-    for name, got in source.step(turn, state.seed).items():
+    for name, fetched in source.step(batch, context.seed).items():
         frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
-        absent = [0] * (state.frames[frame].count - len(got.tokens))  # the last rows of a short batch
-        lens = Lens(_whole(state, [*got.prompt_lens, *absent]), _whole(state, [*got.response_lens, *absent]))
-        state.know_lengths(frame, lens)
+        absent = [0] * (context.frames[frame].count - len(fetched.tokens))  # the last rows of a short batch
+        lens = Lens(*(torch.tensor([*lengths, *absent], dtype=torch.int64, device=context.device)
+                      for lengths in (fetched.prompt_lens, fetched.response_lens)))
+        step.know_lengths(frame, lens)
         if f"{frame}.tokens" in spreads:
-            ids = torch.arange(len(got.tokens), device=state.device)
-            state.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids, torch.cat(got.tokens).to(state.device))
-        for number in state.data[event.data].numbers:
+            ids = torch.arange(len(fetched.tokens), device=context.device)
+            step.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids,
+                       torch.cat(fetched.tokens).to(context.device))
+        for number in context.data[event.data].numbers:
             if f"{frame}.{number}" in spreads:
-                data = torch.tensor([float(row[number]) for row in source.columns(turn, state.seed)],
-                                    device=state.device)
-                ids = torch.arange(len(data), device=state.device)
-                state.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], ids, data)
+                data = torch.tensor([float(row[number]) for row in source.columns(batch, context.seed)],
+                                    device=context.device)
+                ids = torch.arange(len(data), device=context.device)
+                step.write(f"{frame}.{number}", spreads[f"{frame}.{number}"], ids, data)
         if f"{frame}.columns" in spreads:
-            places = [source.table.place(n) for n in source.batch(turn, state.seed)]
-            state.store.put(f"{frame}.columns@{spreads[f'{frame}.columns']}",
-                            list(zip(places, source.columns(turn, state.seed))))
+            places = [source.table.place(n) for n in source.batch(batch, context.seed)]
+            step.buffers.put(f"{frame}.columns@{spreads[f'{frame}.columns']}",
+                             list(zip(places, source.columns(batch, context.seed), strict=True)))
 
 
-def _whole(state: State, lengths: list[int]) -> torch.Tensor:
-    return torch.tensor(lengths, dtype=torch.int64, device=state.device)
-
-
-def lengths(state: State, event: Lengths) -> None:
+def lengths(step: StepState, event: Lengths) -> None:
     """One all-reduce of [rows, 2]; of each shard only the first rank contributes."""
-    frame, spread, world = state.frames[event.frame], state.spreads[event.spread], state.world
-    table = torch.zeros(frame.count, 2, dtype=torch.int64, device=state.device)
+    context, world = step.context, step.context.world
+    frame, spread = context.frames[event.frame], context.spreads[event.spread]
+    table = torch.zeros(frame.count, 2, dtype=torch.int64, device=context.device)
     layout = world.layouts[spread.layout]
     mesh = world.meshes[layout.mesh]
     if world.rank in mesh.members():
         at = coordinate(layout, mesh, world.rank)
         if at.tp == at.pp == at.cp == 0:
-            lens = state.rows.lens[frame.id]
-            rows = state.my_rows(spread, frame.id)
+            lens = step.rows.lens[frame.id]
+            rows = step.my_rows(spread, frame.id)
             table[rows, 0], table[rows, 1] = lens.prompt[rows], lens.response[rows]
     group = world.group(event.mesh)
     if group is not None:
         dist.all_reduce(table, group=group)
-    state.know_lengths(frame.id, Lens(table[:, 0], table[:, 1]))
+    step.know_lengths(frame.id, Lens(table[:, 0], table[:, 1]))
 
 
-def move(state: State, event: Transfer) -> None:
+def move(step: StepState, ring: Ring, event: Transfer) -> None:
     """Issued here, waited for where it is first read."""
-    src, dst, rank = state.spreads[event.src], state.spreads[event.dst], state.world.rank
+    context = step.context
+    src, dst = context.spreads[event.src], context.spreads[event.dst]
     for k, name in enumerate(event.values):
-        holds = rank in state.world.meshes[src.mesh].members()
-        held = state.store.take(f"{name}@{src.id}") if holds else None
-        pending = state.told(transfer(state.rows, state.values[name], src, dst, held, event.id * 16 + k))
-        state.ragged += pending.bytes if event.bytes < 0 else 0
-        state.store.put(f"{name}@{dst.id}", pending)
+        holds = context.rank in context.world.meshes[src.mesh].members()
+        held = step.buffers.take(f"{name}@{src.id}") if holds else None
+        issued = transfer(step.rows, context.values[name], src, dst, held, event.id * 16 + k)
+        step.ragged_bytes += issued.bytes if event.bytes < 0 else 0
+        step.buffers.put(f"{name}@{dst.id}", Pending(ring.wait_tracker(issued.finish), issued.bytes))
 
 
-def compute(state: State, event: Compute) -> None:
-    spread, program = state.spreads[event.spread], state.programs[event.program]
-    views = {frame: _view(state, event, frame) for frame in event.frames}
+def compute(step: StepState, reader: DataReader, rewards: Pool, ring: Ring, event: Compute) -> None:
+    context = step.context
+    spread, program = context.spreads[event.spread], context.programs[event.program]
+    views = {frame: _view(step, event, frame) for frame in event.frames}
     inputs = {}
     for name, value in event.inputs:
-        record = state.values[value]
-        ids = _ids(state, record.extent, record.frame, views)
-        inputs[name] = state.read(event.reads, value).pick(ids).data
+        record = context.values[value]
+        ids = _ids(context, record.extent, record.frame, views)
+        inputs[name] = step.read(event.reads, value).pick(ids).data
 
-    def call_py(node: Node) -> torch.Tensor:
-        numbers = views[str(node.attr("frame"))].rows
-        rows, names = reward_rows(state, event, str(node.attr("frame")), numbers)
-        assert state.rewards is not None
-        function = state.functions[str(node.attr("function"))]
-        state.ring.calls(function.name)
-        found = state.rewards.call(function, rows, names)
-        state.ring.goes_on()
-        return torch.tensor(found, dtype=torch.float32, device=state.device)
+    def call_python(node: Node) -> torch.Tensor:
+        frame = str(node.attr("frame"))
+        rows, names = reward_rows(step, reader, event, frame, views[frame].rows)
+        function = context.functions[str(node.attr("function"))]
+        ring.calls(function.name)
+        numbers = rewards.call(function, rows, names)
+        ring.goes_on()
+        return torch.tensor(numbers, dtype=torch.float32, device=context.device)
 
-    found = run_compute(program, inputs, views, {f: state.frames[f] for f in event.frames},
-                        state.world.group(spread.mesh), call_py, state.drawing_seed(event), state.step - 1)
+    results = run_compute(program, inputs, views, {f: context.frames[f] for f in event.frames},
+                          context.world.group(spread.mesh), call_python, step.compute_seed(event), step.number - 1)
     for name, value in event.outputs:
-        record, data = state.values[value], found[name]
-        ids = _ids(state, record.extent, record.frame, views)
+        record, data = context.values[value], results[name]
+        ids = _ids(context, record.extent, record.frame, views)
         data = data.reshape(-1)
-        kept = record.dtype == "bool" or record.level == "batch"  # one number a step is worth its eight bytes
-        state.write(value, spread.id, ids, data if kept else data.float())
+        exact = record.dtype == "bool" or record.level == "batch"  # one number per step may take eight bytes
+        step.write(value, spread.id, ids, data if exact else data.float())
 
 
-def select(state: State, event: Select) -> None:
+def select(step: StepState, event: Select) -> None:
     """The kept rows of what this rank holds under the event's spread."""
-    frame, spread = state.frames[event.frame], state.spreads[event.spread]
+    context = step.context
+    frame, spread = context.frames[event.frame], context.spreads[event.spread]
     if event.condition:
-        rows = state.my_rows(spread, frame.of)
-        kept = rows[state.read(event.reads, event.condition).pick(rows).data.to(torch.bool)]
-        whole = state.rows.lens[frame.of]
+        rows = step.my_rows(spread, frame.of)
+        kept = rows[step.read(event.reads, event.condition).pick(rows).data.to(torch.bool)]
+        whole = step.rows.lens[frame.of]
         lens = Lens(torch.zeros_like(whole.prompt), torch.zeros_like(whole.response))
         lens.prompt[kept], lens.response[kept] = whole.prompt[kept], whole.response[kept]
-        state.rows.know(frame.id, lens)  # of the own rows only, until the lengths are exchanged
-    rows = state.my_rows(spread, frame.id)
+        step.rows.know(frame.id, lens)  # of this rank's rows only, until the lengths are exchanged
+    rows = step.my_rows(spread, frame.id)
     for value, kept_value in event.values:
-        ids = _ids(state, state.values[value].extent, frame.id, {frame.id: View(rows, rows // frame.per_prompt, rows)})
-        state.store.put(f"{kept_value}@{spread.id}", state.read(event.reads, value).pick(ids))
+        view = View(rows, rows // frame.per_prompt, rows)
+        ids = _ids(context, context.values[value].extent, frame.id, {frame.id: view})
+        step.buffers.put(f"{kept_value}@{spread.id}", step.read(event.reads, value).pick(ids))
 
 
-def collect(state: State, event: Collect) -> None:
-    """Rows of this turn behind those of the turns before."""
-    frame, into = state.frames[event.frame], state.frames[event.into]
+def collect(step: StepState, event: Collect) -> None:
+    """Append the rows of this turn to those of the turns before."""
+    context, buffers = step.context, step.buffers
+    frame, into = context.frames[event.frame], context.frames[event.into]
     for value, collected in event.values:
-        record, name = state.values[value], f"{collected}@{event.dst}"
+        record, name = context.values[value], f"{collected}@{event.dst}"
         if record.extent == "lengths":
-            lens, now = state.rows.lens[into.id], state.rows.lens[frame.id]
-            here = slice(state.turn * frame.count, (state.turn + 1) * frame.count)
+            lens, now = step.rows.lens[into.id], step.rows.lens[frame.id]
+            here = slice(step.turn * frame.count, (step.turn + 1) * frame.count)
             lens.prompt[here], lens.response[here] = now.prompt, now.response
-            state.rows.know(into.id, lens)
+            step.rows.know(into.id, lens)
         elif record.extent == "columns":
-            state.store.put(name, [*state.store.take(name), *state.store.take(f"{value}@{event.src}")])
+            buffers.put(name, [*buffers.take(name), *buffers.take(f"{value}@{event.src}")])
         else:
             size = frame.count // frame.per_prompt if record.extent == "prompt" else frame.count
-            held = state.store.take(f"{value}@{event.src}")
-            state.store.put(name, state.store.take(name).behind(held, state.turn * size))
+            held = buffers.take(f"{value}@{event.src}")
+            buffers.put(name, buffers.take(name).behind(held, step.turn * size))
 
 
-def empty(state: State, buffer: str) -> None:
+def empty(step: StepState, buffer: str) -> None:
     """A buffer to which a loop will append."""
     value, _ = split(buffer)
-    record = state.values[value]
-    count = state.frames[record.frame].count
+    context, record = step.context, step.context.values[value]
+    count = context.frames[record.frame].count
     if record.extent == "lengths":
-        state.rows.know(record.frame, Lens(*(torch.zeros(count, dtype=torch.int64, device=state.device)
-                                             for _ in range(2))))
-    state.store.put(buffer, [] if record.extent == "columns" else Column.none(DTYPES[record.dtype], state.device))
+        step.rows.know(record.frame, Lens(*(torch.zeros(count, dtype=torch.int64, device=context.device)
+                                            for _ in range(2))))
+    step.buffers.put(buffer, [] if record.extent == "columns" else Column.none(DTYPES[record.dtype], context.device))
 
 
-def _view(state: State, event: Compute, frame: str) -> View:
-    rows = state.my_rows(state.spreads[event.spread], frame)
-    return View(rows, rows // state.frames[frame].per_prompt, state.rows.lens[frame].response[rows])
+def _view(step: StepState, event: Compute, frame: str) -> View:
+    rows = step.my_rows(step.context.spreads[event.spread], frame)
+    return View(rows, rows // step.context.frames[frame].per_prompt, step.rows.lens[frame].response[rows])
 
 
-def _ids(state: State, extent: str, frame: str, views: dict[str, View]) -> torch.Tensor:
+def _ids(context: RunContext, extent: str, frame: str, views: dict[str, View]) -> torch.Tensor:
+    """The row or prompt numbers of a value of this extent and frame ([0] at batch level)."""
     if extent == "batch":
-        return torch.zeros(1, dtype=torch.int64, device=state.device)
-    view = views[frame] if frame in views else views[_kin(state, extent, frame, views)]
+        return torch.zeros(1, dtype=torch.int64, device=context.device)
+    view = views[frame] if frame in views else views[_same_index_set(context, extent, frame, views)]
     return view.prompts.unique() if extent == "prompt" else view.rows
 
 
-def _kin(state: State, extent: str, frame: str, views: dict[str, View]) -> str:
-    """A frame at hand that has the same prompts, or the same rows, as one that is not."""
-    of = state.frames[frame]
-    return next(f for f in views if (state.frames[f].prompts == of.prompts if extent == "prompt"
-                                     else state.frames[f].rows == of.rows))
+def _same_index_set(context: RunContext, extent: str, frame: str, views: dict[str, View]) -> str:
+    """A frame of `views` that has the same prompts, or the same rows, as `frame`, which is none of them."""
+    of = context.frames[frame]
+    return next(f for f in views if (context.frames[f].prompts == of.prompts if extent == "prompt"
+                                     else context.frames[f].rows == of.rows))
 
 
-def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) -> tuple[list[dict[str, Any]], list[str]]:
+def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
+                rows: torch.Tensor) -> tuple[list[dict[str, Any]], list[str]]:
     """What a user's function sees of each row: the data columns, and the sequence as text and as token ids; and what
     messages call the row: its number in the step, and its line of the data.
 
     finished: the response is shorter than the most tokens allowed, or its last token ends a sequence. A response that
-    a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone do not tell."""
-    record = state.frames[frame]
-    of = prompt_space(record, state.frames)
-    columns = next((state.store.take(b) for b in event.reads if split(b)[0].endswith(".columns")
-                    and state.frames[state.values[split(b)[0]].frame].prompts == of), None)
-    packed = state.packed(frame, state.read(event.reads, f"{frame}.tokens"), rows)
-    tokenizer = state.source(record.data).tokenizer
-    ends, found, names, at = state.source(record.data).ends, [], [], 0
+    a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone cannot show it."""
+    context = step.context
+    record = context.frames[frame]
+    of = prompt_space(record, context.frames)
+    columns = next((step.buffers.take(b) for b in event.reads if split(b)[0].endswith(".columns")
+                    and context.frames[context.values[split(b)[0]].frame].prompts == of), None)
+    packed = step.packed(frame, step.read(event.reads, f"{frame}.tokens"), rows)
+    source = reader.source(record.data)
+    tokenizer, ends = source.tokenizer, source.ends
+    found: list[dict[str, Any]] = []
+    names: list[str] = []
+    at = 0
     tokens = packed.tokens.tolist()
-    for row, p, r in zip(rows.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist()):
+    for row, p, r in zip(rows.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist(), strict=True):
         prompt, completion = tokens[at : at + p], tokens[at + p : at + p + r]
         at += p + r
         place, held = columns[row // record.per_prompt] if columns is not None else ("", {})
@@ -198,10 +213,10 @@ def reward_rows(state: State, event: Compute, frame: str, rows: torch.Tensor) ->
     return found, names
 
 
-def free(state: State, event: Free) -> None:
+def free(models: ModelStore, step: StepState, event: Free) -> None:
     for buffer in event.buffers:
         left, right = split(buffer)
-        if left not in state.models:
-            state.store.free(buffer)
-        elif (left, right) in state.shards:  # of the layout's own ranks
-            state.drop(left, right)
+        if left not in models.context.models:
+            step.buffers.free(buffer)
+        elif (left, right) in models.shards:  # only the layout's own ranks hold it
+            models.free(left, right)

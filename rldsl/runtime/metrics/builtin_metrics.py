@@ -17,7 +17,7 @@ import torch
 from rldsl.plan.events import Event, Fetch, Generate, Infer, Item, Lengths, Loop, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.runtime.interpreter.state import State
+from rldsl.runtime.state.step import StepState
 
 PHASES: Mapping[type[Event], str] = {Generate: "generate", Infer: "infer", Train: "train"}
 
@@ -35,25 +35,25 @@ class Meter:
         self._priced = _priced(loop.body) if loop is not None else ()
         self._world = plan.header.world
 
-    def took(self, state: State, event: Event, seconds: float) -> None:
+    def took(self, step: StepState, event: Event, seconds: float) -> None:
         """An event was executed."""
         phase = PHASES.get(type(event))
         if phase is not None:
             self.seconds[phase] += max(seconds, 0.0)
         if isinstance(event, Infer):
-            self._tokens["infer"] += _tokens(state, event.frame)
+            self._tokens["infer"] += _tokens(step, event.frame)
         elif isinstance(event, Train):
-            epochs = state.spreads[event.spread].epochs
-            self._tokens["train"] += epochs * sum(_tokens(state, frame) for frame in event.frames)
+            epochs = step.context.spreads[event.spread].epochs
+            self._tokens["train"] += epochs * sum(_tokens(step, frame) for frame in event.frames)
         elif isinstance(event, Lengths | Fetch):
             for frame in (event.frame,) if isinstance(event, Lengths) else event.frames:
-                self._lengths(state, frame)
+                self._lengths(step, frame)
 
-    def _lengths(self, state: State, frame: str) -> None:
-        if state.frames[frame].of or frame not in state.rows.lens:  # a selection's sequences are those of another frame
+    def _lengths(self, step: StepState, frame: str) -> None:
+        if step.context.frames[frame].of or frame not in step.rows.lens:  # a selection's rows are those of its frame
             return
-        response = state.rows.lens[frame].response
-        evaluated = bool(state.over)  # the lengths of training are those of its own rows
+        response = step.rows.lens[frame].response
+        evaluated = bool(step.evaluated_source)  # the lengths of training are those of its own rows
         total = int(response.sum())
         if frame in self._made:
             self._tokens["generate"] += total
@@ -69,7 +69,7 @@ class Meter:
         """It has made one more turn."""
         self._turns[loop][-1] += 1
 
-    def finish(self, state: State, seconds: float) -> dict[str, float]:
+    def finish(self, step: StepState, seconds: float) -> dict[str, float]:
         """The numbers of the step, which took so many seconds; then begin the next."""
         phases = {phase: s for phase, s in self.seconds.items()}
         found: dict[str, float] = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
@@ -81,17 +81,17 @@ class Meter:
             found["length/response"] = self._responses / self._rows
         if self._world > 1:
             turns = {loop: list(made) for loop, made in self._turns.items()}
-            found["moved/bytes"] = _bytes(self._priced, state.step, turns) + state.ragged
-        found["memory/peak_bytes"] = peak_bytes(state.device)
+            found["moved/bytes"] = _bytes(self._priced, step.number, turns) + step.ragged_bytes
+        found["memory/peak_bytes"] = peak_bytes(step.context.device)
         self.seconds.clear()
         self._tokens.clear()
         self._turns.clear()
-        self._responses = self._rows = state.ragged = 0
+        self._responses = self._rows = step.ragged_bytes = 0
         return found
 
 
-def _tokens(state: State, frame: str) -> int:
-    return int(state.rows.lens[frame].of("tokens").sum())
+def _tokens(step: StepState, frame: str) -> int:
+    return int(step.rows.lens[frame].of("tokens").sum())
 
 
 def _priced(items: Sequence[Item]) -> tuple[Item, ...]:

@@ -16,12 +16,14 @@ from rldsl.plan.events import Event, Free, Log
 from rldsl.plan.metrics_file import METRICS
 from rldsl.plan.projection import events
 from rldsl.runtime.files import check_writable, written
-from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.metrics.names import computed, first
 from rldsl.runtime.metrics.samples import Samples, path, sources
 from rldsl.runtime.metrics.writers import TensorBoard, Wandb, Writer
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.step import StepState
 
 if TYPE_CHECKING:
     from rldsl.runtime.metrics.live import View
@@ -42,32 +44,34 @@ class Asked:
 class Report:
     """One rank's. `with` ends it: what is open is closed, and the terminal is left in order."""
 
-    def __init__(self, state: State, asked: Asked, stream: TextIO | None = None):
+    def __init__(self, context: RunContext, step: StepState, data: DataReader, asked: Asked,
+                 stream: TextIO | None = None):
         """stream: where progress is shown (default: stderr). Everything that can be refused is refused here."""
-        header, logs = state.plan.header, {e.to for e, _ in events(state.plan) if isinstance(e, Log)} or {0}
-        self._state, self._steps, self._stream = state, header.steps, stream or sys.stderr
-        self.meter = Meter(state.plan) if state.world.rank in logs else None
-        self._since, self._done = time.monotonic(), state.step
+        header, logs = context.plan.header, {e.to for e, _ in events(context.plan) if isinstance(e, Log)} or {0}
+        self._out, self._step = context.out, step
+        self._steps, self._stream = header.steps, stream or sys.stderr
+        self.meter = Meter(context.plan) if context.rank in logs else None
+        self._since, self._done = time.monotonic(), step.number
         self._begun = False
         self._view: View | None = None
         self._writers: list[Writer] = []
-        self._samples = Samples(state, asked.samples) if asked.samples else None
+        self._samples = Samples(context, data, asked.samples) if asked.samples else None
         if self._samples is not None:
-            for source in sources(state.plan):
-                if source.rank == state.world.rank:
-                    check_writable(path(state.out, source.frame))
+            for source in sources(context.plan):
+                if source.rank == context.rank:
+                    check_writable(path(context.out, source.frame))
         if self.meter is None:
             return
-        check_writable(state.out / METRICS)
+        check_writable(context.out / METRICS)
         if asked.tensorboard:
-            self._writers.append(TensorBoard(state.out, state.step + 1))
+            self._writers.append(TensorBoard(context.out, step.number + 1))
         if asked.wandb:
-            self._writers.append(Wandb(state.out, state.step + 1, asked.wandb, header.flow, dict(header.params)))
+            self._writers.append(Wandb(context.out, step.number + 1, asked.wandb, header.flow, dict(header.params)))
         if not asked.plain and self._stream.isatty():
             from rldsl.runtime.metrics.live import View, usable
 
             if usable(self._stream):
-                self._view = View(self._stream, header.flow, header.steps, state.step)
+                self._view = View(self._stream, header.flow, header.steps, step.number)
 
     def __enter__(self) -> Report:
         self._since = time.monotonic()
@@ -81,14 +85,14 @@ class Report:
 
     def begins(self, event: Event) -> None:
         if self._samples is not None and isinstance(event, Free):
-            self._samples.frees(self._state, event)
+            self._samples.frees(self._step, event)
         if self._view is not None and not isinstance(event, Free):
             call = f"{getattr(event, 'model', '')} {type(event).__name__.lower()}".strip()
             self._view.doing(f"{call} {event.at}".strip())
 
     def took(self, event: Event, seconds: float) -> None:
         if self.meter is not None:
-            self.meter.took(self._state, event, seconds)
+            self.meter.took(self._step, event, seconds)
 
     def entered(self, loop: str) -> None:
         if self.meter is not None:
@@ -101,25 +105,25 @@ class Report:
     def end_step(self, found: Mapping[str, Sequence[float]]) -> None:
         """Once a step, however often it is called. found: metrics as they came; what came several times (a train in a
         `repeat`) counts by its mean."""
-        state = self._state
-        if state.step == self._done:
+        step = self._step
+        if step.number == self._done:
             return
-        self._done = state.step
+        self._done = step.number
         if self._samples is not None:
-            self._samples.end_step(state)
+            self._samples.end_step(step)
         if self.meter is None:
             return
         now = time.monotonic()
         seconds, self._since = max(now - self._since, 1e-9), now
         means = {name: sum(x) / len(x) for name, x in found.items()}
-        line = {"step": state.step, **means, "seconds": round(seconds, 4)}
-        if state.tokens:
-            line["tokens_per_second"] = round(state.tokens / seconds, 1)
-        line |= self.meter.finish(state, seconds)
+        line = {"step": step.number, **means, "seconds": round(seconds, 4)}
+        if step.tokens:
+            line["tokens_per_second"] = round(step.tokens / seconds, 1)
+        line |= self.meter.finish(step, seconds)
         self._write(line)
 
     def _write(self, line: Mapping[str, float]) -> None:
-        target, step = self._state.out / METRICS, int(line["step"])
+        target, step = self._out / METRICS, int(line["step"])
         with written(target):
             if not self._begun:
                 truncate(target, step)

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.plan.codec import plan_id
 from rldsl.plan.model import Plan
 from rldsl.runtime.files import replace_text, written
+from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.rewards.user_functions import located
 
 RECORD, PLAN, SOURCES = "run.json", "run.plan", "sources"
@@ -157,9 +157,10 @@ def clear(out: Path, world: int) -> None:
 class Record:
     """`run.json` of the run under way, kept by rank 0."""
 
-    def __init__(self, out: Path, plan: Plan, data: bytes, devices: Sequence[str], command: Sequence[str],
+    def __init__(self, out: Path, file: PlanFile, plan: Plan, devices: Sequence[str], command: Sequence[str],
                  goes_on: bool):
-        """data: the bytes of the plan file. devices: of this rank's machine. goes_on: with the run that is there."""
+        """plan: as it is executed, which `--allow-changed-python` may have changed. devices: of this rank's machine.
+        goes_on: the run continues the one that is there."""
         self._file = out / RECORD
         earlier = (read(out) or {}) if goes_on else {}
         header, now = plan.header, _now()
@@ -167,13 +168,13 @@ class Record:
             "program": header.program, "flow": header.flow, "state": RUNNING, "step": 0, "steps": header.steps,
             "started": earlier.get("started", now), "ended": "",
             "resumed": [*earlier.get("resumed", []), *([now] if earlier else [])],
-            "plan": plan_id(data), "seed": header.seed, "params": dict(header.params),
+            "plan": file.id, "seed": header.seed, "params": dict(header.params),
             "world": header.world, "devices": list(devices), "host": socket.gethostname(), "pid": os.getpid(),
             "born": _born(os.getpid()), "command": list(command),
             "versions": versions(), "sources": _copied(out / SOURCES, _files(plan)),
         }
         with written(out / PLAN):
-            (out / PLAN).write_bytes(data)
+            (out / PLAN).write_bytes(file.data)
         self._write()
 
     def end(self, state: str, step: int) -> None:

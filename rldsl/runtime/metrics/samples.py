@@ -19,8 +19,10 @@ from rldsl.plan.events import Free, Generate, Train, split
 from rldsl.plan.model import Frame, Plan
 from rldsl.plan.projection import events
 from rldsl.runtime.files import written
-from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.metrics.json_lines import encoded, truncate
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.step import StepState
 from rldsl.runtime.store import Column
 
 FOLDER = "samples"
@@ -65,58 +67,58 @@ def names(plan: Plan, spaces: set[str]) -> dict[str, str]:
 class Samples:
     """The samples that this rank writes."""
 
-    def __init__(self, state: State, most: int):
+    def __init__(self, context: RunContext, data: DataReader, most: int):
         """most: rows of each frame and step."""
-        self._most = most
-        self._mine = [s for s in sources(state.plan) if s.rank == state.world.rank]
+        self._context, self._data, self._most = context, data, most
+        self._mine = [s for s in sources(context.plan) if s.rank == context.rank]
         self._tokens: dict[str, tuple[Column, Any]] = {}
         self._values: dict[str, Column] = {}
         self._begun: set[Path] = set()
-        self._names = names(state.plan, {state.frames[s.frame].rows for s in self._mine})
+        self._names = names(context.plan, {context.frames[s.frame].rows for s in self._mine})
         for source in self._mine:
-            state.source(state.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
+            data.source(context.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
 
-    def frees(self, state: State, event: Free) -> None:
+    def frees(self, step: StepState, event: Free) -> None:
         """Before the event: its buffers are about to go."""
         for buffer in event.buffers:
-            self._keep(state, buffer)
+            self._keep(step, buffer)
 
-    def _keep(self, state: State, buffer: str) -> None:
+    def _keep(self, step: StepState, buffer: str) -> None:
         value, spread = split(buffer)
         if value in self._names:
-            if state.holds(buffer):
-                held = state.store.take(buffer)
+            if self._context.holds(buffer):
+                held = step.buffers.take(buffer)
                 before = self._values.get(value)
                 self._values[value] = held if before is None or held.ids.numel() >= before.ids.numel() else before
             return
         for source in self._mine:
             if value == f"{source.frame}.tokens" and spread == source.spread:
-                self._tokens[source.frame] = state.store.take(buffer), state.rows.lens[source.frame]
+                self._tokens[source.frame] = step.buffers.take(buffer), step.rows.lens[source.frame]
 
-    def end_step(self, state: State) -> None:
+    def end_step(self, step: StepState) -> None:
         """Write the rows of this step."""
         for frame, (tokens, lens) in self._tokens.items():
-            self._write(state, state.frames[frame], tokens, lens)
+            self._write(step.number, self._context.frames[frame], tokens, lens)
         self._tokens.clear()
         self._values.clear()
 
-    def _write(self, state: State, frame: Frame, tokens: Column, lens: Any) -> None:
+    def _write(self, step: int, frame: Frame, tokens: Column, lens: Any) -> None:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._most]
-        tokenizer = state.source(frame.data).tokenizer
+        tokenizer = self._data.source(frame.data).tokenizer
         known = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
-                 if state.frames[state.values[value].frame].rows == frame.rows}
+                 if self._context.frames[self._context.values[value].frame].rows == frame.rows}
         lines = []
         for i, row in enumerate(rows.tolist()):
             ids = tokens.pick(rows[i : i + 1]).data.tolist()
             prompt = int(lens.prompt[row])
-            text = {"step": state.step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
+            text = {"step": step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
             lines.append(encoded(text | {v: n[row] for v, n in known.items() if row in n}))
-        file = path(state.out, frame.id)
+        file = path(self._context.out, frame.id)
         with written(file):
             if file not in self._begun:
                 file.parent.mkdir(exist_ok=True)
-                truncate(file, state.step)
+                truncate(file, step)
                 self._begun.add(file)
             with file.open("a", encoding="utf-8") as opened:
                 opened.writelines(f"{line}\n" for line in lines)

@@ -2,9 +2,9 @@
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
-`checkpoint.json`, written last: step, plan, states, data positions and what they mean (`runtime/data/read_positions.py`),
-schedules, and the size and sha256 of every file. So it can be read under any layout (`resume.py`). Each box is written
-by one of the ranks that hold it, and nothing is gathered.
+`checkpoint.json`, written last: step, plan, states, data positions and what they mean
+(`runtime/data/read_positions.py`), schedules, and the size and sha256 of every file. So it can be read under any layout
+(`checkpoint_reader.py`). Each box is written by one of the ranks that hold it, and nothing is gathered.
 
 A step waits only for the copy to host memory; a thread writes. The first rank gives the directory its name when every
 rank has reported to the store of the process group, in a directory next to it that no other run uses.
@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -32,9 +32,11 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.projection import events
 from rldsl.runtime.comm.agreement import anywhere
 from rldsl.runtime.files import digest, sync
-from rldsl.runtime.interpreter.metric_log import end_step
-from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.persist.run_identity import facts
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.model_store import ModelStore
+from rldsl.runtime.state.step import StepState
 from rldsl.sharding.boxes import Box, Parameter, Piece, holdings, local_slice, parameters
 
 FORMAT = 1
@@ -50,60 +52,55 @@ def box_text(box: Box) -> str:
     return ",".join(f"{a}:{b}" for a, b in box)
 
 
-def checkpoint(state: State, event: Checkpoint) -> None:
-    """Agree with the other ranks whether the run was asked to stop; begin to write where one is due."""
-    writer = state.writer
-    end_step(state)
-    due = state.step % event.every == 0
+def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Writer, event: Checkpoint) -> bool:
+    """Agree with the other ranks whether the run was asked to stop, which is returned; begin to write a checkpoint
+    where one is due, and where the run stops."""
+    context = models.context
+    due = step.number % event.every == 0
     if due:
         writer.join()
-    votes = (state.stop_asked(), writer.problem is not None)
-    stop, failed = anywhere(votes, state.world.group(event.mesh), state.device)
+    votes = (writer.stop_asked(), writer.problem is not None)
+    stop, failed = anywhere(votes, context.world.group(event.mesh), context.device)
     if failed:
         raise writer.failure()
     if stop and not due:
         writer.join()
     if due or stop:
-        writer.begin(state.step, event.keep, _tensors(state, event), _facts(state, event))
-    state.stopped = stop
+        writer.begin(step.number, event.keep, _tensors(models, writer, event), _facts(models, step, data, event))
+    return stop
 
 
-def begin(state: State, plan: str, watch: Any = None) -> None:
-    """Before the first step: every rank gets its writer. watch: knows whether this rank was asked to stop."""
+def begin(context: RunContext, plan: str, watch: Any = None) -> Writer:
+    """Before the first step: every rank gets its writer. plan: its id. watch: knows whether this rank was asked to
+    stop."""
     store = dist.distributed_c10d._get_default_store()
     store = store.clone() if hasattr(store, "clone") else store  # a thread of its own uses it
     store = dist.PrefixStore(_KEY, store)
-    if state.world.rank == 0:
+    if context.rank == 0:
         store.set("token", token_hex(4))
     token = store.get("token").decode()
-    state.writer = Writer(state.out, plan, facts(state.plan), store, state.world.rank, dist.get_world_size(), token)
+    writer = Writer(context.out, plan, facts(context.plan), store, context.rank, dist.get_world_size(), token)
     if watch is not None:
-        watch.waits, state.stop_asked = True, lambda: watch.asked
+        watch.waits, writer.stop_asked = True, lambda: watch.asked
+    return writer
 
 
-def finish(state: State) -> None:
-    """Wait for the last one; every rank learns when it could not be written."""
-    state.writer.join()
-    last = next(e for e, _ in events(state.plan) if isinstance(e, Checkpoint))
-    if anywhere((state.writer.problem is not None,), state.world.group(last.mesh), state.device)[0]:
-        raise state.writer.failure()
-
-
-def _tensors(state: State, event: Checkpoint) -> dict[str, torch.Tensor]:
+def _tensors(models: ModelStore, writer: Writer, event: Checkpoint) -> dict[str, torch.Tensor]:
     """Copies of the boxes that this rank writes."""
+    context = models.context
     found: dict[str, torch.Tensor] = {}
     for name, layout in map(split, event.reads):
-        where = state.world.layouts.get(layout)
-        if name not in state.models or where is None or (name, layout) not in state.shards:
+        where = context.world.layouts.get(layout)
+        if name not in context.models or where is None or (name, layout) not in models.shards:
             continue
-        model, mesh, rank = state.models[name], state.world.meshes[where.mesh], state.world.rank
+        model, mesh, rank = context.models[name], context.world.meshes[where.mesh], context.rank
         if rank not in mesh.members():
             continue
-        shard = state.settled(name, layout)
+        shard = models.ready(name, layout)
         parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.home == layout else {})}
-        if (name, layout) not in state.writer.mine:
-            state.writer.mine[name, layout] = mine(model, where, mesh, rank)
-        for parameter, piece in state.writer.mine[name, layout]:
+        if (name, layout) not in writer.mine:
+            writer.mine[name, layout] = mine(model, where, mesh, rank)
+        for parameter, piece in writer.mine[name, layout]:
             for part, tensors in parts.items():
                 view = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
                 key = f"{name}|{part}|{parameter.name}|{box_text(piece.box)}"
@@ -118,15 +115,16 @@ def mine(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Par
                  if share.ranks[i % len(share.ranks)] == rank for piece in share.pieces)
 
 
-def _facts(state: State, event: Checkpoint) -> dict[str, Any]:
+def _facts(models: ModelStore, step: StepState, data: DataReader, event: Checkpoint) -> dict[str, Any]:
     """What else the next step needs, as far as this rank knows it."""
+    records = models.context.models
     reads = [(b, *split(b)) for b in event.reads]
-    states = {value: float(state.store.take(b).data) for b, value, _ in reads
-              if value not in state.models and state.holds(b)}
-    progress = {name: dict(state.shards[name, layout].schedule_state()) for _, name, layout in reads
-                if name in state.models and state.models[name].home == layout and (name, layout) in state.shards}
-    readings = {name: asdict(reading) for name, reading in state.readings.items()}
-    return {"states": states, "data": dict(state.fetched), "readings": readings, "models": progress}
+    states = {value: float(step.buffers.take(b).data) for b, value, _ in reads
+              if value not in records and models.context.holds(b)}
+    progress = {name: dict(models.shards[name, layout].schedule_state()) for _, name, layout in reads
+                if name in records and records[name].home == layout and (name, layout) in models.shards}
+    readings = {name: asdict(reading) for name, reading in data.readings.items()}
+    return {"states": states, "data": dict(data.position), "readings": readings, "models": progress}
 
 
 class Writer:
@@ -138,6 +136,7 @@ class Writer:
         self.rank, self.world, self.token = rank, world, token
         self.problem: str | None = None
         self.mine: dict[tuple[str, str], tuple[tuple[Parameter, Piece], ...]] = {}  # model, layout -> what it writes
+        self.stop_asked: Callable[[], bool] = lambda: False  # whether this rank was asked to end the run (SIGTERM)
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
@@ -149,6 +148,13 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def finish(self, context: RunContext) -> None:
+        """Wait for the last checkpoint; every rank learns when it could not be written."""
+        self.join()
+        last = next(e for e, _ in events(context.plan) if isinstance(e, Checkpoint))
+        if anywhere((self.problem is not None,), context.world.group(last.mesh), context.device)[0]:
+            raise self.failure()
 
     def failure(self) -> Failure:
         if self.problem is None:

@@ -29,21 +29,24 @@ from rldsl.runtime.comm.agreement import agree
 from rldsl.runtime.comm.exchange import post
 from rldsl.runtime.comm.reshard import Tensors, spot
 from rldsl.runtime.files import sync
-from rldsl.runtime.interpreter.state import State
 from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.model_store import ModelStore
 from rldsl.sharding.boxes import cell_of, local_slice, parameters, slices
 from rldsl.sharding.dtypes import storage_dtype
 from rldsl.sharding.stored_tensors import of_experts, stored_tensors
 
 
-def save(state: State, event: Save) -> None:
-    model, layout = state.models[event.model], state.world.layouts[event.layout]
-    mesh, group = state.world.meshes[layout.mesh], state.world.group(event.mesh)
-    shard = state.settled(event.model, event.layout)
+def save(models: ModelStore, step: int, event: Save) -> None:
+    """step: the number of the step under way."""
+    context = models.context
+    model, layout = context.models[event.model], context.world.layouts[event.layout]
+    mesh, group = context.world.meshes[layout.mesh], context.world.group(event.mesh)
+    shard = models.ready(event.model, event.layout)
     members = mesh.members()
     # adapters are small, and PEFT reads them from one file
     chosen = dict.fromkeys(owners(model, layout, mesh), members[0]) if model.lora else owners(model, layout, mesh)
-    whole = _gather(state, event, model, shard.state_dict(), chosen)
+    whole = _gather(context, event, model, shard.state_dict(), chosen)
     writers = sorted(set(chosen.values()))
     names = {rank: WEIGHTS if model.lora else _file(i, len(writers)) for i, rank in enumerate(writers)}
     index = {name: names[rank] for name, rank in chosen.items()}
@@ -52,17 +55,17 @@ def save(state: State, event: Save) -> None:
     else:
         whole, index = _as_stored(model, whole, index)
     if "{step}" in event.path:  # another place than the one looked at before
-        check_writes(state.plan, state.out, state.allow_write, event.path, state.step)
-    final = Path(event.path.replace("{out}", str(state.out)).replace("{step}", str(state.step)))
+        check_writes(context.plan, context.out, context.allow_write, event.path, step)
+    final = Path(event.path.replace("{out}", str(context.out)).replace("{step}", str(step)))
     partial = final.parent / f".{final.name}.partial"
-    first = state.world.rank == members[0]
+    first = context.rank == members[0]
 
-    _together(group, state, lambda: _fresh(partial, final) if first else None, final)
-    _together(group, state, lambda: _write(partial / names[state.world.rank], whole) if whole else None, final)
-    header = state.plan.header
+    _together(group, context, lambda: _fresh(partial, final) if first else None, final)
+    _together(group, context, lambda: _write(partial / names[context.rank], whole) if whole else None, final)
+    header = context.plan.header
     dtype = storage_dtype(model, layout.id)
-    mark = {"program": header.program, "flow": header.flow, "model": model.name, "step": state.step}
-    _together(group, state,
+    mark = {"program": header.program, "flow": header.flow, "model": model.name, "step": step}
+    _together(group, context,
               lambda: _finish(partial, final, model, shard.export(), index, mark, dtype) if first else None, final)
 
 
@@ -70,15 +73,15 @@ def _file(i: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _gather(state: State, event: Save, model: Model, mine: Tensors,
+def _gather(context: RunContext, event: Save, model: Model, mine: Tensors,
             chosen: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """The parameters that this rank is chosen to write, whole, on the CPU."""
-    layout = state.world.layouts[event.layout]
-    mesh, rank = state.world.meshes[layout.mesh], state.world.rank
+    layout = context.world.layouts[event.layout]
+    mesh, rank = context.world.meshes[layout.mesh], context.rank
     sends, receives = gather(model, layout, mesh, chosen, rank)
     held = pieces_by_parameter(model, layout, cell_of(layout, mesh, rank))
     whole = {p.name: torch.empty(p.spec.shape, dtype=mine[p.name].dtype if p.name in mine
-                                 else _dtype(mine), device=state.device)
+                                 else _dtype(mine), device=context.device)
              for p in parameters(model) if chosen[p.name] == rank}
     for name, target in whole.items():
         parameter, pieces = held[name]
@@ -86,7 +89,7 @@ def _gather(state: State, event: Save, model: Model, mine: Tensors,
             target[slices(piece.box)] = mine[name][local_slice(piece, piece.box, parameter.dim)]
     spots = {m.peer: [spot(held, *box) for box in m.boxes] for m in sends}
     out = {peer: torch.cat([mine[name][at].reshape(-1) for name, at in some]) for peer, some in spots.items()}
-    into = {m.peer: torch.empty(m.size(), dtype=_dtype(mine), device=state.device) for m in receives}
+    into = {m.peer: torch.empty(m.size(), dtype=_dtype(mine), device=context.device) for m in receives}
     post(out, into, event.id * 16).wait()
     for message in receives:
         at = 0
@@ -114,7 +117,7 @@ def _dtype(mine: Tensors) -> torch.dtype:
     return next(iter(mine.values())).dtype
 
 
-def _together(group: Any, state: State, work: Any, final: Path) -> None:
+def _together(group: Any, context: RunContext, work: Any, final: Path) -> None:
     """Run `work` on this rank; when it fails anywhere, every rank stops, and the one that failed says why."""
     said: tuple[Diagnostic, ...] = ()
     try:
@@ -123,7 +126,7 @@ def _together(group: Any, state: State, work: Any, final: Path) -> None:
         why = f"the checkpoint cannot be written: {error.strerror or error}"
         said = (Diagnostic("RL0706", why, place=str(final), help="check the path, its permissions and the space left; "
                            "no earlier checkpoint was touched"),)
-    agree(said, group, state.device)
+    agree(said, group, context.device)
 
 
 def _aside(final: Path) -> Path:

@@ -1,0 +1,91 @@
+"""What one rank knows of a run before the first step, and what never changes afterwards.
+
+In: a plan, this rank's `World`, the run's directory. Out: the plan's records by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from rldsl.plan.events import Load, Offload, split
+from rldsl.plan.expr import Program
+from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
+from rldsl.plan.projection import events
+from rldsl.runtime.comm.world import World
+
+ShardKey = tuple[str, str]  # model, layout
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The same object is shared by everything that runs on a rank."""
+
+    # the whole plan, of all ranks
+    plan: Plan
+    # this rank's number, device and communicators
+    world: World
+    # directory of what the run writes
+    out: Path
+    # directories besides `out` and the working directory in which models may be saved (`Options.allow_write`)
+    allow_write: tuple[str, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def seed(self) -> int:
+        return self.plan.header.seed
+
+    @cached_property
+    def models(self) -> Mapping[str, Model]:
+        return {m.name: m for m in self.plan.models}
+
+    @cached_property
+    def data(self) -> Mapping[str, Data]:
+        return {d.name: d for d in self.plan.data}
+
+    @cached_property
+    def frames(self) -> Mapping[str, Frame]:
+        return {f.id: f for f in self.plan.frames}
+
+    @cached_property
+    def values(self) -> Mapping[str, Value]:
+        return {v.id: v for v in self.plan.values}
+
+    @cached_property
+    def spreads(self) -> Mapping[str, Spread]:
+        return {s.id: s for s in self.plan.spreads}
+
+    @cached_property
+    def programs(self) -> Mapping[str, Program]:
+        return {p.id: p for p in self.plan.programs}
+
+    @cached_property
+    def functions(self) -> Mapping[str, Function]:
+        return {f.id: f for f in self.plan.functions}
+
+    @cached_property
+    def offloaded(self) -> frozenset[ShardKey]:
+        """The shards whose parameters the plan moves between device and host."""
+        return frozenset((e.model, e.layout) for e, _ in events(self.plan)
+                         if isinstance(e, Offload) and e.what == "parameters")
+
+    @cached_property
+    def aliases(self) -> Mapping[ShardKey, str]:
+        """Shard -> the layout of the same model whose parameters it uses, instead of its own."""
+        return {(e.model, e.layout): e.of for e, _ in events(self.plan) if isinstance(e, Load) and e.of}
+
+    def holds(self, buffer: str) -> bool:
+        """Whether this rank is on the mesh of a value's buffer (`value@spread`)."""
+        mesh = self.spreads[split(buffer)[1]].mesh
+        return self.rank in self.world.meshes[mesh].members()

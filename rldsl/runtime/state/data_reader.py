@@ -1,0 +1,48 @@
+"""The data sources that a rank reads, and how far the run has read them.
+
+In: a run's context. Out: open sources; the number of the batch to read next. The position is part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from rldsl.plan.events import Fetch
+from rldsl.plan.projection import events
+from rldsl.runtime.data import Source, open_source
+from rldsl.runtime.data.read_positions import Reading
+from rldsl.runtime.state.context import RunContext
+
+
+@dataclass
+class DataReader:
+    """Sources by the name of their data declaration."""
+
+    context: RunContext
+    sources: dict[str, Source] = field(default_factory=dict)
+    # source -> the batch read last, counted from 0
+    position: dict[str, int] = field(default_factory=dict)
+    # how the sources that this rank reports on are read, for checkpoints
+    readings: dict[str, Reading] = field(default_factory=dict)
+
+    def source(self, data: str) -> Source:
+        """The source, opened and checked at its first use."""
+        if data not in self.sources:
+            reports = self.reports(data)
+            opened = self.sources[data] = open_source(self.context.data[data], self.context.plan.header.steps, reports)
+            if reports and opened.note:
+                print(f"note: {opened.note}", file=sys.stderr, flush=True)
+        return self.sources[data]
+
+    def reports(self, data: str) -> bool:
+        """Whether this rank is the one that reports on a source to the user: the first that reads it."""
+        context = self.context
+        fetches = (e for e, _ in events(context.plan) if isinstance(e, Fetch) and e.data == data)
+        return context.rank == min((min(context.world.meshes[e.mesh].members()) for e in fetches), default=0)
+
+    def next_batch(self, data: str) -> int:
+        """Which batch a fetch reads now: 0, 1, ... All ranks that read a source take part in each of its fetches, so
+        their counts agree."""
+        batch = self.position[data] = self.position.get(data, -1) + 1
+        return batch

@@ -1,0 +1,78 @@
+"""The shards of models that a rank holds, and the parameters on their way to and from them.
+
+In: a run's context. Out: shards, built at their first use.
+Invariant: whoever reads a shard's parameters takes it from `ready`, whoever writes or frees them from `writable`;
+then no rank sees parameters before they have arrived, or changes those that it is still sending.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from rldsl.runtime.backend import Shard
+from rldsl.runtime.comm.reshard import Route
+from rldsl.runtime.state.context import RunContext, ShardKey
+from rldsl.runtime.store import Pending
+
+
+@dataclass
+class ModelStore:
+    """One rank's shards; each is known by its model and layout."""
+
+    context: RunContext
+    shards: dict[ShardKey, Shard] = field(default_factory=dict)
+    # shards whose parameters have no memory at the moment
+    freed: set[ShardKey] = field(default_factory=set)
+    # read-only tensors that several shards use (`runtime/backend.py`, WeightCache)
+    shared_tensors: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    # realloc event -> what this rank sends and receives in it
+    routes: dict[int, Route] = field(default_factory=dict)
+    # shard -> transfer into its parameters, or onload, that nobody has waited for yet
+    arriving: dict[ShardKey, Pending] = field(default_factory=dict)
+    # shard that owns the parameters -> realloc event -> transfer that still reads them
+    leaving: dict[ShardKey, dict[int, Pending]] = field(default_factory=dict)
+
+    def shard(self, model: str, layout: str, load: bool = False) -> Shard:
+        """The shard, built at its first use. One that was freed gets its memory back, without values."""
+        key, context = (model, layout), self.context
+        if key in self.freed:
+            self.freed.discard(key)
+            self.shards[key].allocate()
+        if key not in self.shards:
+            record, where = context.models[model], context.world.layouts[layout]
+            build = importlib.import_module(f"rldsl.backends.{where.backend}").build
+            self.shards[key] = build(record, where, context.world.meshes[where.mesh], context.world.axes(where),
+                                     context.device, load=load, trainable=record.home == layout,
+                                     weight_cache=None if key in context.offloaded else self.shared_tensors)
+        return self.shards[key]
+
+    def ready(self, model: str, layout: str) -> Shard:
+        """The shard with every parameter in place."""
+        pending = self.arriving.pop((model, layout), None)
+        if pending is not None:
+            pending.finish()
+        return self.shards[model, layout]
+
+    def writable(self, model: str, layout: str) -> Shard:
+        """The same once everything that reads its parameters has been sent: they may be written, or freed."""
+        for pending in self.leaving.pop(self.owner(model, layout), {}).values():
+            pending.finish()
+        return self.ready(model, layout)
+
+    def owner(self, model: str, layout: str) -> ShardKey:
+        """The shard that has the parameters in memory: the one that this one aliases, or itself."""
+        return model, self.context.aliases.get((model, layout), layout)
+
+    def free(self, model: str, layout: str) -> None:
+        """Free the parameters' memory, until a realloc fills them again."""
+        self.writable(model, layout).free()
+        self.freed.add((model, layout))
+
+    def wait_all(self) -> None:
+        """Wait for all parameters that are on their way."""
+        for key in list(self.arriving):
+            self.ready(*key)

@@ -1,0 +1,105 @@
+"""The state of a step: which one it is, the lengths of rows, the values that this rank holds, what was logged.
+
+In: a run's context. Out: rows, columns and random seeds of the current step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rldsl.plan.events import Compute, Generate, split
+from rldsl.plan.model import Spread
+from rldsl.runtime.backend import PackedBatch
+from rldsl.runtime.comm.row_assignment import Lens, StepRows
+from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.store import Column, Store
+from rldsl.sharding.partition import mix
+
+COMPUTE_SEEDS = 1 << 32  # keeps the seeds of computations apart from those of generated frames
+
+
+@dataclass
+class StepState:
+    """One rank's. Buffers live as long as the plan does not free them, which may be longer than a step."""
+
+    context: RunContext
+    # of the step under way, from 1; 0 before the first
+    number: int = 0
+    # of the innermost loop, from 0
+    turn: int = 0
+    # data source that the innermost loop goes over once, in an evaluation; "" in any other loop
+    evaluated_source: str = ""
+    # values by buffer name (`value@spread`)
+    buffers: Store = field(default_factory=Store)
+    # metric -> its values so far in this step
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    # generate or compute event -> how often it has drawn random numbers in this step, less one
+    draws: dict[int, int] = field(default_factory=dict)
+    # in the rows whose lengths this rank knows
+    tokens: int = 0
+    # bytes that this rank sent and received in transfers whose size depends on lengths
+    ragged_bytes: int = 0
+    # all ranks have agreed to end the run after this step
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.rows = StepRows(self.context.plan, self.context.world, 0)
+
+    def begin(self) -> None:
+        """The next step begins."""
+        self.number += 1
+        self.tokens = 0
+        self.draws.clear()
+        self.rows = StepRows(self.context.plan, self.context.world, self.number - 1)
+
+    # random seeds
+
+    def sampling_seed(self, event: Generate) -> int:
+        """A seed of its own for each generate of the program and each time that it runs in a step: two calls on the
+        same prompts must not draw the same samples. The order of frames is the program's, whatever the placement."""
+        frame = next(i for i, f in enumerate(self.context.plan.frames) if f.id == event.frame)
+        return mix(self.context.seed, frame, self._next_draw(event.id)) >> 1  # 63 bits: devices have signed integers
+
+    def compute_seed(self, event: Compute) -> int:
+        """A seed for each time that a computation runs in a step; its calls of `uniform` have numbers of their own."""
+        return mix(self.context.seed, COMPUTE_SEEDS, self._next_draw(event.id))
+
+    def _next_draw(self, event: int) -> int:
+        times = self.draws[event] = self.draws.get(event, -1) + 1
+        return times
+
+    # rows and columns
+
+    def my_rows(self, spread: Spread, frame: str) -> torch.Tensor:
+        """[S] int64, ascending: the rows of a frame that this rank works on under a spread."""
+        mine = self.rows.shards(spread)[self.rows.shard(spread, self.context.rank)][frame]
+        return torch.tensor(mine, dtype=torch.int64, device=self.context.device)
+
+    def read(self, reads: tuple[str, ...], value: str) -> Any:
+        """The buffer among an event's reads that holds `value`."""
+        return self.buffers.take(next(b for b in reads if split(b)[0] == value))
+
+    def write(self, value: str, spread: str, ids: torch.Tensor, data: torch.Tensor) -> None:
+        """ids: ascending row or prompt numbers ([0] at batch level)."""
+        sizes = self.rows.sizes(self.context.values[value], ids)
+        self.buffers.put(f"{value}@{spread}", Column(ids, sizes, data))
+
+    def write_number(self, value: str, spread: str, number: float) -> None:
+        """A number of the whole batch, in float64."""
+        device = self.context.device
+        self.write(value, spread, torch.zeros(1, dtype=torch.int64, device=device),
+                   torch.tensor([number], dtype=torch.float64, device=device))
+
+    def know_lengths(self, frame: str, lens: Lens) -> None:
+        """The lengths of all rows of a frame are known."""
+        self.rows.know(frame, lens)
+        if not self.context.frames[frame].of and int(lens.response.sum()):  # a selection's tokens are counted already
+            self.tokens += int(lens.of("tokens").sum())
+
+    def packed(self, frame: str, tokens: Column, rows: torch.Tensor) -> PackedBatch:
+        """The sequences of some rows, packed."""
+        lens = self.rows.lens[frame]
+        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], tokens.pick(rows).data)
