@@ -1,7 +1,8 @@
-"""What the documentation site has beyond docs/*.md, made while it is built (a hook of MkDocs).
+"""A MkDocs hook that generates the pages of the documentation site that are not in docs/*.md.
 
-In: pages. Out: pages whose links to files of the repository lead to generated pages with their text, whose codes of
-messages lead to the page of `rlc explain`, and the index of all codes. Nothing is written into the repository.
+In: the pages. Out: the pages with links to repository files replaced by links to generated pages with their text, and
+error codes linked to their `rlc explain` page; those pages; an index of all codes. Writes nothing into the repository.
+Errors: PluginError for a link to a missing file, or an unknown code.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LANGUAGES = {".rlf": "rlf", ".py": "python", ".yaml": "yaml", ".sbatch": "bash"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made here."""
+    """Add the generated pages."""
     made = {"errors/index.md": index(), **{f"errors/{code}.md": error(code) for code in explain.codes()}}
     for page in [f for f in files if f.src_uri.endswith(".md")]:
         for path in linked(page.src_uri, page.content_string):
@@ -38,7 +39,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links at what is on the site."""
+    """Rewrite the links of a page to pages of the site."""
     uri = page.file.src_uri
 
     def prose(part: str) -> str:
@@ -51,20 +52,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def linked(uri: str, text: str) -> list[str]:
-    """Files of the repository, outside docs/, that a page links to."""
+    """Repository files outside docs/ that a page links to."""
     found = (m for part in _FENCE.split(text)[::2] for m in _LINK.finditer(part))
     paths = (normpath(f"docs/{PurePosixPath(uri).parent}/{m[2]}") for m in found)
     return sorted({p for p in paths if not p.startswith("docs/")})
 
 
 def target(uri: str, link: str) -> str:
-    """A link as it leads from the page `uri`: files outside docs/ are under source/."""
+    """A link on page `uri`, rewritten: files outside docs/ are under source/."""
     path = normpath(f"docs/{PurePosixPath(uri).parent}/{link}")
     return link if path.startswith("docs/") else relpath(f"source/{path}.md", str(PurePosixPath(uri).parent))
 
 
 def coded(uri: str, code: str) -> str:
-    """A code of a message as a link to its page. A range (RL06xx) is none."""
+    """An error code as a link to its page. A range (RL06xx) is not a code."""
     if code not in explain.codes():
         raise PluginError(f"{uri} names {code}, which does not exist")
     here = str(PurePosixPath(uri).parent)
@@ -72,7 +73,7 @@ def coded(uri: str, code: str) -> str:
 
 
 def source(path: str) -> str:
-    """The page of a file of the repository, or of all files of a folder."""
+    """The page of a repository file, or of all files in a folder."""
     file = ROOT / path
     if not file.exists():
         raise PluginError(f"a page links to {path}, which does not exist")
@@ -96,9 +97,10 @@ def index() -> str:
 
 
 def error(code: str) -> str:
-    """The page of a code, with a line before each program instead of the words behind its fence."""
+    """The page of a code, with a caption before each program instead of the words after its fence."""
     page = explain.page(code)
-    assert page is not None
+    if page is None:
+        raise PluginError(f"{code} has no page")
     return _EXAMPLE.sub(lambda m: f"{first_upper(show.caption(m[1]))}\n\n{m[0].split()[0]}", page.text)
 
 

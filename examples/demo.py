@@ -1,10 +1,10 @@
-"""The main job: a small model learns sums, first from examples, then by GRPO on four ranks.
+"""The demo: a small model learns addition, first from examples, then by GRPO on four ranks.
 
     python examples/demo.py          # or: make demo
 
-Everything is made on the spot under runs/arithmetic and runs on CPU with gloo: a character tokenizer and a random
-Qwen3-shaped model, supervised fine-tuning until it is mediocre, GRPO with an exact-match reward. Held-out accuracy is
-measured by a third program, and once more by plain transformers on the checkpoint.
+Everything is created under runs/arithmetic and runs on CPU with gloo: a character tokenizer and a random Qwen3 model,
+a short supervised fine-tuning, then GRPO with an exact-match reward. A third program measures held-out accuracy, and
+plain transformers measures it again from the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def prepare() -> None:
-    """Data, tokenizer and the random model, as ordinary HuggingFace directories."""
+    """Write the data and the random model with its tokenizer, as ordinary HuggingFace directories."""
     rows = make_sums(8_100, seed=0, low=10)
     write_jsonl(ROOT / "test.jsonl", rows[:HELD_OUT])
     write_jsonl(ROOT / "train.jsonl", rows[HELD_OUT:])
@@ -46,7 +46,7 @@ def prepare() -> None:
 
 
 def rlc(program: str, out: Path, **sets: object) -> None:
-    """Compile and run one program; stop the demo when it fails."""
+    """Compile and run one program; exit if it fails."""
     options = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     print(f"\n$ rlc run {PROGRAMS.name}/{program} {' '.join(options)} --out {out}", flush=True)
     command = [sys.executable, "-m", "rldsl.cli", "run", str(PROGRAMS / program), *options, "--out", str(out),
@@ -67,7 +67,7 @@ def last_metrics(out: Path) -> dict[str, float]:
 
 
 def plain_transformers(directory: Path) -> dict[str, float]:
-    """What transformers alone makes of the checkpoint: greedy accuracy, and the mean log-probability of its answers."""
+    """Evaluate the checkpoint with transformers alone: greedy accuracy, and the mean log-probability of its answers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -95,16 +95,16 @@ def report(accuracy: dict[str, float], theirs: dict[str, float], seconds: float)
     print(f"\n{rule}\nheld-out accuracy ({HELD_OUT} sums)")
     for name, value in accuracy.items():
         print(f"  {name:<10}{value:7.1%}  {'#' * round(60 * value)}")
-    print(f"  by plain transformers, from the checkpoint: {theirs['accuracy']:.1%}; mean log-prob of its answers "
+    print(f"  plain transformers on the checkpoint: {theirs['accuracy']:.1%}; mean log-prob of its answers "
           f"{theirs['logprob']:.6f}, ours {ours['logprob']:.6f}")
-    print("reallocated in each step")
+    print("parameters reallocated in each step")
     for move in summary["reallocs"]:
         print(f"  {move['model']:<8}{move['src']} -> {move['dst']}   {move['bytes']:,} bytes, {move['times']} times")
         print(f"          because {move['because']}")
     print(f"checkpoint\n  {ROOT / 'grpo'}\ntime\n  {seconds:.0f} s\n{rule}")
     same_answers = abs(theirs["accuracy"] - ours["accuracy"]) < 0.5 / HELD_OUT
     if not same_answers or abs(theirs["logprob"] - ours["logprob"]) > 1e-4:
-        sys.exit("transformers does not agree with our run on the checkpoint")
+        sys.exit("transformers and our evaluation disagree on the checkpoint")
 
 
 if __name__ == "__main__":

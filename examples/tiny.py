@@ -1,4 +1,4 @@
-"""Small things to run the examples with, made on the spot: HuggingFace directories and data files.
+"""Creates tiny models and data for the examples: HuggingFace directories and data files.
 
     python examples/tiny.py runs/tiny        # models/sft, models/rm, data/prompts.jsonl, data/pairs.jsonl
 """
@@ -21,7 +21,7 @@ _GPT2: dict[str, Any] = dict(n_embd=32, n_layer=4, n_head=4, n_positions=256)
 
 
 def make_tokenizer(directory: str | Path, characters: str = CHARACTERS) -> Any:
-    """A tokenizer with one token for each character, after <pad> (0) and <eos> (1)."""
+    """A tokenizer with one token per character, after <pad> (0) and <eos> (1)."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -78,20 +78,20 @@ def make_sums(count: int, seed: int = 0, low: int = 0, high: int = 100) -> list[
 
 
 def make_pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Preference pairs: the right sum is chosen, a wrong one (of some other length, at times) rejected."""
+    """Preference pairs: the right sum is chosen, a wrong one (sometimes of another length) rejected."""
     draw = random.Random(seed + 1)
     sums = [(row["prompt"], row["answer"]) for row in make_sums(count, seed)]
     return [{"prompt": p, "chosen": right, "rejected": str(int(right) + draw.randint(1, 99))} for p, right in sums]
 
 
 def make_rated(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Pairs with a margin: how far off the rejected sum is."""
+    """Pairs with a margin: the error of the rejected sum."""
     rows = make_pairs(count, seed)
     return [row | {"margin": (int(row["rejected"]) - int(row["chosen"])) / 100} for row in rows]
 
 
 def make_labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Answers that are right (label 1) or wrong (0), each with an answer to the next prompt."""
+    """Answers that are right (label 1) or wrong (0), each with an answer to another prompt."""
     rows = make_pairs(count, seed)
     answers = [row["chosen"] if i % 2 else row["rejected"] for i, row in enumerate(rows)]
     return [{"prompt": row["prompt"], "answer": answers[i], "mismatched": answers[i - 1], "label": i % 2}
@@ -99,7 +99,7 @@ def make_labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def make_all(root: str | Path, **overrides: Any) -> Path:
-    """Everything that the examples name by default, under `root`."""
+    """Write every model and data file that the examples use by default, under `root`."""
     root = Path(root)
     for seed, name in enumerate(("sft", "base", "teacher")):
         make_model(root / "models" / name, seed=seed, **overrides)
@@ -111,7 +111,7 @@ def make_all(root: str | Path, **overrides: Any) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write tiny random models and data to run the examples with.")
-    parser.add_argument("folder", nargs="?", default="runs/tiny", help="where they go (default: runs/tiny)")
+    parser = argparse.ArgumentParser(description="Write tiny random models and data for the examples.")
+    parser.add_argument("folder", nargs="?", default="runs/tiny", help="output directory (default: runs/tiny)")
     made = make_all(parser.parse_args().folder)
     print(f"wrote {made / 'models'} and {made / 'data'}")

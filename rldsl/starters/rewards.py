@@ -1,10 +1,10 @@
-"""Rewards written in Python. A function gets the rows of a batch and gives one number for each, in the same order.
+"""Rewards written in Python. A function takes the rows of a batch and returns one number per row, in the same order.
 
-A row is a dict: `prompt` and `completion` as text, `prompt_ids` and `completion_ids`, `finished` (the completion ended
-by itself), and every column of the data file under its own name. `rlc` never imports this file; the run does.
+A row is a dict: `prompt` and `completion` as text, `prompt_ids` and `completion_ids`, `finished` (the completion was
+not cut off), and every column of the data file under its own name. `rlc` never imports this file; the run does.
 """
 
 
 def exact_match(rows: list[dict]) -> list[float]:
-    """1 where the completion is the row's answer, else 0."""
+    """1 if the completion is the row's answer, else 0."""
     return [float(row["completion"].strip() == str(row["answer"]).strip()) for row in rows]
