@@ -51,6 +51,6 @@ def problem(facts: Facts, layout: Layout) -> str:
 
 
 DESCRIPTION = Description(
-    issues="torch", zero=1, adapters=False,
+    zero=1, adapters=False,
     needs=("megatron.core", "pip install 'rldsl[megatron]'"), versions=("megatron-core", "0.16", "0.17"),
     problem=problem)

@@ -1,20 +1,23 @@
-"""What a call of a model needs while it runs, besides parameters, optimizer state and values.
+"""What a call of a model holds while it runs, besides parameters and values: activations, logits, decode buffers.
 
-In: an event, a copy of its model at a cell, frames. Out: what holds how much at the moment of the call with the most.
-Micro-batches are of the longest rows that their frames allow.
+In: an event, a copy of its model at a cell, frames. Out: holder -> bytes, at the moment of the call that needs most.
+Micro-batches hold the longest rows that their frames allow. The counts are a backend's own matter: `MemoryCosts` counts
+those of the torch backend, and other backends derive theirs from it (`Description.memory`).
+Errors: RL0326 a backend whose description states costs that are no bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from rldsl.memory import logits
 from rldsl.memory.activations import Block, block, kernel
 from rldsl.memory.decoding import PREFILL, recordings, sampled
-from rldsl.memory.parameters import FLOAT, Copy, largest_weight, linear_elements, vocabulary
+from rldsl.memory.parameters import FLOAT, Copy, gathered, largest_weight, linear_elements, resting, vocabulary
 from rldsl.memory.values import Tables, rows, width
-from rldsl.memory.zero import gathered
+from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.heads import HEAD_OF
 from rldsl.plan.model import Layout
@@ -22,26 +25,94 @@ from rldsl.plan.naming import call_name
 from rldsl.sharding.partition import micro_batch_count
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
-INDEX = 48  # bytes of numbers for each token that a call works on: tokens, positions, places in the grid
-Needs = dict[str, int]
+INDEX = 48  # bytes of indices per token that a call works on: token ids, positions, offsets
+Needs = Mapping[str, int]  # holder -> bytes
+
+
+class MemoryCosts:
+    """What a rank of one backend holds. This class counts the torch backend, tensor by tensor; derive from it and
+    override what differs. Every method is pure and returns bytes on one rank.
+
+    tables: the plan's records by id. copy: the model under the layout of the event, at one of its cells. device: "cuda"
+    or "cpu", which have different kernels."""
+
+    def generate(self, tables: Tables, event: Generate, copy: Copy, device: str) -> Needs:
+        """Holder -> bytes while a `generate` runs."""
+        return _generate(tables, event, copy, _block(tables, event, copy, device), device)
+
+    def infer(self, tables: Tables, event: Infer, copy: Copy, device: str) -> Needs:
+        """Holder -> bytes while an inference call runs."""
+        return _infer(tables, event, copy, _block(tables, event, copy, device), device)
+
+    def train(self, tables: Tables, event: Train, copy: Copy, device: str) -> Needs:
+        """Holder -> bytes while a train call runs, besides gradients and optimizer state."""
+        return _train(tables, event, copy, _block(tables, event, copy, device), device)
+
+    def gradient_bytes(self, copy: Copy) -> int:
+        """Gradients that stay between calls: one flat float32 buffer, where the model is trained."""
+        return FLOAT * resting(copy) if copy.trained else 0
+
+    def optimizer_bytes(self, copy: Copy) -> int:
+        """Optimizer state: AdamW's two moments, in float32."""
+        return 2 * FLOAT * resting(copy) if copy.trained else 0
+
+
+def memory_costs(backend: str) -> MemoryCosts:
+    """The costs that the description of a backend states. Errors: RL0326."""
+    return costs(backend, "memory", MemoryCosts)
+
+
+def gradient_bytes(copy: Copy) -> int:
+    """Gradients of a copy that stay between calls. Errors: RL0326."""
+    return _checked(copy, "gradient_bytes", memory_costs(copy.layout.backend).gradient_bytes(copy))
+
+
+def optimizer_bytes(copy: Copy) -> int:
+    """The optimizer state of a copy. Errors: RL0326."""
+    return _checked(copy, "optimizer_bytes", memory_costs(copy.layout.backend).optimizer_bytes(copy))
+
+
+def needs(tables: Tables, event: Generate | Infer | Train, copy: Copy, device: str) -> dict[str, int]:
+    """Holder -> bytes while a call runs, named after the call. device: "cuda" or "cpu". Errors: RL0326."""
+    model = memory_costs(copy.layout.backend)
+    found: object
+    match event:
+        case Generate():
+            found, method = model.generate(tables, event, copy, device), "generate"
+        case Infer():
+            found, method = model.infer(tables, event, copy, device), "infer"
+        case _:
+            found, method = model.train(tables, event, copy, device), "train"
+    if not isinstance(found, Mapping) or not all(isinstance(what, str) for what in found):
+        raise unusable(copy.layout.backend, f"`memory.{method}` must return holder -> bytes, not {found!r}")
+    named = {what: _checked(copy, f"{method}[{what!r}]", size) for what, size in found.items()}
+    return {f"{what} of {call_name(event)}": size for what, size in named.items() if size}
+
+
+def _checked(copy: Copy, what: str, size: object) -> int:
+    if type(size) is not int or size < 0:
+        raise unusable(copy.layout.backend, f"`memory.{what}` must be a whole number of bytes, 0 or more, not {size!r}")
+    return size
+
+
+# ------------------------------------------------------------------------------------- micro-batches
 
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """A micro-batch: tokens of a rank, of which responses, in so many sequences; count: of them. whole: tokens of all
-    ranks of a cp group."""
+    """The largest micro-batch of a rank."""
 
     tokens: int
-    responses: int
+    responses: int  # tokens among them that are responses
     sequences: int
-    count: int
-    whole: int
+    count: int  # how many micro-batches there are
+    whole: int  # tokens of all ranks of the cp group
 
 
 def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, budget: int, layout: Layout) -> Micro:
-    """The largest of the micro-batches that `rows` rows of some frames are divided into. With context parallelism a
-    rank has two chunks of each row, and at worst nothing but responses in them. A budget of tokens is filled: rows that
-    are shorter are more."""
+    """The largest micro-batch of `rows` rows of some frames. With context parallelism a rank has two chunks of each
+    row, which at worst hold nothing but responses. A token budget counts as full, since shorter rows are packed until
+    it is."""
     at_least, pieces = layout.pp, 2 * layout.cp
     count = micro_batch_count(rows, limit, at_least)
     each = -(-rows // count)
@@ -55,24 +126,18 @@ def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, budget: int
     return Micro(tokens, min(tokens, responses), each * len(records), count, whole)
 
 
-def needs(t: Tables, event: Generate | Infer | Train, copy: Copy, device: str) -> Needs:
-    """By what it is for. device: "cuda" or "cpu", which have different kernels."""
+# ------------------------------------------------------------------------------- the torch backend's counts
+
+
+def _block(t: Tables, event: Generate | Infer | Train, copy: Copy, device: str) -> Block:
     attention = kernel(copy.model, copy.compute, device)
     longest = max(width(t.frames[f]) for f in (event.frames if isinstance(event, Train) else (event.frame,)))
-    b = block(copy.model, copy.layout, copy.compute, copy.stream, attention, longest)
-    match event:
-        case Generate():
-            found = _generate(t, event, copy, b, device)
-        case Infer():
-            found = _infer(t, event, copy, b, device)
-        case _:
-            found = _train(t, event, copy, b, device)
-    return {f"{what} of {call_name(event)}": size for what, size in found.items() if size}
+    return block(copy.model, copy.layout, copy.compute, copy.stream, attention, longest)
 
 
 def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Needs:
-    """The largest of three moments: a prefill, the first tokens after it, and a step of decoding that is not replayed,
-    all of them beside what earlier steps have recorded."""
+    """The largest of three moments: a prefill, the first tokens after it, and a decoding step that is not replayed. The
+    recordings of earlier steps (captured graphs, on the CPU operator traces) are held through all three."""
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
     count = rows(frame, t.spreads[e.spread], t.layouts)
     slots = min(e.mbs or count, count)
@@ -81,15 +146,15 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Need
     wide = prompts.max_prompt_tokens + new
     each = 2 * sizes.head_dim * wide * copy.compute  # keys and values of a sequence in one head of one layer
     prefill = min(slots * prompts.max_prompt_tokens, max(PREFILL, prompts.max_prompt_tokens))
-    sampling, cast = 0, _head(copy).cast if copy.last else 0  # of the head, once
+    sampling, cast = 0, _head(copy).cast if copy.last else 0  # the head is cast once
     if copy.last:
         sampling = slots * b.hidden + logits.sampling(_head(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
-    # CUDA's kernels for few heads of keys get them repeated; others read the slab where it lies
+    # CUDA's kernels for grouped-query attention get repeated keys and values; others read the KV cache in place
     read = each * heads if device == "cuda" and heads != groups else 0
     masked = 5 * wide
     step = slots * (read + b.forward + masked)
     recorded = 0
-    if tp == 1 and not sizes.chosen:  # experts and other ranks are not recorded
+    if tp == 1 and not sizes.chosen:  # steps with experts or collectives are not recorded
         recorded = recordings(prompts.max_prompt_tokens, new) * (
             max(step, sampling - cast) if device == "cuda" else
             slots * (copy.layers * b.made + masked + (sampled(_head(copy), e.sampling) * _head(copy).rows
@@ -110,30 +175,30 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: Block, device: str) -> Needs:
         head = (m.tokens + m.responses) * b.hidden
         if HEAD_OF[e.what] == "causal_lm":
             head += logits.forward(_head(copy), m.responses, e.what == "entropy", device)
-    passed = 0 if copy.last else m.tokens * b.stream  # what was sent before
+    passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
     most = max(m.tokens * b.forward + 3 * m.whole * b.seen, head)
     return {"activations": passed + most, "half-precision weights": _half(copy),
             "rows": count * width(t.frames[e.frame]) * INDEX}
 
 
 def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
-    """The largest of three moments: the backward pass of a layer, of the head, and of the embedding; the optimizer's
-    step, one kernel, needs nothing. How many passes a rank keeps meanwhile, its schedule says."""
+    """The largest of three moments: the backward pass of a layer, of the head, and of the embedding. The optimizer step
+    is one fused kernel and needs nothing. The pipeline schedule says how many forward passes a rank keeps."""
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
     count = -(-(-(-frames[0].count // t.spreads[e.spread].minibatches)) // layout.dp)
     m = micro(t, e.frames, count, e.mbs, e.mbt, layout)
     full = e.recompute == "full"
-    kept = m.tokens * b.saved + m.whole * b.seen  # of a layer
+    kept = m.tokens * b.saved + m.whole * b.seen  # by a layer, for its backward pass
     each = [m.tokens * b.stream * _ends(copy, c) + layers * (m.tokens * b.stream if full else kept)
             for c, layers in enumerate(copy.chunks)]
-    count_there = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more do the same for longer
+    count_there = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more only last longer
     order = rank_passes(layout.pp, layout.vpp, count_there, copy.cell.stage)
     passed = m.tokens * b.stream * _passed(layout, m.count, copy.cell.stage)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
     inside = max_activations_in_flight(order, each) + (kept if full else 0) + m.tokens * b.backward + 2 * m.whole * b.seen + weight
     embedding = 0
-    if copy.first and not copy.model.base:  # its gradient comes last of a micro-batch, and whole
-        embedding = max_activations_in_flight(order, each, 0) - each[0] + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
+    if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
+        embedding = in_flight(order, each, 0) - each[0] + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
     head = 0
     if copy.last:
         head = max_activations_in_flight(order, each, layout.vpp - 1) + m.tokens * b.final
@@ -144,17 +209,17 @@ def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
 
 
 def _ends(copy: Copy, chunk: int) -> int:
-    """How many hidden states a pass through a chunk keeps beside its layers: what came, and what was sent on."""
+    """How many hidden states a pass through a chunk keeps besides its layers' own: the one received, the one sent."""
     return 2 - (copy.first and chunk == 0) - (copy.last and chunk == copy.layout.vpp - 1)
 
 
 def _passed(layout: Layout, count: int, rank: int) -> int:
-    """Messages that are on their way or wait for their passes."""
+    """Messages that are under way, or received before the pass that uses them."""
     if layout.pp == 1:
         return 0
     if layout.vpp == 1:
-        return 2  # one comes while the one before it is read
-    steady = min(count, 4 * layout.pp)  # more micro-batches do the same for longer
+        return 2  # one arrives while the previous one is read
+    steady = min(count, 4 * layout.pp)  # more micro-batches only last longer
     return max(2, _waiting(layout.pp, layout.vpp, steady, rank))
 
 
@@ -164,7 +229,7 @@ def _waiting(pp: int, chunks: int, count: int, rank: int) -> int:
 
 
 def _loss(e: Train, copy: Copy, b: Block, m: Micro, device: str) -> int:
-    """The last hidden states, those that are read, their gradient, and logits."""
+    """The last hidden states, those of response tokens, their gradient, and logits."""
     hidden = (m.tokens + 2 * m.responses) * b.hidden
     if copy.model.kind != "causal_lm":
         return hidden
@@ -180,8 +245,8 @@ def _head(copy: Copy) -> logits.Head:
 
 
 def _half(copy: Copy) -> int:
-    """Autocast keeps what it has cast of trained parameters until the call ends; under `zero` they come half. Of a mean
-    it casts one matrix at a time."""
+    """Half-precision copies of float32 matrices. Autocast keeps those of trained parameters until the call ends; under
+    `zero` parameters are gathered in half precision anyway; of an `ema` model one matrix is cast at a time."""
     if copy.stored == copy.compute or copy.layout.zero:
         return 0
     return copy.compute * (linear_elements(copy) if copy.trained else largest_weight(copy))

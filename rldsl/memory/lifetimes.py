@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from rldsl.memory.calls import needs
+from rldsl.memory.calls import gradient_bytes, needs, optimizer_bytes
 from rldsl.memory.curve import Curve, Holding
 from rldsl.memory.holder_classes import Alike
-from rldsl.memory.parameters import FLOAT, Copy, elements, gradient_bytes, largest, moment_bytes, new_bytes, resting
+from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
 from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes
 from rldsl.memory.values import Tables, buffer_bytes
 from rldsl.plan.events import (
@@ -124,7 +124,7 @@ class _Walk:
                 self._hold(f"gradients of {name}", max(map(gradient_bytes, mine)), start, self.end)
                 if buffer in steps:
                     begins = self.top if self._again() else 2 * steps[buffer] + 1
-                    self._hold(f"optimizer state of {name}", max(map(moment_bytes, mine)), begins, self.end)
+                    self._hold(f"optimizer state of {name}", max(map(optimizer_bytes, mine)), begins, self.end)
 
     def _copy(self, mine: tuple[Copy, ...], there: list[Copy], start: int) -> None:
         """there: one of each of the copies whose slices these ranks have already."""
@@ -156,7 +156,7 @@ class _Walk:
             if here:
                 self._hold(f"gradients of {name}", max(map(gradient_bytes, mine)), start, stop)
             if stop >= begins:
-                self._hold(f"optimizer state of {name}", max(map(moment_bytes, mine)), max(start, begins), stop,
+                self._hold(f"optimizer state of {name}", max(map(optimizer_bytes, mine)), max(start, begins), stop,
                            host=not here)
 
     def _sides(self, buffer: str, what: str) -> Iterator[tuple[bool, int, int]]:

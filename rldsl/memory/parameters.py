@@ -112,16 +112,6 @@ def new_bytes(mine: Copy, earlier: Iterable[Copy]) -> int:
     return total * itemsize(mine.model)
 
 
-def gradient_bytes(copy: Copy) -> int:
-    """One flat buffer of float32."""
-    return FLOAT * resting(copy) if copy.trained else 0
-
-
-def moment_bytes(copy: Copy) -> int:
-    """AdamW's two, in float32."""
-    return 2 * gradient_bytes(copy)
-
-
 def largest(copy: Copy) -> int:
     """Elements of the largest parameter here."""
     return max((_size(s, copy) for s in (*copy.model.params, *copy.model.base) if held(s, copy)), default=0)
@@ -149,3 +139,29 @@ def vocabulary(copy: Copy) -> tuple[int, bool]:
     size = copy.model.sizes.vocab
     divided = any(s.split is not None and s.style in ("vocab", "head") for s in (*copy.model.params, *copy.model.base))
     return (-(-size // copy.layout.tp), copy.layout.tp > 1) if divided else (size, False)
+
+
+@cache
+def gathered(copy: Copy) -> dict[str, int]:
+    """Holder -> bytes that a train call under `zero` needs so that parameters and gradients are whole where they must
+    be, during the passes of a minibatch. The units are those of `backends/torch/model/zero.py`: each layer, and one for
+    everything outside the layers."""
+    level = copy.layout.zero
+    if not level:
+        return {}
+    layers = [s for s in copy.model.params if s.stage == "layer" and held(s, copy)]
+    rest = [s for s in copy.model.params if s.stage != "layer" and held(s, copy)]
+    layer, outside = _unit_bytes(layers, copy, copy.compute), _unit_bytes(rest, copy, FLOAT)
+    layer_gradient, outside_gradient = _unit_bytes(layers, copy, FLOAT), _unit_bytes(rest, copy, FLOAT)
+    there = outside + (copy.layers if level < 3 else min(2, copy.layers)) * layer  # 3: this layer and the prefetched one
+    largest_unit = max(layer_gradient, outside_gradient)
+    whole = outside_gradient + copy.layers * layer_gradient if level == 1 else largest_unit
+    # an all-gather has an output besides the rows it copies from; a reduce-scatter has an input, and one is under way
+    return {"gathered parameters": there + max(layer, outside), "gradients on their way": whole + 2 * largest_unit}
+
+
+def _unit_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:
+    """Bytes of one layer, or of everything outside the layers. matrix: bytes per element of a matrix; vectors are
+    float32."""
+    return sum((matrix if len(s.shape) > 1 else FLOAT) * sum(map(volume, boxes(s, copy.layout, copy.cell.part)))
+               for s in specs)

@@ -63,7 +63,7 @@ def simulated(timeline: Timeline) -> Chart:
     alike: list[list[int]] = []
     found: dict[tuple[tuple[int, int], ...], list[list[int]]] = {}  # what ranks do -> rows; only such can be alike
     for c, spans in by.items():
-        rows = found.setdefault(tuple((s.event, s.turn) for s in spans), [])
+        rows = found.setdefault(tuple((s.event, s.iteration) for s in spans), [])
         same = next((row for row in rows if _alike(by[row[0]], spans, (stop - start) * ALIKE)), None)
         if same is None:
             rows.append([c])
@@ -74,7 +74,7 @@ def simulated(timeline: Timeline) -> Chart:
     for hop in timeline.critical:
         critical.setdefault(hop.rank_class, []).append((hop.start, hop.stop))
     made = [Row(_together(timeline.classes[c] for c in row), timeline.classes[row[0]][0][0],
-                tuple(Bar(s.event, s.start, s.stop, s.busy / (s.stop - s.start) if s.stop > s.start else None, s.turn)
+                tuple(Bar(s.event, s.start, s.stop, s.busy / (s.stop - s.start) if s.stop > s.start else None, s.iteration)
                       for s in by[row[0]]),
                 _joined([x for c in row for x in critical.get(c, [])], (stop - start) * SEEN)) for row in alike]
     return chart(made, start, stop)

@@ -1,8 +1,10 @@
-"""What there is to compute calls with: backends by name, and what each can express.
+"""The backends that compute calls: what each can express, and what its calls cost.
 
-In: the name that a layout carries. Out: its `Description`, which the light module `rldsl.backends.NAME.describe` has as
-`DESCRIPTION`; that module imports neither torch nor the library behind the backend. Compiler and verifier know backends
-by their descriptions alone, and the runtime by the one function of `rldsl.runtime.backend.Build`.
+In: the name of a backend, as a layout carries it. Out: its `Description`, which the module
+`rldsl.backends.NAME.describe` exports as `DESCRIPTION`. That module imports neither torch nor the library behind the
+backend. The compiler, the verifier, the memory estimate, the simulator and the search know a backend by its
+description alone; the runtime knows it by the one function of `rldsl.runtime.backend.Build`.
+Errors: RL0326 a description that is missing, incomplete or contradicts itself.
 """
 
 from __future__ import annotations
@@ -15,86 +17,137 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from rldsl.plan.model import Layout, ParamSpec
+from rldsl.diag import Failure, fail
+from rldsl.plan.model import DEFAULT_BACKEND, Layout, ParamSpec
 
 CALLS = ("generate", "infer", "train")
 DIVISIONS = ("dp", "tp", "pp", "vpp", "cp", "ep")
 
 
 class Facts(Protocol):
-    """What is known of a model when its program is compiled. name: of its family. kind: of its head. config: (key,
-    JSON) of its config.json."""
+    """What is known of a model when its program is compiled."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The model's family, for instance "qwen3"."""
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """The model's head, for instance "causal_lm"."""
+
     @property
     def params(self) -> Sequence[ParamSpec]: ...
+
     @property
-    def config(self) -> Sequence[tuple[str, str]]: ...
+    def config(self) -> Sequence[tuple[str, str]]:
+        """(key, value as JSON) of config.json."""
 
 
-def anything(facts: Facts, layout: Layout) -> str:
-    """The `problem` of a backend that runs every model."""
+def runs_every_model(facts: Facts, layout: Layout) -> str:
+    """The `problem` of a backend without limits of its own."""
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a backend can express.
+    """What a backend can express, and what its calls cost.
 
-    calls: kinds of call. divisions: the degrees that may be above 1. zero: the largest level; 0 without any. adapters:
-    whether models may have them. needs: (module, line that installs it) of a package that it stands on. versions: (name
-    of that package, the first version that will do, the first that will not), where not all will. issues: whose
-    protocol of `verify/issue_order.py` its calls keep to. invariant: whether it can keep to that of a model. problem:
-    what of a model, or of a model under a layout, it cannot express, by the feature's name; "" if nothing."""
+    The costs are objects of classes that live above this package, so the types here say `object`; each consumer checks
+    the class (`memory_costs`, `time_costs`, `issue_order`). None means the costs of the torch backend, which are the
+    base classes that other backends derive theirs from."""
 
-    issues: str
-    calls: tuple[str, ...] = CALLS
-    divisions: tuple[str, ...] = DIVISIONS
-    zero: int = 3
-    adapters: bool = True
-    needs: tuple[str, str] | None = None
-    versions: tuple[str, str, str] | None = None
-    invariant: bool = False
-    problem: Callable[[Facts, Layout], str] = anything
+    calls: tuple[str, ...] = CALLS  # kinds of call
+    divisions: tuple[str, ...] = DIVISIONS  # degrees that may be above 1
+    zero: int = 3  # the highest `zero` level; 0: none
+    adapters: bool = True  # whether models may have LoRA adapters
+    needs: tuple[str, str] | None = None  # (a module that must be importable, the command that installs it)
+    versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
+    invariant: bool = False  # whether it can run models with `invariant=true`
+    problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
+    memory: object = None  # what a call holds: a `rldsl.memory.calls.MemoryCosts`
+    time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.calls.TimeCosts`
+    issue_order: object = None  # its communication inside calls: a `rldsl.verify.issue_order.IssueOrder`
 
 
 def names() -> tuple[str, ...]:
-    """The backends that there are, ascending."""
+    """The installed backends, in alphabetical order."""
     package = importlib.import_module("rldsl.backends")
     return tuple(sorted(found.name for found in pkgutil.iter_modules(package.__path__) if found.ispkg))
 
 
 @cache
 def described(name: str) -> Description | None:
-    """None where there is no backend of this name. Nothing is imported but the description of one that there is."""
+    """The description of a backend; None if there is no backend of this name, in which case nothing is imported.
+    Errors: RL0326."""
     if name not in names():
         return None
-    found = importlib.import_module(f"rldsl.backends.{name}.describe").DESCRIPTION
-    assert isinstance(found, Description), f"rldsl.backends.{name}.describe has no DESCRIPTION"
+    module = f"rldsl.backends.{name}.describe"
+    try:
+        found = getattr(importlib.import_module(module), "DESCRIPTION", None)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise unusable(name, "the package has no module `describe`") from None
+    if not isinstance(found, Description):
+        raise unusable(name, "`describe.py` exports no `DESCRIPTION` of class `rldsl.plan.backends.Description`")
+    if why := _contradiction(found):
+        raise unusable(name, why)
     return found
 
 
+def _contradiction(found: Description) -> str:
+    if unknown := [c for c in found.calls if c not in CALLS]:
+        return f"`calls` names {unknown[0]!r}; the kinds of call are {', '.join(CALLS)}"
+    if unknown := [d for d in found.divisions if d not in DIVISIONS]:
+        return f"`divisions` names {unknown[0]!r}; the degrees are {', '.join(DIVISIONS)}"
+    return "" if found.zero in range(4) else f"`zero` is {found.zero!r}; the levels are 0 to 3"
+
+
+Costs = TypeVar("Costs")
+
+
+def costs(name: str, field: str, kind: type[Costs]) -> Costs:
+    """The costs that a backend states in a field of its description; those of the base class if it states none.
+    Errors: RL0326 if they are not of the class, or lack one of its methods."""
+    found = getattr(described(name), field, None)  # the verifier refuses plans whose backend does not exist
+    if found is None:
+        return _base(kind)
+    if not isinstance(found, kind):
+        raise unusable(name, f"`{field}` must be an object of a class derived from `{kind.__module__}.{kind.__name__}`"
+                             f", not {found!r}")
+    return found
+
+
+@cache
+def _base(kind: type[Costs]) -> Costs:
+    return kind()
+
+
+def unusable(name: str, why: str) -> Failure:
+    """RL0326 for a description that is wrong: the backend's authors must fix it, the user can only avoid it."""
+    help = "" if name == DEFAULT_BACKEND else f", or place the calls with `backend={DEFAULT_BACKEND}`"
+    return fail("RL0326", f"the backend `{name}` cannot be used", place=f"rldsl.backends.{name}.describe",
+                notes=(why,), help=f"fix the description, or report this to the authors of the backend{help}")
+
+
 def lacking(description: Description) -> str:
-    """The line that installs what a backend stands on, where that is not there, or in a version that will not do; else
+    """The command that installs the package behind a backend, if that is missing or of an unsupported version; else
     ""."""
     if description.needs is None:
         return ""
-    module, line = description.needs
+    module, command = description.needs
     try:
-        there = importlib.util.find_spec(module) is not None
+        installed = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package around the module
-        return line
-    return "" if there and not unfit(description) else line
+        return command
+    return "" if installed and not unfit(description) else command
 
 
 def unfit(description: Description) -> str:
-    """Which version of its package is there that will not do; "" if none, or where nothing says its version. One that
-    came before a release counts as it."""
+    """The unsupported version of its package that is installed; "" if there is none, or if the version is unknown. A
+    release candidate counts as the release."""
     if description.versions is None:
         return ""
     name, first, end = description.versions
@@ -107,12 +160,12 @@ def unfit(description: Description) -> str:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Its numbers alone: 0.17.0rc0 is (0, 17, 0); () where there are none."""
+    """The numbers of a version: 0.17.0rc0 is (0, 17, 0); () if it has none."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[a-zA-Z+!-]", version)[0])))
 
 
 def unable(description: Description, call: str, layout: Layout, adapters: bool) -> str:
-    """What a backend cannot do of a call under a layout, whatever the model; "" if nothing."""
+    """Why a backend cannot run a call under a layout, whatever the model; "" if it can."""
     if call not in description.calls:
         return f"it has no `{call}`"
     divided = next((d for d in DIVISIONS if getattr(layout, d) > 1 and d not in description.divisions), "")

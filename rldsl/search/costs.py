@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rldsl.memory.calls import needs
-from rldsl.memory.parameters import Copy, elements, gradient_bytes, moment_bytes, resting
+from rldsl.memory.calls import gradient_bytes, needs, optimizer_bytes
+from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.search.alone import Alone
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy
 from rldsl.sharding.layout import own_layers
-from rldsl.simulate.calls import Passes, Stage, closing, forward, generate, minibatch, result, stage, told
-from rldsl.simulate.engine import Act, Pool, Run
+from rldsl.simulate.calls import (
+    Passes,
+    Stage,
+    generate,
+    infer_passes,
+    metrics_seconds,
+    result_seconds,
+    stage,
+    train_passes,
+    update,
+)
+from rldsl.simulate.engine import Compute, Op, Pool
 
 Event = Generate | Infer | Train
 
@@ -89,7 +99,7 @@ def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, event: Event, 
     base = copy.compute * elements(copy.model.base, copy)
     active = sum(needs(world.tables, event, copy, "cuda").values())
     if isinstance(event, Train):
-        mine = held + gradient_bytes(copy) + moment_bytes(copy)
+        mine = held + gradient_bytes(copy) + optimizer_bytes(copy)
         return Bytes(mine if problem.homes[job.model] == job.number else 0, base, 0, active)
     if copy.model.home == world.layout.id:
         return Bytes(0, base, 0, active + (held if s.offload else 0))
@@ -100,7 +110,7 @@ def away(world: Alone) -> float:
     """Seconds until what is offloaded is there, parameters and moments at the same time."""
     copy = world.fullest[0]
     parts = copy.stored * resting(copy) + copy.compute * elements(world.model.base, copy)
-    return world.machine.host(max(parts, moment_bytes(copy) if copy.trained else 0))
+    return world.machine.host(max(parts, optimizer_bytes(copy) if copy.trained else 0))
 
 
 # -------------------------------------------------------------------------------------------------- duration
@@ -113,12 +123,12 @@ def duration(world: Alone, event: Event) -> float:
     each = _stages(world)
     me = each[-1][0]
     if isinstance(event, Infer):
-        line = _line(each, [forward(world, event, stage) for stage, _ in each])
-        return _slowed(world, inference(line) + result(world, event, me)) if line.count else 0.0
+        line = _line(each, [infer_passes(world, event, stage) for stage, _ in each])
+        return _slowed(world, inference(line) + result_seconds(world, event, me)) if line.count else 0.0
     times = world.spread.minibatches * world.spread.epochs
-    line = _line(each, [minibatch(world, event, stage) for stage, _ in each])
-    ends = max(_work(closing(stage, world.layout.zero)) for stage, _ in each)
-    return _slowed(world, times * (training(line) + ends) + told(me)) if line.count else 0.0
+    line = _line(each, [train_passes(world, event, stage) for stage, _ in each])
+    ends = max(_work(update(stage, world.layout.zero)) for stage, _ in each)
+    return _slowed(world, times * (training(line) + ends) + metrics_seconds(me)) if line.count else 0.0
 
 
 def _stages(world: Alone) -> list[tuple[Stage, int]]:
@@ -171,8 +181,8 @@ def training(line: Line) -> float:
             + (fill + further) * line.message)
 
 
-def _work(acts: list[Act]) -> float:
-    return sum(a.seconds for a in acts if isinstance(a, Run))
+def _work(ops: list[Op]) -> float:
+    return sum(a.seconds for a in ops if isinstance(a, Compute))
 
 
 def _slowed(world: Alone, seconds: float) -> float:

@@ -213,7 +213,7 @@ class Instance:
         model, s = self.problem.models[self.calls[i].model], e.strategy
         what = (model.name,) if model.sources and not model.base else (model.path, model.kind, model.dtype)
         where = (block,) if s.pp > 1 or s.ep > 1 else (block.start % s.tp,)
-        return *what, *where, s.tp, s.pp, s.ep
+        return *what, *where, s.tp, s.pp, s.ep, s.backend
 
     def _again(self, i: int, blocks: Sequence[Block], entries: Sequence[Entry],
                moves: Mapping[int, tuple[Move, int]]) -> bool:

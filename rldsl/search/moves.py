@@ -94,7 +94,7 @@ class Moves:
 
 
 def _layout_only(s: Strategy) -> Strategy:
-    return Strategy(s.dp, s.tp, s.pp, s.cp, s.ep, min(s.zero, 1), vpp=s.vpp)
+    return Strategy(s.dp, s.tp, s.pp, s.cp, s.ep, min(s.zero, 1), vpp=s.vpp, backend=s.backend)
 
 
 def beside(src: Block, dst: Block, gpus: int) -> tuple[Block, Block]:

@@ -23,7 +23,7 @@ from rldsl.search.problem import Fixed
 from rldsl.search.settings import clause
 from rldsl.search.space import Block, Strategy
 
-OF_STRATEGY = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload")
+OF_STRATEGY = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload", "backend")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from rldsl.placement.families import Family
 from rldsl.placement.model import Place, layout_of
-from rldsl.plan.model import Layout, Mesh
+from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
 
 Kind = Literal["generate", "infer", "train"]
 LONG = 8192  # tokens from which on dividing sequences (cp) is tried
@@ -112,19 +112,21 @@ class Strategy:
     offload: bool = False
     vpp: int = 1
     mbt: int = 0
+    backend: str = DEFAULT_BACKEND
 
     @staticmethod
     def of(p: Place) -> Strategy:
         x = p.layout
-        return Strategy(x.dp, x.tp, x.pp, x.cp, x.ep, x.zero, p.mbs, p.recompute == "full", p.offload, x.vpp, p.mbt)
+        return Strategy(x.dp, x.tp, x.pp, x.cp, x.ep, x.zero, p.mbs, p.recompute == "full", p.offload, x.vpp, p.mbt,
+                        x.backend)
 
     def layout(self, mesh: Mesh) -> Layout:
-        return layout_of(mesh, self.dp, self.tp, self.pp, self.cp, zero=self.zero, ep=self.ep, vpp=self.vpp)
+        return layout_of(mesh, self.dp, self.tp, self.pp, self.cp, self.backend, zero=self.zero, ep=self.ep, vpp=self.vpp)
 
     @property
-    def degrees(self) -> tuple[int, ...]:
+    def degrees(self) -> tuple[int | str, ...]:
         """What tells layouts on one mesh apart."""
-        return self.dp, self.tp, self.pp, self.cp, self.ep, self.zero, self.vpp
+        return self.dp, self.tp, self.pp, self.cp, self.ep, self.zero, self.vpp, self.backend
 
     def text(self) -> str:
         """As a clause says it: "dp=4 tp=2"."""
@@ -132,7 +134,8 @@ class Strategy:
             ("dp", self.dp, 0), ("tp", self.tp, 1), ("pp", self.pp, 1), ("vpp", self.vpp, 1), ("cp", self.cp, 1),
             ("ep", self.ep, 1), ("zero", self.zero, 0), ("mbs", self.mbs, 0), ("mbt", self.mbt, 0)) if v != usual]
         return " ".join([*said, *(["recompute=full"] if self.recompute else []),
-                         *(["offload=true"] if self.offload else [])])
+                         *(["offload=true"] if self.offload else []),
+                         *([f"backend={self.backend}"] if self.backend != DEFAULT_BACKEND else [])])
 
 
 def degrees(kind: Kind, size: int, gpus: int, family: Family, tokens: int) -> Iterator[Strategy]:

@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
+from rldsl.plan.backends import described, unable
+from rldsl.plan.model import DEFAULT_BACKEND
 from rldsl.search.alone import Alone
 from rldsl.search.costs import Bytes, Entry, cost, memory
 from rldsl.search.problem import Fixed, Job, Problem
-from rldsl.search.space import Kind, Strategy, degrees, interleaved, micro, zeros
+from rldsl.search.space import Block, Kind, Strategy, degrees, interleaved, micro, zeros
 
 CHUNKS = (1,)  # of layers on each rank of a pipeline, where the program does not say
-BOUNDS = ("mbs", "mbt", "vpp")  # options that say themselves what is tried
+BOUNDS = ("mbs", "mbt", "vpp", "backend")  # options that say themselves what is tried
 FEW, MORE = 3, 6  # sizes of micro-batches that are kept for a layout, the largest that fit; of a pipeline
 
 
@@ -68,13 +70,13 @@ class Table:
             if fixed.block is None or fixed.block.size == size:
                 yield self.cost(job, fixed.strategy, size)
             return
-        layouts: dict[tuple[int, ...], list[Entry]] = {}
+        layouts: dict[tuple[int | str, ...], list[Entry]] = {}
         for e in self._all(job, size, dict(fixed.options)):
             layouts.setdefault(self._kind(job, e.strategy), []).append(e)
         for alike in layouts.values():
             yield from undominated(alike)
 
-    def _kind(self, job: Job, s: Strategy) -> tuple[int, ...]:
+    def _kind(self, job: Job, s: Strategy) -> tuple[int | str, ...]:
         """Strategies of different kinds do not compare: what moves differs, or what others have there already."""
         model = self.problem.models[job.model]
         if model.home:
@@ -87,12 +89,24 @@ class Table:
         problem, family = self.problem, self.problem.families[job.model]
         kind, tokens = cast(Kind, job.kind), problem.tokens(job)
         chunks = (cast(int, given["vpp"]),) if "vpp" in given else CHUNKS
-        for plain in degrees(kind, size, problem.cluster.gpus, family, tokens):
+        backend = cast(str, given.get("backend", DEFAULT_BACKEND))
+        for division in degrees(kind, size, problem.cluster.gpus, family, tokens):
+            plain = replace(division, backend=backend)
             for s in (x for c in interleaved(kind, plain, family.layers, chunks) for z in zeros(kind, c)
                       for x in self._variants(job, z)):
-                if all(_said(s, name) == value for name, value in given.items() if name not in BOUNDS):
+                if self._able(job, s) and all(_said(s, name) == value for name, value in given.items() if name not in BOUNDS):
                     few = self._largest(self._sizes(job, s, given), job, size, FEW if s.pp == 1 else MORE)
                     yield from (self.cost(job, x, size) for x in few)
+
+    def _able(self, job: Job, s: Strategy) -> bool:
+        """Whether the backend can run the call under this strategy. A call that it cannot run at all is left to the
+        compiler, which says why (RL0327)."""
+        description, layout = described(s.backend), s.layout(Block(0, s.dp * s.tp * s.pp * s.cp).mesh())
+        if description is None or job.kind not in description.calls:
+            return True
+        adapters = bool(self.problem.models[job.model].base)
+        return not (unable(description, job.kind, layout, adapters)
+                    or description.problem(self.problem.families[job.model], layout))
 
     def _sizes(self, job: Job, s: Strategy, given: Mapping[str, object]) -> list[Strategy]:
         """With all sizes of micro-batches, or as the program says. A `generate` decodes as many sequences as fit a

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from rldsl.graph import model as g
 from rldsl.placement.model import Call, Place
 from rldsl.placement.rules import names_of
-from rldsl.plan.model import DEFAULT_BACKEND
 from rldsl.plan.notation import seconds_text
 from rldsl.search.answer import Answer
 from rldsl.search.prepare import Prepared, named
@@ -59,8 +58,7 @@ def rules(graph: g.Graph, places: Mapping[str, Place]) -> list[str]:
 def clause(p: Place) -> str:
     """`on mesh(0:8) dp=4 tp=2 mbs=1`."""
     ranks = len(p.given.members()) if p.given else p.mesh.id
-    backend = "" if p.layout.backend == DEFAULT_BACKEND else f' backend="{p.layout.backend}"'
-    return f"on mesh({ranks}) {Strategy.of(p).text()}{backend}{'' if p.keep else ' keep=false'}"
+    return f"on mesh({ranks}) {Strategy.of(p).text()}{'' if p.keep else ' keep=false'}"
 
 
 def _number(x: float) -> str:

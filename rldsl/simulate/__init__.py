@@ -4,7 +4,7 @@ Pure, and without torch: it reads a plan, a cluster's numbers and expected lengt
 """
 
 from rldsl.simulate.lengths import Lengths, observed
-from rldsl.simulate.model import Hop, Occasion, Span, Timeline
+from rldsl.simulate.model import PathSegment, PeriodicEvents, Span, Timeline
 from rldsl.simulate.simulate import simulate
 
 __all__ = ["Hop", "Lengths", "Occasion", "Span", "Timeline", "observed", "simulate"]

@@ -1,8 +1,8 @@
-"""Ranks that do the same at the same times, so that a simulation follows one of each.
+"""Classes of ranks that do the same at the same times, so that the simulator follows one rank of each.
 
-In: a plan. Out: for each rank the number of its class. Two ranks share one if they take part in the same events, stand
-at the same stage of every pipeline, and the groups in which they meet others hold the same classes at the same places
-(the coarsest such division: colour refinement, Paige & Tarjan 1987).
+In: a plan. Out: the class of each rank. Two ranks share a class if they take part in the same events, are at the same
+stage of every pipeline, and the groups of their collectives hold the same classes at the same positions (the coarsest
+such partition: colour refinement, Paige & Tarjan 1987).
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from rldsl.plan.projection import events, to_ranges
 from rldsl.sharding.layout import axis_ranks
 
 Members = tuple[int, ...]  # classes
-MANY = 64  # classes: with more, the few ranks that log are as others, though it is they who are waited for; from one
-# rank that differs, the places in groups of many sizes may tell every other apart
+# With more classes than this, ranks that log count as the others, though others wait for them: one rank that differs
+# can, through groups of many sizes, end up separating every rank from every other.
+MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """of: rank -> class. ranks: class -> its ranks. first: class -> the rank that stands for it."""
+    """A partition of all ranks into classes."""
 
-    of: tuple[int, ...]
-    ranks: tuple[Ranges, ...]
-    first: tuple[int, ...]
-    sizes: tuple[int, ...]
+    of: tuple[int, ...]  # rank -> class
+    ranks: tuple[Ranges, ...]  # class -> its ranks
+    first: tuple[int, ...]  # class -> the rank that represents it
+    sizes: tuple[int, ...]  # class -> how many ranks it has
 
     def among(self, ranks: tuple[int, ...]) -> Members:
-        """The classes of some ranks, in the order of these, each once."""
+        """The classes of some ranks, each once, in the order of the ranks."""
         return tuple(dict.fromkeys(self.of[r] for r in ranks))
 
 
-def classes(plan: Plan, apart: bool = False) -> Classes:
-    """apart: every rank is a class of its own."""
-    colour = list(range(plan.header.world)) if apart else _refined(plan)
-    if not apart and len(set(colour)) > MANY:
+def classes(plan: Plan, per_rank: bool = False) -> Classes:
+    """The classes of a plan. per_rank: every rank is a class of its own."""
+    colour = list(range(plan.header.world)) if per_rank else _refined(plan)
+    if not per_rank and len(set(colour)) > MANY:
         colour = _refined(plan, {e.id for e, _ in events(plan) if isinstance(e, Log)})
     by: dict[int, list[int]] = {}
     for rank, c in enumerate(colour):
@@ -54,8 +55,8 @@ def called(plan: Plan) -> dict[str, Layout]:
 
 
 def _refined(plan: Plan, without: Collection[int] = ()) -> list[int]:
-    """without: events."""
-    colour, same = [0] * plan.header.world, dict[tuple[int, ...], int]()  # classes of a plan may differ in peaks alone
+    """Rank -> colour, after refinement. without: events that do not count."""
+    colour, same = [0] * plan.header.world, dict[tuple[int, ...], int]()  # a plan's classes may differ only in peaks
     for c in plan.classes:
         for start, stop in c.ranks:
             number = same.setdefault(tuple(e for e in c.events if e not in without), len(same))
@@ -64,15 +65,15 @@ def _refined(plan: Plan, without: Collection[int] = ()) -> list[int]:
     groups = [(axis == "pp", axis_ranks(layout, meshes[layout.mesh], axis))
               for layout in called(plan).values() for axis in ("pp", "tp", "cp", "dp", *_of_experts(layout))]
     while True:
-        signs: list[list[object]] = [[c] for c in colour]
+        signatures: list[list[object]] = [[c] for c in colour]
         for ordered, every in groups:
             for group in every:
                 held = tuple(colour[r] for r in group)
                 met = held if ordered else frozenset(held)
                 for place, rank in enumerate(group):
-                    signs[rank].append((met, place) if ordered else met)
+                    signatures[rank].append((met, place) if ordered else met)
         known: dict[tuple[object, ...], int] = {}
-        finer = [known.setdefault(tuple(s), len(known)) for s in signs]
+        finer = [known.setdefault(tuple(s), len(known)) for s in signatures]
         if len(known) == len(set(colour)):
             return finer
         colour = finer
@@ -80,14 +81,13 @@ def _refined(plan: Plan, without: Collection[int] = ()) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of a layout as one class sees them ("pp", "tp", "cp", "dp", "mesh", and "shard": the ranks that work
-    on the same rows; with ep also "ep" and "copies"): the classes in each, the number of ranks, whether one of the
-    layout's groups of that axis lies on several nodes. stage: of the pipeline."""
+    """The groups of a layout as one class sees them, by axis: "pp", "tp", "cp", "dp", "mesh", and "shard" (the ranks
+    that work on the same rows); with ep also "ep", and "copies" (the ranks that hold the same experts)."""
 
-    members: dict[str, Members]
-    sizes: dict[str, int]
-    crosses: dict[str, bool]
-    stage: int
+    members: dict[str, Members]  # axis -> the classes in its group
+    sizes: dict[str, int]  # axis -> ranks in a group
+    crosses: dict[str, bool]  # axis -> whether any of the layout's groups spans several nodes
+    stage: int  # of the pipeline
 
 
 def groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> dict[int, Groups]:

@@ -1,8 +1,8 @@
-"""The critical path: what would have to be faster for the step to be.
+"""The critical path: the work and messages that determine how long a step takes.
 
-In: a played simulation. Out: hops backwards from the end of a step: the work that ended last, the message that it
-waited for, the work of the class that was last ready for that message, and so on. Each hop begins where the one
-before ended.
+In: a simulation. Out: segments, found backwards from the end of a step: the work that ended last, the message that it
+waited for, the work of the class that was last ready for that message, and so on. Each segment begins where the one
+before it ended.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rldsl.simulate.engine import Played
-from rldsl.simulate.model import Hop
+from rldsl.simulate.engine import Timelines
+from rldsl.simulate.model import PathSegment
 
 
-def critical(played: Played, c: int, stop: float, start: float) -> tuple[Hop, ...]:
+def critical(timelines: Timelines, c: int, stop: float, start: float) -> tuple[PathSegment, ...]:
     """The path that ends with class `c` at `stop`, back to `start`; times from `start`."""
-    hops: list[Hop] = []
+    segments: list[PathSegment] = []
     at = stop
-    ends = [[p.stop for p in pieces] for pieces in played.pieces]
+    ends = [[p.stop for p in intervals] for intervals in timelines.intervals]
     while at > start:
         i = bisect_left(ends[c], at)
-        piece = played.pieces[c][i]
-        assert piece.stop == at, f"class {c} did nothing that ended at {at}"
-        if piece.key is None:
-            hops.append(Hop(c, piece.begin.event, max(piece.start, start) - start, at - start, "work"))
-            at = piece.start
+        interval = timelines.intervals[c][i]
+        if interval.stop != at:
+            raise ValueError(f"class {c} did nothing that ended at {at}")
+        if interval.key is None:
+            segments.append(PathSegment(c, interval.begin.event, max(interval.start, start) - start, at - start, "work"))
+            at = interval.start
             continue
-        message = played.messages[piece.key]
-        assert message.at is not None
-        if message.done > message.began:
-            hops.append(Hop(c, message.at.event, max(message.began, start) - start, at - start, "message"))
+        message = timelines.messages[interval.key]
+        if message.done > message.began and message.at is not None:
+            segments.append(PathSegment(c, message.at.event, max(message.began, start) - start, at - start, "message"))
         at, c = message.began, message.last
-    return _joined(reversed(hops))
+    return _joined(reversed(segments))
 
 
-def _joined(hops: Iterable[Hop]) -> tuple[Hop, ...]:
-    """Hops of the same kind, class and event after each other as one."""
-    found: list[Hop] = []
-    for hop in hops:
+def _joined(segments: Iterable[PathSegment]) -> tuple[PathSegment, ...]:
+    """Consecutive segments of the same kind, class and event as one."""
+    found: list[PathSegment] = []
+    for segment in segments:
         last = found[-1] if found else None
-        if last is not None and (last.rank_class, last.event, last.kind) == (hop.rank_class, hop.event, hop.kind):
-            found[-1] = replace(last, stop=hop.stop)
+        if last is not None and (last.rank_class, last.event, last.kind) == (segment.rank_class, segment.event, segment.kind):
+            found[-1] = replace(last, stop=segment.stop)
         else:
-            found.append(hop)
+            found.append(segment)
     return tuple(found)

@@ -1,15 +1,15 @@
-"""Discrete events under rendezvous: every class of ranks walks its own list of acts.
+"""A discrete-event simulator with rendezvous: every class of ranks executes its own list of ops.
 
-In: for each class a list of acts. Out: what each did when, and when each message went. An act is work (`Run`), saying
-that one is ready for a message (`Post`), or waiting until it has arrived (`Wait`). A message begins when all its
-parties are ready and then takes its time beside whatever they do: that is how `runtime/comm/exchange.py` posts early
-and waits late, and a collective is a message for which everybody waits at once.
+In: a list of ops per class. Out: what each class did when, and when each message was under way. An op is work
+(`Compute`), the posting of a message (`Isend`; a receiver posts too), or waiting for its arrival (`Wait`). A message
+begins when all its parties have posted it, and then takes its time while they do other work, as in
+`runtime/comm/exchange.py`; a collective is a message that every party waits for at once.
 
-Where ranks share the cores of a machine (a pool), work and messages in it slow each other down: with more of them than
-cores each gets an equal share.
+Where ranks share the cores of a machine (a pool), work and messages slow each other down: if there are more of them
+than cores, each gets an equal share.
 
-A loop of many turns is not played turn by turn: between a `Mark` and an `Again` a class goes through one turn, and the
-turns that are left take as long as that one did.
+A loop of many iterations is extrapolated: between a `LoopBegin` and a `RepeatExtrapolated` a class executes one
+iteration, and the remaining ones take as long as that one.
 """
 
 from __future__ import annotations
@@ -21,67 +21,67 @@ from heapq import heappop, heappush
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Work of `seconds` alone on a core. share: fraction of these seconds in which this rank computes, and not another
-    stage of its pipeline."""
+class Compute:
+    """Work."""
 
-    seconds: float
-    share: float = 1.0
+    seconds: float  # on a core of its own
+    share: float = 1.0  # of these seconds, in which this rank computes, and not another stage of its pipeline
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
-    """Ready for message `key`, which takes `seconds` once all of `parties` (classes) are. share: of a core that it
-    keeps busy while it is on its way."""
+class Isend:
+    """This class is ready for a message. The op returns at once."""
 
     key: Hashable
-    parties: tuple[int, ...]
-    seconds: float = 0.0
-    share: float = 0.0
+    parties: tuple[int, ...]  # the classes that must post it before it begins
+    seconds: float = 0.0  # that it then takes
+    share: float = 0.0  # of a core that it keeps busy meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
+    """Blocks until a message has arrived."""
+
     key: Hashable
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """From here on the class is in an event. step: of the simulation; turn: of the event within the step."""
+class EventBegin:
+    """From here on the class is in an event."""
 
-    event: int
-    step: int
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A turn of a loop begins here. depth: of the loop; inner ones have larger ones."""
-
-    depth: int
+    event: int  # -1: the end of a step
+    step: int  # of the simulation
+    iteration: int  # how often the event ran before in this step
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """What happened since the mark of this depth happens `times` more. runs: event -> how often a turn runs it."""
+class LoopBegin:
+    """An iteration of a loop begins here."""
+
+    depth: int  # of the loop; inner loops have larger ones
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatExtrapolated:
+    """What happened since the `LoopBegin` of this depth happens `times` more, and takes as long each time."""
 
     depth: int
     times: int
-    runs: Mapping[int, int]
+    runs: Mapping[int, int]  # event -> how often an iteration runs it
 
 
-Act = Run | Post | Wait | Begin | Mark | Again
+Op = Compute | Isend | Wait | EventBegin | LoopBegin | RepeatExtrapolated
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Cores that ranks share. speed: of a core when all are busy, against one alone."""
+    """Cores that ranks share."""
 
     cores: int
-    speed: float = 1.0
+    speed: float = 1.0  # of a core when all are busy, relative to one alone
 
     def rate(self, load: float) -> float:
-        """How fast each goes when the work of `load` cores is under way."""
+        """The speed of each task when the work of `load` cores is under way."""
         if load <= 1:
             return 1.0
         crowded = min((load - 1) / (self.cores - 1), 1.0) if self.cores > 1 else 0.0
@@ -89,182 +89,183 @@ class Pool:
 
 
 @dataclass(slots=True)
-class Piece:
-    """Of what a class did: from start to stop, in one event. key: of the message that it waited for; None for work, and
-    for turns that were not played. busy: seconds of own work."""
+class Interval:
+    """What a class did from start to stop, in one event."""
 
     start: float
     stop: float
-    begin: Begin
-    key: Hashable | None
-    busy: float
+    begin: EventBegin
+    key: Hashable | None  # of the message that it waited for; None for work, and for extrapolated iterations
+    busy: float  # seconds of own work
 
 
 @dataclass(slots=True)
 class Message:
-    """last: the class that was ready last, at `began`. at: the event in which it was posted."""
+    """The state of a message."""
 
-    ready: set[int] = field(default_factory=set)
-    waiting: list[int] = field(default_factory=list)
-    last: int = -1
-    at: Begin | None = None
-    began: float = -1.0
-    done: float = -1.0
+    ready: set[int] = field(default_factory=set)  # classes that have posted it
+    waiting: list[int] = field(default_factory=list)  # classes that wait for its arrival
+    last: int = -1  # the class that posted it last
+    at: EventBegin | None = None  # the event in which that class posted it
+    began: float = -1.0  # -1: not all parties have posted it
+    done: float = -1.0  # -1: not arrived
 
 
 @dataclass(slots=True)
-class Played:
-    pieces: list[list[Piece]]
+class Timelines:
+    """The result: one timeline per class."""
+
+    intervals: list[list[Interval]]  # class -> what it did, in order
     messages: dict[Hashable, Message]
-    begins: list[list[tuple[Begin, float]]]
-    ends: list[float]
+    begins: list[list[tuple[EventBegin, float]]]  # class -> (event, when it began)
+    ends: list[float]  # class -> when its last op ended
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """owner: a class at work, or None for a message. left: seconds alone. load: cores that it wants."""
+    """Work or a message that is under way."""
 
-    owner: int | None
+    owner: int | None  # the class at work; None for a message
     key: Hashable
-    left: float
-    load: float
+    left: float  # remaining seconds at full speed
+    load: float  # cores that it keeps busy
     begun: float
-    version: int = 0
+    version: int = 0  # rises when the speed changes; older entries of the heap are void
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    """Where a turn began: when, and how many pieces and begins of the class there were."""
+class _Iteration:
+    """Where an iteration began."""
 
     start: float
-    pieces: int
-    begins: int
+    intervals: int  # how many the class had
+    begins: int  # how many the class had
 
 
 class Deadlock(Exception):
-    """Classes wait for each other; never for a verified plan."""
+    """Classes wait for each other. A verified plan never does this."""
 
 
-def play(programs: Sequence[Sequence[Act]], pools: Sequence[int], pool: Pool | None = None) -> Played:
-    """pools: class -> number of the machine whose cores it shares (unused without `pool`)."""
+def run_programs(programs: Sequence[Sequence[Op]], pools: Sequence[int], pool: Pool | None = None) -> Timelines:
+    """Execute a list of ops per class. pools: class -> number of the machine whose cores it shares (unused without
+    `pool`). Errors: Deadlock."""
     engine = _Engine(programs, pools, pool)
     engine.run()
-    return engine.played
+    return engine.timelines
 
 
 class _Engine:
-    def __init__(self, programs: Sequence[Sequence[Act]], pools: Sequence[int], pool: Pool | None):
+    def __init__(self, programs: Sequence[Sequence[Op]], pools: Sequence[int], pool: Pool | None):
         self.programs, self.pools, self.pool = programs, pools, pool
         count = len(programs)
         self.now = 0.0
-        self.at = [0] * count  # the next act of each class
-        self.since = [0.0] * count  # when it began to wait
-        self.begin = [Begin(-1, 0, 0)] * count
-        self.turns: list[dict[int, _Turn]] = [{} for _ in range(count)]  # of each class, by depth of the loop
-        self.played = Played([[] for _ in range(count)], {}, [[] for _ in range(count)], [0.0] * count)
-        self.going = deque(range(count))  # classes that can go on
-        self.heap: list[tuple[float, int, int, _Task]] = []
+        self.at = [0] * count  # class -> its next op
+        self.since = [0.0] * count  # class -> when it began to wait
+        self.begin = [EventBegin(-1, 0, 0)] * count  # class -> the event that it is in
+        self.loops: list[dict[int, _Iteration]] = [{} for _ in range(count)]  # class -> depth -> current iteration
+        self.timelines = Timelines([[] for _ in range(count)], {}, [[] for _ in range(count)], [0.0] * count)
+        self.runnable = deque(range(count))  # classes that can continue
+        self.heap: list[tuple[float, int, int, _Task]] = []  # (end, order of pushing, version, task)
         self.pushed = 0
         self.active: dict[int, list[_Task]] = {}  # machine -> what shares its cores
-        self.updated: dict[int, float] = {}
+        self.updated: dict[int, float] = {}  # machine -> when `left` of its tasks was computed
 
     def run(self) -> None:
-        while self.going or self.heap:
-            while self.going:
-                self.advance(self.going.popleft())
+        while self.runnable or self.heap:
+            while self.runnable:
+                self.advance(self.runnable.popleft())
             if self.heap:
                 when, _, version, task = heappop(self.heap)
                 if version == task.version:
                     self.now = when
                     self.end(task)
-        stuck = [c for c, acts in enumerate(self.programs) if self.at[c] < len(acts)]
+        stuck = [c for c, ops in enumerate(self.programs) if self.at[c] < len(ops)]
         if stuck:
             raise Deadlock(f"classes {stuck} wait: {[self.programs[c][self.at[c]] for c in stuck[:4]]}")
 
     def advance(self, c: int) -> None:
-        """Go on with class `c` until it works, waits or is done."""
-        acts = self.programs[c]
-        while self.at[c] < len(acts):
-            act = acts[self.at[c]]
-            match act:
-                case Run():
-                    if act.seconds > 0:
-                        self.start(self.pools[c], _Task(c, None, act.seconds, act.share, self.now))
+        """Execute ops of class `c` until it works, waits or is done."""
+        ops = self.programs[c]
+        while self.at[c] < len(ops):
+            op = ops[self.at[c]]
+            match op:
+                case Compute():
+                    if op.seconds > 0:
+                        self.start(self.pools[c], _Task(c, None, op.seconds, op.share, self.now))
                         return
-                case Post():
-                    self.post(c, act)
+                case Isend():
+                    self.post(c, op)
                 case Wait():
-                    message = self.played.messages.setdefault(act.key, Message())
+                    message = self.timelines.messages.setdefault(op.key, Message())
                     if message.done < 0:
                         message.waiting.append(c)
                         self.since[c] = self.now
                         return
-                case Begin():
-                    self.begin[c] = act
-                    self.played.begins[c].append((act, self.now))
-                case Mark():
-                    pieces, begins = len(self.played.pieces[c]), len(self.played.begins[c])
-                    self.turns[c][act.depth] = _Turn(self.now, pieces, begins)
-                case Again():
-                    left = (self.now - self.turns[c][act.depth].start) * act.times
-                    if left > 0:  # the cores have been shared already when the turn was timed
+                case EventBegin():
+                    self.begin[c] = op
+                    self.timelines.begins[c].append((op, self.now))
+                case LoopBegin():
+                    intervals, begins = len(self.timelines.intervals[c]), len(self.timelines.begins[c])
+                    self.loops[c][op.depth] = _Iteration(self.now, intervals, begins)
+                case RepeatExtrapolated():
+                    left = (self.now - self.loops[c][op.depth].start) * op.times
+                    if left > 0:  # no load: the iteration was timed with shared cores already
                         self.start(self.pools[c], _Task(c, None, left, 0.0, self.now))
                         return
             self.at[c] += 1
-        self.played.ends[c] = self.now
+        self.timelines.ends[c] = self.now
 
-    def post(self, c: int, act: Post) -> None:
-        message = self.played.messages.setdefault(act.key, Message())
+    def post(self, c: int, op: Isend) -> None:
+        message = self.timelines.messages.setdefault(op.key, Message())
         message.ready.add(c)
-        if len(message.ready) < len(act.parties):
+        if len(message.ready) < len(op.parties):
             return
         message.last, message.at, message.began = c, self.begin[c], self.now
-        if act.seconds > 0:
-            self.start(self.pools[c], _Task(None, act.key, act.seconds, act.share, self.now))
+        if op.seconds > 0:
+            self.start(self.pools[c], _Task(None, op.key, op.seconds, op.share, self.now))
         else:
-            self.arrive(act.key, message)
+            self.arrive(op.key, message)
 
     def end(self, task: _Task) -> None:
         """Work is done, or a message has arrived."""
         c = task.owner
         if self.pool is not None:
-            self.share(self.pools[self.played.messages[task.key].last if c is None else c], without=task)
+            self.share(self.pools[self.timelines.messages[task.key].last if c is None else c], without=task)
         if c is None:
-            self.arrive(task.key, self.played.messages[task.key])
+            self.arrive(task.key, self.timelines.messages[task.key])
             return
-        act = self.programs[c][self.at[c]]
-        if isinstance(act, Again):
-            self.again(c, act, task.begun)
+        op = self.programs[c][self.at[c]]
+        if isinstance(op, RepeatExtrapolated):
+            self.extrapolate(c, op, task.begun)
         else:
-            assert isinstance(act, Run)
-            busy = (self.now - task.begun) * act.share
-            self.played.pieces[c].append(Piece(task.begun, self.now, self.begin[c], None, busy))
+            busy = (self.now - task.begun) * (op.share if isinstance(op, Compute) else 1.0)
+            self.timelines.intervals[c].append(Interval(task.begun, self.now, self.begin[c], None, busy))
         self.at[c] += 1
-        self.going.append(c)
+        self.runnable.append(c)
 
-    def again(self, c: int, act: Again, begun: float) -> None:
-        """The turn that ended at `begun`, drawn out until now: each of its events and pieces has its part of it."""
-        turn = self.turns[c][act.depth]
-        longer = (self.now - begun) / (begun - turn.start)
+    def extrapolate(self, c: int, op: RepeatExtrapolated, begun: float) -> None:
+        """Stretch the iteration that ended at `begun` until now: each of its events and intervals in proportion."""
+        first = self.loops[c][op.depth]
+        longer = (self.now - begun) / (begun - first.start)
 
         def later(when: float) -> float:
-            return self.now if when == begun else begun + (when - turn.start) * longer
+            return self.now if when == begun else begun + (when - first.start) * longer
 
-        known: dict[int, Begin] = {}
-        for mark, when in self.played.begins[c][turn.begins :]:
-            known[id(mark)] = replace(mark, turn=mark.turn + act.runs.get(mark.event, 1))
-            self.played.begins[c].append((known[id(mark)], later(when)))
-        for p in self.played.pieces[c][turn.pieces :]:
-            mark = known.get(id(p.begin), p.begin)
-            self.played.pieces[c].append(Piece(later(p.start), later(p.stop), mark, None, p.busy * longer))
+        known: dict[int, EventBegin] = {}
+        for begin, when in self.timelines.begins[c][first.begins :]:
+            known[id(begin)] = replace(begin, iteration=begin.iteration + op.runs.get(begin.event, 1))
+            self.timelines.begins[c].append((known[id(begin)], later(when)))
+        for p in self.timelines.intervals[c][first.intervals :]:
+            begin = known.get(id(p.begin), p.begin)
+            self.timelines.intervals[c].append(Interval(later(p.start), later(p.stop), begin, None, p.busy * longer))
 
     def arrive(self, key: Hashable, message: Message) -> None:
         message.done = self.now
         for c in message.waiting:
             if self.since[c] < self.now:
-                self.played.pieces[c].append(Piece(self.since[c], self.now, self.begin[c], key, 0.0))
+                self.timelines.intervals[c].append(Interval(self.since[c], self.now, self.begin[c], key, 0.0))
             self.at[c] += 1
-            self.going.append(c)
+            self.runnable.append(c)
 
     def start(self, machine: int, task: _Task) -> None:
         if self.pool is None:
@@ -273,8 +274,9 @@ class _Engine:
             self.share(machine, new=task)
 
     def share(self, machine: int, new: _Task | None = None, without: _Task | None = None) -> None:
-        """Who uses the cores of a machine changes: all go on at another rate."""
-        assert self.pool is not None
+        """The load of a machine changes: all its tasks continue at another speed."""
+        if self.pool is None:
+            raise ValueError("only machines with a pool share cores")
         tasks = self.active.setdefault(machine, [])
         passed = (self.now - self.updated.get(machine, 0.0)) * self.pool.rate(sum(t.load for t in tasks))
         for task in tasks:

@@ -1,4 +1,4 @@
-"""What a simulation finds: one steady step of a plan, as every class of ranks goes through it. Times are seconds."""
+"""The result of a simulation: one steady step of a plan, per class of ranks. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from rldsl.plan.model import Ranges
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A class of ranks in an event, from its begin to its end, waits inside it included. start may be negative: a rank
-    that is done with the step before begins this one while others are not. busy: seconds of work in it. turn: how often
-    the event ran before in this step. Of a loop of many turns the first few have spans of their own, and then one
-    stands for all that are left."""
+    """A class of ranks in an event, from its begin to its end, including its waits. Of a loop with many iterations the
+    first few have spans of their own; one more span stands for all that are left."""
 
     rank_class: int
     event: int
-    start: float
+    start: float  # may be negative: a rank that is done with the step before begins this one early
     stop: float
-    busy: float
-    turn: int = 0
+    busy: float  # seconds of work in it
+    iteration: int = 0  # how often the event ran before in this step
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
-    """A part of the critical path: work of a class of ranks, or a message to it, for an event."""
+class PathSegment:
+    """A segment of the critical path: work of a class of ranks, or a message to it, for an event."""
 
     rank_class: int
     event: int
@@ -34,40 +32,34 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Occasion:
-    """What happens in each `period`-th step alone, and how much longer that step takes; where it stands in another one,
-    longer than with that. events: of it."""
+class PeriodicEvents:
+    """Events that run only in every `period`-th step."""
 
     period: int
     events: tuple[int, ...]
-    seconds: float
+    seconds: float  # that such a step takes longer; of a block inside another, longer than with the outer block alone
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """seconds: of a steady step, without what stands under `every` (that is in `occasions`). classes: ranks that do the
-    same at the same times. spans: of one step, by class and start; 0 is the end of the step before. idle: mesh id ->
-    share of the step in which its ranks do nothing. critical: hops from 0 to `seconds`, each beginning where the last
-    ended. tokens: of a step. estimated: models whose times come from counted operations, since the cluster's file has
-    no measurements of them. free: rates and latencies that the plan needs and the cluster's file leaves out, so that
-    they cost nothing here."""
+    """One steady step."""
 
-    seconds: float
-    classes: tuple[Ranges, ...]
-    spans: tuple[Span, ...]
-    idle: tuple[tuple[str, float], ...]
-    critical: tuple[Hop, ...]
-    tokens: int
-    occasions: tuple[Occasion, ...] = ()
-    estimated: tuple[str, ...] = ()
-    free: tuple[str, ...] = ()
+    seconds: float  # without what runs under an `every` of steps, which is in `periodic`
+    classes: tuple[Ranges, ...]  # the ranks of each class
+    spans: tuple[Span, ...]  # by class and start; 0 is the end of the step before
+    idle: tuple[tuple[str, float], ...]  # (mesh, share of the step in which its ranks do nothing)
+    critical: tuple[PathSegment, ...]  # from 0 to `seconds`, each beginning where the last one ended
+    tokens: int  # of a step
+    periodic: tuple[PeriodicEvents, ...] = ()
+    estimated: tuple[str, ...] = ()  # models without measurements in the cluster's file: times from counted operations
+    free: tuple[str, ...] = ()  # rates that the plan needs and the cluster's file leaves out, counted as free
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def event_seconds(self) -> dict[int, float]:
-        """Event -> the longest that a class spends in it in a step, all turns together."""
+        """Event -> the longest that a class spends in it in a step, all iterations together."""
         by: dict[tuple[int, int], float] = {}
         for span in self.spans:
             key = (span.event, span.rank_class)

@@ -1,6 +1,6 @@
-"""The acts of a class in a transfer or a realloc: posted where the event stands, waited for where they are needed.
+"""The ops of a class in a transfer or a realloc: posted where the event stands, waited for where they are needed.
 
-In: an event, a class, the world. Out: the acts at the event, the messages that are under way afterwards, and the
+In: an event, a class, the world. Out: the ops at the event, the messages that are under way afterwards, and the
 seconds of putting what has come into its place. A transfer is expected, not worked out row by row: rows lie anywhere on
 the source's shards. A realloc takes the paths that the runtime takes (`reshard/`), so rows of `zero`, runs of `ep`
 and lines that nodes pass on cost what they cost there; the first rank of a class stands for it.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rldsl.plan.events import Realloc, Transfer
 from rldsl.reshard.rounds import num_buckets, num_rounds
 from rldsl.sharding.dtypes import in_wire_dtype
-from rldsl.simulate.engine import Act, Post, Run
+from rldsl.simulate.engine import Compute, Isend, Op
 from rldsl.simulate.traffic import Loads, Traffic
 from rldsl.simulate.world import World
 
@@ -25,7 +25,7 @@ BYTES = {"f32": 4, "i64": 8, "bool": 1, "text": 0}
 class Issued:
     """keys: of the messages that this class takes part in. after: seconds of work once they have arrived."""
 
-    acts: list[Act]
+    ops: list[Op]
     keys: tuple[Hashable, ...]
     after: float = 0.0
 
@@ -43,15 +43,15 @@ def transfer(world: World, event: Transfer, value: str, c: int, key: Hashable) -
     out = total / world.size(src.mesh)
     crosses = world.crosses(src.mesh, dst.mesh)
     sources = min(world.dp(src), rows)
-    acts: list[Act] = [Run(world.machine.rows(rows if c in takers else 0) + world.machine.memory(
+    ops: list[Op] = [Compute(world.machine.rows(rows if c in takers else 0) + world.machine.memory(
         2 * (out if c in givers else 0.0)))]
     keys: list[Hashable] = []
     for d, need in needs.items():
         if need > 0 and (c == d or c in givers):
             keys.append((key, value, d))
             seconds = sources * world.machine.latency(crosses) + world.machine.link(max(need, out), crosses)
-            acts.append(Post(keys[-1], tuple(dict.fromkeys((d, *givers))), seconds, 1.0))
-    return Issued(acts, tuple(keys), world.machine.memory(2 * needs.get(c, 0.0)))
+            ops.append(Isend(keys[-1], tuple(dict.fromkeys((d, *givers))), seconds, 1.0))
+    return Issued(ops, tuple(keys), world.machine.memory(2 * needs.get(c, 0.0)))
 
 
 def realloc(world: World, event: Realloc, c: int, key: Hashable) -> Issued:
@@ -65,7 +65,7 @@ def realloc(world: World, event: Realloc, c: int, key: Hashable) -> Issued:
     way = world.ways[event.model, event.src, event.dst]
     parts = num_buckets(way, item)
     rounds = num_rounds(way, parts)
-    acts: list[Act] = [Run(machine.memory(2 * item * moved[c].sent))]
+    ops: list[Op] = [Compute(machine.memory(2 * item * moved[c].sent))]
     keys: list[Hashable] = []
     for d in world.on(world.layouts[event.dst].mesh):
         if moved[d].received > 0 and (c == d or c in givers):
@@ -73,8 +73,8 @@ def realloc(world: World, event: Realloc, c: int, key: Hashable) -> Issued:
             parties = tuple(dict.fromkeys((d, *givers)))
             crosses = any(moved[p].crosses for p in parties)
             longest = max(moved[d].receiving(machine, item), *(moved[p].sending(machine, item) for p in parties))
-            acts.append(Post(keys[-1], parties, rounds * (machine.latency(crosses) + longest / parts), 1.0))
-    return Issued(acts, tuple(keys), machine.memory(2 * item * moved[c].received))
+            ops.append(Isend(keys[-1], parties, rounds * (machine.latency(crosses) + longest / parts), 1.0))
+    return Issued(ops, tuple(keys), machine.memory(2 * item * moved[c].received))
 
 
 def moves(world: World, event: Realloc) -> dict[int, Traffic]:

@@ -1,8 +1,8 @@
-"""What every class of ranks does, act by act: the plan's body, walked as `runtime/interpreter/interpreter.py` walks it.
+"""The ops of every class of ranks: the plan's body, walked in the order of `runtime/interpreter/interpreter.py`.
 
-In: a world. Out: for each class its acts over some steps. What an `every` of steps holds is no part of an ordinary
-step, and left out unless it is asked for; one inside a `repeat` counts its turns (`turns.py`). Invariant: classes
-that share an event give its messages the same keys, since they go through it equally often.
+In: a world. Out: per class its ops over some steps. The body of an `every` of steps is no part of an ordinary step, and
+is left out unless asked for; an `every` inside a loop counts the loop's iterations (`iterations.py`). Invariant: classes
+that share an event give its messages the same keys, since they execute it equally often.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import lcm, prod
 
-from rldsl.memory.parameters import Copy, elements, moment_bytes, resting
+from rldsl.memory.calls import optimizer_bytes
+from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.events import (
     Checkpoint,
     Collect,
@@ -37,15 +38,17 @@ from rldsl.plan.events import (
 from rldsl.plan.expr import REDUCTIONS
 from rldsl.sharding.boxes import cell_of, parameters
 from rldsl.simulate.calls import generate, infer, train
-from rldsl.simulate.engine import Act, Again, Begin, Mark, Post, Run, Wait
+from rldsl.simulate.engine import Compute as ComputeOp
+from rldsl.simulate.engine import EventBegin, Isend, LoopBegin, Op, RepeatExtrapolated, Wait
+from rldsl.simulate.iterations import iteration_kinds
 from rldsl.simulate.moves import realloc, transfer
-from rldsl.simulate.turns import kinds
-from rldsl.simulate.world import World, meet
+from rldsl.simulate.world import World, collective
 
-# What the runtime does in Python and small tensors, in rows divided and kernels started; from recorded runs.
-FETCH_ROWS, FETCH_KERNELS = 90, 600  # a row to read and tokenize; a batch
-CALL_ROWS = 110  # a row to hand to a Python function
-MOVE_KERNELS = 150  # a value to divide, pack and join
+# The runtime's work in Python and in small tensors, as equivalents of rows divided and of kernels launched; fitted to
+# recorded runs.
+FETCH_ROWS, FETCH_KERNELS = 90, 600  # to read and tokenize a row; to collate a batch
+CALL_ROWS = 110  # to call a Python function with a row
+MOVE_KERNELS = 150  # to divide, pack and join a value
 
 
 def step_of(world: World) -> Loop:
@@ -53,47 +56,48 @@ def step_of(world: World) -> Loop:
     return next(item for item in world.plan.body if isinstance(item, Loop))
 
 
-def programs(world: World, steps: int, also: Sequence[Every] = ()) -> list[list[Act]]:
-    """also: what happens besides in the last step."""
+def programs(world: World, steps: int, also: Sequence[Every] = ()) -> list[list[Op]]:
+    """The ops of each class. also: `every` blocks that run in the last step too."""
     body = step_of(world).body
-    return [_Walk(world, c).whole(body, steps, also) for c in range(len(world.classes.ranks))]
+    return [_OpBuilder(world, c).whole(body, steps, also) for c in range(len(world.classes.ranks))]
 
 
-def occasions(items: Sequence[Item], around: tuple[Every, ...] = ()) -> Iterator[tuple[Every, ...]]:
-    """Everything that happens in some steps alone: each `every` of steps, behind those around it."""
+def periodic_blocks(items: Sequence[Item], around: tuple[Every, ...] = ()) -> Iterator[tuple[Every, ...]]:
+    """Every block that runs only in some steps: each `every` of steps, after the ones around it."""
     for item in items:
         if isinstance(item, Every):
             if item.period > 1:
                 yield (*around, item)
-            yield from occasions(item.body, (*around, item) if item.period > 1 else around)
+            yield from periodic_blocks(item.body, (*around, item) if item.period > 1 else around)
 
 
-class _Walk:
-    """One class on its way. pending: buffer -> messages on their way to it, and the work that then remains. away: part
-    of a copy -> the message that takes it to host memory."""
+class _OpBuilder:
+    """Builds the ops of one class, in the order of the plan's body."""
 
     def __init__(self, world: World, c: int):
         self.world, self.c = world, c
-        self.acts: list[Act] = []
+        self.ops: list[Op] = []
+        # buffer -> keys of the messages under way to it, and seconds of work once they have arrived
         self.pending: dict[str, tuple[tuple[Hashable, ...], float]] = {}
-        self.away: dict[tuple[str, str], Hashable] = {}
-        self.counts: Counter[int] = Counter()
-        self.turns: Counter[int] = Counter()
+        # (copy, part) -> key of the message that moves it to host memory
+        self.offloading: dict[tuple[str, str], Hashable] = {}
+        self.executed: Counter[int] = Counter()  # event -> executions so far
+        self.iterations: Counter[int] = Counter()  # event -> executions so far in this step
         self.step = 0
 
-    def whole(self, body: Sequence[Item], steps: int, also: Sequence[Every]) -> list[Act]:
+    def whole(self, body: Sequence[Item], steps: int, also: Sequence[Every]) -> list[Op]:
         for self.step in range(steps):
-            self.turns.clear()
+            self.iterations.clear()
             now = also if self.step == steps - 1 else ()
             self.block(body, lambda each, _: any(each is e for e in now))
-            self.acts.append(Begin(-1, self.step, 0))
+            self.ops.append(EventBegin(-1, self.step, 0))
         for buffer in list(self.pending):
             self.wait(buffer)
-        self.acts += [Wait(key) for key in self.away.values()]
-        return self.acts
+        self.ops += [Wait(key) for key in self.offloading.values()]
+        return self.ops
 
     def block(self, body: Sequence[Item], runs: Callable[[Every, int], bool], period: int = 1, depth: int = 0) -> None:
-        """runs: whether an `every` does now, from it and the period of those around it and itself."""
+        """runs: whether an `every` runs now, given the block and the joint period of it and those around it."""
         for item in body:
             if isinstance(item, Loop):
                 self.loop(item, depth + 1)
@@ -102,38 +106,39 @@ class _Walk:
                 if item.period == 1 or runs(item, both):
                     self.block(item.body, runs, both, depth)
             elif self.c in self.world.on(item.mesh):
-                self.acts.append(Begin(item.id, self.step, self.turns[item.id]))
-                self.turns[item.id] += 1
-                self.event(item, (item.id, self.counts[item.id]))
-                self.counts[item.id] += 1
+                self.ops.append(EventBegin(item.id, self.step, self.iterations[item.id]))
+                self.iterations[item.id] += 1
+                self.event(item, (item.id, self.executed[item.id]))
+                self.executed[item.id] += 1
 
     def loop(self, loop: Loop, depth: int) -> None:
-        """Turns in which the same happens one after the other: the first few, then the rest as long as the last one."""
-        for kind in kinds(loop):
+        """Iterations that run the same events one after the other: the first few op by op, and the rest extrapolated
+        from the last of these."""
+        for kind in iteration_kinds(loop):
             before: Counter[int] = Counter()
-            for _ in range(kind.played):
-                before = Counter(self.turns)
-                self.acts.append(Mark(depth))
+            for _ in range(kind.simulated):
+                before = Counter(self.iterations)
+                self.ops.append(LoopBegin(depth))
                 self.block(loop.body, lambda _, period: kind.runs(period), depth=depth)
             if kind.left:
-                ran = Counter(self.turns) - before
-                self.acts.append(Again(depth, kind.left, ran))
-                self.turns.update({event: kind.left * n for event, n in ran.items()})
+                ran = Counter(self.iterations) - before
+                self.ops.append(RepeatExtrapolated(depth, kind.left, ran))
+                self.iterations.update({event: kind.left * n for event, n in ran.items()})
 
     def wait(self, buffer: str) -> None:
         keys, after = self.pending.pop(buffer, ((), 0.0))
-        self.acts += [Wait(k) for k in keys]
+        self.ops += [Wait(k) for k in keys]
         self.run(after if keys else 0.0)
 
     def run(self, seconds: float) -> None:
         if seconds > 0:
-            self.acts.append(Run(seconds))
+            self.ops.append(ComputeOp(seconds))
 
     def together(self, event: Event, key: Hashable, moved: float, times: int = 1) -> None:
-        """Collectives over the event's mesh."""
+        """`times` all-reduces of `moved` bytes over the event's mesh."""
         size = self.world.size(event.mesh)
         seconds = times * self.world.machine.all_reduce(moved, size, self.world.crosses(event.mesh))
-        self.acts += meet((key, "mesh"), self.world.on(event.mesh), seconds)
+        self.ops += collective((key, "mesh"), self.world.on(event.mesh), seconds)
 
     def event(self, event: Event, key: Hashable) -> None:
         world, machine = self.world, self.world.machine
@@ -143,11 +148,11 @@ class _Walk:
                 self.wait(buffer)
         match event:
             case Generate():
-                self.acts += generate(world, event, self.c, key)
+                self.ops += generate(world, event, self.c, key)
             case Infer():
-                self.acts += infer(world, event, self.c, key)
+                self.ops += infer(world, event, self.c, key)
             case Train():
-                self.acts += train(world, event, self.c, key)
+                self.ops += train(world, event, self.c, key)
             case Transfer():
                 self.transfer(event, key)
             case Realloc():
@@ -185,25 +190,25 @@ class _Walk:
             self.wait(source)
             self.run(self.world.machine.kernels(MOVE_KERNELS))
             issued = transfer(self.world, event, value, self.c, key)
-            self.acts += issued.acts
+            self.ops += issued.ops
             self.wait(target)
             self.pending[target] = (issued.keys, issued.after)
 
     def host(self, event: Offload | Onload, key: Hashable) -> None:
-        """Between the device and the host, beside whatever the rank does; on a processor there is nowhere to go. What
-        comes is waited for by its use, and comes when it has gone."""
+        """Copies between device and host memory, overlapped with whatever the rank does; free on a processor, which has
+        one memory. An onload begins when the offload before it has ended, and is waited for by the first use."""
         world, layout = self.world, self.world.layouts[event.layout]
         at = cell_of(layout, world.meshes[layout.mesh], world.classes.first[self.c])
         assert at is not None, f"class {self.c} has no copy under {layout.id}"
         copy, buffer = Copy(world.models[event.model], layout, at), f"{event.model}@{event.layout}"
-        size = moment_bytes(copy) if event.what == "optimizer" else (
+        size = optimizer_bytes(copy) if event.what == "optimizer" else (
             copy.stored * resting(copy) + copy.compute * elements(copy.model.base, copy))
-        name = (key, "host", self.c)  # of this class alone
-        if (gone := self.away.pop((buffer, event.what), None)) is not None:
-            self.acts.append(Wait(gone))
-        self.acts.append(Post(name, (self.c,), 0.0 if world.machine.shared else world.machine.host(size)))
+        name = (key, "host", self.c)  # a message of this class alone
+        if (gone := self.offloading.pop((buffer, event.what), None)) is not None:
+            self.ops.append(Wait(gone))
+        self.ops.append(Isend(name, (self.c,), 0.0 if world.machine.shared else world.machine.host(size)))
         if isinstance(event, Offload):
-            self.away[buffer, event.what] = name
+            self.offloading[buffer, event.what] = name
         else:
             keys, after = self.pending.get(buffer, ((), 0.0))
             self.pending[buffer] = ((*keys, name), after)
@@ -213,7 +218,7 @@ class _Walk:
         self.wait(source)
         self.wait(target)
         issued = realloc(self.world, event, self.c, key)
-        self.acts += issued.acts
+        self.ops += issued.ops
         self.pending[target] = (issued.keys, issued.after)
         if self.c not in self.world.on(self.world.layouts[event.dst].mesh):
             self.wait(target)

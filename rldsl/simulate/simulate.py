@@ -1,4 +1,8 @@
-"""`simulate`: a plan's steady step on a cluster."""
+"""`simulate`: one steady step of a plan on a cluster.
+
+In: a verified plan, a cluster, expected lengths. Out: a `Timeline`.
+Errors: RL0096 the cluster is too small, RL0215 its file lacks rates.
+"""
 
 from __future__ import annotations
 
@@ -14,56 +18,56 @@ from rldsl.plan.events import Every, Generate, Infer, Loop, Offload, Onload, Sav
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, events, walk
 from rldsl.simulate.critical import critical
-from rldsl.simulate.engine import Played, Pool, play
+from rldsl.simulate.engine import Timelines, Pool, run_programs
 from rldsl.simulate.lengths import Lengths, made
-from rldsl.simulate.model import Occasion, Span, Timeline
-from rldsl.simulate.program import occasions, programs, step_of
+from rldsl.simulate.model import PeriodicEvents, Span, Timeline
+from rldsl.simulate.program import periodic_blocks, programs, step_of
 from rldsl.simulate.world import World
 
-STEPS = 3  # the last one is steady: movement that stands at the top of a step overlaps with the end of the one before
+STEPS = 3  # only the last one is steady: transfers at the top of a step overlap with the end of the step before
 
 
 def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = Lengths()) -> Timeline:
     """Time one step. Errors: RL0096 the cluster has too few nodes, or too few devices in each, RL0215 its file says too
     little."""
-    check(plan, cluster)
+    check_cluster(plan, cluster)
     return run(World(plan, cluster, lengths))
 
 
 def run(world: World) -> Timeline:
-    played = _played(world)
-    begin, end, last = _step(played)
+    timelines = _simulated(world)
+    begin, end, last = _step(timelines)
     seconds = end - begin
     lengths: dict[tuple[Every, ...], float] = {(): seconds}
-    found: list[Occasion] = []
-    for path in occasions(step_of(world).body):
+    found: list[PeriodicEvents] = []
+    for path in periodic_blocks(step_of(world).body):
         lengths[path] = _length(world, path)
         own = tuple(e.id for e, around in walk(path[-1].body) if not any(
             isinstance(b, Every) and b.period > 1 for b in _outside(around)))
-        found.append(Occasion(lcm(*(e.period for e in path)), own, max(0.0, lengths[path] - lengths[path[:-1]])))
-    return Timeline(seconds, world.classes.ranks, _spans(played, begin), _idle(world, played, begin, end),
-                    critical(played, last, end, begin), _tokens(world), tuple(found), _estimated(world), _free(world))
+        found.append(PeriodicEvents(lcm(*(e.period for e in path)), own, max(0.0, lengths[path] - lengths[path[:-1]])))
+    return Timeline(seconds, world.classes.ranks, _spans(timelines, begin), _idle(world, timelines, begin, end),
+                    critical(timelines, last, end, begin), _tokens(world), tuple(found), _estimated(world), _free(world))
 
 
 def _outside(path: Path) -> Path:
-    """The blocks down to the first loop: those whose `every`s count steps."""
+    """The blocks outside the first loop: those whose `every`s count steps."""
     return tuple(takewhile(lambda block: not isinstance(block, Loop), path))
 
 
-def _played(world: World, also: Sequence[Every] = ()) -> Played:
+def _simulated(world: World, also: Sequence[Every] = ()) -> Timelines:
     cluster = world.cluster
     nodes = [r // world.per_node for r in world.classes.first]
     pool = Pool(max(1, cluster.cores // world.machine.threads), cluster.core_speed) if cluster.cores else None
-    return play(programs(world, STEPS, also), nodes, pool)
+    return run_programs(programs(world, STEPS, also), nodes, pool)
 
 
 def _length(world: World, also: Sequence[Every]) -> float:
-    begin, end, _ = _step(_played(world, also))
+    begin, end, _ = _step(_simulated(world, also))
     return end - begin
 
 
-def check(plan: Plan, cluster: Cluster) -> None:
-    """Whether the plan can be simulated on the cluster."""
+def check_cluster(plan: Plan, cluster: Cluster) -> None:
+    """Check that the plan can be simulated on the cluster. Errors: RL0096, RL0215."""
     unknown = cluster.unknown()
     if unknown:
         raise fail("RL0215", f"`{cluster.name}` does not say how fast it is", place=cluster.name,
@@ -87,29 +91,29 @@ def _machines(nodes: int, devices: int) -> str:
     return f"{nodes} node{'s' * (nodes > 1)} of {devices} device{'s' * (devices > 1)}"
 
 
-def _step(played: Played) -> tuple[float, float, int]:
+def _step(timelines: Timelines) -> tuple[float, float, int]:
     """Begin and end of the last step, and the class that ends it."""
-    ends = [[at for mark, at in begins if mark.event == -1] for begins in played.begins]
+    ends = [[at for at_event, at in begins if at_event.event == -1] for begins in timelines.begins]
     before, after = (max(e[k] for e in ends) for k in (STEPS - 2, STEPS - 1))
     return before, after, max(range(len(ends)), key=lambda c: ends[c][STEPS - 1])
 
 
-def _spans(played: Played, zero: float) -> tuple[Span, ...]:
+def _spans(timelines: Timelines, zero: float) -> tuple[Span, ...]:
     found = []
-    for c, begins in enumerate(played.begins):
+    for c, begins in enumerate(timelines.begins):
         busy: dict[int, float] = defaultdict(float)
         times = [start for _, start in begins]
-        for piece in played.pieces[c]:
-            busy[bisect_right(times, piece.start) - 1] += piece.busy
-        for i, ((mark, start), (_, stop)) in enumerate(zip(begins, begins[1:])):
-            if mark.step == STEPS - 1 and mark.event >= 0:
-                found.append(Span(c, mark.event, start - zero, stop - zero, busy[i], mark.turn))
+        for interval in timelines.intervals[c]:
+            busy[bisect_right(times, interval.start) - 1] += interval.busy
+        for i, ((at_event, start), (_, stop)) in enumerate(zip(begins, begins[1:])):
+            if at_event.step == STEPS - 1 and at_event.event >= 0:
+                found.append(Span(c, at_event.event, start - zero, stop - zero, busy[i], at_event.iteration))
     return tuple(found)
 
 
-def _idle(world: World, played: Played, begin: float, end: float) -> tuple[tuple[str, float], ...]:
-    """Of the meshes on which calls run."""
-    busy = [sum(p.busy for p in pieces if p.begin.step == STEPS - 1) for pieces in played.pieces]
+def _idle(world: World, timelines: Timelines, begin: float, end: float) -> tuple[tuple[str, float], ...]:
+    """(mesh, share of the step in which its ranks do nothing), of the meshes on which calls run."""
+    busy = [sum(p.busy for p in intervals if p.begin.step == STEPS - 1) for intervals in timelines.intervals]
     meshes = dict.fromkeys(e.mesh for e, _ in events(world.plan) if isinstance(e, Generate | Infer | Train))
     found = []
     for mesh in meshes:
@@ -130,7 +134,7 @@ def _estimated(world: World) -> tuple[str, ...]:
 
 
 def _free(world: World) -> tuple[str, ...]:
-    """Names of a cluster's file that this plan needs and that the file leaves out, so that they cost nothing."""
+    """Rates that this plan needs and the cluster's file leaves out; they count as free."""
     header, machine = world.plan.header, world.machine
     used = {type(e) for e, _ in events(world.plan)}
     asked = {"host_gb_s": bool(used & {Offload, Onload}) and not machine.shared, "disk_gb_s": Save in used,

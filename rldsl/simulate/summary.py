@@ -1,6 +1,6 @@
 """A simulated step as text for a person and as JSON for a program.
 
-In: a plan and its timeline. Out: text. The critical path is told by lines of the program: what to make faster.
+In: a plan and its timeline. Out: text. The critical path is given by lines of the program: what to make faster.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def parts(plan: Plan, timeline: Timeline) -> tuple[Part, ...]:
     """The critical path by lines of the program, in the order in which it comes to them."""
     known = {e.id: e for e, _ in events(plan)}
     found: dict[tuple[str, str], list[float]] = {}
-    for hop in timeline.critical:
-        line, what = _place(known.get(hop.event))
-        seconds = hop.stop - hop.start
+    for segment in timeline.critical:
+        line, what = _place(known.get(segment.event))
+        seconds = segment.stop - segment.start
         total = found.setdefault((line, what), [0.0, 0.0])
         total[0] += seconds
-        total[1] += seconds if hop.kind == "message" else 0.0
+        total[1] += seconds if segment.kind == "message" else 0.0
     return tuple(Part(line, what, *seconds) for (line, what), seconds in found.items())
 
 
@@ -93,7 +93,7 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
     if small[0]:
         lines.append(f"  {f'{small[0]:.0f} smaller parts':<28} {seconds_text(small[1]):>13}  "
                      f"{small[1] / timeline.seconds:>4.0%}")
-    for o in timeline.occasions:
+    for o in timeline.periodic:
         lines.append(f"  every {o.period} steps: {seconds_text(o.seconds)} more  "
                      f"({cut(_named([known[e] for e in o.events]), 60)})")
     if timeline.estimated:
@@ -142,9 +142,9 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
         "critical": [{"line": p.line, "what": p.what, "seconds": p.seconds, "messages": p.messages}
                      for p in parts(plan, timeline)],
         "classes": [[list(r) for r in ranks] for ranks in timeline.classes],
-        "spans": [{"class": s.rank_class, "event": s.event, "turn": s.turn, "start": s.start, "stop": s.stop,
+        "spans": [{"class": s.rank_class, "event": s.event, "turn": s.iteration, "start": s.start, "stop": s.stop,
                    "busy": s.busy} for s in timeline.spans],
-        "every": [{"steps": o.period, "events": list(o.events), "seconds": o.seconds} for o in timeline.occasions],
+        "every": [{"steps": o.period, "events": list(o.events), "seconds": o.seconds} for o in timeline.periodic],
         "estimated": list(timeline.estimated), "free": list(timeline.free),
     }
     return json.dumps(found, indent=1)

@@ -1,8 +1,8 @@
-"""Seconds: what counted work takes on a cluster.
+"""The seconds that counted work takes on a cluster.
 
-In: counts and a `Cluster`. Out: seconds. Where the cluster's file has measurements of a model they are used; else the
-roofline (Williams et al. 2009): products at their rate or memory at its rate, whichever is slower, beside the time that
-the host needs to start so many kernels.
+In: counts and a `Cluster`. Out: seconds. Measurements of the model in the cluster's file are used where there are any;
+else the roofline model (Williams et al. 2009): matrix products at their rate or memory at its rate, whichever is
+slower, and at least the time in which the host launches the kernels.
 """
 
 from __future__ import annotations
@@ -14,41 +14,44 @@ from rldsl.clusters import Cluster, Measured
 from rldsl.plan.model import Model
 from rldsl.simulate.cost import Counts, Shard
 
-# Kernels of an eager transformer in torch, counted in a trace of a Qwen3 layer; they differ little between families.
+# Kernels of an eager transformer in torch, counted in a trace of a Qwen3 layer; families differ little.
 LAYER_KERNELS, CALL_KERNELS, SAMPLE_KERNELS = 40, 16, 24
-ACTIVATIONS = 24  # elements read or written by what stands between the products, for each token and hidden unit
-SCORES = 16  # bytes of a logit over its life: float32, written once, read by the maximum, the sum and the choice
-ADAM = 28  # bytes of an element in a step: parameter, gradient and two moments read, all but the gradient written
+ACTIVATIONS = 24  # elements read or written between the matrix products, per token and hidden unit
+SCORES = 16  # bytes moved per logit: float32, written once, read by the maximum, the sum and the sampling
+ADAM = 28  # bytes moved per element in a step: parameter, gradient, two moments read; all but the gradient written
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One cluster as its ranks see it. threads: of each rank, where they share cores."""
+    """One cluster as its ranks see it."""
 
     cluster: Cluster
-    threads: int = 1
+    threads: int = 1  # of each rank, where ranks share cores
 
     @property
     def shared(self) -> bool:
+        """Whether ranks share the cores of a processor, instead of having a device each."""
         return self.cluster.cores > 0
 
     # ------------------------------------------------------------------------------------------- calls
 
     def measured(self, model: Model, tp: int) -> Measured | None:
+        """Measurements of the model in the cluster's file, scaled from the nearest degree of tensor parallelism."""
         known = [m for m in self.cluster.measured if (m.config, m.head, m.dtype, m.threads) ==
                  (model.config_digest, model.kind, model.dtype, self.threads)]
         nearest = min(known, key=lambda m: (abs(log2(m.tp / tp)), m.tp), default=None)
         return nearest.under(tp, LAYER_KERNELS * self.cluster.kernel_us) if nearest is not None else None
 
     def forward(self, s: Shard, c: Counts) -> float:
+        """Seconds of a forward pass."""
         found = self.measured(s.model, s.tp)
         return _sum(found.forward, c) if found and found.forward else self._pass(s, c, 1)
 
     def train(self, s: Shard, c: Counts, recompute: bool) -> tuple[float, float]:
-        """(forward, backward) of a micro-batch."""
+        """(forward, backward) seconds of a micro-batch."""
         found = self.measured(s.model, s.tp)
         again = _without_outputs(c)
-        frozen = s.trained < s.elements / 2  # adapters: the base gets no gradient, half of the backward products
+        frozen = s.trained < s.elements / 2  # adapters: a base without gradients halves the backward products
         if found and found.train:
             both = _sum(found.train, c)
             ahead = min(_sum(found.forward, c), both) if found.forward else both / 3
@@ -58,6 +61,7 @@ class Machine:
         return ahead, self._pass(s, c, 1 if frozen else 2) + (self._pass(s, again, 1) if recompute else 0.0)
 
     def decode(self, s: Shard, c: Counts) -> float:
+        """Seconds of decoding steps."""
         found = self.measured(s.model, s.tp)
         if found and found.decode:
             return _sum(found.decode, c)
@@ -66,24 +70,24 @@ class Machine:
         cached = self.memory(c.pairs * s.cache * s.item)
         sampled = self.memory(c.outputs * _vocabulary(s) * SCORES)
         kernels = c.layers * LAYER_KERNELS + c.calls * (CALL_KERNELS + SAMPLE_KERNELS * s.last)
-        return self._beside(kernels, products + cached + sampled)
+        return self._with_launches(kernels, products + cached + sampled)
 
     def start(self, s: Shard, shapes: float) -> float:
-        """What the first decoding steps of so many shapes take beyond others, where that was measured."""
+        """Additional seconds of the first decoding step of each of so many shapes, where they were measured."""
         found = self.measured(s.model, s.tp)
         return _sum(found.start, Counts(shapes, shapes * s.layers, 0, 0, 0)) if found else 0.0
 
     def update(self, s: Shard, elements: float) -> float:
-        """One optimizer step over so many elements: norm, clipping, AdamW, and the gradients cleared."""
+        """Seconds of one optimizer step over so many elements: norm, clipping, AdamW, and clearing the gradients."""
         found = self.measured(s.model, s.tp)
         if found and found.update:
             rates = dict(found.update)
             return (rates.get("call", 0.0) + rates.get("element", 0.0) * elements) * 1e-6
-        return self._beside(32.0, self.memory(elements * (ADAM + 12.0)))
+        return self._with_launches(32.0, self.memory(elements * (ADAM + 12.0)))
 
     def _pass(self, s: Shard, c: Counts, work: int) -> float:
-        """work: how often the products of a forward pass are made: twice in a backward one, which starts its kernels
-        from C++ and no slower than the forward pass did."""
+        """work: how often the matrix products of a forward pass are made: twice in a backward pass. Autograd launches
+        its kernels from C++, no slower than the forward pass launched its own."""
         hidden = s.model.sizes.hidden
         read = c.layers * s.read(c.tokens / c.layers if c.layers else 0)
         held = (read + (s.head if c.outputs else 0) * c.calls) * s.item
@@ -91,7 +95,7 @@ class Machine:
         products = self._roofline(2 * work * c.tokens * s.active, moved, s)
         attention = 4 * work * (c.pairs / 2) * s.attention / (self._rate(s) * self.cluster.attention_efficiency)
         head = self._roofline(2 * work * c.outputs * s.head, work * c.outputs * _vocabulary(s) * SCORES, s)
-        return self._beside(c.layers * LAYER_KERNELS + c.calls * CALL_KERNELS, products + attention + head)
+        return self._with_launches(c.layers * LAYER_KERNELS + c.calls * CALL_KERNELS, products + attention + head)
 
     def _rate(self, s: Shard) -> float:
         c = self.cluster
@@ -100,32 +104,35 @@ class Machine:
     def _roofline(self, operations: float, moved: float, s: Shard) -> float:
         return max(operations / (self._rate(s) * self.cluster.matmul_efficiency), self.memory(moved))
 
-    def _beside(self, kernels: float, seconds: float) -> float:
-        """A device works while the host starts kernels; a processor does one after the other."""
+    def _with_launches(self, kernels: float, seconds: float) -> float:
+        """A device works while the host launches kernels; a processor does one after the other."""
         started = kernels * self.cluster.kernel_us * 1e-6
         return started + seconds if self.shared else max(started, seconds)
 
-    def beside(self, work: float, moved: float) -> float:
-        """Seconds of work with movement beside it: for free on a device, in turn on a processor."""
+    def overlapped(self, work: float, moved: float) -> float:
+        """Seconds of work and data movement: at the same time on a device, one after the other on a processor."""
         return work + moved if self.shared else max(work, moved)
 
     # ----------------------------------------------------------------------------------- the runtime
 
     def memory(self, moved: float) -> float:
+        """Seconds of reading or writing so many bytes of device memory."""
         return moved / (self.cluster.memory_gb_s * 1e9 * self.cluster.memory_efficiency)
 
     def event(self) -> float:
+        """Seconds of the runtime per event."""
         return self.cluster.event_us * 1e-6 or self.kernels(8)
 
     def kernels(self, count: float) -> float:
-        """Small tensor operations, one after the other."""
+        """Seconds of small tensor operations, one after the other."""
         return count * self.cluster.kernel_us * 1e-6
 
     def rows(self, count: float) -> float:
+        """Seconds of dividing or moving so many rows."""
         return count * self.cluster.row_us * 1e-6
 
     def compute(self, operators: int, entries: float) -> float:
-        """A program of so many operators over so many entries."""
+        """Seconds of a program of so many operators over so many entries."""
         return self.kernels(12 * operators) + self.memory(operators * entries * 12)
 
     def host(self, moved: float) -> float:
@@ -140,7 +147,8 @@ class Machine:
         return (self.cluster.network_us if crosses else self.cluster.link_us) * 1e-6
 
     def link(self, moved: float, crosses: bool) -> float:
-        """Seconds of bytes in or out of one device. Where no rate is known they never arrive; `check` refuses that."""
+        """Seconds of sending or receiving so many bytes. Infinite if the rate is unknown, which `check_cluster`
+        refuses."""
         c = self.cluster
         shared = c.node_network_gb_s / c.gpus if c.node_network_gb_s else c.network_gb_s
         rate = min(c.network_gb_s, shared) if crosses else c.link_gb_s
@@ -152,19 +160,19 @@ class Machine:
         return self.latency(crosses) + self.link(moved, crosses)
 
     def all_reduce(self, moved: float, ranks: int, crosses: bool) -> float:
-        """`moved` bytes on each of `ranks`: a ring's bytes, a tree's latency."""
+        """Seconds for `moved` bytes on each rank: the bytes of a ring, the latency of a tree (Thakur et al. 2005)."""
         if ranks < 2:
             return 0.0
         return self._rounds(ranks, crosses) + self._collective(2 * (ranks - 1) / ranks * moved, crosses)
 
     def all_gather(self, moved: float, ranks: int, crosses: bool) -> float:
-        """`moved` bytes from each."""
+        """Seconds for `moved` bytes from each rank."""
         if ranks < 2:
             return 0.0
         return self._rounds(ranks, crosses) + self._collective((ranks - 1) * moved, crosses)
 
     def reduce_scatter(self, moved: float, ranks: int, crosses: bool) -> float:
-        """`moved` bytes to each, of a sum."""
+        """Seconds for a sum of which each rank gets `moved` bytes."""
         if ranks < 2:
             return 0.0
         c = self.cluster
@@ -174,13 +182,13 @@ class Machine:
         return rounds + (ranks - 1) * moved / (c.scatter_gb_s * 1e9 * c.link_efficiency)
 
     def all_to_all(self, moved: float, ranks: int, crosses: bool) -> float:
-        """`moved` bytes from each, as many to every rank."""
+        """Seconds for `moved` bytes from each rank, spread evenly over all."""
         if ranks < 2:
             return 0.0
         return self._rounds(ranks, crosses) + self._collective((ranks - 1) / ranks * moved, crosses)
 
     def _collective(self, moved: float, crosses: bool) -> float:
-        """Bytes out of one device, which gets as many at the same time."""
+        """Seconds of sending so many bytes while receiving as many."""
         rate = self.cluster.reduce_gb_s * 1e9
         return moved / (rate * self.cluster.link_efficiency) if rate and not crosses else self.link(moved, crosses)
 

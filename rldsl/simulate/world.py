@@ -1,4 +1,4 @@
-"""What the acts of all classes are made from: the plan's tables by name, classes, groups, expected rows and lengths."""
+"""A plan on a cluster, as the simulator reads it: records by id, classes, groups, expected rows and lengths."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
 from rldsl.reshard.records import Routes
 from rldsl.simulate.classes import Classes, Groups, called, classes, groups
-from rldsl.simulate.engine import Act, Post, Run, Wait
+from rldsl.simulate.engine import Compute, Isend, Op, Wait
 from rldsl.simulate.lengths import Lengths, Row
 from rldsl.simulate.times import Machine
 from rldsl.simulate.traffic import Traffic
 
 
 class World:
-    """A plan on a cluster. moved: what has been worked out of reallocations, by event."""
+    """A plan on a cluster. Derived quantities are computed once."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, lengths: Lengths, apart: bool = False):
-        """apart: every rank is a class of its own, as those that share cores must be."""
+    def __init__(self, plan: Plan, cluster: Cluster, lengths: Lengths, per_rank: bool = False):
+        """per_rank: every rank is a class of its own, as ranks that share cores must be."""
         self.plan, self.cluster, self.lengths = plan, cluster, lengths
         self.per_node = min(plan.header.devices_per_node, plan.header.world)
         self.machine = Machine(cluster, cluster.threads or max(1, cluster.cores // self.per_node))
-        self.classes: Classes = classes(plan, apart=apart or cluster.cores > 0)
-        self.moved: dict[int, dict[int, Traffic]] = {}
+        self.classes: Classes = classes(plan, per_rank=per_rank or cluster.cores > 0)
+        self.moved: dict[int, dict[int, Traffic]] = {}  # realloc event -> class -> what its ranks send and receive
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}
         self.layouts: dict[str, Layout] = {x.id: x for x in plan.layouts}
         self.spreads: dict[str, Spread] = {s.id: s for s in plan.spreads}
@@ -46,7 +46,7 @@ class World:
         return self._sizes[mesh]
 
     def crosses(self, *meshes: str) -> bool:
-        """Whether the ranks of some meshes are on several nodes."""
+        """Whether the ranks of some meshes lie on several nodes."""
         ends = [end // self.per_node for m in meshes for start, stop in self.meshes[m].ranks
                 for end in (start, stop - 1)]
         return min(ends) != max(ends)
@@ -83,7 +83,7 @@ class World:
                 "prompt": rows / frame.per_prompt, "columns": rows, "lengths": 2.0 * rows}[value.extent]
 
 
-def meet(key: Hashable, parties: tuple[int, ...], seconds: float) -> list[Act]:
-    """A collective: all are there, then all are busy with it."""
-    acts: list[Act] = [] if len(parties) < 2 else [Post(key, parties), Wait(key)]
-    return [*acts, Run(seconds)] if seconds > 0 else acts
+def collective(key: Hashable, parties: tuple[int, ...], seconds: float) -> list[Op]:
+    """A collective: all parties arrive, then all are busy with it."""
+    ops: list[Op] = [] if len(parties) < 2 else [Isend(key, parties), Wait(key)]
+    return [*ops, Compute(seconds)] if seconds > 0 else ops

@@ -1,28 +1,29 @@
-"""Inside a call, too, every rank issues on all of its communicators in one order.
+"""Inside a call, too, every rank issues its communication in one order.
 
-In: tables with sound references. Out: diagnostics RL0537. A call runs on the communicators of its layout: tensor-
-parallel and context-parallel ones, links between pipeline stages, and those of dp and of all its ranks. What a rank
-issues on them, and in which order, is the backend's matter (its description names the protocol that it keeps to); here
-it is written down once more, use by use, for each kind of call (`PROTOCOLS`), and the lists of all ranks of a layout
-are searched for a circle of uses that wait for each other (rendezvous). Layouts with degrees that a backend does not
-have, or of which nothing is written down, are refused. Together with `total_order.py` this shows that the list of each
-rank over all communicators increases in one total order: events in the body's, and uses inside each event. What is
-waited for later than it is issued (transfers, reallocs, sends between stages) only waits for less.
+In: tables with sound references. Out: diagnostics RL0537. A call runs on the communicators of its layout: those of
+tensor, context and expert parallelism, the links between pipeline stages, and those of dp and of all its ranks. What a
+rank issues on them, and in which order, is the backend's own matter; `IssueOrder` states it once more for the torch
+backend, use by use, and other backends derive theirs from it (`Description.issue_order`). The lists of all ranks of a
+layout are searched for a cycle of uses that wait for each other (rendezvous). Layouts with degrees that a backend does
+not have are refused, and so are backends that do not exist. Together with `total_order.py` this shows that the list of
+each rank over all communicators increases in one total order: events in the body's order, and uses inside each event.
+Operations that are waited for later than they are issued (transfers, reallocs, sends between stages) only wait for
+less.
 
-Copies of a model over dp differ in nothing until they meet, and so do the ranks of a tensor- or context-parallel
-group; two of each are looked at, and all stages; of ranks that share experts, two in each of two runs. Micro-batches:
-one alone, and more than there are stages.
+Copies of a model over dp are the same until they communicate, and so are the ranks of a tensor- or context-parallel
+group; two of each are checked, and all stages; of ranks that share experts, two in each of two groups. Micro-batches:
+a single one, and more than there are stages.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.backends import DIVISIONS, described
+from rldsl.plan.backends import DIVISIONS, costs, described
 from rldsl.plan.events import Event, Generate, Infer, Save, Train
 from rldsl.plan.model import Layout
 from rldsl.sharding.layout import Coordinate
@@ -30,18 +31,19 @@ from rldsl.sharding.pipeline_schedule import Exchange, actions
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.total_order import circle
 
+AXES = ("tp", "cp", "pp", "dp", "ep", "copies", "mesh", "link", "tokens")
+
 
 class Use(NamedTuple):
-    """axis: "link" is between a stage and the next one, "tokens" between a stage and the last. stage, dp: to which the
-    communicator belongs. flow: what goes over a link: "down" to the next stage, or in training which message."""
+    """One use of a communicator."""
 
-    axis: str
-    stage: int
-    dp: int
-    flow: str = ""
+    axis: str  # of `AXES`; "link": between a stage and the next one, "tokens": between a stage and the last
+    stage: int  # to which the communicator belongs
+    dp: int  # to which the communicator belongs
+    flow: str = ""  # what is sent over a link: "down" to the next stage, or in training which message
 
 
-Place = tuple[int, ...]  # along the degrees inside a stage that the communicator does not join: there is one for each
+Instance = tuple[int, ...]  # coordinates inside a stage that the communicator does not join: one communicator for each
 Protocol = Callable[[Layout, Coordinate, int], Iterator[Use]]
 
 
@@ -66,50 +68,115 @@ def _fault(kind: type[Event], x: Layout) -> str:
     if kind is Generate and x.cp > 1:
         return f"has cp={x.cp}, which no new token can be divided by"
     backend = described(x.backend)
-    protocol = PROTOCOLS.get(backend.issues if backend else "", {}).get(kind)
-    if backend is None or protocol is None:
+    if backend is None:
         return f"runs on backend {x.backend!r}, of whose communication nothing is known"
+    order = costs(x.backend, "issue_order", IssueOrder)
     if kind is not Save:  # which only reads what is there
         others = [d for d in DIVISIONS if getattr(x, d) > 1 and d not in backend.divisions]
         if kind.__name__.lower() not in backend.calls or others or x.zero > backend.zero:
             return f"asks backend {x.backend!r} for what it does not have"
+    protocol = order.of(kind)
     return next((f for count in {1, x.pp + 2} if (f := stuck(protocol, x, count))), "")
 
 
 def stuck(protocol: Protocol, x: Layout, count: int) -> str:
-    """Why the ranks of a layout would wait for each other for ever, or "". count: of micro-batches."""
+    """Why the ranks of a layout would wait for each other forever, or "". count: of micro-batches."""
     lists = {Coordinate(*at): [] for at in product(range(x.pp), _copies(x), *(range(min(d, 2)) for d in (x.cp, x.tp)))}
-    members: dict[tuple[Use, Place], set[Coordinate]] = defaultdict(set)
-    numbers: dict[tuple[Use, Place, int], int] = {}
+    members: dict[tuple[Use, Instance], set[Coordinate]] = defaultdict(set)
+    numbers: dict[tuple[Use, Instance, int], int] = {}  # the n-th use of a communicator -> its number
     flows: dict[int, str] = {}
     for at, uses in lists.items():
-        times: Counter[tuple[Use, Place]] = Counter()
+        times: Counter[tuple[Use, Instance]] = Counter()
         for use in protocol(x, at, count):
-            own = (use._replace(flow=""), _place(use.axis, at))
+            if not isinstance(use, Use) or use.axis not in AXES:
+                return f"issues {use!r}, which is no use of a communicator"
+            own = (use._replace(flow=""), _instance(use.axis, at))
             times[own] += 1
             uses.append(number := numbers.setdefault((*own, times[own]), len(numbers)))
             members[own].add(at)
             if flows.setdefault(number, use.flow) != use.flow:
                 return f"has stages {use.stage} and {use.stage + 1} that expect other messages of each other"
     held = Counter(n for uses in lists.values() for n in uses)
-    for (use, place, time), n in numbers.items():
-        if held[n] != len(members[use, place]):
+    for (use, instance, time), n in numbers.items():
+        if held[n] != len(members[use, instance]):
             return f"has ranks that do not all take part in use {time} of {use.axis}"
     found = circle({tuple(uses) for uses in lists.values()})
     return f"has ranks that wait for each other in {len(found)} uses of its communicators" if found else ""
 
 
 def _copies(x: Layout) -> tuple[int, ...]:
-    """Those of dp that are looked at."""
+    """The dp coordinates that are checked."""
     found = range(min(x.dp, 2)) if x.ep == 1 else (0, 1, x.ep, x.ep + 1)
     return tuple(d for d in found if d < x.dp)
 
 
-def _place(axis: str, at: Coordinate) -> Place:
+def _instance(axis: str, at: Coordinate) -> Instance:
     return {"tp": (at.cp,), "cp": (at.tp,), "mesh": ()}.get(axis, (at.cp, at.tp))
 
 
 # --------------------------------------------------------------------------------------------- what is issued
+
+
+class IssueOrder:
+    """The communication of one backend inside its calls: for each kind of call, the uses of communicators by one rank,
+    in the order in which it issues them. This class states the torch backend's; derive from it and override what
+    differs.
+
+    x: the layout. at: the rank's coordinates. count: of micro-batches, or of decoding steps."""
+
+    def of(self, kind: type[Event]) -> Protocol:
+        """The uses of a kind of call."""
+        return {Generate: self.generate, Infer: self.infer, Train: self.train, Save: self.save}[kind]
+
+    def generate(self, x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+        """There are as many groups of sequences as stages, and at clock tick t stage s makes pass t - s. Between two
+        ticks hidden states go to the next stage, and tokens from the last stage to all. The messages of a boundary are
+        listed one after the other, though they are posted together: that waits for less."""
+        last, passes = x.pp - 1, range(count * x.pp)
+        for t in range(len(passes) + last):
+            if t - at.pp in passes:
+                yield from _over(x, at, "ep")  # whether any of its ranks has more sequences
+                yield from _inside(x, at)
+            for s in range(last):
+                if t - s in passes and at.pp in (s, s + 1):
+                    yield Use("link", s, at.dp, "down")
+            for s in range(last):
+                if t - last in passes and at.pp in (s, last):
+                    yield Use("tokens", s, at.dp)
+
+    def infer(self, x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+        """Micro-batch by micro-batch; then the results."""
+        for _ in range(count):
+            yield from _link(x, at, -1, "down")
+            yield from _inside(x, at)
+            yield from _link(x, at, 1, "down")
+        yield from _over(x, at, "pp")
+
+    def train(self, x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+        """Two minibatches, by the schedule of the pipeline."""
+        for _ in range(2):
+            if x.zero:
+                yield from _divided(x, at)  # parameters outside the layers
+            for action in actions(x.pp, x.vpp, count)[at.pp]:
+                if isinstance(action, Exchange):
+                    yield from _exchange(x, at, action)
+                else:
+                    yield from _backward(x, at) if action.backward else _forward(x, at)
+            yield from _over(x, at, "mesh")  # whether to stop
+            if x.zero == 1:
+                yield from _divided(x, at)
+            yield from _inside(x, at)
+            yield from _over(x, at, "pp")  # gradients of tied embeddings
+            yield from _over(x, at, "cp")
+            if not x.zero:
+                yield from _divided(x, at)
+            yield from _over(x, at, "mesh")  # the norm of the gradient
+        yield from _over(x, at, "mesh")  # metrics
+
+    def save(self, x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
+        """Three collectives of all ranks."""
+        for _ in range(3):
+            yield from _over(x, at, "mesh")
 
 
 def _inside(x: Layout, at: Coordinate) -> Iterator[Use]:
@@ -122,14 +189,14 @@ def _inside(x: Layout, at: Coordinate) -> Iterator[Use]:
 
 
 def _link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[Use]:
-    """One exchange with the stage before (-1) or behind (1)."""
+    """One exchange with the stage before (-1) or after (1)."""
     if 0 <= at.pp + to < x.pp:
         yield Use("link", min(at.pp, at.pp + to), at.dp, flow)
 
 
 def _exchange(x: Layout, at: Coordinate, now: Exchange) -> Iterator[Use]:
-    """One message after the other, by sender, though they are posted together: that waits for less. The link of a rank
-    is the one to the next, and of the last the one to the first; between two ranks there is one."""
+    """The messages of an exchange one after the other, by sender, though they are posted together: that waits for less.
+    The link of a rank is the one to the next stage, and of the last stage the one to the first; two stages have one."""
     for _, peer, wanted in sorted((*((at.pp, m.peer, m.wanted) for m in now.sends),
                                    *((m.peer, m.peer, m.wanted) for m in now.takes))):
         around = {at.pp, peer} == {0, x.pp - 1} and x.pp > 2
@@ -151,40 +218,15 @@ def _over(x: Layout, at: Coordinate, axis: str) -> Iterator[Use]:
         yield Use("mesh", 0, 0)
 
 
-def generate(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
-    """count: of decoding steps. There are as many lanes of sequences as stages, and in moment t stage s makes pass t -
-    s; between two moments hidden states go down, and tokens from the last stage to all. One message after the other,
-    though those of a boundary are posted together: that waits for less."""
-    last, passes = x.pp - 1, range(count * x.pp)
-    for t in range(len(passes) + last):
-        if t - at.pp in passes:
-            yield from _over(x, at, "ep")  # whether any of its ranks has more to do
-            yield from _inside(x, at)
-        for s in range(last):
-            if t - s in passes and at.pp in (s, s + 1):
-                yield Use("link", s, at.dp, "down")
-        for s in range(last):
-            if t - last in passes and at.pp in (s, last):
-                yield Use("tokens", s, at.dp)
-
-
-def infer(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
-    for _ in range(count):
-        yield from _link(x, at, -1, "down")
-        yield from _inside(x, at)
-        yield from _link(x, at, 1, "down")
-    yield from _over(x, at, "pp")
-
-
 def _forward(x: Layout, at: Coordinate) -> Iterator[Use]:
-    """In training. A layer's parameters are gathered while the one before it computes, or before it does."""
+    """In training. A layer's parameters are gathered before it computes, or while the layer before it does."""
     if x.zero == 3:
         yield from _divided(x, at)
     yield from _inside(x, at)
 
 
 def _divided(x: Layout, at: Coordinate) -> Iterator[Use]:
-    """Over those that `zero` divides parameters among; experts have ranks of their own."""
+    """Over the ranks that `zero` divides parameters among; experts have ranks of their own."""
     yield from _over(x, at, "dp")
     yield from _over(x, at, "copies")
 
@@ -192,36 +234,4 @@ def _divided(x: Layout, at: Coordinate) -> Iterator[Use]:
 def _backward(x: Layout, at: Coordinate) -> Iterator[Use]:
     yield from _forward(x, at)
     if x.zero > 1:
-        yield from _divided(x, at)  # of gradients
-
-
-def train(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
-    """Two minibatches, by the schedule of the pipeline."""
-    for _ in range(2):
-        if x.zero:
-            yield from _divided(x, at)  # of parameters that stay whole
-        for action in actions(x.pp, x.vpp, count)[at.pp]:
-            if isinstance(action, Exchange):
-                yield from _exchange(x, at, action)
-            else:
-                yield from _backward(x, at) if action.backward else _forward(x, at)
-        yield from _over(x, at, "mesh")  # whether to stop
-        if x.zero == 1:
-            yield from _divided(x, at)
-        yield from _inside(x, at)
-        yield from _over(x, at, "pp")  # of tied embeddings
-        yield from _over(x, at, "cp")
-        if not x.zero:
-            yield from _divided(x, at)
-        yield from _over(x, at, "mesh")  # the norm of the gradient
-    yield from _over(x, at, "mesh")  # metrics
-
-
-def save(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
-    for _ in range(3):
-        yield from _over(x, at, "mesh")
-
-
-PROTOCOLS: Mapping[str, Mapping[type[Event], Protocol]] = {
-    "torch": {Generate: generate, Infer: infer, Train: train, Save: save},
-}
+        yield from _divided(x, at)  # gradients

@@ -18,7 +18,7 @@ from rldsl.plan.model import Layout, Plan
 from rldsl.sharding.layout import Coordinate
 from rldsl.source import SourceFile
 from rldsl.verify import verify
-from rldsl.verify.issue_order import PROTOCOLS, Use, stuck
+from rldsl.verify.issue_order import IssueOrder, Use, stuck
 from tests.end_to_end.programs import compile_program
 from tests.end_to_end.test_invariance import HERE, placement
 from tests.tiny import make_model, write_jsonl
@@ -119,7 +119,8 @@ def test_the_verifier_refuses_degrees_that_do_not_fill(plan: Plan) -> None:
 def test_a_call_with_cp_does_not_wait_for_ever(degrees: tuple[int, int, int, int]) -> None:
     dp, tp, pp, cp = degrees
     layout = Layout("L", "m", dp=dp, tp=tp, pp=pp, cp=cp)
-    for protocol in PROTOCOLS["torch"].values():
+    torch = IssueOrder()
+    for protocol in (torch.generate, torch.infer, torch.train, torch.save):
         assert not stuck(protocol, layout, 1) and not stuck(protocol, layout, pp + 2)
 
 

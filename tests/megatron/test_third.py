@@ -5,18 +5,35 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rldsl import api
-from rldsl.diag import Failure
+from rldsl.diag import Diagnostic, Failure
+from rldsl.memory import curves
+from rldsl.memory.calls import MemoryCosts
+from rldsl.memory.curve import during, peak
+from rldsl.passes import pipeline
+from rldsl.passes.emit import emit
+from rldsl.placement.model import Placed
+from rldsl.placement.place import place_graph
 from rldsl.plan import backends
+from rldsl.plan.events import Train
+from rldsl.plan.model import Plan
+from rldsl.plan.projection import events
+from rldsl.search import Options, find, fit
+from rldsl.simulate import simulate
+from rldsl.simulate.calls import Passes, TimeCosts
+from rldsl.verify import verify
+from rldsl.verify.issue_order import IssueOrder
 from tests.end_to_end.test_invariance import placement
 from tests.megatron import programs
 from tests.megatron.programs import GRPO, alike, compiled, results
+from tests.search import programs as sized
 from tests.tiny import make_all, make_model
 
 HERE = Path(__file__).parent / "third"
@@ -43,7 +60,8 @@ def execute(rank: int, *given: Any) -> Any:
 
 
 def test_it_is_short() -> None:
-    assert sum(len(p.read_text().splitlines()) for p in HERE.rglob("*.py")) < 140
+    lines = {p.name: len(p.read_text().splitlines()) for p in HERE.rglob("*.py")}
+    assert lines["__init__.py"] + lines["describe.py"] < 140 and lines["costs.py"] < 80
     assert "plain" in backends.names()
 
 
@@ -110,3 +128,155 @@ def test_no_backend_is_known_by_name() -> None:
              for number, line in enumerate(file.read_text().splitlines(), 1)
              if asking.search(line.partition("  # ")[0])]
     assert [x.partition(": ")[2] for x in found] == ['DEFAULT_BACKEND = "torch"  # where a layout names none'], found
+
+
+# --------------------------------------------------------------------------------------------------- costs of its own
+
+
+def placed(backend: str, memory_gb: float = 1000.0) -> Placed:
+    """GRPO of a 0.5B model on two ranks; what the third backend can run is on `backend`."""
+    rules = (f"place ref.logprobs on mesh(0:2) dp=2 backend={backend}\n"
+             f"place actor.train on mesh(0:2) dp=2 mbs=4 backend={backend}\n"
+             "place actor.generate on mesh(0:2) dp=2\nplace judge.score on mesh(0:2) dp=2\n")
+    head = sized.HEAD.replace("gpus=1", f"gpus=2 memory_gb={memory_gb}")
+    return place_graph(sized.graph("grpo", rules + sized.GRPO.replace(sized.HEAD, head), batch=16), "", sized.describe("0.5B"))
+
+
+def planned(x: Placed) -> Plan:
+    return emit(pipeline.run(x), "")
+
+
+def bytes_of(plan: Plan) -> int:
+    return max(peak(c).bytes for c in curves(plan))
+
+
+def test_the_memory_check_asks_the_backend() -> None:
+    """A device that holds the torch backend's calls, and not the logits of whole sequences."""
+    torch, plain = planned(placed("torch")), planned(placed("plain"))
+    assert bytes_of(plain) > bytes_of(torch)
+    train = next(e for e, _ in events(plain) if isinstance(e, Train))
+    tokens, vocab = 4 * (256 + 512), next(m for m in plain.models if m.name == "actor").sizes.vocab
+    assert dict(during(curves(plain)[0], train.id))["logits of actor.train"] == 16 * tokens * vocab
+    between = (bytes_of(torch) + bytes_of(plain)) / 2e9
+    fit.check(x := placed("torch", between), curves(planned(x)))
+    with pytest.raises(Failure) as caught:
+        fit.check(y := placed("plain", between), curves(planned(y)))
+    (d,) = caught.value.diagnostics
+    assert d.code == "RL0401" and any(note.startswith("logits of actor.train") for note in d.notes)
+    assert "--on" in d.help and "backend" not in d.help  # micro-batches, on the same backend
+
+
+def test_the_simulator_asks_the_backend() -> None:
+    machines = sized.cluster(1, 2)
+    found = {}
+    for backend in ("torch", "plain"):
+        plan = planned(placed(backend))
+        seconds, calls = simulate(plan, machines).event_seconds(), {e.id: e for e, _ in events(plan)}
+        found[backend] = {getattr(calls[i], "what", type(calls[i]).__name__): s for i, s in seconds.items()
+                          if hasattr(calls[i], "model") and hasattr(calls[i], "layout")}
+    for call in ("Train", "logprobs"):
+        assert found["plain"][call] > 1.5 * found["torch"][call], call  # one sequence after another, all logits
+    assert found["plain"]["Generate"] == pytest.approx(found["torch"]["Generate"])
+
+
+def test_the_search_asks_the_backend() -> None:
+    """Its entries have the backend's seconds and bytes, and only divisions that it has."""
+    machines, rule = sized.cluster(1, 4), "place actor.train backend={}\n"
+    answers = {}
+    for backend in ("torch", "plain"):
+        p = sized.ready("grpo", "0.5B", machines, text=rule.format(backend) + sized.GRPO, batch=64)
+        answers[backend] = find(p, machines, int(80e9), Options("search", most=40))
+    table = answers["plain"].instance.table
+    job = next(j for j in answers["plain"].problem.calls if j.kind == "train")
+    plain = table.entries(job, 4)
+    assert plain and {(e.strategy.backend, e.strategy.tp, e.strategy.pp, e.strategy.zero) for e in plain} == {("plain", 1, 1, 0)}
+    torch = next(e for e in answers["torch"].instance.table.entries(job, 4) if e.strategy.dp == 4)
+    assert plain[0].seconds > torch.seconds
+    best = answers["plain"].best[0]
+    train = next(e for e, _ in events(best.plan) if isinstance(e, Train))
+    assert next(x for x in best.plan.layouts if x.id == train.layout).backend == "plain"
+    assert best.seconds > answers["torch"].best[0].seconds
+
+
+def stated(monkeypatch: pytest.MonkeyPatch, **said: object) -> None:
+    """The third backend with another description."""
+    from rldsl.backends.plain import describe
+
+    monkeypatch.setattr(describe, "DESCRIPTION", replace(describe.DESCRIPTION, **said))
+    backends.described.cache_clear()
+
+
+def only(act: Callable[[], object]) -> Diagnostic:
+    with pytest.raises(Failure) as caught:
+        act()
+    (d,) = caught.value.diagnostics
+    return d
+
+
+@pytest.mark.parametrize("said, words", [
+    ({"calls": ("infer", "guess")}, "`calls` names 'guess'"), ({"divisions": ("dp", "xp")}, "`divisions` names 'xp'"),
+    ({"zero": 4}, "`zero` is 4"), ({"memory": "torch"}, "derived from `rldsl.memory.calls.MemoryCosts`, not 'torch'"),
+    ({"memory": MemoryCosts}, "`memory` must be an object")])
+def test_a_description_that_is_wrong_is_refused(said: dict[str, object], words: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    stated(monkeypatch, **said)
+    d = only(lambda: bytes_of(planned(placed("plain"))))
+    assert (d.code, d.place) == ("RL0326", "rldsl.backends.plain.describe") and words in d.notes[0]
+    assert "backend=torch" in d.help
+
+
+def test_a_backend_without_a_description_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rldsl.backends.plain import describe
+
+    monkeypatch.delattr(describe, "DESCRIPTION")
+    backends.described.cache_clear()
+    d = only(lambda: placed("plain"))
+    assert d.code == "RL0326" and "exports no `DESCRIPTION`" in d.notes[0]
+
+
+def memory_that(**methods: Callable[..., object]) -> MemoryCosts:
+    return type("Wrong", (MemoryCosts,), methods)()
+
+
+@pytest.mark.parametrize("costs, words", [
+    (memory_that(train=lambda *_: {"logits": -1}), "`memory.train['logits']`"),
+    (memory_that(train=lambda *_: {"logits": 1.5}), "`memory.train['logits']`"),
+    (memory_that(train=lambda *_: [("logits", 1)]), "`memory.train` must return holder -> bytes"),
+    (memory_that(train=lambda *_: {1: 1}), "`memory.train` must return holder -> bytes"),
+    (memory_that(gradient_bytes=lambda *_: None), "`memory.gradient_bytes`"),
+    (memory_that(optimizer_bytes=lambda *_: True), "`memory.optimizer_bytes`")])
+def test_bytes_that_are_nonsense_are_refused(costs: MemoryCosts, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stated(monkeypatch, memory=costs)
+    d = only(lambda: bytes_of(planned(placed("plain"))))
+    assert d.code == "RL0326" and words in d.notes[0]
+
+
+@pytest.mark.parametrize("method, made, words", [
+    ("train", Passes(-1, (), 0.0), "0 or more micro-batches"), ("train", None, "must return `Passes`"),
+    ("train", Passes(1, ((1.0, float("nan")),), 0.0), "finite (forward, backward)"),
+    ("train", Passes(1, ((1.0, 1.0), (1.0, 1.0)), 0.0), "each of 1 chunks"),
+    ("infer", Passes(2, (), 0.0), "finite (forward, backward)"), ("infer", Passes(2, ((1.0, 0.0),), -1.0), "bytes"),
+    ("update", [1.0], "must return a list of ops")])
+def test_seconds_that_are_nonsense_are_refused(method: str, made: object, words: str,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    stated(monkeypatch, time=type("Wrong", (TimeCosts,), {method: lambda *_: made})())
+    d = only(lambda: simulate(planned(placed("plain")), sized.cluster(1, 2)))
+    assert d.code == "RL0326" and words in d.notes[0]
+
+
+def test_the_verifier_asks_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = api.finish(pipeline.run(placed("plain"))).plan
+    verify(plan)
+
+    class Crossed(IssueOrder):
+        """Ranks use two communicators in different orders."""
+
+        def train(self, x: Any, at: Any, count: int) -> Any:
+            from rldsl.verify.issue_order import Use
+
+            both = [Use("dp", at.pp, 0), Use("mesh", 0, 0)]
+            return iter(both if at.dp else both[::-1])
+
+    stated(monkeypatch, issue_order=Crossed())
+    d = only(lambda: verify(plan))
+    assert d.code == "RL0537" and "wait for each other" in d.title

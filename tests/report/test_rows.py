@@ -14,12 +14,12 @@ from rldsl.pages.memory import category, panels, scale
 from rldsl.pages.rows import SEEN, simulated
 from rldsl.pages.texts import ranges_text
 from rldsl.plan.notation import cut, seconds_text
-from rldsl.simulate import Hop, Span, Timeline, simulate
+from rldsl.simulate import PathSegment, Span, Timeline, simulate
 from tests.plan.sample import grpo
 from tests.report.pages import h100, wide
 
 
-def timeline(*spans: Span, classes: int = 2, critical: tuple[Hop, ...] = ()) -> Timeline:
+def timeline(*spans: Span, classes: int = 2, critical: tuple[PathSegment, ...] = ()) -> Timeline:
     return Timeline(10.0, tuple(((c, c + 1),) for c in range(classes)), spans, (), critical, 1)
 
 
@@ -29,7 +29,7 @@ def test_classes_that_do_the_same_share_a_row() -> None:
 
 
 @pytest.mark.parametrize("other", [Span(1, 6, 0, 9, 9), Span(1, 5, 1, 9, 9), Span(1, 5, 0, 8, 9), Span(1, 5, 0, 9, 3),
-                                   Span(1, 5, 0, 9, 9, turn=1)])
+                                   Span(1, 5, 0, 9, 9, iteration=1)])
 def test_classes_that_differ_do_not(other: Span) -> None:
     assert len(simulated(timeline(Span(0, 5, 0, 9, 9), other)).rows) == 2
 
@@ -54,7 +54,7 @@ def test_an_empty_timeline_has_a_length() -> None:
 
 
 def test_hops_after_each_other_are_one_line() -> None:
-    hops = (Hop(0, 5, 0, 2, "work"), Hop(0, 6, 2, 4, "work"), Hop(1, 6, 4, 5, "work"), Hop(0, 7, 6, 7, "message"))
+    hops = (PathSegment(0, 5, 0, 2, "work"), PathSegment(0, 6, 2, 4, "work"), PathSegment(1, 6, 4, 5, "work"), PathSegment(0, 7, 6, 7, "message"))
     chart = simulated(timeline(Span(0, 5, 0, 9, 9), Span(1, 5, 0, 2, 2), critical=hops))
     assert [r.critical for r in chart.rows] == [((0, 4), (6, 7)), ((4, 5),)]
 

@@ -38,5 +38,5 @@ def test_ranks_that_log_do_not_tell_all_others_apart(monkeypatch: pytest.MonkeyP
     every = len(classes(plan).first)
     monkeypatch.setattr(module, "MANY", every - 1)
     assert 2 * len(classes(plan).first) <= every
-    one, all_ = (run(World(plan, cluster, Lengths(), apart=apart)) for apart in (False, True))
+    one, all_ = (run(World(plan, cluster, Lengths(), per_rank=per_rank)) for per_rank in (False, True))
     assert one.seconds == pytest.approx(all_.seconds, rel=1e-3)

@@ -116,7 +116,7 @@ def test_a_host_without_a_rate_is_said_where_something_goes_there() -> None:
 def test_reallocs_of_divided_copies_move_the_bytes_of_the_plan(train: str) -> None:
     """Rank by rank, since shards of rows differ."""
     plan = compiled(train)
-    world = World(plan, TWO, Lengths(), apart=True)
+    world = World(plan, TWO, Lengths(), per_rank=True)
     for event in (e for e, _ in events(plan) if isinstance(e, Realloc)):
         found = moves.moves(world, event).values()
         assert 4 * sum(m.received for m in found) == 4 * sum(m.sent for m in found) == event.bytes
@@ -131,7 +131,7 @@ def test_what_a_node_lacks_comes_over_the_network_once() -> None:
     body = replace(plan.body[-1], body=(event,))  # type: ignore[arg-type]
     plan = replace(plan, meshes=(*plan.meshes, Mesh("a", ((0, 1),)), Mesh("b", ((4, 8),))),
                    layouts=(*plan.layouts, src, dst), body=(body,))
-    world = World(plan, TWO, Lengths(), apart=True)
+    world = World(plan, TWO, Lengths(), per_rank=True)
     found = moves.moves(world, event)
     whole = found[0].far_out
     assert found[0].near_out == 0 and all(abs(4 * found[c].far_in - whole) <= 8 for c in range(4, 8))

@@ -16,9 +16,9 @@ from rldsl.plan.events import Every, Item, Loop, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events, times
 from rldsl.simulate import Lengths, simulate
-from rldsl.simulate.engine import Again, Begin, Mark, Played, Run, play
+from rldsl.simulate.engine import RepeatExtrapolated, EventBegin, LoopBegin, Timelines, Compute, run_programs
 from rldsl.simulate.summary import text
-from rldsl.simulate.turns import Kind, kinds
+from rldsl.simulate.iterations import IterationKind, iteration_kinds
 from tests.simulate import plans
 from tests.simulate.plans import ROUND
 
@@ -56,40 +56,40 @@ def runs_in(body: tuple[Item, ...], kind: Kind, around: int = 1, path: tuple[int
 @given(PERIODS, st.integers(1, 40))
 def test_kinds_of_turns_are_all_turns(body: tuple[Item, ...], trips: int) -> None:
     one_by_one = Counter(runs(body, turn) for turn in range(1, trips + 1))
-    assert one_by_one == sum((Counter({runs_in(body, k): k.played + k.left}) for k in kinds(Loop("r", trips, body))),
+    assert one_by_one == sum((Counter({runs_in(body, k): k.simulated + k.left}) for k in iteration_kinds(Loop("r", trips, body))),
                              Counter())
 
 
 def test_many_periods_are_no_burden() -> None:
     start = process_time()
-    found = kinds(Loop("r", 10**8, tuple(Every(p, ()) for p in range(2, 24))))
-    assert sum(k.played + k.left for k in found) == 10**8 and process_time() - start < 5
+    found = iteration_kinds(Loop("r", 10**8, tuple(Every(p, ()) for p in range(2, 24))))
+    assert sum(k.simulated + k.left for k in found) == 10**8 and process_time() - start < 5
 
 
 # ------------------------------------------------------------------------------------------------- engine
 
 
-def played(programs) -> Played:
-    return play(programs, [0] * len(programs))
+def played(programs) -> Timelines:
+    return run_programs(programs, [0] * len(programs))
 
 
 def test_the_rest_of_a_loop_lasts_as_long_as_its_last_turn() -> None:
-    begin = Begin(7, 0, 0)
-    found = played([[Mark(1), begin, Run(2.0), Run(1.0, 0.5), Again(1, 9, {7: 1}), Begin(-1, 0, 0), Run(1.0)]])
+    begin = EventBegin(7, 0, 0)
+    found = played([[LoopBegin(1), begin, Compute(2.0), Compute(1.0, 0.5), RepeatExtrapolated(1, 9, {7: 1}), EventBegin(-1, 0, 0), Compute(1.0)]])
     assert found.ends == [31.0]
-    assert [(m.event, m.turn, at) for m, at in found.begins[0]] == [(7, 0, 0.0), (7, 1, 3.0), (-1, 0, 30.0)]
-    assert [(p.start, p.stop, p.busy) for p in found.pieces[0]] == [
+    assert [(m.event, m.iteration, at) for m, at in found.begins[0]] == [(7, 0, 0.0), (7, 1, 3.0), (-1, 0, 30.0)]
+    assert [(p.start, p.stop, p.busy) for p in found.intervals[0]] == [
         (0, 2, 2), (2, 3, 0.5), (3, 21, 18), (21, 30, 4.5), (30, 31, 1)]
 
 
 def test_loops_in_loops() -> None:
-    inner = [Mark(2), Begin(1, 0, 0), Run(1.0), Again(2, 4, {1: 1})]
-    assert played([[Mark(1), *inner, Run(5.0), Again(1, 99, {1: 5})]]).ends == [1000.0]
+    inner = [LoopBegin(2), EventBegin(1, 0, 0), Compute(1.0), RepeatExtrapolated(2, 4, {1: 1})]
+    assert played([[LoopBegin(1), *inner, Compute(5.0), RepeatExtrapolated(1, 99, {1: 5})]]).ends == [1000.0]
 
 
-@pytest.mark.parametrize("acts", [[Mark(1), Again(1, 10**9, {})], [Mark(1), Run(0.0), Again(1, 5, {})]])
-def test_a_turn_that_takes_no_time(acts: list) -> None:
-    assert played([acts]).ends == [0.0]
+@pytest.mark.parametrize("ops", [[LoopBegin(1), RepeatExtrapolated(1, 10**9, {})], [LoopBegin(1), Compute(0.0), RepeatExtrapolated(1, 5, {})]])
+def test_a_turn_that_takes_no_time(ops: list) -> None:
+    assert played([ops]).ends == [0.0]
 
 
 # -------------------------------------------------------------------------------------------------- plans
@@ -111,7 +111,7 @@ def test_an_every_in_a_repeat_counts_its_turns() -> None:
     plan, _ = with_first(lambda e: Loop("r", 4, (Every(2, (e,)),)))
     found, twice = simulate(plan, ROUND), simulate(with_first(lambda e: Loop("r", 2, (e,)))[0], ROUND)
     assert found.seconds == pytest.approx(twice.seconds, rel=0.02)
-    assert [o.period for o in found.occasions] == [2]  # the save alone
+    assert [o.period for o in found.periodic] == [2]  # the save alone
 
 
 def test_an_every_that_never_comes_takes_no_time() -> None:
@@ -134,7 +134,7 @@ def test_ten_million_turns() -> None:
 
 def test_an_every_in_an_every_comes_when_both_do() -> None:
     plan, first = with_first(lambda e: Every(2, (Every(3, (e,)),)))
-    found = [o for o in simulate(plan, ROUND).occasions if first.id in o.events]
+    found = [o for o in simulate(plan, ROUND).periodic if first.id in o.events]
     assert [o.period for o in found] == [6] and found[0].seconds > 0
 
 

@@ -12,27 +12,27 @@ from rldsl.backends.torch.train import pipeline
 
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass
 from rldsl.simulate.calls import pipelined
-from rldsl.simulate.engine import Act, Begin, Post, Run, Wait, play
+from rldsl.simulate.engine import Op, EventBegin, Isend, Compute, Wait, run_programs
 
 
 class FakeStage:
     """A place in a pipeline, as far as the schedule asks."""
 
     def __init__(self, stage: int, pp: int):
-        self.line = tuple(range(pp))
+        self.pipeline = tuple(range(pp))
         self.groups = SimpleNamespace(stage=stage)
 
-    def together(self, *_: object) -> list[Act]:
+    def together(self, *_: object) -> list[Op]:
         return []
 
-    def message(self, found: Message, wanting: int, moved: float) -> tuple[Act, object]:
+    def message(self, found: Message, wanting: int, moved: float) -> tuple[Op, object]:
         pair = tuple(sorted((self.groups.stage, found.peer)))
-        return Post((pair, wanting, found.wanted), pair, moved), (pair, wanting, found.wanted)
+        return Isend((pair, wanting, found.wanted), pair, moved), (pair, wanting, found.wanted)
 
 
-def acts(pp: int, count: int, ahead: float, back: float, message: float = 0.0, vpp: int = 1) -> list[list[Act]]:
+def ops(pp: int, count: int, ahead: float, back: float, message: float = 0.0, vpp: int = 1) -> list[list[Op]]:
     stages: list[Any] = [FakeStage(s, pp) for s in range(pp)]
-    return [[Begin(0, 0, 0), *pipelined(stage, count, [(ahead / vpp, back / vpp)] * vpp, message)] for stage in stages]
+    return [[EventBegin(0, 0, 0), *pipelined(stage, count, [(ahead / vpp, back / vpp)] * vpp, message)] for stage in stages]
 
 
 @pytest.mark.parametrize("vpp", [1, 2, 3])
@@ -40,19 +40,19 @@ def acts(pp: int, count: int, ahead: float, back: float, message: float = 0.0, v
 def test_length_is_that_of_the_textbook(pp: int, count: int, vpp: int) -> None:
     """Narayanan et al. 2021 (Megatron-LM), section 2.2: (pp - 1) / vpp times a forward and a backward are lost to
     filling and draining, whatever the number of micro-batches."""
-    played = play(acts(pp, count, 1.0, 2.0, vpp=vpp), [0] * pp)
+    played = run_programs(ops(pp, count, 1.0, 2.0, vpp=vpp), [0] * pp)
     assert max(played.ends) == pytest.approx((count + (pp - 1) / vpp) * 3.0)
 
 
 @pytest.mark.parametrize("pp, count", [(1, 1), (1, 4), (4, 2), (3, 1)])
 def test_length_with_few_micro_batches_or_ranks(pp: int, count: int) -> None:
-    assert max(play(acts(pp, count, 1.0, 2.0), [0] * pp).ends) == pytest.approx((count + pp - 1) * 3.0)
+    assert max(run_programs(ops(pp, count, 1.0, 2.0), [0] * pp).ends) == pytest.approx((count + pp - 1) * 3.0)
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_every_stage_works_as_much_and_messages_make_it_longer(vpp: int) -> None:
-    free, slow = (play(acts(4, 8, 1.0, 2.0, m, vpp), [0] * 4) for m in (0.0, 0.25))
-    assert [sum(p.busy for p in own) for own in free.pieces] == pytest.approx([24.0] * 4)
+    free, slow = (run_programs(ops(4, 8, 1.0, 2.0, m, vpp), [0] * 4) for m in (0.0, 0.25))
+    assert [sum(p.busy for p in own) for own in free.intervals] == pytest.approx([24.0] * 4)
     assert max(slow.ends) > max(free.ends)
 
 
@@ -102,25 +102,25 @@ def test_it_is_the_order_of_the_backend(pp: int, count: int, vpp: int, monkeypat
         assert told(pipelined(fake, count, [(1.0 + c, -1.0 - c) for c in range(vpp)], 0.5), s) == Links.log
 
 
-def told(made: list[Act], s: int) -> list:
+def told(made: list[Op], s: int) -> list:
     """Acts as the backend would log them; waits for what was sent aside."""
     found: list = []
-    for act in made:
-        if isinstance(act, Run):
-            found.append(("ahead" if act.seconds > 0 else "back", int(abs(act.seconds)) - 1))
-        elif isinstance(act, Post):
-            pair, wanting, wanted = act.key  # type: ignore[misc]
+    for op in made:
+        if isinstance(op, Compute):
+            found.append(("ahead" if op.seconds > 0 else "back", int(abs(op.seconds)) - 1))
+        elif isinstance(op, Isend):
+            pair, wanting, wanted = op.key  # type: ignore[misc]
             found.append(("take" if wanting == s else "send", wanted, sum(pair) - s))
-        elif isinstance(act, Wait) and act.key[1] == s:  # type: ignore[index]
-            found.append(("wait", act.key[2]))  # type: ignore[index]
+        elif isinstance(op, Wait) and op.key[1] == s:  # type: ignore[index]
+            found.append(("wait", op.key[2]))  # type: ignore[index]
     return found
 
 
 def test_what_comes_is_waited_for_by_its_pass_and_what_goes_before_the_next_exchange() -> None:
-    made = acts(3, 4, 1.0, 2.0)[1]
-    posts = [a.key for a in made if isinstance(a, Post)]
+    made = ops(3, 4, 1.0, 2.0)[1]
+    posts = [a.key for a in made if isinstance(a, Isend)]
     waits = [a.key for a in made if isinstance(a, Wait)]
     assert sorted(posts) == sorted(waits)
     for a, b in zip(made, made[1:]):
         if isinstance(a, Wait) and a.key[1] == 1:  # type: ignore[index]
-            assert isinstance(b, Run)
+            assert isinstance(b, Compute)

@@ -18,7 +18,7 @@ from rldsl.plan.projection import events
 from rldsl.simulate import Lengths, Timeline, moves, simulate
 from rldsl.simulate.classes import classes
 from rldsl.simulate.cost import widths
-from rldsl.simulate.engine import Begin, Run
+from rldsl.simulate.engine import EventBegin, Compute
 from rldsl.simulate.program import programs
 from rldsl.simulate.simulate import STEPS, run
 from rldsl.simulate.times import Machine
@@ -56,14 +56,14 @@ def test_reallocs_move_the_bytes_of_the_plan(name: str) -> None:
 def test_ranks_of_a_class_are_alike(name: str) -> None:
     """Simulated rank by rank, nothing changes: each rank does what its class does."""
     plan = known(name)
-    together, apart = timeline(name), run(World(plan, ROUND, Lengths(), apart=True))
+    together, apart = timeline(name), run(World(plan, ROUND, Lengths(), per_rank=True))
     assert len(apart.classes) == plan.header.world >= len(together.classes)
     assert apart.seconds == pytest.approx(together.seconds)
     assert dict(apart.idle) == pytest.approx(dict(together.idle))
     of = {r: c for c, every in enumerate(together.classes) for a, b in every for r in range(a, b)}
-    mine = {(s.rank_class, s.event, s.turn): s for s in together.spans}
+    mine = {(s.rank_class, s.event, s.iteration): s for s in together.spans}
     for span in apart.spans:
-        twin = mine[of[apart.classes[span.rank_class][0][0]], span.event, span.turn]
+        twin = mine[of[apart.classes[span.rank_class][0][0]], span.event, span.iteration]
         assert (span.start, span.stop, span.busy) == pytest.approx((twin.start, twin.stop, twin.busy))
 
 
@@ -84,22 +84,22 @@ def test_the_number_of_classes_does_not_grow_with_dp(name: str) -> None:
 
 @EVERY
 def test_work_is_conserved(name: str) -> None:
-    """The busy seconds of the spans are the work of the acts, no more and no less."""
+    """The busy seconds of the spans are the work of the ops, no more and no less."""
     world = World(known(name), ROUND, Lengths())
     found = timeline(name)
-    for c, acts in enumerate(programs(world, STEPS)):
-        ends = [i for i, a in enumerate(acts) if isinstance(a, Begin) and a.event == -1]
-        total = sum(a.seconds * a.share for a in acts[ends[-2] : ends[-1]] if isinstance(a, Run))
+    for c, ops in enumerate(programs(world, STEPS)):
+        ends = [i for i, a in enumerate(ops) if isinstance(a, EventBegin) and a.event == -1]
+        total = sum(a.seconds * a.share for a in ops[ends[-2] : ends[-1]] if isinstance(a, Compute))
         assert sum(s.busy for s in found.spans if s.rank_class == c) == pytest.approx(total)
 
 
 @EVERY
 def test_the_critical_path_is_the_step(name: str) -> None:
     found = timeline(name)
-    hops = found.critical
-    assert hops[0].start == 0 and hops[-1].stop == pytest.approx(found.seconds)
-    assert all(a.stop == pytest.approx(b.start) for a, b in zip(hops, hops[1:]))
-    assert sum(h.stop - h.start for h in hops) == pytest.approx(found.seconds)
+    segments = found.critical
+    assert segments[0].start == 0 and segments[-1].stop == pytest.approx(found.seconds)
+    assert all(a.stop == pytest.approx(b.start) for a, b in zip(segments, segments[1:]))
+    assert sum(h.stop - h.start for h in segments) == pytest.approx(found.seconds)
 
 
 @EVERY
@@ -248,7 +248,7 @@ def test_what_happens_now_and_then_is_told_apart() -> None:
     """The save after every second step: what it writes, on the ranks of its mesh, at the rate of the disk."""
     plan, slow = known("real"), replace(ROUND, disk_gb_s=1e-6)
     found = simulate(plan, slow)
-    (once,) = found.occasions
+    (once,) = found.periodic
     (save,) = [e for e, _ in events(plan) if isinstance(e, Save)]
     assert once.period == 2 and once.events == (save.id,) and found.seconds == timeline("real").seconds
     whole = 4 * (10 * 16 + 4 * (16 * 16 * 2) + 16 + 10 * 16)

@@ -14,40 +14,40 @@ import pytest
 import torch.distributed as dist
 
 from rldsl import api
-from rldsl.plan.backends import described
+from rldsl.plan.backends import costs
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Save, Train
 from rldsl.plan.model import Layout
 from rldsl.plan.projection import walk
 from rldsl.sharding.layout import Coordinate, axis_ranks, coordinate
 from rldsl.verify import issue_order
-from rldsl.verify.issue_order import PROTOCOLS, Use, stuck
+from rldsl.verify.issue_order import IssueOrder, Use, stuck
 from tests.plan.sample import grpo
 from tests.verify.faults import codes
 from tests.verify.plans import folder
 from tests.world import run_world
 
-TORCH = PROTOCOLS["torch"]
+TORCH = costs("torch", "issue_order", IssueOrder)
 X = Layout("x", "m")
 
 
 @pytest.mark.parametrize("kind", [Generate, Infer, Train, Save])
 def test_no_call_of_the_backend_can_stop_for_ever(kind: type) -> None:
     for pp, tp, dp, count in product((1, 2, 3, 5), (1, 2), (1, 2), (1, 2, 3, 7)):
-        assert not stuck(TORCH[kind], replace(X, pp=pp, tp=tp, dp=dp), count), (pp, tp, dp, count)
+        assert not stuck(TORCH.of(kind), replace(X, pp=pp, tp=tp, dp=dp), count), (pp, tp, dp, count)
 
 
 def test_interleaved_training_cannot_stop_for_ever() -> None:
     for pp, vpp, tp, zero, count in product((2, 3, 4), (2, 3), (1, 2), (0, 3), (1, 2, 3, 7, 8)):
         x = replace(X, pp=pp, vpp=vpp, tp=tp, dp=2, zero=zero)
-        assert not stuck(TORCH[Train], x, count), (x, count)
+        assert not stuck(TORCH.train, x, count), (x, count)
 
 
 @pytest.mark.parametrize("kind", [Generate, Infer, Train])
 def test_ranks_that_share_experts_cannot_stop_for_ever(kind: type) -> None:
     for pp, tp, zero, (dp, ep), count in product((1, 3), (1, 2), (0, 1, 2, 3), ((2, 2), (4, 2), (8, 4)), (1, 2, 5)):
         x = replace(X, pp=pp, tp=tp, dp=dp, ep=ep, zero=zero)
-        assert not stuck(TORCH[kind], x, count), (x, count)
+        assert not stuck(TORCH.of(kind), x, count), (x, count)
 
 
 def link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[Use]:
@@ -83,7 +83,7 @@ def unequal(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
 
 def early(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
     """The last rank takes one message of its neighbour before another that comes first."""
-    uses = list(issue_order.train(replace(x, vpp=min(x.pp, 2)), at, count))
+    uses = list(TORCH.train(replace(x, vpp=min(x.pp, 2)), at, count))
     links = [i for i, u in enumerate(uses) if u.axis == "link"]
     if 0 < at.pp == x.pp - 1:
         uses[links[0]], uses[links[1]] = uses[links[1]], uses[links[0]]
@@ -103,13 +103,19 @@ def backwards(x: Layout, at: Coordinate, count: int) -> Iterator[Use]:
 @pytest.mark.parametrize("protocol", [apart, crossed, unequal, backwards, early])
 def test_a_protocol_that_can_stop_is_found(protocol: issue_order.Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stuck(protocol, replace(X, pp=3, tp=2), 3)
-    monkeypatch.setattr(issue_order, "PROTOCOLS", {"torch": dict.fromkeys((Generate, Infer, Train, Save), protocol)})
+    monkeypatch.setattr(IssueOrder, "of", lambda self, kind: protocol)
     assert "RL0537" in codes(grpo()) or protocol in (apart, backwards, early), "the sample has two tensor-parallel ranks"
 
 
-@pytest.mark.parametrize("backend", ["elsewhere"])
-def test_a_backend_without_a_protocol_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issue_order, "PROTOCOLS", {backend: TORCH})
+def test_a_backend_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(issue_order, "described", lambda name: None)
+    assert codes(grpo()) == {"RL0537"}
+
+
+@pytest.mark.parametrize("use", ["tp", Use("elsewhere", 0, 0), ("tp", 0, 0)])
+def test_what_is_no_use_of_a_communicator_is_refused(use: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "which is no use of a communicator" in stuck(lambda x, at, count: iter([use]), X, 1)
+    monkeypatch.setattr(IssueOrder, "train", lambda self, x, at, count: iter([use]))
     assert codes(grpo()) == {"RL0537"}
 
 
@@ -191,7 +197,7 @@ def keep_to_it(data: bytes, asked: list[dict[int, list[tuple[str, tuple[int, ...
         found = [(next(a for a, sets in axes.items() if ranks in sets) if kind == "all" else "link", ranks)
                  for kind, ranks in asked[rank].get(e.id, ())]
         names = [key for key, _ in groupby(a if a != "link" else f"link{ranks}" for a, ranks in found)]
-        protocol = PROTOCOLS[described(x.backend).issues][type(e)]
+        protocol = costs(x.backend, "issue_order", IssueOrder).of(type(e))
         written = (v for count in range(1, 13) for v in versions(protocol, x, mesh, rank, count))
         assert any(names == v for v in written), (type(e).__name__, rank, names)
 
@@ -207,11 +213,11 @@ def versions(protocol: issue_order.Protocol, x: Layout, mesh: Any, rank: int, co
         peer = mesh.members()[(to * x.dp + at.dp) * x.tp + at.tp] if axis in ("link", "tokens") else 0
         names.append(f"link({peer},)" if axis in ("link", "tokens") else axis)
     ends = [i for i, n in enumerate(names) if n == "mesh"]
-    votes = set(ends[0::2][:-1]) if protocol is issue_order.train else set()
+    votes = set(ends[0::2][:-1]) if protocol == TORCH.train else set()
     for vote, partial_, tied in product((True, False), repeat=3):
         kept = []
         for i, n in enumerate(names):
-            after_vote = protocol is issue_order.train and any(v < i < ends[2 * k + 1] for k, v in enumerate(sorted(votes)))
+            after_vote = protocol == TORCH.train and any(v < i < ends[2 * k + 1] for k, v in enumerate(sorted(votes)))
             if i in votes and not vote or after_vote and (n == "tp" and not partial_ or n == "pp" and not tied):
                 continue
             kept.append(n)
