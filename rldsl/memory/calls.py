@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 
 from rldsl.memory import logits
 from rldsl.memory.activations import Block, block, kernel
@@ -185,7 +186,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
     """The largest of three moments: the backward pass of a layer, of the head, and of the embedding. The optimizer step
     is one fused kernel and needs nothing. The pipeline schedule says how many forward passes a rank keeps."""
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
-    count = -(-(-(-frames[0].count // t.spreads[e.spread].minibatches)) // layout.dp)
+    count = ceil(ceil(frames[0].count / t.spreads[e.spread].minibatches) / layout.dp)
     m = micro(t, e.frames, count, e.mbs, e.mbt, layout)
     full = e.recompute == "full"
     kept = m.tokens * b.saved + m.whole * b.seen  # by a layer, for its backward pass
@@ -195,10 +196,12 @@ def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
     order = rank_passes(layout.pp, layout.vpp, count_there, copy.cell.stage)
     passed = m.tokens * b.stream * _passed(layout, m.count, copy.cell.stage)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
-    inside = max_activations_in_flight(order, each) + (kept if full else 0) + m.tokens * b.backward + 2 * m.whole * b.seen + weight
+    inside = max_activations_in_flight(order, each) + (kept if full else 0) + weight
+    inside += m.tokens * b.backward + 2 * m.whole * b.seen
     embedding = 0
     if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
-        embedding = in_flight(order, each, 0) - each[0] + FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
+        gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden
+        embedding = max_activations_in_flight(order, each, 0) - each[0] + gradient
     head = 0
     if copy.last:
         head = max_activations_in_flight(order, each, layout.vpp - 1) + m.tokens * b.final

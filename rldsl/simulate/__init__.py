@@ -7,4 +7,4 @@ from rldsl.simulate.lengths import Lengths, observed
 from rldsl.simulate.model import PathSegment, PeriodicEvents, Span, Timeline
 from rldsl.simulate.simulate import simulate
 
-__all__ = ["Hop", "Lengths", "Occasion", "Span", "Timeline", "observed", "simulate"]
+__all__ = ["Lengths", "PathSegment", "PeriodicEvents", "Span", "Timeline", "observed", "simulate"]

@@ -18,7 +18,7 @@ from rldsl.plan.events import Every, Generate, Infer, Loop, Offload, Onload, Sav
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, events, walk
 from rldsl.simulate.critical import critical
-from rldsl.simulate.engine import Timelines, Pool, run_programs
+from rldsl.simulate.engine import Pool, Timelines, run_programs
 from rldsl.simulate.lengths import Lengths, made
 from rldsl.simulate.model import PeriodicEvents, Span, Timeline
 from rldsl.simulate.program import periodic_blocks, programs, step_of

@@ -34,7 +34,7 @@ def _both_ways(rank, path, layouts, dtype):
             ways.append(_train(shard, rank // tp % dp, dp, recompute))
         if ways:
             (losses, norms, plain), (losses2, norms2, again) = ways
-            worst = max((float((plain[n] - again[n]).abs().max()) for n in plain))
+            worst = max(float((plain[n] - again[n]).abs().max()) for n in plain)
             found.append(((dp, tp, pp), losses == losses2, norms == norms2 and min(norms) > 0, worst))
     return found
 

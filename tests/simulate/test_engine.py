@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.simulate.critical import critical
-from rldsl.simulate.engine import Op, EventBegin, Deadlock, Timelines, Pool, Isend, Compute, Wait, run_programs
+from rldsl.simulate.engine import Compute, Deadlock, EventBegin, Isend, Op, Pool, Timelines, Wait, run_programs
 
 AT = EventBegin(0, 0, 0)
 

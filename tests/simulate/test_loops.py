@@ -16,9 +16,9 @@ from rldsl.plan.events import Every, Item, Loop, Realloc
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events, times
 from rldsl.simulate import Lengths, simulate
-from rldsl.simulate.engine import RepeatExtrapolated, EventBegin, LoopBegin, Timelines, Compute, run_programs
+from rldsl.simulate.engine import Compute, EventBegin, LoopBegin, RepeatExtrapolated, Timelines, run_programs
+from rldsl.simulate.iterations import iteration_kinds
 from rldsl.simulate.summary import text
-from rldsl.simulate.iterations import IterationKind, iteration_kinds
 from tests.simulate import plans
 from tests.simulate.plans import ROUND
 
@@ -47,7 +47,7 @@ def runs(body: tuple[Item, ...], turn: int, path: tuple[int, ...] = ()) -> tuple
                  for p in ((*path, i), *runs(e.body, turn, (*path, i))))
 
 
-def runs_in(body: tuple[Item, ...], kind: Kind, around: int = 1, path: tuple[int, ...] = ()) -> tuple:
+def runs_in(body: tuple[Item, ...], kind: IterationKind, around: int = 1, path: tuple[int, ...] = ()) -> tuple:
     return tuple(p for i, e in enumerate(body) if isinstance(e, Every)
                  and (e.period == 1 or kind.runs(lcm(around, e.period)))
                  for p in ((*path, i), *runs_in(e.body, kind, lcm(around, e.period), (*path, i))))

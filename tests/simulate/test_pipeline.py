@@ -12,7 +12,7 @@ from rldsl.backends.torch.train import pipeline
 
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass
 from rldsl.simulate.calls import pipelined
-from rldsl.simulate.engine import Op, EventBegin, Isend, Compute, Wait, run_programs
+from rldsl.simulate.engine import Compute, EventBegin, Isend, Op, Wait, run_programs
 
 
 class FakeStage:

@@ -18,7 +18,7 @@ from rldsl.plan.projection import events
 from rldsl.simulate import Lengths, Timeline, moves, simulate
 from rldsl.simulate.classes import classes
 from rldsl.simulate.cost import widths
-from rldsl.simulate.engine import EventBegin, Compute
+from rldsl.simulate.engine import Compute, EventBegin
 from rldsl.simulate.program import programs
 from rldsl.simulate.simulate import STEPS, run
 from rldsl.simulate.times import Machine
@@ -239,7 +239,7 @@ def test_movement_overlaps_with_work() -> None:
 def test_disjoint_meshes_work_at_the_same_time() -> None:
     found, plan = timeline("apart"), known("apart")
     by = {e.id: e for e, _ in events(plan)}
-    calls = {getattr(by[s.event], "model"): s for s in found.spans if type(by[s.event]).__name__ == "Infer"}
+    calls = {by[s.event].model: s for s in found.spans if type(by[s.event]).__name__ == "Infer"}
     a, b = calls["judge"], calls["ref"]
     assert a.start < b.stop and b.start < a.stop
 
