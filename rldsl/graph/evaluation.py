@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rldsl.graph import model as g
-from rldsl.plan.expr import REDUCTIONS
+from rldsl.plan.operators import in_family
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.options import whole
 from rldsl.semantics.scope import Scope
@@ -108,7 +108,7 @@ class Evaluations:
             if isinstance(node, g.Train | g.Keep):
                 what = "training" if isinstance(node, g.Train) else f"the state `{node.writes[0]}` is changed"
                 self._refuse(f"{what} inside `eval`", node.span, "an evaluation only looks: write it outside")
-            elif isinstance(node, g.Compute) and any(n.op in REDUCTIONS and n.level == "batch"
+            elif isinstance(node, g.Compute) and any(in_family(n.op, "reduction") and n.level == "batch"
                                                      for n in programs[node.program].nodes):
                 self.errors.add("RL0201", "a number over the batch inside `eval`", node.span,
                                 "this is of one batch of the rows, not of all",

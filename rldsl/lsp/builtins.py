@@ -1,39 +1,13 @@
-"""The words that the compiler itself knows, with what an editor shows of them. A test compares the names with the
-compiler's own tables."""
+"""The names that the compiler knows, with what an editor shows of them. Built-in functions come from
+`plan/operators.py`; a test compares the other names with the compiler's tables."""
 
 from __future__ import annotations
 
+from rldsl.plan.operators import BUILTINS
+
 # name -> (signature, meaning)
 FUNCTIONS: dict[str, tuple[str, str]] = {
-    "exp": ("exp(x)", "e to the power of x."),
-    "log": ("log(x)", "The natural logarithm."),
-    "log1p": ("log1p(x)", "log(1 + x), exact near 0."),
-    "expm1": ("expm1(x)", "exp(x) - 1, exact near 0."),
-    "sqrt": ("sqrt(x)", "The square root."),
-    "abs": ("abs(x)", "The magnitude."),
-    "sigmoid": ("sigmoid(x)", "1 / (1 + exp(-x))."),
-    "logsigmoid": ("logsigmoid(x)", "log(sigmoid(x)), stable."),
-    "stop_gradient": ("stop_gradient(x)", "x as a constant: no gradient flows through it."),
-    "sum": ("sum(x by LEVEL)", "The sum; over the whole batch, on all ranks, without `by`."),
-    "mean": ("mean(x by LEVEL)", "The mean; over the whole batch, on all ranks, without `by`."),
-    "std": ("std(x by LEVEL, unbiased=true)", "The standard deviation; 0 for one element."),
-    "var": ("var(x by LEVEL, unbiased=true)", "The variance; 0 for one element."),
-    "count": ("count(x by LEVEL)", "The number of elements; of sequences, for a batch."),
-    "min": ("min(a, b) or min(x by LEVEL)", "The smaller of two, or the smallest of many."),
-    "max": ("max(a, b) or max(x by LEVEL)", "The larger of two, or the largest of many."),
-    "clip": ("clip(x, low, high)", "x within bounds."),
-    "where": ("where(condition, a, b)", "a where the condition holds, else b."),
-    "next": ("next(x)", "token -> token: the following token's value, 0 at the last."),
-    "prev": ("prev(x)", "token -> token: the preceding token's value, 0 at the first."),
-    "last": ("last(x)", "token -> seq: the value at the last token."),
-    "at_end": ("at_end(s, batch)", "seq -> token: the value at the last token, 0 elsewhere."),
-    "cumsum": ("cumsum(x)", "token -> token: the running sum."),
-    "discount": ("discount(x, g)", "token -> token: y_t = x_t + g * y_(t+1)."),
-    "len": ("len(batch)", "seq: the number of response tokens."),
-    "over": ("over(x, kept)", "The values of x for the rows of a selection."),
-    "choice": ("choice(word, \"a\", \"b\")", "The word, which must be one of the others; known at compile time."),
-    "quantile": ("quantile(x, q)", "The value below which the share q of all elements of the batch lies."),
-    "uniform": ("uniform(x)", "A random number in (0, 1) for each element of x, the same on every placement."),
+    **{f.name: (f.signature, f"{f.rows[0][1]}: {f.rows[0][2]}.") for f in BUILTINS.values()},
     "mesh": ("mesh(a:b) or mesh(n0:n1, d0:d1)", "A range of ranks; or nodes by devices."),
 }
 

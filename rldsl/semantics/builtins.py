@@ -8,19 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from rldsl.plan.model import MOST_RANKS
+from rldsl.plan.operators import BUILTINS, REDUCTIONS
 from rldsl.semantics.errors import BAD, Bad, suggest
-from rldsl.semantics.operators import REDUCERS, UNARY_CALLS
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import FrameRef, Meaning, MeshValue, Pairs, describe
 from rldsl.syntax import ast
 
 if TYPE_CHECKING:
     from rldsl.semantics.lower import Lower, Scope
-
-# name -> (least, most) arguments by position; all others take one
-ARITY = {"clip": (3, 3), "where": (3, 3), "discount": (2, 2), "over": (2, 2), "quantile": (2, 2), "choice": (2, 99),
-         "at_end": (1, 2), "min": (1, 2), "max": (1, 2)}
-SEQUENCES = ("len", "next", "prev", "last", "at_end", "cumsum", "discount", "over")
 
 
 class Builtins:
@@ -65,30 +60,31 @@ class Builtins:
         return MeshValue(None, (0, size.value), expr.span, free=True)
 
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
+        builtin = BUILTINS[name]
         args: list[Meaning] = []
         unbiased: Term | Bad | None = None
         for arg in expr.args:
             if arg.name is None:
                 args.append(self.lower.eval(arg.value, scope))
-            elif name in ("std", "var") and arg.name.name == "unbiased":
+            elif arg.name.name in builtin.options:
                 unbiased = self.lower.constant(arg.value, scope)
             else:
                 return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
-        least, most = ARITY.get(name, (1, 1))
+        least, most = builtin.least, builtin.most
         if not least <= len(args) <= most:
             wanted = str(least) if least == most else f"{least} or {most}"
             return self.errors.add("RL0204", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
                                    f"not {len(args)}", expr.func.span)
         if any(isinstance(a, Bad) for a in (*args, unbiased)):
             return BAD
-        reducing = name in REDUCERS and len(args) == 1
+        reducing = builtin.form == "reduction" or builtin.form == "either" and len(args) == 1
         if expr.by is not None and not reducing:
             return self.errors.add("RL0107", f"`{name}` takes no `by` here", expr.by.span,
-                                   help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
+                                   help=f"`by` belongs to reductions: {', '.join(REDUCTIONS)}")
         if name == "len" and isinstance(args[0], FrameRef) and args[0].kind == "prompts":
             return self.errors.add("RL0213", "`len` counts the tokens of responses", expr.args[0].span,
                                    f"`{args[0].frame.id}` holds prompts only", help="generate first, or load answers")
-        if name in SEQUENCES:
+        if builtin.form == "sequence":
             return self.lower.ops.sequence(name, args, expr.span)
         if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
             rows = args[0].chosen if isinstance(args[0], Pairs) else args[0]
@@ -112,7 +108,6 @@ class Builtins:
         if name == "clip":
             low = self.lower.ops.apply("max", terms[:2], expr.span)
             return BAD if isinstance(low, Bad) else self.lower.ops.apply("min", (low, terms[2]), expr.span)
-        assert name in UNARY_CALLS or name in ("where", "min", "max")
         return self.lower.ops.apply(name, terms, expr.span)
 
     def choice(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rldsl.diag import Label
-from rldsl.plan.expr import FLOW_ONLY, Program
+from rldsl.plan.expr import Program
 from rldsl.plan.heads import LEVEL_OF, OUTPUTS, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Frame
+from rldsl.plan.operators import OPERATORS
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.lower import Lower
-from rldsl.semantics.operators import BOOLEAN
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.semantics.units import WHOLE
@@ -159,7 +159,6 @@ def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUs
 # ------------------------------------------------------------------------------------------------ exactness
 
 PURE, LOCAL, AFFINE, NONLINEAR = range(4)  # no fresh value; fresh, below batch; sums of reductions; other
-FLAT = BOOLEAN | {"stop_gradient", "count", "len"}  # operators that pass no gradient on
 
 
 def _exact(outputs: list[tuple[str, Term]], fresh: set[str], errors: Errors) -> None:
@@ -195,7 +194,7 @@ def _moved(loss: Term, fresh: set[str]) -> bool:
     for term in walk([loss]):
         args = term.args[1:] if term.op == "where" else term.args
         live[id(term)] = term.name in fresh if term.op == "input" else \
-            term.op not in FLAT and any(live[id(a)] for a in args)
+            OPERATORS[term.op].gradient and any(live[id(a)] for a in args)
     return live[id(loss)]
 
 
@@ -207,7 +206,7 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
     if term.op == "py":
         errors.add("RL0210", "a Python function inside a loss", term.span, help="call it in the flow")
         return None
-    if term.op in FLOW_ONLY:
+    if not OPERATORS[term.op].in_loss:
         errors.add("RL0210", f"`{term.op}` inside a loss", term.span, "it is of the whole batch, not of a micro-batch",
                    help="compute it in the flow and pass the result")
         return None

@@ -13,12 +13,13 @@ from typing import cast
 
 from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.plan.heads import OUTPUTS
+from rldsl.plan.operators import BUILTINS, REDUCTIONS
 from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.functions import Functions
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.modules import homes
-from rldsl.semantics.operators import INFIX, NAMES, REDUCERS, Operators
+from rldsl.semantics.operators import INFIX, Operators
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
 from rldsl.semantics.values import (
@@ -116,7 +117,7 @@ class Lower:
             if isinstance(found, Term):  # a leaf is computed nowhere else
                 found = replace(found, used=expr.span) if found.args else replace(found, span=expr.span)
             return found
-        label = "built-in functions are called: put arguments after it" if expr.name in NAMES else "not bound here"
+        label = "built-in functions are called: put arguments after it" if expr.name in BUILTINS else "not bound here"
         return self.errors.unknown(scope.module.name, expr.name, expr.span, label,
                                    lambda: self.advice(expr.name, scope, expr.span))
 
@@ -132,7 +133,7 @@ class Lower:
         if there:
             return f"it is in the library: `use std.{there[0]} ({name})`"
         own = scope.known() - {name}
-        return suggest(name, own | set(self.prelude.names) | NAMES - {name}, own)
+        return suggest(name, own | set(self.prelude.names) | BUILTINS.keys() - {name}, own)
 
     def attribute(self, expr: ast.Attribute, scope: Scope) -> Meaning:
         owner, what = self.eval(expr.value, scope), expr.name.name
@@ -194,14 +195,14 @@ class Lower:
             return self.errors.add("RL0203", "this cannot be called", expr.func.span)
         name = expr.func.name
         found = scope.find(name)
-        if found is None and name in NAMES:
+        if found is None and name in BUILTINS:
             return self.builtins.call(name, expr, scope)
         if found is None and name == "mesh":
             return self.builtins.mesh(expr, scope)
         target = self.name(expr.func, scope)
         if expr.by is not None and not isinstance(target, Bad):
             return self.errors.add("RL0107", f"`{name}` takes no `by`", expr.by.span,
-                                   help=f"`by` belongs to reductions: {', '.join(REDUCERS)}")
+                                   help=f"`by` belongs to reductions: {', '.join(REDUCTIONS)}")
         match target:
             case FnRef():
                 return self.functions.inline(target, expr, scope)

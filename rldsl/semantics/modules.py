@@ -17,8 +17,8 @@ from typing import cast
 from rldsl.diag import Failure, Label
 from rldsl.plan.expr import Level
 from rldsl.plan.model import Function
+from rldsl.plan.operators import BUILTINS
 from rldsl.semantics.errors import BAD, Errors, suggest
-from rldsl.semantics.operators import NAMES
 from rldsl.semantics.values import FnRef, LossRef, Meaning, Module, PyRef
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
@@ -28,7 +28,7 @@ Parse = Callable[[SourceFile], ast.File]
 Read = Callable[[str], str]
 LIBRARY, SHIPPED = "rldsl.stdlib", "std/"
 PYTHON = ("std/rewards.py",)
-RESERVED = NAMES | {"mesh", "true", "false"}
+RESERVED = BUILTINS.keys() | {"mesh", "true", "false"}
 
 
 def beside(importer: str, path: str) -> str:

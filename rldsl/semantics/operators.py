@@ -10,6 +10,7 @@ from collections.abc import Callable
 from rldsl.diag import Label
 from rldsl.plan.expr import Level
 from rldsl.plan.model import Frame
+from rldsl.plan.operators import BUILTINS, OPERATORS
 from rldsl.semantics import units
 from rldsl.semantics.errors import BAD, Bad, Errors
 from rldsl.semantics.levels import Spaces, depth
@@ -19,11 +20,6 @@ from rldsl.source import Span
 
 INFIX = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
          "==": "eq", "!=": "ne", "and": "and", "or": "or"}
-UNARY_CALLS = ("exp", "log", "expm1", "log1p", "sqrt", "abs", "sigmoid", "logsigmoid", "stop_gradient")
-REDUCERS = ("sum", "mean", "std", "var", "count", "min", "max")
-NAMES = frozenset({*UNARY_CALLS, *REDUCERS, "clip", "where", "next", "prev", "last", "at_end", "cumsum", "discount",
-                   "len", "over", "choice", "quantile", "uniform"})
-BOOLEAN = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"})
 
 
 Narrow = Callable[[Term, str], Term]  # a value, and the space of a selection: the value of the selected rows
@@ -67,7 +63,7 @@ class Operators:
             chosen = args[1] if args[0].value else args[2]
             if (chosen.level, chosen.space) == (level, space):
                 return chosen
-        dtype = "bool" if op in BOOLEAN else args[-1].dtype if op in ("where", "stop_gradient") else "f32"
+        dtype = "bool" if OPERATORS[op].condition else args[-1].dtype if op in ("where", "stop_gradient") else "f32"
         return Term(op, args, level, str(space), dtype, span, unit=unit)
 
     def _narrowed(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
@@ -133,9 +129,9 @@ class Operators:
                                    "a coarser one: batch < prompt < seq < token")
         if name in ("std", "var"):
             return self._variance(name, x, to, span, unbiased)
-        op = {"min": "amin", "max": "amax"}.get(name, name)
+        op = BUILTINS[name].operator
         space = self.spaces.coarser(x.level, x.space, to)
-        unit = units.reduced(name, x.unit, self.spaces.counted(x), to == "batch", self.in_loss)
+        unit = units.reduced(op, x.unit, self.spaces.counted(x), to == "batch", self.in_loss)
         return Term(op, (x,), to, space, "f32", span, (("to", to),), unit=unit)
 
     def _variance(self, name: str, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:

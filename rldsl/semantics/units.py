@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rldsl.diag import Label
+from rldsl.plan.operators import OPERATORS
 from rldsl.semantics.errors import Bad, Errors
 from rldsl.semantics.terms import Term
 from rldsl.source import Span
 
 UNITS = ("prompts", "sequences", "pairs", "tokens")
 MINIBATCH, WHOLE = " of a minibatch", " of the whole batch"
-# op -> which arguments must count the same
-SAME = {"add": (0, 1), "sub": (0, 1), "min": (0, 1), "max": (0, 1), "where": (1, 2), "lt": (0, 1), "le": (0, 1),
-        "gt": (0, 1), "ge": (0, 1), "eq": (0, 1), "ne": (0, 1)}
-KEPT = ("add", "sub", "min", "max", "where", "neg", "abs", "stop_gradient")
 
 
 def word(unit: str) -> str:
@@ -36,27 +33,31 @@ def differ(a: str, b: str) -> bool:
 
 def clash(op: str, args: Sequence[Term]) -> tuple[Term, Term] | None:
     """The two arguments of `op` that cannot meet, if there are any."""
-    if op not in SAME:
+    if len(OPERATORS[op].same_unit) < 2:
         return None
-    a, b = (args[i] for i in SAME[op])
+    a, b = (args[i] for i in OPERATORS[op].same_unit)
     return (a, b) if differ(a.unit, b.unit) else None
 
 
 def result(op: str, args: Sequence[Term]) -> str:
     """The unit of `op(args)`, whose arguments fit: counts stay counts in sums, and times or over a plain number."""
-    if op in KEPT:
-        units = [args[i].unit for i in SAME[op]] if op in SAME else [args[0].unit]
-        return max(units, key=len)  # the one that says most
-    if op == "mul":
-        units = [a.unit for a in args if a.unit]
-        return units[0] if len(units) == 1 else ""
-    return args[0].unit if op == "div" and not args[1].unit else ""
+    match OPERATORS[op].unit:
+        case "keep":
+            return max((args[i].unit for i in OPERATORS[op].same_unit), key=len)  # the most specific
+        case "product":
+            units = [a.unit for a in args if a.unit]
+            return units[0] if len(units) == 1 else ""
+        case "quotient":
+            return "" if args[1].unit else args[0].unit
+        case _:
+            return ""
 
 
-def reduced(name: str, unit: str, counted: str, to_batch: bool, in_loss: bool) -> str:
+def reduced(op: str, unit: str, counted: str, to_batch: bool, in_loss: bool) -> str:
     """The unit of a reduction. counted: what `count` counts. A loss sees one minibatch, so its totals are of that."""
-    found = counted if name == "count" else unit if name in ("sum", "mean", "min", "max") else ""
-    total = name in ("count", "sum") and to_batch and in_loss
+    rule = OPERATORS[op].unit
+    found = counted if rule == "count" else unit if rule == "keep" else ""
+    total = op in ("count", "sum") and to_batch and in_loss
     return found + MINIBATCH if total and word(found) == found and found else found
 
 

@@ -35,7 +35,7 @@ from rldsl.plan.events import (
     Train,
     Transfer,
 )
-from rldsl.plan.expr import REDUCTIONS
+from rldsl.plan.operators import in_family
 from rldsl.sharding.boxes import cell_of, parameters
 from rldsl.simulate.calls import generate, infer, train
 from rldsl.simulate.engine import Compute as ComputeOp
@@ -231,6 +231,6 @@ class _OpBuilder:
         entries = max((rows * world.row(f).response for f in event.frames), default=1.0)
         self.run(machine.rows(rows) + machine.compute(len(program.nodes), entries))
         self.run(machine.rows(CALL_ROWS * rows) * sum(n.op == "py" for n in program.nodes))
-        reductions = sum(n.op in REDUCTIONS and n.level == "batch" for n in program.nodes)
+        reductions = sum(in_family(n.op, "reduction") and n.level == "batch" for n in program.nodes)
         if reductions and world.size(event.mesh) > 1 and spread.unit != "all":
             self.together(event, key, 16.0, reductions)

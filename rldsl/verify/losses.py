@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Train
-from rldsl.plan.expr import REDUCTIONS, Node, Program
+from rldsl.plan.expr import Node, Program
+from rldsl.plan.operators import in_family
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -31,7 +32,7 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
     spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.rows: 0 for f in frames}, **{f.prompts: 0 for f in frames}}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
         return f"works on {strange}, which is not trained on"
-    if any(n.op in REDUCTIONS and n.attr("to") == "prompt" for n in nodes):
+    if any(in_family(n.op, "reduction") and n.attr("to") == "prompt" for n in nodes):
         return "reduces by prompt, of which a minibatch may hold a part"
     inner = _under(nodes, [a for n in nodes if _reduces(n) for a in n.args])
     if any(_reduces(nodes[i]) for i in inner):
@@ -40,7 +41,7 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
 
 
 def _reduces(n: Node) -> bool:
-    return n.op in REDUCTIONS and n.attr("to") == "batch"
+    return in_family(n.op, "reduction") and n.attr("to") == "batch"
 
 
 def _under(nodes: Sequence[Node], roots: Sequence[int]) -> set[int]:

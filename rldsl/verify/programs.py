@@ -1,32 +1,22 @@
 """Programs are well formed and bound to values that fit.
 
 In: tables with sound references. Out: diagnostics RL0616 (program malformed) and RL0617 (bound to the wrong values).
-Rules: arguments come first; operators are those of `plan/expr.py` with their arity; a result is never coarser than an
+Rules: arguments come first; operators are those of `plan/operators.py` with their arity; a result is never coarser than an
 argument unless a reduction makes it so; a node's space exists and covers those of its arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import assert_never
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Compute, Event, Train
-from rldsl.plan.expr import ELEMENTWISE, FLOW_ONLY, LEAVES, LEVELS, RANDOM, REDUCTIONS, SEQUENCE, Node, Program
+from rldsl.plan.expr import LEVELS, Node, Program
 from rldsl.plan.heads import LEVEL_OF, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Value
+from rldsl.plan.operators import OPERATORS, Operator
 from rldsl.verify.tables import Tables, name, problem
-
-CONDITIONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")
-# Sequence operators: levels of the arguments -> level of the result.
-SHAPES = {
-    "next": (("token",), "token"),
-    "prev": (("token",), "token"),
-    "last": (("token",), "seq"),
-    "at_end": (("seq",), "token"),
-    "cumsum": (("token",), "token"),
-    "discount": (("token", "batch"), "token"),
-    "len": ((), "seq"),
-}
 
 
 def check(t: Tables) -> Iterator[Diagnostic]:
@@ -59,42 +49,51 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
     if any(not 0 <= a < index for a in node.args):
         return f"arguments {node.args} do not come before it"
     args = [program.nodes[a] for a in node.args]
-    arity = {**ELEMENTWISE, **REDUCTIONS, **SEQUENCE}.get(node.op)
-    if arity is None and node.op not in (*LEAVES, *RANDOM):
+    operator = OPERATORS.get(node.op)
+    if operator is None:
         return "no such operator"
-    if arity is not None and arity[0] != len(args) or node.op in ("input", "const", *RANDOM) and args:
+    if operator.arity != len(args):
         return f"{len(args)} arguments"
     if not _has_space(t, node.level, node.space):
         return f"space {node.space!r} is none of level {node.level}"
-    if node.op in ELEMENTWISE:
-        if node.level != "batch" and all(a.level == "batch" for a in args):
-            return f"a {node.level} value of batch-level arguments alone"
-        return next((f for a in args if (f := _broadcast(t, a, node))), "")
-    if node.op in REDUCTIONS:
-        if node.attr("to") != node.level or LEVELS.index(node.level) >= LEVELS.index(args[0].level):
-            return f"reduces {args[0].level} to {node.attr('to')}, result at {node.level}"
-        if node.op == "quantile" and (node.level, args[1].level) != ("batch", "batch"):
-            return "a quantile is one number, of the batch, and so is its share"
-        return _broadcast(t, node, args[0])
-    if node.op in SEQUENCE:
-        wanted = SHAPES[node.op]
-        if (tuple(a.level for a in args), node.level) != wanted:
-            return f"takes {wanted[0]} to {wanted[1]}, not {tuple(a.level for a in args)} to {node.level}"
-        fine, coarse = (args[0], node) if node.op == "last" else (node, args[0]) if args else (node, node)
-        frame = t.frames.get(str(node.attr("frame") or (args[0].space if args else "")))
-        if frame is None or node.space != (frame.id if node.level == "token" else frame.rows):
-            return f"is not of the sequences of {node.attr('frame') or node.space!r}"
-        return _broadcast(t, coarse, fine)
-    return _leaf(t, node)
+    match operator.family:
+        case "elementwise":
+            if node.level != "batch" and all(a.level == "batch" for a in args):
+                return f"a {node.level} value of batch-level arguments alone"
+            return next((f for a in args if (f := _broadcast(t, a, node))), "")
+        case "reduction":
+            if node.attr("to") != node.level or LEVELS.index(node.level) >= LEVELS.index(args[0].level):
+                return f"reduces {args[0].level} to {node.attr('to')}, result at {node.level}"
+            if operator.to_batch_only and {node.level, *(a.level for a in args[1:])} != {"batch"}:
+                return f"a {node.op} is one number, of the batch, and so are its further arguments"
+            return _broadcast(t, node, args[0])
+        case "sequence":
+            return _sequence_fault(t, operator, node, args)
+        case "random":
+            fits = node.level != "batch" and isinstance(node.attr("call"), int)
+            return "" if fits else "random numbers belong to elements and to a call"
+        case "leaf":
+            return _leaf_fault(t, node)
+        case family:
+            assert_never(family)
 
 
-def _leaf(t: Tables, node: Node) -> str:
+def _sequence_fault(t: Tables, operator: Operator, node: Node, args: Sequence[Node]) -> str:
+    levels = tuple(a.level for a in args)
+    if (levels, node.level) != (operator.takes, operator.gives):
+        return f"takes {operator.takes} to {operator.gives}, not {levels} to {node.level}"
+    fine, coarse = (args[0], node) if node.op == "last" else (node, args[0]) if args else (node, node)
+    frame = t.frames.get(str(node.attr("frame") or (args[0].space if args else "")))
+    if frame is None or node.space != (frame.id if node.level == "token" else frame.rows):
+        return f"is not of the sequences of {node.attr('frame') or node.space!r}"
+    return _broadcast(t, coarse, fine)
+
+
+def _leaf_fault(t: Tables, node: Node) -> str:
     if node.op == "input" and not isinstance(node.attr("name"), str):
         return "an input without a name"
     if node.op == "const" and node.attr("value") is None:
         return "a constant without a value"
-    if node.op == "uniform" and (node.level == "batch" or not isinstance(node.attr("call"), int)):
-        return "random numbers belong to elements and to a call"
     if node.op == "py":
         function = t.functions.get(str(node.attr("function")))
         if function is None or node.attr("frame") not in t.frames:
@@ -168,7 +167,7 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
                 yield problem(
                     "RL0617", f"{name(e)}: input {input} is {node.level} over {node.space}, not {what} of {frame}", e
                 )
-    for op in sorted({n.op for n in program.nodes} & {*FLOW_ONLY}):
+    for op in sorted({n.op for n in program.nodes if not OPERATORS[n.op].in_loss}):
         yield problem("RL0617", f"{name(e)}: program {program.id} has {op}, which no micro-batch can add up", e)
     outputs = dict(program.outputs)
     if "loss" not in outputs:
@@ -198,7 +197,7 @@ def _truths(program: Program, given: set[str]) -> Sequence[bool]:
             case "where" | "stop_gradient":
                 found.append(all(found[a] for a in node.args[-2:]))
             case _:
-                found.append(node.op in CONDITIONS)
+                found.append(OPERATORS[node.op].condition)
     return found
 
 

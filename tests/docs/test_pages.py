@@ -14,8 +14,9 @@ from rldsl.placement.degrees import OPTIONS
 from rldsl.placement.place import places_of
 from rldsl.plan.events import EVENTS
 from rldsl.plan.heads import CALLS, OUTPUTS
+from rldsl.plan.operators import BUILTINS
 from rldsl.semantics import options as known
-from rldsl.semantics.operators import INFIX, NAMES
+from rldsl.semantics.operators import INFIX
 from rldsl.semantics.units import UNITS
 from rldsl.source import SourceFile
 from tests.docs.builtins import untrue
@@ -139,8 +140,17 @@ def test_placement_options_without_a_default_are_refused(folder: Path) -> None:
         assert [d.code for d in api.check(text, "page.rlf")] == ["RL0312"], name
 
 
-def test_every_built_in_is_there() -> None:
-    assert {call.partition("(")[0] for call, _ in BUILT_INS} == NAMES
+def test_the_table_of_built_ins_is_that_of_the_records(request: pytest.FixtureRequest) -> None:
+    """`pytest --update-golden` writes it."""
+    rows = [f"| `{call}` | {levels} | {meaning} |" for f in BUILTINS.values() for call, levels, meaning in f.rows]
+    wanted = "\n".join(("<!-- table: built-ins -->", "| | type | meaning |", "|---|---|---|", *rows)) + "\n\n"
+    text = (ROOT / "docs/language.md").read_text()
+    found = re.search(r"<!-- table: built-ins -->\n.*?\n\n", text, re.DOTALL)
+    assert found is not None
+    if request.config.getoption("--update-golden"):
+        (ROOT / "docs/language.md").write_text(text.replace(found[0], wanted))
+    else:
+        assert found[0] == wanted, "run pytest --update-golden tests/docs/test_pages.py"
 
 
 @pytest.mark.parametrize(("call", "type_"), BUILT_INS)
@@ -186,7 +196,7 @@ def test_every_keyword_is_in_the_grammar_summary() -> None:
 def test_words_that_begin_a_statement_bind_no_name(folder: Path) -> None:
     assert STATEMENT_WORDS is not None
     begin = set(words(STATEMENT_WORDS[1]))
-    for word in keywords() - NAMES - {"mesh", "not"}:
+    for word in keywords() - BUILTINS.keys() - {"mesh", "not"}:
         found = [d.code for d in api.check(completed("flow", f"{word} = mean(reward)"), "page.rlf")]
         assert found == (["RL0001"] if word in begin else []), word
 

@@ -11,7 +11,7 @@ from lark import Lark
 from lark.lexer import TerminalDef
 
 from rldsl.plan.expr import LEVELS
-from rldsl.semantics.operators import NAMES
+from rldsl.plan.operators import BUILTINS
 from rldsl.syntax.parse import grammar
 
 
@@ -34,8 +34,8 @@ def levels() -> set[str]:
     return {*LEVELS, "any"}
 
 
-def builtins() -> set[str]:
-    return set(NAMES)
+def builtins() -> tuple[str, ...]:
+    return tuple(BUILTINS)
 
 
 # ------------------------------------------------------------------------------------------- what editors mark

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rldsl.plan.expr import ELEMENTWISE, REDUCTIONS, SEQUENCE, Program
+from rldsl.plan.expr import Program
+from rldsl.plan.operators import OPERATORS
 from rldsl.runtime.interpreter.expression_programs import LossRun, loss_counts, run_compute
 from tests.runtime.builder import FRAMES, Builder, tokens_of, view
 from tests.world import run_world
@@ -57,7 +58,7 @@ def test_elementwise_is_what_python_says(op):
     x, y = draw(sum(LENS), 1), draw(sum(LENS), 2)
     first = b.input("x", "token")
     first = b("abs", first) if op in ("pow", "log", "log1p", "sqrt") else first
-    args = [first, b.input("y", "token")][: ELEMENTWISE[op][0]]
+    args = [first, b.input("y", "token")][: OPERATORS[op].arity]
     got = one(b, b(op, *args), x=x, y=y)
     want = [PYTHON[op](*pair[: len(args)]) for pair in zip(x.tolist(), y.tolist())]
     torch.testing.assert_close(got, torch.tensor(want, dtype=got.dtype), **TIGHT)
@@ -132,7 +133,13 @@ def test_discount_is_the_backward_recurrence(g):
     torch.testing.assert_close(got, each(x, recur), **TIGHT)
 
 
-@pytest.mark.parametrize("op", sorted(REDUCTIONS.keys() - {"quantile"}))
+def middle(x: Tensor) -> Tensor:
+    """The mean of the two middle elements, or the middle one twice; 0 of none."""
+    s = x.sort().values
+    return (s[(len(s) - 1) // 2] + s[len(s) // 2]) / 2 if len(s) else x.sum()
+
+
+@pytest.mark.parametrize("op", [o.name for o in OPERATORS.values() if o.family == "reduction" and not o.to_batch_only])
 @pytest.mark.parametrize("to", ["seq", "prompt", "batch"])
 def test_reductions_of_tokens(op, to):
     b = Builder()
@@ -140,7 +147,7 @@ def test_reductions_of_tokens(op, to):
     parts = list(x.split(LENS))
     groups = {"seq": parts, "prompt": [torch.cat(parts[i : i + 3]) for i in range(0, 12, 3)], "batch": [x]}[to]
     by_hand = {"sum": torch.sum, "mean": lambda p: p.mean() if len(p) else p.sum(), "count": len,
-               "amax": lambda p: p.max() if len(p) else p.sum(), "amin": lambda p: p.min() if len(p) else p.sum()}
+               "amax": lambda p: p.max() if len(p) else p.sum(), "amin": lambda p: p.min() if len(p) else p.sum(), "median": middle}
     want = torch.tensor([float(by_hand[op](p)) for p in groups], dtype=torch.float64)
     got = one(b, b.to(op, b.input("x", "token"), to), x=x)
     torch.testing.assert_close(got.reshape(-1), want, **TIGHT)
@@ -158,9 +165,20 @@ def test_prompts_of_a_part_come_in_ascending_order():
 
 
 def test_every_operator_of_the_plan_is_tested():
-    assert set(ELEMENTWISE) == set(PYTHON) | {"and", "or", "not", "where"}
-    assert set(REDUCTIONS) == {"sum", "mean", "amax", "amin", "count", "quantile"}
-    assert set(SEQUENCE) == {"next", "prev", "last", "at_end", "cumsum", "discount", "len"}
+    families = {family: {o.name for o in OPERATORS.values() if o.family == family} for family in
+                ("elementwise", "reduction", "sequence")}
+    assert families == {"elementwise": set(PYTHON) | {"and", "or", "not", "where"},
+                        "reduction": {"sum", "mean", "amax", "amin", "count", "median", "quantile"},
+                        "sequence": {"next", "prev", "last", "at_end", "cumsum", "discount", "len"}}
+
+
+def test_medians_of_even_odd_and_empty_groups():
+    b = Builder()
+    x = torch.arange(float(sum(LENS)), dtype=torch.float64).flip(0) ** 2
+    got = compute(b.program(m=b.to("median", b.input("x", "token"), "seq"), all=b.to("median", b.input("x", "token"),
+                                                                                     "batch")), {"x": x})
+    assert got["m"].tolist() == [float(middle(p)) for p in x.split(LENS)] and 0 in LENS
+    assert got["all"] == middle(x)
 
 
 def test_wrong_input_shape_and_missing_index_set_are_refused():

@@ -22,7 +22,7 @@ ELEMENTWISE = {
     3: ["where"],
 }
 TRUTHS = "lt le gt ge eq ne and or not".split()
-REDUCTIONS = "sum mean amax amin count".split()
+REDUCTIONS = "sum mean amax amin count median".split()
 
 
 class Garbage(Exception):

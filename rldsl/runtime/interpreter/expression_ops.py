@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rldsl.plan.expr import ELEMENTWISE, LEVELS, Level, Node
+from rldsl.plan.expr import LEVELS, Level, Node
 from rldsl.plan.model import Frame
+from rldsl.plan.operators import in_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], geometry
     if node.op == "const":
         value = node.attr("value")
         return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else dtype, device=geometry.device)
-    if node.op in ELEMENTWISE:
+    if in_family(node.op, "elementwise"):
         return elementwise(node.op, [lift(a, n, node, geometry) for a, n in zip(args, inner)], dtype)
     if node.attr("to") is not None:
         return reduce(node, inner[0], args[0], geometry, dtype)
@@ -163,9 +164,32 @@ def reduce(node: Node, of: Node, x: Tensor, geometry: Geometry, dtype: torch.dty
     if node.op in ("sum", "mean"):
         total = torch.zeros_like(count).index_add(0, index, wide)
         return (total / count.clamp(min=1) if node.op == "mean" else total).to(dtype)
+    if node.op == "median":
+        return _medians(wide, index, count.long()).to(dtype)
     worst = torch.full_like(count, -torch.inf if node.op == "amax" else torch.inf)
     best = worst.scatter_reduce(0, index, wide, node.op)
     return torch.where(count > 0, best, 0.0).to(dtype)
+
+
+def _medians(x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+    """[segments] from x [elements] and the segment of each element; 0 for an empty segment."""
+    order = x.argsort()
+    ordered = torch.cat((x[order[index[order].argsort(stable=True)]], x.new_zeros(1)))  # by segment, then by value
+    starts = counts.cumsum(0) - counts
+    low, high = (torch.where(counts > 0, starts + middle, x.numel()) for middle in ((counts - 1) // 2, counts // 2))
+    return (ordered[low] + ordered[high]) / 2
+
+
+def order_statistic(op: str, x: Tensor, args: Sequence[Tensor]) -> Tensor:
+    """The median, or the quantile of a share in `args` (clipped to [0, 1]), of all elements x; 0 if there are none."""
+    if not x.numel():
+        return x.new_zeros(())
+    ordered = x.sort().values
+    share = args[0].to(torch.float64).clamp(0, 1) if op == "quantile" else x.new_tensor(0.5)
+    at = share * (ordered.numel() - 1)
+    below = at.floor().long()
+    above = (below + 1).clamp(max=ordered.numel() - 1)
+    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
 
 
 # -------------------------------------------------------------------------------------------------- sequences

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.model import Frame
+from rldsl.plan.operators import OPERATORS
 from rldsl.runtime.draws import uniform
-from rldsl.runtime.interpreter.expression_ops import Geometry, View, evaluate
+from rldsl.runtime.interpreter.expression_ops import Geometry, View, evaluate, order_statistic
 from rldsl.sharding.partition import mix
 
 __all__ = ["Counts", "LossRun", "View", "loss_counts", "run_compute"]
@@ -45,8 +46,8 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], views: Mapping[s
                 value = _number(call_py(node).to(geometry.device), dtype)
             elif node.op == "uniform":
                 value = _drawn(node, geometry, seed, step).to(dtype)
-            elif node.op == "quantile":
-                value = _quantile(args[0], args[1], group)
+            elif _to_batch(node) and OPERATORS[node.op].all_elements:
+                value = order_statistic(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
             elif _to_batch(node):
                 value = _all_reduced(node.op, args[0], group)
             else:
@@ -110,17 +111,6 @@ def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     if extreme:
         return _extremum(op, value)
     return value / count.clamp(min=1) if op == "mean" else value
-
-
-def _quantile(x: Tensor, share: Tensor, group: Any) -> Tensor:
-    """Exact, so every rank gets all elements; 0 of no element at all. share: clipped to [0, 1]."""
-    ordered = _gathered(x.to(torch.float64), group).sort().values
-    if not ordered.numel():
-        return ordered.new_zeros(())
-    at = share.to(torch.float64).clamp(0, 1) * (ordered.numel() - 1)
-    below = at.floor().long()
-    above = (below + 1).clamp(max=ordered.numel() - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
 
 
 def _gathered(x: Tensor, group: Any) -> Tensor:

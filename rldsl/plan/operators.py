@@ -1,0 +1,197 @@
+"""Everything that is known of operators and built-in functions, once.
+
+An `Operator` is what programs of a plan are made of (`expr.py`). A `Builtin` is what a user calls; the compiler lowers
+it to operators. The type rules, the verifier, the losses, the language server, the table of docs/language.md and the
+highlighters derive from these records. What an operator computes is in `runtime/interpreter/expression_ops.py`, under
+its name.
+
+`pytest --update-golden tests/docs tests/editors` writes the table and the highlighters from these records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rldsl.plan.expr import Level
+
+Family = Literal["elementwise", "reduction", "sequence", "random", "leaf"]
+# The unit of a result: of no unit, that of the arguments in `same_unit`, a product's, a quotient's, or what is counted.
+UnitRule = Literal["none", "keep", "product", "quotient", "count"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator of a plan's programs."""
+
+    name: str
+    family: Family
+    arity: int
+    meaning: str
+    takes: tuple[Level, ...] = ()  # sequence operators: the levels of the arguments
+    gives: Level | None = None  # sequence operators: the level of the result
+    condition: bool = False  # the result is true or false
+    unit: UnitRule = "none"
+    same_unit: tuple[int, ...] = ()  # arguments whose units must fit together; with "keep", where the result's is from
+    gradient: bool = True  # passes a gradient on to its arguments
+    in_loss: bool = True  # False: not a sum over micro-batches, so it belongs to the flow
+    to_batch_only: bool = False  # a reduction that goes to batch alone; its further arguments are of level batch
+    all_elements: bool = False  # a reduction to batch that needs the elements of all ranks, not a partial result of each
+
+
+def _unary(name: str, meaning: str, unit: UnitRule = "none", gradient: bool = True) -> Operator:
+    return Operator(name, "elementwise", 1, meaning, unit=unit, same_unit=(0,) if unit == "keep" else (),
+                    gradient=gradient)
+
+
+def _binary(name: str, meaning: str, unit: UnitRule = "none", same: bool = False) -> Operator:
+    return Operator(name, "elementwise", 2, meaning, unit=unit, same_unit=(0, 1) if same else ())
+
+
+def _condition(name: str, meaning: str, arity: int = 2, same: bool = False) -> Operator:
+    return Operator(name, "elementwise", arity, meaning, condition=True, same_unit=(0, 1) if same else (),
+                    gradient=False)
+
+
+def _sequence(name: str, takes: tuple[Level, ...], gives: Level, meaning: str, gradient: bool = True) -> Operator:
+    return Operator(name, "sequence", len(takes), meaning, takes, gives, gradient=gradient)
+
+
+_ALL = (
+    _binary("add", "a + b", "keep", same=True), _binary("sub", "a - b", "keep", same=True),
+    _binary("mul", "a * b", "product"), _binary("div", "a / b", "quotient"), _unary("neg", "-a", "keep"),
+    _binary("pow", "a ** b"),
+    _condition("lt", "a < b", same=True), _condition("le", "a <= b", same=True), _condition("gt", "a > b", same=True),
+    _condition("ge", "a >= b", same=True), _condition("eq", "a == b", same=True), _condition("ne", "a != b", same=True),
+    _condition("and", "both"), _condition("or", "either"), _condition("not", "negation", arity=1),
+    _unary("exp", "e ** a"), _unary("log", "natural logarithm"), _unary("expm1", "e ** a - 1, exact near 0"),
+    _unary("log1p", "log(1 + a), exact near 0"), _unary("sqrt", "square root"), _unary("abs", "magnitude", "keep"),
+    _binary("min", "the smaller", "keep", same=True), _binary("max", "the larger", "keep", same=True),
+    _unary("sigmoid", "1 / (1 + exp(-a))"), _unary("logsigmoid", "log(sigmoid(a)), stable"),
+    Operator("where", "elementwise", 3, "b where a else c", unit="keep", same_unit=(1, 2)),
+    _unary("stop_gradient", "a as a constant", "keep", gradient=False),
+    # Reductions: the attribute `to` is the level reached; "batch" reduces over all ranks.
+    Operator("sum", "reduction", 1, "sum of a over what is finer than `to`", unit="keep"),
+    Operator("mean", "reduction", 1, "mean over the elements of a", unit="keep"),
+    Operator("amax", "reduction", 1, "largest", unit="keep"), Operator("amin", "reduction", 1, "smallest", unit="keep"),
+    Operator("count", "reduction", 1, "number of elements of a", unit="count", gradient=False),
+    Operator("median", "reduction", 1, "the middle element of a, or the mean of the two in the middle", unit="keep",
+             in_loss=False, all_elements=True),
+    Operator("quantile", "reduction", 2, "the number below which the share b of the elements of a lies, between "
+             "neighbours by linear interpolation", unit="keep", in_loss=False, to_batch_only=True, all_elements=True),
+    # Sequence operators work inside each sequence.
+    _sequence("next", ("token",), "token", "the following token's value, 0 at the last"),
+    _sequence("prev", ("token",), "token", "the preceding token's value, 0 at the first"),
+    _sequence("last", ("token",), "seq", "the value at the last token, 0 for an empty sequence"),
+    _sequence("at_end", ("seq",), "token", "the value at the last token, 0 elsewhere; attribute `frame`"),
+    _sequence("cumsum", ("token",), "token", "inclusive running sum"),
+    _sequence("discount", ("token", "batch"), "token", "y_t = x_t + g * y_{t+1}"),
+    _sequence("len", (), "seq", "number of response tokens; attribute `frame`", gradient=False),
+    # A number in (0, 1) per element, drawn from the seed, the step, the attribute `call` (which call of the program),
+    # and the row and position of the element. Attribute `frame` at token level.
+    Operator("uniform", "random", 0, "a random number per element", in_loss=False),
+    Operator("input", "leaf", 0, "an input; attribute `name`"),
+    Operator("const", "leaf", 0, "a constant; attribute `value`"),
+    Operator("py", "leaf", 0, "a user's Python function; attributes `function`, a key of Plan.functions, and `frame`, "
+             "the sequences whose rows it is called with", in_loss=False),
+)
+OPERATORS: dict[str, Operator] = {o.name: o for o in _ALL}
+
+
+def in_family(op: str, *families: Family) -> bool:
+    """Whether `op` is an operator of one of these families; a mutated plan may name anything."""
+    return op in OPERATORS and OPERATORS[op].family in families
+
+
+Form = Literal["elementwise", "reduction", "either", "sequence", "special"]
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A built-in function of the language."""
+
+    name: str
+    form: Form  # how calls are lowered; "either": a reduction with one argument, else elementwise
+    rows: tuple[tuple[str, str, str], ...]  # the documentation: (call, levels, meaning); an editor shows the first
+    operator: str = ""  # what a call becomes; "" where that is several operators, or none
+    least: int = 1  # positional arguments
+    most: int = 1
+    options: tuple[str, ...] = ()  # named arguments
+
+    @property
+    def signature(self) -> str:
+        return " or ".join(dict.fromkeys(call for call, _, _ in self.rows))
+
+
+def _function(name: str, meaning: str) -> Builtin:
+    return Builtin(name, "elementwise", ((f"{name}(x)", "L -> L", meaning),), name)
+
+
+def _sequence_function(name: str, call: str, levels: str, meaning: str, arguments: int = 1) -> Builtin:
+    return Builtin(name, "sequence", ((call, levels, meaning),), name, arguments, arguments)
+
+
+_FUNCTIONS = (
+    _function("exp", "e to the power of x"),
+    _function("log", "the natural logarithm"),
+    _function("expm1", "exp(x) - 1, accurate near 0"),
+    _function("log1p", "log(1 + x), accurate near 0"),
+    _function("sqrt", "the square root"),
+    _function("abs", "the absolute value"),
+    _function("sigmoid", "1 / (1 + exp(-x))"),
+    _function("logsigmoid", "log(sigmoid(x)), numerically stable"),
+    Builtin("min", "either", (("min(a, b)", "L, L -> L", "the smaller"),
+                              ("min(x)", "F -> batch", "the minimum"),
+                              ("min(x by M)", "F -> M", "the minimum within each M")), "amin", most=2),
+    Builtin("max", "either", (("max(a, b)", "L, L -> L", "the larger"),
+                              ("max(x)", "F -> batch", "the maximum"),
+                              ("max(x by M)", "F -> M", "the maximum within each M")), "amax", most=2),
+    Builtin("clip", "special", (("clip(x, low, high)", "L, L, L -> L", "x clipped to [low, high]"),), least=3, most=3),
+    Builtin("where", "elementwise", (
+        ("where(c, a, b)", "L, L, L -> L",
+         "a where the condition c holds, else b; a constant c is evaluated at compile time"),), "where", 3, 3),
+    _function("stop_gradient", "x, treated as a constant by differentiation"),
+    Builtin("sum", "reduction", (("sum(x)", "F -> batch", "the sum over the whole batch, across all ranks"),
+                                 ("sum(x by M)", "F -> M", "the sum within each M")), "sum"),
+    Builtin("mean", "reduction", (("mean(x)", "F -> batch", "the mean over the whole batch"),
+                                  ("mean(x by M)", "F -> M", "the mean within each M")), "mean"),
+    Builtin("count", "reduction", (("count(x)", "F -> batch", "the number of elements"),
+                                   ("count(x by M)", "F -> M", "the number within each M"),
+                                   ("count(gen)", "sequences -> batch", "the number of sequences, prompts or pairs")),
+            "count"),
+    Builtin("std", "reduction", (
+        ("std(x, unbiased=true)", "F -> batch",
+         "the standard deviation, divided by n - 1 (`unbiased=false`: by n); 0 for a single element"),
+        ("std(x by M, unbiased=true)", "F -> M", "the same within each M")), options=("unbiased",)),
+    Builtin("var", "reduction", (
+        ("var(x, unbiased=true)", "F -> batch",
+         "the variance, divided by n - 1 (`unbiased=false`: by n); 0 for a single element"),
+        ("var(x by M, unbiased=true)", "F -> M", "the same within each M")), options=("unbiased",)),
+    Builtin("median", "reduction", (
+        ("median(x)", "F -> batch", "the median of all elements, across all ranks; of an even number, the mean of the "
+         "two in the middle"),
+        ("median(x by M)", "F -> M", "the same within each M")), "median"),
+    Builtin("quantile", "special", (
+        ("quantile(x, q)", "F, batch -> batch",
+         "the q-quantile of all elements, across all ranks, with linear interpolation"),), "quantile", 2, 2),
+    _sequence_function("len", "len(gen)", "sequences -> seq", "the number of response tokens"),
+    _sequence_function("next", "next(x)", "token -> token", "the value at the next token, 0 at the last"),
+    _sequence_function("prev", "prev(x)", "token -> token", "the value at the previous token, 0 at the first"),
+    _sequence_function("cumsum", "cumsum(x)", "token -> token", "the running sum"),
+    _sequence_function("discount", "discount(x, g)", "token, batch -> token", "y_t = x_t + g y_{t+1}", 2),
+    _sequence_function("last", "last(x)", "token -> seq", "the value at the last token; 0 for an empty response"),
+    Builtin("at_end", "sequence", (
+        ("at_end(s)", "seq -> token", "s at the last token, 0 elsewhere"),
+        ("at_end(s, gen)", "seq, sequences -> token", "the same, if s belongs to both sequences of a pair")),
+        "at_end", most=2),
+    Builtin("over", "sequence", (
+        ("over(x, kept)", "F, sequences -> F", "the values of x for the rows of a [selection](#selection)"),),
+        least=2, most=2),
+    Builtin("uniform", "special", (
+        ("uniform(x)", "F -> F", "a random number in the open interval (0, 1) for each element of x"),), "uniform"),
+    Builtin("choice", "special", (
+        ('choice(word, "a", "b")', "text, text, text -> text",
+         "`word`, which must be one of the others; evaluated at compile time"),), least=2, most=99),
+)
+BUILTINS: dict[str, Builtin] = {f.name: f for f in _FUNCTIONS}
+REDUCTIONS = tuple(f.name for f in _FUNCTIONS if f.form in ("reduction", "either"))
