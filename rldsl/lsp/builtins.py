@@ -7,7 +7,7 @@ from rldsl.plan.operators import BUILTINS
 
 # name -> (signature, meaning)
 FUNCTIONS: dict[str, tuple[str, str]] = {
-    **{f.name: (f.signature, f"{f.rows[0][1]}: {f.rows[0][2]}.") for f in BUILTINS.values()},
+    **{f.name: (f.signature, f.summary) for f in BUILTINS.values()},
     "mesh": ("mesh(a:b) or mesh(n0:n1, d0:d1)", "A range of ranks; or nodes by devices."),
 }
 

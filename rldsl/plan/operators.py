@@ -36,7 +36,7 @@ class Operator:
     gradient: bool = True  # passes a gradient on to its arguments
     in_loss: bool = True  # False: not a sum over micro-batches, so it belongs to the flow
     to_batch_only: bool = False  # a reduction that goes to batch alone; its further arguments are of level batch
-    all_elements: bool = False  # a reduction to batch that needs the elements of all ranks, not a partial result of each
+    all_elements: bool = False  # a reduction to batch that needs every element, not one partial result per rank
 
 
 def _unary(name: str, meaning: str, unit: UnitRule = "none", gradient: bool = True) -> Operator:
@@ -120,7 +120,13 @@ class Builtin:
 
     @property
     def signature(self) -> str:
-        return " or ".join(dict.fromkeys(call for call, _, _ in self.rows))
+        return " or ".join(call for call, _, _ in self.rows)
+
+    @property
+    def summary(self) -> str:
+        """The meaning of the first call and its levels: "The sum within each M (F -> M)." """
+        _, levels, meaning = self.rows[0]
+        return f"{meaning[0].upper()}{meaning[1:]} ({levels})."
 
 
 def _function(name: str, meaning: str) -> Builtin:

@@ -308,6 +308,19 @@ def test_quantile(b: Batch, q: float) -> None:
         check("std.ppo", f"quantile(x, {q})", b, [float(given.data.quantile(q))], x=given)
 
 
+def half_way(x: torch.Tensor) -> float:
+    ordered = sorted(x.tolist())
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2 if ordered else 0.0
+
+
+@pytest.mark.parametrize("b", ANY)
+def test_median(b: Batch) -> None:
+    x, s = b.tokens(1), b.seqs(2)
+    for given in (x, s):
+        check("std.ppo", "median(x)", b, [half_way(given.data)], x=given)
+    check("std.ppo", "median(x by seq)", b, [half_way(part) for part in x.data.split(b.lens["gen"])], x=x)
+
+
 def test_uniform_belongs_to_the_element() -> None:
     x = RAGGED.tokens(1)
     for call, data in (("uniform(x)", x), ("uniform(x)", RAGGED.seqs(1)), ("uniform(x)", RAGGED.of_prompts(1))):
@@ -322,15 +335,17 @@ def test_uniform_belongs_to_the_element() -> None:
 
 @pytest.mark.parametrize(("call", "code"), [
     ("quantile(0.5, 0.5)", "RL0208"), ("quantile(x, 1.5)", "RL0205"), ("quantile(x, x)", "RL0201"),
-    ("uniform(1)", "RL0201"), ("quantile(x)", "RL0204"), ("uniform(gen)", "RL0203")])
+    ("uniform(1)", "RL0201"), ("quantile(x)", "RL0204"), ("uniform(gen)", "RL0203"), ("median(1)", "RL0208"),
+    ("median(x, 2)", "RL0204"), ("median(x by token)", "RL0208"), ("median(gen)", "RL0203")])
 def test_mistakes(call: str, code: str) -> None:
     with pytest.raises(Failure) as failure:
         run_fn("std.ppo", call, RAGGED, x=RAGGED.tokens(1))
     assert [d.code for d in failure.value.diagnostics] == [code]
 
 
-@pytest.mark.parametrize("word", ["quantile(logprobs, 0.5)", "mean(uniform(logprobs) * logprobs)"])
-def test_a_loss_has_neither(word: str) -> None:
+@pytest.mark.parametrize("word", ["quantile(logprobs, 0.5)", "mean(uniform(logprobs) * logprobs)",
+                                  "median(logprobs)", "mean(median(logprobs by seq))"])
+def test_a_loss_has_none_of_them(word: str) -> None:
     from tests.library.harness import run_loss
     text = f"loss mine(logprobs: token;) {{\n  return mean(logprobs) + {word}\n}}"
     with pytest.raises(Failure) as failure:

@@ -1,4 +1,4 @@
-"""`quantile` and `uniform` on three processes are those of one, also where a rank has no rows; a new step or seed draws
+"""`median`, `quantile` and `uniform` on three processes are those of one, also where a rank has no rows; a new step or seed draws
 new numbers."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ FRAMES = {"gen": Frame("gen", "gen", "prompt", len(LENS), 2, "d", 8, 99)}
 CODE = Program("p", (
     Node("input", (), "token", "gen", (("name", "x"),)), Node("const", attrs=(("value", 0.3),)),
     Node("quantile", (0, 1), "batch", "", (("to", "batch"),)),
-    Node("uniform", (), "token", "gen", (("call", 1), ("frame", "gen")))), (("q", 2), ("u", 3)))
+    Node("uniform", (), "token", "gen", (("call", 1), ("frame", "gen"))),
+    Node("median", (0,), "batch", "", (("to", "batch"),)), Node("add", (2, 4))), (("q", 5), ("u", 3)))
 
 
 def found(rows: list[int], group: Any, seed: int = 7, step: int = 3) -> tuple[float, list[list[float]]]:
