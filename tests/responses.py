@@ -33,7 +33,8 @@ def recorded(file: Path) -> Iterator[None]:
     def generate(self: Any, *args: Any, seed: int, step: int, **more: Any) -> Any:
         made = real(self, *args, seed=seed, step=step, **more)
         batch, at = made.batch, 0
-        for row, prompt, response in zip(batch.rows, batch.prompt_lens.tolist(), batch.response_lens.tolist(), strict=True):
+        lens = zip(batch.rows, batch.prompt_lens.tolist(), batch.response_lens.tolist(), strict=True)
+        for row, prompt, response in lens:
             draws = uniform(seed, step, row, torch.arange(response))
             found.append((draws, batch.tokens[at + prompt : at + prompt + response].clone()))
             at += prompt + response

@@ -15,7 +15,9 @@ from tests.world import run_world
 
 
 class Metrics(list[dict[str, float]]):
-    """What a run computes of each step. responses: where it wrote what it sampled, or followed (`tests/responses.py`)."""
+    """What a run computes of each step."""
+
+    responses: Path  # where the run wrote what it sampled, or read what it followed (`tests/responses.py`)
 
     def __init__(self, steps: Iterable[dict[str, float]], responses: Path) -> None:
         super().__init__(steps)
@@ -33,9 +35,9 @@ def compile_program(path: Path, sets: Mapping[str, Any], place: str | None, fold
 
 def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | None = None,
                 timeout: float = 240.0, trace: Path | None = None, like: Metrics | None = None) -> Metrics:
-    """What the program computes of each step, without what was measured. like: a run whose responses it gets too, but for
-    those whose probabilities differ by more than rounding. Everything is written under `folder`, and the timeline to
-    `trace`."""
+    """What the program computes of each step, without what was measured. like: a run whose responses it gets too, but
+    for those whose probabilities differ by more than rounding. Everything is written under `folder`, and the timeline
+    to `trace`."""
     folder.mkdir(parents=True, exist_ok=True)
     data = compile_program(path, sets, place, folder)
     world = json.loads(data.splitlines()[0])["world"]
@@ -43,7 +45,8 @@ def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | 
     run_world(world, _rank, data, str(folder / "out"), os.getcwd(), str(trace) if trace else None, responses,
               like is not None, timeout=timeout)
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    return Metrics(({"step": line["step"], **{name: line[name] for name in computed(line)}} for line in lines), responses)
+    found = ({"step": line["step"], **{name: line[name] for name in computed(line)}} for line in lines)
+    return Metrics(found, responses)
 
 
 def _rank(rank: int, data: bytes, out: str, cwd: str, trace: str | None, responses: Path, follow: bool = False) -> None:
