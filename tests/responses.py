@@ -50,6 +50,12 @@ def recorded(file: Path) -> Iterator[None]:
         torch.save([torch.cat(x) for x in zip(*found, strict=True)], f"{file}.{os.getpid()}")
 
 
+def forget(file: Path) -> None:
+    """What an earlier run has written."""
+    for old in file.parent.glob(f"{file.name}.*"):
+        old.unlink()
+
+
 @contextmanager
 def followed(file: Path) -> Iterator[None]:
     """In the block, take the tokens that the ranks of another run wrote to `file`.*"""

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,21 @@ class Asker:
         return self.ring.seen >= self.after
 
 
-def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0, again: bool = False) -> list[str]:
+def run(plan: bytes, out: Path, resume: Path | None = None, stop_after: int = 0, again: bool = False,
+        like: Path | None = None) -> list[str]:
     """The codes of the messages of each rank, "" where all went well. stop_after: steps after which rank 1 (or 0, of
-    one) is asked to stop."""
+    one) is asked to stop. like: the `out` of a run whose responses it gets too (`tests/responses.py`)."""
     world = json.loads(plan.splitlines()[0])["world"]
-    return run_world(world, _rank, plan, str(out), str(resume) if resume else None, stop_after, again, os.getcwd())
+    return run_world(world, _sampling, _rank, like or out, like is not None, plan, str(out), str(resume) if resume else None,
+                     stop_after, again, os.getcwd())
+
+
+def _sampling(rank: int, run: Callable[..., str], like: Path, follow: bool, *rest: Any) -> str:
+    from tests.responses import followed, recorded
+
+    file = like.with_name(f"{like.name}-responses")
+    with followed(file) if follow else recorded(file):
+        return run(rank, *rest)
 
 
 def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int, again: bool, cwd: str) -> str:

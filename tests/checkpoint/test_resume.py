@@ -82,7 +82,7 @@ def test_it_goes_on_exactly(tiny: Path, stopped: Path, whole: Path) -> None:
 
 @pytest.mark.parametrize("place", [ONE, FOUR], ids=["one", "four"])
 def test_it_goes_on_under_another_placement(tiny: Path, stopped: Path, whole: Path, place: str) -> None:
-    assert set(run(plan(tiny, stopped / "plan", place), stopped, resume=stopped)) == {""}
+    assert set(run(plan(tiny, stopped / "plan", place), stopped, resume=stopped, like=whole)) == {""}
     for mine, theirs in zip(lines(stopped), lines(whole), strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}
 

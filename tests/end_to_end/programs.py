@@ -11,6 +11,7 @@ from typing import Any
 from rldsl import api
 from rldsl.plan.codec import encode
 from rldsl.runtime.metrics.names import computed
+from tests.responses import forget
 from tests.world import run_world
 
 
@@ -42,6 +43,8 @@ def run_program(path: Path, sets: Mapping[str, Any], folder: Path, place: str | 
     data = compile_program(path, sets, place, folder)
     world = json.loads(data.splitlines()[0])["world"]
     responses = like.responses if like is not None else folder / "responses"
+    if like is None:
+        forget(responses)
     run_world(world, _rank, data, str(folder / "out"), os.getcwd(), str(trace) if trace else None, responses,
               like is not None, timeout=timeout)
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]

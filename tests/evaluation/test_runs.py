@@ -24,11 +24,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ran(tiny: Path, name: str, text: str) -> Metrics:
+def ran(tiny: Path, name: str, text: str, like: Metrics | None = None) -> Metrics:
     (tiny / f"{name}.rlf").write_text(text)
     with pytest.MonkeyPatch.context() as here:
         here.chdir(tiny)
-        return run_program(tiny / f"{name}.rlf", {}, tiny / f"run-{name}")
+        return run_program(tiny / f"{name}.rlf", {}, tiny / f"run-{name}", like=like)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,11 @@ def evaluated(tiny: Path) -> Metrics:
     return ran(tiny, "evaluated", whole(True))
 
 
-def of_training(lines: Metrics) -> Metrics:
+def of_training(lines: Metrics) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k not in NAMES and not k.startswith(ABOUT_TIME)} for line in lines]
 
 
-def of_evaluation(lines: Metrics) -> Metrics:
+def of_evaluation(lines: Metrics) -> list[dict[str, float]]:
     return [{k: line[k] for k in NAMES} for line in lines if "rows" in line]
 
 
@@ -80,8 +80,8 @@ def test_metrics_are_over_rows_not_over_batches(tiny: Path, evaluated: Metrics) 
 
 def test_four_ranks_say_what_one_does(tiny: Path, evaluated: Metrics) -> None:
     """Three rows over four shards, and two in the last turn; generation and inference under other layouts."""
-    four = ran(tiny, "four", whole(True, ranks=4, gen="dp=2 tp=2", infer="dp=2 pp=2"))
-    wide = ran(tiny, "wide", whole(True, ranks=4, gen="dp=4", infer="dp=1 tp=2 pp=2", steps=2))
+    four = ran(tiny, "four", whole(True, ranks=4, gen="dp=2 tp=2", infer="dp=2 pp=2"), evaluated)
+    wide = ran(tiny, "wide", whole(True, ranks=4, gen="dp=4", infer="dp=1 tp=2 pp=2", steps=2), evaluated)
     want = of_evaluation(evaluated)
     for got in (of_evaluation(four), of_evaluation(wide)):
         for mine, its in zip(got, want):

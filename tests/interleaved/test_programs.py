@@ -64,7 +64,8 @@ def test_checkpoints_go_on_exactly_and_elsewhere(tiny: Path, tmp_path: Path) -> 
     assert set(run(plan("b", home), stopped, stop_after=1)) == {""}
     for name, place, exact in (("c", small(2, "pp=2 mbs=1"), False), ("d", home, True)):
         copytree(stopped, tmp_path / ("on" + name))
-        assert set(run(plan(name, place), tmp_path / ("on" + name), resume=tmp_path / ("on" + name))) == {""}
+        on = tmp_path / ("on" + name)
+        assert set(run(plan(name, place), on, resume=on, like=None if exact else whole)) == {""}
         compare(lines(tmp_path / ("on" + name)), lines(whole))
         if exact:
             mine, theirs = (held(at / "checkpoints/step-000002") for at in (tmp_path / ("on" + name), whole))

@@ -70,7 +70,7 @@ def test_training_changes_something_and_begins_at_the_base(alone: Path) -> None:
 
 @pytest.mark.parametrize("place", [TWO, FOUR, APART], ids=["two", "four", "apart"])
 def test_placement_changes_no_numbers(alone: Path, tiny: Path, tmp_path: Path, place: str) -> None:
-    assert set(run(plan(tiny, tmp_path / "plan", place), tmp_path)) == {""}
+    assert set(run(plan(tiny, tmp_path / "plan", place), tmp_path, like=alone)) == {""}
     same(lines(tmp_path), lines(alone))
     mine, theirs = (load_file(x / "step-3/actor/adapter_model.safetensors") for x in (tmp_path, alone))
     assert mine.keys() == theirs.keys()
@@ -197,7 +197,7 @@ def test_a_run_goes_on_exactly(tiny: Path, tmp_path: Path) -> None:
     mine, theirs = (held(x / "checkpoints/step-000003") for x in (cut, whole))
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
     other = tmp_path / "other"
-    assert set(run(plan(tiny, other / "plan", FOUR, often=1), other, resume=other)) == {""}
+    assert set(run(plan(tiny, other / "plan", FOUR, often=1), other, resume=other, like=whole)) == {""}
     same(lines(other), lines(whole))
 
 

@@ -32,7 +32,7 @@ def grpo(tiny: Path, folder: Path, **calls: str) -> bytes:
 
 
 def results(plans: list[bytes], folder: Path, world: int, run: Any = None) -> list[tuple[Metrics, Samples]]:
-    """Of each plan, in one world. run: in the place of `execute`."""
+    """Of each plan, in one world; all get the responses of the first. run: in the place of `execute`."""
     ranks = run_world(world, run or execute, plans, str(folder / "out"), os.getcwd(), timeout=240.0)
     found = []
     for i in range(len(plans)):
@@ -40,17 +40,20 @@ def results(plans: list[bytes], folder: Path, world: int, run: Any = None) -> li
         sampled: Samples = {}
         for key, tokens in (item for rank in ranks for item in rank[i].items()):
             assert sampled.setdefault(key, tokens) == tokens, "ranks of one shard sample differently"
-        found.append(([{k: line[k] for k in computed(line)} for line in lines], sampled))
+        steps = ({k: line[k] for k in computed(line)} for line in lines)
+        found.append((Metrics(steps, folder / "out/responses"), sampled))
     return found
 
 
 def execute(rank: int, plans: list[bytes], out: str, cwd: str) -> list[Samples]:
     """What this rank sampled under each plan."""
-    from rldsl.backends.torch.shard import TorchShard
+    import torch.distributed as dist
 
+    from rldsl.backends.torch.shard import TorchShard
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.plan_file import PlanFile
+    from tests.responses import followed, recorded
 
     plain, found = TorchShard.generate, [Samples() for _ in plans]
 
@@ -64,8 +67,12 @@ def execute(rank: int, plans: list[bytes], out: str, cwd: str) -> list[Samples]:
     TorchShard.generate = noted  # type: ignore[method-assign]
     on_cpu()
     os.chdir(cwd)
+    responses = Path(out) / "responses"
     for i, data in enumerate(plans):
-        interpreter.execute(PlanFile.from_bytes(data, "test.plan"), f"{out}/{i}", options=Options(allow_write=(out,)))
+        with followed(responses) if i else recorded(responses):
+            plan = PlanFile.from_bytes(data, "test.plan")
+            interpreter.execute(plan, f"{out}/{i}", options=Options(allow_write=(out,)))
+        dist.barrier()  # every rank has written its own
     return found
 
 

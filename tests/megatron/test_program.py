@@ -138,7 +138,8 @@ def test_a_run_goes_on_under_the_other_backend(tiny: Path, tmp_path: Path, monke
     plan = compiled(program, sets, alone, tmp_path)
     assert set(runs.run(plan, tmp_path / "whole")) == {""}
     monkeypatch.setattr(runs, "_rank", on_one)
-    assert set(runs.run(compiled(program, sets, there, tmp_path), tmp_path / "run", stop_after=3)) == {""}
-    assert set(runs.run(plan, tmp_path / "run", resume=tmp_path / "run")) == {""}
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert set(runs.run(compiled(program, sets, there, tmp_path), out, stop_after=3, like=whole)) == {""}
+    assert set(runs.run(plan, out, resume=out, like=whole)) == {""}
     for mine, theirs in zip(runs.lines(tmp_path / "run"), runs.lines(tmp_path / "whole"), strict=True):
         assert mine == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in theirs.items()}

@@ -17,10 +17,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_all(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True, num_hidden_layers=3)
 
 
-def run(folder: Path, train: str, generate: str, mesh: str, ranks: int) -> Metrics:
+def run(folder: Path, train: str, generate: str, mesh: str, ranks: int, like: Metrics | None = None) -> Metrics:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "p.rlf").write_text(program(train, generate, mesh, ranks))
-    return run_program(folder / "p.rlf", {}, folder / "run")
+    return run_program(folder / "p.rlf", {}, folder / "run", like=like)
 
 
 @pytest.fixture(scope="module")
@@ -34,4 +34,4 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
 def test_losses_are_the_same(train: str, generate: str, tiny: Path, alone: Metrics, tmp_path: Path,
                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny)
-    compare(run(tmp_path, train, generate, "mesh(4)", 4), alone)
+    compare(run(tmp_path, train, generate, "mesh(4)", 4, alone), alone)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.end_to_end.programs import Metrics, run_program
 from tests.tiny import make_model
@@ -37,8 +39,9 @@ def folder(base: Path) -> Path:
     return base
 
 
-def run(base: Path, body: str, *, top: str = "", steps: int = 2, batch: int = 4, place: str | None = None) -> Metrics:
-    """The metrics of a flow with these statements; unused data sources are left out."""
+def run(base: Path, body: str, *, top: str = "", steps: int = 2, batch: int = 4, place: str | None = None,
+        like: Metrics | None = None) -> Metrics:
+    """The metrics of a flow with these statements; unused data sources are left out. like: as of `run_program`."""
     head = HEAD.format(rewards=HERE / "rewards_sel.py", batch=batch)
     for name in ("prompts", "answers", "pairs"):
         if f"{name}.next" not in body:
@@ -48,9 +51,15 @@ def run(base: Path, body: str, *, top: str = "", steps: int = 2, batch: int = 4,
     before = os.getcwd()
     os.chdir(base)
     try:
-        return run_program(path, {}, base / "run", place=place)
+        return run_program(path, {}, base / "run", place=place, like=like)
     finally:
         os.chdir(before)
+
+
+def under(base: Path, body: str, places: Sequence[str | None], **more: Any) -> list[list[dict[str, float]]]:
+    """The numbers of one flow under several placements; responses are those of the first."""
+    first = run(base, body, place=places[0], **more)
+    return [numbers(x) for x in (first, *(run(base, body, place=p, like=first, **more) for p in places[1:]))]
 
 
 def numbers(metrics: Metrics) -> list[dict[str, float]]:

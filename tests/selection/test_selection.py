@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection.programs import folder, numbers, run
+from tests.selection.programs import folder, numbers, run, under
 
 PLACES = {
     "one rank": "place *.* on mesh(0:1)",
@@ -51,7 +51,7 @@ def both(base: Path, condition: str) -> None:
   metric reward = sum(q * w) / n
   metric length = sum(len(gen) * w) / n
   metric logprob = sum(gen.logprobs * t) / sum(t)
-  actor.train(gen, loss=pg(adv=q, weight=w * count(w) / n))""")
+  actor.train(gen, loss=pg(adv=q, weight=w * count(w) / n))""", like=kept)
     assert 0 < kept[0]["n"] < 16
     close(numbers(kept), numbers(weighed))
 
@@ -83,11 +83,11 @@ SELECT = GENERATE + """
 
 def test_a_selection_of_a_selection_on_every_placement(base: Path) -> None:
     """Row numbers, rewards, columns and log-probs of a selection belong together wherever they are."""
-    found = {name: numbers(run(base, SELECT, place=place)) for name, place in PLACES.items()}
-    first = found["one rank"]
+    found = under(base, SELECT, [*PLACES.values()])
+    first = found[0]
     assert 0 < first[0]["best"] < first[0]["kept"] < 16
     assert first[0]["same"] == 0 and first[0]["gap"] < 1e-4
-    for name, metrics in found.items():
+    for metrics in found:
         close(metrics, first, 1e-4)
 
 
@@ -139,7 +139,7 @@ def test_generation_goes_on_from_selected_prompts(base: Path) -> None:
   metric rows = count(len(more))
   metric number = mean(column(more))
   actor.train(more, loss=nll())"""
-    found = [numbers(run(base, body, place=PLACES[p], batch=6)) for p in ("one rank", "apart")]
+    found = under(base, body, [PLACES["one rank"], PLACES["apart"]], batch=6)
     assert 0 < found[0][0]["prompts"] < 6 and found[0][0]["rows"] == 2 * found[0][0]["prompts"]
     for other in found[1:]:
         close(other, found[0], 1e-4)
@@ -183,7 +183,7 @@ def test_three_batches_collected_are_one_batch_of_three(base: Path) -> None:
 
 def test_the_condition_ends_the_loop_on_every_rank(base: Path) -> None:
     """Two turns of four are enough for seven; the data goes on where it stopped."""
-    found = [numbers(run(base, collecting(5, "count(len(gen)) >= 14"), place=p)) for p in FEWER]
+    found = under(base, collecting(5, "count(len(gen)) >= 14"), FEWER)
     assert [step["n"] for step in found[0]] == [16, 16]
     assert found[0][0]["number"] == sum(range(8)) / 8 and found[0][1]["number"] == sum(range(8, 16)) / 8
     for other in found[1:]:
@@ -205,7 +205,7 @@ def test_dynamic_sampling(base: Path) -> None:
   metric least = min(std(over(r, kept) by prompt))
   metric mean = mean(over(adv, kept))
   actor.train(kept, loss=pg(adv=adv, weight=1), minibatches=2)"""
-    found = [numbers(run(base, body, place=place)) for place in FEWER]
+    found = under(base, body, FEWER)
     first = found[0]
     assert all(step["kept"] >= 18 or step["all"] == 48 for step in first)
     assert all(step["least"] > 0 and abs(step["mean"]) < 1e-5 for step in first)
@@ -230,7 +230,7 @@ def test_what_was_collected_may_be_used_alone(base: Path, use: str, place: str) 
   }} until count(kept) >= 14 max 3
   metric n = count(kept)
   {use}"""
-    found = [numbers(run(base, body, place=PLACES[p])) for p in ("one rank", place)]
+    found = under(base, body, [PLACES["one rank"], PLACES[place]])
     assert found[0][0]["n"] > 0
     close(found[1], found[0], 1e-4)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection.programs import folder, numbers, run
+from tests.selection.programs import folder, run, under
 from tests.selection.test_selection import FEWER, GENERATE, close
 
 
@@ -69,7 +69,7 @@ fn moments(x: any, m, v, decay = 0.5) -> (batch, batch) {
   metric z = mean((q - m) / sqrt(v - m ** 2 + 1e-6))
   metric lp = mean(lp)
   actor.train(gen, loss=pg(adv=(q - m) / sqrt(v - m ** 2 + 1e-6), weight=v))"""
-    found = [numbers(run(base, body, top=top, steps=3, place=place)) for place in FEWER]
+    found = under(base, body, FEWER, top=top, steps=3)
     assert found[0][0]["m"] != found[0][1]["m"] != found[0][2]["m"]
     for other in found[1:]:
         close(other, found[0], 1e-4)
