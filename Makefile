@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint test demo docs vsix clean
+.PHONY: setup lint test test-isa demo docs vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -20,7 +20,11 @@ lint: setup
 	MYPYPATH=.lint $(BIN)/mypy --cache-dir .lint/cache -p rldsl
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# the numbers once more, with the next smaller instruction set than the processor's best
+test-isa: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.isa -n 2 --dist worksteal -m numeric
 
 demo: setup
 	$(BIN)/python examples/demo.py

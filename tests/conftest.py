@@ -1,5 +1,7 @@
 """Golden files: `golden(name, text)` compares text with tests/golden/NAME; `pytest --update-golden` rewrites them.
-Long files come first (`tests/order.py`)."""
+
+Tests below the directories `NUMERIC` compare what kernels compute; they have the marker `numeric`, and `make test-isa`
+runs them with another instruction set than the processor's best (`tests/isa.py`)."""
 
 from __future__ import annotations
 
@@ -8,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import Cpu
-from tests.order import longest_first
 
-GOLDEN = Path(__file__).parent / "golden"
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+NUMERIC = frozenset({
+    "backend_torch", "checkpoint", "consistency", "context", "copies", "data", "end_to_end", "evaluation", "generation",
+    "interleaved", "library", "lora", "megatron", "moe", "numbers", "offload", "relabelled", "runtime", "selection",
+    "stop", "sync", "units", "zero"})  # the directories of tests whose numbers come from kernels
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,12 +25,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "numeric: compares numbers that kernels compute")
     if config.getoption("--cpu"):
         config.pluginmanager.register(Cpu(config.getoption("--cpu")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = [items[i] for i in longest_first([item.nodeid for item in items])]
+    for item in items:
+        if item.path.relative_to(HERE).parts[0] in NUMERIC:
+            item.add_marker("numeric")
 
 
 @pytest.fixture
