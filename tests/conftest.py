@@ -20,7 +20,7 @@ NUMERIC = frozenset({
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files from what the code says now")
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files from what the code says")
     parser.addoption("--cpu", type=int, metavar="N", help="print the N tests that used most of the processors")
 
 

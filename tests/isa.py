@@ -10,14 +10,15 @@ processor that has one alone, or none of these, has nothing to do here.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 # torch's kernels, oneDNN's and MKL's; from the smallest to the largest, by the name that torch gives them
 SETS: Mapping[str, Mapping[str, str]] = {
-    "DEFAULT": dict(ATEN_CPU_CAPABILITY="default", DNNL_MAX_CPU_ISA="SSE41", MKL_ENABLE_INSTRUCTIONS="SSE4_2"),
-    "AVX2": dict(ATEN_CPU_CAPABILITY="avx2", DNNL_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
-    "AVX512": dict(ATEN_CPU_CAPABILITY="avx512", DNNL_MAX_CPU_ISA="AVX512_CORE", MKL_ENABLE_INSTRUCTIONS="AVX512"),
+    "DEFAULT": {"ATEN_CPU_CAPABILITY": "default", "DNNL_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "DNNL_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "AVX512": {"ATEN_CPU_CAPABILITY": "avx512", "DNNL_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
 }
 
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     print(f"instruction set {name}, where {best} is the processor's best", flush=True)
     line = [sys.executable, "-m", "pytest", *arguments[1 if asked else 0 :]]
-    os.execve(sys.executable, line, {**os.environ, **SETS[name]})
+    return subprocess.call(line, env={**os.environ, **SETS[name]})
 
 
 if __name__ == "__main__":
