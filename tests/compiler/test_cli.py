@@ -169,17 +169,22 @@ def test_api(work: Path) -> None:
 
 
 CHECK = """
-import sys, time
+import sys
+calls = 0
+def count(frame, event, arg):
+    global calls
+    calls += event in ("call", "c_call")
+sys.setprofile(count)
 from click.testing import CliRunner
 from rldsl.cli import main
 result = CliRunner().invoke(main, sys.argv[1:])
 heavy = {"torch", "transformers", "numpy", "safetensors"} & sys.modules.keys()
-print(result.exit_code, sorted(heavy), time.process_time())
+print(result.exit_code, sorted(heavy), calls)
 """
 
 
-@pytest.mark.parametrize("arguments, most", [(["--help"], 0.4), (["check", "p.rlf"], 5.0)])
-def test_quick_commands_import_no_torch(work: Path, arguments: list[str], most: float) -> None:
+@pytest.mark.parametrize("arguments, most", [(["--help"], 150_000), (["check", "p.rlf"], 5_000_000)])
+def test_quick_commands_import_no_torch(work: Path, arguments: list[str], most: int) -> None:
     done = subprocess.run([sys.executable, "-c", CHECK, *arguments], capture_output=True, text=True, check=True)
-    code, heavy, seconds = done.stdout.split(" ", 1)[0], "[]" in done.stdout, float(done.stdout.split()[-1])
-    assert code == "0" and heavy and seconds < most, done.stdout
+    code, heavy, calls = done.stdout.split(" ", 1)[0], "[]" in done.stdout, int(done.stdout.split()[-1])
+    assert code == "0" and heavy and calls < most, done.stdout

@@ -1,13 +1,13 @@
 """Items onto shards: everything once, never worse than the longest first, near the bound, the same every time."""
 
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.sharding.balance import LINEAR, _longest_first, balance_items, sequence_cost
+from tests.effort import lines
 
 
 def makespan(weights, parts):
@@ -38,9 +38,8 @@ def test_every_item_once(weights, shards, more):
 def test_near_the_bound(n, shards, seed):
     rng = random.Random(seed)
     weights = [sequence_cost(min(2800, int(rng.lognormvariate(6.5, 0.8)) + 1)) for _ in range(n)]
-    start = time.process_time()
     parts = balance_items(weights, shards, n)
-    assert time.process_time() - start < 0.25  # a few ms; the machine may be busy
+    assert lines(lambda: balance_items(weights, shards, n)) < 100 * n
     assert makespan(weights, parts) <= 1.01 * bound(weights, shards)
 
 
@@ -59,9 +58,7 @@ def test_equal_weights_are_left_as_they_fell():
 def test_large_shards_do_not_take_long():
     rng = random.Random(1)
     weights = [rng.randrange(1, 10**9) for _ in range(20000)]
-    start = time.process_time()
-    balance_items(weights, 2, 10000)
-    assert time.process_time() - start < 1
+    assert lines(lambda: balance_items(weights, 2, 10000)) < 20 * len(weights)
 
 
 def test_what_a_sequence_costs():
