@@ -86,7 +86,7 @@ def test_hostile_texts_are_judged_at_once(text: str) -> None:
     begun = time.process_time()
     assert not equal(text, "7") and not equal("7", text) and not equal(text, "x+7")
     equal(text, text[:-1])
-    assert time.process_time() - begun < 2.0
+    assert time.process_time() - begun < 20  # CPU seconds, where backtracking would take minutes
 
 
 @settings(max_examples=300, deadline=None)

@@ -96,7 +96,7 @@ def test_huge_completions_are_judged_at_once(text: str) -> None:
     begun = time.process_time()
     for function in (exact_match, last_number, boxed, math_equal, format_reward):
         assert one(function, text, "7") == 0
-    assert time.process_time() - begun < 3.0
+    assert time.process_time() - begun < 20  # CPU seconds; what grows as the square takes minutes
 
 
 def test_every_function_has_a_line_in_the_documentation() -> None:
