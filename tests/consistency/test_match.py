@@ -59,7 +59,8 @@ def test_a_model_in_bfloat16_does_not_compute_in_float32(directories: dict[str, 
     """Rounded parameters alone, of 8 bits, change every log-prob, whatever the processor."""
     for family in ("qwen3", "llama"):
         half, whole = (make_shard(plan_model(directories[family], dtype=dtype), 0) for dtype in ("bfloat16", "float32"))
-        made = half.generate(prompts(46, 12, 9, torch.device("cpu")), Sampling(max_new_tokens=24), seed=1, step=0, limit=0)
+        given, asked = prompts(46, 12, 9, torch.device("cpu")), Sampling(max_new_tokens=24)
+        made = half.generate(given, asked, seed=1, step=0, max_num_seqs=0)
         got = Gap.of(made.logprobs, whole.infer([made.batch], "logprobs", 1.0))
         assert 1e-4 < got.mean < 2e-2, got
 

@@ -51,13 +51,13 @@ def test_what_a_shard_samples_is_recorded_and_no_other_model_follows_it(tmp_path
     given, asked = prompts(46, 12, 9, torch.device("cpu")), Sampling(max_new_tokens=24)
     one, other = (make_shard(plan_model(str(make_model(tmp_path / f"m{i}", seed=i))), 0) for i in range(2))
     with recorded(tmp_path / "r"):
-        expected = one.generate(given, asked, seed=1, step=0, limit=0)
+        expected = one.generate(given, asked, seed=1, step=0, max_num_seqs=0)
     [file] = tmp_path.glob("r.*")
     draws, tokens = torch.load(file)
     assert len(draws) == len(tokens) == int(expected.batch.response_lens.sum()) == len(draws.unique())
     with followed(tmp_path / "r"):
-        again = one.generate(given, asked, seed=1, step=0, limit=5)
-        apart = other.generate(given, asked, seed=1, step=0, limit=0)
+        again = one.generate(given, asked, seed=1, step=0, max_num_seqs=5)
+        apart = other.generate(given, asked, seed=1, step=0, max_num_seqs=0)
     assert torch.equal(again.batch.tokens, expected.batch.tokens)
     assert not torch.equal(apart.batch.tokens, expected.batch.tokens)
 
