@@ -1,7 +1,7 @@
 """The compiler as functions: what the command line, tests and other programs call.
 
 In: paths and texts. Out: diagnostics, a graph, a plan with its proof. Every mistake of the user is a `Failure` with
-diagnostics; a `CompilerBug` is ours. Nothing here imports torch except `compile`, which reads model directories.
+diagnostics; an `InternalError` is ours. Nothing here imports torch except `compile`, which reads model directories.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rldsl.diag import Diagnostic, Failure, fail
+from rldsl.diag import Diagnostic, Failure, fail, internal_error
 from rldsl.graph.model import Graph
 from rldsl.plan.expr import Scalar
 from rldsl.source import SourceFile
@@ -19,16 +19,13 @@ from rldsl.syntax import ast
 if TYPE_CHECKING:
     from rldsl.passes.draft import Draft
     from rldsl.passes.pipeline import Compiled
+    from rldsl.placement.model import Placed
     from rldsl.plan.model import Plan
 
 
 MANUAL = "manual"  # calls are placed as rules say
 # Mistakes of placement that concern one clause alone.
 LOCAL = frozenset({"RL0304", "RL0305", "RL0306", "RL0310", "RL0311", "RL0312", "RL0314"})
-
-
-class CompilerBug(Exception):
-    """The compiler contradicts itself: not the user's mistake."""
 
 
 def read_source(path: str) -> SourceFile:
@@ -138,6 +135,13 @@ def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, p
     """The same of a program that need not be in a file. mode: who places its calls (`search/modes.py`); those that are
     `auto` the search places anyway."""
     from rldsl.passes.pipeline import run
+
+    return run(placed_source(source, sets, place, overrides, mode))
+
+
+def placed_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
+                  overrides: Sequence[str] = (), mode: str = MANUAL) -> Placed:
+    """The calls of a program in their places, before any pass."""
     from rldsl.placement.place import describe, place_graph
 
     graph, name = build_graph(source, sets, place, overrides), place.name if place else ""
@@ -145,12 +149,12 @@ def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, p
         from rldsl.search.modes import placed
 
         graph, _ = placed(graph, name, mode, describe)
-    return run(place_graph(graph, name))
+    return place_graph(graph, name)
 
 
 def compile_all(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,
                 overrides: Sequence[str] = ()) -> Compiled:
-    """The plan of a program with its proof and memory. Raises Failure, or CompilerBug when the proof fails."""
+    """The plan of a program with its proof and memory. Raises Failure, or InternalError when the proof fails."""
     return finish(draft(path, sets, place, overrides))
 
 
@@ -170,8 +174,8 @@ def finish(events: Draft) -> Compiled:
     try:
         return pipeline.finish(plan, curves)
     except Failure as failure:
-        raise CompilerBug("the compiler made a plan that its own verifier rejects:\n" + "\n".join(
-            f"  {d.code} {d.title}" for d in failure.diagnostics[:8])) from failure
+        raise internal_error("the verifier rejects the plan that the compiler made", place="verify", notes=tuple(
+            f"{d.code} {d.title}" for d in failure.diagnostics[:8])) from failure
 
 
 def compile(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,

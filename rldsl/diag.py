@@ -61,3 +61,21 @@ def fail(code: str, title: str, span: Span | None = None, label: str = "", *, he
          notes: tuple[str, ...] = ()) -> Failure:
     """A Failure of one diagnostic, ready to raise."""
     return Failure([Diagnostic(code, title, span, label, help=help, place=place, notes=notes)])
+
+
+class InternalError(Exception):
+    """The compiler contradicts itself: no user's mistake, so whoever handles Failures lets it pass."""
+
+    def __init__(self, diagnostic: Diagnostic):
+        self.diagnostic = diagnostic
+        super().__init__("; ".join((f"{diagnostic.code} {diagnostic.title}", *diagnostic.notes)))
+
+    def __reduce__(self) -> tuple[type[InternalError], tuple[Diagnostic]]:
+        return InternalError, (self.diagnostic,)
+
+
+def internal_error(title: str, place: str = "", notes: tuple[str, ...] = ()) -> InternalError:
+    """RL0699: something that the compiler must never let happen, whatever the program says."""
+    return InternalError(Diagnostic(
+        "RL0699", f"internal compiler error: {title}", place=place, notes=notes,
+        help="the program is not at fault; please report this with the program and the output of `rlc --version`"))

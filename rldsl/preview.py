@@ -10,30 +10,13 @@ from collections.abc import Iterator
 from rldsl.memory.curve import each_rank, host_peak
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
-from rldsl.plan.events import (
-    Collect,
-    Compute,
-    Event,
-    Free,
-    Generate,
-    Infer,
-    Lengths,
-    Load,
-    Log,
-    Offload,
-    Onload,
-    Realloc,
-    Train,
-    Transfer,
-    split,
-)
+from rldsl.plan.events import Compute, Event, ModelCall, split
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import call_name, subject
 from rldsl.plan.notation import cut, degrees_of, human, ranks_text
 from rldsl.plan.projection import events
+from rldsl.plan.references import Role, named
 
 WIDTH = 120
-Call = Generate | Infer | Train
 
 
 def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
@@ -41,15 +24,15 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     plan = compiled.plan
     every = [e for e, _ in events(plan)]
     models = {m.name for m in plan.models}
-    copies = [e for e in every if isinstance(e, Free) and any(split(b)[0] in models for b in e.buffers)]
-    inserted = [e for e in every if e in copies or e.because and not isinstance(e, Free | Log)]
+    copies = [e for e in every if any(split(b)[0] in models for b in e.frees)]
+    inserted = [e for e in every if e in copies or e.because and e.traits.family != "bookkeeping"]
     head = f"{source} -> {target}" if target else source
-    lines = [f"{head}    {plan.header.world} ranks, {sum(isinstance(e, Call) for e in every)} calls, "
+    lines = [f"{head}    {plan.header.world} ranks, {sum(isinstance(e, ModelCall) for e in every)} calls, "
              f"{len(inserted)} inserted"]
     lines += _meshes(compiled, every)
     lines += _inserted(plan, inserted)
-    frees = [e for e in every if isinstance(e, Free) and e not in copies]
-    lines.append(f"  - free      {sum(len(e.buffers) for e in frees)} buffers after their last use")
+    frees = [e for e in every if e.frees and e not in copies]
+    lines.append(f"  - free      {sum(len(e.frees) for e in frees)} buffers after their last use")
     proof = compiled.proof
     lines.append(f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}")
     lines.append(f"  plan        {plan_id(data)}  {human(len(data))}")
@@ -63,8 +46,8 @@ def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
     hosts = {rank: sizes[id(c)] for rank, c in each_rank(compiled.curves)}
     for mesh in plan.meshes:
         here = [e for e in every if e.mesh == mesh.id]
-        calls = [f"{call_name(e)} {degrees_of(layouts[e.layout])}" for e in here if isinstance(e, Call)]
-        calls += [call_name(e) for e in here if isinstance(e, Compute)]
+        calls = [f"{e.called} {degrees_of(layouts[e.layout])}" for e in here if isinstance(e, ModelCall)]
+        calls += [e.called for e in here if isinstance(e, Compute)]
         if not calls:
             continue
         members = mesh.members()
@@ -83,27 +66,13 @@ def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
 
 def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:
     meshes = {m.id: ranks_text(m.members()) for m in plan.meshes}
-    layouts = {x.id: meshes[x.mesh] for x in plan.layouts}
-    spreads = {s.id: meshes[s.mesh] for s in plan.spreads}
+    places = {Role.LAYOUT: {x.id: meshes[x.mesh] for x in plan.layouts},
+              Role.SPREAD: {s.id: meshes[s.mesh] for s in plan.spreads}}
     for e in found:
-        match e:
-            case Load() | Offload() | Onload():
-                what, where, size = e.model, layouts[e.layout], ""
-            case Free():
-                what, where, size = subject(e), meshes[e.mesh], ""
-            case Realloc():
-                what = f"{e.source} -> {e.model}" if e.source else e.model
-                where, size = f"{layouts[e.src]} -> {layouts[e.dst]}", human(e.bytes)
-            case Transfer():
-                what, where = ", ".join(e.values), f"{spreads[e.src]} -> {spreads[e.dst]}"
-                size = human(e.bytes) if e.bytes >= 0 else "ragged"
-            case Lengths():
-                what, where, size = f"{e.frame}.lengths", meshes[e.mesh], human(e.bytes)
-            case Collect():
-                what, where, size = ", ".join(w for _, w in e.values), meshes[e.mesh], ""
-            case _:
-                what, where, size = "", meshes[e.mesh], ""
+        ends = [places[r.role][r.id] for r in named(e, *e.traits.participants) if r.role in places]
+        where = " -> ".join(ends) if e.traits.drawing == "move" else meshes[e.mesh]
+        size = "" if e.traits.moves == "nothing" else human(e.bytes) if e.bytes >= 0 else "ragged"
         at = e.at.rsplit(":", 1)[0]
-        text = f"  + {type(e).__name__.lower():<9} {cut(what, 26):<26} {where:<12} {size:>9}  "
+        text = f"  + {e.kind:<9} {cut(e.subject, 26):<26} {where:<12} {size:>9}  "
         room = WIDTH - len(text) - len(at) - 2
         yield f"{text}{cut(e.because, room):<{max(room, 0)}}  {at}"

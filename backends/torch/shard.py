@@ -20,7 +20,7 @@ from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import Trainer
 from rldsl.backends.torch.train.pipeline import forward, forward_backward
 
-from rldsl.plan.events import Part, Sampling
+from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, GenerationOutput, LossFn, MicroBatch, PackedBatch, Shard, WeightCache
 from rldsl.sharding.dtypes import storage_dtype
@@ -119,13 +119,13 @@ class TorchShard:
     def export(self) -> Mapping[str, Any]:
         return {"config": self.stage.config, "tokenizer": self.model.path}
 
-    def offload(self, part: Part) -> None:
+    def offload(self, part: CopyPart) -> None:
         if part == "optimizer":
             self._trained().away(self.host)
         else:
             self._place(self.host.away(self._resident()))
 
-    def onload(self, part: Part) -> Callable[[], None]:
+    def onload(self, part: CopyPart) -> Callable[[], None]:
         if part == "optimizer":
             return self._trained().back(self.host)
         tensors, finish = self.host.back(self._resident())

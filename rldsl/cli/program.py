@@ -12,19 +12,31 @@ from rldsl.cli.shell import Settings, coloured, command, report_diagnostics, say
 from rldsl.commands import Usage
 
 
+def passes(context: click.Context, option: click.Parameter, begin: str) -> list[str]:
+    """Names of passes for the shell's completion."""
+    from rldsl.passes.pipeline import NAMES
+
+    return [name for name in NAMES if name.startswith(begin)]
+
+
 @command
 @click.argument("file")
 @chosen
 @click.option("-o", "target", metavar="PLAN", help="Where the plan goes (default: beside the program, as .plan).")
 @click.option("--emit", type=click.Choice(["graph", "events", "plan"]), help="Print a stage of compilation instead.")
+@click.option("--print-after", "after", metavar="PASS", shell_complete=passes,
+              help="Print the events as they are after PASS instead; `--print-after list` lists the passes.")
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-            target: str | None, emit: str | None) -> None:
+            target: str | None, emit: str | None, after: str | None) -> None:
     """Compile FILE to a verified plan, and show what it will do."""
     from rldsl.commands import compile as work
 
-    if emit and target:
-        raise Usage("--emit prints a stage and writes no plan: leave -o out")
-    say(work.stage(emit, file, sets, place, overrides) if emit else
+    if (emit or after) and target:
+        raise Usage(f"{'--emit' if emit else '--print-after'} prints a stage and writes no plan: leave -o out")
+    if emit and after:
+        raise Usage("--emit and --print-after each print a stage: leave one out")
+    say(work.after(after, file, sets, place, overrides) if after else
+        work.stage(emit, file, sets, place, overrides) if emit else
         work.compile(file, sets, place, overrides, target))
 
 
@@ -129,9 +141,10 @@ def explain(settings: Settings, code: str | None) -> None:
 @click.argument("file")
 @chosen
 @click.option("--format", "form", type=click.Choice(["mermaid", "dot", "svg"]), default="mermaid", show_default=True)
+@click.option("--reduce", is_flag=True, help="Leave out links that follow from others (transitive reduction).")
 def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-          form: str) -> None:
+          form: str, reduce: bool) -> None:
     """Draw the dataflow graph of FILE."""
     from rldsl.commands.graph import draw
 
-    say(draw(form, file, sets, place, overrides))
+    say(draw(form, file, sets, place, overrides, reduce))

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from rldsl.commands import Usage
-from rldsl.diag import Diagnostic, Failure
+from rldsl.diag import Diagnostic, Failure, InternalError
 
 BUG = ("this is a mistake of the compiler, not of your program: "
        "please report it, with the program or plan and this message")
@@ -53,7 +53,6 @@ def report_diagnostics(diagnostics: Iterable[Diagnostic], settings: Settings) ->
 
 def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     """Run a command; turn what it raises into messages and the exit status."""
-    from rldsl.api import CompilerBug
 
     start = time.process_time()
     try:
@@ -61,6 +60,9 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     except Failure as failure:
         report_diagnostics(failure.diagnostics, settings)
         code = 1
+    except InternalError as error:
+        report_diagnostics((error.diagnostic,), settings)
+        code = 3
     except KeyboardInterrupt:
         code = 130
     except Usage as error:
@@ -72,9 +74,8 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
             import traceback
 
             traceback.print_exc()
-        text = str(error) if isinstance(error, CompilerBug) else f"{type(error).__name__}: {error}"
         more = "" if settings.verbose else "\n(`rlc -v ...` shows the traceback)"
-        click.echo(f"internal error: {text}\n{BUG}{more}", err=True)
+        click.echo(f"internal error: {type(error).__name__}: {error}\n{BUG}{more}", err=True)
         code = 3
     if settings.verbose:
         click.echo(f"{time.process_time() - start:.2f} s of CPU", err=True)

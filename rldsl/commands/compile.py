@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from rldsl import api
+from rldsl.commands import Usage
 from rldsl.files import write
 from rldsl.plan.expr import Scalar
 
@@ -31,6 +33,22 @@ def stage(emit: Stage, file: str, sets: Mapping[str, Scalar], place: str | None,
     from rldsl.inspect.show import show as show_plan
 
     return show_plan(api.finish(events).plan)
+
+
+def after(name: str, file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str]) -> str:
+    """The events as they are after a pass, as text; "list": the passes. Errors: `Usage` for an unknown name."""
+    from rldsl.passes import pipeline
+    from rldsl.passes.listing import show
+    from rldsl.python.entry import placing
+
+    if name == "list":
+        return "".join(f"{p.name:<10}  {p.about}\n" for p in pipeline.PASSES)
+    if name not in pipeline.NAMES:
+        near = get_close_matches(name, pipeline.NAMES, n=1)
+        raise Usage(f"there is no pass {name!r}" + (f": did you mean {near[0]}?" if near else "")
+                    + f" The passes are {', '.join(pipeline.NAMES)}")
+    mode, rules = placing(place)
+    return show(pipeline.after(api.placed_source(api.read_source(file), sets, rules, overrides, mode), name))
 
 
 def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str],

@@ -21,7 +21,7 @@ from rldsl.pages.templates import template
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Plan, Ranges
-from rldsl.plan.naming import kind, told
+from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import schedule, to_ranges
 from rldsl.verify import verify
@@ -105,6 +105,6 @@ def _about(loop: Loop) -> str:
 
 
 def _line(event: Event, indent: str) -> str:
-    call = f"{indent}run.{kind(event)}({event.id})"
-    text = f"{call:<{CALL}}  # {_plain(told(event))}"
+    call = f"{indent}run.{event.kind}({event.id})"
+    text = f"{call:<{CALL}}  # {_plain(describe_event(event).sentence)}"
     return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"

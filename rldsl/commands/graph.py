@@ -14,16 +14,16 @@ from rldsl.plan.expr import Scalar
 
 
 def draw(form: Literal["mermaid", "dot", "svg"], file: str, sets: Mapping[str, Scalar], place: str | None,
-         overrides: Sequence[str] = ()) -> str:
-    """The text of the picture. Error: RL0095 SVG without Graphviz."""
+         overrides: Sequence[str] = (), reduce: bool = False) -> str:
+    """The text of the picture. reduce: without edges that follow from others. Error: RL0095 SVG without Graphviz."""
     made = api.build_graph(api.read_source(file), sets, api.read_source(place) if place else None, overrides)
     if form == "mermaid":
-        return picture.mermaid(made)
+        return picture.mermaid(made, reduce)
     if form == "dot":
-        return picture.dot(made)
+        return picture.dot(made, reduce)
     program = shutil.which("dot")
     if program is None:
         raise fail("RL0095", "SVG needs Graphviz, and there is no `dot` program here", place=file,
                    help="install Graphviz, or use --format mermaid or dot")
-    return subprocess.run([program, "-Tsvg"], input=picture.dot(made), text=True, capture_output=True,
+    return subprocess.run([program, "-Tsvg"], input=picture.dot(made, reduce), text=True, capture_output=True,
                           check=True).stdout

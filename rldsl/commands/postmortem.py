@@ -15,9 +15,10 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
+from rldsl.plan.naming import describe_event
 from rldsl.postmortem.analysis import Findings, analyse, traces
 from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
-from rldsl.postmortem.findings_text import call_text, report, title
+from rldsl.postmortem.findings_text import report, title
 from rldsl.postmortem.wait_order import Order
 from rldsl.runtime.metrics.run_record import PLAN
 
@@ -116,7 +117,7 @@ def _json(plan: Plan, findings: Findings) -> str:
         if at is None:
             return None
         event = events[at.event]
-        return {"event": at.event, "turns": list(at.turns), "call": call_text(event), "at": event.at,
+        return {"event": at.event, "turns": list(at.turns), "call": describe_event(event).title, "at": event.at,
                 "because": event.because}
 
     def stand(found: Stand | None) -> dict[str, Any] | None:

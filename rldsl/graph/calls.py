@@ -179,7 +179,7 @@ class CallsOfFlow:
         self.flow.value(target, output.level, frame.id)
         self.flow.items.append(g.Infer(
             id=self.flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
-            model=owner.name, frame=frame.id, what=output.what, temperature=frame.temperature))
+            model=owner.name, frame=frame.id, what=output.what, output=target, temperature=frame.temperature))
         return input_(target, output.level, self.flow.spaces.of(frame, output.level), span)
 
     def _train(self, owner: ModelRef, call: ast.Call, refs: list[FrameRef], scope: Scope, target: str | None,
@@ -235,5 +235,5 @@ class CallsOfFlow:
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
             model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id, fresh=made.fresh, data=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
-            shuffle=bool(given["shuffle"]) and parts > 1, nonfinite=str(given["nonfinite"])))
+            shuffle=bool(given["shuffle"]) and parts > 1, nonfinite="skip" if skips else "stop"))
         return BAD

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from rldsl import clusters
-from rldsl.diag import Failure
+from rldsl.diag import Failure, internal_error
 from rldsl.graph import lora as adapters
 from rldsl.graph import model as g
 from rldsl.plan.expr import Scalar
@@ -78,7 +78,8 @@ def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
     source = _source(decl.value, tuple(OUTPUTS), "model", lower, scope)
     if isinstance(source, Bad):
         return BAD
-    assert isinstance(decl.value, ast.Call)  # or `_source` had said so
+    if not isinstance(decl.value, ast.Call):
+        raise internal_error("a model without a call, which `_source` lets pass")
     call, lora = adapters.taken(decl.value, lower, scope)
     what = f"`{source[0]}`"
     given = options.read(options.MODEL, named(call, lower, what, 1), what, call.span, lower, scope)

@@ -16,6 +16,7 @@ from rldsl.graph.computations import Computations
 from rldsl.graph.evaluation import Evaluations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
+from rldsl.plan.payloads import DEFAULT_SAVE
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad
 from rldsl.semantics.lower import Lower
@@ -209,9 +210,9 @@ class FlowBuilder(Computations):
         for ident in s.models:
             ref = self.lower.name(ast.Name(name=ident.name, span=ident.span), scope)
             if isinstance(ref, ModelRef):
-                where = str(path.value).replace("{model}", ref.name) if isinstance(path, Term) else None
+                where = str(path.value) if isinstance(path, Term) else DEFAULT_SAVE
                 self.items.append(g.Save(id=self.unique(f"{ref.name}.save"), reads=(), writes=(), span=s.span,
-                                         model=ref.name, path=where))
+                                         model=ref.name, path=where.replace("{model}", ref.name)))
             elif not isinstance(ref, Bad):
                 self.errors.add("RL0203", f"only models are saved, not {describe(ref)}", ident.span)
 

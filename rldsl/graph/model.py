@@ -4,8 +4,9 @@ Nodes are model function calls, fetches and pure computations, in program order,
 are implied: a node reads the values that earlier nodes write, and a call reads the current version of its model (the
 version after the model's last train in program order; at the top of a step, the last train of the step before).
 
-Records that survive into the plan unchanged (frames, values, programs, functions, sampling, optimizers) are the
-plan's own types. The graph names no rank: placement clauses ride along unresolved.
+Records that survive into the plan unchanged (frames, values, programs, functions, optimizers) are the plan's own types,
+and what a node shares with the event made of it is declared once, in `plan/payloads.py`. The graph names no rank:
+placement clauses ride along unresolved.
 """
 
 from __future__ import annotations
@@ -13,9 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rldsl.plan.events import Sampling
 from rldsl.plan.expr import Program, Scalar
-from rldsl.plan.model import Frame, Function, Lora, Optimizer, Value
+from rldsl.plan.function import Function
+from rldsl.plan.model import Frame, Lora, Optimizer, Value
+from rldsl.plan.payloads import (
+    CollectSpec,
+    ComputeSpec,
+    FetchSpec,
+    GenerateSpec,
+    InferSpec,
+    SaveSpec,
+    SelectSpec,
+    TrainSpec,
+)
 from rldsl.source import Span
 
 
@@ -86,62 +97,43 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """id: unique, and what the user calls it where possible ("gen", "actor.train", "adv"). reads, writes: value ids."""
+    """A model function call, a fetch, or a computation."""
 
-    id: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    id: str  # unique, and what the user calls it where possible: "gen", "actor.train", "adv"
+    reads: tuple[str, ...]  # ids of values
+    writes: tuple[str, ...]  # ids of values
     span: Span
-    clause: Clause | None = None
+    clause: Clause | None = None  # its `on ...`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch(Node):
-    data: str
-    frames: tuple[str, ...]
+class Fetch(FetchSpec, Node):
+    """`prompts.next()`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generate(Node):
-    model: str
-    prompts: str
-    frame: str
-    sampling: Sampling
+class Generate(GenerateSpec, Node):
+    """`model.generate(prompts)`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Infer(Node):
-    """what: "logprobs", "entropy", "values" or "scores"; writes exactly one value."""
-
-    model: str
-    frame: str
-    what: str
-    temperature: float
+class Infer(InferSpec, Node):
+    """`model.logprobs(gen)` and the like; writes `output` alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train(Node):
-    """As plan.Train: fresh (input, frame, what), data (input, value), outputs (metric, value). The outputs "loss",
-    "grad_norm" and "lr" always exist, then the loss's own metrics, and "skipped" where minibatches may be."""
+class Train(TrainSpec, Node):
+    """`model.train(gen, loss=...)`. The outputs "loss", "grad_norm" and "lr" always exist, then the loss's own metrics,
+    and "skipped" where minibatches may be."""
 
-    model: str
-    frames: tuple[str, ...]
-    loss: str
-    fresh: tuple[tuple[str, str, str], ...]
-    data: tuple[tuple[str, str], ...]
-    outputs: tuple[tuple[str, str], ...]
     minibatches: int
     epochs: int
-    shuffle: bool
-    nonfinite: str = "stop"
+    shuffle: bool  # rows are divided into minibatches at random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compute(Node):
-    program: str
-    frames: tuple[str, ...]
-    inputs: tuple[tuple[str, str], ...]
-    outputs: tuple[tuple[str, str], ...]
+class Compute(ComputeSpec, Node):
+    """What remains of functions and expressions of the flow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,29 +145,18 @@ class Keep(Node):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Select(Node):
-    """As plan.Select."""
-
-    frame: str
-    condition: str
-    values: tuple[tuple[str, str], ...]
+class Select(SelectSpec, Node):
+    """`gen where condition`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collect(Node):
-    """As plan.Collect."""
-
-    frame: str
-    into: str
-    values: tuple[tuple[str, str], ...]
+class Collect(CollectSpec, Node):
+    """What a `repeat ... until` collects of its turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save(Node):
-    """path: None = the default place."""
-
-    model: str
-    path: str | None
+class Save(SaveSpec, Node):
+    """`save model`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

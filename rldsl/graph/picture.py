@@ -11,29 +11,15 @@ from collections.abc import Iterator
 from rldsl.graph import model as g
 
 
-def _models(node: g.Node) -> tuple[str, ...]:
-    """The models whose parameters a node reads."""
-    match node:
-        case g.Generate() | g.Infer() | g.Train() | g.Save():
-            return (node.model,)
-        case g.Sync():
-            return (node.source, node.model) if node.decay else (node.source,)
-    return ()
+def edges(graph: g.Graph, reduce: bool = False) -> list[tuple[str, str, str, bool]]:
+    """(from, to, label, parameter version). reduce: without those that follow from others."""
+    from rldsl.graph.dataflow import dataflow, reduced
 
-
-def edges(graph: g.Graph) -> list[tuple[str, str, str, bool]]:
-    """(from, to, label, parameter version). A model's first calls of a step read what the
-    last train or sync of the step before made."""
-    every = list(g.nodes(graph.items))
-    writer = {v: n.id for n in every for v in n.writes}
-    found = [(writer[v], n.id, v, False) for n in every for v in n.reads if v in writer and v not in n.writes]
-    last = {n.model: n.id for n in every if isinstance(n, g.Train | g.Sync)}
-    made: dict[str, str] = {}
-    for node in every:
-        found += [(made.get(model, last[model]), node.id, model, True) for model in _models(node) if model in last]
-        if isinstance(node, g.Train | g.Sync):
-            made[node.model] = node.id
-    return list(dict.fromkeys(found))
+    made = dataflow(graph)
+    order = {id: i for i, id in enumerate(made)}
+    shown = reduced(made) if reduce else made
+    found = ((a, b, str(key), bool(data["version"])) for a, b, key, data in shown.edges(keys=True, data=True))
+    return sorted(found, key=lambda e: (e[3], order[e[1]]))
 
 
 def title(node: g.Node) -> tuple[str, str]:
@@ -62,32 +48,31 @@ def title(node: g.Node) -> tuple[str, str]:
     return node.id, ""
 
 
-def mermaid(graph: g.Graph) -> str:
+def mermaid(graph: g.Graph, reduce: bool = False) -> str:
     """A Mermaid flowchart."""
     ids = {n.id: f"n{i}" for i, n in enumerate(g.nodes(graph.items))}
     lines = ["flowchart TD"]
     for node in g.nodes(graph.items):
         what, on = title(node)
         text = "<br/>".join(p.replace('"', "#quot;") for p in (node.id, what, on) if p)
-        shape = ("([", "])") if isinstance(node, g.Compute) else ("[(", ")]") if isinstance(node, g.Fetch) else "[]"
-        left, right = shape
+        left, right = ("([", "])") if isinstance(node, g.Compute) else ("[(", ")]") if isinstance(node, g.Fetch) else (
+            "[", "]")
         lines.append(f'  {ids[node.id]}{left}"{text}"{right}')
-    for src, dst, label, version in edges(graph):
+    for src, dst, label, version in edges(graph, reduce):
         lines.append(f'  {ids[src]} {"-.->" if version else "-->"}|"{label}"| {ids[dst]}')
     return "\n".join(lines) + "\n"
 
 
-def dot(graph: g.Graph) -> str:
+def dot(graph: g.Graph, reduce: bool = False) -> str:
     """A DOT digraph."""
-    quote = lambda s: json.dumps(s, ensure_ascii=False)  # noqa: E731
-    lines = [f"digraph {quote(graph.flow)} {{", '  node [shape=box, fontname="sans-serif"];']
+    lines = [f"digraph {_quoted(graph.flow)} {{", '  node [shape=box, fontname="sans-serif"];']
     for node in g.nodes(graph.items):
         shape = "ellipse" if isinstance(node, g.Compute) else "cylinder" if isinstance(node, g.Fetch) else "box"
         label = "\n".join(p for p in (node.id, *title(node)) if p)
-        lines.append(f"  {quote(node.id)} [label={quote(label)}, shape={shape}];")
-    for src, dst, label, version in edges(graph):
+        lines.append(f"  {_quoted(node.id)} [label={_quoted(label)}, shape={shape}];")
+    for src, dst, label, version in edges(graph, reduce):
         style = ", style=dashed" if version else ""
-        lines.append(f"  {quote(src)} -> {quote(dst)} [label={quote(label)}{style}];")
+        lines.append(f"  {_quoted(src)} -> {_quoted(dst)} [label={_quoted(label)}{style}];")
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -124,3 +109,7 @@ def _block(items: tuple[g.Item, ...], indent: str) -> Iterator[str]:
                 what, on = title(item)
                 arrow = f" : {', '.join(item.reads)} -> {', '.join(item.writes)}" if item.reads or item.writes else ""
                 yield f"{indent}{item.id} = {what}({on}){arrow}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -12,6 +12,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.plan.model import Frame, Value
 from rldsl.semantics.errors import BAD, Bad
@@ -37,7 +38,8 @@ class Selections:
 
     def where(self, s: ast.Assign, scope: Scope, target: str | None) -> Meaning:
         """`target = value where condition`. target: None when the name cannot be bound."""
-        assert s.where is not None
+        if s.where is None:
+            raise internal_error("a selection without a condition")
         value, condition = self.flow.lower.eval(s.value, scope), self.flow.lower.term(s.where, scope)
         if isinstance(value, Bad) or isinstance(condition, Bad):
             return BAD

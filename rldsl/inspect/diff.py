@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from typing import Any
 
+from rldsl.diag import internal_error
 from rldsl.inspect.event_matching import Found, Pair, found, pairs, text
 from rldsl.plan.codec import encode
 from rldsl.plan.events import EVENTS, Event, Every, Item, Log
 from rldsl.plan.model import Model, Plan
-from rldsl.plan.naming import kind
 from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import events, times
 
@@ -54,9 +54,9 @@ class EventChange:
 
     @property
     def now(self) -> Found:
-        found = self.after or self.before
-        assert found is not None
-        return found
+        if (now := self.after or self.before) is None:
+            raise internal_error("a change of an event that neither plan has")
+        return now
 
     @property
     def moved(self) -> bool:
@@ -212,8 +212,8 @@ def _bytes(plan: Plan) -> dict[str, tuple[int, float]]:
     """Kind -> bytes in a step, and events in a step whose bytes are known at run time."""
     totals: dict[str, tuple[int, int]] = {}
     for event, path in events(plan):
-        runs, (known, ragged) = times(path), totals.get(kind(event), (0, 0))
-        totals[kind(event)] = (known + max(event.bytes, 0) * runs, ragged + (event.bytes < 0) * runs)
+        runs, (known, ragged) = times(path), totals.get(event.kind, (0, 0))
+        totals[event.kind] = (known + max(event.bytes, 0) * runs, ragged + (event.bytes < 0) * runs)
     steps = max(plan.header.steps, 1)
     return {name: (round(known / steps), round(ragged / steps, 3)) for name, (known, ragged) in totals.items()
             if (known or ragged) and name != "log"}
@@ -283,7 +283,6 @@ def _flat(record: Any) -> dict[str, str]:
     """Field -> text, the name aside."""
     if isinstance(record, dict):
         return {name: text(value) for name, value in record.items()}
-    assert is_dataclass(record)
     return {f.name: text(getattr(record, f.name)) for f in fields(record) if f.name not in ("id", "name")}
 
 

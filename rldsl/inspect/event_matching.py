@@ -12,14 +12,13 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rldsl.plan.events import Compute, Event, Every, Free, Load, Log, Realloc, Sampling, Train, split
+from rldsl.plan.events import Event, Every, Log, Realloc, Sampling, split
 from rldsl.plan.model import Plan, Spread
-from rldsl.plan.naming import Places, call_name, kind, line_of, makes, subject
+from rldsl.plan.naming import PlaceTexts, line_of
 from rldsl.plan.projection import Path, events
+from rldsl.plan.references import Role, references
 
-# Of an event's own fields, those that `where` and `about` tell, or that follow from the rest.
-TOLD = {"layout", "spread", "src", "dst", "frame", "frames", "prompts", "model", "messages", "digest", "version",
-        "output", "outputs", "values", "into", "program", "source", "sampling"}
+OWN = frozenset(f.name for f in fields(Event))  # what every event has
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +55,27 @@ def found(plan: Plan) -> tuple[Found, ...]:
     every, models = list(events(plan)), {m.name for m in plan.models}
     read_by: dict[str, dict[str, None]] = defaultdict(dict)
     for event, _ in every:
-        for buffer in () if isinstance(event, Free | Log) else event.reads:
-            read_by[buffer][subject(event)] = None
-    places, spreads = Places.of(plan), {s.id: s for s in plan.spreads}
+        for buffer in () if event.traits.family == "bookkeeping" else event.reads:
+            read_by[buffer][event.subject] = None
+    places, spreads = PlaceTexts.of(plan), {s.id: s for s in plan.spreads}
     computations = {p.id: plain(repr((p.nodes, p.outputs))) for p in plan.programs}
     return tuple(
-        Found(kind(event), call_name(event), subject(event), makes(event),
+        Found(event.kind, event.called, event.subject, event.makes,
               tuple(dict.fromkeys(about for b in event.writes for about in read_by[b])), _block(path),
               {name: text for name, text in _facts(event, path, places, spreads, computations) if text},
-              bool(event.because) or isinstance(event, Load), event.because, line_of(event.at), event.bytes)
+              bool(event.because) or event.traits.family == "residency", event.because, line_of(event.at), event.bytes)
         for event, path in every if not isinstance(event, Log) and not _of_values(event, models))
 
 
 def _of_values(event: Event, models: set[str]) -> bool:
-    return isinstance(event, Free) and not any(split(b)[0] in models for b in event.buffers)
+    return bool(event.frees) and not any(split(b)[0] in models for b in event.frees)
 
 
 def pairs(before: Sequence[Found], after: Sequence[Found]) -> Iterator[Pair]:
     """In the order of `after`, then what is gone. Where what a call returns has another name now, its readers are
     matched as if it had that before."""
     first = _matched(before, after)
-    names = {old: new for i, j in first for old, new in zip(before[i].makes, after[j].makes)
+    names = {old: new for i, j in first for old, new in zip(before[i].makes, after[j].makes, strict=False)
              if old != new and len(before[i].makes) == len(after[j].makes) and not before[i].inserted}
     shown = [_renamed(e, names) for e in before] if names else list(before)
     mine = {j: i for i, j in (_matched(shown, after) if names else first)}
@@ -154,26 +153,27 @@ def _block(path: Path) -> str:
     return " > ".join("every" if isinstance(p, Every) else p.id for p in path)
 
 
-def _facts(event: Event, path: Path, places: Places, spreads: Mapping[str, Spread],
+def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, Spread],
            computations: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(option, its text); "" for none. What is inserted has no options of its own."""
     yield "where", places.where(event)
     yield "inside", _block(path)
-    if event.because or isinstance(event, Load):
+    if event.because or event.traits.family == "residency":
         yield "bytes", str(event.bytes) if event.bytes else ""
         yield "decay", str(event.decay) if isinstance(event, Realloc) and event.decay else ""
         return
-    yield "result", ", ".join(plain(makes(event)))
-    yield "call", plain(call_name(event))
+    yield "result", ", ".join(plain(event.makes))
+    yield "call", plain(event.called)
     if isinstance(sampling := getattr(event, "sampling", None), Sampling):
         yield from ((f.name, str(getattr(sampling, f.name))) for f in fields(sampling))
     if isinstance(spread := spreads.get(getattr(event, "spread", "")), Spread):
         yield "rows", f"by {spread.unit}, {spread.weigh}"
         yield "minibatches", f"{spread.minibatches} x {spread.epochs}{' shuffled' if spread.shuffle else ''}"
-    program = event.loss if isinstance(event, Train) else event.program if isinstance(event, Compute) else ""
-    yield "operations", computations.get(program, "")
+    for reference in references(event):
+        if reference.role is Role.PROGRAM:
+            yield "operations", computations.get(reference.id, "")
     for field in fields(event):
-        if field.name not in TOLD and field.name not in Event.__dataclass_fields__:
+        if field.name not in OWN and field.name not in event.traits.summarized:
             yield field.name, text(plain(getattr(event, field.name)))
 
 

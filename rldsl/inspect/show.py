@@ -11,7 +11,6 @@ from typing import Any
 from rldsl.inspect.view import Touch, View, check_rank, view
 from rldsl.plan.events import Event, Every, Item, Loop, Sampling
 from rldsl.plan.model import Model, Plan
-from rldsl.plan.naming import kind, subject
 from rldsl.plan.notation import count, degrees_of, human, ranges_text
 from rldsl.plan.projection import class_of, schedule
 
@@ -41,8 +40,8 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
     for x in plan.layouts:
         if x.mesh in mine:
             yield f"layout {x.id}  mesh {x.mesh}  {degrees_of(x)}"
-    for m in plan.models:
-        yield f"model {m.name}  {m.kind}  {m.path}  {m.dtype}  " + _life(m)
+    for model in plan.models:
+        yield f"model {model.name}  {model.kind}  {model.path}  {model.dtype}  " + _life(model)
     if rank is not None:
         c = class_of(plan, rank)
         yield (
@@ -78,9 +77,9 @@ def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
 
 def line(event: Event) -> str:
     """One event on one line: id, kind, mesh, reads -> writes, bytes, reason, position."""
-    touched = event.reads or tuple(getattr(event, "buffers", ()))
+    touched = event.reads or event.frees
     flow = ", ".join(touched) + (" -> " + ", ".join(event.writes) if event.writes else "")
-    parts = [f"e{event.id}", f"{kind(event):<8}", f"{event.mesh:<6}", flow]
+    parts = [f"e{event.id}", f"{event.kind:<8}", f"{event.mesh:<6}", flow]
     if event.bytes:
         parts.append(f"[{human(event.bytes)}]" if event.bytes > 0 else "[size known at run time]")
     if event.because:
@@ -92,7 +91,7 @@ def line(event: Event) -> str:
 
 def _one(plan: Plan, found: View, source: str) -> Iterator[str]:
     event = found.event
-    yield f"e{event.id}  {kind(event)}  {subject(event)}".rstrip()
+    yield f"e{event.id}  {event.kind}  {event.subject}".rstrip()
     if event.at:
         yield f"  {event.at}" + (f"  | {source.strip()}" if source else "")
     yield from _row("because", event.because)

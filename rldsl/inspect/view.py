@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.plan.events import Event, Every, Free, Item, Loop
+from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Plan, Ranges
-from rldsl.plan.naming import Places, kind, subject
+from rldsl.plan.naming import PlaceTexts
 from rldsl.plan.projection import Path, class_of, events, no_mesh, ranges, schedule
 
 FORMAT = 1
-OWN = ("id", "mesh", "reads", "writes", "at", "because", "bytes")  # fields that every event has
+OWN = tuple(f.name for f in fields_of(Event))  # fields that every event has
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +78,19 @@ class _Index:
     """What all views of a plan look up. Buffer -> the ids of the events that write, read, free it, in order."""
 
     meshes: Mapping[str, Ranges]
-    places: Places
+    places: PlaceTexts
     written: Mapping[str, Sequence[int]]
     read: Mapping[str, Sequence[int]]
     freed: Mapping[str, Sequence[int]]
 
     @staticmethod
     def of(plan: Plan, every: Sequence[tuple[Event, Path]]) -> _Index:
-        written, read, freed = defaultdict(list), defaultdict(list), defaultdict(list)
+        written, read, freed = (defaultdict[str, list[int]](list) for _ in range(3))
         for e, _ in every:
-            gone = e.buffers if isinstance(e, Free) else ()
-            for ids, buffers in ((written, e.writes), (read, e.reads), (freed, gone)):
+            for ids, buffers in ((written, e.writes), (read, e.reads), (freed, e.frees)):
                 for buffer in dict.fromkeys(buffers):
                     ids[buffer].append(e.id)
-        return _Index({m.id: m.ranks for m in plan.meshes}, Places.of(plan), written, read, freed)
+        return _Index({m.id: m.ranks for m in plan.meshes}, PlaceTexts.of(plan), written, read, freed)
 
     def ranks(self, event: Event) -> Ranges:
         if event.mesh not in self.meshes:
@@ -103,15 +103,14 @@ class _Index:
 
 
 def _view(index: _Index, event: Event, path: Path) -> View:
-    freed = event.buffers if isinstance(event, Free) else ()
-    touched = [*((b, False) for b in dict.fromkeys((*event.reads, *freed))), *((b, True) for b in event.writes)]
+    touched = [*((b, False) for b in dict.fromkeys((*event.reads, *event.frees))), *((b, True) for b in event.writes)]
     return View(event, index.ranks(event), path, index.places.where(event), fields(event),
                 tuple(index.touch(buffer, write) for buffer, write in touched))
 
 
 def fields(event: Event) -> tuple[tuple[str, Any], ...]:
     """The fields of an event that only its kind has."""
-    return tuple((name, getattr(event, name)) for name in type(event).__dataclass_fields__ if name not in OWN)
+    return tuple((f.name, getattr(event, f.name)) for f in fields_of(event) if f.name not in OWN)
 
 
 # ---------------------------------------------------------------------------------------------------- as JSON
@@ -123,7 +122,7 @@ def plan_json(plan: Plan, id: str, rank: int | None = None) -> dict[str, Any]:
     if rank is not None:
         check_rank(plan, rank)
         body = schedule(plan.body, plan.meshes, rank)
-    header, places = plan.header, Places.of(plan)
+    header, places = plan.header, PlaceTexts.of(plan)
     classes = plan.classes if rank is None else (class_of(plan, rank),)
     mine = {m.id for m in plan.meshes if rank is None or rank in m.members()}
     return {
@@ -148,12 +147,12 @@ def event_json(plan: Plan, id: str, number: int, source: str = "") -> dict[str, 
               {"kind": "every", "period": p.period} for p in found.inside]
     buffers = [{"buffer": t.buffer, "where": t.where, "access": "write" if t.write else "read",
                 "written_by": t.written_by, "read_by": t.read_by, "freed_by": t.freed_by} for t in found.touches]
-    event = _event(plan, Places.of(plan), found.event)
+    event = _event(plan, PlaceTexts.of(plan), found.event)
     return {"format": FORMAT, "plan": id, "event": event | {"inside": inside, "source": source or None,
                                                             "buffers": buffers}}
 
 
-def _item(plan: Plan, places: Places, item: Item) -> dict[str, Any]:
+def _item(plan: Plan, places: PlaceTexts, item: Item) -> dict[str, Any]:
     if isinstance(item, Event):
         return _event(plan, places, item)
     head = {"kind": "every", "period": item.period} if isinstance(item, Every) else {
@@ -161,10 +160,10 @@ def _item(plan: Plan, places: Places, item: Item) -> dict[str, Any]:
     return head | {"body": [_item(plan, places, inner) for inner in item.body]}
 
 
-def _event(plan: Plan, places: Places, event: Event) -> dict[str, Any]:
+def _event(plan: Plan, places: PlaceTexts, event: Event) -> dict[str, Any]:
     """bytes: null where the lengths of a run decide."""
     own = {name: value for name, value in asdict(event).items() if name not in OWN}
-    return {"id": event.id, "kind": kind(event), "about": subject(event), "where": places.where(event),
+    return {"id": event.id, "kind": event.kind, "about": event.subject, "where": places.where(event),
             "mesh": event.mesh, "ranks": ranges(plan, event), "reads": event.reads,
             "writes": event.writes, "at": event.at, "because": event.because,
             "bytes": None if event.bytes < 0 else event.bytes, "fields": own}

@@ -14,9 +14,8 @@ from rldsl.diag import Failure, fail
 from rldsl.graph import model as g
 from rldsl.graph.build import build, read_text
 from rldsl.memory.curve import Curve, peak, points
-from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import call_name
 from rldsl.plan.projection import events
 from rldsl.source import SourceFile
 from rldsl.syntax import ast
@@ -117,8 +116,8 @@ def _calls(plan: Plan, curves: tuple[Curve, ...], seconds: Mapping[int, float]) 
     for point in (p for c in curves for p in points(c)):
         held[point.event] = max(held.get(point.event, 0), point.during)
     found: dict[tuple[str, str], CallCost] = {}
-    for event in (e for e, _ in events(plan) if isinstance(e, Generate | Infer | Train)):
-        at, name = ":".join(event.at.rsplit(":", 2)[1:]), call_name(event)
+    for event in (e for e, _ in events(plan) if isinstance(e, ModelCall)):
+        at, name = ":".join(event.at.rsplit(":", 2)[1:]), event.called
         before = found.get((at, name), CallCost(at, name, 0.0 if seconds else -1.0, 0))
         found[at, name] = CallCost(at, name, before.seconds + seconds.get(event.id, 0.0),
                                    max(before.bytes, held.get(event.id, 0)))

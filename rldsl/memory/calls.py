@@ -19,10 +19,9 @@ from rldsl.memory.decoding import PREFILL, recordings, sampled
 from rldsl.memory.parameters import FLOAT, Copy, gathered, largest_weight, linear_elements, resting, vocabulary
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.backends import costs, unusable
-from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.heads import HEAD_OF
 from rldsl.plan.model import Layout
-from rldsl.plan.naming import call_name
 from rldsl.sharding.partition import micro_batch_count
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
@@ -73,7 +72,7 @@ def optimizer_bytes(copy: Copy) -> int:
     return _checked(copy, "optimizer_bytes", memory_costs(copy.layout.backend).optimizer_bytes(copy))
 
 
-def needs(tables: Tables, event: Generate | Infer | Train, copy: Copy, device: str) -> dict[str, int]:
+def needs(tables: Tables, event: AnyCall, copy: Copy, device: str) -> dict[str, int]:
     """Holder -> bytes while a call runs, named after the call. device: "cuda" or "cpu". Errors: RL0326."""
     model = memory_costs(copy.layout.backend)
     found: object
@@ -87,7 +86,7 @@ def needs(tables: Tables, event: Generate | Infer | Train, copy: Copy, device: s
     if not isinstance(found, Mapping) or not all(isinstance(what, str) for what in found):
         raise unusable(copy.layout.backend, f"`memory.{method}` must return holder -> bytes, not {found!r}")
     named = {what: _checked(copy, f"{method}[{what!r}]", size) for what, size in found.items()}
-    return {f"{what} of {call_name(event)}": size for what, size in named.items() if size}
+    return {f"{what} of {event.called}": size for what, size in named.items() if size}
 
 
 def _checked(copy: Copy, what: str, size: object) -> int:
@@ -130,7 +129,7 @@ def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, budget: int
 # ------------------------------------------------------------------------------- the torch backend's counts
 
 
-def _block(t: Tables, event: Generate | Infer | Train, copy: Copy, device: str) -> Block:
+def _block(t: Tables, event: AnyCall, copy: Copy, device: str) -> Block:
     attention = kernel(copy.model, copy.compute, device)
     longest = max(width(t.frames[f]) for f in (event.frames if isinstance(event, Train) else (event.frame,)))
     return block(copy.model, copy.layout, copy.compute, copy.stream, attention, longest)

@@ -6,8 +6,9 @@ parameters and the optimizer's moments are there from its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rldsl.memory.calls import gradient_bytes, needs, optimizer_bytes
 from rldsl.memory.curve import Curve, Holding
@@ -16,9 +17,9 @@ from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, r
 from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes
 from rldsl.memory.values import Tables, buffer_bytes
 from rldsl.plan.events import (
+    AnyCall,
     Checkpoint,
     Event,
-    Free,
     Generate,
     Infer,
     Item,
@@ -33,8 +34,8 @@ from rldsl.plan.events import (
     split,
 )
 from rldsl.plan.model import Layout, Plan
-from rldsl.plan.naming import call_name
 from rldsl.plan.notation import degrees_of
+from rldsl.plan.traits import rule
 from rldsl.reshard.records import Routes
 from rldsl.sharding.boxes import num_shards
 
@@ -103,7 +104,7 @@ class _Walk:
                 steps.setdefault(f"{e.model}@{e.layout}", i)
         moved = {f"{e.model}@{e.layout}" for e in self.events if isinstance(e, Offload) and e.what == "parameters"}
         parked = {f"{e.model}@{e.layout}" for e in self.events if isinstance(e, Offload) and e.what == "optimizer"}
-        freed = {b for e in self.events if isinstance(e, Free) for b in e.buffers}
+        freed = {b for e in self.events for b in e.frees}
         there: list[Copy] = []
         copies = [(b, self._copies(b)) for b in first]
         # models with a base first: what others share with them is counted as theirs
@@ -178,7 +179,7 @@ class _Walk:
         for i, e in enumerate(self.events):
             if buffer in e.writes and since < 0:
                 since = 2 * i + 1
-            elif since >= 0 and isinstance(e, Free) and buffer in e.buffers:
+            elif since >= 0 and buffer in e.frees:
                 self._hold(what, size, since, 2 * i + 1)
                 since = -1
 
@@ -205,10 +206,9 @@ class _Walk:
             for b in e.writes:
                 if b not in made and b not in lasting and self._holds(b):
                     made[b] = 2 * i + 1
-            if isinstance(e, Free):
-                for b in e.buffers:
-                    if b in made:
-                        self._value(b, made.pop(b), 2 * i + 1)
+            for b in e.frees:
+                if b in made:
+                    self._value(b, made.pop(b), 2 * i + 1)
         for b, start in made.items():
             self._value(b, start, until.get(b, self.end))
 
@@ -223,24 +223,23 @@ class _Walk:
     # ----------------------------------------------------------------------------------------------- events
 
     def _during(self, i: int, e: Event) -> None:
+        if e.traits.scratch:
+            rule(RULES, e, "the memory estimate")(self, i, e)
+
+    def _call(self, i: int, e: AnyCall) -> None:
         now = 2 * i + 1
-        match e:
-            case Generate() | Infer() | Train():
-                each = [needs(self.t, e, c, self.device) for c in self._copies(f"{e.model}@{e.layout}")]
-                for what, size in max(each, key=lambda found: sum(found.values())).items():
-                    self._hold(what, size, now, now)
-            case Transfer():
-                self._transfer(i, e)
-            case Realloc():
-                self._realloc(i, e)
-            case Load() if not e.of:
-                size = FLOAT * max(map(largest, self._copies(f"{e.model}@{e.layout}")))
-                self._hold(f"a part of the weights of {e.model}, being read", size, now, now, host=True)
-            case Save():
-                copies = self._copies(f"{e.model}@{e.layout}")
-                self._hold(f"parameters gathered to save {e.model}", max(map(saved_bytes, copies)), now, now)
-            case Checkpoint():
-                self._checkpoint(i, e)
+        each = [needs(self.t, e, c, self.device) for c in self._copies(f"{e.model}@{e.layout}")]
+        for what, size in max(each, key=lambda found: sum(found.values())).items():
+            self._hold(what, size, now, now)
+
+    def _load(self, i: int, e: Load) -> None:
+        if not e.of:
+            now, size = 2 * i + 1, FLOAT * max(map(largest, self._copies(f"{e.model}@{e.layout}")))
+            self._hold(f"a part of the weights of {e.model}, being read", size, now, now, host=True)
+
+    def _save(self, i: int, e: Save) -> None:
+        now, copies = 2 * i + 1, self._copies(f"{e.model}@{e.layout}")
+        self._hold(f"parameters gathered to save {e.model}", max(map(saved_bytes, copies)), now, now)
 
     def _transfer(self, i: int, e: Transfer) -> None:
         """What is sent is kept until it is received, which a rank finds out when it first reads; then the rows that
@@ -256,7 +255,7 @@ class _Walk:
         """The last rounds live until the new copy is first used; a rank that only sends waits at once."""
         model = self.models[e.model]
         room = realloc_bytes(self.plan, self.ways[e.model, e.src, e.dst], e, self.ranks)
-        what, now = f"realloc of {call_name(e) if e.source else e.model}", 2 * i + 1
+        what, now = f"realloc of {e.called if e.source else e.model}", 2 * i + 1
         mean = 3 * FLOAT * max((largest(c) for c in self._copies(f"{model.name}@{e.dst}")), default=0)  # of old and new
         self._hold(what, room + (mean if e.decay else 0), now, now)
         if self.ranks.at(e.dst):
@@ -278,7 +277,7 @@ class _Walk:
         """The moment of the first event, from event `first` on, that reads or frees one of some buffers."""
         wanted = set(buffers)
         for j, e in enumerate(self.events[first:], first):
-            if wanted.intersection((*e.reads, *(e.buffers if isinstance(e, Free) else ()))):
+            if wanted.intersection((*e.reads, *e.frees)):
                 return 2 * j + 1
         return None
 
@@ -297,3 +296,10 @@ class _Walk:
 
 def _name(copy: Copy) -> str:
     return f"{copy.model.name} ({degrees_of(copy.layout)})"
+
+
+# What a kind of event needs while it runs, of the kinds whose traits say `scratch`.
+RULES: Mapping[type[Event], Callable[[_Walk, int, Any], None]] = {
+    Generate: _Walk._call, Infer: _Walk._call, Train: _Walk._call, Transfer: _Walk._transfer, Realloc: _Walk._realloc,
+    Load: _Walk._load, Save: _Walk._save, Checkpoint: _Walk._checkpoint,
+}

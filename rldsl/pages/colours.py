@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rldsl.plan.events import Collect, Compute, Fetch, Generate, Infer, Select, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import Places
+from rldsl.plan.naming import PlaceTexts
 from rldsl.plan.projection import events
 
 COUNT = 8
-WORK = (Fetch, Generate, Infer, Train, Compute, Select, Collect)
+WORK = ("data", "call", "compute")  # families of events
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class Hue:
 
 def hues(plan: Plan) -> Mapping[str, Hue]:
     """Mesh id -> its colour; meshes in the order of their ranks, larger ones first."""
-    texts = Places.of(plan).meshes
-    used = {e.mesh for e, _ in events(plan) if isinstance(e, WORK)}
+    texts = PlaceTexts.of(plan).meshes
+    used = {e.mesh for e, _ in events(plan) if e.traits.family in WORK}
     found = sorted((m for m in plan.meshes if m.id in used), key=lambda m: (m.ranks[0][0], -m.ranks[-1][1], m.ranks))
     return {m.id: Hue(m.id, f"hue{i % COUNT}" + (" again" if i >= COUNT else ""), texts[m.id])
             for i, m in enumerate(found)}

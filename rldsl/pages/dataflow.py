@@ -10,29 +10,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from rldsl.pages.texts import block_text
-from rldsl.plan.events import (
-    Collect,
-    Compute,
-    Event,
-    Fetch,
-    Generate,
-    Infer,
-    Log,
-    Loop,
-    Realloc,
-    Save,
-    Select,
-    Train,
-    Transfer,
-    split,
-)
+from rldsl.plan.events import Collect, Compute, Event, Fetch, Log, Loop, Realloc, Save, split
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import Places, call_name, kind, makes
+from rldsl.plan.naming import PlaceTexts
 from rldsl.plan.notation import human
 from rldsl.plan.projection import Path, events
-
-CALLS, MOVES = (Generate, Infer, Train), (Transfer, Realloc)
-VALUES = (Fetch, Compute, Select, Collect, Save)
+from rldsl.plan.traits import Drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +25,7 @@ class Node:
     where it moves. realloc: of parameters. late: it stands near what needs it, not near what it needs."""
 
     id: str
-    what: Literal["call", "value", "move", "before"]
+    what: Drawing | Literal["before"]
     event: int
     mesh: str
     title: str
@@ -73,9 +56,9 @@ class Dataflow:
 
 def dataflow(plan: Plan) -> Dataflow:
     """Of the step; what is done once before it (loads) and what only keeps house (free, log, lengths) is left out."""
-    shown = [(e, path) for e, path in events(plan) if isinstance(e, CALLS + MOVES + VALUES)]
-    places, metrics, frame_of = Places.of(plan), _metrics(plan), {v.id: v.frame for v in plan.values}
-    models = {m.name for m in plan.models}
+    shown = [(e, path) for e, path in events(plan) if e.traits.drawing != "none"]
+    places, metrics, frame_of = PlaceTexts.of(plan), _metrics(plan), {v.id: v.frame for v in plan.values}
+    models, frames = {m.name for m in plan.models}, {f.id for f in plan.frames}
     later = {b: e for e, _ in shown for b in e.writes}  # buffer -> the last event of a step that writes it
     writer: dict[str, str] = {}
     maker: dict[str, str] = {}  # frame -> the node that it comes from
@@ -94,7 +77,7 @@ def dataflow(plan: Plan) -> Dataflow:
                 before = later[buffer]
                 source = f"before-{id}-e{before.id}"
                 nodes[source] = Node(source, "before", before.id, before.mesh, name, ("of the step before",),
-                                     about=f"as {call_name(before)} left it in the step before", late=True)
+                                     about=f"as {before.called} left it in the step before", late=True)
             if source is not None:
                 names = links.setdefault((source, id, name in models), [])
                 names += [] if name in names else [name]
@@ -102,8 +85,7 @@ def dataflow(plan: Plan) -> Dataflow:
             known = {frame_of.get(split(b)[0]) for b in event.reads}
             links |= {(maker[f], id, False): [f] for f in event.frames if f in maker and f not in known}
         writer |= dict.fromkeys(event.writes, id)
-        if isinstance(event, Fetch | Generate | Select | Collect):
-            maker |= dict.fromkeys(makes(event), id)
+        maker |= {frame: id for frame in event.makes if frame in frames}
     kept = tuple(Link(a, b, tuple(names), parameters) for (a, b, parameters), names in links.items())
     order = sorted(nodes.values(), key=lambda n: n.what != "before")
     return Dataflow(tuple(order), kept)
@@ -119,39 +101,30 @@ def _metrics(plan: Plan) -> dict[str, str]:
     return {split(b)[0]: name for e, _ in events(plan) if isinstance(e, Log) for name, b in e.metrics}
 
 
-def _node(event: Event, path: Path, places: Places, metrics: dict[str, str]) -> Node:
-    what: Literal["call", "value", "move"] = ("call" if isinstance(event, CALLS) else
-                                              "move" if isinstance(event, MOVES) else "value")
+def _node(event: Event, path: Path, places: PlaceTexts, metrics: dict[str, str]) -> Node:
+    what = event.traits.drawing
     title, about = _title(event, metrics)
-    where = places.where(event) if isinstance(event, CALLS) else places.meshes[event.mesh]
+    where = places.where(event) if what == "call" else places.meshes[event.mesh]
     lines = () if what == "move" else tuple(x for x in (about, where) if x)
     if isinstance(event, Realloc) and event.bytes > 0:
         lines = (human(event.bytes),)
     return Node(f"e{event.id}", what, event.id, event.mesh, title, lines, _block(path), places.where(event),
-                isinstance(event, Realloc), isinstance(event, (*MOVES, Fetch)))
+                isinstance(event, Realloc), what == "move" or event.traits.family == "data")
 
 
 def _title(event: Event, metrics: dict[str, str]) -> tuple[str, str]:
     """What a node does, and what comes of it."""
-    match event:
-        case Fetch():
-            return f"{event.data}.next", ", ".join(event.frames)
-        case Generate() | Infer():
-            return call_name(event), makes(event)[0]
-        case Compute():
-            made = makes(event)
-            logged = [metrics[m] for m in made if m in metrics and "#" in m]
-            return ("metric " + ", ".join(logged) if len(logged) == len(made) else ", ".join(made)), ""
-        case Save():
-            return f"save {event.model}", ""
-        case Transfer():
-            return ", ".join(event.values), ""
-        case Realloc():
-            return event.model if not event.source else f"{event.source} → {event.model}", ""
-        case Select() | Collect():
-            return f"{kind(event)} {event.frame}", ", ".join(makes(event))
-        case _:
-            return call_name(event), ""
+    name, made = event.called, event.makes
+    if event.traits.drawing == "move":
+        return event.subject.replace(" -> ", " → "), ""
+    if isinstance(event, Fetch):
+        return f"{event.data}.next", ", ".join(made)
+    if isinstance(event, Save):
+        return f"save {event.model}", ""
+    if isinstance(event, Compute):
+        logged = [metrics[m] for m in made if m in metrics and "#" in m]
+        return ("metric " + ", ".join(logged) if len(logged) == len(made) else ", ".join(made)), ""
+    return name, ", ".join(made)
 
 
 def _block(path: Path) -> str:

@@ -13,7 +13,7 @@ from rldsl.inspect.view import View, views
 from rldsl.pages.texts import block_text, ranges_text
 from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import kind, line_of, quote, subject
+from rldsl.plan.naming import line_of, quote
 from rldsl.plan.notation import count, human, joined
 
 PLACES = ("layout", "spread", "src", "dst")  # ids of the plan, which `where` tells in words
@@ -60,7 +60,7 @@ def _detail(plan: Plan, view: View, sources: Sources) -> Detail:
     ranks = f"{ranges_text(joined(view.ranks))} · {count(view.ranks):,} of {plan.header.world:,}"
     inside = " › ".join(map(block_text, view.inside))
     line = quote(sources, event.at).strip()
-    return Detail(event.id, kind(event), subject(event), line_of(event.at), line, event.because, ranks, inside,
+    return Detail(event.id, event.kind, event.subject, line_of(event.at), line, event.because, ranks, inside,
                   view.where, size_text(event), tuple((name, text) for name, text in told if text), _buffers(view))
 
 

@@ -10,9 +10,9 @@ from rldsl.pages.colours import WORK, Hue
 from rldsl.pages.details import Sources
 from rldsl.pages.memory import Panel
 from rldsl.pages.recorded import Recorded
-from rldsl.plan.events import Fetch, Generate, Infer, Train
+from rldsl.plan.events import Fetch, ModelCall
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import Places, call_name, makes, quote
+from rldsl.plan.naming import PlaceTexts, quote
 from rldsl.plan.notation import human, ranks_text, seconds_text
 from rldsl.plan.projection import events, times
 from rldsl.simulate import Timeline
@@ -34,7 +34,7 @@ def tiles(plan: Plan, cluster: Cluster, timeline: Timeline, panels: Sequence[Pan
     header, every = plan.header, list(events(plan))
     per_node = max(1, min(header.world, header.devices_per_node))
     nodes, speed = -(-header.world // per_node), f"{timeline.tokens_per_second:,.0f} tokens/s on {cluster.name}"
-    asked = sum(isinstance(e, Generate | Infer | Train) for e, _ in every)
+    asked = sum(isinstance(e, ModelCall) for e, _ in every)
     inserted = sum(bool(e.because) for e, _ in every)
     moved = sum(e.bytes * times(path) for e, path in every if e.bytes > 0) / max(1, header.steps)
     ragged = sum(e.bytes < 0 for e, _ in every)
@@ -64,10 +64,10 @@ def legend(plan: Plan, hues: Mapping[str, Hue], timeline: Timeline) -> tuple[Ent
     idle, found = dict(timeline.idle), []
     sizes = {m.id: m for m in plan.meshes}
     for mesh, hue in hues.items():
-        work = [e for e, _ in events(plan) if e.mesh == mesh and isinstance(e, WORK)]
-        named = [call_name(e) for e in work if isinstance(e, Generate | Infer | Train)]
+        work = [e for e, _ in events(plan) if e.mesh == mesh and e.traits.family in WORK]
+        named = [e.called for e in work if isinstance(e, ModelCall)]
         if not named:
-            named = [f"{e.data}.next" if isinstance(e, Fetch) else ", ".join(makes(e)) for e in work]
+            named = [f"{e.data}.next" if isinstance(e, Fetch) else ", ".join(e.makes) for e in work]
         found.append(Entry(hue, ranks_text(sizes[mesh].members()), ", ".join(dict.fromkeys(named)),
                            f"{idle[mesh]:.0%} idle" if mesh in idle else ""))
     return tuple(found)
@@ -87,14 +87,14 @@ class Call:
 
 def calls(plan: Plan, timeline: Timeline, recorded: Recorded | None) -> tuple[Call, ...]:
     """The calls, each with the longest that a rank spends in it in a step."""
-    places, longest = Places.of(plan), timeline.event_seconds()
+    places, longest = PlaceTexts.of(plan), timeline.event_seconds()
     seen = recorded.event_seconds() if recorded else {}
     found = []
     for event, _ in events(plan):
-        if isinstance(event, Generate | Infer | Train):
+        if isinstance(event, ModelCall):
             spans = [s for s in timeline.spans if s.event == event.id]
             length = sum(s.stop - s.start for s in spans)
-            found.append(Call(event.id, call_name(event), places.where(event),
+            found.append(Call(event.id, event.called, places.where(event),
                               seconds_text(longest[event.id]) if event.id in longest else "",
                               f"{sum(s.busy for s in spans) / length:.0%}" if length else "",
                               seconds_text(seen[event.id]) if event.id in seen else ""))
@@ -138,7 +138,7 @@ class Row:
 
 
 def models(plan: Plan) -> tuple[Row, ...]:
-    places, found = Places.of(plan), []
+    places, found = PlaceTexts.of(plan), []
     for m in plan.models:
         life = "frozen"
         if m.home:

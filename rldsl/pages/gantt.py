@@ -15,8 +15,8 @@ from markupsafe import Markup
 from rldsl.pages.colours import Hue
 from rldsl.pages.markup import element, percent
 from rldsl.pages.rows import Bar, Chart, Row
-from rldsl.plan.events import Event, Generate, Infer, Lengths, Realloc, Train, Transfer
-from rldsl.plan.naming import kind, subject
+from rldsl.plan.events import Event
+from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import seconds_text
 
 HEIGHT, BAR, AXIS = 38, 26, 26  # of a row, of a bar in it, of the axis
@@ -35,13 +35,12 @@ class Drawn:
 
 def drawn(event: Event, hues: Mapping[str, Hue], titles: Mapping[int, str]) -> Drawn:
     """titles: of events that the dataflow graph shows."""
-    if isinstance(event, Transfer | Lengths):
-        return Drawn(f"{kind(event)} {subject(event)}", f"{kind(event)} {subject(event)}", "transfer")
-    if isinstance(event, Realloc):
-        return Drawn(f"realloc {subject(event)}", f"realloc {subject(event)}", "realloc")
-    label = titles.get(event.id) or subject(event)
+    text = describe_event(event)
+    if event.traits.color != "mesh":
+        return Drawn(text.title, text.title, event.traits.color)
+    label = titles.get(event.id) or text.subject
     style = hues[event.mesh].style if event.mesh in hues else "transfer"
-    about = label if isinstance(event, Generate | Infer | Train) else f"{kind(event)} {label}".strip()
+    about = label if event.traits.family == "call" else f"{text.kind} {label}".strip()
     return Drawn(label, about, style)
 
 

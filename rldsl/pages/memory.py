@@ -13,9 +13,9 @@ from markupsafe import Markup
 
 from rldsl.memory.curve import Curve, Peak, during, peak, points
 from rldsl.pages.markup import element, number
-from rldsl.plan.events import Event, Free, Generate, Infer, Log, Train
+from rldsl.plan.events import Event, ModelCall
 from rldsl.plan.model import Ranges
-from rldsl.plan.naming import call_name, kind, subject
+from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import human
 from rldsl.plan.projection import to_ranges
 
@@ -112,7 +112,7 @@ def draw(panel: Panel, known: Mapping[int, Event], top: int, limit: int, title: 
 
 def _edges(curve: Curve, known: Mapping[int, Event]) -> list[float]:
     """Where each event begins, and the last one ends."""
-    wide = [8.0 if isinstance(known[e], Generate | Infer | Train) else 0.5 if isinstance(known[e], Free | Log) else 1.0
+    wide = [8.0 if isinstance(known[e], ModelCall) else 0.5 if known[e].traits.family == "bookkeeping" else 1.0
             for e in curve.events]
     found, unit = [LEFT], (WIDTH - LEFT) / (sum(wide) or 1.0)
     for w in wide:
@@ -172,8 +172,7 @@ def _axis(top: int, y: Scale) -> list[Markup]:
 
 
 def _event(curve: Curve, event: Event, left: float, right: float, size: float) -> Markup:
-    call = isinstance(event, Generate | Infer | Train)
-    name = call_name(event) if call else f"{kind(event)} {subject(event)}".strip()
+    call, name = isinstance(event, ModelCall), describe_event(event).title
     holders = ", ".join(f"{what} {human(n)}" for what, n in during(curve, event.id)[:3])
     inside = [element("title", f"{name}: {human(int(size))}" + (f" ({holders})" if holders else "")),
               element("rect", class_="moment call" if call else "moment", x=left, y=TOP, width=right - left,

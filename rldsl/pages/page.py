@@ -28,7 +28,6 @@ from rldsl.pages.templates import template
 from rldsl.pages.texts import ranges_text
 from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import call_name
 from rldsl.plan.notation import cut, human, seconds_text
 from rldsl.plan.projection import events
 from rldsl.simulate import Lengths, Timeline
@@ -133,5 +132,5 @@ def _panel(panel: memory.Panel, known: Mapping[int, Event], top: int, limit: int
     title = f"{'Rank' if alone else 'Ranks'} {ranges_text(panel.ranks)}"
     event = known.get(panel.peak.event)
     picture = memory.draw(panel, known, top, limit, f"Memory of {title.lower()}")
-    return Memory(title, picture, human(panel.peak.bytes), panel.peak.event, call_name(event) if event else "",
+    return Memory(title, picture, human(panel.peak.bytes), panel.peak.event, event.called if event else "",
                   min(panel.peak.bytes / limit, 1.0) if limit else 0.0, held(panel))

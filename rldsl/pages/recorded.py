@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from rldsl.diag import Failure, fail
 from rldsl.pages.rows import Bar, Chart, Row, chart
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import kind
 from rldsl.plan.projection import events
 
 
@@ -65,7 +64,7 @@ def read(text: str, file: str, plan: Plan) -> Recorded:
             raise _no(file, "this timeline is of another plan", f"{key}: {found!r} there, {value!r} in the plan")
     for x in every:
         event = known.get(x["args"]["event"])
-        if event is None or x.get("cat") != kind(event) or x["args"].get("at") != event.at:
+        if event is None or x.get("cat") != event.kind or x["args"].get("at") != event.at:
             raise _no(file, "this timeline is of another plan", f"event {x['args']['event']} is {x.get('cat')!r} of "
                       f"{x['args'].get('at')!r} there")
     if not steps:

@@ -11,21 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rldsl.placement.model import Placed, mesh_of
-from rldsl.plan.events import (
-    Collect,
-    Compute,
-    Event,
-    Every,
-    Fetch,
-    Generate,
-    Infer,
-    Item,
-    Loop,
-    Select,
-    Train,
-    Transfer,
-)
+from rldsl.plan.events import Collect, Event, Every, Fetch, Item, Loop, Select
 from rldsl.plan.model import Frame, Layout, Mesh, Spread, State, Value
+from rldsl.plan.references import Reference, Role, named, references
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +73,12 @@ def union(draft: Draft, meshes: Iterable[str]) -> Mesh:
 
 def weighed(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[str, ...]:
     """The frames whose lengths every participant needs: to compute a division of rows, or to cut ragged rows."""
-    match event:
-        case Transfer():
-            ragged = (values[v] for v in event.values)
-            frames = [v.frame for v in ragged if v.extent in ("tokens", "response")]
-            spreads = [event.src, event.dst]
-        case Generate():
-            frames, spreads = [event.prompts], [event.spread]
-        case Infer():
-            frames, spreads = [event.frame], [event.spread]
-        case Train() | Compute():
-            frames, spreads = list(event.frames), [event.spread]
-        case Select():
-            frames, spreads = [draft.frames[event.frame].of], [event.spread]
-            frames += () if event.condition else [event.frame]
-        case _:
-            return ()
+    if not event.traits.weighs:
+        return ()
+    frames = [f for r in named(event, *event.traits.weighs) if (f := _frame(r, values))]
+    if isinstance(event, Select):
+        frames = [draft.frames[event.frame].of, *(() if event.condition else frames)]
+    spreads = [r.id for r in references(event) if r.role is Role.SPREAD]
     known = draft.frames
     for id in spreads:
         spread = draft.spreads.get(id)
@@ -108,6 +86,14 @@ def weighed(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[st
             frames += spread.frames if spread.weigh == "tokens" else ()
             frames += [known[f].partial for f in spread.frames if known[f].partial]
     return tuple(dict.fromkeys(frames))
+
+
+def _frame(reference: Reference, values: Mapping[str, Value]) -> str:
+    """A frame, or the one of a ragged value; "" for a value that has a fixed number of entries."""
+    if reference.role is Role.FRAME:
+        return str(reference.id)
+    value = values[reference.id]
+    return value.frame if value.extent in ("tokens", "response") else ""
 
 
 def all_spread(draft: Draft, frame: str) -> str:

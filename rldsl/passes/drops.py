@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from rldsl.diag import internal_error
 from rldsl.graph.model import nodes
 from rldsl.passes.draft import Draft, each_block, events
 from rldsl.placement.model import Call
 from rldsl.plan.events import Event, Free, Item, Load, Realloc
-from rldsl.plan.naming import call_name
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
 
@@ -58,13 +58,13 @@ def drops(draft: Draft) -> Draft:
 
 
 def _free(draft: Draft, buffer: str, after: Item) -> Free:
-    user = call_name(after) if isinstance(after, Event) else "the block before"
+    user = after.called if isinstance(after, Event) else "the block before"
     return Free(id=0, mesh=draft.layouts[buffer.partition("@")[2]].mesh, buffers=(buffer,),
                 at=after.at if isinstance(after, Event) else "",
                 because=f"keep=false, and {user} was the last to use it")
 
 
-def check(draft: Draft) -> None:
+def check_drops(draft: Draft) -> None:
     """In each block, what is brought to a copy that is not kept is freed before more is, and nothing is freed twice."""
     gone = {f"{m}@{x}" for m, x in dropped(draft)}
 
@@ -72,9 +72,11 @@ def check(draft: Draft) -> None:
         there: set[str] = set()
         for e in (i for i in items if isinstance(i, Realloc | Free)):
             mine = gone & {*(e.buffers if isinstance(e, Free) else e.writes)}
-            assert mine <= there if isinstance(e, Free) else not mine & there, f"{call_name(e)}: {mine} and {there}"
+            if not (mine <= there if isinstance(e, Free) else not mine & there):
+                raise internal_error(f"{e.called} of {sorted(mine)}, while {sorted(there)} are there", "pass drops")
             there = there - mine if isinstance(e, Free) else there | mine
-        assert not there, f"copies that stay: {there}"
+        if there:
+            raise internal_error(f"copies stay: {', '.join(sorted(there))}", "pass drops")
         return items
 
     each_block(draft.body, block)

@@ -7,16 +7,16 @@ and every table entry is named by something.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import count
-from typing import Any
 
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, events
 from rldsl.passes.groups import groups
-from rldsl.plan.events import Event, Every, Free, Item, Log, Loop, Train, split
+from rldsl.plan.events import Event, Every, Item, Loop, Train, split
 from rldsl.plan.model import FORMAT, ROLES, Data, Header, Layout, Mesh, Plan, Spread
 from rldsl.plan.projection import rank_classes, times, walk
+from rldsl.plan.references import Role, references, renamed
 
 
 def emit(draft: Draft, compiler: str) -> Plan:
@@ -25,13 +25,13 @@ def emit(draft: Draft, compiler: str) -> Plan:
     every = tuple(events((*draft.setup, *draft.body)))
     names, meshes, layouts, spreads = _tables(draft, every)
     numbers = count()
-    rename = _Rename(names, frozenset(m.name for m in placed.models))
+    rename = _Rename(names)
     setup = tuple(rename.event(e, next(numbers)) for e in draft.setup)
     steps = Loop("steps", graph.steps, rename.block(draft.body, numbers))
     body: tuple[Item, ...] = (*setup, steps)
     models = tuple(replace(m, home=names.get(m.home, ""), mean=names.get(m.mean, ""), updates=updates(draft, m.name))
                    for m in placed.models)
-    used = {e.model for e in every if hasattr(e, "model")}
+    used = {r.id for e in every for r in references(e) if r.role is Role.MODEL}
     header = Header(FORMAT, compiler, graph.program, graph.flow, placed.world, placed.devices_per_node, graph.steps,
                     graph.seed, graph.sources, graph.params, placed.memory)
     return Plan(header, meshes, layouts, spreads, tuple(m for m in models if m.name in used), _data(draft),
@@ -85,34 +85,28 @@ def _tables(draft: Draft, every: tuple[Event, ...]) -> tuple[dict[str, str], tup
 
 
 def _named(e: Event) -> list[str]:
-    """The layouts and spreads that an event names."""
-    buffers = [*e.reads, *e.writes, *(e.buffers if isinstance(e, Free) else ())]
-    direct = [getattr(e, name) for name in ("layout", "spread", "src", "dst") if hasattr(e, name)]
-    return [*direct, *(split(b)[1] for b in buffers)]
+    """The layouts and spreads that an event names, those of its own fields before those of its buffers."""
+    every = list(references(e))
+    return [*(r.id for r in every if r.role in (Role.LAYOUT, Role.SPREAD)),
+            *(split(r.id)[1] for r in every if r.role is Role.BUFFER)]
 
 
 class _Rename:
     """Short ids for long ones, in every field that holds one."""
 
-    def __init__(self, names: Mapping[str, str], models: frozenset[str]):
-        self.names, self.models = names, models
+    def __init__(self, names: Mapping[str, str]):
+        self.names = names
+        self.new = {Role.BUFFER: self.buffer, **dict.fromkeys((Role.MESH, Role.LAYOUT, Role.SPREAD), self.id)}
+
+    def id(self, id: str) -> str:
+        return self.names[id]
 
     def buffer(self, buffer: str) -> str:
         left, right = split(buffer)
         return f"{left}@{self.names[right]}"
 
     def event(self, e: Event, id: int) -> Event:
-        changed: dict[str, Any] = {"id": id, "mesh": self.names[e.mesh],
-                                   "reads": tuple(map(self.buffer, e.reads)),
-                                   "writes": tuple(map(self.buffer, e.writes))}
-        own = {f.name for f in fields(e)}
-        changed |= {k: self.names[getattr(e, k)] for k in ("layout", "spread", "src", "dst", "of")
-                    if k in own and getattr(e, k)}
-        if isinstance(e, Free):
-            changed["buffers"] = tuple(map(self.buffer, e.buffers))
-        if isinstance(e, Log):
-            changed["metrics"] = tuple((n, self.buffer(b)) for n, b in e.metrics)
-        return replace(e, **changed)
+        return replace(e, id=id, **renamed(e, self.new))
 
     def block(self, items: Iterable[Item], numbers: count[int]) -> tuple[Item, ...]:
         return tuple(self.loop(i, numbers) if isinstance(i, Loop)
@@ -120,5 +114,4 @@ class _Rename:
                      else self.event(i, next(numbers)) for i in items)
 
     def loop(self, i: Loop, numbers: count[int]) -> Loop:
-        return replace(i, body=self.block(i.body, numbers), until=self.buffer(i.until) if i.until else "",
-                       collects=tuple(map(self.buffer, i.collects)))
+        return replace(i, body=self.block(i.body, numbers), **renamed(i, self.new))

@@ -13,30 +13,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, all_spread, events, uses
-from rldsl.plan.events import (
-    Compute,
-    Event,
-    Every,
-    Fetch,
-    Generate,
-    Infer,
-    Item,
-    Lengths,
-    Log,
-    Loop,
-    Offload,
-    Onload,
-    Realloc,
-    Save,
-    Train,
-    Transfer,
-)
+from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Value
+from rldsl.plan.traits import Family
 
-# How long things take against each other; only the order of start times matters.
-COST: Mapping[type, int] = {Generate: 300, Train: 300, Infer: 100, Compute: 10, Save: 50, Realloc: 20}
-MOVEMENT = (Fetch, Lengths, Transfer, Realloc)
+PRIORITY: Mapping[Family, int] = {  # at equal times: movement, work, whole blocks, logs
+    "data": 0, "movement": 0, "call": 1, "compute": 1, "residency": 1, "disk": 1, "bookkeeping": 3}
+BLOCK_PRIORITY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +32,7 @@ class _Job:
     makes: frozenset[str]
     ranks: frozenset[int]
     cost: int
-    rank: int  # 0 movement, 1 work, 2 blocks, 3 logs
+    priority: int  # at equal times; of `PRIORITY`
 
 
 def order(draft: Draft) -> Draft:
@@ -66,27 +51,12 @@ def _block(draft: Draft, items: tuple[Item, ...], values: Mapping[str, Value],
 
 def _job(draft: Draft, item: Item, values: Mapping[str, Value], whole: Mapping[str, str]) -> _Job:
     own = list(events([item]))
-    rank = 2 if not isinstance(item, Event) else 0 if isinstance(item, MOVEMENT) else 3 if isinstance(item, Log) else 1
-    return _Job(frozenset(b for e in own for b in uses(draft, e, values, whole)).union(*(_versions(e)[0] for e in own)),
-                frozenset(b for e in own for b in e.writes).union(*(_versions(e)[1] for e in own)),
+    priority = PRIORITY[item.traits.family] if isinstance(item, Event) else BLOCK_PRIORITY
+    versions = [e.versions() for e in own]
+    return _Job(frozenset(b for e in own for b in uses(draft, e, values, whole)).union(*(v.uses for v in versions)),
+                frozenset(b for e in own for b in e.writes).union(*(v.makes for v in versions)),
                 frozenset(r for m in {e.mesh for e in own} for r in draft.ranks(m)),
-                sum(COST.get(type(e), 1) for e in own), rank)
-
-
-def _versions(e: Event) -> tuple[frozenset[str], frozenset[str]]:
-    """The models whose version an event uses, and makes, under whatever layouts: a call with a copy of the old version
-    comes before the train that makes a new one, though that writes another copy."""
-    match e:
-        case Generate() | Infer() | Save():
-            return frozenset({e.model}), frozenset()
-        case Realloc():
-            return frozenset({e.source or e.model}), frozenset({e.model} if e.source else ())
-        case Train():
-            both = frozenset({e.model, f"{e.model} optimizer"})
-            return both, both
-        case Offload(what="optimizer") | Onload(what="optimizer"):
-            return frozenset({f"{e.model} optimizer"}), frozenset({f"{e.model} optimizer"})
-    return frozenset(), frozenset()
+                sum(e.traits.order_cost for e in own), priority)
 
 
 def dependencies(jobs: Sequence[_Job]) -> list[set[int]]:
@@ -115,14 +85,15 @@ def schedule(jobs: Sequence[_Job]) -> list[int]:
     out: list[int] = []
     while left:
         ready = [i for i in left if before[i] <= done.keys()]
-        assert ready, "the events of a block wait for each other"
+        if not ready:
+            raise internal_error("the events of a block wait for each other", "pass order")
 
         def start(i: int) -> int:
             job = jobs[i]
             inputs = max((done[b] for b in before[i]), default=0)
             return max(inputs, max((clock[r] for r in job.ranks), default=0))
 
-        best = min(ready, key=lambda i: (start(i), jobs[i].rank, i))
+        best = min(ready, key=lambda i: (start(i), jobs[i].priority, i))
         done[best] = start(best) + jobs[best].cost
         for r in jobs[best].ranks:
             clock[r] = done[best]
@@ -131,7 +102,7 @@ def schedule(jobs: Sequence[_Job]) -> list[int]:
     return out
 
 
-def check(before: Draft, after: Draft) -> None:
+def check_order(before: Draft, after: Draft) -> None:
     """In every block nothing is lost or doubled, and what depends on something still comes after it."""
     whole = {f: all_spread(before, f) for f in before.frames}
     _check(before, before.body, after.body, before.values, whole)
@@ -143,12 +114,14 @@ def _check(draft: Draft, was: tuple[Item, ...], now: tuple[Item, ...], values: M
     places: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for at, item in enumerate(now):
         places[_name(item)].append(at)
-    assert sorted(names) == sorted(map(_name, now)), "ordering lost or doubled an event"
+    if sorted(names) != sorted(map(_name, now)):
+        raise internal_error("ordering lost or doubled an event", "pass order")
     places = {name: found[::-1] for name, found in places.items()}
     moved = [places[name].pop() for name in names]  # equal items stay in their order
-    for at, earlier in zip(moved, dependencies([_job(draft, i, values, whole) for i in was])):
-        assert all(moved[i] < at for i in earlier), f"ordering put {names[moved.index(at)]} before what it needs"
-    for item, at in zip(was, moved):
+    for at, earlier in zip(moved, dependencies([_job(draft, i, values, whole) for i in was]), strict=True):
+        if any(moved[i] >= at for i in earlier):
+            raise internal_error(f"ordering put {names[moved.index(at)]} before what it needs", "pass order")
+    for item, at in zip(was, moved, strict=True):
         if isinstance(item, Every | Loop):
             _check(draft, item.body, now[at].body, values, whole)  # type: ignore[union-attr]  # equal names: a block too
 

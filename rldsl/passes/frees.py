@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, all_spread, events, union, uses
 from rldsl.plan.events import Event, Every, Free, Item, Loop, split
 from rldsl.plan.model import Mesh
-from rldsl.plan.naming import call_name
 
 
 def frees(draft: Draft) -> Draft:
@@ -58,19 +58,20 @@ def _made(item: Item) -> tuple[str, ...]:
 def _free(draft: Draft, buffers: list[str], after: Item, meshes: list[Mesh]) -> Free:
     mesh = union(draft, {draft.spreads[split(b)[1]].mesh for b in buffers})
     meshes.append(mesh)
-    reader = call_name(after) if isinstance(after, Event) else "the block before"
+    reader = after.called if isinstance(after, Event) else "the block before"
     return Free(id=0, mesh=mesh.id, because=f"{reader} was the last to use them", buffers=tuple(buffers))
 
 
-def check(draft: Draft) -> None:
+def check_frees(draft: Draft) -> None:
     """Written in a block = freed in it, once."""
     models = {m.name for m in draft.placed.models}
 
     def block(items: tuple[Item, ...], kept: frozenset[str]) -> None:
         own = [e for e in items if isinstance(e, Event)]
         wrote = sorted(b for i in items for b in _made(i) if split(b)[0] not in models and b not in kept)
-        freed = sorted(b for e in own if isinstance(e, Free) for b in e.buffers)
-        assert wrote == freed, f"buffers that leak: {set(wrote) ^ set(freed)}"
+        freed = sorted(b for e in own for b in e.frees)
+        if wrote != freed:
+            raise internal_error(f"buffers leak: {', '.join(sorted(set(wrote) ^ set(freed)))}", "pass frees")
         for item in items:
             if isinstance(item, Every | Loop):
                 block(item.body, kept | _held(item))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rldsl.plan.events import Checkpoint, Compute, Event, Generate, Infer, Lengths, Load, Save, Train
+from rldsl.plan.events import Event
 from rldsl.plan.model import Group, Layout, Mesh
+from rldsl.plan.references import named
 
 AXES = ("tp", "pp", "dp", "cp", "ep")
 
@@ -19,13 +20,13 @@ def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mappi
     """In the order of first need."""
     keys: dict[tuple[str, str, str], None] = {}
     for e in events:
-        if isinstance(e, Load | Generate | Infer | Train):
-            layout = layouts[e.layout]
+        if e.traits.communicators == "layout":
+            layout = layouts[next(r.id for r in named(e, *e.traits.participants))]
             keys |= {(axis, layout.id, ""): None for axis in AXES if getattr(layout, axis) > 1}
             if 1 < layout.ep < layout.dp:
                 keys["copies", layout.id, ""] = None
             if len(meshes[layout.mesh].members()) > 1:
                 keys["mesh", layout.id, ""] = None
-        elif isinstance(e, Lengths | Compute | Save | Checkpoint) and len(meshes[e.mesh].members()) > 1:
+        elif e.traits.communicators == "mesh" and len(meshes[e.mesh].members()) > 1:
             keys["mesh", "", e.mesh] = None
     return tuple(Group(f"g{i}", *key) for i, key in enumerate(keys))  # type: ignore[arg-type]

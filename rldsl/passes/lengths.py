@@ -8,7 +8,9 @@ Invariant: wherever rows are divided by tokens, the lengths are there.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeGuard
 
 from rldsl.passes.draft import Draft, all_spread, each_block, events, weighed
 from rldsl.placement.model import mesh_of
@@ -17,7 +19,7 @@ from rldsl.plan.model import Mesh, Spread
 
 
 def lengths(draft: Draft) -> Draft:
-    touched = _touched(draft)
+    touched, given = _touched(draft), draft.spreads
     whole: dict[str, Spread] = {}
     for id, ranks in touched.items():
         mesh = mesh_of(ranks)
@@ -35,7 +37,7 @@ def lengths(draft: Draft) -> Draft:
             if isinstance(item, Fetch):
                 out.append(replace(item, mesh=whole[split(item.writes[0])[1]].mesh))
                 continue
-            if isinstance(item, Collect) and not item.mesh:  # lengths that nobody needs go
+            if isinstance(item, Event) and _in_full(item, given):  # lengths that nobody needs go
                 out += [replace(item, mesh=whole[item.dst].mesh)] if item.dst in whole else []
                 continue
             out.append(item)
@@ -52,7 +54,13 @@ def _collects(items: tuple[Item, ...]) -> tuple[Item, ...]:
                  if isinstance(i, Loop) else i for i in items)
 
 
-def _makes_rows(e: Event) -> bool:
+def _in_full(e: Event, given: Mapping[str, Spread]) -> TypeGuard[Collect]:
+    """Whether it collects what every rank that needs it holds in full. given: spreads of the draft before this pass,
+    which defines those of what is held in full."""
+    return isinstance(e, Collect) and e.dst not in given
+
+
+def _makes_rows(e: Event) -> TypeGuard[Generate | Select]:
     return isinstance(e, Generate) or isinstance(e, Select) and bool(e.condition)
 
 
@@ -66,7 +74,7 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
             touched[split(e.writes[0])[1]]  # a batch that nobody reads is still fetched somewhere
         if _makes_rows(e):
             touched[all_spread(draft, e.frame)] |= draft.ranks(e.mesh)
-        if e.mesh:
+        if not _in_full(e, draft.spreads):
             for frame in weighed(draft, e, values):
                 touched[all_spread(draft, frame)] |= draft.ranks(e.mesh)
             for buffer in e.reads:
@@ -74,7 +82,7 @@ def _touched(draft: Draft) -> dict[str, set[int]]:
                 if right not in draft.spreads and right not in draft.layouts:
                     touched[right] |= draft.ranks(e.mesh)
     for e in every:  # what is collected in full is known there turn by turn
-        if isinstance(e, Collect) and not e.mesh and touched.get(e.dst):
+        if _in_full(e, draft.spreads) and touched.get(e.dst):
             touched[e.src] |= touched[e.dst]
     sources: dict[str, list[str]] = defaultdict(list)
     for e in every:

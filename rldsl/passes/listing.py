@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rldsl.passes.draft import Draft
-from rldsl.plan.events import Every, Free, Item, Loop
-from rldsl.plan.naming import call_name
+from rldsl.plan.events import Every, Item, Loop
 
 
 def show(draft: Draft) -> str:
@@ -22,8 +21,7 @@ def _lines(items: Iterable[Item], indent: str) -> Iterator[str]:
             yield from _lines(item.body, indent + "  ")
             yield f"{indent}}}"
             continue
-        reads = item.buffers if isinstance(item, Free) else item.reads
-        kind = type(item).__name__.lower()
-        name = "" if call_name(item) == kind else f" {call_name(item)}"
+        reads = item.frees or item.reads
+        name = "" if item.called == item.kind else f" {item.called}"
         flow = f"{', '.join(reads)} -> {', '.join(item.writes)}" if item.writes else ", ".join(reads)
-        yield f"{indent}{kind}{name}  on {item.mesh}  {flow}" + (f"  # {item.because}" if item.because else "")
+        yield f"{indent}{item.kind}{name}  on {item.mesh}  {flow}" + (f"  # {item.because}" if item.because else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rldsl.passes.draft import Draft, events
-from rldsl.plan.events import Event, Generate, Infer, Load, Realloc, Save, Train
+from rldsl.plan.events import Load
 from rldsl.plan.model import Layout, Model
 from rldsl.plan.notation import degrees_of
 from rldsl.reshard.alias import share_one_copy
@@ -22,7 +22,7 @@ def loads(draft: Draft) -> Draft:
     homes = {m.name: m for m in draft.placed.models}
     at = {m.name: str(m.span) for m in draft.placed.graph.models}
     for e in events(draft.body):
-        for name, used in copies(e):
+        for name, used in e.copies():
             model = homes[name]
             layout = draft.layouts[used if model.base else model.home or used]
             because = (f"{'trained' if model.home == layout.id else 'used'} with {degrees_of(layout)}, "
@@ -40,14 +40,5 @@ def loads(draft: Draft) -> Draft:
 
 
 def _same(draft: Draft, model: Model, a: Layout, b: Layout) -> bool:
-    return bool(model.home) and not model.base and share_one_copy(model, a, draft.meshes[a.mesh], b, draft.meshes[b.mesh])
-
-
-def copies(e: Event) -> tuple[tuple[str, str], ...]:
-    """The (model, layout) whose parameters an event works on."""
-    match e:
-        case Generate() | Infer() | Train() | Save():
-            return ((e.model, e.layout),)
-        case Realloc():
-            return ((e.source or e.model, e.src), (e.model, e.dst))
-    return ()
+    return bool(model.home) and not model.base and share_one_copy(
+        model, a, draft.meshes[a.mesh], b, draft.meshes[b.mesh])

@@ -7,8 +7,9 @@ spread that all its readers hold in full), whether or not anything brings it the
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, assert_never
 
-from rldsl.diag import fail
+from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft
 from rldsl.placement.budget import decoded
@@ -31,8 +32,17 @@ from rldsl.plan.events import (
     split,
 )
 from rldsl.plan.model import Layout, Mesh, Spread, State
-
-NOWHERE = ""  # the mesh of a fetch is known when all readers are
+from rldsl.plan.payloads import (
+    CollectSpec,
+    ComputeSpec,
+    FetchSpec,
+    GenerateSpec,
+    InferSpec,
+    SaveSpec,
+    SelectSpec,
+    TrainSpec,
+    payload,
+)
 
 
 def lower(placed: Placed) -> Draft:
@@ -79,14 +89,14 @@ class _Lower:
         self.anchors = anchors(placed.graph, self.places, self.homes)
         self.written: dict[str, str] = {}  # model -> position of what made its version, in program order
         self.values = {v.id: v for v in placed.graph.values}
-        self.meshes: dict[str, Mesh] = {}
         self.layouts: dict[str, Layout] = {}
         self.spreads: dict[str, Spread] = {}
         self.frames = {f.id: f for f in placed.graph.frames}
         self.fetched: dict[str, str] = {}  # value -> its spread
         self.made: dict[str, str] = {}  # value -> the spread that it was made in
         self.repeats = 0
-        self.world = mesh_of(range(placed.world))
+        self.world = mesh_of(range(placed.world))  # also of fetches, until all their readers are known (`lengths.py`)
+        self.meshes: dict[str, Mesh] = {self.world.id: self.world}
         self.everywhere = on_every_rank(self.world)  # of states, and of the conditions that end a repeat
         for place in (*self.places.values(), *self.anchors.values()):
             self.meshes[place.mesh.id] = place.mesh
@@ -110,8 +120,9 @@ class _Lower:
             elif isinstance(item, g.Collect):
                 out += self.collect(item) if item.into in self.frames else []
             else:
-                out.append(self.node(item))
-                self.made |= {split(b)[0]: split(b)[1] for b in out[-1].writes}
+                event = self.node(item)
+                out.append(event)
+                self.made |= {split(b)[0]: split(b)[1] for b in event.writes}
         return tuple(out)
 
     def loop(self) -> str:
@@ -130,10 +141,10 @@ class _Lower:
         divided = tuple((v, w) for v, w in node.values if v not in self.fetched)
         self.fetched |= {w: whole[1] for _, w in in_full}
         self.made |= {w: into.id for _, w in divided}
-        out = [self._collect(node, ((f"{old.id}.lengths", f"{new.id}.lengths"),), *whole, NOWHERE,
+        out: list[Event] = [self._collect(node, ((f"{old.id}.lengths", f"{new.id}.lengths"),), *whole, self.world.id,
                              f"the rows of {new.id} are divided by their lengths")]
         if in_full:
-            out.append(self._collect(node, in_full, *whole, NOWHERE))
+            out.append(self._collect(node, in_full, *whole, self.world.id))
         if divided:
             self.spreads |= {slots.id: slots, into.id: into}
             out.append(self._collect(node, divided, slots.id, into.id, place.mesh.id))
@@ -143,8 +154,8 @@ class _Lower:
                  because: str = "") -> Collect:
         writes = tuple(f"{w}@{dst}" for _, w in values)
         return Collect(id=0, mesh=mesh, reads=(*(f"{v}@{src}" for v, _ in values), *writes), writes=writes,
-                       at=str(node.span), because=because, frame=node.frame, into=node.into, values=values, src=src,
-                       dst=dst)
+                       at=str(node.span), because=because, src=src, dst=dst,
+                       **(payload(node, CollectSpec) | {"values": values}))
 
     def states(self) -> tuple[State, ...]:
         return tuple(State(s.name, self.everywhere.id, s.initial) for s in self.placed.graph.states)
@@ -152,15 +163,14 @@ class _Lower:
     def node(self, node: g.Node) -> Event:
         at = str(node.span)
         if isinstance(node, g.Fetch):
-            spread = f"all {self._rows(node)}"
-            self.fetched |= dict.fromkeys(node.writes, spread)
-            return Fetch(id=0, mesh=NOWHERE, writes=tuple(f"{v}@{spread}" for v in node.writes), at=at, data=node.data,
-                         frames=node.frames)
+            whole = f"all {self._rows(node)}"
+            self.fetched |= dict.fromkeys(node.writes, whole)
+            return Fetch(id=0, mesh=self.world.id, writes=tuple(f"{v}@{whole}" for v in node.writes), at=at,
+                         **payload(node, FetchSpec))
         if isinstance(node, g.Save):
-            layout = self._save_layout(node)
-            path = node.path if node.path is not None else "{out}/step-{step}/" + node.model
-            return Save(id=0, mesh=self.layouts[layout].mesh, reads=(f"{node.model}@{layout}",), at=at,
-                        model=node.model, layout=layout, path=path)
+            home = self._save_layout(node)
+            return Save(id=0, mesh=self.layouts[home].mesh, reads=(f"{node.model}@{home}",), at=at, layout=home,
+                        **payload(node, SaveSpec))
         if isinstance(node, g.Keep):
             return self.keep(node, at)
         if isinstance(node, g.Sync):
@@ -170,29 +180,28 @@ class _Lower:
         self.spreads[spread.id] = spread
         reads = tuple(f"{v}@{self._at(v, spread.id)}" for v in node.reads)
         writes = tuple(f"{v}@{spread.id}" for v in node.writes)
-        common = dict(id=0, mesh=place.mesh.id, at=at, spread=spread.id)
+        if isinstance(node, g.Select):
+            return Select(id=0, mesh=spread.mesh, at=at, spread=spread.id, reads=reads, writes=writes,
+                          **payload(node, SelectSpec))
+        common: dict[str, Any] = {"id": 0, "mesh": place.mesh.id, "at": at, "spread": spread.id}
+        if isinstance(node, g.Compute):
+            return Compute(**common, reads=reads, writes=writes, **payload(node, ComputeSpec))
+        if not isinstance(node, Call):
+            raise internal_error(f"no event for {type(node).__name__} {node.id}", "pass lower")
+        copy, layout = f"{node.model}@{place.layout.id}", place.layout.id
         match node:
-            case g.Compute():
-                return Compute(**common, reads=reads, writes=writes, program=node.program, frames=node.frames,
-                               inputs=node.inputs, outputs=node.outputs)
-            case g.Select():
-                return Select(**(common | dict(mesh=spread.mesh)), reads=reads, writes=writes, frame=node.frame,
-                              values=node.values, condition=node.condition)
             case g.Generate():
-                return Generate(**common, **self._model(node.model, place), writes=writes,
-                                reads=(self._copy(node.model, place), *reads), prompts=node.prompts, frame=node.frame,
-                                sampling=node.sampling, mbs=decoded(self.frames[node.frame], place))
+                return Generate(**common, layout=layout, reads=(copy, *reads), writes=writes,
+                                mbs=decoded(self.frames[node.frame], place), **payload(node, GenerateSpec))
             case g.Infer():
-                return Infer(**common, **self._model(node.model, place), writes=writes,
-                             reads=(self._copy(node.model, place), *reads), frame=node.frame, what=node.what,
-                             output=node.writes[0], temperature=node.temperature, mbs=place.mbs, mbt=place.mbt)
+                return Infer(**common, layout=layout, reads=(copy, *reads), writes=writes, mbs=place.mbs, mbt=place.mbt,
+                             **payload(node, InferSpec))
             case g.Train():
                 self.written[node.model] = at
-                copy = self._copy(node.model, place)
-                return Train(**common, **self._model(node.model, place), reads=(copy, *reads), writes=(copy, *writes),
-                             frames=node.frames, loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs,
-                             mbs=place.mbs, mbt=place.mbt, nonfinite=node.nonfinite, recompute=place.recompute)
-        raise AssertionError(f"no event for {type(node).__name__}")
+                return Train(**common, layout=layout, reads=(copy, *reads), writes=(copy, *writes), mbs=place.mbs,
+                             mbt=place.mbt, recompute=place.recompute, **payload(node, TrainSpec))
+            case _:
+                assert_never(node)
 
     def keep(self, node: g.Keep, at: str) -> Event:
         """On every rank: all of them act on a state, and on the end of a repeat."""
@@ -207,7 +216,9 @@ class _Lower:
         src, dst = self.anchors[node.source].layout.id, self.anchors[node.model].layout.id
         version = self.written.get(node.source, "")
         self.written[node.model] = at
-        return Realloc(id=0, mesh=NOWHERE, reads=(f"{node.source}@{src}",), writes=(f"{node.model}@{dst}",), at=at,
+        mesh = mesh_of(r for x in (src, dst) for r in self.meshes[self.layouts[x].mesh].members())
+        self.meshes[mesh.id] = mesh
+        return Realloc(id=0, mesh=mesh.id, reads=(f"{node.source}@{src}",), writes=(f"{node.model}@{dst}",), at=at,
                        model=node.model, src=src, dst=dst, source=node.source, decay=node.decay, version=version)
 
     def _everywhere(self) -> Spread:
@@ -230,12 +241,6 @@ class _Lower:
             of = self.frames[node.frame].of
             return _named(Spread("", place.mesh.id, place.layout.id, (of,), "prompt", "tokens"))
         return spread_of(node, place)
-
-    def _model(self, model: str, place: Place) -> dict[str, str]:
-        return dict(model=model, layout=place.layout.id)
-
-    def _copy(self, model: str, place: Place) -> str:
-        return f"{model}@{place.layout.id}"
 
     def _rows(self, node: g.Fetch) -> str:
         return next(f.rows for f in self.placed.graph.frames if f.id == node.frames[0])

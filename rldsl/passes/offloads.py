@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft, each_block
-from rldsl.passes.loads import copies
 from rldsl.placement.model import Call
-from rldsl.plan.events import Event, Generate, Infer, Item, Load, Offload, Onload, Part, Realloc, Train
-from rldsl.plan.naming import call_name
+from rldsl.plan.events import CopyPart, Event, Item, Load, ModelCall, Offload, Onload, Realloc, Train
 
 Copy = tuple[str, str]  # model, layout
-WHY: dict[Part, str] = {"parameters": "offload=true: in host memory between calls",
+WHY: dict[CopyPart, str] = {"parameters": "offload=true: in host memory between calls",
                         "optimizer": "offload=true: the optimizer's state in host memory between trainings"}
 
 
@@ -28,7 +27,7 @@ def offloads(draft: Draft) -> Draft:
     shared = {(e.model, e.of) for e in draft.setup if isinstance(e, Load) and e.of}
     away = _frozen(draft) | trained - shared
 
-    def side(kind: type[Offload] | type[Onload], copy: Copy, what: Part, at: str, because: str) -> Event:
+    def side(kind: type[Offload] | type[Onload], copy: Copy, what: CopyPart, at: str, because: str) -> Event:
         model, layout = copy
         buffer = (f"{model}@{layout}",)  # an optimizer's state comes after the parameters, and goes before them
         writes = buffer if what == "parameters" else ()
@@ -36,19 +35,19 @@ def offloads(draft: Draft) -> Draft:
                     model=model, layout=layout, what=what)
 
     def around(e: Event) -> list[Item]:
-        parts: list[tuple[Copy, Part]] = [(c, "parameters") for c in dict.fromkeys(copies(e)) if c in away]
+        parts: list[tuple[Copy, CopyPart]] = [(c, "parameters") for c in dict.fromkeys(e.copies()) if c in away]
         if isinstance(e, Train) and (e.model, e.layout) in trained:
             parts.append(((e.model, e.layout), "optimizer"))
-        why = {"parameters": f"{call_name(e)} {'moves its parameters' if isinstance(e, Realloc) else 'uses it'}",
-               "optimizer": f"{call_name(e)} uses the optimizer's state"}
+        why = {"parameters": f"{e.called} {'moves its parameters' if isinstance(e, Realloc) else 'uses it'}",
+               "optimizer": f"{e.called} uses the optimizer's state"}
         return [*(side(Onload, c, what, e.at, why[what]) for c, what in parts), e,
                 *(side(Offload, c, what, e.at, WHY[what]) for c, what in reversed(parts))]
 
     def insert(items: tuple[Item, ...]) -> tuple[Item, ...]:
         return tuple(x for i in items for x in (around(i) if isinstance(i, Event) else [i]))
 
-    after = [side(Offload, (e.model, e.layout), what, e.at, WHY[what])
-             for what, those in (("optimizer", trained), ("parameters", away))
+    parts: tuple[tuple[CopyPart, set[Copy]], ...] = (("optimizer", trained), ("parameters", away))
+    after = [side(Offload, (e.model, e.layout), what, e.at, WHY[what]) for what, those in parts
              for e in draft.setup if isinstance(e, Load) and (e.model, e.layout) in those]
     return replace(draft, setup=(*draft.setup, *after), body=each_block(draft.body, insert))
 
@@ -111,32 +110,34 @@ def _went(draft: Draft, onload: Onload, before: Sequence[Item]) -> int | None:
     return None
 
 
-def _what(e: Offload | Onload) -> tuple[str, str, Part]:
+def _what(e: Offload | Onload) -> tuple[str, str, CopyPart]:
     return e.model, e.layout, e.what
 
 
 def _runs(draft: Draft, item: Event, onload: Onload) -> bool:
-    return isinstance(item, Generate | Infer | Train) and bool(draft.ranks(item.mesh) & draft.ranks(onload.mesh))
+    return isinstance(item, ModelCall) and bool(draft.ranks(item.mesh) & draft.ranks(onload.mesh))
 
 
 def _passes(draft: Draft, onload: Onload, before: Item) -> bool:
     """Whether an onload may be issued before an item that stands before it."""
     if not isinstance(before, Event) or isinstance(before, Onload):
         return False
-    if (onload.model, onload.layout) in copies(before):
+    if (onload.model, onload.layout) in before.copies():
         return False
     if isinstance(before, Offload):
         return not draft.ranks(before.mesh) & draft.ranks(onload.mesh)
     return not _runs(draft, before, onload)
 
 
-def check(items: Sequence[Item]) -> None:
+def check_offloads(items: Sequence[Item]) -> None:
     """In each block, what is brought or sent away ends where it began."""
     away: dict[tuple[str, str, str], list[type[Event]]] = {}
     for item in items:
         if isinstance(item, Offload | Onload):
             away.setdefault((item.model, item.layout, item.what), []).append(type(item))
         elif not isinstance(item, Event):
-            check(item.body)
+            check_offloads(item.body)
     for copy, kinds in away.items():
-        assert kinds == [Onload, Offload] * (len(kinds) // 2), f"{copy}: {kinds}"
+        if kinds != [Onload, Offload] * (len(kinds) // 2):
+            order = ", ".join(kind.kind for kind in kinds)
+            raise internal_error(f"the {copy[2]} of {copy[0]}@{copy[1]} move in the order {order}", "pass prefetch")

@@ -1,17 +1,19 @@
 """All passes in their order. In: a `Placed`. Out: the finished `Draft`, and the plan with its proof.
 
-A pass whose invariant is cheap to look at is followed by a check of it, and the plan by the independent verifier, which
-proves all of them again: a failure of either is a mistake of the compiler, not of the program.
+A pass is data: its name, its function, and the check of what it promises, where that is cheap. The plan is checked by
+the independent verifier, which proves all of it again: a failure of either is an internal compiler error (RL0699).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from rldsl.diag import internal_error
 from rldsl.memory import curves
 from rldsl.memory.curve import Curve, Peak, peaks
 from rldsl.passes import checkpoint, drops, event_order, frees, loads, log, offloads, reallocs, transfers
-from rldsl.passes.draft import Draft
+from rldsl.passes.draft import Draft, events
 from rldsl.passes.emit import emit
 from rldsl.passes.lengths import lengths
 from rldsl.passes.lower import lower
@@ -35,25 +37,69 @@ class Compiled:
         return peaks(self.curves)
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One step from calls in places to ordered events."""
+
+    name: str  # `rlc compile --print-after NAME`
+    about: str  # what the events have after it
+    run: Callable[[Draft], Draft]
+    check: Callable[[Draft, Draft], None] | None = None  # (before, after); raises RL0699 where its promise is broken
+
+
+def _of_result(check: Callable[[Draft], None]) -> Callable[[Draft, Draft], None]:
+    return lambda _, after: check(after)
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("lower", "every call, in program order, in the spread that it divides its rows by",
+         lambda draft: lower(draft.placed)),
+    Pass("transfers", "values brought from spread to spread", transfers.transfers,
+         _of_result(transfers.check_transfers)),
+    Pass("lengths", "row lengths where rows are divided by them, and the mesh of each fetch", lengths),
+    Pass("loads", "weights from the disk", loads.loads),
+    Pass("reallocs", "parameters brought from layout to layout", reallocs.reallocs,
+         _of_result(reallocs.check_reallocs)),
+    Pass("offloads", "copies moved to host memory after use, and back", offloads.offloads),
+    Pass("log", "metrics to the log", log.log),
+    Pass("order", "each block in the order in which disjoint meshes work at the same time", event_order.order,
+         event_order.check_order),
+    Pass("prefetch", "copies moved back early, during what is between calls", offloads.prefetch,
+         _of_result(lambda draft: offloads.check_offloads(draft.body))),
+    Pass("frees", "every value freed after its last use", frees.frees, _of_result(frees.check_frees)),
+    Pass("drops", "copies with keep=false freed after their last use", drops.drops, _of_result(drops.check_drops)),
+    Pass("checkpoint", "the end of the step", checkpoint.checkpoint),
+)
+NAMES = tuple(p.name for p in PASSES)
+
+
 def run(placed: Placed) -> Draft:
     """From calls in places to ordered events."""
-    draft = transfers.transfers(lower(placed))
-    transfers.check(draft)
-    draft = lengths(draft)
-    draft = loads.loads(draft)
-    draft = reallocs.reallocs(draft)
-    reallocs.check(draft)
-    draft = offloads.offloads(draft)
-    before = log.log(draft)
-    draft = event_order.order(before)
-    event_order.check(before, draft)
-    draft = offloads.prefetch(draft)
-    offloads.check(draft.body)
-    draft = frees.frees(draft)
-    frees.check(draft)
-    draft = drops.drops(draft)
-    drops.check(draft)
-    return checkpoint.checkpoint(draft)
+    draft = Draft(placed)
+    for step in PASSES:
+        before, draft = draft, step.run(draft)
+        check_pass(step, before, draft)
+    return draft
+
+
+def check_pass(step: Pass, before: Draft, after: Draft) -> None:
+    """What every pass promises, and what this one does. Errors: RL0699."""
+    for event in events((*after.setup, *after.body)):
+        if event.mesh not in after.meshes or not after.meshes[event.mesh].ranks:
+            raise internal_error(f"{event.called} has no ranks", f"pass {step.name}")
+    if step.check is not None:
+        step.check(before, after)
+
+
+def after(placed: Placed, name: str) -> Draft:
+    """The events as they are after the pass `name`, of `NAMES`, whether or not its own check holds."""
+    draft = Draft(placed)
+    for step in PASSES:
+        before, draft = draft, step.run(draft)
+        if step.name == name:
+            break
+        check_pass(step, before, draft)
+    return draft
 
 
 def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:

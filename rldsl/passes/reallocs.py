@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rldsl.diag import internal_error
 from rldsl.graph.model import nodes
 from rldsl.passes.draft import Draft, events, union
 from rldsl.passes.drops import dropped
 from rldsl.passes.syncs import Syncs
 from rldsl.placement.model import Call
-from rldsl.plan.events import Every, Generate, Infer, Item, Load, Loop, Realloc, Train
+from rldsl.plan.events import Every, Item, Load, Loop, ModelCall, Realloc, Train
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.plan.naming import call_name
 from rldsl.plan.notation import degrees_of, human
 from rldsl.reshard.routes import plan_routes
 from rldsl.reshard.summary import Summary, summary
@@ -70,7 +70,7 @@ class _Reallocs:
             elif isinstance(item, Loop):
                 current, trained = self._carried(current, item), _trained(item)
                 for e in events(item.body):  # a model that the repeat does not train needs to come once only
-                    if isinstance(e, Generate | Infer) and e.model not in trained:
+                    if isinstance(e, ModelCall) and e.model not in trained:
                         out, current = self._bring(e, out, current)
                 top = current
                 while (end := top & self.block(item.body, top)[1]) != top:
@@ -82,7 +82,7 @@ class _Reallocs:
                 out += moves
                 current = frozenset(c for c in current if c[0] != item.model) | {(item.model, m.dst) for m in moves}
             else:
-                if isinstance(item, Generate | Infer | Train):
+                if isinstance(item, ModelCall):
                     out, current = self._bring(item, out, current)
                 out.append(item)
                 if isinstance(item, Train):
@@ -94,19 +94,20 @@ class _Reallocs:
         """What is current inside a block too: of models that it trains, copies that are not kept are brought there."""
         return current - {c for c in self.dropped if c[0] in _trained(block)}
 
-    def _bring(self, e: Generate | Infer | Train, out: list[Item], current: Copies) -> tuple[list[Item], Copies]:
+    def _bring(self, e: ModelCall, out: list[Item], current: Copies) -> tuple[list[Item], Copies]:
         if (e.model, e.layout) in current:
             return out, current
         return [*out, self._realloc(self.models[e.model], e)], current | {(e.model, e.layout)}
 
-    def _realloc(self, model: Model, e: Generate | Infer | Train) -> Realloc:
+    def _realloc(self, model: Model, e: ModelCall) -> Realloc:
         draft = self.draft
         src, dst = draft.layouts[model.home], draft.layouts[e.layout]
-        assert src != dst, f"{call_name(e)}: realloc of {model.name} to its home"
+        if src == dst:
+            raise internal_error(f"{e.called} needs a realloc of {model.name} to its home", "pass reallocs")
         total = self._total(model, src, dst, draft.meshes[dst.mesh])
         mesh = union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
-        because = (f"{call_name(e)} runs with {degrees_of(dst)} on {dst.mesh}, training with "
+        because = (f"{e.called} runs with {degrees_of(dst)} on {dst.mesh}, training with "
                    f"{degrees_of(src)} on {src.mesh}")
         if (given := self.given.get((model.name, dst.id))) is not None and given != draft.meshes[dst.mesh]:
             other = self._total(model, src, replace(dst, id=f"{dst.id} in order", mesh=given.id), given)
@@ -128,13 +129,17 @@ def _trained(block: Every | Loop) -> set[str]:
     return {e.model for e in events(block.body) if isinstance(e, Train)}
 
 
-def check(draft: Draft) -> None:
+def check_reallocs(draft: Draft) -> None:
     """Each trained model is written by its loads, trains and own reallocs only, and these start at its home."""
     homes = {m.name: m.home for m in draft.placed.models}
     for e in events(draft.body):
-        if isinstance(e, Realloc) and not e.source and homes[e.model]:
-            assert homes[e.model] == e.src != e.dst, f"realloc of {e.model} from {e.src}"
-        assert not (isinstance(e, Realloc) and e.source and homes[e.model]), f"{e.model} follows {e.source}"
-        assert not isinstance(e, Train) or homes[e.model] == e.layout, f"{e.model} is trained away from its home"
+        if isinstance(e, Realloc) and homes[e.model]:
+            if e.source:
+                raise internal_error(f"{e.model} is trained, and follows {e.source}", "pass reallocs")
+            if not homes[e.model] == e.src != e.dst:
+                raise internal_error(f"a realloc of {e.model} goes from {e.src} to {e.dst}, but its home is "
+                                     f"{homes[e.model]}", "pass reallocs")
+        if isinstance(e, Train) and homes[e.model] != e.layout:
+            raise internal_error(f"{e.model} is trained away from its home", "pass reallocs")
 
 

@@ -44,26 +44,27 @@ class Syncs:
 
     def _follow(self, e: Realloc, layout: str) -> Realloc:
         src, dst = self.draft.layouts[e.dst], self.draft.layouts[layout]
-        because = f"{said(e)}: {degrees_of(src)} -> {degrees_of(dst)}, where {e.model} is used too"
-        return self._filled(Realloc(id=0, mesh="", at=e.at, because=because, model=e.model, src=src.id, dst=dst.id))
+        because = f"{_statement(e)}: {degrees_of(src)} -> {degrees_of(dst)}, where {e.model} is used too"
+        return self._filled(Realloc(id=0, mesh=e.mesh, at=e.at, because=because, model=e.model, src=src.id, dst=dst.id))
 
     def _filled(self, e: Realloc) -> Realloc:
         """With its moves, its mesh, and what it reads and writes."""
-        draft, source, model = self.draft, self.models[e.source or e.model], self.models[e.model]
+        draft, source, model = self.draft, self.models[e.origin], self.models[e.model]
         src, dst = draft.layouts[e.src], draft.layouts[e.dst]
         key = (source.name, e.src, e.model, e.dst, e.decay > 0)
         if key not in self.known:
-            way = plan_routes(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh], draft.placed.devices_per_node)
+            way = plan_routes(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
+                              draft.placed.devices_per_node)
             total = summary(way, in_wire_dtype(source, e.src, model, e.dst, e.decay))
             self.known[key] = replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest)
         known, mesh = self.known[key], union(draft, (src.mesh, dst.mesh))
         self.meshes.append(mesh)
         old = (f"{e.model}@{e.dst}",) if e.decay else ()
-        because = e.because or f"{said(e)}: {degrees_of(src)} -> {degrees_of(dst)}"
+        because = e.because or f"{_statement(e)}: {degrees_of(src)} -> {degrees_of(dst)}"
         return replace(e, mesh=mesh.id, reads=(f"{source.name}@{e.src}", *old), writes=(f"{e.model}@{e.dst}",),
                        bytes=known.bytes, messages=known.messages, digest=known.digest, because=because)
 
 
-def said(e: Realloc) -> str:
+def _statement(e: Realloc) -> str:
     """The statement, as it is written."""
     return f"`ema {e.model} from {e.source} {e.decay:g}`" if e.decay else f"`sync {e.model} from {e.source}`"

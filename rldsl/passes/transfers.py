@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, union
 from rldsl.plan.events import Collect, Event, Every, Item, Loop, Transfer, split
 from rldsl.plan.model import Mesh
-from rldsl.plan.naming import call_name
 
 Made = dict[str, tuple[str, int]]  # value -> (spread it was made in, number of the event that made it)
 
@@ -77,7 +77,7 @@ class _Transfers:
         mesh = union(self.draft, (spreads[src].mesh, spreads[dst].mesh))
         self.meshes.append(mesh)
         what = ", ".join(values)
-        because = f"{call_name(reader)} reads {what} on mesh {spreads[dst].mesh}"
+        because = f"{reader.called} reads {what} on mesh {spreads[dst].mesh}"
         if spreads[src].mesh == spreads[dst].mesh:
             because += " in other shards than it was made"
         lacking = len(self.draft.ranks(spreads[dst].mesh) - self.draft.ranks(spreads[src].mesh))
@@ -102,7 +102,7 @@ def _readers(items: tuple[Item, ...]) -> list[Event]:
     return out
 
 
-def check(draft: Draft) -> None:
+def check_transfers(draft: Draft) -> None:
     """Everything that is read has been written, in that spread."""
     models = {m.name for m in draft.placed.models}
 
@@ -114,9 +114,9 @@ def check(draft: Draft) -> None:
                 block(item.body, there)
                 continue
             for buffer in item.reads:
-                told = isinstance(item, Collect) and split(buffer)[0].endswith(".lengths")  # by the next pass
-                known = split(buffer)[0] in models or buffer in there or told
-                assert known, f"{call_name(item)} reads {buffer} before it exists"
+                exchanged = isinstance(item, Collect) and split(buffer)[0].endswith(".lengths")  # by the next pass
+                if not (split(buffer)[0] in models or buffer in there or exchanged):
+                    raise internal_error(f"{item.called} reads {buffer} before it exists", "pass transfers")
             there.update(item.writes)
 
     block(draft.body, set(draft.lasting))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rldsl.diag import internal_error
 from rldsl.plan.model import Model
 
 A, B = "lora_A.weight", "lora_B.weight"
@@ -28,7 +29,8 @@ def stored_name(name: str) -> str:
 
 def config(model: Model) -> dict[str, Any]:
     """What adapter_config.json says of a model with adapters."""
-    assert model.lora is not None
+    if model.lora is None:
+        raise internal_error(f"model {model.name} has no adapters")
     return {
         "peft_type": "LORA", "task_type": "SEQ_CLS" if model.kind != "causal_lm" else "CAUSAL_LM",
         "base_model_name_or_path": model.path, "r": model.lora.r, "lora_alpha": model.lora.alpha, "lora_dropout": 0.0,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from hashlib import sha256
@@ -27,13 +27,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from rldsl.diag import Failure, fail
 from rldsl.plan.events import EVENTS, Every, Item, Loop
 from rldsl.plan.expr import Program
+from rldsl.plan.function import Function
 from rldsl.plan.model import (
     FORMAT,
     MOST_BLOCKS,
     MOST_RANKS,
     Data,
     Frame,
-    Function,
     Group,
     Header,
     Layout,
@@ -95,7 +95,7 @@ def _body(items: tuple[Item, ...]) -> list[str]:
         if isinstance(item, Loop | Every):
             lines += [_line(type(item).__name__.lower(), item, skip="body"), *_body(item.body), _dump({"kind": "end"})]
         else:
-            lines.append(_line(type(item).__name__.lower(), item))
+            lines.append(_line(item.kind, item))
     return lines
 
 
@@ -196,7 +196,8 @@ def decode(data: bytes, name: str) -> Plan:
 def _bounded(record: Any, header: list[Header], place: str) -> None:
     """Ranks that can be: those of a mesh or class are of the world, and each once."""
     if isinstance(record, Header) and not 1 <= record.world <= MOST_RANKS:
-        raise fail("RL0612", f"a world of {record.world} ranks: a plan is for 1 to {MOST_RANKS:_}", place=place, help=EDITED)
+        raise fail("RL0612", f"a world of {record.world} ranks: a plan is for 1 to {MOST_RANKS:_}", place=place,
+                   help=EDITED)
     if isinstance(record, Mesh | RankClass):
         world = header[0].world
         if any(not 0 <= a < b <= world for a, b in record.ranks) or sum(b - a for a, b in record.ranks) > world:
@@ -257,7 +258,7 @@ def _object(line: str, place: str) -> dict[str, Any]:
         canonical = isinstance(obj, dict) and _dump(obj) == line
     except (ValueError, RecursionError):
         canonical = False
-    if not canonical:
+    if not canonical or not isinstance(obj, dict):
         raise fail("RL0603", "not a JSON object in canonical form", place=place, help=EDITED)
     return obj
 
@@ -281,12 +282,12 @@ def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given:
 
 def _value(hint: Any, value: Any, place: str, path: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
-    if is_dataclass(hint) and isinstance(value, dict):
+    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return _record(hint, value, place, path)
     if origin is tuple and isinstance(value, list):
         each = args[:1] * len(value) if args[1:] == (...,) else args
         if len(each) == len(value):
-            return tuple(_value(h, v, place, f"{path}[{i}]") for i, (h, v) in enumerate(zip(each, value)))
+            return tuple(_value(h, v, place, f"{path}[{i}]") for i, (h, v) in enumerate(zip(each, value, strict=True)))
     elif origin is Literal:
         if any(type(value) is type(a) and value == a for a in args):
             return value
@@ -294,7 +295,7 @@ def _value(hint: Any, value: Any, place: str, path: str) -> Any:
         for option in args:
             if option is type(value) and _finite(value):
                 return value
-            if is_dataclass(option) and isinstance(value, dict):
+            if isinstance(option, type) and is_dataclass(option) and isinstance(value, dict):
                 return _record(option, value, place, path)
     elif hint is type(value) and _finite(value):
         return value
@@ -317,7 +318,7 @@ def _wrong(hint: Any, value: Any, place: str, path: str) -> Failure:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Hashable) -> dict[str, Any]:
     return get_type_hints(cls)
 
 

@@ -1,30 +1,51 @@
 """Every event of a plan, and the blocks that hold them: what ranks do together, in one totally ordered list.
 
-Buffers are written `value@spread` or `model@layout` (`plan/model.py`); an event reads and writes them.
+Buffers are written `value@spread` or `model@layout` (`plan/model.py`); an event reads and writes them. A kind of event
+is one class: its fields, their roles (`plan/references.py`), its traits (`plan/traits.py`), and what it is called.
+Fields that the program itself gives are in `plan/payloads.py`. tests/plan/test_event_kinds.py adds a kind, and shows
+what it takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from rldsl.plan.heads import What
+from rldsl.plan.heads import CALL_OF
+from rldsl.plan.payloads import (
+    CollectSpec,
+    ComputeSpec,
+    FetchSpec,
+    GenerateSpec,
+    InferSpec,
+    Sampling,
+    SaveSpec,
+    SelectSpec,
+    TrainSpec,
+)
+from rldsl.plan.references import (
+    Buffer,
+    DataName,
+    FrameId,
+    LayoutId,
+    MeshId,
+    ModelName,
+    Rank,
+    Role,
+    SpreadId,
+    ValueId,
+    references,
+)
+from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 
+__all__ = [
+    "EVENTS", "AnyCall", "AnyEvent", "Checkpoint", "Collect", "Compute", "CopyPart", "Event", "Every", "Fetch", "Free",
+    "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Loop", "ModelCall", "Offload", "Onload", "Realloc",
+    "Sampling", "Save", "Select", "Train", "Transfer", "Versions", "split",
+]
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    n: int = 1
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    greedy: bool = False
-    stop: tuple[str, ...] = ()
-
-
-Part = Literal["parameters", "optimizer"]  # optimizer: moments and gradients
+CopyPart = Literal["parameters", "optimizer"]  # of a model under a layout; optimizer: moments and gradients
+Copy = tuple[ModelName, LayoutId]  # the parameters of a model under a layout
 
 
 def split(buffer: str) -> tuple[str, str]:
@@ -33,238 +54,430 @@ def split(buffer: str) -> tuple[str, str]:
     return left, right
 
 
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The models whose parameters an event needs in their current version, and of which it makes a new one, under
+    whatever layouts. The optimizer's state of a model has versions too."""
+
+    uses: frozenset[str] = frozenset()
+    makes: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What its participants (every rank of `mesh`) do together. at: the source position that asked for it.
-    because: why the compiler inserted it; "" for what the user wrote. bytes: moved between ranks, when the program
-    fixes it; -1 when the lengths of a run do."""
+    """What its participants (every rank of `mesh`) do together."""
+
+    traits: ClassVar[Traits]
+    kind: ClassVar[str]  # as the plan file writes it: "generate"
 
     id: int
-    mesh: str
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    at: str = ""
-    because: str = ""
-    bytes: int = 0
+    mesh: MeshId
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    at: str = ""  # the position in the program that asked for it: "ppo.rlf:22:3"
+    because: str = ""  # why the compiler inserted it; "" for what the user wrote
+    bytes: int = 0  # moved between ranks, where the program fixes it; -1 where the lengths of a run do
+
+    @property
+    def called(self) -> str:
+        """What messages call it: "actor.generate"."""
+        return self.kind
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The names that the program gives to what it returns."""
+        return ()
+
+    @property
+    def frees(self) -> tuple[Buffer, ...]:
+        """The buffers that end with it."""
+        return ()
+
+    @property
+    def subject(self) -> str:
+        """What it is about: "gen = actor.generate", "actor"."""
+        return next((r.id for r in references(self) if r.role is Role.MODEL), "")
+
+    def copies(self) -> tuple[Copy, ...]:
+        """The copies of parameters that it works on, as they are on the device."""
+        return ()
+
+    def versions(self) -> Versions:
+        """Which models' versions it uses and makes."""
+        return Versions(frozenset(model for model, _ in self.copies()))
 
 
+# -------------------------------------------------------------------------------------------- copies of parameters
+
+
+@event_kind(Traits(family="residency", blocking="alone", participants=("layout",), communicators="layout",
+                   buffers=Buffers(("{model}@{of}",), ("{model}@{layout}",)), scratch=True,
+                   summarized=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Event):
-    """Build a model under a layout; each rank reads its own slices of the weights. Writes `model@layout`. of: the
-    layout whose copy it is too, where both hold the same (`reshard/alias.py`): there is one, and nothing is
-    read from the disk."""
+    """Build a model under a layout; each rank reads its own slices of the weights. Writes `model@layout`."""
 
-    model: str
-    layout: str
-    of: str = ""
+    model: ModelName
+    layout: LayoutId
+    of: LayoutId = ""  # the layout with the same boxes (`reshard/alias.py`): one copy serves both, nothing is read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch(Event):
-    """The step's rows of a data source, read and tokenized by every participant alike."""
-
-    data: str
-    frames: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths(Event):
-    """Row lengths of a frame, from the ranks of `spread` to every participant. Fixed size: 16 bytes a row."""
-
-    frame: str
-    spread: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer(Event):
-    """Values of one frame from spread to spread."""
-
-    values: tuple[str, ...]
-    src: str
-    dst: str
-
-
+@event_kind(Traits(family="movement", blocking="posted", participants=("src", "dst"), moves="rule", order_cost=20,
+                   scratch=True, timed=True, drawing="move", color="realloc",
+                   summarized=("model", "src", "dst", "messages", "digest", "source", "version")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realloc(Event):
-    """Parameters of a model from layout to layout (`reshard/`). bytes: received by all ranks. messages: the most from
-    one rank to one other. digest: sha256 over the paths that they take.
+    """Parameters of a model from layout to layout: a reshard (`reshard/`). bytes: received by all ranks.
 
-    source: the model whose parameters under `src` move, where it is another one ("": the model itself). They become a
-    new version of `model`: new = decay * old + (1 - decay) * source in float32, so a copy with decay 0. version: the
-    position of what made the source's version, the last before this in the program ("": nothing before it did)."""
+    With a `source`, they are those of another model, and a new version of `model`:
+    new = decay * old + (1 - decay) * source in float32, so a copy with decay 0."""
 
-    model: str
-    src: str
-    dst: str
-    messages: int = 0
-    digest: str = ""
-    source: str = ""
+    model: ModelName
+    src: LayoutId
+    dst: LayoutId
+    messages: int = 0  # the most from one rank to one other
+    digest: str = ""  # sha256 over the routes of all boxes
+    source: ModelName = ""  # the model whose parameters under `src` move; "": `model` itself
     decay: float = 0.0
-    version: str = ""
+    version: str = ""  # of the source: the position of what made it, before this in the program; "": nothing did
+
+    @property
+    def origin(self) -> str:
+        """The model whose parameters move."""
+        return self.source or self.model
+
+    @property
+    def called(self) -> str:
+        return f"{self.model} from {self.source}" if self.source else self.kind
+
+    @property
+    def subject(self) -> str:
+        return f"{self.source} -> {self.model}" if self.source else self.model
+
+    def copies(self) -> tuple[Copy, ...]:
+        return (self.origin, self.src), (self.model, self.dst)
+
+    def versions(self) -> Versions:
+        return Versions(frozenset({self.origin}), frozenset({self.model} if self.source else ()))
 
 
+@event_kind(Traits(family="residency", blocking="alone", participants=("layout",), timed=True,
+                   summarized=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload(Event):
     """Parameters, or the optimizer's state of a model that is trained under this layout, to host memory after use."""
 
-    model: str
-    layout: str
-    what: Part = "parameters"
+    model: ModelName
+    layout: LayoutId
+    what: CopyPart = "parameters"
+
+    @property
+    def subject(self) -> str:
+        return self.model if self.what == "parameters" else f"optimizer of {self.model}"
+
+    def versions(self) -> Versions:
+        return _part_versions(self.model, self.what)
 
 
+@event_kind(Traits(family="residency", blocking="alone", participants=("layout",), timed=True,
+                   summarized=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Onload(Event):
     """Back on the device: issued here, and waited for by what uses it."""
 
-    model: str
-    layout: str
-    what: Part = "parameters"
+    model: ModelName
+    layout: LayoutId
+    what: CopyPart = "parameters"
+
+    @property
+    def subject(self) -> str:
+        return self.model if self.what == "parameters" else f"optimizer of {self.model}"
+
+    def versions(self) -> Versions:
+        return _part_versions(self.model, self.what)
 
 
+def _part_versions(model: str, what: CopyPart) -> Versions:
+    """The optimizer's state is changed by training alone, which waits for it; parameters follow their buffer."""
+    state = frozenset({f"{model} optimizer"}) if what == "optimizer" else frozenset[str]()
+    return Versions(state, state)
+
+
+@event_kind(Traits(family="disk", blocking="together", participants=("layout",), communicators="mesh", protocol=True,
+                   buffers=Buffers(("{model}@{layout}",)), order_cost=50, scratch=True, timed=True, drawing="value",
+                   summarized=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generate(Event):
-    """Completions of the frame `prompts` become the frame `frame`. mbs: most sequences decoded together on a shard
-    (0: all)."""
+class Save(SaveSpec, Event):
+    """A HuggingFace directory."""
 
-    model: str
-    layout: str
-    spread: str
-    prompts: str
-    frame: str
-    sampling: Sampling
-    mbs: int = 0
+    layout: LayoutId
+
+    def copies(self) -> tuple[Copy, ...]:
+        return ((self.model, self.layout),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Infer(Event):
-    """One forward pass. what: "logprobs", "entropy", "values" (token level) or "scores" (seq level). mbs, mbt: most
-    sequences, and most tokens, in a micro-batch (0: all)."""
-
-    model: str
-    layout: str
-    spread: str
-    frame: str
-    what: What
-    output: str
-    temperature: float = 1.0
-    mbs: int = 0
-    mbt: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Train(Event):
-    """minibatches * epochs optimizer steps, or fewer: where the program has an output "stop" that is true of a
-    minibatch, that one makes no step and no other follows. The output "updates" is then the number of steps made.
-    fresh: program input -> (frame, what), the differentiable outputs of this model; data: program input -> value.
-    outputs: metric -> value it is written to. nonfinite: what becomes of a minibatch whose gradient is not: the run
-    stops, or the minibatch makes no step and the output "skipped" counts it. mbs, mbt: as in `Infer`, of all frames
-    together. recompute: "full" keeps the input of each layer alone for the backward pass, which runs the layer's
-    forward again (Chen et al. 2016)."""
-
-    model: str
-    layout: str
-    spread: str
-    frames: tuple[str, ...]
-    loss: str
-    fresh: tuple[tuple[str, str, str], ...]
-    data: tuple[tuple[str, str], ...]
-    outputs: tuple[tuple[str, str], ...]
-    mbs: int = 0
-    mbt: int = 0
-    nonfinite: Literal["stop", "skip"] = "stop"
-    recompute: Literal["none", "full"] = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute(Event):
-    """A pure program over values of the participants' rows. inputs: program input -> value; outputs: program output
-    -> value."""
-
-    spread: str
-    program: str
-    frames: tuple[str, ...]
-    inputs: tuple[tuple[str, str], ...]
-    outputs: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Select(Event):
-    """Of each (value, kept value), the rows of the frame `frame` go from the first to the second; each participant
-    works on its own rows. condition: the seq-level value that says which rows those are, or "" when the lengths of
-    `frame` are known already."""
-
-    spread: str
-    frame: str
-    values: tuple[tuple[str, str], ...]
-    condition: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collect(Event):
-    """Of each (value, collected value), the rows of this turn of the loop are appended: row r of turn t (from 0)
-    becomes row t * count + r. A rank holds the same share under `src` and `dst`, so nothing moves."""
-
-    frame: str
-    into: str
-    values: tuple[tuple[str, str], ...]
-    src: str
-    dst: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save(Event):
-    """A HuggingFace directory; "{out}" and "{step}" in `path` are filled in at run time."""
-
-    model: str
-    layout: str
-    path: str
-
-
+@event_kind(Traits(family="disk", blocking="together", everyone=True, communicators="mesh", scratch=True, timed=True))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Event):
     """The end of a step, on every rank: all that the next step needs of this one (it reads it) is written after each
-    `every`-th step, and when the run is asked to stop, which all ranks then do together. The last `keep` stay."""
+    `every`-th step, and when the run is asked to stop, which all ranks then do together."""
 
     every: int
-    keep: int
+    keep: int  # how many of the last checkpoints stay
+
+
+# ---------------------------------------------------------------------------------------------- calls of models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall(Event):
+    """A call of a model: what backends run, and placements place."""
+
+    model: ModelName
+    layout: LayoutId
+    spread: SpreadId  # which rows each shard works on
+
+    def copies(self) -> tuple[Copy, ...]:
+        return ((self.model, self.layout),)
+
+
+@event_kind(Traits(family="call", blocking="replica", participants=("layout",), communicators="layout", protocol=True,
+                   weighs=("prompts",), order_cost=300, scratch=True, timed=True, drawing="call",
+                   summarized=("model", "layout", "spread", "prompts", "frame", "sampling")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate(GenerateSpec, ModelCall):
+    """Completions of the frame `prompts` become the frame `frame`."""
+
+    mbs: int = 0  # most sequences decoded together on a shard; 0: all
+
+    @property
+    def called(self) -> str:
+        return f"{self.model}.generate"
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.frame,)
+
+    @property
+    def subject(self) -> str:
+        return f"{self.frame} = {self.called}"
+
+
+@event_kind(Traits(family="call", blocking="replica", participants=("layout",), communicators="layout", protocol=True,
+                   weighs=("frame",), order_cost=100, scratch=True, timed=True, drawing="call",
+                   summarized=("model", "layout", "spread", "frame", "output")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infer(InferSpec, ModelCall):
+    """One forward pass."""
+
+    mbs: int = 0  # most sequences in a micro-batch; 0: all
+    mbt: int = 0  # most tokens in a micro-batch; 0: all
+
+    @property
+    def called(self) -> str:
+        return f"{self.model}.{CALL_OF.get(self.what, self.what)}"
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.output,)
+
+    @property
+    def subject(self) -> str:
+        return f"{self.output} = {self.called}"
+
+
+@event_kind(Traits(family="call", blocking="together", participants=("layout",), communicators="layout", protocol=True,
+                   weighs=("frames",), order_cost=300, scratch=True, timed=True, drawing="call",
+                   summarized=("model", "layout", "spread", "frames", "outputs")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(TrainSpec, ModelCall):
+    """minibatches * epochs optimizer steps, or fewer: where the program has an output "stop" that is true of a
+    minibatch, that one makes no step and no other follows. The output "updates" is then the number of steps made, and
+    "skipped" counts the minibatches that `nonfinite` skips."""
+
+    mbs: int = 0  # most sequences in a micro-batch, of all frames together; 0: all
+    mbt: int = 0  # most tokens in a micro-batch; 0: all
+    recompute: Literal["none", "full"] = "none"  # full: keep each layer's input alone (Chen et al. 2016)
+
+    @property
+    def called(self) -> str:
+        return f"{self.model}.train"
+
+    @property
+    def subject(self) -> str:
+        return self.called
+
+    def versions(self) -> Versions:
+        both = frozenset({self.model, f"{self.model} optimizer"})
+        return Versions(both, both)
+
+
+# ------------------------------------------------------------------------------------------------------- values
+
+
+@event_kind(Traits(family="data", blocking="alone", participants=("writes",), timed=True, drawing="value",
+                   summarized=("frames",)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch(FetchSpec, Event):
+    """The step's rows of a data source, read and tokenized by every participant alike."""
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.frames
+
+    @property
+    def subject(self) -> str:
+        return f"{', '.join(self.frames)} = {self.data}.next"
+
+
+@event_kind(Traits(family="movement", blocking="together", participants=("writes", "spread"), read_by="spread",
+                   communicators="mesh", moves="rule", timed=True, color="transfer", summarized=("frame", "spread")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths(Event):
+    """Row lengths of a frame, from the ranks of `spread` to every participant. Fixed size: 16 bytes a row."""
+
+    frame: FrameId
+    spread: SpreadId
+
+    @property
+    def subject(self) -> str:
+        return f"{self.frame}.lengths"
+
+
+@event_kind(Traits(family="movement", blocking="posted", participants=("src", "dst"), read_by="src",
+                   weighs=("values",), moves="rule", scratch=True, timed=True, drawing="move", color="transfer",
+                   summarized=("values", "src", "dst")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer(Event):
+    """Values of one frame from spread to spread."""
+
+    values: tuple[ValueId, ...]
+    src: SpreadId
+    dst: SpreadId
+
+    @property
+    def subject(self) -> str:
+        return ", ".join(self.values)
+
+
+@event_kind(Traits(family="compute", blocking="mesh", participants=("spread",), communicators="mesh",
+                   weighs=("frames",), order_cost=10, timed=True, drawing="value",
+                   summarized=("spread", "program", "frames", "outputs")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute(ComputeSpec, Event):
+    """A pure program over values of the participants' rows."""
+
+    spread: SpreadId
+
+    @property
+    def called(self) -> str:
+        return self.program if "#" not in self.program else self.outputs[0][1]
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return tuple(value for _, value in self.outputs)
+
+    @property
+    def subject(self) -> str:
+        return ", ".join(self.makes)
+
+
+@event_kind(Traits(family="compute", blocking="alone", participants=("spread",), weighs=("frame",), timed=True,
+                   drawing="value", summarized=("spread", "frame", "values")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Select(SelectSpec, Event):
+    """Of each (value, kept value), the rows of the frame `frame` go from the first to the second; each participant
+    works on its own rows."""
+
+    spread: SpreadId
+
+    @property
+    def called(self) -> str:
+        return f"select {self.frame}"
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.frame,)
+
+    @property
+    def subject(self) -> str:
+        return ", ".join(made for _, made in self.values) or self.frame
+
+
+@event_kind(Traits(family="compute", blocking="alone", participants=("dst",), timed=True, drawing="value",
+                   summarized=("frame", "into", "values", "src", "dst")))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect(CollectSpec, Event):
+    """The rows of this turn of the loop are appended. A rank holds the same share under `src` and `dst`, so nothing
+    moves."""
+
+    src: SpreadId
+    dst: SpreadId
+
+    @property
+    def called(self) -> str:
+        return f"collect {self.frame}"
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.into,)
+
+    @property
+    def subject(self) -> str:
+        return ", ".join(made for _, made in self.values) or self.into
+
+
+# -------------------------------------------------------------------------------------------------- bookkeeping
+
+
+@event_kind(Traits(family="bookkeeping", blocking="gather", participants=("to",), first_ranks=("metrics",),
+                   moves="at run time", timed=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Log(Event):
-    """Batch-level values to the log. metrics: (name, buffer); the first rank of the buffer's mesh sends it to rank
-    `to`."""
+    """Batch-level values to the log; the first rank of each buffer's mesh sends it."""
 
-    metrics: tuple[tuple[str, str], ...]
-    to: int = 0
+    metrics: tuple[tuple[str, Buffer], ...]  # (name, value)
+    to: Rank = 0  # the rank that writes them
+
+    @property
+    def subject(self) -> str:
+        return ", ".join(name for name, _ in self.metrics)
 
 
+@event_kind(Traits(family="bookkeeping", blocking="alone", participants=("buffers",), timed=True))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free(Event):
     """Buffers that nothing reads any more."""
 
-    buffers: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def frees(self) -> tuple[Buffer, ...]:
+        return self.buffers
+
+    @property
+    def subject(self) -> str:
+        return ", ".join(dict.fromkeys(split(b)[0] for b in self.buffers))
 
 
-EVENTS: dict[str, type[Event]] = {
-    c.__name__.lower(): c
-    for c in (Load, Fetch, Lengths, Transfer, Realloc, Offload, Onload, Generate, Infer, Train, Compute, Select,
-              Collect, Save, Checkpoint, Log, Free)
-}
+AnyCall = Generate | Infer | Train  # closed, for `match` and `assert_never`
+AnyEvent = (Load | Realloc | Offload | Onload | Save | Checkpoint | AnyCall | Fetch | Lengths | Transfer | Compute
+            | Select | Collect | Log | Free)
+
+
+# ------------------------------------------------------------------------------------------------------- blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`trips` runs of the body, the same number on every rank. until: a batch-level buffer that the body writes; the
-    loop also ends when it is true, and frees it each turn. collects: buffers that are made empty before the first turn
-    and to which the body appends. over: the data source over whose rows it goes once, in file order, a batch each
-    turn; the last batch may be short, and `trips` is then the most turns."""
+    """`trips` runs of the body, the same number on every rank."""
 
     id: str
-    trips: int
+    trips: int  # with `until` or `over`, the most
     body: tuple[Item, ...]
-    until: str = ""
-    collects: tuple[str, ...] = ()
-    over: str = ""
+    until: Buffer = ""  # batch-level, written by the body: where it is true the loop ends; freed each turn
+    collects: tuple[Buffer, ...] = ()  # emptied before the first turn; the body appends to them
+    over: DataName = ""  # the source whose rows it goes over once, in file order; the last batch may be short
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What the events of a plan mean to a person: names of the program and places on the machines, never ids of the plan.
 
 In: a plan and its events. Out: short texts. Two compilations of one program say the same here, whatever their ids are.
+What an event is called is declared with its kind (`plan/events.py`); every reader gets it from `describe_event`.
 """
 
 from __future__ import annotations
@@ -8,99 +9,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rldsl.plan.events import (
-    Collect,
-    Compute,
-    Event,
-    Fetch,
-    Free,
-    Generate,
-    Infer,
-    Lengths,
-    Log,
-    Offload,
-    Onload,
-    Realloc,
-    Select,
-    Train,
-    Transfer,
-    split,
-)
-from rldsl.plan.heads import CALL_OF
+from rldsl.plan.events import Event, split
 from rldsl.plan.model import Plan
 from rldsl.plan.notation import degrees_of, mesh_text
+from rldsl.plan.references import Reference, Role, named
+
+MOST_ITEMS = 3  # of a list in a title
 
 
-def kind(event: Event) -> str:
-    """As the plan file writes it: "generate"."""
-    return type(event).__name__.lower()
+@dataclass(frozen=True, slots=True)
+class EventText:
+    """An event in words."""
+
+    kind: str  # as the plan file writes it: "generate"
+    name: str  # what messages call it: "actor.generate", "adv"
+    makes: tuple[str, ...]  # names that the program gives to what it returns
+    subject: str  # what it is about: "gen = actor.generate", "gen.tokens, gen.logprobs", "actor"
+    title: str  # a label of its own: "actor.generate", "transfer gen.tokens, gen.logprobs"
+    line: str  # the line of the program: "ppo.rlf:22"
+    reason: str  # why the compiler inserted it, where that is of interest
+
+    @property
+    def sentence(self) -> str:
+        """All of it in a line: "ppo.rlf:22 actor (its parameters changed)"."""
+        return f"{self.line} {self.subject}{f' ({self.reason})' if self.reason else ''}".strip()
 
 
-def call_name(event: Event) -> str:
-    """What messages call an event: "actor.generate", "ref.logprobs", "adv"."""
-    match event:
-        case Generate():
-            return f"{event.model}.generate"
-        case Infer():
-            return f"{event.model}.{CALL_OF.get(event.what, event.what)}"
-        case Train():
-            return f"{event.model}.train"
-        case Select() | Collect():
-            return f"{kind(event)} {event.frame}"
-        case Realloc(source=source) if source:
-            return f"{event.model} from {source}"
-        case Compute():
-            return event.program if "#" not in event.program else event.outputs[0][1]
-        case _:
-            return kind(event)
+def describe_event(event: Event) -> EventText:
+    """An event in words, for every reader: messages, views, traces, timelines, pages."""
+    is_call, is_bookkeeping = event.traits.family == "call", event.traits.family == "bookkeeping"
+    title = event.called if is_call else f"{event.kind} {_shortened(event.subject)}".strip()
+    return EventText(event.kind, event.called, event.makes, event.subject, title, line_of(event.at),
+                     "" if is_bookkeeping else event.because)
 
 
-def makes(event: Event) -> tuple[str, ...]:
-    """The names that the program gives to what a call returns."""
-    match event:
-        case Generate():
-            return (event.frame,)
-        case Infer():
-            return (event.output,)
-        case Fetch():
-            return event.frames
-        case Compute():
-            return tuple(value for _, value in event.outputs)
-        case Select():
-            return (event.frame,)
-        case Collect():
-            return (event.into,)
-        case _:
-            return ()
-
-
-def subject(event: Event) -> str:
-    """What an event is about: "gen = actor.generate", "gen.tokens, gen.logprobs", "actor"."""
-    match event:
-        case Generate() | Infer():
-            return f"{makes(event)[0]} = {call_name(event)}"
-        case Fetch():
-            return f"{', '.join(event.frames)} = {event.data}.next"
-        case Compute():
-            return ", ".join(makes(event))
-        case Train():
-            return call_name(event)
-        case Lengths():
-            return f"{event.frame}.lengths"
-        case Transfer():
-            return ", ".join(event.values)
-        case Realloc(source=source) if source:
-            return f"{source} -> {event.model}"
-        case Select() | Collect():
-            return ", ".join(made for _, made in event.values) or makes(event)[0]
-        case Free():
-            return ", ".join(dict.fromkeys(split(b)[0] for b in event.buffers))
-        case Log():
-            return ", ".join(name for name, _ in event.metrics)
-        case Offload(what="optimizer") | Onload(what="optimizer"):
-            return f"optimizer of {event.model}"
-        case _:
-            return str(getattr(event, "model", ""))
+def _shortened(items: str) -> str:
+    """"a, b, c, d, e" -> "a, b, c and 2 more"."""
+    first, *more = items.split(", ")
+    kept = [first, *more][:MOST_ITEMS]
+    left = 1 + len(more) - len(kept)
+    return ", ".join(kept) + (f" and {left} more" if left else "")
 
 
 def line_of(at: str) -> str:
@@ -116,38 +64,32 @@ def quote(texts: Mapping[str, str], at: str) -> str:
     return lines[int(number) - 1] if number.isdecimal() and 0 < int(number) <= len(lines) else ""
 
 
-def told(event: Event) -> str:
-    """One event in a line: where it stands in the program, what it is about, and why it is there."""
-    because = f" ({event.because})" if event.because and not isinstance(event, Free) else ""
-    return f"{line_of(event.at)} {subject(event)}{because}".strip()
-
-
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Meshes, layouts and spreads of a plan as text."""
+class PlaceTexts:
+    """Meshes, layouts and spreads of a plan as text, by id."""
 
     meshes: dict[str, str]
     layouts: dict[str, str]
     spreads: dict[str, str]
 
     @staticmethod
-    def of(plan: Plan) -> Places:
+    def of(plan: Plan) -> PlaceTexts:
         meshes = {m.id: mesh_text(m.ranks) for m in plan.meshes}
         layouts = {x.id: f"{meshes.get(x.mesh, x.mesh)} {degrees_of(x)}" for x in plan.layouts}
         spreads = {s.id: layouts.get(s.layout) or meshes.get(s.mesh, s.mesh) for s in plan.spreads}
-        return Places(meshes, layouts, spreads)
+        return PlaceTexts(meshes, layouts, spreads)
 
     def where(self, event: Event) -> str:
         """Where an event runs, or from where to where it moves something."""
-        match event:
-            case Realloc():
-                return f"{self.layouts.get(event.src)} -> {self.layouts.get(event.dst)}"
-            case Transfer() | Collect():
-                src, dst = self.spreads.get(event.src), self.spreads.get(event.dst)
-                return f"{src} -> {dst}" if isinstance(event, Transfer) else str(dst)
-            case _:
-                layout = self.layouts.get(getattr(event, "layout", ""))
-                return layout or self.meshes.get(event.mesh, event.mesh)
+        ends = [r for r in named(event, *event.traits.participants) if r.role in (Role.LAYOUT, Role.SPREAD)]
+        if event.traits.drawing == "move" and len(ends) == 2:
+            return " -> ".join(map(self._end, ends))
+        if len(ends) == 1 and ends[0].role is Role.LAYOUT:
+            return self._end(ends[0])
+        return self.meshes.get(event.mesh, event.mesh)
+
+    def _end(self, end: Reference) -> str:
+        return (self.layouts if end.role is Role.LAYOUT else self.spreads).get(str(end.id), str(end.id))
 
     def holder(self, buffer: str) -> str:
         """What holds a buffer: "mesh(0:4) tp=2"."""

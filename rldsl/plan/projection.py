@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 
-from rldsl.diag import Failure, fail
+from rldsl.diag import Failure, fail, internal_error
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Mesh, Plan, Ranges, RankClass
 
@@ -45,10 +45,12 @@ def last_step(path: Path) -> int:
     """The last iteration of the outermost loop in which an event inside these blocks runs; 0 if it never does. An
     `every` counts the turns of the loop around it."""
     outer, *within = path or (Loop("", 1, ()),)
-    assert isinstance(outer, Loop)
+    if not isinstance(outer, Loop):
+        raise internal_error("an `every` around which there is no loop")
     period = 1
-    while within and isinstance(within[0], Every):
-        period = lcm(period, within.pop(0).period)
+    while within and isinstance(every := within[0], Every):
+        period = lcm(period, every.period)
+        within = within[1:]
     runs = not within or times(tuple(within)) > 0
     return outer.trips - outer.trips % period if runs else 0
 

@@ -12,26 +12,19 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from rldsl.plan.events import Compute, Event, Transfer
+from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import kind, line_of
+from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import ranks_text
 
 Span = dict[str, Any]
 
 
-def name(event: Event) -> str:
-    """"train actor", "transfer gen.tokens"."""
-    about = event.values[0] if isinstance(event, Transfer) else getattr(event, "model", "")
-    if isinstance(event, Compute):
-        about = event.program
-    return f"{kind(event)} {about}".strip()
-
-
 def span(event: Event, rank: int, per_node: int, step: int, start: float, seconds: float, **more: Any) -> Span:
     """start: seconds from the begin of the trace. more: further `args`."""
-    args = {"event": event.id, "at": event.at, "line": line_of(event.at), "step": step, "because": event.because} | more
-    return {"name": name(event), "cat": kind(event), "ph": "X", "pid": rank // per_node, "tid": rank,
+    text = describe_event(event)
+    args = {"event": event.id, "at": event.at, "line": text.line, "step": step, "because": event.because} | more
+    return {"name": text.title, "cat": text.kind, "ph": "X", "pid": rank // per_node, "tid": rank,
             "ts": round(start * 1e6, 3), "dur": round(max(seconds, 0.0) * 1e6, 3), "args": args}
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 from rldsl.plan.model import Plan
 from rldsl.postmortem.dumps import Dump, Moment, Sign, Stand
-from rldsl.postmortem.wait_order import END, POSTED, START, Group, Order, Place
+from rldsl.postmortem.wait_order import END, START, Group, Order, Place
 
 Kind = Literal["not reached", "inside", "each other", "end"]
 Why = Literal["failed", "gone", "stopped", "silent", "waited for", "each other"]
@@ -196,7 +196,9 @@ class _Waits:
             return self._edge(None, None, "end", lambda: (q for q, place in enumerate(self._places) if place != END))
         at = stand.awaits if stand.phase == "waits" and stand.awaits else stand.at
         event = self._order.events.get(at.event) if at is not None else None
-        if at is None or event is None or isinstance(event, POSTED) and not (stand.phase == "waits" or stand.call):
+        if at is None or event is None:
+            return []
+        if event.traits.blocking == "posted" and not (stand.phase == "waits" or stand.call):
             return []
         group = self._order.group(event, trace.rank)
         if short := self._short(group, at, trace.rank):

@@ -7,23 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rldsl.plan.events import (
-    Checkpoint,
-    Collect,
-    Compute,
-    Event,
-    Fetch,
-    Free,
-    Generate,
-    Infer,
-    Lengths,
-    Log,
-    Select,
-    Train,
-    Transfer,
-)
+from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import call_name, kind
+from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import ranks_text
 from rldsl.postmortem.analysis import LOST_CONTACT, Findings, Trace, Wait, lost, where
 from rldsl.postmortem.dumps import Moment, Stand
@@ -40,30 +26,11 @@ TITLES = {
 PROCESS = {"gone": "gone", "stopped": "stopped", "running": "there"}
 
 
-def call_text(event: Event) -> str:
-    """What the event does, as its author knows it: "actor.generate", "transfer gen.tokens"."""
-    model = getattr(event, "model", "")
-    if isinstance(event, Generate | Infer | Train):
-        return call_name(event)
-    if isinstance(event, Compute):
-        of = tuple(value for _, value in event.outputs)
-    elif isinstance(event, Transfer):
-        of = event.values
-    elif isinstance(event, Select | Collect):
-        of = tuple(value for _, value in event.values)
-    elif isinstance(event, Free):
-        of = event.buffers
-    else:
-        of = (model or (event.data if isinstance(event, Fetch) else event.frame if isinstance(event, Lengths) else ""),)
-    more = f" and {len(of) - 3} more" if len(of) > 3 else ""
-    return f"{kind(event)} {', '.join(of[:3])}{more}".strip()
-
-
 def event_text(event: Event, why: bool = False) -> str:
     """why: with the reason for which the compiler inserted it."""
-    said = why and event.because and not isinstance(event, Free | Log | Checkpoint)
-    because = f", because {event.because}" if said else ""
-    return f"event {event.id} ({', '.join(x for x in (call_text(event), event.at) if x)}{because})"
+    text = describe_event(event)
+    because = f", because {text.reason}" if why and text.reason else ""
+    return f"event {event.id} ({', '.join(x for x in (text.title, event.at) if x)}{because})"
 
 
 def title(findings: Findings) -> str:

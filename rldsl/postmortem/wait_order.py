@@ -8,39 +8,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
-from rldsl.plan.events import (
-    Checkpoint,
-    Collect,
-    Event,
-    Every,
-    Fetch,
-    Free,
-    Generate,
-    Infer,
-    Item,
-    Lengths,
-    Load,
-    Log,
-    Loop,
-    Offload,
-    Onload,
-    Realloc,
-    Save,
-    Select,
-    Train,
-    Transfer,
-    split,
-)
+from rldsl.plan.events import Event, Every, Item, Loop, split
 from rldsl.plan.model import Layout, Plan
+from rldsl.plan.references import Reference, Role, named
 from rldsl.postmortem.dumps import Moment
 from rldsl.sharding.layout import dp_index
 
 Place = tuple[int, ...]  # index, turn, index, ... of the blocks and the event, and at last 0 in the event, 1 after it
 START, END = (-1,), (1 << 62,)
-ALONE = (Load, Fetch, Offload, Onload, Select, Collect, Free)  # each rank does these by itself
-POSTED = (Transfer, Realloc)  # issued here, waited for later
-TOGETHER = (Lengths, Train, Save, Checkpoint)  # no rank ends these before all have begun them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +43,8 @@ class Order:
         self._ways: dict[int, tuple[tuple[int, bool], ...]] = {}  # to each event: indices, and whether a turn follows
         self.events: dict[int, Event] = {}
         self._note(plan.body, ())
-        self._together = [e for id, e in self.events.items() if isinstance(e, TOGETHER) and len(self._ways[id]) == 2]
+        self._together = [e for id, e in self.events.items()
+                          if e.traits.blocking == "together" and len(self._ways[id]) == 2]
 
     def _note(self, items: Sequence[Item], way: tuple[tuple[int, bool], ...]) -> None:
         for i, item in enumerate(items):
@@ -93,19 +71,32 @@ class Order:
 
     def group(self, event: Event, rank: int) -> Group:
         """The ranks without which `rank` cannot end the event; it may be one of them."""
-        if rank not in self._sets[event.mesh] or isinstance(event, ALONE):
+        if rank not in self._sets[event.mesh]:
             return NOBODY
-        if isinstance(event, Generate | Infer):
-            return self._replica(self._layouts[event.layout], rank)
-        if isinstance(event, Transfer):
-            return self._across(self._spreads[event.src].mesh, self._spreads[event.dst].mesh, rank)
-        if isinstance(event, Realloc):
-            return self._across(self._layouts[event.src].mesh, self._layouts[event.dst].mesh, rank, passed_on=True)
-        if isinstance(event, Log):
-            firsts = {self._members[self._spreads[split(b)[1]].mesh][0] for _, b in event.metrics}
-            to = rank == event.to
-            return self._known((event.id, to), firsts if to else (event.to,)) if to or rank in firsts else NOBODY
-        return self._known(event.mesh, self._sets[event.mesh])
+        match event.traits.blocking:
+            case "alone":
+                return NOBODY
+            case "posted":
+                src, dst = (self._mesh(end) for end in named(event, *event.traits.participants))
+                return self._across(src, dst, rank, passed_on=event.traits.color == "realloc")
+            case "replica":
+                layout, = (r.id for r in named(event, *event.traits.participants))
+                return self._replica(self._layouts[layout], rank)
+            case "gather":
+                firsts = {self._members[self._mesh(b)][0] for b in named(event, *event.traits.first_ranks)}
+                to, = (r.id for r in named(event, *event.traits.participants))
+                receives = rank == to
+                return self._known((event.id, receives), firsts if receives else (to,)) if (
+                    receives or rank in firsts) else NOBODY
+            case "mesh" | "together":
+                return self._known(event.mesh, self._sets[event.mesh])
+            case unknown:
+                assert_never(unknown)
+
+    def _mesh(self, end: Reference) -> str:
+        """The mesh of a layout, a spread, or a buffer in one."""
+        id = split(end.id)[1] if end.role is Role.BUFFER else end.id
+        return self._layouts[id].mesh if id in self._layouts else self._spreads[id].mesh
 
     def _known(self, key: Hashable, ranks: Iterable[int]) -> Group:
         if key not in self._groups:

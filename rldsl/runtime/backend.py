@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rldsl.plan.events import Part, Sampling
+from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.model import Layout, Mesh, Model
 
 
@@ -132,10 +132,10 @@ class Shard(Protocol):
         """What saving needs besides parameters: "config" (the HuggingFace config object) and "tokenizer" (the source
         directory)."""
 
-    def offload(self, part: Part) -> None:
+    def offload(self, part: CopyPart) -> None:
         """Move parameters, or optimizer state and gradients, to host memory where the device has memory of its own."""
 
-    def onload(self, part: Part) -> Callable[[], None]:
+    def onload(self, part: CopyPart) -> Callable[[], None]:
         """Start the copy back to the device. Kernels that are launched after the returned function is called see the
         values."""
 

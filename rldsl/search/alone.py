@@ -11,14 +11,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from math import lcm
+from typing import Any
 
+from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.memory.parameters import Copy
 from rldsl.memory.values import Tables
 from rldsl.passes.lower import spread_of
 from rldsl.placement.model import Place
-from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.model import Layout, Model
+from rldsl.plan.payloads import GenerateSpec, InferSpec, TrainSpec, payload
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Block, Strategy
 from rldsl.sharding.boxes import Cell
@@ -45,7 +48,7 @@ class Alone(World):
         self.groups = {layout.id: stages(layout, size, self.per_node)}  # in place of the property of that name
         self.node = job.node
 
-    def event(self, s: Strategy) -> Generate | Infer | Train:
+    def event(self, s: Strategy) -> AnyCall:
         return event(self.node, self.layout, self.spread.id, s)
 
     @cached_property
@@ -72,20 +75,17 @@ def at_home(model: Model, layout: Layout, own: bool) -> Model:
     return replace(model, home=layout.id if own and model.home else model.home)
 
 
-def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> Generate | Infer | Train:
+def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCall:
+    common: dict[str, Any] = dict(id=0, mesh=layout.mesh, layout=layout.id, spread=spread, mbs=s.mbs)
     match node:
         case g.Generate():
-            return Generate(id=0, mesh=layout.mesh, model=node.model, layout=layout.id, spread=spread,
-                            prompts=node.prompts, frame=node.frame, sampling=node.sampling, mbs=s.mbs)
+            return Generate(**common, **payload(node, GenerateSpec))
         case g.Infer():
-            return Infer(id=0, mesh=layout.mesh, model=node.model, layout=layout.id, spread=spread, frame=node.frame,
-                         what=node.what,  # type: ignore[arg-type]
-                         output=node.writes[0], temperature=node.temperature, mbs=s.mbs, mbt=s.mbt)
+            return Infer(**common, mbt=s.mbt, **payload(node, InferSpec))
         case g.Train():
-            return Train(id=0, mesh=layout.mesh, model=node.model, layout=layout.id, spread=spread, frames=node.frames,
-                         loss=node.loss, fresh=node.fresh, data=node.data, outputs=node.outputs, mbs=s.mbs, mbt=s.mbt,
-                         recompute="full" if s.recompute else "none")
-    raise AssertionError(f"{node.id} is no call")
+            return Train(**common, mbt=s.mbt, recompute="full" if s.recompute else "none", **payload(node, TrainSpec))
+        case _:
+            raise internal_error(f"{node.id} is no call", "search")
 
 
 def stages(x: Layout, size: int, gpus: int) -> dict[int, Groups]:

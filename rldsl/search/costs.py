@@ -8,10 +8,11 @@ not played micro-batch by micro-batch, but summed up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from rldsl.memory.calls import gradient_bytes, needs, optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
-from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.search.alone import Alone
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy
@@ -28,8 +29,6 @@ from rldsl.simulate.calls import (
     update,
 )
 from rldsl.simulate.engine import Compute, Op, Pool
-
-Event = Generate | Infer | Train
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def memory(problem: Problem, world: Alone, job: Job, s: Strategy) -> Bytes:
     return Bytes(0, 0, copy, active + static + shared) if s.offload else Bytes(static, shared, copy, active)
 
 
-def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, event: Event, copy: Copy) -> Bytes:
+def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, event: AnyCall, copy: Copy) -> Bytes:
     held = copy.stored * resting(copy)
     base = copy.compute * elements(copy.model.base, copy)
     active = sum(needs(world.tables, event, copy, "cuda").values())
@@ -116,19 +115,24 @@ def away(world: Alone) -> float:
 # -------------------------------------------------------------------------------------------------- duration
 
 
-def duration(world: Alone, event: Event) -> float:
+def duration(world: Alone, event: AnyCall) -> float:
     """Seconds of the call, once."""
-    if isinstance(event, Generate):
-        return _slowed(world, _work(generate(world, event, 0, 0)))
-    each = _stages(world)
-    me = each[-1][0]
-    if isinstance(event, Infer):
-        line = _line(each, [infer_passes(world, event, stage) for stage, _ in each])
-        return _slowed(world, inference(line) + result_seconds(world, event, me)) if line.count else 0.0
-    times = world.spread.minibatches * world.spread.epochs
-    line = _line(each, [train_passes(world, event, stage) for stage, _ in each])
-    ends = max(_work(update(stage, world.layout.zero)) for stage, _ in each)
-    return _slowed(world, times * (training(line) + ends) + metrics_seconds(me)) if line.count else 0.0
+    match event:
+        case Generate():
+            return _slowed(world, _work(generate(world, event, 0, 0)))
+        case Infer():
+            each = _stages(world)
+            line = _line(each, [infer_passes(world, event, stage) for stage, _ in each])
+            return _slowed(world, inference(line) + result_seconds(world, event, each[-1][0])) if line.count else 0.0
+        case Train():
+            each = _stages(world)
+            times = world.spread.minibatches * world.spread.epochs
+            line = _line(each, [train_passes(world, event, stage) for stage, _ in each])
+            ends = max(_work(update(stage, world.layout.zero)) for stage, _ in each)
+            seconds = times * (training(line) + ends) + metrics_seconds(each[-1][0])
+            return _slowed(world, seconds) if line.count else 0.0
+        case _:
+            assert_never(event)
 
 
 def _stages(world: Alone) -> list[tuple[Stage, int]]:

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rldsl.passes.event_order import COST
 from rldsl.plan.events import Compute, Generate, Infer, Train
 from rldsl.search.moves import Move
 from rldsl.search.overheads import Overheads
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block
 
-ROUGH = {"generate": COST[Generate], "infer": COST[Infer], "train": COST[Train], "": COST[Compute]}
+ROUGH = {"": Compute.traits.order_cost} | {e.kind: e.traits.order_cost for e in (Generate, Infer, Train)}
 STEPS = 3
 
 

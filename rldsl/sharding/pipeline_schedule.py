@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from rldsl.diag import internal_error
+
 
 class Pass(NamedTuple):
     """Of one chunk and micro-batch of a rank, both by number."""
@@ -49,7 +51,8 @@ Action = Pass | Exchange
 
 def rank_passes(pp: int, chunks: int, count: int, rank: int) -> tuple[Pass, ...]:
     """Of `count` micro-batches, in order."""
-    assert 0 <= rank < pp and chunks >= 1 and (pp > 1 or chunks == 1), (pp, chunks, rank)
+    if not (0 <= rank < pp and chunks >= 1 and (pp > 1 or chunks == 1)):
+        raise ValueError(f"no schedule for rank {rank} of {pp} with {chunks} chunks")
     groups = _groups(pp, count)
     ahead = [Pass(False, c, i) for group in groups for c in range(chunks) for i in group]
     back = [Pass(True, c, i) for group in groups for c in reversed(range(chunks)) for i in group]
@@ -99,7 +102,9 @@ def _clock_ticks(lists: Sequence[Sequence[Pass]], chunks: int) -> Iterator[list[
     while any(i < len(own) for i, own in zip(at, lists, strict=True)):
         together = [(rank, own[i]) for rank, (i, own) in enumerate(zip(at, lists, strict=True))
                     if i < len(own) and (rank, own[i]) in needs]
-        assert together, f"a schedule of {pp} ranks and {chunks} chunks waits for itself"
+        if not together:
+            raise internal_error(f"a schedule of {pp} ranks and {chunks} chunks waits for itself", "pipeline schedule",
+                                 tuple(grid(lists, at, chunks > 1).splitlines()))
         yield together
         for rank, p in together:
             at[rank] += 1
@@ -109,6 +114,28 @@ def _clock_ticks(lists: Sequence[Sequence[Pass]], chunks: int) -> Iterator[list[
                 needs.add(to)
             elif not p.backward:
                 needs.add((rank, Pass(True, p.chunk, p.micro)))
+
+
+def show_pass(p: Pass, chunked: bool = False) -> str:
+    """"F0": the forward pass of micro-batch 0; "B3": a backward pass. chunked: with the chunk, "F0.1"."""
+    return f"{'B' if p.backward else 'F'}{p.micro}" + (f".{p.chunk}" if chunked else "")
+
+
+def show_schedule(pp: int, chunks: int, count: int) -> str:
+    """The passes of every rank, a line each: "rank 0  F0 F1 B0 B1"."""
+    return "\n".join(f"rank {rank}  " + " ".join(show_pass(p, chunks > 1) for p in rank_passes(pp, chunks, count, rank))
+                     for rank in range(pp))
+
+
+def grid(lists: Sequence[Sequence[Pass]], done: Sequence[int], chunked: bool = False) -> str:
+    """Ranks as rows and passes as columns, with a mark where each rank stands. done: how many passes each has made."""
+    texts = [[show_pass(p, chunked) for p in own] for own in lists]
+    wide = max((len(text) for own in texts for text in own), default=0)
+    rows = []
+    for rank, (own, stands) in enumerate(zip(texts, done, strict=True)):
+        cells = [f"{'>' if i == stands else ' '}{text:<{wide}}" for i, text in enumerate(own)]
+        rows.append(f"rank {rank} |{'|'.join(cells)}|" + ("" if stands < len(own) else " done"))
+    return "\n".join(rows)
 
 
 def max_activations_in_flight(order: Sequence[Pass], weights: Sequence[int], of: int | None = None) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rldsl.plan.events import Generate, Infer, Log, Train
+from rldsl.plan.events import Log, ModelCall
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 from rldsl.plan.projection import events, to_ranges
 from rldsl.sharding.layout import axis_ranks
@@ -51,7 +51,7 @@ def classes(plan: Plan, per_rank: bool = False) -> Classes:
 def called(plan: Plan) -> dict[str, Layout]:
     """The layouts under which calls run."""
     layouts = {x.id: x for x in plan.layouts}
-    return {e.layout: layouts[e.layout] for e, _ in events(plan) if isinstance(e, Generate | Infer | Train)}
+    return {e.layout: layouts[e.layout] for e, _ in events(plan) if isinstance(e, ModelCall)}
 
 
 def _refined(plan: Plan, without: Collection[int] = ()) -> list[int]:

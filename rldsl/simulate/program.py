@@ -8,8 +8,9 @@ that share an event give its messages the same keys, since they execute it equal
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import lcm, prod
+from typing import Any
 
 from rldsl.memory.calls import optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
@@ -36,6 +37,7 @@ from rldsl.plan.events import (
     Transfer,
 )
 from rldsl.plan.operators import in_family
+from rldsl.plan.traits import rule
 from rldsl.sharding.boxes import cell_of, parameters
 from rldsl.simulate.calls import generate, infer, train
 from rldsl.simulate.engine import Compute as ComputeOp
@@ -141,48 +143,52 @@ class _OpBuilder:
         self.ops += collective((key, "mesh"), self.world.on(event.mesh), seconds)
 
     def event(self, event: Event, key: Hashable) -> None:
-        world, machine = self.world, self.world.machine
-        self.run(machine.event())
-        if not isinstance(event, Lengths | Transfer | Realloc):
+        self.run(self.world.machine.event())
+        if event.traits.family != "movement":
             for buffer in event.reads:
                 self.wait(buffer)
-        match event:
-            case Generate():
-                self.ops += generate(world, event, self.c, key)
-            case Infer():
-                self.ops += infer(world, event, self.c, key)
-            case Train():
-                self.ops += train(world, event, self.c, key)
-            case Transfer():
-                self.transfer(event, key)
-            case Realloc():
-                self.realloc(event, key)
-            case Lengths():
-                count = world.frames[event.frame].count
-                self.together(event, key, 16.0 * count)
-                self.run(machine.rows(count))
-            case Compute():
-                self.compute(event, key)
-            case Fetch():
-                rows = sum(world.frames[f].count for f in event.frames[:1])
-                self.run(machine.rows(FETCH_ROWS * rows) + machine.kernels(FETCH_KERNELS))
-            case Select() | Collect():
-                self.run(machine.rows(world.frames[event.frame].count / max(1, world.size(event.mesh))))
-            case Log():
-                self.together(event, key, 16.0 * len(event.metrics))
-            case Offload() | Onload():
-                self.host(event, key)
-            case Checkpoint():
-                self.together(event, key, 4.0)
-            case Save():
-                whole = sum(prod(p.spec.shape) for p in parameters(world.models[event.model])) * 4
-                size = world.size(event.mesh)
-                self.together(event, key, 0.0, 3)
-                sent = whole / size if size > 1 else 0.0
-                self.run(machine.link(sent, world.crosses(event.mesh)) + machine.disk(whole / size))
-            case Free():
-                for buffer in event.buffers:
-                    self.wait(buffer)
+        if event.traits.timed:
+            rule(RULES, event, "the simulator")(self, event, key)
+
+    def generate(self, event: Generate, key: Hashable) -> None:
+        self.ops += generate(self.world, event, self.c, key)
+
+    def infer(self, event: Infer, key: Hashable) -> None:
+        self.ops += infer(self.world, event, self.c, key)
+
+    def train(self, event: Train, key: Hashable) -> None:
+        self.ops += train(self.world, event, self.c, key)
+
+    def lengths(self, event: Lengths, key: Hashable) -> None:
+        count = self.world.frames[event.frame].count
+        self.together(event, key, 16.0 * count)
+        self.run(self.world.machine.rows(count))
+
+    def fetch(self, event: Fetch, key: Hashable) -> None:
+        rows, machine = sum(self.world.frames[f].count for f in event.frames[:1]), self.world.machine
+        self.run(machine.rows(FETCH_ROWS * rows) + machine.kernels(FETCH_KERNELS))
+
+    def pick(self, event: Select | Collect, key: Hashable) -> None:
+        world = self.world
+        self.run(world.machine.rows(world.frames[event.frame].count / max(1, world.size(event.mesh))))
+
+    def log(self, event: Log, key: Hashable) -> None:
+        self.together(event, key, 16.0 * len(event.metrics))
+
+    def checkpoint(self, event: Checkpoint, key: Hashable) -> None:
+        self.together(event, key, 4.0)
+
+    def save(self, event: Save, key: Hashable) -> None:
+        world, machine = self.world, self.world.machine
+        whole = sum(prod(p.spec.shape) for p in parameters(world.models[event.model])) * 4
+        size = world.size(event.mesh)
+        self.together(event, key, 0.0, 3)
+        sent = whole / size if size > 1 else 0.0
+        self.run(machine.link(sent, world.crosses(event.mesh)) + machine.disk(whole / size))
+
+    def free(self, event: Free, key: Hashable) -> None:
+        for buffer in event.buffers:
+            self.wait(buffer)
 
     def transfer(self, event: Transfer, key: Hashable) -> None:
         for value in event.values:
@@ -234,3 +240,12 @@ class _OpBuilder:
         reductions = sum(in_family(n.op, "reduction") and n.level == "batch" for n in program.nodes)
         if reductions and world.size(event.mesh) > 1 and spread.unit != "all":
             self.together(event, key, 16.0, reductions)
+
+
+# What a kind of event takes beyond issuing it, of the kinds whose traits say `timed`.
+RULES: Mapping[type[Event], Callable[[_OpBuilder, Any, Hashable], None]] = {
+    Generate: _OpBuilder.generate, Infer: _OpBuilder.infer, Train: _OpBuilder.train, Compute: _OpBuilder.compute, Fetch: _OpBuilder.fetch,
+    Select: _OpBuilder.pick, Collect: _OpBuilder.pick, Lengths: _OpBuilder.lengths, Transfer: _OpBuilder.transfer, Realloc: _OpBuilder.realloc,
+    Offload: _OpBuilder.host, Onload: _OpBuilder.host, Save: _OpBuilder.save, Checkpoint: _OpBuilder.checkpoint, Log: _OpBuilder.log,
+    Free: _OpBuilder.free,
+}

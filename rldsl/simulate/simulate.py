@@ -14,7 +14,7 @@ from math import lcm
 
 from rldsl.clusters import Cluster
 from rldsl.diag import fail
-from rldsl.plan.events import Every, Generate, Infer, Loop, Offload, Onload, Save, Train
+from rldsl.plan.events import Every, Loop, ModelCall, Offload, Onload, Save
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, events, walk
 from rldsl.simulate.critical import critical
@@ -114,7 +114,7 @@ def _spans(timelines: Timelines, zero: float) -> tuple[Span, ...]:
 def _idle(world: World, timelines: Timelines, begin: float, end: float) -> tuple[tuple[str, float], ...]:
     """(mesh, share of the step in which its ranks do nothing), of the meshes on which calls run."""
     busy = [sum(p.busy for p in intervals if p.begin.step == STEPS - 1) for intervals in timelines.intervals]
-    meshes = dict.fromkeys(e.mesh for e, _ in events(world.plan) if isinstance(e, Generate | Infer | Train))
+    meshes = dict.fromkeys(e.mesh for e, _ in events(world.plan) if isinstance(e, ModelCall))
     found = []
     for mesh in meshes:
         members = world.meshes[mesh].members()
@@ -129,7 +129,7 @@ def _tokens(world: World) -> int:
 
 def _estimated(world: World) -> tuple[str, ...]:
     calls = dict.fromkeys((e.model, world.layouts[e.layout].tp) for e, _ in events(world.plan)
-                          if isinstance(e, Generate | Infer | Train))
+                          if isinstance(e, ModelCall))
     return tuple(dict.fromkeys(m for m, tp in calls if world.machine.measured(world.models[m], tp) is None))
 
 

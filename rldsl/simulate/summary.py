@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rldsl.clusters import Cluster
-from rldsl.plan.events import Compute, Event, Free, Generate, Infer, Loop, Train
+from rldsl.plan.events import Event, Free, Loop, ModelCall
 from rldsl.plan.events import Lengths as Counted
 from rldsl.plan.model import Plan
-from rldsl.plan.naming import Places, call_name, kind, line_of, subject
+from rldsl.plan.naming import PlaceTexts, describe_event, line_of
 from rldsl.plan.notation import cut, ranges_text, seconds_text
 from rldsl.plan.projection import events
 from rldsl.simulate.lengths import Lengths, made
@@ -51,15 +51,12 @@ def parts(plan: Plan, timeline: Timeline) -> tuple[Part, ...]:
 def _place(event: Event | None) -> tuple[str, str]:
     if event is None:
         return "", "the runtime"
-    if isinstance(event, Generate | Infer | Train):
-        return line_of(event.at), call_name(event)
-    if isinstance(event, Compute):
-        return line_of(event.at), subject(event)
-    return line_of(event.at), f"{kind(event)} {subject(event)}" if event.at else kind(event)
+    text = describe_event(event)
+    return text.line, text.title if event.at else text.kind
 
 
 def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str) -> str:
-    places, known = Places.of(plan), {e.id: e for e, _ in events(plan)}
+    places, known = PlaceTexts.of(plan), {e.id: e for e, _ in events(plan)}
     used = f"{plan.header.world} ranks" if plan.header.world == cluster.world else \
         f"{plan.header.world} of {cluster.world} devices"
     lines = [f"{name} on {cluster.name}: {used}", ""]
@@ -70,11 +67,11 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
         lines.append(f"  lengths   {', '.join(told)} tokens" + (" (the bounds)" if lengths == Lengths() else ""))
     lines += [f"  {what}" for what in _at_most(plan)]
     every = timeline.event_seconds()
-    calls = [(e, every[e.id]) for e in known.values() if isinstance(e, Generate | Infer | Train) and e.id in every]
+    calls = [(e, every[e.id]) for e in known.values() if isinstance(e, ModelCall) and e.id in every]
     lines += ["", "  call                          longest rank  busy  where"]
     for event, seconds in calls:
         busy = _busy(timeline, event.id)
-        lines.append(f"  {call_name(event):<28} {seconds_text(seconds):>13}  {busy:>4.0%}  {places.where(event)}  "
+        lines.append(f"  {event.called:<28} {seconds_text(seconds):>13}  {busy:>4.0%}  {places.where(event)}  "
                      f"{line_of(event.at)}")
     lines += ["", "  idle"]
     meshes = {m.id: ranges_text(m.ranks) for m in plan.meshes}
@@ -135,9 +132,9 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
     found: dict[str, Any] = {
         "format": 1, "cluster": cluster.name, "seconds": timeline.seconds, "tokens": timeline.tokens,
         "tokens_per_second": timeline.tokens_per_second,
-        "calls": [{"event": e.id, "call": call_name(e), "at": e.at, "seconds": every[e.id],
+        "calls": [{"event": e.id, "call": e.called, "at": e.at, "seconds": every[e.id],
                    "busy": _busy(timeline, e.id)}
-                  for e in known.values() if isinstance(e, Generate | Infer | Train) and e.id in every],
+                  for e in known.values() if isinstance(e, ModelCall) and e.id in every],
         "idle": [{"mesh": m, "ranks": meshes[m], "share": share} for m, share in timeline.idle],
         "critical": [{"line": p.line, "what": p.what, "seconds": p.seconds, "messages": p.messages}
                      for p in parts(plan, timeline)],

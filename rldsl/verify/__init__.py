@@ -6,8 +6,10 @@ another check of its stage: names and records are sound when the others look thi
 schedules that are known to be right.
 
 What is computed here once more, though the planner or a pass computes it too, is so on purpose: a proof that shares the
-code of what it proves repeats its mistakes. So `lanes.Side` says where ranks stand, `lines` and `saves` who holds a
-box, `rows` which frame a value comes from, `schedule` which ranks are of a class, `programs` what is true or false. """
+code of what it proves repeats its mistakes. So `transfer_slices` derives where ranks
+stand, `shard_classes` and `saves` who holds a box, `selections` which frame a value comes from, `class_schedules` which
+ranks are of a class, `programs` what is true or false.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,14 @@ Check = Callable[[Tables], Iterator[Diagnostic]]
 
 # Stages: the checks of one may rely on those of the stages before it.
 STAGES: tuple[tuple[tuple[str, Check], ...], ...] = (
-    (("references", references.check), ("records", records.check)),
-    (("programs", programs.check), ("losses", losses.check), ("schedule", class_schedules.check), ("order", total_order.check),
-     ("issue order", issue_order.check), ("groups", groups.check), ("loops", loops.check), ("operations", operations.check),
-     ("division", row_division.check), ("sizes", sizes.check), ("reallocs", reshards.check_reshards),
-     ("saves", saves.check_saves)),
-    (("data flow", dataflow.check), ("versions", versions.check)),
-    (("memory", memory.check),),
+    (("references", references.check_references), ("records", records.check_records)),
+    (("programs", programs.check_programs), ("losses", losses.check_losses),
+     ("schedule", class_schedules.check_class_schedules), ("order", total_order.check_total_order),
+     ("issue order", issue_order.check_issue_order), ("groups", groups.check_groups), ("loops", loops.check_loops),
+     ("operations", operations.check_operations), ("division", row_division.check_row_division),
+     ("sizes", sizes.check_sizes), ("reallocs", reshards.check_reshards), ("saves", saves.check_saves)),
+    (("data flow", dataflow.check_dataflow), ("versions", versions.check_versions)),
+    (("memory", memory.check_memory),),
 )
 
 

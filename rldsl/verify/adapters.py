@@ -17,7 +17,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 HEAD = "score.weight"
 
 
-def check(m: Model, lora: Lora) -> Iterator[Diagnostic]:
+def check_adapters(m: Model, lora: Lora) -> Iterator[Diagnostic]:
     if lora.r < 1 or not lora.alpha > 0 or not lora.targets:
         yield _bad(m, f"has rank {lora.r}, alpha {lora.alpha:g} and {len(lora.targets)} targets")
         return

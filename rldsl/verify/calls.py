@@ -11,23 +11,11 @@ from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
-from rldsl.plan.events import Compute, Event, Generate, Infer, Train, split
+from rldsl.plan.events import AnyCall, Compute, Event, Generate, Infer, Train, split
 from rldsl.plan.heads import HEAD_OF
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.verify import selections
 from rldsl.verify.tables import Tables, name, problem
-
-
-def check(t: Tables, e: Generate | Infer | Train | Compute) -> Iterator[Diagnostic]:
-    match e:
-        case Generate():
-            yield from _generate(t, e)
-        case Infer():
-            yield from _infer(t, e)
-        case Train():
-            yield from _train(t, e)
-        case Compute():
-            yield from _compute(t, e)
 
 
 def own(*frames: str) -> set[str]:
@@ -70,7 +58,7 @@ def writes(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy
             yield problem("RL0614", f"{name(e)} works on spread {spread} and cannot write {buffer}", e)
 
 
-def _call(t: Tables, e: Generate | Infer | Train) -> Iterator[Diagnostic]:
+def _call(t: Tables, e: AnyCall) -> Iterator[Diagnostic]:
     s = t.spreads[e.spread]
     if (
         s.unit == "all"
@@ -115,7 +103,7 @@ def _degrees(x: Layout) -> tuple[int, ...]:
     return x.dp, x.tp, x.pp, x.cp
 
 
-def _generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
+def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     yield from reads(t, e, {f"{e.prompts}.tokens"}, own(e.prompts), e.spread, f"{e.model}@{e.layout}")
     made = {f"{e.frame}.tokens": ("tokens", "i64"), f"{e.frame}.logprobs": ("response", "f32"),
@@ -137,7 +125,7 @@ def _generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} needs a causal_lm and a spread by prompts", e)
 
 
-def _infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
+def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     yield from reads(t, e, {f"{e.frame}.tokens"}, own(e.frame), e.spread, f"{e.model}@{e.layout}")
     yield from writes(t, e, {e.output}, set(), e.spread)
@@ -162,7 +150,7 @@ def _infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
         )
 
 
-def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
+def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     copy = f"{e.model}@{e.layout}"
     must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data}
@@ -175,7 +163,7 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
         yield problem("RL0615", f"{name(e)} needs a frame, and outputs that are numbers at batch level", e)
 
 
-def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
+def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     must = {v for _, v in e.inputs}
     sources = {t.frames[f].data for f in e.frames}
     for node in t.programs[e.program].nodes:

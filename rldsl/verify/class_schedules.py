@@ -16,12 +16,13 @@ from rldsl.verify.rank_sets import Ranks, alike, union
 from rldsl.verify.tables import Tables, class_ranks, name, problem
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_class_schedules(t: Tables) -> Iterator[Diagnostic]:
     world, classes = t.plan.header.world, t.plan.classes
     for c in classes:
         yield from _class(c, world)
     expected: dict[frozenset[str], tuple[int, ...]] = {}
-    missing, twice = [], []
+    missing: list[Ranks] = []
+    twice: list[Ranks] = []
     wrong: dict[tuple[int, frozenset[str]], Ranks] = {}
     for mine, ranks in alike({**t.ranks, **{i: class_ranks(c, world) for i, c in enumerate(classes)}}, world).items():
         numbers = [i for i in mine if isinstance(i, int)]

@@ -12,23 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import (
-    Collect,
-    Compute,
-    Event,
-    Every,
-    Free,
-    Generate,
-    Infer,
-    Item,
-    Lengths,
-    Log,
-    Loop,
-    Select,
-    Train,
-    Transfer,
-    split,
-)
+from rldsl.plan.events import Collect, Compute, Event, Every, Item, Loop, Select, split
+from rldsl.plan.references import Role, references
 from rldsl.verify.rank_sets import Ranks, alike, union
 from rldsl.verify.tables import Tables, name, problem
 
@@ -47,7 +32,7 @@ class Step:
     lengths: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_dataflow(t: Tables) -> Iterator[Diagnostic]:
     places = {**t.ranks, **{f"first of {m.id}": Ranks.one(m.ranks[0][0]) for m in t.plan.meshes}}
     steps = {event.id: _step(t, event) for event, _ in t.events}
     lasting = {f"{s.value}@{s.spread}" for s in t.plan.states}
@@ -61,8 +46,8 @@ def check(t: Tables) -> Iterator[Diagnostic]:
             story.say("RL0516", f"{', '.join(sorted(story.live))} is never freed", story.last)
         for code, title, event in story.found:
             found.setdefault((code, title, event.id), (event, []))[1].append(ranks)
-    for (code, title, _), (event, ranks) in found.items():
-        yield problem(code, title, event, ranks=union(ranks))
+    for (code, title, _), (event, sets) in found.items():
+        yield problem(code, title, event, ranks=union(sets))
 
 
 def _held(t: Tables) -> Iterator[str]:
@@ -158,40 +143,34 @@ def _step(t: Tables, e: Event) -> Step:
 
     reads = [b for b in e.reads if split(b)[0] in t.values]
     writes = tuple((b, mesh(b)) for b in e.writes if split(b)[0] in t.values)
-    if isinstance(e, Free):
-        return Step(e, (), (), tuple((b, mesh(b)) for b in e.buffers if split(b)[0] in t.values), ())
-    if isinstance(e, Log):
-        where = {b: f"first of {mesh(b)}" for b in reads}
-    elif isinstance(e, Transfer):
-        where = {b: t.spreads[e.src].mesh if split(b)[1] == e.src else ANYONE for b in reads}
-    elif isinstance(e, Collect):
-        where = dict.fromkeys(reads, t.spreads[e.dst].mesh)
-    elif isinstance(e, Lengths):
-        where = dict.fromkeys(reads, t.spreads[e.spread].mesh)
-    else:
-        where = dict.fromkeys(reads, ANYONE)
+    frees = tuple((b, mesh(b)) for b in e.frees if split(b)[0] in t.values)
+    where = {b: _reader(t, e, b) for b in reads if b not in e.frees}
     lengths = tuple((f, _lengths(t, f)) for f in sorted(_weighed(t, e)))
-    return Step(e, tuple(where.items()), writes, (), lengths)
+    return Step(e, tuple(where.items()), writes, frees, lengths)
+
+
+def _reader(t: Tables, e: Event, buffer: str) -> str:
+    """The place whose ranks read a buffer of the event: of what is moved, those that have it."""
+    spread = split(buffer)[1]
+    if e.traits.first_ranks:
+        return f"first of {t.spreads[spread].mesh}"
+    alone = e.traits.read_by != "" and spread == getattr(e, e.traits.read_by)
+    return t.spreads[spread].mesh if alone else ANYONE
 
 
 def _weighed(t: Tables, e: Event) -> set[str]:
     """The frames whose lengths every participant needs: to compute a division, or to cut ragged rows."""
-    match e:
-        case Transfer():
-            spreads, frames = (
-                (e.src, e.dst),
-                {t.values[v].frame for v in e.values if t.values[v].extent in ("tokens", "response")},
-            )
-        case Infer():
-            spreads, frames = (e.spread,), {e.frame}
-        case Train() | Compute():
-            spreads, frames = (e.spread,), {*e.frames}
-        case Generate():
-            spreads, frames = (e.spread,), {e.prompts}
-        case Select():
-            spreads, frames = (e.spread,), {t.frames[e.frame].of} | (set() if e.condition else {e.frame})
-        case _:
-            return set()
+    if not e.traits.weighs:
+        return set()
+    frames = set[str]()
+    for field, role, id in references(e):
+        if field in e.traits.weighs and role is Role.FRAME:
+            frames.add(id)
+        elif field in e.traits.weighs and t.values[id].extent in ("tokens", "response"):
+            frames.add(t.values[id].frame)
+    if isinstance(e, Select):
+        frames = {t.frames[e.frame].of} | (set() if e.condition else frames)
+    spreads = [id for _, role, id in references(e) if role is Role.SPREAD]
     frames |= {f for s in spreads if t.spreads[s].weigh == "tokens" for f in t.spreads[s].frames}
     return frames | {p for s in spreads for f in t.spreads[s].frames if (p := t.frames[f].partial)}
 

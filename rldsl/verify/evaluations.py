@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Checkpoint, Event, Every, Fetch, Item, Loop, Realloc, Save, Train, split
+from rldsl.plan.events import Event, Every, Fetch, Item, Loop, split
 from rldsl.plan.projection import Path
 from rldsl.verify.tables import Tables, name, problem
 
 
-def check(t: Tables, items: Sequence[Item], inside: bool = False) -> Iterator[Diagnostic]:
+def check_evaluations(t: Tables, items: Sequence[Item], inside: bool = False) -> Iterator[Diagnostic]:
     for item in items:
         if isinstance(item, Loop) and item.over:
             yield from _loop(t, item, inside)
         elif isinstance(item, Loop | Every):
-            yield from check(t, item.body, True)
+            yield from check_evaluations(t, item.body, True)
 
 
 def over(path: Path) -> str:
@@ -39,6 +39,6 @@ def _loop(t: Tables, loop: Loop, inside: bool) -> Iterator[Diagnostic]:
         yield problem("RL0530", f"{where} must fetch from it once a turn, and from no other source", *fetches)
     states = {s.value for s in t.plan.states}
     for e in own:
-        if (isinstance(e, Train | Save | Checkpoint) or isinstance(e, Realloc) and e.source
-                or states & {split(b)[0] for b in e.writes}):
+        lasting = e.versions().makes & t.models.keys() or states & {split(b)[0] for b in e.writes}
+        if lasting or e.traits.family == "disk":
             yield problem("RL0530", f"{name(e)} inside {where} changes what training does", e)

@@ -1,29 +1,30 @@
 """Every communicator that an event needs is declared, once.
 
-In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed: for each layout of
-a Load, Generate, Infer or Train the axes tp, pp, dp, cp and ep with a degree above 1, "copies" when several ranks hold
-the same experts, and "mesh" when it has several
-ranks; for Lengths, Compute, Save and Checkpoint the mesh of the event when it has several. Transfers, reallocs and
-logs are point to point and use the group of all ranks. Groups are created at start-up, in their order, so declared
-means declared before use.
+In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed, by the traits of
+the kind: of the event's layout, the axes tp, pp, dp, cp and ep with a degree above 1, "copies" when several ranks hold
+the same experts, and "mesh" when it has several ranks; or the mesh of the event when it has several; or none: what
+goes from point to point uses the group of all ranks. Groups are created at start-up, in their order, so declared means
+declared before use.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import assert_never
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Checkpoint, Compute, Event, Generate, Infer, Lengths, Load, Save, Train
+from rldsl.plan.events import Event
 from rldsl.plan.model import Group
+from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
 
 Key = tuple[str, str, str]  # (axis, layout, mesh); the mesh is "" where a layout is named
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
-    keys = [(g.axis, g.layout, "" if g.layout else g.mesh) for g in t.plan.groups]
-    for group, key in zip(t.plan.groups, keys):
+def check_groups(t: Tables) -> Iterator[Diagnostic]:
+    keys: list[Key] = [(g.axis, g.layout, "" if g.layout else g.mesh) for g in t.plan.groups]
+    for group in t.plan.groups:
         if fault := _fault(t, group):
             yield problem("RL0532", f"group {group.id} {fault}")
     for key, count in Counter(keys).items():
@@ -44,9 +45,9 @@ def check(t: Tables) -> Iterator[Diagnostic]:
 
 
 def _needs(t: Tables, e: Event) -> Iterator[Key]:
-    match e:
-        case Load() | Generate() | Infer() | Train():
-            layout = t.layouts[e.layout]
+    match e.traits.communicators:
+        case "layout":
+            layout = t.layouts[next(r.id for r in references(e) if r.role is Role.LAYOUT)]
             for axis in ("tp", "pp", "dp", "cp", "ep"):
                 if getattr(layout, axis) > 1:
                     yield axis, layout.id, ""
@@ -54,9 +55,13 @@ def _needs(t: Tables, e: Event) -> Iterator[Key]:
                 yield "copies", layout.id, ""
             if len(t.ranks[layout.mesh]) > 1:
                 yield "mesh", layout.id, ""
-        case Lengths() | Compute() | Save() | Checkpoint():
+        case "mesh":
             if len(t.event_ranks(e)) > 1:
                 yield "mesh", "", e.mesh
+        case "none":
+            pass
+        case unknown:
+            assert_never(unknown)
 
 
 def _fault(t: Tables, g: Group) -> str:

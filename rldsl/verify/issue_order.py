@@ -26,6 +26,7 @@ from rldsl.diag import Diagnostic
 from rldsl.plan.backends import DIVISIONS, costs, described
 from rldsl.plan.events import Event, Generate, Infer, Save, Train
 from rldsl.plan.model import Layout
+from rldsl.plan.references import Role, references
 from rldsl.sharding.layout import Coordinate
 from rldsl.sharding.pipeline_schedule import Exchange, actions
 from rldsl.verify.tables import Tables, name, problem
@@ -47,12 +48,12 @@ Instance = tuple[int, ...]  # coordinates inside a stage that the communicator d
 Protocol = Callable[[Layout, Coordinate, int], Iterator[Use]]
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_issue_order(t: Tables) -> Iterator[Diagnostic]:
     known: dict[object, str] = {}
     for e, _ in t.events:
-        if not isinstance(e, Generate | Infer | Train | Save):
+        if not e.traits.protocol:
             continue
-        x = t.layouts[e.layout]
+        x = t.layouts[next(r.id for r in references(e) if r.role is Role.LAYOUT)]
         key = (type(e), x.backend, x.tp > 1, x.pp, x.dp > 1, x.cp, x.ep, x.zero, x.vpp)
         if key not in known:
             known[key] = _fault(type(e), x)
@@ -73,7 +74,7 @@ def _fault(kind: type[Event], x: Layout) -> str:
     order = costs(x.backend, "issue_order", IssueOrder)
     if kind is not Save:  # which only reads what is there
         others = [d for d in DIVISIONS if getattr(x, d) > 1 and d not in backend.divisions]
-        if kind.__name__.lower() not in backend.calls or others or x.zero > backend.zero:
+        if kind.kind not in backend.calls or others or x.zero > backend.zero:
             return f"asks backend {x.backend!r} for what it does not have"
     protocol = order.of(kind)
     return next((f for count in {1, x.pp + 2} if (f := stuck(protocol, x, count))), "")
@@ -81,7 +82,8 @@ def _fault(kind: type[Event], x: Layout) -> str:
 
 def stuck(protocol: Protocol, x: Layout, count: int) -> str:
     """Why the ranks of a layout would wait for each other forever, or "". count: of micro-batches."""
-    lists = {Coordinate(*at): [] for at in product(range(x.pp), _copies(x), *(range(min(d, 2)) for d in (x.cp, x.tp)))}
+    lists: dict[Coordinate, list[int]] = {
+        Coordinate(*at): [] for at in product(range(x.pp), _copies(x), *(range(min(d, 2)) for d in (x.cp, x.tp)))}
     members: dict[tuple[Use, Instance], set[Coordinate]] = defaultdict(set)
     numbers: dict[tuple[Use, Instance, int], int] = {}  # the n-th use of a communicator -> its number
     flows: dict[int, str] = {}

@@ -17,7 +17,7 @@ from rldsl.verify.rank_sets import union
 from rldsl.verify.tables import Tables, problem
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_loops(t: Tables) -> Iterator[Diagnostic]:
     steps = [x for x in t.plan.body if isinstance(x, Loop)]
     if len(steps) != 1:
         yield problem("RL0536", f"the run has {len(steps) or 'no'} loop{'s' * (len(steps) > 1)} of steps")

@@ -17,7 +17,7 @@ from rldsl.plan.operators import in_family
 from rldsl.verify.tables import Tables, name, problem
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_losses(t: Tables) -> Iterator[Diagnostic]:
     for e, _ in t.events:
         if isinstance(e, Train) and (fault := _fault(t, e, t.programs[e.loss])):
             yield problem("RL0618", f"{name(e)}: program {e.loss} {fault}", e)

@@ -17,7 +17,7 @@ from rldsl.verify.rank_sets import Ranks
 from rldsl.verify.tables import Tables, class_ranks, problem
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_memory(t: Tables) -> Iterator[Diagnostic]:
     memory = t.plan.header.memory
     if not memory:
         return

@@ -6,7 +6,8 @@ contradict each other). Extra reads are allowed where they carry what the operat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import (
@@ -25,13 +26,14 @@ from rldsl.plan.events import (
     Offload,
     Onload,
     Realloc,
-    Save,
     Select,
     Train,
     Transfer,
     split,
 )
 from rldsl.plan.model import Model, Value
+from rldsl.plan.references import Reference, Role, named
+from rldsl.plan.traits import expand, rule
 from rldsl.verify import calls, evaluations, selections
 from rldsl.verify.rank_sets import Ranks, union
 from rldsl.verify.tables import Tables, name, problem
@@ -40,8 +42,8 @@ from rldsl.verify.transfer_slices import MeshCells
 LOCAL = ("columns", "lengths")
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
-    for event, path in t.events:
+def check_operations(t: Tables) -> Iterator[Diagnostic]:
+    for event, _ in t.events:
         ranks = wanted_ranks(t, event)
         if t.event_ranks(event) != ranks:
             yield problem(
@@ -51,40 +53,35 @@ def check(t: Tables) -> Iterator[Diagnostic]:
                 ranks=t.event_ranks(event) ^ ranks,
             )
         yield from _fields(t, event)
-        if isinstance(event, Fetch):
-            yield from _fetch(t, event, evaluations.over(path) == event.data)
     yield from _rows(t)
     yield from selections.loops(t.plan.body)
-    yield from evaluations.check(t, t.plan.body)
+    yield from evaluations.check_evaluations(t, t.plan.body)
     if stray := [e for e in t.plan.body if isinstance(e, Collect)]:
         yield problem("RL0519", "a collect outside every loop", *stray)
 
 
 def wanted_ranks(t: Tables, e: Event) -> Ranks:
     """The participants that the operation implies."""
-    match e:
-        case Load() | Offload() | Onload() | Generate() | Infer() | Train() | Save():
-            return t.layout_ranks(e.layout)
-        case Realloc():
-            return t.layout_ranks(e.src) | t.layout_ranks(e.dst)
-        case Transfer():
-            return t.spread_ranks(e.src) | t.spread_ranks(e.dst)
-        case Compute() | Select():
-            return t.spread_ranks(e.spread)
-        case Collect():
-            return t.spread_ranks(e.dst)
-        case Lengths():
-            return _on(t, e.writes) | t.spread_ranks(e.spread)
-        case Fetch():
-            return _on(t, e.writes)
-        case Free():
-            return _on(t, e.buffers)
-        case Checkpoint():
-            return Ranks.of([(0, t.plan.header.world)], t.plan.header.world)
-        case Log():  # others of the buffers' meshes may be there too: they have nothing to do
-            least = union(Ranks.one(r) for r in (e.to, *(t.meshes[_mesh_of(t, b)].ranks[0][0] for _, b in e.metrics)))
-            return t.event_ranks(e) & _on(t, (b for _, b in e.metrics)) | least
-    raise AssertionError(f"no rule for {type(e).__name__}")
+    if e.traits.everyone:
+        return Ranks.of([(0, t.plan.header.world)], t.plan.header.world)
+    ends = named(e, *e.traits.first_ranks)
+    least = union([*(_ranks(t, r) for r in named(e, *e.traits.participants)),
+                   *(Ranks.one(t.meshes[_mesh_of(t, r.id)].ranks[0][0]) for r in ends)])
+    if not ends:
+        return least
+    # others of the buffers' meshes may be there too: they have nothing to do
+    return t.event_ranks(e) & union(_ranks(t, r) for r in ends) | least
+
+
+def _ranks(t: Tables, r: Reference) -> Ranks:
+    """The ranks of what a field names."""
+    if r.role is Role.RANK:
+        return Ranks.one(r.id)
+    if r.role is Role.BUFFER:
+        return t.ranks[_mesh_of(t, r.id)]
+    if r.role is Role.MESH:
+        return t.ranks[r.id]
+    return t.layout_ranks(r.id) if r.role is Role.LAYOUT else t.spread_ranks(r.id)
 
 
 def _mesh_of(t: Tables, buffer: str) -> str:
@@ -92,58 +89,54 @@ def _mesh_of(t: Tables, buffer: str) -> str:
     return t.spreads[right].mesh if right in t.spreads else t.layouts[right].mesh
 
 
-def _on(t: Tables, buffers: Iterable[str]) -> Ranks:
-    return union(t.ranks[_mesh_of(t, b)] for b in buffers)
-
-
 def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
-    match e:
-        case Load():
-            yield from _exactly(e, (f"{e.model}@{e.of}",) if e.of else (), (f"{e.model}@{e.layout}",))
-            if e.of and not _one(t, e):
-                yield problem("RL0615", f"{name(e)} takes {e.model}@{e.of} for {e.model}@{e.layout}, but they do not "
-                              "hold the same", e)
-        case Save():
-            yield from _exactly(e, (f"{e.model}@{e.layout}",), ())
-        case Offload() | Onload():
-            copy = {f"{e.model}@{e.layout}"}
-            if e.what == "optimizer" and t.models[e.model].home != e.layout:
-                yield problem("RL0615", f"{name(e)} moves an optimizer's state, but {e.model}@{e.layout} has none", e)
-            if not ({*e.reads} <= copy and {*e.writes} <= copy):
-                yield problem("RL0614", f"{name(e)} may touch {e.model}@{e.layout} only", e)
-            if e.what == "parameters" and any(isinstance(x, Load) and x.of and x.model == e.model
-                                              and e.layout in (x.of, x.layout) for x, _ in t.events):
-                yield problem("RL0615", f"{name(e)} moves {e.model}@{e.layout}, which is another layout's copy too", e)
-        case Realloc():
-            yield from _realloc(t, e)
-        case Lengths():
-            yield from calls.reads(t, e, {f"{e.frame}.tokens"} & {split(b)[0] for b in e.reads}, calls.own(e.frame),
-                                   e.spread)
-            if len(e.writes) != 1 or not _is_all(t, e.writes[0], f"{e.frame}.lengths"):
-                yield problem("RL0614", f"{name(e)} must write {e.frame}.lengths for every row, not {e.writes}", e)
-            if not e.reads or t.spreads[e.spread].unit == "all":
-                yield problem("RL0614", f"{name(e)} must read {e.frame}.tokens in a spread that divides rows", e)
-        case Transfer():
-            yield from _transfer(t, e)
-        case Generate() | Infer() | Train() | Compute():
-            yield from calls.check(t, e)
-        case Select() | Collect():
-            yield from selections.check(t, e)
-        case Checkpoint():
-            yield from _checkpoint(t, e)
-        case Log():
-            if {*e.reads} != {b for _, b in e.metrics} or e.writes or not e.metrics:
-                yield problem("RL0614", f"{name(e)} must read exactly the buffers of its metrics", e)
-            for _, buffer in e.metrics:
-                v = t.values.get(split(buffer)[0])
-                if v is None or v.level != "batch":
-                    yield problem("RL0615", f"{name(e)} logs {buffer}, which is not a batch-level value", e)
-        case Free():
-            if not e.buffers or e.writes or e.reads not in ((), e.buffers) or len({*e.buffers}) != len(e.buffers):
-                yield problem("RL0614", f"{name(e)} must free distinct buffers and touch no other", e)
-            if lost := [b for b in e.buffers if split(b)[0] in t.models and not _again(t, *split(b))]:
-                yield problem("RL0615", f"{name(e)} frees parameters that no realloc brings again "
-                              f"({', '.join(lost)}); use offload", e)
+    """What it reads and writes, by its traits where they say it all; then what is particular to its kind."""
+    if e.traits.buffers is not None:
+        yield from _exactly(e, expand(e, e.traits.buffers.reads), expand(e, e.traits.buffers.writes))
+    if e.traits.buffers is None or type(e) in RULES:
+        yield from rule(RULES, e, "the verifier")(t, e)
+
+
+def _load(t: Tables, e: Load) -> Iterator[Diagnostic]:
+    if e.of and not _one(t, e):
+        yield problem("RL0615", f"{name(e)} takes {e.model}@{e.of} for {e.model}@{e.layout}, but they do not "
+                      "hold the same", e)
+
+
+def _side(t: Tables, e: Offload | Onload) -> Iterator[Diagnostic]:
+    copy = {f"{e.model}@{e.layout}"}
+    if e.what == "optimizer" and t.models[e.model].home != e.layout:
+        yield problem("RL0615", f"{name(e)} moves an optimizer's state, but {e.model}@{e.layout} has none", e)
+    if not ({*e.reads} <= copy and {*e.writes} <= copy):
+        yield problem("RL0614", f"{name(e)} may touch {e.model}@{e.layout} only", e)
+    if e.what == "parameters" and any(isinstance(x, Load) and x.of and x.model == e.model
+                                      and e.layout in (x.of, x.layout) for x, _ in t.events):
+        yield problem("RL0615", f"{name(e)} moves {e.model}@{e.layout}, which is another layout's copy too", e)
+
+
+def _exchange(t: Tables, e: Lengths) -> Iterator[Diagnostic]:
+    yield from calls.reads(t, e, {f"{e.frame}.tokens"} & {split(b)[0] for b in e.reads}, calls.own(e.frame), e.spread)
+    if len(e.writes) != 1 or not _is_all(t, e.writes[0], f"{e.frame}.lengths"):
+        yield problem("RL0614", f"{name(e)} must write {e.frame}.lengths for every row, not {e.writes}", e)
+    if not e.reads or t.spreads[e.spread].unit == "all":
+        yield problem("RL0614", f"{name(e)} must read {e.frame}.tokens in a spread that divides rows", e)
+
+
+def _log(t: Tables, e: Log) -> Iterator[Diagnostic]:
+    if {*e.reads} != {b for _, b in e.metrics} or e.writes or not e.metrics:
+        yield problem("RL0614", f"{name(e)} must read exactly the buffers of its metrics", e)
+    for _, buffer in e.metrics:
+        v = t.values.get(split(buffer)[0])
+        if v is None or v.level != "batch":
+            yield problem("RL0615", f"{name(e)} logs {buffer}, which is not a batch-level value", e)
+
+
+def _free(t: Tables, e: Free) -> Iterator[Diagnostic]:
+    if not e.buffers or e.writes or e.reads not in ((), e.buffers) or len({*e.buffers}) != len(e.buffers):
+        yield problem("RL0614", f"{name(e)} must free distinct buffers and touch no other", e)
+    if lost := [b for b in e.buffers if split(b)[0] in t.models and not _again(t, *split(b))]:
+        yield problem("RL0615", f"{name(e)} frees parameters that no realloc brings again "
+                      f"({', '.join(lost)}); use offload", e)
 
 
 def _again(t: Tables, model: str, layout: str) -> bool:
@@ -219,8 +212,9 @@ def _is_all(t: Tables, buffer: str, value: str) -> bool:
     return left == value and right in t.spreads and t.spreads[right].unit == "all"
 
 
-def _fetch(t: Tables, e: Fetch, once: bool) -> Iterator[Diagnostic]:
-    """once: it goes over its source once; the rows beyond the end are then not there."""
+def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
+    # in a loop over its source it goes over it once: the rows beyond the end are then not there
+    once = any(evaluations.over(path) == e.data for x, path in t.events if x is e)
     must = {f"{f}.{part}" for f in e.frames for part in ("tokens", "lengths")}
     values = [split(b)[0] for b in e.writes]
     more = {f"{f}.{part}" for f in e.frames for part in ("columns", *t.data[e.data].numbers)}
@@ -286,4 +280,14 @@ def _divides(t: Tables, v: Value, spread: str) -> bool:
         return True
     if selections.root(t, v.frame).rows == selections.root(t, s.frames[0]).rows:
         return True
-    return (s.unit == "prompt" or v.level == "prompt") and selections.origin(t, v.frame) == selections.origin(t, s.frames[0])
+    by_prompt = s.unit == "prompt" or v.level == "prompt"
+    return by_prompt and selections.origin(t, v.frame) == selections.origin(t, s.frames[0])
+
+
+# What is particular to a kind: every kind whose traits do not say what it reads and writes is here.
+RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {
+    Load: _load, Offload: _side, Onload: _side, Realloc: _realloc, Lengths: _exchange, Transfer: _transfer,
+    Generate: calls.check_generate, Infer: calls.check_infer, Train: calls.check_train, Compute: calls.check_compute,
+    Select: selections.check_select, Collect: selections.check_collect, Checkpoint: _checkpoint, Log: _log, Free: _free,
+    Fetch: _fetch,
+}

@@ -7,8 +7,8 @@ argument unless a reduction makes it so; a node's space exists and covers those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import assert_never
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Compute, Event, Train
@@ -16,18 +16,18 @@ from rldsl.plan.expr import LEVELS, Node, Program
 from rldsl.plan.heads import LEVEL_OF, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Value
 from rldsl.plan.operators import OPERATORS, Operator
+from rldsl.plan.references import Role, references
+from rldsl.plan.traits import rule
 from rldsl.verify.tables import Tables, name, problem
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_programs(t: Tables) -> Iterator[Diagnostic]:
     """What uses programs is looked at when they are well formed."""
     found = [*_malformed(t)]
     yield from found
     for event, _ in t.events if not found else ():
-        if isinstance(event, Compute):
-            yield from _compute(t, event)
-        elif isinstance(event, Train):
-            yield from _train(t, event)
+        if any(r.role is Role.PROGRAM for r in references(event)):
+            yield from rule(RULES, event, "the verifier")(t, event)
 
 
 def _malformed(t: Tables) -> Iterator[Diagnostic]:
@@ -234,3 +234,7 @@ def _space(t: Tables, v: Value) -> str:
         case "seq":
             return t.frames[v.frame].rows
     return v.frame
+
+
+# How each kind of event that names a program binds it.
+RULES: Mapping[type[Event], Callable[[Tables, Any], Iterator[Diagnostic]]] = {Compute: _compute, Train: _train}

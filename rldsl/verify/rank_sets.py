@@ -92,4 +92,4 @@ def _combined(a: Ranks, b: Ranks, keep: Callable[[bool, bool], bool]) -> Ranks:
         if keep(one, two) != now:
             now = not now
             ends.append(point)
-    return Ranks(tuple(zip(ends[::2], ends[1::2])))
+    return Ranks(tuple(zip(ends[::2], ends[1::2], strict=True)))

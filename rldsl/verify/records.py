@@ -21,7 +21,7 @@ DIVIDED = {"colwise": (0,), "rowwise": (1,), "vocab": (0,), "head": (0,), "exper
 FACTORS = (".lora_A.weight", ".lora_B.weight")  # they are divided as their modules are, which is another check's
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_records(t: Tables) -> Iterator[Diagnostic]:
     for x in t.plan.layouts:
         yield from _bad(f"layout {x.id}", _layout(x))
     for m in t.plan.models:
@@ -48,7 +48,8 @@ def _experts(t: Tables) -> Iterator[Diagnostic]:
         counts = {p.experts for p in (*m.params, *m.base) if p.experts}
         for x in t.plan.layouts:
             if any(n % x.ep for n in counts) and (x.id == m.home or (m.name, x.id) in buffers):
-                yield problem("RL0612", f"layout {x.id} has ep={x.ep}, which does not divide the experts of model {m.name}")
+                yield problem("RL0612", f"layout {x.id} has ep={x.ep}, which does not divide the experts of model "
+                              f"{m.name}")
 
 
 def _bad(where: str, fault: str) -> Iterator[Diagnostic]:

@@ -7,40 +7,20 @@ record is in `records.py`). All further checks rely on these two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
+from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import (
-    Collect,
-    Compute,
-    Event,
-    Every,
-    Fetch,
-    Free,
-    Generate,
-    Infer,
-    Item,
-    Lengths,
-    Load,
-    Log,
-    Loop,
-    Offload,
-    Onload,
-    Realloc,
-    Save,
-    Select,
-    Train,
-    Transfer,
-    split,
-)
+from rldsl.plan.events import Event, Every, Item, Loop, split
 from rldsl.plan.model import MOST_RANKS, Frame, Layout, Mesh, Model, Spread
+from rldsl.plan.references import Role, references
 from rldsl.verify import adapters
 from rldsl.verify.tables import Tables, name, problem
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_references(t: Tables) -> Iterator[Diagnostic]:
     yield from _unique(t)
     yield from _header(t)
     for mesh in t.plan.meshes:
@@ -149,7 +129,7 @@ def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
     if bool(m.base) != (m.lora is not None):
         yield _bad("RL0612", f"{where} has " + ("a base but no adapters" if m.base else "adapters but no base"))
     elif m.lora is not None:
-        yield from adapters.check(m, m.lora)
+        yield from adapters.check_adapters(m, m.lora)
 
 
 def _values(t: Tables) -> Iterator[Diagnostic]:
@@ -226,66 +206,41 @@ def _blocks(t: Tables, items: Sequence[Item], inside: bool) -> Iterator[Diagnost
 
 
 def _event(t: Tables, e: Event) -> Iterator[Diagnostic]:
-    def need(kind: str, table: Iterable[str], *ids: str) -> Iterator[Diagnostic]:
-        return (problem("RL0610", f"{name(e)} names no {kind} of the plan: {id!r}", e) for id in ids if id not in table)
-
     if e.bytes < -1:
         yield problem("RL0612", f"{name(e)} moves {e.bytes} bytes", e)
-    yield from need("mesh", t.meshes, e.mesh)
-    buffers = {*e.reads, *e.writes}
-    match e:
-        case Load() | Offload() | Onload() | Save():
-            yield from need("model", t.models, e.model)
-            yield from need("layout", t.layouts, e.layout, *([e.of] if isinstance(e, Load) and e.of else []))
-        case Realloc():
-            yield from need("model", t.models, e.model)
-            yield from need("layout", t.layouts, e.src, e.dst)
-            yield from need("model", t.models, *filter(None, (e.source,)))
-        case Fetch():
-            yield from need("data source", t.data, e.data)
-            yield from need("frame", t.frames, *e.frames)
-        case Lengths():
-            yield from need("frame", t.frames, e.frame)
-            yield from need("spread", t.spreads, e.spread)
-        case Transfer():
-            yield from need("value", t.values, *e.values)
-            yield from need("spread", t.spreads, e.src, e.dst)
-        case Generate():
-            yield from need("frame", t.frames, e.prompts, e.frame)
-        case Infer():
-            yield from need("frame", t.frames, e.frame)
-            yield from need("value", t.values, e.output)
-        case Train():
-            yield from need("program", t.programs, e.loss)
-            yield from need("frame", t.frames, *e.frames, *(f for _, f, _ in e.fresh))
-            yield from need("value", t.values, *(v for _, v in (*e.data, *e.outputs)))
-        case Compute():
-            yield from need("program", t.programs, e.program)
-            yield from need("frame", t.frames, *e.frames)
-            yield from need("value", t.values, *(v for _, v in (*e.inputs, *e.outputs)))
-        case Select():
-            yield from need("frame", t.frames, e.frame)
-            yield from need("spread", t.spreads, e.spread)
-            yield from need("value", t.values, *(v for pair in e.values for v in pair), *filter(None, (e.condition,)))
-        case Collect():
-            yield from need("frame", t.frames, e.frame, e.into)
-            yield from need("spread", t.spreads, e.src, e.dst)
-            yield from need("value", t.values, *(v for pair in e.values for v in pair))
-        case Log():
-            buffers |= {b for _, b in e.metrics}
-            if not 0 <= e.to < t.plan.header.world:
-                yield problem("RL0610", f"{name(e)} logs on rank {e.to} of {t.plan.header.world}", e)
-        case Free():
-            buffers |= set(e.buffers)
-    if isinstance(e, Generate | Infer | Train):
-        yield from need("model", t.models, e.model)
-        yield from need("layout", t.layouts, e.layout)
-    if isinstance(e, Generate | Infer | Train | Compute):
-        yield from need("spread", t.spreads, e.spread)
-    for buffer in sorted(buffers):
-        left, right = split(buffer)
-        if not (left in t.values and right in t.spreads or left in t.models and right in t.layouts):
-            yield problem("RL0610", f"{name(e)} names no buffer of the plan: {buffer!r}", e)
+    for field, role, id in references(e):
+        if not _exists(t, role, id):
+            if role is Role.RANK:
+                yield problem("RL0610", f"{name(e)} has rank {id} of {t.plan.header.world} as its {field!r}", e)
+            else:
+                yield problem("RL0610", f"{name(e)} names no {role.value} of the plan: {id!r}", e)
+
+
+def _exists(t: Tables, role: Role, id: Any) -> bool:
+    match role:
+        case Role.MESH:
+            return id in t.meshes
+        case Role.LAYOUT:
+            return id in t.layouts
+        case Role.SPREAD:
+            return id in t.spreads
+        case Role.MODEL:
+            return id in t.models
+        case Role.DATA:
+            return id in t.data
+        case Role.FRAME:
+            return id in t.frames
+        case Role.VALUE:
+            return id in t.values
+        case Role.PROGRAM:
+            return id in t.programs
+        case Role.BUFFER:
+            left, right = split(id)
+            return left in t.values and right in t.spreads or left in t.models and right in t.layouts
+        case Role.RANK:
+            return bool(0 <= id < t.plan.header.world)
+        case _:
+            assert_never(role)
 
 
 def _unknown(kind: str, id: str, where: str) -> Diagnostic:

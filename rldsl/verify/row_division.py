@@ -8,16 +8,18 @@ generation divides prompts and does not need the lengths that it makes; training
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Compute, Event, Generate, Infer, Lengths, Select, Train
-from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Spread
+from rldsl.plan.references import roles
+from rldsl.plan.traits import rule
 from rldsl.verify.tables import Tables, name, problem
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_row_division(t: Tables) -> Iterator[Diagnostic]:
     for s in t.plan.spreads:
         if fault := _spread(t, s):
             yield problem("RL0538", f"spread {s.id} {fault}")
@@ -44,28 +46,34 @@ def _units(f: Frame, s: Spread) -> int:
 
 
 def _event(t: Tables, e: Event) -> str:
-    match e:
-        case Lengths() | Select():
-            return "" if t.spreads[e.spread].epochs == 1 else "works on rows that come in several epochs"
-        case Infer():
-            return ""
-        case Generate():
-            s = t.spreads[e.spread]
-            if s.weigh == "tokens" and e.frame in s.frames:
-                return "divides its rows by lengths that it has yet to make"
-            return "" if s.epochs == 1 else "works on rows that come in several epochs"
-        case Train():
-            s = t.spreads[e.spread]
-            if s.unit != "row" or s.weigh == "slot":
-                return f"makes minibatches of {s.unit}s by {s.weigh}"
-            return "" if set(s.frames) == set(e.frames) else f"makes minibatches of frames {', '.join(s.frames)}"
-        case Compute():
-            return _compute(t, e, t.programs[e.program])
-    return ""
+    """Kinds that work on the rows of a spread."""
+    return rule(RULES, e, "the verifier")(t, e) if "spread" in roles(type(e)) else ""
 
 
-def _compute(t: Tables, e: Compute, program: Program) -> str:
+def _once(t: Tables, e: Lengths | Select) -> str:
+    return "" if t.spreads[e.spread].epochs == 1 else "works on rows that come in several epochs"
+
+
+def _infer(t: Tables, e: Infer) -> str:
+    return ""  # each row on its own, however they are divided
+
+
+def _generate(t: Tables, e: Generate) -> str:
     s = t.spreads[e.spread]
+    if s.weigh == "tokens" and e.frame in s.frames:
+        return "divides its rows by lengths that it has yet to make"
+    return "" if s.epochs == 1 else "works on rows that come in several epochs"
+
+
+def _train(t: Tables, e: Train) -> str:
+    s = t.spreads[e.spread]
+    if s.unit != "row" or s.weigh == "slot":
+        return f"makes minibatches of {s.unit}s by {s.weigh}"
+    return "" if set(s.frames) == set(e.frames) else f"makes minibatches of frames {', '.join(s.frames)}"
+
+
+def _compute(t: Tables, e: Compute) -> str:
+    s, program = t.spreads[e.spread], t.programs[e.program]
     ranks = len(t.spread_ranks(e.spread))
     once = any(n.op in ("py", "quantile") or n.attr("to") == "batch" for n in program.nodes)
     if once and ranks > 1 and (s.unit == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
@@ -73,3 +81,8 @@ def _compute(t: Tables, e: Compute, program: Program) -> str:
     if any(n.level == "prompt" for n in program.nodes) and s.unit == "row" and t.layouts[s.layout].dp > 1:
         return f"works with whole prompts, but spread {e.spread} divides rows"
     return ""
+
+
+RULES: Mapping[type[Event], Callable[[Tables, Any], str]] = {
+    Lengths: _once, Select: _once, Infer: _infer, Generate: _generate, Train: _train, Compute: _compute,
+}

@@ -33,16 +33,25 @@ def origin(t: Tables, frame: str) -> str:
     return record.prompts
 
 
-def check(t: Tables, e: Select | Collect) -> Iterator[Diagnostic]:
+def check_select(t: Tables, e: Select) -> Iterator[Diagnostic]:
+    yield from _pairs(t, e)
+    if any(t.values[v].extent in ("columns", "lengths") for v, _ in e.values):
+        yield problem("RL0615", f"{name(e)} keeps rows of what is no value of each row", e)
+    yield from _select(t, e)
+
+
+def check_collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:
+    yield from _pairs(t, e)
+    yield from _collect(t, e)
+
+
+def _pairs(t: Tables, e: Select | Collect) -> Iterator[Diagnostic]:
     pairs = [(t.values[v], t.values[w]) for v, w in e.values]
     if not pairs or len({w for _, w in e.values}) != len(pairs):
         yield problem("RL0614", f"{name(e)} must write some values, each once", e)
-    if isinstance(e, Select) and any(v.extent in ("columns", "lengths") for v, _ in pairs):
-        yield problem("RL0615", f"{name(e)} keeps rows of what is no value of each row", e)
     for v, w in pairs:
         if (v.level, v.extent, v.dtype) != (w.level, w.extent, w.dtype) or v.level == "batch":
             yield problem("RL0615", f"{name(e)} makes {w.id} of {v.id}, which is of another kind", e)
-    yield from _select(t, e) if isinstance(e, Select) else _collect(t, e)
 
 
 def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:

@@ -8,36 +8,56 @@ nothing else moves anything between events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, assert_never
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Event, Lengths, Log, Realloc, Transfer
+from rldsl.plan.events import Event, Lengths, Realloc, Transfer
+from rldsl.plan.traits import rule
 from rldsl.verify.tables import Tables, name, problem
 
 LENGTH, NUMBER, RAGGED = 16, 8, -1
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_sizes(t: Tables) -> Iterator[Diagnostic]:
     for event, _ in t.events:
-        if not isinstance(event, Realloc) and event.bytes != (due := _due(t, event)):
+        if event.bytes != (due := _due(t, event)):
             yield problem("RL0534", f"{name(event)} says that it moves {_say(event.bytes)}, but it moves {_say(due)}",
                           event, ranks=t.event_ranks(event))
 
 
 def _due(t: Tables, e: Event) -> int:
-    match e:
-        case Log():
+    match e.traits.moves:
+        case "nothing":
+            return 0
+        case "at run time":
             return RAGGED
-        case Lengths():
-            s = t.spreads[e.spread]
-            x = t.layouts.get(s.layout)  # each row is held by the ranks of one shard
-            shard = x.tp * x.pp * x.cp if x else 1
-            return LENGTH * t.frames[e.frame].count * (len(t.event_ranks(e)) - shard)
-        case Transfer():
-            if any(t.values[v].level != "batch" for v in e.values):
-                return RAGGED
-            return NUMBER * len(t.spread_ranks(e.dst) - t.spread_ranks(e.src)) * len(e.values)
-    return 0
+        case "rule":
+            return rule(RULES, e, "the verifier")(t, e)
+        case unknown:
+            assert_never(unknown)
+
+
+def _lengths(t: Tables, e: Lengths) -> int:
+    s = t.spreads[e.spread]
+    x = t.layouts.get(s.layout)  # each row is held by the ranks of one shard
+    shard = x.tp * x.pp * x.cp if x else 1
+    return LENGTH * t.frames[e.frame].count * (len(t.event_ranks(e)) - shard)
+
+
+def _transfer(t: Tables, e: Transfer) -> int:
+    if any(t.values[v].level != "batch" for v in e.values):
+        return RAGGED
+    return NUMBER * len(t.spread_ranks(e.dst) - t.spread_ranks(e.src)) * len(e.values)
+
+
+def _realloc(t: Tables, e: Realloc) -> int:
+    return e.bytes  # `reshards.py` finds them again
+
+
+RULES: Mapping[type[Event], Callable[[Tables, Any], int]] = {
+    Lengths: _lengths, Transfer: _transfer, Realloc: _realloc,
+}
 
 
 def _say(count: int) -> str:

@@ -1,6 +1,6 @@
 """What every check shares: the plan's records by id, its events in order, and how to name a problem.
 
-In: a plan. Out: `Tables`. Invariant: once `references.check` finds nothing, every look-up here succeeds.
+In: a plan. Out: `Tables`. Invariant: once `references.check_references` finds nothing, every look-up here succeeds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Event
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Data, Frame, Function, Layout, Mesh, Model, Plan, RankClass, Spread, Value
+from rldsl.plan.function import Function
+from rldsl.plan.model import Data, Frame, Layout, Mesh, Model, Plan, RankClass, Spread, Value
 from rldsl.plan.notation import ranges_text
 from rldsl.plan.projection import Path, to_ranges, walk
 from rldsl.verify.rank_sets import Ranks
@@ -66,7 +67,7 @@ def class_ranks(c: RankClass, world: int) -> Ranks:
 
 
 def name(event: Event) -> str:
-    return f"event {event.id} ({type(event).__name__.lower()}{', ' + event.at if event.at else ''})"
+    return f"event {event.id} ({event.kind}{', ' + event.at if event.at else ''})"
 
 
 MEND = "compile the program again; if rlc wrote this plan and nobody changed it, please report it with the plan"

@@ -26,7 +26,7 @@ List = tuple[int, ...]  # event ids
 Edges = Mapping[int, Mapping[int, List]]  # event -> the event right after it in some list -> that list
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_total_order(t: Tables) -> Iterator[Diagnostic]:
     events: dict[int, Event] = {e.id: e for e, _ in t.events}
     holders: dict[List, list[Ranks]] = defaultdict(list)
     for c in t.plan.classes:
@@ -48,7 +48,7 @@ def _deadlock(around: Sequence[tuple[Event, Ranks]]) -> Diagnostic:
     """around: events, each with the ranks that run it before the next one of the circle. Those ranks are at it and
     wait there for the ranks that are still at the one before."""
     notes = []
-    for (before, others), (event, ranks) in zip([around[-1], *around], around):
+    for (before, others), (event, ranks) in zip([around[-1], *around], around, strict=False):
         notes.append(f"ranks {say(ranks)} wait at {name(event)} for ranks {say(others)}, which are at event "
                      f"{before.id}")
     return problem("RL0511", "deadlock: these events wait for each other in a circle", *(e for e, _ in around),
@@ -95,5 +95,5 @@ def _around(left: set[int], edges: Edges) -> list[int]:
 
 def _turns(cycle: Sequence[int], edges: Edges) -> list[tuple[int, List]]:
     """Only the events at which the cycle passes from one list to another; those between stand in the list anyway."""
-    steps = [(a, edges[a][b]) for a, b in zip(cycle, [*cycle[1:], cycle[0]])]
-    return [step for last, step in zip([steps[-1], *steps], steps) if last[1] != step[1]]
+    steps = [(a, edges[a][b]) for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
+    return [step for last, step in zip([steps[-1], *steps], steps, strict=False) if last[1] != step[1]]

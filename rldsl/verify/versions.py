@@ -13,26 +13,11 @@ on entry and after an iteration too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import (
-    Checkpoint,
-    Event,
-    Free,
-    Generate,
-    Infer,
-    Item,
-    Load,
-    Loop,
-    Offload,
-    Onload,
-    Realloc,
-    Save,
-    Train,
-    split,
-)
+from rldsl.plan.events import Checkpoint, Event, Item, Load, Loop, Offload, Onload, Realloc, Train, split
 from rldsl.verify.tables import Tables, name, problem
 
 Copies = frozenset[tuple[str, str]]  # (model, layout)
@@ -57,7 +42,7 @@ class State:
         return frozenset({(*c, "parameters") for c in self.away} | {(*c, "optimizer") for c in self.parked})
 
 
-def check(t: Tables) -> Iterator[Diagnostic]:
+def check_versions(t: Tables) -> Iterator[Diagnostic]:
     found: list[Diagnostic] = []
     _run(t, t.plan.body, State(), found, {})
     yield from found
@@ -104,8 +89,7 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
                     ranks=t.event_ranks(e),
                 )
             written[e.model].append(e.source)
-        if isinstance(e, Train) or isinstance(e, Realloc) and e.source:
-            made[e.model] = e.at
+        made |= dict.fromkeys(e.versions().makes, e.at)
     for m in t.plan.models:
         if tuple(written[m.name]) != m.sources:
             yield problem("RL0528", f"model {m.name} follows {list(m.sources)}, but is written from {written[m.name]}")
@@ -118,7 +102,7 @@ def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic
     for item in body:
         if isinstance(item, Event):
             found += _problems(t, item, state)
-            state = _after(item, state)
+            state = _after(t, item, state)
         elif isinstance(item, Loop):
             top = state
             while (end := _meet(top, _end(t, item, top, known))) != top:
@@ -150,66 +134,59 @@ def _unbalanced(where: str, end: State, start: State) -> Diagnostic:
     return problem("RL0525", f"{where} ends with {copies} on the other side of offload than it began")
 
 
-def _after(e: Event, s: State) -> State:
-    match e:
-        case Load():
-            copy = (e.model, e.layout)
-            return replace(s, current=s.current | {copy}, built=s.built | {copy}, there=s.there | {copy},
-                           one=s.one | {copy} if e.of else s.one)
-        case Realloc(source=""):
-            return replace(s, current=s.current | {(e.model, e.dst)}, there=s.there | {(e.model, e.dst)})
-        case Free():
-            freed = _freed(e)
-            return replace(s, current=s.current - freed, built=s.built - freed, there=s.there - freed)
-        case Train() | Realloc():
-            copy = (e.model, e.layout if isinstance(e, Train) else e.dst)
-            same = {c for c in s.one if c[0] == e.model and isinstance(e, Train)}
-            current = frozenset(c for c in s.current if c[0] != e.model) | same | {copy}
-            return replace(s, current=current, there=s.there | {copy})
-        case Offload(what="optimizer"):
-            return replace(s, parked=s.parked | {(e.model, e.layout)})
-        case Onload(what="optimizer"):
-            return replace(s, parked=s.parked - {(e.model, e.layout)})
-        case Offload():
-            return replace(s, away=s.away | {(e.model, e.layout)})
-        case Onload():
-            return replace(s, away=s.away - {(e.model, e.layout)})
-    return s
+def _after(t: Tables, e: Event, s: State) -> State:
+    if isinstance(e, Offload | Onload):
+        return _moved(e, s)
+    if e.frees:
+        freed = _freed(e)
+        return replace(s, current=s.current - freed, built=s.built - freed, there=s.there - freed)
+    made = frozenset(_copies(t, e.writes))
+    renewed = e.versions().makes  # models of which every copy that the event does not write is stale from here on
+    same = {c for c in s.one if c[0] in renewed and isinstance(e, Train)}  # one memory with what is trained
+    after = replace(s, current=frozenset(c for c in s.current if c[0] not in renewed) | same | made,
+                    there=s.there | made)
+    if isinstance(e, Load):
+        after = replace(after, built=s.built | made, one=s.one | made if e.of else s.one)
+    return after
 
 
-def _freed(e: Free) -> Copies:
+def _moved(e: Offload | Onload, s: State) -> State:
+    copy = frozenset({(e.model, e.layout)})
+    if e.what == "optimizer":
+        return replace(s, parked=s.parked | copy if isinstance(e, Offload) else s.parked - copy)
+    return replace(s, away=s.away | copy if isinstance(e, Offload) else s.away - copy)
+
+
+def _copies(t: Tables, buffers: Iterable[str]) -> list[tuple[str, str]]:
+    """Those that are parameters: (model, layout)."""
+    return [(left, right) for left, right in map(split, buffers) if left in t.models]
+
+
+def _freed(e: Event) -> Copies:
     """All that it frees, copies among it."""
-    return frozenset((left, right) for left, right in map(split, e.buffers))
+    return frozenset((left, right) for left, right in map(split, e.frees))
+
+
+def _side_problems(t: Tables, e: Offload | Onload, s: State) -> Iterator[Diagnostic]:
+    copy, ranks = (e.model, e.layout), t.event_ranks(e)
+    if (copy in (s.away if e.what == "parameters" else s.parked)) != isinstance(e, Onload):
+        yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is there already", e, ranks=ranks)
+    if e.what == "optimizer" and copy in s.away:
+        yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} have no parameters beside them", e,
+                      ranks=ranks)
 
 
 def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
     ranks = t.event_ranks(e)
-    match e:
-        case Generate() | Infer() | Save() | Train():
-            used = ((e.model, e.layout),)
-        case Realloc():
-            used = ((e.source or e.model, e.src), *([(e.model, e.dst)] if e.decay else []))
-        case Load() if e.of:
-            used = ((e.model, e.of),)
-        case Checkpoint():
-            used = tuple(split(b) for b in e.reads if split(b)[0] in t.models)
-        case Offload() | Onload():
-            copy = (e.model, e.layout)
-            if (copy in (s.away if e.what == "parameters" else s.parked)) != isinstance(e, Onload):
-                yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is there already", e, ranks=ranks)
-            if e.what == "optimizer" and copy in s.away:
-                yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} have no parameters beside them", e,
-                              ranks=ranks)
-            return
-        case Free():
-            for model, layout in sorted(c for c in _freed(e) if c[0] in t.models):
-                if (model, layout) in s.away:
-                    yield problem("RL0525", f"{name(e)} frees {model}@{layout}, which is offloaded", e, ranks=ranks)
-                elif (model, layout) not in s.there:
-                    yield problem("RL0515", f"{name(e)} frees {model}@{layout}, which is not there", e, ranks=ranks)
-            return
-        case _:
-            return
+    if isinstance(e, Offload | Onload):
+        yield from _side_problems(t, e, s)
+        return
+    for model, layout in sorted(_copies(t, e.frees)):
+        if (model, layout) in s.away:
+            yield problem("RL0525", f"{name(e)} frees {model}@{layout}, which is offloaded", e, ranks=ranks)
+        elif (model, layout) not in s.there:
+            yield problem("RL0515", f"{name(e)} frees {model}@{layout}, which is not there", e, ranks=ranks)
+    used = [c for c in _copies(t, e.reads) if "@".join(c) not in e.frees]
     for model, layout in used:
         if (model, layout) not in s.current:
             there = sorted(x for m, x in s.current if m == model) if t.models[model].sources else []

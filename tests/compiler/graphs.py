@@ -57,7 +57,7 @@ def ppo(places=None, *, cluster: g.Cluster | None = g.Cluster(1, 8, 80.0), rules
             fresh=((fresh, "gen", fresh),), data=data, outputs=outputs, minibatches=2, epochs=1, shuffle=True))
     infer = lambda id, model, what, line: g.Infer(  # noqa: E731
         id=id, reads=("gen.tokens",), writes=(id,), span=at(line), clause=where.get(id), model=model, frame="gen", what=what,
-        temperature=1.0)
+        output=id, temperature=1.0)
     items = (
         g.Fetch(id="prompt", reads=(), writes=("prompt.tokens", "prompt.lengths", "prompt.columns"), span=at(0),
                 data="prompts", frames=("prompt",)),
@@ -70,7 +70,7 @@ def ppo(places=None, *, cluster: g.Cluster | None = g.Cluster(1, 8, 80.0), rules
                   outputs=tuple((n, n) for n in ("adv", "ret", "kl"))),
         *trains, *rest,
         g.Every(period=2, span=at(9), body=(g.Save(id="actor.save", reads=(), writes=(), span=at(9), model="actor",
-                                                   path=None),)))
+                                                   path="{out}/step-{step}/actor"),)))
     model = lambda name, kind, path, lr: g.Model(name, kind, path, Optimizer(lr) if lr else None, "float32", at(20))  # noqa: E731
     return g.Graph(
         program="ppo.rlf", flow="ppo", steps=steps, seed=1, params=(("lr", 1e-6),), sources=(("ppo.rlf", "0" * 64),),

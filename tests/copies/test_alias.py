@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rldsl import api
+from rldsl.diag import InternalError
 from rldsl.memory import curves
 from rldsl.memory.curve import each_rank, points
 from rldsl.plan.codec import encode
@@ -87,7 +88,7 @@ def test_the_verifier_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
         (here / "p.rlf").write_text(text)
         assert of(api.compile("p.rlf"), Realloc)
         monkeypatch.setattr(alias, "Side", Same)
-        with pytest.raises(api.CompilerBug, match="RL0615.*do not hold the same"):
+        with pytest.raises(InternalError, match="RL0615.*do not hold the same"):
             api.compile("p.rlf")
 
 

@@ -168,7 +168,7 @@ def test_a_trace_and_a_summary_of_a_run(place: Path) -> None:
     done = command("rldsl.cli", "run", "p.rlf", "--out", "out", "--trace", "t/t.json")
     assert done.returncode == 0, done.stderr
     assert json.loads(Path("out/metrics.jsonl").read_text())["r"] == 1.0
-    assert any(s["name"] == "generate actor" for s in json.loads(Path("t/t.json").read_text())["traceEvents"])
+    assert any(s["name"] == "actor.generate" for s in json.loads(Path("t/t.json").read_text())["traceEvents"])
 
 
 def test_resume_before_the_plan_names_no_directory(place: Path) -> None:

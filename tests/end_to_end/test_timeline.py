@@ -36,8 +36,8 @@ def overlap(timeline: Spans, a: str, b: str, step: int) -> bool:
                for x in timeline[a, step] for y in timeline[b, step])
 
 
-@pytest.mark.parametrize("a, b", [("infer judge", "infer ref"), ("infer ref", "infer critic"),
-                                  ("infer judge", "infer critic"), ("train actor", "train critic")])
+@pytest.mark.parametrize("a, b", [("judge.score", "ref.logprobs"), ("ref.logprobs", "critic.values"),
+                                  ("judge.score", "critic.values"), ("actor.train", "critic.train")])
 def test_calls_on_disjoint_meshes_overlap(timeline: Spans, a: str, b: str) -> None:
     for step in (1, 2, 3):
         mine, theirs = ({span["tid"] for span in timeline[name, step]} for name in (a, b))
@@ -45,7 +45,7 @@ def test_calls_on_disjoint_meshes_overlap(timeline: Spans, a: str, b: str) -> No
     assert any(overlap(timeline, a, b, step) for step in (2, 3))
 
 
-@pytest.mark.parametrize("a, b", [("generate actor", "infer judge"), ("infer judge", "train critic")])
+@pytest.mark.parametrize("a, b", [("actor.generate", "judge.score"), ("judge.score", "critic.train")])
 def test_a_call_ends_before_what_needs_it_ends(timeline: Spans, a: str, b: str) -> None:
     for step in (1, 2, 3):
         assert max(s["ts"] + s["dur"] for s in timeline[a, step]) <= max(s["ts"] + s["dur"] for s in timeline[b, step])

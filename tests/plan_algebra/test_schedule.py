@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from rldsl.diag import InternalError
 from rldsl.sharding import pipeline_schedule
 from rldsl.sharding.pipeline_schedule import (
     Exchange,
@@ -146,13 +147,13 @@ def test_kept_when_the_pass_of_one_chunk_begins() -> None:
 def test_a_schedule_that_waits_for_itself_is_found() -> None:
     wrong = [list(rank_passes(2, 2, 4, rank)) for rank in range(2)]
     wrong[1] = wrong[1][:2] + list(rank_passes(2, 2, 4, 1))[2:][::-1]
-    with pytest.raises(AssertionError, match="waits for itself"):
+    with pytest.raises(InternalError, match="waits for itself"):
         list(pipeline_schedule._clock_ticks(wrong, 2))
 
 
 @pytest.mark.parametrize("pp, chunks, rank", [(1, 2, 0), (2, 0, 0), (2, 1, 2), (2, 1, -1)])
 def test_what_is_no_schedule_is_refused(pp: int, chunks: int, rank: int) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
         rank_passes(pp, chunks, 4, rank)
 
 
@@ -170,3 +171,17 @@ def test_a_message_that_nobody_takes_stops_for_ever() -> None:
     at = next(i for i, a in enumerate(lists[1]) if isinstance(a, Exchange) and a.takes)
     del lists[1][at]
     assert rendezvous(lists) == -1
+
+
+def test_a_schedule_prints_a_line_per_rank() -> None:
+    assert pipeline_schedule.show_schedule(2, 1, 3) == "rank 0  F0 F1 B0 F2 B1 B2\nrank 1  F0 B0 F1 B1 F2 B2"
+    assert pipeline_schedule.show_schedule(2, 2, 2).startswith("rank 0  F0.0 F1.0 F0.1 ")
+
+
+def test_a_schedule_that_waits_for_itself_shows_where_each_rank_stands() -> None:
+    good = [rank_passes(2, 1, 2, rank) for rank in range(2)]
+    with pytest.raises(InternalError) as caught:
+        list(pipeline_schedule._clock_ticks([good[0], good[1][::-1]], 1))
+    assert caught.value.diagnostic.notes == ("rank 0 | F0| F1|>B0| B1|", "rank 1 |>B1| F1| B0| F0|")
+    with pytest.raises(ValueError, match="no schedule for rank 2 of 2"):
+        rank_passes(2, 1, 2, 2)

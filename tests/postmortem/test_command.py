@@ -57,14 +57,14 @@ def test_the_run_or_its_folder(out: Path) -> None:
 
 rank 4 is stopped: its process is there and does not run
 
-ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen, p.rlf:6:3, because the rows of gen are divided by their lengths\
+ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen.lengths, p.rlf:6:3, because the rows of gen are divided by their lengths\
 ) of step 3: it was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its \
 process is stopped
 
 where each rank is, those first that have come least far
   rank 4 was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its process is \
 stopped
-  ranks 0-3,5-7 are in event 2 (lengths gen, p.rlf:6:3) of step 3, in all_reduce since 41 s
+  ranks 0-3,5-7 are in event 2 (lengths gen.lengths, p.rlf:6:3) of step 3, in all_reduce since 41 s
 """
 
 
@@ -72,7 +72,7 @@ def test_for_programs(out: Path) -> None:
     found = json.loads(told(out, "--json").output)
     assert found["title"].startswith("rank 4 is stopped") and found["culprits"] == [{"rank": 4, "why": "stopped"}]
     assert found["waits"] == [{"ranks": [0, 1, 2, 3, 5, 6, 7], "on": [4], "kind": "not reached", "at": {
-        "event": LENGTHS, "turns": [3], "call": "lengths gen", "at": "p.rlf:6:3",
+        "event": LENGTHS, "turns": [3], "call": "lengths gen.lengths", "at": "p.rlf:6:3",
         "because": "the rows of gen are divided by their lengths"}}]
     assert [r["rank"] for r in found["ranks"]] == list(range(8)) and found["ranks"][4]["stand"]["at"]["turns"] == [2, 3]
 

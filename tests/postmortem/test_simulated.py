@@ -14,7 +14,7 @@ from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.projection import schedule
 from rldsl.postmortem.analysis import analyse, traces
 from rldsl.postmortem.dumps import Moment, Stand
-from rldsl.postmortem.wait_order import ALONE, POSTED, Order
+from rldsl.postmortem.wait_order import Order
 from tests.postmortem.hand import PLAN, dump, partners, sign
 
 ORDER, WORLD, STEPS = Order(PLAN), 8, 3
@@ -54,7 +54,7 @@ def awaited(walker: Walker) -> tuple[Event, Moment] | None:
     """What the event that it is in reads and an earlier one posted, if it has to wait for that."""
     event, _ = walker.own[walker.done]
     for earlier, moment in reversed(walker.own[: walker.done]):
-        if isinstance(earlier, POSTED) and set(earlier.writes) & set(event.reads):
+        if earlier.traits.blocking == "posted" and set(earlier.writes) & set(event.reads):
             return earlier, moment
     return None
 
@@ -81,7 +81,7 @@ def waits(w: Walker, begun: list[set[Moment]]) -> set[int]:
     """The ranks without which it cannot go on; what it reads must have come before it can do anything with others."""
     event, moment = w.own[w.done]
     needs = [found] if (found := awaited(w)) else []
-    needs += [(event, moment)] if not isinstance(event, (*POSTED, *ALONE)) else []
+    needs += [(event, moment)] if event.traits.blocking not in ("alone", "posted") else []
     lacks = ({q for q in partners(ORDER, e, w.rank) if at not in begun[q]} for e, at in needs)
     return next((ranks for ranks in lacks if ranks), set())
 

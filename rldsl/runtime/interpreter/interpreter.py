@@ -39,6 +39,7 @@ from rldsl.plan.events import (
     Train,
     Transfer,
 )
+from rldsl.plan.traits import rule
 from rldsl.runtime.health.event_ring import Ring
 from rldsl.runtime.health.watchdog import Watch
 from rldsl.runtime.internal_error import present
@@ -120,7 +121,7 @@ class Interpreter:
         services.ring.begins(event)
         services.reporter.begins(event)
         begin = time.monotonic()
-        HANDLERS[type(event)](state, event)
+        rule(HANDLERS, event, "the interpreter")(state, event)
         if self.recorder is not None:
             synchronize(state.context.device)
         end = time.monotonic()

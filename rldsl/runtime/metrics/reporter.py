@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rldsl.plan.events import Event, Free, Log
 from rldsl.plan.metrics_file import METRICS
+from rldsl.plan.naming import describe_event
 from rldsl.plan.projection import events
 from rldsl.runtime.files import check_writable, written
 from rldsl.runtime.metrics.builtin_metrics import Meter
@@ -87,8 +88,7 @@ class Report:
         if self._samples is not None and isinstance(event, Free):
             self._samples.frees(self._step, event)
         if self._view is not None and not isinstance(event, Free):
-            call = f"{getattr(event, 'model', '')} {type(event).__name__.lower()}".strip()
-            self._view.doing(f"{call} {event.at}".strip())
+            self._view.doing(f"{describe_event(event).title} {event.at}".strip())
 
     def took(self, event: Event, seconds: float) -> None:
         if self.meter is not None:

@@ -1,0 +1,122 @@
+"""What a call says, whatever the stage: the fields that a node of the dataflow graph and the event made of it share.
+
+`graph/model.py` adds where a node stands in the program, `plan/events.py` where it runs; a field of the program itself
+is declared here alone. These are bases of records, never records of their own (they have no slots to hold anything).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from rldsl.plan.heads import What
+from rldsl.plan.references import DataName, FrameId, ModelName, ProgramId, ValueId
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn."""
+
+    n: int = 1  # completions of each prompt
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
+    greedy: bool = False
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchSpec:
+    """The next batch of a data source."""
+
+    __slots__ = ()
+    data: DataName
+    frames: tuple[FrameId, ...]  # what its rows become: one frame, or the two sides of pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSpec:
+    """Completions of prompts."""
+
+    __slots__ = ()
+    model: ModelName
+    prompts: FrameId
+    frame: FrameId  # the completions
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferSpec:
+    """One forward pass."""
+
+    __slots__ = ()
+    model: ModelName
+    frame: FrameId
+    what: What  # "logprobs", "entropy" and "values" are of tokens, "scores" of sequences
+    output: ValueId
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """Optimizer steps on one batch."""
+
+    __slots__ = ()
+    model: ModelName
+    frames: tuple[FrameId, ...]
+    loss: ProgramId
+    fresh: tuple[tuple[str, FrameId, str], ...]  # program input -> (frame, what): this model's differentiable outputs
+    data: tuple[tuple[str, ValueId], ...]  # program input -> value
+    outputs: tuple[tuple[str, ValueId], ...]  # metric -> the value that it is written to
+    nonfinite: Literal["stop", "skip"] = "stop"  # of a minibatch whose gradient is not finite: stop the run, or skip it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSpec:
+    """A pure program over values."""
+
+    __slots__ = ()
+    program: ProgramId
+    frames: tuple[FrameId, ...]
+    inputs: tuple[tuple[str, ValueId], ...]  # program input -> value
+    outputs: tuple[tuple[str, ValueId], ...]  # program output -> value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectSpec:
+    """Of each value, the rows of the selected frame."""
+
+    __slots__ = ()
+    frame: FrameId  # the selected one
+    values: tuple[tuple[ValueId, ValueId], ...]  # (value, the value that keeps some of its rows)
+    condition: ValueId = ""  # seq-level: which rows those are; "" where the lengths of `frame` are known already
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectSpec:
+    """The rows of one turn of a loop, appended to those of the turns before."""
+
+    __slots__ = ()
+    frame: FrameId  # of one turn
+    into: FrameId  # of all turns: row r of turn t, counted from 0, becomes row t * count + r
+    values: tuple[tuple[ValueId, ValueId], ...]  # (value of one turn, value of all turns)
+
+
+DEFAULT_SAVE = "{out}/step-{step}/{model}"  # where `save` writes unless the program says where
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSpec:
+    """A model as a HuggingFace directory."""
+
+    __slots__ = ()
+    model: ModelName
+    path: str  # "{out}" and "{step}" are filled in at run time
+
+
+def payload(record: Any, spec: type) -> dict[str, Any]:
+    """The fields of `spec` in a record that has them, to make another such record with."""
+    return {f.name: getattr(record, f.name) for f in fields(spec)}

@@ -1,0 +1,250 @@
+"""A kind of event is declared in one place: a kind that only this file knows goes through the whole system with one
+handler in the interpreter. Readers that need code for a kind have it for every kind, or refuse the kind loudly."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rldsl.clusters.read import find
+from rldsl.diag import Failure, InternalError
+from rldsl.inspect.event_matching import found
+from rldsl.inspect.show import show
+from rldsl.memory import curves
+from rldsl.memory.lifetimes import RULES as SCRATCH_RULES
+from rldsl.pages.dataflow import dataflow
+from rldsl.passes import pipeline
+from rldsl.passes.lower import lower
+from rldsl.placement.place import place_graph
+from rldsl.plan import trace
+from rldsl.plan.codec import decode, encode
+from rldsl.plan.events import EVENTS, Event, Loop
+from rldsl.plan.model import Plan
+from rldsl.plan.naming import PlaceTexts, describe_event
+from rldsl.plan.projection import events
+from rldsl.plan.references import LayoutId, ModelName, Role, references, renamed, roles
+from rldsl.plan.traits import Buffers, Traits, event_kind, rule
+from rldsl.postmortem.wait_order import Order
+from rldsl.runtime.interpreter import interpreter
+from rldsl.simulate import program
+from rldsl.simulate.simulate import simulate
+from rldsl.verify import operations, programs, row_division, sizes, verify
+from tests.compiler.graphs import family, ppo
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def audit() -> Iterator[type[Event]]:
+    """A kind that looks at the parameters of a model, on all ranks of a layout together."""
+
+    @event_kind(Traits(family="disk", blocking="together", participants=("layout",), communicators="mesh",
+                       buffers=Buffers(("{model}@{layout}",)), order_cost=5, drawing="value",
+                       summarized=("model", "layout")))
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Audit(Event):
+        model: ModelName
+        layout: LayoutId
+        limit: float = 1.0
+
+        def copies(self) -> tuple[tuple[str, str], ...]:
+            return ((self.model, self.layout),)
+
+    Audit.__annotations__.update(model=ModelName, layout=LayoutId, limit=float)  # a local class: no names to look up
+    yield Audit
+    del EVENTS["audit"]
+
+
+@pytest.fixture
+def plan(audit: Any) -> Plan:
+    """The program of the design page with an audit of what the actor has learned, through all passes."""
+    placed = place_graph(ppo(), "", family)
+    home = next(m.home for m in placed.models if m.name == "actor")
+    draft = lower(placed)
+    event = audit(id=0, mesh=draft.layouts[home].mesh, reads=(f"actor@{home}",), at="ppo.rlf:9:3", model="actor",
+                  layout=home)
+    draft = replace(draft, body=(*draft.body, event))
+    for step in pipeline.PASSES[1:]:
+        before, draft = draft, step.run(draft)
+        pipeline.check_pass(step, before, draft)
+    return pipeline.planned(draft, "test")[0]
+
+
+def the(plan: Plan, kind: str) -> Event:
+    return next(e for e, _ in events(plan) if e.kind == kind)
+
+
+def test_passes_place_number_and_rename_it(plan: Plan) -> None:
+    event, every = the(plan, "audit"), [e for e, _ in events(plan)]
+    assert event.layout in {x.id for x in plan.layouts} and event.mesh in {m.id for m in plan.meshes}
+    assert event.reads == (f"actor@{event.layout}",) and event.id == every.index(event)
+    train = next(e for e in every if e.kind == "train" and e.model == "actor")
+    assert every.index(train) < every.index(event), "it reads the version that the train call makes"
+    assert any(g.axis == "mesh" and g.mesh == event.mesh for g in plan.groups)
+
+
+def test_it_survives_the_file_and_is_proved(plan: Plan) -> None:
+    assert decode(encode(plan), "p.plan") == plan
+    assert verify(plan).events == len(list(events(plan)))
+
+
+@pytest.mark.parametrize("change, code", [
+    ({"layout": "L99"}, "RL0610"), ({"model": "nobody"}, "RL0610"), ({"reads": ()}, "RL0614"),
+    ({"bytes": 8}, "RL0534"), ({"mesh": "m0"}, "RL0613")])
+def test_what_is_wrong_with_it_is_found(plan: Plan, change: dict[str, Any], code: str) -> None:
+    event = the(plan, "audit")
+    if "mesh" in change:
+        change = {"mesh": next(m.id for m in plan.meshes if m.id != event.mesh)}
+    wrong = replace(event, **change)
+    *setup, steps = plan.body
+    assert isinstance(steps, Loop)
+    body = tuple(wrong if e is event else e for e in steps.body)
+    with pytest.raises(Failure) as caught:
+        verify(replace(plan, body=(*setup, replace(steps, body=body))))
+    assert code in {d.code for d in caught.value.diagnostics}
+
+
+def test_people_see_it(plan: Plan) -> None:
+    event, text = the(plan, "audit"), describe_event(the(plan, "audit"))
+    assert (text.kind, text.title, text.subject, text.line) == ("audit", "audit actor", "actor", "ppo.rlf:9")
+    assert PlaceTexts.of(plan).where(event).startswith("mesh(0:4)")
+    assert "audit" in show(plan) and "limit" in show(plan, event=event.id)
+    assert [f.about for f in found(plan) if f.kind == "audit"] == ["actor"]
+    assert f"e{event.id}" in {n.id for n in dataflow(plan).nodes}
+    span = trace.span(event, 0, 8, 1, 0.0, 1.0)
+    assert (span["name"], span["cat"]) == ("audit actor", "audit")
+    json.dumps(span)
+
+
+def test_memory_and_time_are_estimated_with_it(plan: Plan) -> None:
+    assert all(the(plan, "audit").id in c.events for c in curves(plan) if 0 in {r for a, b in c.ranks for r in (a,)})
+    assert simulate(plan, find("h100x8")).seconds > 0
+    assert Order(plan).group(the(plan, "audit"), 0).ranks == (0, 1, 2, 3)
+
+
+def test_the_interpreter_runs_it_with_one_handler(plan: Plan, audit: type[Event], monkeypatch: Any) -> None:
+    quiet = SimpleNamespace(begins=lambda e: None, ends=lambda: None, took=lambda e, s: None)
+    state, seen = SimpleNamespace(services=SimpleNamespace(ring=quiet, reporter=quiet)), []
+    event, walk = the(plan, "audit"), interpreter.Interpreter(state, ())  # type: ignore[arg-type]
+    with pytest.raises(InternalError, match="interpreter has no rule for events of the kind 'audit'"):
+        walk.run_event(event)
+    monkeypatch.setitem(interpreter.HANDLERS, audit, lambda _, e: seen.append(e))
+    walk.run_event(event)
+    assert seen == [event]
+
+
+def test_a_kind_that_needs_code_is_refused_without_it(plan: Plan, monkeypatch: Any) -> None:
+    event = the(plan, "audit")
+    for change, act in (({"timed": True}, lambda: simulate(plan, find("h100x8"))),
+                        ({"scratch": True}, lambda: curves(plan)),
+                        ({"buffers": None}, lambda: verify(plan)), ({"moves": "rule"}, lambda: verify(plan))):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(event), "traits", replace(event.traits, **change))
+            with pytest.raises(InternalError, match="RL0699.*has no rule for events of the kind 'audit'"):
+                act()
+
+
+@pytest.mark.parametrize("traits, why", [
+    ({"participants": ("nothing",)}, "ranks of 'nothing' are not known"), ({"participants": ("text",)}, "'text'"),
+    ({"participants": ()}, "which ranks take part"), ({"weighs": ("layout",)}, "no field of frames"),
+    ({"first_ranks": ("model",)}, "'model'"), ({"summarized": ("gone",)}, "no fields gone")])
+def test_traits_that_do_not_fit_the_fields_are_refused(traits: dict[str, Any], why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        event_kind(Traits(**({"family": "disk", "blocking": "alone", "participants": ("layout",)} | traits)))(Misfit)
+    assert "misfit" not in EVENTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit(Event):
+    model: ModelName
+    layout: LayoutId
+    text: str
+
+
+# ---------------------------------------------------------------------------------------------- every real kind
+
+
+def having(**traits: Any) -> set[type[Event]]:
+    return {e for e in EVENTS.values() if all(getattr(e.traits, k) == v for k, v in traits.items())}
+
+
+def test_every_reader_has_a_rule_for_every_kind_that_needs_one() -> None:
+    assert set(interpreter.HANDLERS) == set(EVENTS.values())
+    assert set(program.RULES) == having(timed=True)
+    assert set(SCRATCH_RULES) == having(scratch=True)
+    assert set(sizes.RULES) == having(moves="rule")
+    assert set(operations.RULES) >= having(buffers=None)
+    assert set(row_division.RULES) == {e for e in EVENTS.values() if "spread" in roles(e)}
+    assert set(programs.RULES) == {e for e in EVENTS.values() if any(Role.PROGRAM in r for r in roles(e).values())}
+
+
+def test_a_missing_rule_is_an_internal_error() -> None:
+    event = EVENTS["free"](id=3, mesh="m0", buffers=())  # type: ignore[call-arg]
+    with pytest.raises(InternalError, match="the simulator has no rule for events of the kind 'free'"):
+        rule({}, event, "the simulator")
+
+
+def test_references_are_found_and_renamed_however_deep() -> None:
+    event = EVENTS["log"](id=0, mesh="m0", metrics=(("kl", "kl@s1"), ("loss", "loss@s2")))  # type: ignore[call-arg]
+    assert [(r.field, r.role, r.id) for r in references(event)] == [
+        ("mesh", Role.MESH, "m0"), ("metrics", Role.BUFFER, "kl@s1"), ("metrics", Role.BUFFER, "loss@s2"),
+        ("to", Role.RANK, 0)]
+    assert renamed(event, {Role.BUFFER: str.upper}) == {
+        "reads": (), "writes": (), "metrics": (("kl", "KL@S1"), ("loss", "LOSS@S2"))}
+    load = EVENTS["load"](id=0, mesh="m0", model="a", layout="L0")  # type: ignore[call-arg]
+    assert "of" not in {r.field for r in references(load)}, "a reference that is left out names nothing"
+
+
+# ------------------------------------------------------------------------------------- how much else knows a kind
+
+KINDS = {"Load", "Fetch", "Lengths", "Transfer", "Realloc", "Offload", "Onload", "Generate", "Infer", "Train",
+         "Compute", "Select", "Collect", "Save", "Checkpoint", "Log", "Free"}
+
+
+def trees() -> Iterator[tuple[Path, ast.Module, set[str]]]:
+    """Every file of ours with the kinds of events that it imports, by the names that it gives them."""
+    for top in ("rldsl", "backends"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            mine = {a.asname or a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+                    and node.module == "rldsl.plan.events" for a in node.names if a.name in KINDS}
+            yield path, tree, mine
+
+
+def open_matches(tree: ast.Module, kinds: set[str]) -> Iterator[int]:
+    """Lines of `match`es over kinds of events that let the others pass: without `assert_never` in a last `case _`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Match):
+            patterns = [p for c in node.cases for p in ast.walk(c.pattern)]
+            named = {ast.unparse(p.cls) for p in patterns if isinstance(p, ast.MatchClass)}
+            last = node.cases[-1]
+            closed = isinstance(last.pattern, ast.MatchAs) and "assert_never" in ast.unparse(last.body[0])
+            if named & kinds and not closed:
+                yield node.lineno
+
+
+def test_no_match_over_kinds_of_events_is_open() -> None:
+    assert {f"{path.relative_to(ROOT)}:{line}" for path, tree, kinds in trees() for line in open_matches(tree, kinds)
+            } == set()
+
+
+def test_an_open_match_is_seen() -> None:
+    text = "match e:\n    case Load():\n        pass\n    case {}\n"
+    assert list(open_matches(ast.parse(text.format("_:\n        pass")), {"Load"})) == [1]
+    assert list(open_matches(ast.parse(text.format("Free():\n        pass")), {"Load"})) == [1]
+    assert list(open_matches(ast.parse(text.format("_:\n        assert_never(e)")), {"Load"})) == []
+
+
+def test_few_files_know_a_kind_of_event() -> None:
+    """79 did before kinds had traits. A file that needs one of a kind may name it; a new reader should ask traits."""
+    assert sum(bool(kinds) for _, _, kinds in trees()) <= MOST_FILES
+
+
+MOST_FILES = 66
