@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
+from typing import assert_never
 
 from rldsl.memory import logits
 from rldsl.memory.activations import Block, block, kernel
@@ -81,8 +82,10 @@ def needs(tables: Tables, event: AnyCall, copy: Copy, device: str) -> dict[str, 
             found, method = model.generate(tables, event, copy, device), "generate"
         case Infer():
             found, method = model.infer(tables, event, copy, device), "infer"
-        case _:
+        case Train():
             found, method = model.train(tables, event, copy, device), "train"
+        case _:
+            assert_never(event)
     if not isinstance(found, Mapping) or not all(isinstance(what, str) for what in found):
         raise unusable(copy.layout.backend, f"`memory.{method}` must return holder -> bytes, not {found!r}")
     named = {what: _checked(copy, f"{method}[{what!r}]", size) for what, size in found.items()}
