@@ -14,9 +14,9 @@ from rldsl.commands import Usage
 
 def passes(context: click.Context, option: click.Parameter, begin: str) -> list[str]:
     """Names of passes for the shell's completion."""
-    from rldsl.passes.pipeline import NAMES
+    from rldsl.commands.compile import pass_names
 
-    return [name for name in NAMES if name.startswith(begin)]
+    return [name for name in pass_names() if name.startswith(begin)]
 
 
 @command

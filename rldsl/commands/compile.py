@@ -35,6 +35,13 @@ def stage(emit: Stage, file: str, sets: Mapping[str, Scalar], place: str | None,
     return show_plan(api.finish(events).plan)
 
 
+def pass_names() -> tuple[str, ...]:
+    """What `--print-after` takes, for the shell's completion."""
+    from rldsl.passes.pipeline import NAMES
+
+    return NAMES
+
+
 def after(name: str, file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str]) -> str:
     """The events as they are after a pass, as text; "list": the passes. Errors: `Usage` for an unknown name."""
     from rldsl.passes import pipeline
