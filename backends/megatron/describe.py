@@ -1,7 +1,7 @@
 """What the megatron backend can express, as the compiler and the verifier know it.
 
-In: facts of a model, and a layout. Out: `DESCRIPTION`, and which feature of a model has no place in Megatron's GPTModel
-as `names.py` and `model.py` build it. Nothing here imports torch or megatron.
+In: facts of a model, and a layout. Out: `DESCRIPTION`, and which feature of a model Megatron's GPTModel, as `names.py`
+and `model.py` build it, does not have. Nothing here imports torch or megatron.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 import re
 from typing import Any
 
-from rldsl.backends.megatron.names import FAMILIES, placed
+from rldsl.backends.megatron.names import FAMILIES, mapped_parameters
 
 from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.backends import Description, Facts
 from rldsl.plan.model import Layout
 
-ROPES = ("default", "linear", "llama3", "yarn")  # one function of the position
+ROPES = ("default", "linear", "llama3", "yarn")  # angles that depend only on the position
 
 
 def problem(facts: Facts, layout: Layout) -> str:
@@ -35,7 +35,7 @@ def problem(facts: Facts, layout: Layout) -> str:
         return "rotary embeddings of a part of each head"
     if any(re.search(r"\.\d+\.", name) for name in names):
         return "layers that differ from each other"
-    if others := sorted(names - placed(FAMILIES[facts.name]) - {HEAD}):
+    if others := sorted(names - mapped_parameters(FAMILIES[facts.name]) - {HEAD}):
         return f"the parameter {others[0]}"
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or layout.tp
     if width % layout.tp:

@@ -1,13 +1,13 @@
 """A run of layers as Megatron's GPTModel, on the meta device.
 
 In: a HuggingFace config, how many layers, which ends of the model belong to them, and the ranks of tp and ep. Out: the
-module, whose parameters have no storage yet. Megatron knows these two alone: pipeline stages are GPTModels of their
-own, and tokens of other ranks of cp are reached inside attention. So its process groups are given
+module, whose parameters have no storage yet. Megatron knows only these two axes: pipeline stages are GPTModels of their
+own, and attention itself reaches the tokens of other ranks of cp. So its process groups are passed in
 (`ProcessGroupCollection`), and its global `parallel_state` stays empty.
 
-Modules of ours in its layer spec: attention over packed sequences, which the torch backend has already; norms, and the
-sum of residual and sublayer, which keep the residual stream in float32 under autocast, as there; and the way of tokens
-to their experts (`experts.py`). Linear layers are Megatron's, or Transformer Engine's (`kernels.py`).
+Our modules in its layer spec: attention over packed sequences, which the torch backend has already; norms, and the sum
+of residual and sublayer, which keep the residual stream in float32 under autocast, as there; and expert dispatch
+(`experts.py`). Linear layers are Megatron's, or Transformer Engine's (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from rldsl.backends.megatron.experts import experts_of
+from rldsl.backends.megatron.experts import experts_class
 from rldsl.backends.megatron.kernels import Kernels
-from rldsl.backends.torch.model.attention import Packing
+from rldsl.backends.torch.model.attention import PackedAttention
 from torch import nn
 
 from rldsl.runtime.backend import Axis
 
-Parts = tuple[torch.Tensor, torch.Tensor | None]  # what a linear layer gives: its product, and the bias to add
+ProductAndBias = tuple[torch.Tensor, torch.Tensor | None]  # what a linear layer returns; the bias is still to be added
 
 
-class Alone:
-    """A process group of this rank alone: Megatron asks groups for their size also where nothing is divided."""
+class SingleRankGroup:
+    """A process group of only this rank: Megatron asks groups for their size even if nothing is divided."""
 
     def size(self) -> int:
         return 1
@@ -51,15 +51,15 @@ class Alone:
 
 
 @dataclass
-class Sequences(PackedSeqParams):
-    """Packed sequences as every layer gets them. The fields of Megatron's own stay empty: rotary angles are given for
-    each token, and attention asks the packing."""
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron has no type hints
+    """Packed sequences as every layer gets them. The fields of Megatron's class stay empty: rotary angles are given for
+    each token, and attention uses the PackedAttention."""
 
-    packing: Packing | None = None
+    packed_attention: PackedAttention | None = None
 
 
 class HeadNorm(nn.RMSNorm):
-    """Of queries and keys, in float32."""
+    """The norm of queries and keys, in float32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float):
         super().__init__(hidden_size, eps=eps)
@@ -69,35 +69,41 @@ class HeadNorm(nn.RMSNorm):
 
 
 class Norm(HeadNorm):
-    """Before a sublayer, whose matrices read halves under autocast: so does what tp gathers, and what is kept."""
+    """The norm before a sublayer. Under autocast its output is cast to the dtype in which the sublayer's matrices
+    multiply, so that what tp gathers and what is saved is half as large."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out, kind = super().forward(x), x.device.type
-        return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
+        out, device = super().forward(x), x.device.type
+        return out.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else out
 
 
 class CoreAttention(nn.Module):
-    """Attention that asks the packing. layer: in the model, from 0; window: how many tokens back it sees. Both are set
-    when the layer has its place."""
+    """Attention that uses the PackedAttention."""
+
+    layer: int          # in the model, from 0; set after construction
+    window: int | None  # how many tokens a query sees at most; set after construction
 
     def __init__(self, config: TransformerConfig, **_: Any):
         super().__init__()
         self.scale = config.kv_channels**-0.5
         self.layer = 0
-        self.window: int | None = None
+        self.window = None
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any,
-                packed_seq_params: Sequences, **__: Any) -> torch.Tensor:
+                packed_seq_params: PackedSequences, **__: Any) -> torch.Tensor:
         """query: [T, 1, H, D]; key, value: [T, 1, K, D]. Returns [T, 1, H * D]."""
-        kind = value.device.type  # a bias of float32 has made them so
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        device = value.device.type
+        # a float32 bias makes its sum float32, so under autocast all three are cast
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
         q, k, v = (x[:, 0].transpose(0, 1).to(dtype) for x in (query, key, value))
-        assert packed_seq_params.packing is not None
-        return packed_seq_params.packing.attend(self.layer, q, k, v, self.scale, self.window).flatten(1)[:, None]
+        packed_attention = packed_seq_params.packed_attention
+        if packed_attention is None:
+            raise ValueError("attention needs its PackedAttention")
+        return packed_attention.attend(self.layer, q, k, v, self.scale, self.window).flatten(1)[:, None]
 
 
-class Attention(SelfAttention):
-    """Queries, keys and values stand one after the other in `linear_qkv`, as the boxes of its parts do."""
+class Attention(SelfAttention):  # type: ignore[misc]  # megatron has no type hints
+    """Queries, keys and values are one after another in `linear_qkv`, as the boxes of its parts are."""
 
     def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *_: Any, **__: Any
                                     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,43 +116,44 @@ class Attention(SelfAttention):
         return q, k, v
 
 
-def residual(training: bool, fused: bool) -> Callable[[Parts, torch.Tensor, float], torch.Tensor]:
-    """The sum of a sublayer's product and its input; there is no dropout."""
-    def add(made: Parts, before: torch.Tensor, _: float) -> torch.Tensor:
-        out = before + made[0]
-        return out if made[1] is None else out + made[1]
+def residual(training: bool, fused: bool) -> Callable[[ProductAndBias, torch.Tensor, float], torch.Tensor]:
+    """Megatron's bias-dropout-add: the sum of a sublayer's output and its input; there is no dropout."""
+    def add(output: ProductAndBias, before: torch.Tensor, _: float) -> torch.Tensor:
+        out = before + output[0]
+        return out if output[1] is None else out + output[1]
 
     return add
 
 
 def gpt(config: Any, layers: int, tp: Axis, ep: Axis, first: bool, last: bool, kernels: Kernels) -> GPTModel:
-    """Without storage. first, last: whether it has the embedding, and the last norm and the head."""
-    fused = bool(kernels.gradients) and not kernels.linear  # Megatron's own layers, with Apex
-    mine, groups = transformer_config(config, layers, tp.size, ep.size, fused), _groups(tp, ep)
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # where its linear layers gather tokens to
+    """A GPTModel without storage. config: of HuggingFace. layers: how many. first: whether it has the embedding; last:
+    whether it has the last norm and the head."""
+    fused = bool(kernels.weight_grads) and not kernels.linear  # Megatron's own layers, with Apex
+    mcore_config, groups = transformer_config(config, layers, tp.size, ep.size, fused), _groups(tp, ep)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # into which its linear layers gather tokens
         parallel_state._set_global_memory_buffer()
-    block = TransformerBlockSubmodules(layer_specs=[_layer(mine, tp, ep, groups, kernels)] * layers,
+    block = TransformerBlockSubmodules(layer_specs=[_layer(mcore_config, tp, ep, groups, kernels)] * layers,
                                        layer_norm=HeadNorm)
     with torch.device("meta"):
-        model = GPTModel(mine, block, _divisible(config.vocab_size, tp.size), config.max_position_embeddings,
+        model = GPTModel(mcore_config, block, _round_up(config.vocab_size, tp.size), config.max_position_embeddings,
                          pre_process=first, post_process=last, position_embedding_type="none",
                          pg_collection=groups)
     for layer in model.decoder.layers:
-        layer.bias_dropout_add_exec_handler = nullcontext  # it would turn gradients on in inference
+        layer.bias_dropout_add_exec_handler = nullcontext  # it would enable gradients during inference
     return model.eval()
 
 
 def transformer_config(config: Any, layers: int, tp: int, ep: int, fused: bool) -> TransformerConfig:
-    """A HuggingFace config in Megatron's words. Everything is allotted and filled elsewhere, so nothing is initialised;
-    of its fusions one is here, of a weight's gradient with the sum in `main_grad`."""
+    """A HuggingFace config as Megatron's. Parameters are allocated and filled elsewhere, so nothing is initialised. Of
+    Megatron's fusions only that of a weight's gradient with the sum in `main_grad` is used (`fused`)."""
     biases = bool(getattr(config, "mlp_bias", False))
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    mixed = {} if experts is None else dict(
-        num_moe_experts=experts, moe_router_topk=config.num_experts_per_tok, expert_model_parallel_size=ep,
-        moe_ffn_hidden_size=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-        # softmax over the chosen alone is the same as over all, normalised
-        moe_router_pre_softmax=not getattr(config, "norm_topk_prob", True),
-        moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
+    moe_options = {} if experts is None else {
+        "num_moe_experts": experts, "moe_router_topk": config.num_experts_per_tok, "expert_model_parallel_size": ep,
+        "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        # a softmax over the chosen experts is the same as one over all, normalised
+        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
+        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     return TransformerConfig(
         num_layers=layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
@@ -157,13 +164,13 @@ def transformer_config(config: Any, layers: int, tp: int, ep: int, fused: bool) 
         hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
         use_cpu_initialization=True, perform_initialization=False, gradient_accumulation_fusion=fused,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
-        **mixed)
+        **moe_options)
 
 
 def _layer(config: TransformerConfig, tp: Axis, ep: Axis, groups: ProcessGroupCollection, kernels: Kernels
            ) -> ModuleSpec:
     norms = HeadNorm if config.qk_layernorm else None
-    column, row = _linear(kernels)
+    column, row = _parallel_linear(kernels)
     mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=Norm,
@@ -172,27 +179,27 @@ def _layer(config: TransformerConfig, tp: Axis, ep: Axis, groups: ProcessGroupCo
             q_layernorm=norms, k_layernorm=norms)),
         self_attn_bda=residual,
         pre_mlp_layernorm=Norm,
-        mlp=mlp if config.num_moe_experts is None else experts_of(tp, ep, groups, kernels),
+        mlp=mlp if config.num_moe_experts is None else experts_class(tp, ep, groups, kernels),
         mlp_bda=residual))
 
 
-def _linear(kernels: Kernels) -> tuple[type, type]:
+def _parallel_linear(kernels: Kernels) -> tuple[type, type]:
     """Column-parallel and row-parallel layers."""
     if not kernels.linear:
         return ColumnParallelLinear, RowParallelLinear
-    from rldsl.backends.megatron.engine import linear
+    from rldsl.backends.megatron.te_layers import parallel_linear_classes
 
-    return linear(bool(kernels.gradients))
+    return parallel_linear_classes(bool(kernels.weight_grads))
 
 
 def _groups(tp: Axis, ep: Axis) -> ProcessGroupCollection:
-    found = ProcessGroupCollection()
-    found.tp = found.expt_tp = tp.group if tp.size > 1 else Alone()
-    found.ep = ep.group if ep.size > 1 else Alone()
-    found.cp = found.pp = found.tp_cp = found.tp_dp_cp = found.expt_dp = Alone()
-    found.embd = None
-    return found
+    groups = ProcessGroupCollection()
+    groups.tp = groups.expt_tp = tp.group if tp.size > 1 else SingleRankGroup()
+    groups.ep = ep.group if ep.size > 1 else SingleRankGroup()
+    groups.cp = groups.pp = groups.tp_cp = groups.tp_dp_cp = groups.expt_dp = SingleRankGroup()
+    groups.embd = None
+    return groups
 
 
-def _divisible(count: int, by: int) -> int:
-    return -(-count // by) * by
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

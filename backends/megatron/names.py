@@ -1,13 +1,13 @@
-"""Where the parameters of HuggingFace models lie in Megatron's GPTModel: one table for each family.
+"""Where the parameters of HuggingFace models are in Megatron's GPTModel: one table for each model family.
 
-A key is a tensor of GPTModel, "{}" being a layer of its chunk. What stands behind it are the HuggingFace parameters
-whose rows make it up, one after the other. On a rank each of them is the boxes that the plan gives this rank, under
-every division by tp, pp and ep, so a tensor of Megatron is joined of boxes and of nothing else, and whatever moves,
-loads or saves boxes writes into it. "{expert}" stands for the experts of a rank: each is one slice of dimension 0.
+A key is a tensor of GPTModel; "{}" is the layer within its chunk. The value is the HuggingFace parameters whose rows
+make it up, one after another. On a rank each of them is the boxes that the plan gives this rank, under every division
+by tp, pp and ep, so a tensor of Megatron consists of boxes and nothing else, and whatever moves, loads or saves boxes
+writes into it. "{expert}" stands for the experts of a rank: each is one slice of dimension 0.
 
-Rows of `linear_qkv` stand as here, queries before keys before values, and not by query groups: the layer spec's
-attention (`model.py`) reads them so. The vocabulary needs no rows beyond its own, since embedding and head take the
-boxes as they are, even or not.
+The rows of `linear_qkv` are in this order, queries before keys before values, and not by query groups: the layer spec's
+attention (`model.py`) reads them so. The vocabulary needs no padding rows, since embedding and head take the boxes as
+they are, even or not.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ FAMILIES: Mapping[str, Table] = {
     "mixtral": {**ENDS, **ATTENTION, **EXPERTS},
     "qwen3_moe": {**ENDS, **ATTENTION, **HEAD_NORMS, **EXPERTS},
 }
-# where all experts of a rank are one module (`engine.py`), whose weights are numbered
-TOGETHER: Mapping[str, str] = {
+# where all experts of a rank are one module (`te_layers.py`), whose weights are numbered
+GROUPED_EXPERTS: Mapping[str, str] = {
     f"decoder.layers.{{}}.mlp.experts.local_experts.{EXPERT}.{linear}.weight":
         f"decoder.layers.{{}}.mlp.experts.{linear}.weight{EXPERT}" for linear in ("linear_fc1", "linear_fc2")}
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def table_of(family: str, together: bool) -> Table:
-    """together: whether all experts of a rank are one module."""
-    return {TOGETHER.get(key, key) if together else key: parts for key, parts in FAMILIES[family].items()}
+def table_of(family: str, grouped_experts: bool) -> Table:
+    """grouped_experts: whether all experts of a rank are one module."""
+    return {GROUPED_EXPERTS.get(key, key) if grouped_experts else key: parts for key, parts in FAMILIES[family].items()}
 
 
-def placed(table: Table) -> set[str]:
-    """All HuggingFace parameters that have a place in GPTModel."""
+def mapped_parameters(table: Table) -> set[str]:
+    """All HuggingFace parameters that GPTModel has."""
     return {part for parts in table.values() for part in parts}

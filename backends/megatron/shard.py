@@ -1,17 +1,17 @@
-"""One rank's part of a model on Megatron: what it computes with is Megatron's, everything around that the torch
-backend's.
+"""One rank's part of a model on Megatron: the layers are Megatron's, everything around them is the torch backend's.
 
-Passes through pipelines, log-probs, losses, gradients and the optimizer, sampling and decoding ask a stage for hidden
-states and parameters, whoever computes them; so they are the same code, and the same numbers.
+Pipelines, log-probs, losses, gradients and the optimizer, sampling and decoding only read a stage's hidden states and
+parameters, whoever computes them; so they are the same code, and give the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from rldsl.backends.megatron.blocks import Block
 from rldsl.backends.megatron.stage import MegatronStage
-from rldsl.backends.torch.model.offload import Host
+from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.shard import TorchShard
 from rldsl.backends.torch.train.optimizer import Trainer
 
@@ -19,43 +19,49 @@ from rldsl.runtime.backend import Shard
 
 
 class MegatronTrainer(Trainer):
-    """Gradients of Megatron's tensors come into the buffer of those that they are made of."""
+    """The gradients of Megatron's parameters are in the buffer of the HuggingFace parameters."""
 
-    def _gradients(self) -> None:
-        super()._gradients()
-        for block in [] if self.stage.sharded else self.stage.blocks:
-            block.follow()
+    def _allocate_grads(self) -> None:
+        super()._allocate_grads()
+        for block in self._buffered_blocks():
+            block.attach_grads()
 
-    def away(self, host: Host) -> None:
-        super().away(host)
-        for block in [] if self.stage.sharded else self.stage.blocks:
-            block.forget()
+    def offload(self, host: HostMemory) -> None:
+        super().offload(host)
+        for block in self._buffered_blocks():
+            block.detach_grads()
+
+    def _buffered_blocks(self) -> Sequence[Block]:
+        """None under `zero`, where gradients are divided as they come (`zero.py`)."""
+        stage = self.stage
+        return stage.blocks if isinstance(stage, MegatronStage) and not stage.zero else ()
 
 
 class MegatronShard(TorchShard):
-    stages, trainers = MegatronStage, MegatronTrainer
+    stage_class, trainer_class = MegatronStage, MegatronTrainer
 
     def alias(self, other: Shard) -> None:
-        assert isinstance(other, MegatronShard), "one copy under two backends"
-        for mine, theirs in zip(self.stage.blocks, other.stage.blocks, strict=True):
-            mine.put(theirs.memory)
+        if not isinstance(other, MegatronShard):
+            raise TypeError("a copy cannot be shared by two backends")
+        for own, theirs in zip(self.stage.blocks, other.stage.blocks, strict=True):
+            own.set_memory(theirs.memory)
 
     def free(self) -> None:
         for block in self.stage.blocks:
-            block.put(block.memory.new_empty(()).expand(block.memory.shape))  # one element, and the shape
+            block.set_memory(block.memory.new_empty(()).expand(block.memory.shape))  # one element, but the same shape
 
     def allocate(self) -> None:
         for block in self.stage.blocks:
-            block.put(torch.empty(block.memory.shape, dtype=block.memory.dtype, device=self.device))
+            block.set_memory(torch.empty(block.memory.shape, dtype=block.memory.dtype, device=self.device))
 
-    def _resident(self) -> dict[str, torch.Tensor]:
-        if self.stage.sharded:
-            return super()._resident()
+    def _memory(self) -> dict[str, torch.Tensor]:
+        if self.stage.zero:
+            return super()._memory()
         return {str(i): block.memory for i, block in enumerate(self.stage.blocks)}
 
-    def _place(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self.stage.sharded:
-            super()._place(tensors)
+    def _set_memory(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self.stage.zero:
+            super()._set_memory(tensors)
             return
         for name, tensor in tensors.items():
-            self.stage.blocks[int(name)].put(tensor)
+            self.stage.blocks[int(name)].set_memory(tensor)

@@ -1,10 +1,10 @@
 """One rank's part of a model as GPTModels: one for each chunk of layers.
 
-In: a plan's model, a layout and this rank's place in it. Out: a `MegatronStage`, which pipeline, losses, optimizer and
-decoding of the torch backend use as they use its own `Stage`: they ask for the same names and the same boxes.
+In: a model of the plan, a layout and this rank's place in it. Out: a `MegatronStage`, which pipeline, losses, optimizer
+and decoding of the torch backend use like its own `Stage`: they read the same attributes and the same boxes.
 
-Beside tp Megatron's linear layers always divide tokens (sequence parallelism), so rows are filled up to a multiple of
-tp, in decoding too. Hidden states between stages are whole, and so are those that the last norm and the head see.
+With tp, Megatron's linear layers always divide tokens (sequence parallelism), so rows are padded to a multiple of tp,
+in decoding too. Hidden states between stages are complete, and so are those that the last norm and the head see.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rldsl.backends.megatron.blocks import Seat, blocks
-from rldsl.backends.megatron.divided import Joined
-from rldsl.backends.megatron.kernels import Kernels, here
-from rldsl.backends.megatron.model import HeadNorm, Sequences, gpt
+from rldsl.backends.megatron.blocks import Block, ModuleTensor, build_blocks
+from rldsl.backends.megatron.kernels import Kernels, kernels_here
+from rldsl.backends.megatron.model import HeadNorm, PackedSequences, gpt
 from rldsl.backends.megatron.names import EMBEDDING, ENDS, EXPERT, LAYER, OUTPUT, table_of
-from rldsl.backends.torch.model.attention import Packing
-from rldsl.backends.torch.model.autocast import compute_rounded, rounded
-from rldsl.backends.torch.model.collectives import GatherAlike, PartOf
-from rldsl.backends.torch.model.config import config
-from rldsl.backends.torch.model.load_weights import Held, allot
-from rldsl.backends.torch.model.recompute import Recompute
-from rldsl.backends.torch.model.sequence_parallel import Filled, Tokens, fill
-from rldsl.backends.torch.model.zero import Sharded
+from rldsl.backends.megatron.zero import BlockUnit
+from rldsl.backends.torch.model.attention import PackedAttention
+from rldsl.backends.torch.model.autocast import round_parameter, round_to_bfloat16
+from rldsl.backends.torch.model.collectives import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_parameters, load_config
+from rldsl.backends.torch.model.recompute import ActivationCheckpointing
+from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, SequenceParallel, pad_rows
+from rldsl.backends.torch.model.zero import ZeroSharding
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -39,151 +41,169 @@ from rldsl.sharding.layout import stage_layers
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of layers. first, last: of the model."""
+    """A run of layers."""
 
-    model: Any
+    model: Any     # GPTModel
     layers: range
-    first: bool
-    last: bool
+    first: bool    # whether it has the model's first layers
+    last: bool     # whether it has the model's last layers
 
 
-class MegatronStage(Recompute):
-    """As `backends/torch/model/stage.py` says of `Stage`, without adapters. blocks: of all that modules compute with.
-    kernels: what these modules are."""
+class MegatronStage(ActivationCheckpointing):
+    """Has the attributes of the torch backend's `Stage`, which documents them, without adapters."""
+
+    blocks: list[Block]  # all that modules compute with
+    kernels: Kernels
+    parameters: dict[str, nn.Parameter]
+    unsharded: dict[str, nn.Parameter]
+    held: HeldPieces
+    unsharded_held: HeldPieces
+    base_held: HeldPieces
+    unread: HeldPieces
+    unread_base: HeldPieces
+    zero: ZeroSharding | None
+    head: torch.Tensor | None
+    score: torch.Tensor | None
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  head_dtype: torch.dtype, weight_cache: WeightCache | None = None):
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
         self.device, self.head_dtype, self.compute_dtype = device, head_dtype, torch.float32
-        self.config = config(model)
+        self.config = load_config(model)
         text = self.config.get_text_config()
         self.hidden, self.vocab = int(text.hidden_size), int(text.vocab_size)
         self.padding = text.pad_token_id
-        self.tokens = Tokens(tp, True)
-        self.sharded: Sharded | None = None
+        self.sequence_parallel = SequenceParallel(tp, True)
+        self.zero = None
         with torch.device(device):
             rotary = LlamaRotaryEmbedding(text)
         self.frequencies = rotary.inv_freq.float()
-        self.kernels = here(device.type, half=head_dtype == torch.bfloat16, buffered=not layout.zero,
-                            biases=any(spec.name.endswith(".bias") for spec in model.params))
+        self.kernels = kernels_here(device.type, half=head_dtype == torch.bfloat16, grads_buffered=not layout.zero,
+                                    biases=any(spec.name.endswith(".bias") for spec in model.params))
         self.chunks = [_chunk(text, model.layers, number, pp.size * layout.vpp, tp, axes.ep, rotary.attention_scaling,
                               self.kernels)
                        for number in range(pp.index, pp.size * layout.vpp, pp.size)]
 
-        rank, undivided = axes.mesh.ranks[axes.mesh.index], replace(layout, zero=0)
-        pieces = ((p, pieces_of_rank(p, model.layers, undivided, mesh, rank)) for p in parameters(model))
-        self.whole_held: Held = {p.name: (p, found) for p, found in pieces if found}
-        constant = not (model.home or model.sources)
+        rank, without_zero = axes.mesh.ranks[axes.mesh.index], replace(layout, zero=0)
+        pieces = ((p, pieces_of_rank(p, model.layers, without_zero, mesh, rank)) for p in parameters(model))
+        self.unsharded_held = {p.name: (p, found) for p, found in pieces if found}
+        read_only = not (model.home or model.sources)
         self.tied = OUTPUT not in {spec.name for spec in model.params} and model.kind == "causal_lm"
-        self.blocks, unread = blocks(
-            table_of(self.config.model_type, bool(self.kernels.linear)), self.whole_held, model.path,
-            self._dtype(dtype, layout.zero), device, weight_cache if constant else None, self._places)
-        self.whole: dict[str, nn.Parameter] = {n: p for block in self.blocks for n, p in block.parts.items()}
-        self.held, self.parameters = {name: self.whole_held[name] for name in self.whole}, self.whole
-        self.unread: Held = {name: self.held[name] for name in unread}
+        self.blocks, unread = build_blocks(
+            table_of(self.config.model_type, bool(self.kernels.linear)), self.unsharded_held, model.path,
+            self._dtype_of(dtype, layout.zero), device, weight_cache if read_only else None, self._module_tensors)
+        self.unsharded = {n: p for block in self.blocks for n, p in block.hf_parameters.items()}
+        self.held, self.parameters = {name: self.unsharded_held[name] for name in self.unsharded}, self.unsharded
+        self.unread = {name: self.held[name] for name in unread}
         if layout.zero:
             self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank)) for name, (p, _) in self.held.items()}
-            self.parameters, self.unread = allot(model.path, self.held, dtype, device, None)
-            self.sharded = self._shards(axes)
+            self.parameters, self.unread = allocate_parameters(model.path, self.held, dtype, device, None)
+            self.zero = self._zero_sharding(axes)
         self.base: dict[str, nn.Parameter] = {}
         self.base_held, self.unread_base = {}, {}
-        self._ends(model, tp)
-        lacking = [n for c in self.chunks for n, p in c.model.named_parameters() if p.is_meta]
-        assert not lacking, f"nothing stands behind {lacking[0]} of GPTModel"
+        self._install_ends(model, tp)
+        missing = [n for c in self.chunks for n, p in c.model.named_parameters() if p.is_meta]
+        if missing:
+            raise RuntimeError(f"no parameter of the model is {missing[0]} of GPTModel")
         if head_dtype == torch.bfloat16:
             for module in [m for chunk in self.chunks for m in chunk.model.modules()]:
                 if isinstance(module, HeadNorm):
-                    compute_rounded(module, "weight")
-                elif module._parameters.get("bias") is not None:  # added outside of products, which autocast halves
-                    compute_rounded(module, "bias")
+                    round_parameter(module, "weight")
+                elif module._parameters.get("bias") is not None:  # added outside of the products that autocast casts
+                    round_parameter(module, "bias")
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed_attention: PackedAttention,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
         """See `Stage.forward`."""
-        chunk, count, rows = self.chunks[number], len(tokens), self.tokens.rows(len(tokens))
+        chunk, count = self.chunks[number], len(tokens)
+        rows = self.sequence_parallel.padded_rows(count)
         if rows != count:
-            tokens, positions, packing = fill(tokens, rows), fill(positions, rows), Filled(packing, rows)
-            hidden = None if hidden is None else fill(hidden, rows)
-        x = self._embedded(chunk, tokens) if hidden is None else self._mine(hidden)[:, None]
+            tokens, positions = pad_rows(tokens, rows), pad_rows(positions, rows)
+            packed_attention = PaddedAttention(packed_attention, rows)
+            hidden = None if hidden is None else pad_rows(hidden, rows)
+        x = self._embed(chunk, tokens) if hidden is None else self._own_tokens(hidden)[:, None]
         angles = positions[:, None].float() * self.frequencies
         angles = torch.cat((angles, angles), -1)[:, None, None]
-        sequences = Sequences(packing=packing)
+        sequences = PackedSequences(packed_attention=packed_attention)
         for layer in chunk.model.decoder.layers:
-            x = self.perhaps_again(layer)(hidden_states=x, attention_mask=None, rotary_pos_emb=angles,
-                                          packed_seq_params=sequences)[0]
-        out = GatherAlike.apply(x[:, 0], self.tokens.tp) if self.tokens.able else x[:, 0]
+            x = self.checkpointed(layer)(hidden_states=x, attention_mask=None, rotary_pos_emb=angles,
+                                         packed_seq_params=sequences)[0]
+        out, parallel = x[:, 0], self.sequence_parallel
+        if parallel.available:
+            out = gather_from_sequence_parallel_region(out, parallel.tp, tensor_parallel_output_grad=False)
         if chunk.last:
             out = chunk.model.decoder.final_layernorm(out)
         return out[:count].to(self.head_dtype if chunk.last else self.compute_dtype)
 
-    def _embedded(self, chunk: Chunk, tokens: torch.Tensor) -> torch.Tensor:
-        """[T, 1, H] of this rank's tokens. HuggingFace gives the padding token's row no gradient here."""
-        x = chunk.model.embedding.word_embeddings(tokens[None])
-        x = x if self.tokens.able else x.transpose(0, 1)
+    def _embed(self, chunk: Chunk, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, 1, H] of this rank's tokens. As in HuggingFace's embedding, the padding token's row gets no gradient."""
+        x: torch.Tensor = chunk.model.embedding.word_embeddings(tokens[None])
+        x = x if self.sequence_parallel.available else x.transpose(0, 1)
         if self.padding is not None and torch.is_grad_enabled():
-            x = torch.where((self._mine(tokens) == self.padding)[:, None, None], x.detach(), x)
-        return rounded(x.float()) if self.head_dtype == torch.bfloat16 else x
+            x = torch.where((self._own_tokens(tokens) == self.padding)[:, None, None], x.detach(), x)
+        return round_to_bfloat16(x.float()) if self.head_dtype == torch.bfloat16 else x
 
-    def _mine(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of what all ranks of tp have alike."""
-        return PartOf.apply(x, self.tokens.tp) if self.tokens.able else x
+    def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of a tensor that is equal on all ranks of tp."""
+        parallel = self.sequence_parallel
+        return scatter_to_sequence_parallel_region(x, parallel.tp) if parallel.available else x
 
-    def _dtype(self, kept: torch.dtype, zero: int) -> Callable[[Parameter], torch.dtype]:
-        """Of what modules compute with: what is filled for a minibatch comes as autocast would make it."""
-        def found(parameter: Parameter) -> torch.dtype:
+    def _dtype_of(self, kept: torch.dtype, zero: int) -> Callable[[Parameter], torch.dtype]:
+        """The dtype of what modules compute with: under `zero`, matrices are filled as autocast would cast them."""
+        def dtype(parameter: Parameter) -> torch.dtype:
             matrix = parameter.layer is not None and len(parameter.spec.shape) > 1
             return self.head_dtype if zero and matrix else kept
 
-        return found
+        return dtype
 
-    def _shards(self, axes: Axes) -> Sharded:
-        def unit(apart: bool) -> Joined | None:
-            mine = [b for b in self.blocks for name in list(b.parts)[:1]
-                    if apart == (axes.ep.size > 1 and self.held[name][0].spec.experts > 0)]
-            rows = [self.parameters[name] for block in mine for name in block.parts]
-            return Joined(rows, mine, axes.copies if apart else axes.dp) if mine else None
+    def _zero_sharding(self, axes: Axes) -> ZeroSharding:
+        def unit(divided_experts: bool) -> BlockUnit | None:
+            own = [b for b in self.blocks for name in list(b.hf_parameters)[:1]
+                   if divided_experts == (axes.ep.size > 1 and self.held[name][0].spec.experts > 0)]
+            rows = [self.parameters[name] for block in own for name in block.hf_parameters]
+            return BlockUnit(rows, own, axes.copies if divided_experts else axes.dp) if own else None
 
-        return Sharded(1, {}, [u for u in (unit(False), unit(True)) if u is not None])
+        return ZeroSharding(1, {}, [u for u in (unit(False), unit(True)) if u is not None])
 
-    def _places(self, key: str, layer: int | None) -> Sequence[Seat]:
-        """Where a tensor of a table stands in the chunks of this rank."""
-        found: list[Seat] = []
+    def _module_tensors(self, key: str, layer: int | None) -> Sequence[ModuleTensor]:
+        """The modules' parameters on this rank for a tensor of the table."""
+        found: list[ModuleTensor] = []
         for chunk in self.chunks:
             if layer is not None and layer not in chunk.layers:
                 continue
             names = [key] if layer is None else [key.replace(LAYER, str(layer - chunk.layers.start), 1)]
-            if self.tied and key == _key(EMBEDDING):
-                names.append(_key(OUTPUT))
+            if self.tied and key == _key_of(EMBEDDING):
+                names.append(_key_of(OUTPUT))
             for name in names:
-                found += _seats(chunk.model, name)
+                found += _lookup(chunk.model, name)
         return found
 
-    def _ends(self, model: Model, tp: Axis) -> None:
-        """Which rows of the vocabulary are here, and the head: [V_local, H] rows, or [1, H] of values and scores."""
-        self.head: torch.Tensor | None = None
-        self.score: torch.Tensor | None = self.whole.get(HEAD)
+    def _install_ends(self, model: Model, tp: Axis) -> None:
+        """The embedding's rows of the vocabulary, and the head."""
+        self.head, self.score = None, self.unsharded.get(HEAD)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         if self.first:
             table = self.chunks[0].model.embedding.word_embeddings
-            table.vocab_start_index, table.vocab_end_index = self.whole_held[EMBEDDING][1][0].box[0]
+            table.vocab_start_index, table.vocab_end_index = self.unsharded_held[EMBEDDING][1][0].box[0]
         if not self.last:
             return
         name = EMBEDDING if self.tied else OUTPUT
         if model.kind != "causal_lm":
             self.chunks[-1].model.output_layer = None
             return
-        self.head, self.vocab_start = self.whole[name], self.whole_held[name][1][0].box[0][0]
-        if self.whole_held[name][0].spec.split is not None:
+        self.head, self.vocab_start = self.unsharded[name], self.unsharded_held[name][1][0].box[0][0]
+        if self.unsharded_held[name][0].spec.split is not None:
             self.head_axis = tp
 
 
 def _chunk(text: Any, layers: int, number: int, count: int, tp: Axis, ep: Axis, scaling: float, kernels: Kernels
            ) -> Chunk:
-    """scaling: of rotary embeddings; both queries and keys would carry it."""
+    """scaling: of rotary embeddings. Both queries and keys would be multiplied by it; the scores are, twice,
+    instead."""
     run, first, last = stage_layers(layers, count, number), number == 0, number == count - 1
     model = gpt(text, len(run), tp, ep, first, last, kernels)
-    for i, layer in zip(run, model.decoder.layers):
+    for i, layer in zip(run, model.decoder.layers, strict=True):
         core = layer.self_attention.core_attention
         core.layer, core.window = i, _window(text, i)
         core.scale *= scaling**2
@@ -191,31 +211,32 @@ def _chunk(text: Any, layers: int, number: int, count: int, tp: Axis, ep: Axis, 
 
 
 def _window(text: Any, layer: int) -> int | None:
-    """How many tokens a layer sees back, itself included; None for all. Families either say it of each layer or of
+    """How many tokens a query of the layer sees, itself included; None: all. Configs state it for each layer or for
     all."""
     kinds = getattr(text, "layer_types", None)
     return getattr(text, "sliding_window", None) if kinds is None or kinds[layer] == "sliding_attention" else None
 
 
-def _seats(model: nn.Module, name: str) -> list[Seat]:
+def _lookup(model: nn.Module, name: str) -> list[ModuleTensor]:
+    """The parameters of GPTModel with a name of the table: one, or one for each expert."""
     if EXPERT not in name:
-        return _seat(model, name, None)
-    found: list[Seat] = []
-    while seat := _seat(model, name.replace(EXPERT, str(len(found))), len(found)):
-        found += seat
+        return _lookup_one(model, name, None)
+    found: list[ModuleTensor] = []
+    while expert := _lookup_one(model, name.replace(EXPERT, str(len(found))), len(found)):
+        found += expert
     return found
 
 
-def _seat(model: nn.Module, name: str, at: int | None) -> list[Seat]:
-    """Empty where this chunk has not that end of the model, or a rank no further expert."""
+def _lookup_one(model: nn.Module, name: str, index: int | None) -> list[ModuleTensor]:
+    """Empty if this chunk does not have that end of the model, or the rank no further expert."""
     path, _, attribute = name.rpartition(".")
     try:
         module = model.get_submodule(path)
     except AttributeError:
         return []
-    return [Seat(module, attribute, at)] if at is None or hasattr(module, attribute) else []
+    return [ModuleTensor(module, attribute, index)] if index is None or hasattr(module, attribute) else []
 
 
-def _key(name: str) -> str:
-    """The tensor of GPTModel behind which an end of the model stands."""
+def _key_of(name: str) -> str:
+    """The tensor of GPTModel for a parameter at an end of the model."""
     return next(key for key, parts in ENDS.items() if name in parts)

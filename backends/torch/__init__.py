@@ -1,6 +1,6 @@
-"""HuggingFace models under tensor and pipeline parallelism: `build` makes one rank's shard.
+"""HuggingFace models under tensor, pipeline, context and expert parallelism: `build` makes one rank's shard.
 
-torch is imported when a shard is built, so that `describe` stays light.
+torch is imported when a shard is built, so that importing `describe` stays cheap.
 """
 
 from __future__ import annotations

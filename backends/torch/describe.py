@@ -1,5 +1,5 @@
-"""What the torch backend can express: everything that placement knows. What it cannot do of a family, `placement/`
-finds in the model itself."""
+"""What the torch backend can express: everything that placement knows. What it cannot do of a model family,
+`placement/` finds in the model itself."""
 
 from __future__ import annotations
 

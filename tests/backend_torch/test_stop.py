@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rldsl.backends.torch.generate.scheduler import PREFILL, begin
+from rldsl.backends.torch.generate.scheduler import PREFILL, num_to_admit
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
 
 from rldsl.runtime.data.end_tokens import ends
@@ -98,4 +98,4 @@ def test_a_directory_without_configs_has_its_tokenizers_end(tmp_path: Path, toke
     ([5] * 9, 4, 1, 4, 1),
     ([], 0, 0, 0, 0)])
 def test_how_many_sequences_begin(lens: list[int], waiting: int, free: int, slots: int, begun: int) -> None:
-    assert begin(lens, waiting, free, slots) == begun
+    assert num_to_admit(lens, waiting, free, slots) == begun

@@ -46,20 +46,20 @@ def _trained(rank: int, path: str, parts: int) -> list[dict[str, int]]:
     from rldsl.backends.torch import shard as module
 
     shard = make_shard(plan_model(path, optimizer=Optimizer(lr=1e-3)), rank)
-    plain, found = module.forward_backward, []
+    plain, found = module.pipeline_forward_backward, []
 
     def counted(*args: Any) -> None:
         with Asked() as asked:
             plain(*args)
         found.append(dict(asked.found))
 
-    module.forward_backward = counted
+    module.pipeline_forward_backward = counted
     try:
         for count in (1, parts):
             batches = [(pack(ROWS[i::count]),) for i in range(count)]
             shard.train(batches, [["logprobs"]], 1.0, lambda i, fresh: fresh[0]["logprobs"].sum())
     finally:
-        module.forward_backward = plain
+        module.pipeline_forward_backward = plain
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rldsl.backends.torch.model.sequence_parallel import gathered
+from rldsl.backends.torch.model.sequence_parallel import gathered_children
 
 from rldsl.plan.model import ParamSpec, Split
 from tests.backend_torch.shards import pack, plan_model, ragged
@@ -23,15 +23,15 @@ NORM = spec("norm.weight")
 
 def test_sublayers_with_divided_weights_begin_with_a_gather() -> None:
     mlp = (spec("mlp.up.weight", "colwise"), spec("mlp.down.weight", "rowwise"))
-    assert gathered((NORM, IN, OUT, *mlp)) == ("attn", "mlp")
-    assert gathered((IN, OUT, spec("attn.o.bias"), spec("attn.q_norm.weight", partial=True))) == ("attn",)
+    assert gathered_children((NORM, IN, OUT, *mlp)) == ("attn", "mlp")
+    assert gathered_children((IN, OUT, spec("attn.o.bias"), spec("attn.q_norm.weight", partial=True))) == ("attn",)
 
 
 @pytest.mark.parametrize("specs", [
     (), (NORM,), (NORM, IN), (IN, OUT, spec("attn.gate.weight")), (IN, OUT, spec("attn.q.bias")),
     (IN, OUT, spec("mlp.up.weight", "colwise"))])
 def test_a_family_that_cannot(specs: tuple[ParamSpec, ...]) -> None:
-    assert gathered(specs) == ()
+    assert gathered_children(specs) == ()
 
 
 def _between(rank: int, path: str, rows: list) -> tuple[list[int], list[int], bool]:
@@ -44,7 +44,7 @@ def _between(rank: int, path: str, rows: list) -> tuple[list[int], list[int], bo
     shard.infer([pack(rows)], "logprobs", 1.0)
     inferred, seen[:] = list(seen), []
     shard.generate(pack([(p, []) for p, _ in rows]), Sampling(max_new_tokens=2), seed=0, step=0, max_num_seqs=0)
-    return inferred, list(seen), shard.stage.tokens.able
+    return inferred, list(seen), shard.stage.sequence_parallel.available
 
 
 def test_a_rank_keeps_its_tokens_between_sublayers(tmp_path) -> None:

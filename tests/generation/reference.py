@@ -75,13 +75,13 @@ def _drawn(scores: torch.Tensor, sampling: Sampling, row: int, t: int) -> int:
 
 def made(shard: Any, prompts: Sequence[list[int]], sampling: Sampling, limit: int = 0,
          rows: Sequence[int] | None = None, **how: Any) -> GenerationOutput:
-    """The shard's own, with its hidden switches. how: `every` and `replay` of `generate`."""
+    """The shard's own, with its hidden switches. how: `poll_every` and `capture` of `generate`."""
     given = pack([(p, []) for p in prompts])
     if rows is not None:
         given = PackedBatch(torch.tensor(rows, dtype=torch.long), given.prompt_lens, given.response_lens, given.tokens)
-    with shard._numbers():
+    with shard._numerics():
         return generate(shard.stage, shard.axes, given, sampling, tokenizer_dir=shard.model.path, seed=SEED, step=STEP,
-                        limit=limit, **how)
+                        max_num_seqs=limit, **how)
 
 
 def rows_of(found: GenerationOutput) -> list[Row]:

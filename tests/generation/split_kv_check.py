@@ -11,7 +11,7 @@ import json
 import torch
 import torch.nn.functional as F
 from rldsl.backends.torch.generate import kv_cache
-from rldsl.backends.torch.generate.kv_cache import Decode, Slab
+from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
 from rldsl.backends.torch.kernels import split_kv
 
 # slots, heads, heads of keys, head size, width, window, dtype; the interpreter multiplies no bfloat16
@@ -42,20 +42,20 @@ def gap(slots: int, heads: int, groups: int, size: int, width: int, window: int 
     positions = torch.arange(slots) * 31 % width
     positions[0] = width - 1
     asked = (q, keys, values, 2, positions, width, 0.3, window)
-    return float((split_kv.attend(*asked).double() - right(*asked)).abs().max())
+    return float((split_kv.split_kv_attention(*asked).double() - right(*asked)).abs().max())
 
 
 def decoded() -> float:
-    """The largest difference of a step through the slab with this kernel and with torch's."""
+    """The largest difference of a step through the KV cache with this kernel and with torch's."""
     q, k, v = torch.randn(4, 3, 8), *torch.randn(2, 2, 3, 8)
     found = []
-    for read in (split_kv.attend, None):
+    for read in (split_kv.split_kv_attention, None):
         torch.manual_seed(1)
-        held = Slab(5, 20, torch.device("cpu"))
-        for x in held.of(0, k, v):
+        held = KVCache(5, 20, torch.device("cpu"))
+        for x in held.layer(0, k, v):
             x.copy_(torch.randn(x.shape))
-        kv_cache.reader = lambda _, read=read: read
-        found.append(Decode(held, 1, torch.tensor([4, 0, 11]), 12).attend(0, q, k, v, 0.4, None))
+        kv_cache.decode_kernel = lambda _, read=read: read
+        found.append(DecodeAttention(held, 1, torch.tensor([4, 0, 11]), 12).attend(0, q, k, v, 0.4, None))
     return float((found[0] - found[1]).abs().max())
 
 

@@ -19,11 +19,11 @@ DRAWN = Sampling(max_new_tokens=9, temperature=1.3, top_k=30)
 LAYOUTS = [(1, 2, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)]
 WORK: dict[str, tuple[Sampling, int, dict[str, Any]]] = {
     "all at once": (DRAWN, 0, {}),
-    "few slots": (DRAWN, 5, {"every": 3}),
+    "few slots": (DRAWN, 5, {"poll_every": 3}),
     "fewer slots than stages": (DRAWN, 3, {}),
     "one slot": (replace(DRAWN, max_new_tokens=4), 1, {}),
-    "plain": (DRAWN, 6, {"replay": False}),
-    "greedy": (replace(DRAWN, greedy=True), 4, {"every": 100}),
+    "plain": (DRAWN, 6, {"capture": False}),
+    "greedy": (replace(DRAWN, greedy=True), 4, {"poll_every": 100}),
     "stop": (replace(DRAWN, stop=("b", "5"), min_new_tokens=2), 4, {}),
     "one token": (replace(DRAWN, max_new_tokens=1), 3, {}),
 }

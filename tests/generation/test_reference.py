@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rldsl.backends.torch.generate import engine
-from rldsl.backends.torch.generate.generate import repeated
+from rldsl.backends.torch.generate.generate import shares_prompt
 
 from rldsl.diag import Failure
 from rldsl.plan.events import Sampling
@@ -52,7 +52,7 @@ def path(shard: Any) -> str:
 def test_every_sampling(shard: Any, name: str) -> None:
     sampling = SAMPLINGS[name]
     right = expected(path(shard), GROUPS, sampling)
-    for limit, how in ((0, {}), (5, {"every": 3}), (2, {"replay": False})):
+    for limit, how in ((0, {}), (5, {"poll_every": 3}), (2, {"capture": False})):
         assert same(rows_of(made(shard, GROUPS, sampling, limit, **how)), right), (limit, how)
 
 
@@ -61,7 +61,7 @@ def test_every_sampling(shard: Any, name: str) -> None:
 def test_slots_and_looks_change_nothing(shard: Any, limit: int, every: int) -> None:
     right = expected(path(shard), PROMPTS, DRAWN)
     assert 0 < sum(end for _, _, end in right) < len(right)  # some end by themselves, some are cut off
-    assert same(rows_of(made(shard, PROMPTS, DRAWN, limit, every=every)), right)
+    assert same(rows_of(made(shard, PROMPTS, DRAWN, limit, poll_every=every)), right)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,11 +86,11 @@ def test_another_seed_draws_others(shard: Any) -> None:
 
 
 def test_long_responses_cross_every_width(tmp_path: Any) -> None:
-    """The slab is read wider and wider, by fewer and fewer rows, and recordings of each width are replayed."""
+    """The KV cache is read wider and wider, by fewer and fewer rows, and recordings of each width are replayed."""
     there = str(make_model(tmp_path / "m", num_hidden_layers=1, scale=0.3))
     one = make_shard(plan_model(there), 0)
     sampling = Sampling(max_new_tokens=140, temperature=1.5, min_new_tokens=2)
-    found, plain = (rows_of(made(one, PROMPTS[:6], sampling, 4, replay=x)) for x in (True, False))
+    found, plain = (rows_of(made(one, PROMPTS[:6], sampling, 4, capture=x)) for x in (True, False))
     assert found == plain
     assert same(found, expected(there, PROMPTS[:6], sampling), near=5e-5)
     assert max(len(t) for t, _, _ in found) > 70
@@ -106,7 +106,7 @@ def test_logprobs_are_those_of_training(shard: Any) -> None:
 def test_halves_replay_what_they_compute(tmp_path: Any) -> None:
     there = str(make_model(tmp_path / "m"))
     one = make_shard(plan_model(there, dtype="bfloat16"), 0)
-    found, plain = (made(one, GROUPS, DRAWN, 5, replay=x) for x in (True, False))
+    found, plain = (made(one, GROUPS, DRAWN, 5, capture=x) for x in (True, False))
     assert torch.equal(found.batch.tokens, plain.batch.tokens) and torch.equal(found.logprobs, plain.logprobs)
 
 
@@ -134,20 +134,20 @@ def test_an_empty_prompt_is_refused(shard: Any, prompts: list[list[int]]) -> Non
     ([[1, 2, 3], [4, 2, 3]], [False, False]),
     ([], [])])
 def test_which_prompts_are_repeated(prompts: list[list[int]], found: list[bool]) -> None:
-    assert repeated(pack([(p, []) for p in prompts])) == found
+    assert shares_prompt(pack([(p, []) for p in prompts])) == found
 
 
 @pytest.mark.parametrize("limit", [0, 3, 2, 1])
 def test_a_prompt_is_run_once(shard: Any, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """However many samples it has, and whenever they begin."""
     run: list[int] = []
-    plain = engine.Prefill
+    plain = engine.PrefillAttention
 
-    def counted(slab: Any, lengths: torch.Tensor, *rest: Any) -> Any:
+    def counted(cache: Any, lengths: torch.Tensor, *rest: Any) -> Any:
         run.append(int(lengths.sum()))
-        return plain(slab, lengths, *rest)
+        return plain(cache, lengths, *rest)
 
-    monkeypatch.setattr(engine, "Prefill", counted)
+    monkeypatch.setattr(engine, "PrefillAttention", counted)
     made(shard, GROUPS, DRAWN, limit)
     assert sum(run) == sum(map(len, PROMPTS[:4]))
 
@@ -155,13 +155,13 @@ def test_a_prompt_is_run_once(shard: Any, monkeypatch: pytest.MonkeyPatch, limit
 def test_most_steps_are_replayed(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python goes through the modules for the first steps of a shape alone."""
     asked = {True: 0, False: 0}
-    plain = engine.Decode
-    for replay in asked:
+    plain = engine.DecodeAttention
+    for capture in asked:
 
-        def counted(*given: Any, replay: bool = replay) -> Any:
-            asked[replay] += 1
+        def counted(*given: Any, capture: bool = capture) -> Any:
+            asked[capture] += 1
             return plain(*given)
 
-        monkeypatch.setattr(engine, "Decode", counted)
-        made(shard, PROMPTS, Sampling(max_new_tokens=30, min_new_tokens=30, temperature=1.3), replay=replay)
+        monkeypatch.setattr(engine, "DecodeAttention", counted)
+        made(shard, PROMPTS, Sampling(max_new_tokens=30, min_new_tokens=30, temperature=1.3), capture=capture)
     assert asked == {False: 29, True: 3}  # plain, recorded, compared

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rldsl.backends.torch.generate.sampling import BLOCK, choose, invert, threshold
+from rldsl.backends.torch.generate.sampling import BLOCK, choose, inverse_cdf, threshold
 
 from rldsl.plan.events import Sampling
 from rldsl.runtime.draws import BELOW_ONE
@@ -103,7 +103,7 @@ def test_blocks_invert_what_one_running_sum_does(vocab: int, seed: int, draw: fl
     weights = torch.rand(2, vocab, generator=g) * (torch.rand(2, vocab, generator=g) >= holes)
     weights[:, seed % vocab] += 0.5  # some have weight
     draws = torch.tensor([draw, min(draw, BELOW_ONE)], dtype=torch.float64)
-    tokens = invert(weights, draws)
+    tokens = inverse_cdf(weights, draws)
     reached = weights.double().cumsum(-1)
     assert (weights.gather(1, tokens[:, None]) > 0).all()
     near = 1e-6 * reached[:, -1]

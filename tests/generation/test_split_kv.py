@@ -1,5 +1,5 @@
-"""The Triton kernel that reads the slab, interpreted on the processor. What it takes on a GPU is not seen here: whether
-it compiles there, and how fast it is."""
+"""The Triton kernel that reads the KV cache, interpreted on the processor. What it takes on a GPU is not seen here:
+whether it compiles there, and how fast it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rldsl.backends.torch.kernels.decode_attention import reader
+from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -34,7 +34,7 @@ def test_it_is_torch_s_attention(said: dict[str, Any]) -> None:
 
 
 @needs_triton
-def test_a_step_through_the_slab_is_the_same(said: dict[str, Any]) -> None:
+def test_a_step_through_the_cache_is_the_same(said: dict[str, Any]) -> None:
     assert said["decoded"] < 1e-5
 
 
@@ -44,4 +44,5 @@ def test_parts_are_as_many_as_a_gpu_wants(said: dict[str, Any]) -> None:
 
 
 def test_a_processor_reads_with_torch() -> None:
-    assert reader(torch.ones(1, 1, 1)) is None and reader(torch.ones(1, 1, 1, dtype=torch.bfloat16)) is None
+    for dtype in (torch.float32, torch.bfloat16):
+        assert decode_kernel(torch.ones(1, 1, 1, dtype=dtype)) is None

@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rldsl.backends.megatron.kernels import APEX, ENGINE, FLASH, Kernels, chosen, found, hide, notes
+from rldsl.backends.megatron.kernels import (
+    APEX,
+    FLASH_ATTN,
+    TRANSFORMER_ENGINE,
+    Kernels,
+    describe_kernels,
+    hide_unusable,
+    installed_packages,
+    select_kernels,
+)
 from rldsl.backends.torch.kernels import optional_packages
-from rldsl.backends.torch.kernels.optional_packages import Package, Wanted, look
+from rldsl.backends.torch.kernels.optional_packages import Package, probe
 
 from rldsl.diag import Failure
 from rldsl.plan.model import Layout
@@ -26,8 +35,8 @@ from tests.megatron.shards import make, needed, shard_of
 from tests.world import run_world
 
 needed()
-TE, AX, FA = (wanted.title for wanted in (ENGINE, APEX, FLASH))
-NONE = {wanted: Package(wanted.title) for wanted in (ENGINE, APEX, FLASH)}
+TE, AX, FA = (wanted.title for wanted in (TRANSFORMER_ENGINE, APEX, FLASH_ATTN))
+NONE = {wanted: Package(wanted.title) for wanted in (TRANSFORMER_ENGINE, APEX, FLASH_ATTN)}
 ALL = {wanted: Package(wanted.title, "2.9") for wanted in NONE}
 
 # ------------------------------------------------------------------------------------------------- what is chosen
@@ -39,20 +48,20 @@ ALL = {wanted: Package(wanted.title, "2.9") for wanted in NONE}
     (NONE | {APEX: ALL[APEX]}, "cuda", True, True, False, Kernels("", AX, "")),
     (NONE | {APEX: ALL[APEX]}, "cuda", True, False, False, Kernels()),
     (NONE | {APEX: ALL[APEX]}, "cuda", True, True, True, Kernels()),
-    (ALL | {ENGINE: Package(TE, "2.9", "broken")}, "cuda", True, True, True, Kernels("", "", FA)),
+    (ALL | {TRANSFORMER_ENGINE: Package(TE, "2.9", "broken")}, "cuda", True, True, True, Kernels("", "", FA)),
     (ALL, "cuda", False, True, False, Kernels()),
     (ALL, "cpu", True, True, False, Kernels()),
     (NONE, "cuda", True, True, False, Kernels())])
 def test_what_is_chosen(there: Any, device: str, half: bool, buffered: bool, biases: bool, wanted: Kernels) -> None:
-    assert chosen(there, device, half, buffered, biases) == wanted
+    assert select_kernels(there, device, half, buffered, biases) == wanted
 
 
 @pytest.mark.parametrize("text, version, problem", [
     (None, "", ""),
     ("__version__ = '2.9.1+cu13'", "2.9.1+cu13", ""),
-    ("__version__ = '2.8.0'", "2.8.0", "megatron-core 0.16 asks for 2.9 or later, before 2.12"),
-    ("__version__ = '2.12.0'", "2.12.0", "megatron-core 0.16 asks for 2.9 or later, before 2.12"),
-    ("", "", "megatron-core 0.16 asks for 2.9 or later, before 2.12"),
+    ("__version__ = '2.8.0'", "2.8.0", "megatron-core 0.16 needs 2.9 or later, before 2.12"),
+    ("__version__ = '2.12.0'", "2.12.0", "megatron-core 0.16 needs 2.9 or later, before 2.12"),
+    ("", "", "megatron-core 0.16 needs 2.9 or later, before 2.12"),
     ("raise OSError('libcudnn.so.9: not there\\nmore')", "", "its import fails (OSError: libcudnn.so.9: not there)"),
     ("import nothing_of_this_name", "", "its import fails (ModuleNotFoundError: No module named"),
     ("__version__ = '2.9'; 1 / 0", "", "its import fails (ZeroDivisionError: division by zero)")])
@@ -62,23 +71,23 @@ def test_what_is_found(text: str | None, version: str, problem: str, tmp_path: P
     if text is not None:
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    package = look(Wanted(TE, (name,), ENGINE.first, ENGINE.end, ENGINE.asked))
+    package = probe(replace(TRANSFORMER_ENGINE, modules=(name,)))
     monkeypatch.delitem(sys.modules, name, raising=False)
     assert package.version == version and package.problem.startswith(problem) and bool(problem) == bool(package.problem)
-    lines = list(notes(Kernels(), NONE | {ENGINE: package}))
+    lines = list(describe_kernels(Kernels(), NONE | {TRANSFORMER_ENGINE: package}))
     assert len(lines) == bool(problem) and all(problem in line and "\n" not in line for line in lines)
 
 
 def test_a_line_says_what_is_taken() -> None:
-    (line,) = notes(Kernels(TE, TE, FA), ALL)
+    (line,) = describe_kernels(Kernels(TE, TE, FA), ALL)
     assert line == ("note: megatron-core computes with Transformer Engine 2.9 (linear layers, gradients of matrices), "
                     "flash-attn 2.9 (attention)")
-    assert not list(notes(Kernels(), ALL)) and not list(notes(Kernels(), NONE))
+    assert not list(describe_kernels(Kernels(), ALL)) and not list(describe_kernels(Kernels(), NONE))
 
 
 def test_without_cuda_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rldsl.backends.megatron.kernels.look", None)
-    assert found.__wrapped__("cpu") == NONE
+    monkeypatch.setattr("rldsl.backends.megatron.kernels.probe", None)
+    assert installed_packages.__wrapped__("cpu") == NONE
 
 
 def test_what_cannot_be_used_is_hidden_and_what_is_loaded_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +96,7 @@ def test_what_cannot_be_used_is_hidden_and_what_is_loaded_stays(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "flash_attn", sys)
     monkeypatch.setitem(sys.modules, "transformer_engine", sys)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", sys)
-    hide(NONE | {ENGINE: Package(TE, "1.4", "too old"), APEX: ALL[APEX]})
+    hide_unusable(NONE | {TRANSFORMER_ENGINE: Package(TE, "1.4", "too old"), APEX: ALL[APEX]})
     with pytest.raises(ImportError):
         import transformer_engine.pytorch  # noqa: F401
     assert "apex" not in sys.modules and sys.modules["flash_attn"] is sys
@@ -100,19 +109,20 @@ def pretend(*titles: str) -> None:
     """As if this were CUDA, with these packages. megatron-core is loaded anew, and finds them by itself."""
     standins.CALLS.clear()
     standins.forget("megatron", "rldsl.backends.megatron", "transformer_engine", "flash_attn", *APEX.modules)
-    optional_packages.flash.cache_clear()
+    optional_packages.flash_attn.cache_clear()
     standins.install(*titles)
     from rldsl.backends.megatron import kernels
     from rldsl.backends.torch.model import attention, context_parallel
 
-    there = kernels.found("cuda")
-    kernels.found = lambda device: there
-    kernels.hide(there)
+    there = kernels.installed_packages("cuda")
+    kernels.installed_packages = lambda device: there
+    kernels.hide_unusable(there)
     from rldsl.backends.megatron import stage
 
-    stage.here = lambda device, *, half, buffered, biases: kernels.chosen(there, "cuda", True, buffered, biases)
+    stage.kernels_here = lambda device, *, half, grads_buffered, biases: kernels.select_kernels(
+        there, "cuda", True, grads_buffered, biases)
     for file in (attention, context_parallel):
-        file.fits = lambda q, window: there[kernels.FLASH].usable
+        file.has_varlen_kernel = lambda q, window: there[kernels.FLASH_ATTN].usable
 
 
 def with_them(rank: int, titles: tuple[str, ...], cases: list[Any]) -> list[Any]:
@@ -156,7 +166,7 @@ def recomputed(rank: int, titles: tuple[str, ...], path: str) -> tuple[float, bo
 
 
 def seen_by_modules(shard: Any) -> list[Any]:
-    return [p for block in shard.stage.blocks for p in block.seen]
+    return [p for block in shard.stage.blocks for p in block.module_parameters]
 
 
 def near(found: list[Any]) -> None:
@@ -227,7 +237,7 @@ def with_broken(rank: int, path: str, folder: str) -> tuple[list[str], list[floa
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from rldsl.backends.megatron import stage
 
-    kernels = stage.here("cuda", half=True, buffered=True, biases=False)
+    kernels = stage.kernels_here("cuda", half=True, grads_buffered=True, biases=False)
     return [repr(kernels), str(HAVE_TE)], first, said.getvalue()
 
 
@@ -242,7 +252,7 @@ def test_broken_and_old_packages_leave_plain_kernels_and_a_line(tmp_path: Path) 
     assert state == [repr(Kernels()), "False"] and norms == plain
     assert said.splitlines() == [
         "note: Transformer Engine is not used, plain kernels are: its import fails (OSError: libnvrtc.so: not there)",
-        "note: flash-attn 1.0.9 is not used, plain kernels are: this backend asks for 2.7 or later, before 3"]
+        "note: flash-attn 1.0.9 is not used, plain kernels are: this backend needs 2.7 or later, before 3"]
 
 
 def elsewhere(rank: int, path: str, version: str | None) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ from tests.world import run_world
 Tensors = dict[str, torch.Tensor]
 
 
-def away(host: object, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def offload(host: object, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return _taken(tensors)
 
 
-def back(host: object, tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Callable[[], None]]:
+def onload(host: object, tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Callable[[], None]]:
     values = _taken(tensors)
     made = {name: torch.full_like(t, float("nan")) for name, t in values.items()}
 
@@ -51,7 +51,7 @@ def run(path: Path, folder: Path, goes: bool) -> Metrics:
 
 def _apart(rank: int, data: bytes, out: str, cwd: str, trace: str | None, responses: Path) -> None:
     """The process of a world, which ends with it."""
-    from rldsl.backends.torch.model.offload import Host
+    from rldsl.backends.torch.model.offload import HostMemory
 
-    Host.away, Host.back = away, back  # type: ignore[assignment,method-assign]
+    HostMemory.offload, HostMemory.onload = offload, onload  # type: ignore[assignment,method-assign]
     _rank(rank, data, out, cwd, trace, responses)

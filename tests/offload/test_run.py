@@ -63,27 +63,27 @@ def test_gradients_give_their_memory_back(tiny: Path, tmp_path: Path, monkeypatc
 
 
 def test_host_memory_is_the_same_where_there_is_one() -> None:
-    from rldsl.backends.torch.model.offload import Host
+    from rldsl.backends.torch.model.offload import HostMemory
 
-    host, tensors = Host(torch.device("cpu")), {"a": torch.arange(4.0), "b": torch.zeros(0, 3)}
-    there = host.away(tensors)
-    back, finish = host.back(there)
+    host, tensors = HostMemory(torch.device("cpu")), {"a": torch.arange(4.0), "b": torch.zeros(0, 3)}
+    there = host.offload(tensors)
+    back, finish = host.onload(there)
     finish()
     assert all(back[k] is tensors[k] for k in tensors) and not host.pinned
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device with memory of its own")
 def test_host_memory_on_cuda() -> None:
-    from rldsl.backends.torch.model.offload import Host
+    from rldsl.backends.torch.model.offload import HostMemory
 
     device = torch.device("cuda", 0)
-    host = Host(device)
+    host = HostMemory(device)
     tensors = {"a": torch.randn(1 << 20, device=device), "b": torch.randn(3, 5, device=device).t()}
     expected = {k: v.cpu() for k, v in tensors.items()}
     for _ in range(3):
-        there = host.away(tensors)
+        there = host.offload(tensors)
         assert all(t.is_pinned() and torch.equal(t, expected[k]) for k, t in there.items())
-        tensors, finish = host.back(there)
+        tensors, finish = host.onload(there)
         finish()
         assert all(t.device == device and torch.equal(t.cpu(), expected[k]) for k, t in tensors.items())
         assert tensors["b"].stride() == expected["b"].stride()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from rldsl.backends.torch.model.load_weights import files, open_file
+from rldsl.backends.torch.model.load_weights import open_file, weight_files
 
 from rldsl import api
 from rldsl.diag import Failure
@@ -204,7 +204,7 @@ def test_an_index(source: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "model/model.safetensors.index.json").write_bytes(text.encode(errors="surrogateescape"))
     (tmp_path / "p.rlf").write_text(PROGRAM.format(folder=tmp_path))
     assert code(lambda: api.compile(str(tmp_path / "p.rlf"), {})) in ("", "RL0302")
-    assert code(lambda: files(str(tmp_path / "model"))) == "RL0721"
+    assert code(lambda: weight_files(str(tmp_path / "model"))) == "RL0721"
 
 
 # ---------------------------------------------------------------------------------------------- a checkpoint

@@ -64,18 +64,18 @@ class Links:
     def __init__(self, pp: object):
         self.there: set[Pass] = set()
 
-    def exchange(self, now: Exchange, made: torch.Tensor | None, room: Callable[[int], torch.Tensor]) -> None:
-        assert (made is not None) or not now.sends
+    def exchange(self, now: Exchange, output: torch.Tensor | None, recv_buffer: Callable[[int], torch.Tensor]) -> None:
+        assert (output is not None) or not now.sends
         Links.log += [("send", *m) for m in now.sends] + [("take", *m) for m in now.takes]
         self.there |= {m.wanted for m in now.takes}
 
-    def take(self, wanted: Pass) -> torch.Tensor | None:
+    def wait_receive(self, wanted: Pass) -> torch.Tensor | None:
         if wanted not in self.there:
             return None
         Links.log.append(("wait", wanted))
         return torch.ones(1, 1)
 
-    def drain(self) -> None:
+    def wait_sends(self) -> None:
         pass
 
 
@@ -87,17 +87,17 @@ def test_it_is_the_order_of_the_backend(pp: int, count: int, vpp: int, monkeypat
         Links.log = []
         weight = torch.ones(1, requires_grad=True)
 
-        def forward(tokens, positions, packing, hidden, chunk):
+        def forward(tokens, positions, attention, hidden, chunk):
             Links.log.append(("ahead", chunk))
             out = weight * (torch.ones(1, 1) if hidden is None else hidden)
             out.register_hook(lambda g: Links.log.append(("back", chunk)))
             return out
 
-        batch: Any = SimpleNamespace(tokens=torch.zeros(1, dtype=torch.long), packing=SimpleNamespace(positions=None))
+        batch: Any = SimpleNamespace(tokens=torch.zeros(1, dtype=torch.long), attention=SimpleNamespace(positions=None))
         chunks = [SimpleNamespace(last=c * pp + s == pp * vpp - 1) for c in range(vpp)]
-        stage: Any = SimpleNamespace(forward=forward, sharded=None, chunks=chunks)
+        stage: Any = SimpleNamespace(forward=forward, zero=None, chunks=chunks)
         axis: Any = SimpleNamespace(size=pp, index=s)
-        pipeline.forward_backward(stage, axis, [batch] * count, lambda i, out: out.sum())
+        pipeline.pipeline_forward_backward(stage, axis, [batch] * count, lambda i, out: out.sum())
         fake: Any = FakeStage(s, pp)
         assert told(pipelined(fake, count, [(1.0 + c, -1.0 - c) for c in range(vpp)], 0.5), s) == Links.log
 

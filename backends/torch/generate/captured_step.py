@@ -1,10 +1,12 @@
-"""A function that is called again and again with the same shapes, without its Python.
+"""Capture a function that is called again and again with the same shapes, and replay it without its Python.
 
-In: a key for everything that Python decides by, and a function that reads tensors which stay where they are; called
-twice in a row it gives the same. Out: its results. The first calls are plain, then one is recorded: as a tape of
-operators on the CPU, as a captured graph on CUDA. The first tape is asked beside its function once more, and if it does
-not give bit for bit the same, nothing is replayed; nor is a function that cannot be recorded. Tapes that were not asked
-for a while have no memory until they are.
+In: a key for everything that the function's Python depends on, and a function that reads tensors which stay where they
+are; called twice in one state it gives the same. Out: its results.
+
+The first calls run the function, then one call captures it: as an `OpTrace` on the CPU, as a CUDA graph on a GPU. The
+first trace is compared with the function once more, in a later state; if it does not match bit for bit, nothing is
+replayed. A function that cannot be captured runs as it is. Traces that were not used for a while give their memory back
+until they are.
 """
 
 from __future__ import annotations
@@ -13,90 +15,89 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
-from rldsl.backends.torch.generate.op_trace import Tape, Unrecorded, record
+from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Outputs, trace
 
 from rldsl.memory.decoding import KEPT
 
-Out = tuple[torch.Tensor, ...]
-
-PLAIN = 1  # calls before a recording, which takes as long as a few of them
-KNOWN = 64  # tapes for each lane, most of them without memory
+CALLS_BEFORE_CAPTURE = 1  # a capture takes as long as a few calls
+MAX_TRACES = 64  # for each micro-batch group, most of them without memory
 
 
 @dataclass
-class Replay:
-    """able: whether to try. twice: whether the function may be asked twice in one state, and is then compared. lanes:
-    how many keys take turns. found: recordings, and how often it was called where there is none. awake: those with
-    memory, the last that was asked at the end. trusted: a recording has been compared."""
+class CapturedSteps:
+    """The pool of captured graphs (CUDA) or operator traces (CPU) of one function."""
 
     device: torch.device
-    able: bool
-    twice: bool = True
-    lanes: int = 1
-    found: dict[Hashable, Callable[[], Out] | int] = field(default_factory=dict)
-    awake: dict[Hashable, Tape] = field(default_factory=dict)
-    trusted: bool = False
+    enabled: bool
+    repeatable: bool = True  # whether the function may run twice in one state, so that a trace can be compared with it
+    num_groups: int = 1      # how many micro-batch groups take turns; each has keys of its own
+    # key -> its graph or trace, or how often the function was called while there is none
+    captures: dict[Hashable, Callable[[], Outputs] | int] = field(default_factory=dict)
+    with_memory: dict[Hashable, OpTrace] = field(default_factory=dict)  # least recently used first
+    verified: bool = False   # a trace has been compared with its function
 
-    def __call__(self, key: Hashable, function: Callable[[], Out]) -> Out:
-        if not self.able:
+    def __call__(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
+        if not self.enabled:
             return function()
-        again = self.found.get(key, 0)
-        if isinstance(again, int):
-            if again == PLAIN:
-                return self._recorded(key, function)
-            self.found[key] = again + 1
-            if len(self.found) > (KNOWN if self.device.type == "cpu" else KEPT) * self.lanes:
-                old = next(iter(self.found))
-                del self.found[old]
-                self.awake.pop(old, None)
+        captured = self.captures.get(key, 0)
+        if isinstance(captured, int):
+            if captured == CALLS_BEFORE_CAPTURE:
+                return self._capture(key, function)
+            self.captures[key] = captured + 1
+            if len(self.captures) > (MAX_TRACES if self.device.type == "cpu" else KEPT) * self.num_groups:
+                oldest = next(iter(self.captures))
+                del self.captures[oldest]
+                self.with_memory.pop(oldest, None)
             return function()
-        if isinstance(again, Tape):
-            self._wake(key, again)
-        if self.trusted or not self.twice:
-            return again()
+        if isinstance(captured, OpTrace):
+            self._unpark(key, captured)
+        if self.verified or not self.repeatable:
+            return captured()
         out = function()
-        self.trusted = self.able = all(map(torch.equal, out, again()))
+        self.verified = self.enabled = all(map(torch.equal, out, captured()))
         return out
 
-    def sleep(self) -> None:
-        """Nothing that was recorded has memory until it is asked again."""
-        for tape in self.awake.values():
-            tape.rest.sleep()
-        self.awake.clear()
+    def park(self) -> None:
+        """Give the memory of all traces back until they are used again."""
+        for captured in self.with_memory.values():
+            captured.parking.park()
+        self.with_memory.clear()
 
-    def _wake(self, key: Hashable, tape: Tape) -> None:
-        if self.awake.pop(key, None) is None and not tape.rest.awake:
-            tape.rest.wake()
-        self.awake[key] = tape
-        if len(self.awake) > KEPT * self.lanes:  # what a lane was told last is still read, and is not the oldest
-            self.awake.pop(next(iter(self.awake))).rest.sleep()
+    def _unpark(self, key: Hashable, captured: OpTrace) -> None:
+        if self.with_memory.pop(key, None) is None and not captured.parking.has_memory:
+            captured.parking.unpark()
+        self.with_memory[key] = captured
+        # the last result of each group is still read: with KEPT traces for each group it is never the oldest
+        if len(self.with_memory) > KEPT * self.num_groups:
+            self.with_memory.pop(next(iter(self.with_memory))).parking.park()
 
-    def _recorded(self, key: Hashable, function: Callable[[], Out]) -> Out:
+    def _capture(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
         try:
             if self.device.type == "cpu":
-                out, tape = record(function, self.twice and not self.trusted)
-                self.found[key] = tape
-                self._wake(key, tape)
-            else:  # whatever reads numbers on the host fails in a capture
-                out, self.found[key] = capture(function)
-                self.trusted = True
+                out, captured = trace(function, self.repeatable and not self.verified)
+                self.captures[key] = captured
+                self._unpark(key, captured)
+            else:  # a function that reads values on the host fails in a capture, so nothing is left to compare
+                out, self.captures[key] = capture_graph(function)
+                self.verified = True
             return out
-        except (Unrecorded, RuntimeError) as found:
-            self.able = False
-            if isinstance(found, Unrecorded) and not self.twice:  # it has done a part of its work
+        except (NotTraceable, RuntimeError) as error:
+            self.enabled = False
+            if isinstance(error, NotTraceable) and not self.repeatable:  # it has done a part of its work
                 raise
             return function()
 
 
-def capture(function: Callable[[], Out]) -> tuple[Out, Callable[[], Out]]:
-    """A CUDA graph. Its kernels were all run before, so that what they set up at first is there."""
+def capture_graph(function: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], Outputs]]:
+    """The function's result and its CUDA graph. The function has run before, so that everything its kernels set up at
+    their first launch exists."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         out = function()
 
-    def again() -> Out:
+    def replay() -> Outputs:
         graph.replay()
         return out
 
-    return again(), again
+    return replay(), replay

@@ -1,116 +1,125 @@
-"""The turns of the lanes of a slab through the stages of a pipeline, so that all stages work at the same time.
+"""Pipelined generation: the micro-batch groups of the KV cache take turns, so that all stages work at the same time.
 
-In: an engine for each rank. Out: all its work is done. With pp stages there are pp lanes, and item i of the work is the
-next turn of lane i modulo pp. In *moment* t stage s does item t - s. Between two moments each stage gives the hidden
-states that it made to the next one and gets those of its next item, and the last stage tells all others which tokens it
-sampled: what it did in moment t is known when lane i's next turn begins, at the earliest in moment t + 1.
+In: an engine on each rank. Out: all of its sequences are complete.
 
-No deadlock: every message belongs to one boundary between two moments, and at a boundary a rank posts all of its
-messages together and waits for them. Both sides know whether there is one and how large it is, since what an item does
-follows from the prompts and from what came of the items i - pp and before, which every stage knows by then. So when all
-ranks have passed boundary t, each comes to boundary t + 1 after its own pass, and all messages there meet; by induction
-every boundary is passed, under rendezvous as well. Ranks that share experts are at the same stage and do the same
-moments: each first asks whether any of them is busy, and all make a pass or none.
+With pp stages there are pp groups, and item i of the work is the next turn of group i modulo pp. In clock tick t, stage
+s runs item t - s. Between two ticks each stage sends the hidden states that it made to the next stage and receives
+those of its next item, and the last stage sends the sampled tokens to all others: what it samples in tick t is known
+when the group's next turn begins, in tick t + 1 at the earliest.
+
+No deadlock: every message belongs to one boundary between two ticks, and at a boundary a rank posts all of its messages
+together and waits for them. Both sides know whether there is a message and how large it is, since an item follows from
+the prompts and from the outcomes of the items i - pp and before, which every stage knows by then. So when all ranks
+have passed boundary t, each reaches boundary t + 1 after its own forward pass, and all messages there meet; by
+induction every boundary is passed, even under rendezvous sends. Ranks that share experts are at the same stage and run
+the same ticks: each first asks whether any of them has work, and all run a pass or none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from rldsl.backends.torch.generate.engine import Engine, Work
-from rldsl.backends.torch.generate.scheduler import Lane
+from rldsl.backends.torch.generate.engine import Engine, ScheduledBatch
+from rldsl.backends.torch.generate.scheduler import MicroBatchGroup
 
 from rldsl.runtime.backend import Axes, Axis
 
 
-def run(engine: Engine, axes: Axes) -> None:
+def run_to_completion(engine: Engine, axes: Axes) -> None:
     """Until every sequence of this shard, and of those that share its experts, is complete."""
     pp, ep = axes.pp, axes.ep
-    items, moment = _Items(engine, pp), -pp.index
-    arriving: torch.Tensor | None = None
+    items, tick = _InFlight(engine, pp), -pp.index
+    received: torch.Tensor | None = None
     while True:
-        if moment >= 0:
-            work = items.at(moment)
-            if not _any(items.busy, ep, engine.stage.device):
+        output: tuple[torch.Tensor, ...] = ()
+        if tick >= 0:
+            batch = items.batch(tick)
+            if not _any_has_work(items.has_work, ep, engine.stage.device):
                 return
-            made = items.do(moment, arriving)
-            if ep.size > 1 and (work is None or not engine.size(work)):
-                engine.idle()
-        else:
-            made = ()
-        arriving = items.exchange(moment, made) if pp.size > 1 else None
-        moment += 1
+            output = items.run(tick, received)
+            if ep.size > 1 and (batch is None or not engine.num_tokens(batch)):
+                engine.dummy_pass()
+        received = items.exchange(tick, output) if pp.size > 1 else None
+        tick += 1
 
 
-class _Items:
-    """Work and outcomes of the items that are under way at this stage. An item is numbered as this stage meets it."""
+class _InFlight:
+    """Batches and outcomes of the items that are under way at this stage. Items are numbered by this stage's ticks, so
+    item i is the one that it runs in its tick i."""
 
     def __init__(self, engine: Engine, pp: Axis):
         self.engine, self.pp = engine, pp
-        self.work: dict[int, Work | None] = {}
-        self.outcomes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.busy = True
+        self.batches: dict[int, ScheduledBatch | None] = {}
+        self.samples: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # item -> (tokens, log-probs)
+        self.has_work = True
 
-    def at(self, item: int) -> Work | None:
-        """What an item does; decided once, from what came of the lane's last turn."""
-        if item not in self.work:
-            before, lane = item - self.pp.size, self._lane(item)
+    def batch(self, item: int) -> ScheduledBatch | None:
+        """What an item runs; decided once, from the outcome of the group's last turn."""
+        if item not in self.batches:
+            before, group = item - self.pp.size, self._group(item)
             if before >= 0:
-                last = self.work.pop(before)
+                last = self.batches.pop(before)
                 if last is not None:
-                    self.engine.absorb(lane, last, *self.outcomes.pop(before))
-            self.work[item] = self.engine.slots.next(lane)
-            self.busy = self.engine.slots.busy
-        return self.work[item]
+                    self.engine.record_samples(group, last, *self.samples.pop(before))
+            self.batches[item] = self.engine.scheduler.schedule(group)
+            self.has_work = self.engine.scheduler.has_work
+        return self.batches[item]
 
-    def do(self, item: int, arriving: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        work = self.at(item)
-        if work is None:
+    def run(self, item: int, received: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """received: hidden states of the stage before. See `Engine.run`."""
+        batch = self.batch(item)
+        if batch is None:
             return ()
-        made = self.engine.work(self._lane(item), work, arriving)
+        output = self.engine.run(self._group(item), batch, received)
         if self.engine.stage.last:
-            self.outcomes[item] = made
-        return made
+            tokens, logprobs = output
+            self.samples[item] = tokens, logprobs
+        return output
 
-    def exchange(self, moment: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """Everything that travels after a moment. made: of this stage in it. The hidden states of the next item."""
+    def exchange(self, tick: int, output: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """Send and receive everything that travels after a tick. output: of this stage in it. Returns the hidden states
+        of the next item."""
         pp, stage, engine = self.pp, self.engine.stage, self.engine
-        last, operations = pp.size - 1, []
+        last_stage = pp.size - 1
+        operations: list[dist.P2POp] = []
 
-        def post(operation: object, tensor: torch.Tensor, to: int) -> None:
-            operations.append(dist.P2POp(operation, tensor, pp.ranks[to], pp.group))
+        def post(operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
+            operations.append(dist.P2POp(operation, tensor, pp.ranks[peer], pp.group))
 
-        if not stage.last and made:
-            post(dist.isend, made[0].contiguous(), pp.index + 1)
-        arriving, told = None, None
-        if not stage.first and moment >= -1:
-            coming = self.at(moment + 1)
-            if coming is not None and engine.size(coming):
-                arriving = engine.room(self._lane(moment + 1), coming)
-                post(dist.irecv, arriving, pp.index - 1)
-        sampled = moment + pp.index - last  # by the last stage in this moment
-        work = self.work.get(sampled) if sampled >= 0 else None
-        if work is not None and stage.last:
-            both = torch.stack([x.double() for x in made])  # exact: one message instead of two
-            for to in range(last):
-                post(dist.isend, both, to)
-        elif work is not None:
-            told = torch.empty(2, engine.sequences(work), dtype=torch.float64, device=stage.device)
-            post(dist.irecv, told, last)
-        for sent in dist.batch_isend_irecv(operations) if operations else ():
-            sent.wait()
-        if told is not None:
-            self.outcomes[sampled] = told[0].long(), told[1].float()
-        return arriving
+        if not stage.last and output:
+            post(dist.isend, output[0].contiguous(), pp.index + 1)
+        recv_buffer, recv_samples = None, None
+        if not stage.first and tick >= -1:
+            next_batch = self.batch(tick + 1)
+            if next_batch is not None and engine.num_tokens(next_batch):
+                recv_buffer = engine.recv_buffer(self._group(tick + 1), next_batch)
+                post(dist.irecv, recv_buffer, pp.index - 1)
+        sampled_item = tick + pp.index - last_stage  # what the last stage sampled in this tick, in our numbering
+        sampled = self.batches.get(sampled_item) if sampled_item >= 0 else None
+        if sampled is not None and stage.last:
+            both = torch.stack([x.double() for x in output])  # exact for both: one message instead of two
+            for peer in range(last_stage):
+                post(dist.isend, both, peer)
+        elif sampled is not None:
+            recv_samples = torch.empty(2, engine.num_sequences(sampled), dtype=torch.float64, device=stage.device)
+            post(dist.irecv, recv_samples, last_stage)
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        if recv_samples is not None:
+            self.samples[sampled_item] = recv_samples[0].long(), recv_samples[1].float()
+        return recv_buffer
 
-    def _lane(self, item: int) -> Lane:
-        return self.engine.slots.lanes[item % self.pp.size]
+    def _group(self, item: int) -> MicroBatchGroup:
+        return self.engine.scheduler.groups[item % self.pp.size]
 
 
-def _any(busy: bool, ep: Axis, device: torch.device) -> bool:
+def _any_has_work(has_work: bool, ep: Axis, device: torch.device) -> bool:
     """Whether any rank that shares experts with this one has sequences that are not complete."""
     if ep.size == 1:
-        return busy
-    flag = torch.tensor(int(busy), device=device)
+        return has_work
+    flag = torch.tensor(int(has_work), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=ep.group)
     return bool(flag)

@@ -1,7 +1,8 @@
-"""What decoding works on: a slab, the sequences in its slots, what has been sampled, and recordings of its steps.
+"""The state that decoding works on: KV cache, the sequences in its slots, what has been sampled, and captured steps.
 
-In: how many sequences, slots and tokens. Out: a `Desk`, cleared. A later generation of the same shape takes the same
-desk, so that it finds its steps recorded; in between a desk has no memory, only the list of what is done on it.
+In: the number of sequences, slots and tokens. Out: a zeroed `DecodeState`. A later generate call of the same shape
+takes the same state, so that it finds its steps captured; in between the state has no memory, only the list of what is
+done on it.
 """
 
 from __future__ import annotations
@@ -10,101 +11,110 @@ from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from rldsl.backends.torch.generate.captured_step import Replay
-from rldsl.backends.torch.generate.kv_cache import Slab
-from rldsl.backends.torch.generate.storage_parking import Rest
+from rldsl.backends.torch.generate.captured_step import CapturedSteps
+from rldsl.backends.torch.generate.kv_cache import KVCache
+from rldsl.backends.torch.generate.storage_parking import StorageParking
 
-MOST = 2  # desks of a shard: one for sampling, one for evaluations, say
+MAX_PARKED = 2  # states that a shard keeps: one for sampling and one for evaluation, say
 
 
 @dataclass
-class Progress:
-    """What has been sampled so far; every field is indexed by sequence.
+class Responses:
+    """What has been sampled so far, by sequence. M is max_new_tokens; column M takes what is dropped."""
 
-    tokens [N, M + 1] int64, logprobs [N, M + 1] float32 with M = max_new_tokens (the last column is for what is
-    dropped); done [N] bool (ended by itself); lengths [N] int64: number of sampled tokens."""
-
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    lengths: torch.Tensor
-    done: torch.Tensor
+    tokens: torch.Tensor    # [N, M + 1] int64
+    logprobs: torch.Tensor  # [N, M + 1] float32
+    lengths: torch.Tensor   # [N] int64, tokens sampled
+    finished: torch.Tensor  # [N] bool, ended before its maximum length
 
     @staticmethod
-    def start(count: int, longest: int, device: torch.device) -> Progress:
-        return Progress(torch.zeros(count, longest + 1, dtype=torch.long, device=device),
-                        torch.zeros(count, longest + 1, device=device),
-                        torch.zeros(count, dtype=torch.long, device=device),
-                        torch.zeros(count, dtype=torch.bool, device=device))
+    def empty(count: int, max_new_tokens: int, device: torch.device) -> Responses:
+        return Responses(torch.zeros(count, max_new_tokens + 1, dtype=torch.long, device=device),
+                         torch.zeros(count, max_new_tokens + 1, device=device),
+                         torch.zeros(count, dtype=torch.long, device=device),
+                         torch.zeros(count, dtype=torch.bool, device=device))
 
 
-class Seats:
-    """The sequence of each slot. which: its number; made: tokens sampled; before: tokens of its prompt, less one;
-    token, logprob: the last; live: it has not ended; ended: by itself. draws: [slots, M + 1] its random numbers, if
-    any."""
+class SlotState:
+    """The sequence of each slot, on the device."""
 
-    def __init__(self, slots: int, longest: int, device: torch.device, draws: bool):
-        self.which, self.made, self.before, self.token = torch.zeros(4, slots, dtype=torch.long, device=device)
+    seq_id: torch.Tensor           # [slots] int64
+    num_generated: torch.Tensor    # [slots] int64, tokens sampled
+    last_prompt_pos: torch.Tensor  # [slots] int64, position of the prompt's last token
+    token: torch.Tensor            # [slots] int64, sampled last
+    logprob: torch.Tensor          # [slots] float32, of that token
+    active: torch.Tensor           # [slots] bool, neither finished nor at its maximum length
+    finished: torch.Tensor         # [slots] bool, ended by an end token or a stop string
+    draws: torch.Tensor            # [slots, M + 1] float64, its random numbers; no rows if there are none
+
+    def __init__(self, slots: int, max_new_tokens: int, device: torch.device, draws: bool):
+        self.seq_id, self.num_generated, self.last_prompt_pos, self.token = torch.zeros(
+            4, slots, dtype=torch.long, device=device)
         self.logprob = torch.zeros(slots, device=device)
-        self.live, self.ended = torch.zeros(2, slots, dtype=torch.bool, device=device)
-        self.draws = torch.zeros(slots if draws else 0, longest + 1, dtype=torch.float64, device=device)
+        self.active, self.finished = torch.zeros(2, slots, dtype=torch.bool, device=device)
+        self.draws = torch.zeros(slots if draws else 0, max_new_tokens + 1, dtype=torch.float64, device=device)
 
-    def move(self, sources: Sequence[int], into: Sequence[int]) -> None:
-        fields = (self.which, self.made, self.before, self.token, self.live, self.ended)
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move sequences to other slots. `logprob` stays: it is read before the next move."""
+        fields = (self.seq_id, self.num_generated, self.last_prompt_pos, self.token, self.active, self.finished)
         for x in (*fields, self.draws) if len(self.draws) else fields:
-            x[list(into)] = x[list(sources)]
-        self.live[list(sources)] = False
+            x[list(targets)] = x[list(sources)]
+        self.active[list(sources)] = False
 
 
 @dataclass
-class Desk:
-    """eos_ids: tokens that end a sequence. steps, notes: recordings of decoding steps, and of what is noted after them.
-    rooms: where hidden states of the stage before arrive, for the steps of each lane."""
+class DecodeState:
+    """Everything on the device that a generate call writes."""
 
-    slab: Slab
-    seats: Seats
-    progress: Progress
-    eos_ids: torch.Tensor
-    steps: Replay
-    notes: Replay
-    rooms: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    rest: Rest | None = None
+    cache: KVCache
+    slots: SlotState
+    responses: Responses
+    eos_ids: torch.Tensor  # [E] int64, tokens that end a sequence
+    decode_steps: CapturedSteps
+    bookkeeping: CapturedSteps  # what is noted after each decode step
+    # (first slot, batch size) of a group's decode steps -> the hidden states of the stage before, [batch size, H]
+    recv_buffers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    parking: StorageParking | None = None  # while no call uses the state
 
     @staticmethod
-    def make(count: int, slots: int, width: int, longest: int, ends: Sequence[int], draws: bool, lanes: int,
-             replay: bool, device: torch.device) -> Desk:
-        """count: sequences. slots, width: of the slab. longest: the most tokens of a response. ends: see eos_ids."""
-        return Desk(Slab(slots, width, device), Seats(slots, longest, device, draws),
-                    Progress.start(count, longest, device), torch.tensor(ends, dtype=torch.long, device=device),
-                    Replay(device, replay, lanes=lanes), Replay(device, replay, twice=False, lanes=lanes))
+    def allocate(num_seqs: int, num_slots: int, kv_width: int, max_new_tokens: int, eos_ids: Sequence[int], draws: bool,
+                 num_groups: int, capture: bool, device: torch.device) -> DecodeState:
+        """draws: whether random numbers are needed. capture: whether steps are captured."""
+        return DecodeState(
+            KVCache(num_slots, kv_width, device), SlotState(num_slots, max_new_tokens, device, draws),
+            Responses.empty(num_seqs, max_new_tokens, device), torch.tensor(eos_ids, dtype=torch.long, device=device),
+            CapturedSteps(device, capture, num_groups=num_groups),
+            CapturedSteps(device, capture, repeatable=False, num_groups=num_groups))
 
-    def open(self) -> None:
-        """Everything is 0, and every slot empty."""
-        if self.rest is None:
+    def unpark(self) -> None:
+        """Make a parked state like a new one: everything is 0, and every slot empty."""
+        if self.parking is None:
             return
-        self.rest.wake()
-        self.rest = None
+        self.parking.unpark()
+        self.parking = None
         for x in self._tensors():
             x.zero_()
 
-    def close(self) -> None:
-        self.steps.sleep()
-        self.notes.sleep()
-        self.rest = Rest((*self._tensors(), *self.rooms.values()))
-        self.rest.sleep()
+    def park(self) -> None:
+        """Give all memory back, that of captured steps too."""
+        self.decode_steps.park()
+        self.bookkeeping.park()
+        self.parking = StorageParking((*self._tensors(), *self.recv_buffers.values()))
+        self.parking.park()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for held in (vars(self.seats), vars(self.progress)):
-            yield from held.values()
-        for pair in self.slab.layers.values():
-            yield from pair
+        for record in (vars(self.slots), vars(self.responses)):
+            yield from record.values()
+        for cached in self.cache.layers.values():
+            yield from cached
 
 
-Desks = MutableMapping[Hashable, Desk]
+DecodeStates = MutableMapping[Hashable, DecodeState]
 
 
-def keep(desks: Desks, key: Hashable, desk: Desk) -> None:
-    """For the next generation with this key; the oldest of too many goes."""
-    desk.close()
-    desks[key] = desk
-    if len(desks) > MOST:
-        del desks[next(iter(desks))]
+def keep_parked(states: DecodeStates, key: Hashable, state: DecodeState) -> None:
+    """Park a state for the next call with this key; of too many, drop the oldest."""
+    state.park()
+    states[key] = state
+    if len(states) > MAX_PARKED:
+        del states[next(iter(states))]

@@ -1,10 +1,11 @@
-"""What one rank does for a piece of work of `scheduler.py`: prompts into slots, one more token for the sequences of a
-lane.
+"""Runs the batches of `scheduler.py` on one rank: prompts into slots, then one more token for each sequence of a group.
 
-In: work, and the hidden states of the stage before. Out: hidden states for the next stage, or, of the last one, the
-tokens that were sampled. Which token comes next, how many there are and which sequences have ended is known on the
-device; the host asks for the last where the work says so. A sequence that has ended since goes on until then: what is
-sampled for it is dropped, and it writes where nothing is read.
+In: a batch, and the hidden states of the stage before. Out: hidden states for the next stage, or, on the last stage,
+the sampled tokens.
+
+The next token, how many there are and which sequences have finished are known on the device; the host polls for the
+last only where the batch says so. Until then a finished sequence stays in its batch: what is sampled for it is dropped,
+and its keys and values go where nothing is read.
 """
 
 from __future__ import annotations
@@ -13,155 +14,174 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
-from rldsl.backends.torch.generate.decode_state import Desk
-from rldsl.backends.torch.generate.kv_cache import Decode, Prefill
+from rldsl.backends.torch.generate.decode_state import DecodeState
+from rldsl.backends.torch.generate.kv_cache import DecodeAttention, PrefillAttention
 from rldsl.backends.torch.generate.sampling import Sampler
-from rldsl.backends.torch.generate.scheduler import Begin, Lane, Slots, Step
+from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
-from rldsl.backends.torch.model.attention import Varlen
+from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.backends.torch.model.stage import Stage
 
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.store import within
 
-Work = Begin | Step
+ScheduledBatch = PrefillBatch | DecodeBatch
 
 
 @dataclass
 class Engine:
-    """prompts: of all sequences. sampler: of the last stage, None elsewhere. stops: texts that end a sequence. slots:
-    what to do; starts [N]: where prompts begin."""
+    """One generate call on one rank."""
 
     stage: Stage
-    prompts: PackedBatch
-    sampler: Sampler | None
-    stops: StopStrings | None
-    shortest: int
-    longest: int
-    slots: Slots
-    desk: Desk
+    prompts: PackedBatch           # of all sequences
+    sampler: Sampler | None        # on the last stage
+    stop_strings: StopStrings | None
+    min_new_tokens: int
+    max_new_tokens: int
+    scheduler: Scheduler
+    state: DecodeState
 
     def __post_init__(self) -> None:
-        self.slab, self.seats, self.progress = self.desk.slab, self.desk.seats, self.desk.progress
-        self.starts = self.prompts.prompt_lens.cumsum(0) - self.prompts.prompt_lens
-        self.open: torch.Tensor | None = None  # the last hidden state [1, H] of the prompt that was last begun
+        self.prompt_starts = self.prompts.prompt_lens.cumsum(0) - self.prompts.prompt_lens  # [N]
+        self.last_prompt_hidden: torch.Tensor | None = None  # [1, H] at the last token of the prompt that ran last
 
-    def size(self, work: Work) -> int:
+    def num_tokens(self, batch: ScheduledBatch) -> int:
         """Tokens that go through the model."""
-        return work.rows if isinstance(work, Step) else sum(self.slots.lens[i] for i in work.fresh)
+        if isinstance(batch, DecodeBatch):
+            return batch.batch_size
+        return sum(self.scheduler.prompt_lens[i] for i in batch.new_prompts)
 
-    def sequences(self, work: Work) -> int:
-        """Sequences of which each gets a token."""
-        return work.rows if isinstance(work, Step) else len(work.slots)
+    def num_sequences(self, batch: ScheduledBatch) -> int:
+        """Sequences that get a token."""
+        return batch.batch_size if isinstance(batch, DecodeBatch) else len(batch.slots)
 
-    def room(self, lane: Lane, work: Work) -> torch.Tensor:
-        """For the hidden states of the stage before; of a lane's steps always the same, as recordings need it."""
-        shape, stage = (self.size(work), self.stage.hidden), self.stage
-        if isinstance(work, Step) and (lane.start, work.rows) in self.desk.rooms:
-            return self.desk.rooms[lane.start, work.rows]
-        made = torch.empty(shape, dtype=stage.compute_dtype, device=stage.device)
-        if isinstance(work, Step):
-            self.desk.rooms[lane.start, work.rows] = made
-        return made
+    def recv_buffer(self, group: MicroBatchGroup, batch: ScheduledBatch) -> torch.Tensor:
+        """[tokens, H] for the hidden states of the stage before. Decode steps of a group always use the same buffer, as
+        captured steps need it."""
+        decoding, buffers, stage = isinstance(batch, DecodeBatch), self.state.recv_buffers, self.stage
+        key = group.start, self.num_tokens(batch)
+        if decoding and key in buffers:
+            return buffers[key]
+        buffer = torch.empty(key[1], stage.hidden, dtype=stage.compute_dtype, device=stage.device)
+        if decoding:
+            buffers[key] = buffer
+        return buffer
 
-    def work(self, lane: Lane, work: Work, arriving: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """(hidden states,), or on the last stage (tokens, log-probs) for each sequence; () where nothing is run."""
-        return self._begin(work, arriving) if isinstance(work, Begin) else self._step(lane, work, arriving)
+    def run(self, group: MicroBatchGroup, batch: ScheduledBatch, received: torch.Tensor | None
+            ) -> tuple[torch.Tensor, ...]:
+        """(hidden states [tokens, H],), or on the last stage (tokens, log-probs) [sequences] each; () if the batch has
+        no tokens to run."""
+        if isinstance(batch, PrefillBatch):
+            return self._prefill(batch, received)
+        return self._decode(group, batch, received)
 
-    def absorb(self, lane: Lane, work: Work, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Take note of what was sampled; on every rank of the shard."""
-        at: slice | torch.Tensor = slice(lane.start, lane.start + work.rows) if isinstance(work, Step) else \
-            torch.tensor(work.slots, device=tokens.device)
-        self.seats.token[at], self.seats.logprob[at] = tokens, logprobs
-        if isinstance(work, Step) and self.stops is None:
-            self.desk.notes((lane.start, work.rows), lambda: self._note(at))
+    def record_samples(self, group: MicroBatchGroup, batch: ScheduledBatch, tokens: torch.Tensor,
+                       logprobs: torch.Tensor) -> None:
+        """Take over what was sampled for a batch, on every rank of the shard. tokens, logprobs: [sequences]."""
+        slots: slice | torch.Tensor
+        if isinstance(batch, DecodeBatch):
+            slots = slice(group.start, group.start + batch.batch_size)
         else:
-            self._note(at)
-        if isinstance(work, Begin) or work.look:
-            self._look(lane)
+            slots = torch.tensor(batch.slots, device=tokens.device)
+        self.state.slots.token[slots], self.state.slots.logprob[slots] = tokens, logprobs
+        if isinstance(batch, DecodeBatch) and self.stop_strings is None:
+            self.state.bookkeeping((group.start, batch.batch_size), lambda: self._append_tokens(slots))
+        else:
+            self._append_tokens(slots)
+        if isinstance(batch, PrefillBatch) or batch.poll:
+            self._poll(group)
 
-    def _note(self, at: slice | torch.Tensor) -> tuple[()]:
-        """What was sampled for some slots belongs to their sequences, as far as these have not ended."""
-        seats, progress = self.seats, self.progress
-        which, made, live, tokens = seats.which[at], seats.made[at], seats.live[at], seats.token[at]
-        place = which * (self.longest + 1) + torch.where(live, made, self.longest)
-        progress.tokens.view(-1).index_copy_(0, place, tokens)
-        progress.logprobs.view(-1).index_copy_(0, place, seats.logprob[at])
-        made = made + live
-        over = (tokens[:, None] == self.desk.eos_ids).any(-1)
-        if self.stops is not None:
-            over |= self.stops.hit(progress.tokens[which], made) & (made >= self.shortest)
-        over &= live
-        seats.ended[at] = seats.ended[at] | over
-        seats.made[at] = made
-        seats.live[at] = live & ~over & (made < self.longest)
+    def _append_tokens(self, at: slice | torch.Tensor) -> tuple[()]:
+        """Append the sampled tokens of some slots to the responses of their sequences, as far as these are active."""
+        slots, responses = self.state.slots, self.state.responses
+        seq_id, count, active, tokens = slots.seq_id[at], slots.num_generated[at], slots.active[at], slots.token[at]
+        # tokens of inactive sequences go to the last column, which is dropped
+        places = seq_id * (self.max_new_tokens + 1) + torch.where(active, count, self.max_new_tokens)
+        responses.tokens.view(-1).index_copy_(0, places, tokens)
+        responses.logprobs.view(-1).index_copy_(0, places, slots.logprob[at])
+        count = count + active
+        finished = (tokens[:, None] == self.state.eos_ids).any(-1)
+        if self.stop_strings is not None:
+            finished |= self.stop_strings.hit(responses.tokens[seq_id], count) & (count >= self.min_new_tokens)
+        finished &= active
+        slots.finished[at] = slots.finished[at] | finished
+        slots.num_generated[at] = count
+        slots.active[at] = active & ~finished & (count < self.max_new_tokens)
         return ()
 
-    def _look(self, lane: Lane) -> None:
-        """Ask the device which sequences have ended; their slots are free."""
-        live = self.seats.live[lane.start : lane.start + lane.size].tolist()
-        found = self.slots.ended(lane, [not x for x in live])
-        if found:
-            at = torch.tensor(found, device=self.prompts.tokens.device)
-            self.progress.lengths[self.seats.which[at]] = self.seats.made[at]
-            self.progress.done[self.seats.which[at]] = self.seats.ended[at]
+    def _poll(self, group: MicroBatchGroup) -> None:
+        """Ask the device which sequences of a group have finished, and free their slots."""
+        slots, responses = self.state.slots, self.state.responses
+        active = slots.active[group.start : group.start + group.size].tolist()
+        freed = self.scheduler.retire(group, [not x for x in active])
+        if freed:
+            at = torch.tensor(freed, device=self.prompts.tokens.device)
+            responses.lengths[slots.seq_id[at]] = slots.num_generated[at]
+            responses.finished[slots.seq_id[at]] = slots.finished[at]
 
-    def _begin(self, work: Begin, arriving: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        device, prompts = self.prompts.tokens.device, self.prompts
-        slots = torch.tensor(work.slots, device=device)
-        which = torch.arange(work.first, work.first + len(work.slots), device=device)
-        self._sit(slots, which)
-        if work.again:
-            self.slab.copy([work.source] * work.again, work.slots[: work.again], self.slots.lens[work.first])
+    def _prefill(self, batch: PrefillBatch, received: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        device, prompts, shared = self.prompts.tokens.device, self.prompts, batch.num_shared
+        slots = torch.tensor(batch.slots, device=device)
+        seq_ids = torch.arange(batch.first_seq, batch.first_seq + len(batch.slots), device=device)
+        self._assign_slots(slots, seq_ids)
+        if shared:
+            self.state.cache.copy_slots([batch.source_slot] * shared, batch.slots[:shared],
+                                        self.scheduler.prompt_lens[batch.first_seq])
         # how many new prompts there are up to each sequence
-        count = torch.tensor([bisect_right(work.fresh, work.first + i) for i in range(len(slots))], device=device)
-        hidden = found = None
-        if work.fresh:
-            fresh = torch.tensor(work.fresh, device=device)
-            each = prompts.prompt_lens[fresh]
-            tokens = prompts.tokens[self.starts[fresh].repeat_interleave(each) + within(each)]
-            packing = Prefill(self.slab, each, slots[work.again :], count[work.again :] - 1)
-            hidden = self.stage.forward(tokens, packing.positions, packing, arriving)
-            found = hidden[each.cumsum(0) - 1]
+        prompt_count = torch.tensor([bisect_right(batch.new_prompts, batch.first_seq + i) for i in range(len(slots))],
+                                    device=device)
+        hidden = last_hidden = None
+        if batch.new_prompts:
+            new = torch.tensor(batch.new_prompts, device=device)
+            lengths = prompts.prompt_lens[new]
+            tokens = prompts.tokens[self.prompt_starts[new].repeat_interleave(lengths) + within(lengths)]
+            attention = PrefillAttention(self.state.cache, lengths, slots[shared:], prompt_count[shared:] - 1)
+            hidden = self.stage.forward(tokens, attention.positions, attention, received)
+            last_hidden = hidden[lengths.cumsum(0) - 1]
         if not self.stage.last:
             return () if hidden is None else (hidden,)
-        known = torch.cat([x for x in (self.open, found) if x is not None])
-        at = count - int(self.open is None)
-        self.open = known[-1:]
-        return self._sample(known[at], slots)
+        candidates = torch.cat([x for x in (self.last_prompt_hidden, last_hidden) if x is not None])
+        at = prompt_count - int(self.last_prompt_hidden is None)
+        self.last_prompt_hidden = candidates[-1:]
+        return self._sample(candidates[at], slots)
 
-    def _sit(self, slots: torch.Tensor, which: torch.Tensor) -> None:
-        seats = self.seats
-        seats.which[slots], seats.before[slots] = which, self.prompts.prompt_lens[which] - 1
-        seats.made[slots], seats.live[slots], seats.ended[slots] = 0, True, False
-        if len(seats.draws):
-            assert self.sampler is not None
-            seats.draws[slots] = self.sampler.draws(self.prompts.rows[which], self.longest + 1)
+    def _assign_slots(self, at: torch.Tensor, seq_ids: torch.Tensor) -> None:
+        slots = self.state.slots
+        slots.seq_id[at], slots.last_prompt_pos[at] = seq_ids, self.prompts.prompt_lens[seq_ids] - 1
+        slots.num_generated[at], slots.active[at], slots.finished[at] = 0, True, False
+        if len(slots.draws):
+            slots.draws[at] = self._last_stage_sampler().draws(self.prompts.rows[seq_ids], self.max_new_tokens + 1)
 
-    def _step(self, lane: Lane, work: Step, arriving: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        if work.moves:
-            sources, into = zip(*work.moves)
-            self.slab.copy(sources, into, work.width)
-            self.seats.move(sources, into)
-        first, last, seats = lane.start, lane.start + work.rows, self.seats
+    def _decode(self, group: MicroBatchGroup, batch: DecodeBatch, received: torch.Tensor | None
+                ) -> tuple[torch.Tensor, ...]:
+        cache, slots = self.state.cache, self.state.slots
+        if batch.slot_moves:
+            sources, targets = zip(*batch.slot_moves, strict=True)
+            cache.copy_slots(sources, targets, batch.kv_len)
+            slots.move(sources, targets)
+        first, end = group.start, group.start + batch.batch_size
 
-        def run() -> tuple[torch.Tensor, ...]:
-            positions = seats.before[first:last] + seats.made[first:last]
-            packing = Decode(self.slab, first, positions, work.width)
-            hidden = self.stage.forward(seats.token[first:last], positions, packing, arriving)
-            return self._sample(hidden, slice(first, last)) if self.stage.last else (hidden,)
+        def step() -> tuple[torch.Tensor, ...]:
+            positions = slots.last_prompt_pos[first:end] + slots.num_generated[first:end]
+            attention = DecodeAttention(cache, first, positions, batch.kv_len)
+            hidden = self.stage.forward(slots.token[first:end], positions, attention, received)
+            return self._sample(hidden, slice(first, end)) if self.stage.last else (hidden,)
 
-        return self.desk.steps((first, work.rows, work.width), run)
+        return self.state.decode_steps((first, batch.batch_size, batch.kv_len), step)
 
     def _sample(self, hidden: torch.Tensor, at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.sampler is not None
-        made = self.seats.made[at]
-        draws = self.seats.draws[at].gather(1, made[:, None])[:, 0] if len(self.seats.draws) else None
-        return self.sampler.next(hidden, made, draws)
+        slots, count = self.state.slots, self.state.slots.num_generated[at]
+        draws = slots.draws[at].gather(1, count[:, None])[:, 0] if len(slots.draws) else None
+        return self._last_stage_sampler().sample(hidden, count, draws)
 
-    def idle(self) -> None:
-        """A pass of one token that nobody needs: other ranks need the experts of this one."""
+    def _last_stage_sampler(self) -> Sampler:
+        if self.sampler is None:
+            raise RuntimeError("only the last pipeline stage samples")
+        return self.sampler
+
+    def dummy_pass(self) -> None:
+        """A pass of one token whose result is dropped: other ranks need this rank's experts."""
         one = torch.ones(1, dtype=torch.long, device=self.stage.device)
         hidden = None if self.stage.first else torch.zeros(1, self.stage.hidden, dtype=self.stage.compute_dtype,
                                                            device=self.stage.device)
-        self.stage.forward(one - 1, one - 1, Varlen(one), hidden)
+        self.stage.forward(one - 1, one - 1, VarlenAttention(one), hidden)

@@ -1,8 +1,9 @@
-"""Keys and values of many sequences in one place, and the packings that write and read them.
+"""The KV cache of a generate call, and the attention that writes and reads it.
 
-In: what attention gets in a forward pass. Out: its result; keys and values are in the slab. `Prefill` fills slots with
-whole prompts, one prompt perhaps several slots; `Decode` appends one token for each slot of a run and reads the slab in
-place. A slot's tokens lie together, heads inside a token: [slots, width, K, D], as flash-attn's kernels want them.
+In: queries, keys and values of a forward pass. Out: the attention output; keys and values are in the cache.
+`PrefillAttention` writes whole prompts, one prompt perhaps into several slots; `DecodeAttention` appends one token to
+each slot of a run and reads the cache in place. The tokens of a slot are contiguous, with heads inside a token:
+[slots, width, K, D], the layout of flash-attn's kernels.
 """
 
 from __future__ import annotations
@@ -12,100 +13,106 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from rldsl.backends.torch.kernels.decode_attention import reader
-from rldsl.backends.torch.model.attention import Varlen
+from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
+from rldsl.backends.torch.model.attention import VarlenAttention
 
 from rldsl.runtime.store import within
 
 
 @dataclass
-class Slab:
-    """Room for `slots` sequences of at most `width` tokens: a pair of [slots, width, K, D] for each layer.
+class KVCache:
+    """Memory for `num_slots` sequences of at most `width` tokens."""
 
-    starts [slots]: the first of a slot's places; columns [width]: 0, 1, ..."""
-
-    slots: int
+    num_slots: int
     width: int
     device: torch.device
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    shade: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # [slots, width, K, D] each
+    masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)                # see `mask_values`
+    slot_offsets: torch.Tensor = field(init=False)  # [slots] the first place of a slot among all slots * width
+    columns: torch.Tensor = field(init=False)       # [width] 0, 1, ...
 
     def __post_init__(self) -> None:
-        self.starts = torch.arange(self.slots, device=self.device) * self.width
+        self.slot_offsets = torch.arange(self.num_slots, device=self.device) * self.width
         self.columns = torch.arange(self.width, device=self.device)
 
-    def of(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v: any [K, T, D] of this layer."""
-        if layer not in self.layers:  # zeros: what no query sees must be finite
-            keys, values = (x.new_zeros(self.slots, self.width, x.shape[0], x.shape[2]) for x in (k, v))
-            self.layers[layer] = (keys, values)
-        return self.layers[layer]
+    def layer(self, index: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, allocated at first use. k, v: any [K, T, D] of this layer."""
+        if index not in self.layers:  # zeros: masked scores are multiplied by values too, which must be finite
+            keys, values = (x.new_zeros(self.num_slots, self.width, x.shape[0], x.shape[2]) for x in (k, v))
+            self.layers[index] = (keys, values)
+        return self.layers[index]
 
-    def shades(self, dtype: torch.dtype) -> torch.Tensor:
-        """[2]: what a mask adds to the score of a token that is seen, and of one that is not; made once."""
-        if dtype not in self.shade:
-            self.shade[dtype] = torch.tensor([0.0, -torch.inf], dtype=dtype, device=self.device)
-        return self.shade[dtype]
+    def mask_values(self, dtype: torch.dtype) -> torch.Tensor:
+        """[2]: what a mask adds to the score of a visible and of a hidden token. Made once, so that a recorded decode
+        step refers to a tensor that stays."""
+        if dtype not in self.masks:
+            self.masks[dtype] = torch.tensor([0.0, -torch.inf], dtype=dtype, device=self.device)
+        return self.masks[dtype]
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, into: torch.Tensor,
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor,
               source: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token source[i] of k and v (token i without `source`) goes to place into[i] of the slab's slots * width."""
-        pair = self.of(layer, k, v)
-        for held, x in zip(pair, (k, v)):
+        """Write token source[i] of k and v (token i without `source`) to places[i] among all slots * width.
+        k, v: [K, T, D]; places, source: [n] int64. Returns the layer's keys and values."""
+        cached = self.layer(layer, k, v)
+        for held, x in zip(cached, (k, v), strict=True):
             tokens = x.transpose(0, 1)
-            held.flatten(0, 1).index_copy_(0, into, tokens if source is None else tokens[source])
-        return pair
+            held.flatten(0, 1).index_copy_(0, places, tokens if source is None else tokens[source])
+        return cached
 
-    def copy(self, sources: Sequence[int], into: Sequence[int], width: int) -> None:
-        """The first `width` tokens of some slots to others, all at once."""
-        for pair in self.layers.values():
-            for held in pair:
-                held[list(into), :width] = held[list(sources), :width]
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of some slots to others, all at once."""
+        for cached in self.layers.values():
+            for held in cached:
+                held[list(targets), :length] = held[list(sources), :length]
 
 
-class Prefill(Varlen):
-    """Causal attention in each of U packed prompts; the prompt numbered prompt[i] is kept in slots[i]. lengths: [U]."""
+class PrefillAttention(VarlenAttention):
+    """Causal attention in each of U packed prompts, whose keys and values go to the cache."""
 
-    def __init__(self, slab: Slab, lengths: torch.Tensor, slots: torch.Tensor, prompt: torch.Tensor):
+    def __init__(self, cache: KVCache, lengths: torch.Tensor, slots: torch.Tensor, prompt: torch.Tensor):
+        """lengths: [U] of the prompts. slots[i] gets the prompt numbered prompt[i]; both [n], n >= U."""
         super().__init__(lengths)
-        each = lengths[prompt]
-        at = within(each)
-        self.slab, self.into = slab, slab.starts[slots].repeat_interleave(each) + at
+        copied = lengths[prompt]
+        column = within(copied)
+        self.cache, self.places = cache, cache.slot_offsets[slots].repeat_interleave(copied) + column
         starts = lengths.cumsum(0) - lengths
-        self.source = starts[prompt].repeat_interleave(each) + at if len(prompt) > len(lengths) else None
+        repeats = len(prompt) > len(lengths)
+        self.source = starts[prompt].repeat_interleave(copied) + column if repeats else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
-        self.slab.write(layer, k, v, self.into, self.source)
+        self.cache.write(layer, k, v, self.places, self.source)
         return super().attend(layer, q, k, v, scale, window)
 
 
-class Decode:
-    """One new token for each of the S slots from `first` on; positions [S]: their places in their sequences. width: at
-    least the largest of them plus 1; what is read of a slot."""
+class DecodeAttention:
+    """Attention of one new token for each of the S slots from `first` on."""
 
-    def __init__(self, slab: Slab, first: int, positions: torch.Tensor, width: int):
-        self.slab, self.rows, self.positions, self.width = slab, slice(first, first + len(positions)), positions, width
-        self.into = slab.starts[self.rows] + positions
-        self.masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}  # one for all layers of a kind
+    def __init__(self, cache: KVCache, first: int, positions: torch.Tensor, kv_len: int):
+        """positions: [S] of the new tokens in their sequences. kv_len: how many tokens of a slot are read, at least the
+        largest position plus 1."""
+        self.cache, self.slots = cache, slice(first, first + len(positions))
+        self.positions, self.kv_len = positions, kv_len
+        self.places = cache.slot_offsets[self.slots] + positions
+        self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}  # one for all layers with the same window
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
-        """The queries that share a head of keys stand where a longer sequence would have its queries, so that nothing
-        is repeated."""
-        pair = self.slab.write(layer, k, v, self.into)
-        if (read := reader(q)) is not None:
-            return read(q.transpose(0, 1), *pair, self.rows.start, self.positions, self.width, scale, window)
-        keys, values = (x[self.rows, : self.width].transpose(1, 2) for x in pair)
+        """See `PackedAttention.attend`. The query heads that share a KV head take the place of the query positions of a
+        longer sequence, so that keys and values need not be repeated."""
+        cached = self.cache.write(layer, k, v, self.places)
+        if (kernel := decode_kernel(q)) is not None:
+            return kernel(q.transpose(0, 1), *cached, self.slots.start, self.positions, self.kv_len, scale, window)
+        keys, values = (x[self.slots, : self.kv_len].transpose(1, 2) for x in cached)
         q = q.transpose(0, 1).unflatten(1, (k.shape[0], -1))  # [S, K, H / K, D]
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask(window, q.dtype), scale=scale)
         return out.flatten(1, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[S, 1, 1, width], 0 or -inf."""
-        if (window, dtype) not in self.masks:
-            at, columns = self.positions[:, None], self.slab.columns[: self.width]
-            seen = columns <= at if window is None else (columns <= at) & (columns > at - window)
-            open, shut = self.slab.shades(dtype)
-            self.masks[window, dtype] = torch.where(seen, open, shut)[:, None, None]
-        return self.masks[window, dtype]
+        """[S, 1, 1, kv_len], 0 or -inf."""
+        if (window, dtype) not in self._masks:
+            at, columns = self.positions[:, None], self.cache.columns[: self.kv_len]
+            visible = columns <= at if window is None else (columns <= at) & (columns > at - window)
+            zero, minus_inf = self.cache.mask_values(dtype)
+            self._masks[window, dtype] = torch.where(visible, zero, minus_inf)[:, None, None]
+        return self._masks[window, dtype]

@@ -1,117 +1,124 @@
-"""What a function asks of torch, operator by operator, to be asked again without the function.
+"""Record the torch operators that a function calls, and run them again without the function's Python.
 
-In: a function of no arguments that reads tensors which stay where they are. Out: what it returns, and a `Tape` that
-does the same operations on what these tensors then hold. A decoding step of a small model is a few hundred short
-operators under the Python of its modules; the tape leaves the Python out, and asks the same kernels in the same order,
-so that it gives the same numbers. Results have their place, where each turn writes them anew, so that views of them
-need not be made again either. On CUDA a captured graph is the same idea.
+In: a function of no arguments that reads tensors which stay where they are. Out: what it returns, and an `OpTrace` that
+repeats its operators on whatever these tensors then hold.
 
-A function whose way depends on numbers, or which talks to other ranks, is not recorded. What such a check cannot see
-(Python that reads a tensor's memory) shows when the tape is first compared with the function (`captured_step.py`).
+A decode step of a small model is a few hundred short operators under the Python of its modules. The trace leaves that
+Python out and calls the same kernels in the same order, so it gives the same numbers. Each result has a fixed tensor
+that every run writes anew, so views of results need not be made again either. On CUDA, a captured graph is the same
+idea.
+
+A function that branches on values, or that communicates with other ranks, is not traceable. What the tracer cannot see
+(Python that reads a tensor's memory) shows when the trace is compared with the function (`captured_step.py`).
+Errors: NotTraceable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from rldsl.backends.torch.generate.storage_parking import Rest
+from rldsl.backends.torch.generate.storage_parking import StorageParking
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Out = tuple[torch.Tensor, ...]
-Call = Callable[..., Any]
+Outputs = tuple[torch.Tensor, ...]
+Op = Callable[..., Any]
+Effect = Literal["view", "in place", "new", "unknown"]
 
-SHARED = ("_unsafe_view",)  # what it gives lies where its argument does, though its schema does not say so
+UNDECLARED_VIEWS = ("_unsafe_view",)  # the result shares its argument's memory, though the schema does not say so
 
 
-class Unrecorded(Exception):
+class NotTraceable(Exception):
     """The function cannot be recorded."""
 
 
-class Tape:
-    """steps: operators with all of their arguments. out: where the function's results are after each turn. rest: the
-    memory of what the operators make, each turn anew."""
+class OpTrace:
+    """A recorded function."""
 
-    def __init__(self, steps: list[Callable[[], Any]], out: Out, rest: Rest):
-        self.steps, self.out, self.rest = steps, out, rest
+    def __init__(self, ops: list[Callable[[], Any]], out: Outputs, parking: StorageParking):
+        self.ops = ops          # operators with all of their arguments, in order
+        self.out = out          # where the function's results are after each run
+        self.parking = parking  # the memory of what the operators make, which each run writes anew
 
-    def __call__(self) -> Out:
-        # what was recorded stands below autocast and autograd, and must not meet them again
+    def __call__(self) -> Outputs:
+        # what was recorded is below autocast and autograd, and must not meet them again
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-            for step in self.steps:
-                step()
+            for op in self.ops:
+                op()
         return self.out
 
 
-def record(function: Callable[[], Out], twice: bool = True) -> tuple[Out, Tape]:
-    """What the function returns, and its tape, tried where what it does may be done twice in the same state.
-    Errors: Unrecorded, after a part of its work or all of it."""
-    recorder = _Recorder()
-    with recorder:
+def trace(function: Callable[[], Outputs], verify: bool = True) -> tuple[Outputs, OpTrace]:
+    """What the function returns, and its trace. verify: run the trace once in the same state and compare; only for
+    functions that may run twice in one state.
+    Errors: NotTraceable, after the function has done part of its work or all of it."""
+    tracer = _Tracer()
+    with tracer:
         out = function()
-    tape = Tape(recorder.steps, out, Rest(recorder.made.values()))
-    if twice:
-        right = [x.clone() for x in out]
-        if not all(map(torch.equal, tape(), right)):
-            raise Unrecorded("it gives other numbers in the same state")
-    return out, tape
+    found = OpTrace(tracer.ops, out, StorageParking(tracer.made.values()))
+    if verify:
+        expected = [x.clone() for x in out]
+        if not all(map(torch.equal, found(), expected)):
+            raise NotTraceable("it gives different numbers in the same state")
+    return out, found
 
 
-class _Recorder(TorchDispatchMode):
-    """made: by storage, a tensor of each that an operator made; given: the storages that were there."""
-
+class _Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Callable[[], Any]] = []
-        self.made: dict[int, torch.Tensor] = {}
-        self.given: set[int] = set()
+        self.ops: list[Callable[[], Any]] = []
+        self.made: dict[int, torch.Tensor] = {}  # by storage: a tensor of each storage that an operator made
+        self.inputs: set[int] = set()            # storages that existed before
 
-    def _note(self, args: Any, kwargs: Any, out: Any) -> None:
-        self.given |= {x.untyped_storage()._cdata for x in _tensors((args, kwargs))} - self.made.keys()
-        found = {x.untyped_storage()._cdata: x for x in _tensors(out)}
-        self.made |= {key: x for key, x in found.items() if key not in self.given}
+    def _note_storages(self, args: Any, kwargs: Any, out: Any) -> None:
+        self.inputs |= {x.untyped_storage()._cdata for x in _tensors((args, kwargs))} - self.made.keys()
+        results = {x.untyped_storage()._cdata: x for x in _tensors(out)}
+        self.made |= {key: x for key, x in results.items() if key not in self.inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind, again, into = _way(func)
-        if kind == "unknown" or func is torch.ops.aten.index.Tensor and _masked(args[1]):
-            raise Unrecorded(str(func))
+        effect, op, out_variant = _classify(func)
+        if effect == "unknown" or (func is torch.ops.aten.index.Tensor and _has_mask(args[1])):
+            raise NotTraceable(str(func))
         out = func(*args, **kwargs)
-        if kind == "new":
-            self._note(args, kwargs, out)
-        if kind != "view":
+        if effect == "new":
+            self._note_storages(args, kwargs, out)
+        if effect != "view":  # a view of a tensor that stays is the same view in every run
             if any(y is None for x in args if isinstance(x, list) for y in x):
-                again = func  # places of `index`, which the binding wants to be tensors
+                op = func  # the indices of `index`: torch's Python binding wants them all to be tensors
             args = [[*x] if isinstance(x, list) else x for x in args]
-            self.steps.append(partial(again, *args, **kwargs) if kind == "in place" else
-                              partial(into, *args, **kwargs, out=out) if into is not None else
-                              partial(_refill, out, again, args, kwargs))
+            if effect == "in place":
+                self.ops.append(partial(op, *args, **kwargs))
+            elif out_variant is not None:
+                self.ops.append(partial(out_variant, *args, **kwargs, out=out))
+            else:
+                self.ops.append(partial(_copy_into, out, op, args, kwargs))
         return out
 
 
 @cache
-def _way(func: Any) -> tuple[str, Call, Call | None]:
-    """What an operator does ("view", "in place", "new", or "unknown" before it has run), how it is asked, and how it
-    writes into a tensor that is there, if it can. torch's own binding, where there is one, takes half the time."""
-    name, number = func._schema.name.partition("::")[2], torch.Tag.data_dependent_output
-    ragged = torch.Tag.dynamic_output_shape in func.tags and func is not torch.ops.aten.index.Tensor
-    if func.namespace != "aten" or number in func.tags or ragged:
+def _classify(func: Any) -> tuple[Effect, Op, Op | None]:
+    """What an operator does ("unknown" before it has run), how it is called, and how it is called so that it writes
+    into an existing tensor, if it can. torch's own Python binding, where there is one, takes half the time."""
+    name, reads_values = func._schema.name.partition("::")[2], torch.Tag.data_dependent_output in func.tags
+    dynamic_shape = torch.Tag.dynamic_output_shape in func.tags and func is not torch.ops.aten.index.Tensor
+    if func.namespace != "aten" or reads_values or dynamic_shape:
         return "unknown", func, None
-    bound = (getattr(place, name, None) for place in (torch, torch.Tensor))
-    quick = next((x for x in bound if type(x) in (type(torch.add), type(torch.Tensor.add))), func)
-    if func.is_view or name in SHARED:
-        return "view", quick, None
+    bindings = (getattr(owner, name, None) for owner in (torch, torch.Tensor))
+    op: Op = next((x for x in bindings if x is not None and type(x) in (type(torch.add), type(torch.Tensor.add))), func)
+    if func.is_view or name in UNDECLARED_VIEWS:
+        return "view", op, None
     if func._schema.is_mutable:
-        return "in place", quick, None
+        return "in place", op, None
     for overload in (getattr(func.overloadpacket, n) for n in func.overloadpacket.overloads()):
-        given = [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out]
-        places = [a.name for a in overload._schema.arguments if a.is_out]
-        if places == ["out"] and given == [(a.name, str(a.type)) for a in func._schema.arguments]:
-            bare = torch.Tag.generated in overload.tags or getattr(torch, name, None) is not quick
-            return "new", quick, overload if bare else quick
-    return "new", quick, None
+        inputs = [(a.name, str(a.type)) for a in overload._schema.arguments if not a.is_out]
+        outputs = [a.name for a in overload._schema.arguments if a.is_out]
+        if outputs == ["out"] and inputs == [(a.name, str(a.type)) for a in func._schema.arguments]:
+            unbound = torch.Tag.generated in overload.tags or getattr(torch, name, None) is not op
+            return "new", op, overload if unbound else op
+    return "new", op, None
 
 
 def _tensors(x: Any) -> Iterator[torch.Tensor]:
@@ -122,13 +129,14 @@ def _tensors(x: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(y)
 
 
-def _masked(places: Any) -> bool:
-    """Whether something is taken by masks, so that its shape depends on numbers."""
-    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in places)
+def _has_mask(indices: Any) -> bool:
+    """Whether one of them is a boolean mask, so that the result's shape depends on values."""
+    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
-def _refill(out: Any, again: Call, args: Any, kwargs: Any) -> None:
-    made = again(*args, **kwargs)
-    for place, x in zip((out,), (made,)) if isinstance(out, torch.Tensor) else zip(out, made):
-        if isinstance(place, torch.Tensor):
-            place.copy_(x)
+def _copy_into(out: Any, op: Op, args: Any, kwargs: Any) -> None:
+    results = op(*args, **kwargs)
+    pairs = zip((out,), (results,), strict=True) if isinstance(out, torch.Tensor) else zip(out, results, strict=True)
+    for target, x in pairs:
+        if isinstance(target, torch.Tensor):
+            target.copy_(x)

@@ -1,9 +1,10 @@
-"""Which token comes next. Randomness belongs to the sample: its numbers are those of `runtime/draws.py`, keyed by
+"""Sampling of the next token. Random numbers belong to the sample: they are those of `runtime/draws.py`, keyed by
 (seed, step, row, position), so that dp, tp, pp, batch order and restarts do not change what is drawn.
 
-In: logits, or the last stage's hidden states. Out: tokens and their log-probs. Every filter is a *threshold*: a token
-is kept if its score reaches it, so that equal scores are kept or dropped together whatever order a kernel sorts them
-in. Nothing here waits for the device.
+In: logits, or the last stage's hidden states. Out: tokens and their log-probs.
+
+Every filter (top-k, top-p, min-p) is a *threshold*: a token is kept if its score reaches it, so that equal scores are
+kept or dropped together in whatever order a kernel sorts them. Nothing here makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -21,38 +22,43 @@ from rldsl.runtime.draws import uniform
 if TYPE_CHECKING:
     from rldsl.backends.torch.model.stage import Stage
 
-BLOCK = 256  # tokens of the vocabulary whose probabilities are added up at once
+BLOCK = 256  # tokens of the vocabulary whose weights are summed at once
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor | None, forbidden: torch.Tensor | None,
+def choose(logits: torch.Tensor, sampling: Sampling, draws: torch.Tensor | None, must_continue: torch.Tensor | None,
            eos_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next tokens [S] and their log-probs [S] float32, at the sampling temperature and before any filter.
+    """Next tokens [S] int64 and their log-probs [S] float32, at the sampling temperature and before any filter.
 
-    logits: [S, V] float32, overwritten. draws: [S] float64 in (0, 1), None if greedy. forbidden: [S] bool, rows that
-    may not end yet. eos_ids: [E] int64."""
+    logits: [S, V] float32, overwritten. draws: [S] float64 in (0, 1), None if greedy. must_continue: [S] bool, rows
+    that may not end yet. eos_ids: [E] int64."""
     if not sampling.greedy and sampling.temperature != 1:
         logits.div_(sampling.temperature)
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak).exp_()
     normaliser = peak[:, 0] + weights.sum(-1).log()
-    if forbidden is not None and len(eos_ids):
-        barred = forbidden[:, None].expand(-1, len(eos_ids))
+    if must_continue is not None and len(eos_ids):
+        barred = must_continue[:, None].expand(-1, len(eos_ids))
         logits[:, eos_ids] = logits[:, eos_ids].masked_fill(barred, -torch.inf)
         weights[:, eos_ids] = weights[:, eos_ids].masked_fill(barred, 0.0)
     if sampling.greedy:
         tokens = logits.argmax(-1)
     else:
+        if draws is None:
+            raise ValueError("sampling needs random numbers; only greedy decoding does without")
         least = threshold(logits, sampling)
-        tokens = invert(weights if least is None else weights.masked_fill_(logits < least, 0.0), draws)
+        tokens = inverse_cdf(weights if least is None else weights.masked_fill_(logits < least, 0.0), draws)
     return tokens, logits.gather(-1, tokens[:, None])[:, 0] - normaliser
 
 
 def threshold(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-    """[S, 1]: the least score that all filters keep; None without filters. scores: [S, V], logarithms of probabilities
-    up to a constant. The top_k largest; of these the smallest set that holds top_p of their mass (Holtzman et al. 2020,
-    arXiv:1904.09751); no less than min_p times the likeliest (Nguyen et al. 2024, arXiv:2407.01082)."""
+    """[S, 1]: the lowest score that all filters keep; None without filters. scores: [S, V], log-probabilities up to a
+    constant.
+
+    top_k: the k largest. top_p: of these, the smallest set that holds this part of their mass (nucleus sampling,
+    Holtzman et al. 2020, arXiv:1904.09751). min_p: at least this part of the largest probability (Nguyen et al. 2024,
+    arXiv:2407.01082)."""
     found: list[torch.Tensor] = []
-    ordered: torch.Tensor | None = None  # the largest scores, descending: of all only where top_k does not say how many
+    ordered: torch.Tensor | None = None  # the largest scores, descending; all of them only if top_k sets no limit
     if 0 < sampling.top_k < scores.shape[-1]:
         ordered = scores.topk(sampling.top_k, -1).values
         found.append(ordered[:, -1:])
@@ -68,69 +74,71 @@ def threshold(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     return torch.stack(found).amax(0) if found else None
 
 
-def invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """[S] the first token at which the running sum of `weights` [S, V] >= 0 exceeds draws [S] times all of it. Blocks
-    of the vocabulary are added up first and only the block that decides is looked into; running sums are float64."""
+def inverse_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """[S] int64: the first token at which the cumulative sum of `weights` [S, V] >= 0 exceeds draws [S] times the
+    total. Blocks of the vocabulary are summed first, and only the deciding block is searched, since a float64
+    cumulative sum over the whole vocabulary would be slow."""
     vocab = weights.shape[1]
-    whole = vocab // BLOCK * BLOCK
-    parts = [weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)] if whole else []
-    parts += [weights[:, whole:].sum(-1, keepdim=True)] if whole < vocab else []
-    reached = torch.cat(parts, 1).cumsum(-1, dtype=torch.float64)  # [S, blocks]
-    target = draws[:, None] * reached[:, -1:]
-    block = _first_above(reached, target)
-    block = block.clamp_(max=reached.shape[1] - 1)
-    before = torch.where(block > 0, reached.gather(1, (block - 1).clamp(min=0)), 0.0)
+    full = vocab // BLOCK * BLOCK
+    parts = [weights[:, :full].unflatten(1, (-1, BLOCK)).sum(-1)] if full else []
+    parts += [weights[:, full:].sum(-1, keepdim=True)] if full < vocab else []
+    cumulative = torch.cat(parts, 1).cumsum(-1, dtype=torch.float64)  # [S, blocks]
+    target = draws[:, None] * cumulative[:, -1:]
+    block = _first_above(cumulative, target)
+    block = block.clamp_(max=cumulative.shape[1] - 1)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
     at = block * BLOCK + torch.arange(BLOCK, device=weights.device)
     inside = torch.where(at < vocab, weights.gather(1, at.clamp(max=vocab - 1)), 0.0)
-    found = block * BLOCK + _first_above(inside.cumsum(-1, dtype=torch.float64), target - before)
-    return found[:, 0].clamp_(max=vocab - 1)  # where numbers are none, nothing is above
+    token = block * BLOCK + _first_above(inside.cumsum(-1, dtype=torch.float64), target - before)
+    return token[:, 0].clamp_(max=vocab - 1)  # NaN weights have no column above the target
 
 
-def _first_above(reached: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """[S, 1] the first column of `reached` [S, N], which ascends, that is above `target` [S, 1]; where rounding lets
-    none be, the one that reaches the most: it has some weight, and what stands behind it has none."""
-    most = reached[:, -1:]
-    return torch.searchsorted(reached, torch.minimum(target, most * (1 - 2.0**-52)), right=True)
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """[S, 1] the first column of `cumulative` [S, N], which ascends, that is above `target` [S, 1]. Rounding may leave
+    none above; then the first that reaches the total, which has some weight, while those behind it have none."""
+    total = cumulative[:, -1:]
+    return torch.searchsorted(cumulative, torch.minimum(target, total * (1 - 2.0**-52)), right=True)
 
 
 @dataclass
 class Sampler:
-    """The next tokens of sequences, from the last stage's hidden states; equal on all ranks of tp."""
+    """Samples the next tokens of sequences from the last stage's hidden states; equal on all ranks of tp."""
 
     stage: Stage
     sampling: Sampling
     seed: int
     step: int
     eos_ids: torch.Tensor
-    widest: int = field(init=False)
-    head: torch.Tensor | None = field(init=False)
+    max_local_vocab: int = field(init=False)          # the most vocabulary rows of a rank of tp
+    head: torch.Tensor | None = field(init=False)  # [V_local, H], in the dtype in which it is multiplied
 
     def __post_init__(self) -> None:
         tp, vocab = self.stage.head_axis.size, self.stage.vocab
-        self.widest = max((i + 1) * vocab // tp - i * vocab // tp for i in range(tp))
-        self.head = None if self.stage.head is None else self.stage.head.to(self.stage.head_dtype)  # once for all
+        self.max_local_vocab = max((i + 1) * vocab // tp - i * vocab // tp for i in range(tp))
+        self.head = None if self.stage.head is None else self.stage.head.to(self.stage.head_dtype)  # cast once
 
     def draws(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """[S, count] float64: the random numbers of rows [S] of the frame, for each token that they may have."""
+        """[S, count] float64: the random numbers of rows [S] of the frame, one for each position of a response."""
         return uniform(self.seed, self.step, rows[:, None], torch.arange(count, device=rows.device))
 
-    def next(self, hidden: torch.Tensor, made: torch.Tensor, draws: torch.Tensor | None
-             ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [S, H]; made [S]: number of tokens sampled before; draws [S], None if greedy. Tokens [S], log-probs
-        [S]."""
-        forbidden = made < self.sampling.min_new_tokens if self.sampling.min_new_tokens else None
-        return choose(self._logits(hidden), self.sampling, draws, forbidden, self.eos_ids)
+    def sample(self, hidden: torch.Tensor, num_generated: torch.Tensor, draws: torch.Tensor | None
+               ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: [S, H]; num_generated: [S] tokens sampled before; draws: [S], None if greedy. Returns tokens [S] and
+        log-probs [S]."""
+        must_continue = num_generated < self.sampling.min_new_tokens if self.sampling.min_new_tokens else None
+        return choose(self._logits(hidden), self.sampling, draws, must_continue, self.eos_ids)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, V] float32, gathered over the vocabulary's shards."""
-        assert self.head is not None
+        if self.head is None:
+            raise ValueError("only the last stage of a causal_lm samples")
         logits = (hidden @ self.head.T).float()
         tp, vocab = self.stage.head_axis, self.stage.vocab
         if tp.size == 1:
             return logits
-        padded = logits.new_zeros(len(hidden), self.widest)
+        padded = logits.new_zeros(len(hidden), self.max_local_vocab)
         padded[:, : logits.shape[1]] = logits
         parts = [torch.empty_like(padded) for _ in range(tp.size)]
         dist.all_gather(parts, padded, group=tp.group)
         sizes = [(i + 1) * vocab // tp.size - i * vocab // tp.size for i in range(tp.size)]
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes)], -1)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], -1)

@@ -1,129 +1,140 @@
-"""Which sequence has which slot of the slab, and what a lane of slots does next: decided on the host.
+"""Continuous batching on the host: which sequence has which slot of the KV cache, and what a micro-batch group runs
+next.
 
-In: lengths of prompts, which of them are the same as the one before, and, now and then, which sequences have ended.
-Out: one piece of work after another. Every rank of a shard decides alike, since it knows the same.
+In: prompt lengths, which prompts repeat the one before, and, now and then, which sequences have finished.
+Out: one `PrefillBatch` or `DecodeBatch` after another.
+Invariant: every rank of a shard makes the same decisions, since all know the same.
 
-A *lane* is a run of slots whose sequences go through the model together; a pipeline has one for each stage. Sequences
-begin in order, in whichever lane has room, so the samples of a prompt are neighbours in time, and one of them at most
-waits for a prefill that another has had.
+A *micro-batch group* is a run of slots whose sequences go through the model together; a pipeline has one group for each
+stage. Sequences are admitted in order, to whichever group has free slots, so the samples of one prompt are close in
+time and share its prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from rldsl.memory.decoding import NARROW, PREFILL, bucket
 
-__all__ = ["NARROW", "PREFILL", "Begin", "Lane", "Slots", "Step", "begin", "bucket"]
+__all__ = ["NARROW", "PREFILL", "DecodeBatch", "MicroBatchGroup", "PrefillBatch", "Scheduler", "bucket", "num_to_admit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """Sequences first, first + 1, ... get `slots`, and the host asks afterwards which have ended. The first `again` of
-    them have the prompt of the sequence before them, which is in slot `source`; of the rest, those in `fresh`
-    (sequences) have a prompt that is new."""
+class PrefillBatch:
+    """Sequences first_seq, first_seq + 1, ... are admitted to `slots`. Afterwards the host polls which have
+    finished."""
 
     slots: tuple[int, ...]
-    first: int
-    again: int
-    source: int
-    fresh: tuple[int, ...]
+    first_seq: int
+    num_shared: int               # how many of them, at the start, have the prompt of the sequence before them ...
+    source_slot: int              # ... whose keys and values are in this slot
+    new_prompts: tuple[int, ...]  # the other sequences whose prompt must be run; the rest repeat one of these
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One token for each of the first `rows` slots of a lane, of which the slab is read up to `width`. moves: (from,
-    to) slots, before. look: whether the host asks afterwards which sequences have ended."""
+class DecodeBatch:
+    """One token for each of the first `batch_size` slots of a group."""
 
-    rows: int
-    width: int
-    moves: tuple[tuple[int, int], ...]
-    look: bool
+    batch_size: int
+    kv_len: int                              # how many tokens of each slot are read
+    slot_moves: tuple[tuple[int, int], ...]  # (from, to), before the step
+    poll: bool                               # whether the host asks afterwards which sequences have finished
 
 
 @dataclass
-class Lane:
-    """Slots start .. start + size. held: slot -> its sequence; made: slot -> tokens of it, so far as the host knows;
-    due: steps until the host looks."""
+class MicroBatchGroup:
+    """Slots start .. start + size."""
 
     start: int
     size: int
-    held: dict[int, int] = field(default_factory=dict)
-    made: dict[int, int] = field(default_factory=dict)
-    due: int = 0
+    seq_ids: dict[int, int] = field(default_factory=dict)        # slot -> its sequence
+    num_generated: dict[int, int] = field(default_factory=dict)  # slot -> tokens sampled, as far as the host knows
+    steps_until_poll: int = 0
 
-    def free(self) -> list[int]:
-        return [s for s in range(self.start, self.start + self.size) if s not in self.held]
+    def free_slots(self) -> list[int]:
+        return [s for s in range(self.start, self.start + self.size) if s not in self.seq_ids]
 
 
-class Slots:
-    """lens: of prompts. same: whether a sequence has the prompt of the one before. longest: the most tokens of a
-    response. every: after how many steps at most the host looks. most: the most tokens of a prompt in any call, 0 where
-    nobody knows; calls whose prompts are nearly as long as each other's then have slabs of one width."""
+class Scheduler:
+    """The state of one generate call."""
 
-    def __init__(self, lens: Sequence[int], same: Sequence[bool], slots: int, lanes: int, longest: int, every: int,
-                 most: int = 0):
-        self.lens, self.same, self.longest, self.every = lens, same, longest, every
-        self.cost = [0 if again else n for n, again in zip(lens, same)]
-        self.waiting = 0  # sequences from here on have not begun
-        self.source = 0  # the slot of the last that has
-        edges = [i * slots // lanes for i in range(lanes + 1)]
-        self.lanes = [Lane(a, b - a) for a, b in zip(edges, edges[1:])]
-        prompt = max(lens, default=0)
-        self.count, self.width = slots, max(prompt, min(bucket(prompt, NARROW, 4), most)) + longest
+    def __init__(self, prompt_lens: Sequence[int], shared_prefix: Sequence[bool], num_slots: int, num_groups: int,
+                 max_new_tokens: int, poll_every: int, max_prompt_len: int = 0):
+        """prompt_lens: [N] tokens. shared_prefix: [N] whether a sequence has the prompt of the one before.
+        poll_every: the most decode steps between two polls. max_prompt_len: tokens of the longest prompt of any call
+        (0: unknown); calls with prompts of nearly the same length then get a KV cache of the same width."""
+        self.prompt_lens, self.shared_prefix = prompt_lens, shared_prefix
+        self.max_new_tokens, self.poll_every = max_new_tokens, poll_every
+        self.prefill_tokens = [0 if shared else n for n, shared in zip(prompt_lens, shared_prefix, strict=True)]
+        self.next_seq = 0   # sequences from here on wait
+        self.last_slot = 0  # the slot of the sequence that was admitted last
+        edges = [i * num_slots // num_groups for i in range(num_groups + 1)]
+        self.groups = [MicroBatchGroup(a, b - a) for a, b in pairwise(edges)]
+        longest = max(prompt_lens, default=0)
+        self.num_slots = num_slots
+        self.kv_width = max(longest, min(bucket(longest, NARROW, 4), max_prompt_len)) + max_new_tokens
 
     @property
-    def busy(self) -> bool:
-        return self.waiting < len(self.lens) or any(lane.held for lane in self.lanes)
+    def has_work(self) -> bool:
+        return self.next_seq < len(self.prompt_lens) or any(group.seq_ids for group in self.groups)
 
-    def next(self, lane: Lane) -> Begin | Step | None:
-        free = lane.free() if self.waiting < len(self.lens) else []
-        some = begin(self.cost, self.waiting, len(free), lane.size)
-        return self._begin(lane, free[:some]) if some else self._step(lane) if lane.held else None
+    def schedule(self, group: MicroBatchGroup) -> PrefillBatch | DecodeBatch | None:
+        """What the group runs next; None if it has no sequences."""
+        free = group.free_slots() if self.next_seq < len(self.prompt_lens) else []
+        count = num_to_admit(self.prefill_tokens, self.next_seq, len(free), group.size)
+        if count:
+            return self._prefill(group, free[:count])
+        return self._decode(group) if group.seq_ids else None
 
-    def ended(self, lane: Lane, over: Sequence[bool]) -> list[int]:
-        """over: for each slot of the lane, whether its sequence has ended. The slots that are free by that."""
-        found = [s for s in lane.held if over[s - lane.start]]
-        for s in found:
-            del lane.held[s], lane.made[s]
-        ahead = self.longest - max(lane.made.values(), default=0)  # then the first of them is sure to end
-        lane.due = max(1, min(self.every, ahead))
-        return found
+    def retire(self, group: MicroBatchGroup, finished: Sequence[bool]) -> list[int]:
+        """Free the slots whose sequences have finished, and return them. finished: for each slot of the group."""
+        slots = [s for s in group.seq_ids if finished[s - group.start]]
+        for s in slots:
+            del group.seq_ids[s], group.num_generated[s]
+        # a sequence of the maximum length finishes for certain: the host polls at that step at the latest
+        steps_to_max_length = self.max_new_tokens - max(group.num_generated.values(), default=0)
+        group.steps_until_poll = max(1, min(self.poll_every, steps_to_max_length))
+        return slots
 
-    def _begin(self, lane: Lane, slots: list[int]) -> Begin:
-        first = self.waiting
-        these = range(first, first + len(slots))
-        fresh = tuple(i for i in these if not self.same[i])
-        made = Begin(tuple(slots), first, (fresh[0] if fresh else these.stop) - first, self.source, fresh)
-        lane.held.update(zip(slots, these))
-        lane.made.update(dict.fromkeys(slots, 1))
-        self.waiting, self.source = these.stop, slots[-1]
-        return made
+    def _prefill(self, group: MicroBatchGroup, slots: list[int]) -> PrefillBatch:
+        first = self.next_seq
+        admitted = range(first, first + len(slots))
+        new = tuple(i for i in admitted if not self.shared_prefix[i])
+        num_shared = (new[0] if new else admitted.stop) - first
+        batch = PrefillBatch(tuple(slots), first, num_shared, self.last_slot, new)
+        group.seq_ids.update(zip(slots, admitted, strict=True))
+        group.num_generated.update(dict.fromkeys(slots, 1))
+        self.next_seq, self.last_slot = admitted.stop, slots[-1]
+        return batch
 
-    def _step(self, lane: Lane) -> Step:
-        rows = min(bucket(len(lane.held)), lane.size) if self.waiting == len(self.lens) else lane.size
-        moves = self._compact(lane, lane.start + rows)
-        width = max(self.lens[i] + lane.made[s] for s, i in lane.held.items())
-        for s in lane.made:
-            lane.made[s] += 1
-        lane.due -= 1
-        return Step(rows, min(bucket(width, NARROW, 4), self.width), moves, lane.due <= 0)
+    def _decode(self, group: MicroBatchGroup) -> DecodeBatch:
+        drained = self.next_seq == len(self.prompt_lens)  # only then are freed slots not filled again
+        batch_size = min(bucket(len(group.seq_ids)), group.size) if drained else group.size
+        moves = self._compact(group, group.start + batch_size)
+        kv_len = max(self.prompt_lens[i] + group.num_generated[s] for s, i in group.seq_ids.items())
+        for s in group.num_generated:
+            group.num_generated[s] += 1
+        group.steps_until_poll -= 1
+        return DecodeBatch(batch_size, min(bucket(kv_len, NARROW, 4), self.kv_width), moves,
+                           group.steps_until_poll <= 0)
 
-    def _compact(self, lane: Lane, end: int) -> tuple[tuple[int, int], ...]:
-        """Sequences in slots from `end` on move to free ones before it."""
-        room = (s for s in lane.free() if s < end)
-        moves = tuple((s, next(room)) for s in sorted(lane.held) if s >= end)
+    def _compact(self, group: MicroBatchGroup, end: int) -> tuple[tuple[int, int], ...]:
+        """Move the sequences in slots from `end` on to free slots before it."""
+        free = (s for s in group.free_slots() if s < end)
+        moves = tuple((s, next(free)) for s in sorted(group.seq_ids) if s >= end)
         for s, to in moves:
-            lane.held[to], lane.made[to] = lane.held.pop(s), lane.made.pop(s)
+            group.seq_ids[to], group.num_generated[to] = group.seq_ids.pop(s), group.num_generated.pop(s)
         return moves
 
 
-def begin(cost: Sequence[int], waiting: int, free: int, slots: int) -> int:
-    """How many sequences to begin now: a prefill of a few is as slow as a decoding step, so it waits for a sixteenth of
-    the slots, or until its tokens are enough. cost: tokens to run for each sequence."""
-    ahead = list(accumulate(cost[waiting : waiting + free]))
-    some = max(1, sum(x <= PREFILL for x in ahead)) if ahead else 0
-    last = waiting + some == len(cost)
-    return some if 16 * free >= slots or last or ahead and ahead[-1] >= PREFILL else 0
+def num_to_admit(prefill_tokens: Sequence[int], next_seq: int, free: int, slots: int) -> int:
+    """How many sequences to admit now. A prefill of a few is as slow as a decode step, so it waits until a sixteenth of
+    the slots is free, or until it has enough tokens. prefill_tokens: [N] to run for each sequence; slots: of the
+    group."""
+    totals = list(accumulate(prefill_tokens[next_seq : next_seq + free]))
+    count = max(1, sum(x <= PREFILL for x in totals)) if totals else 0
+    is_last = next_seq + count == len(prefill_tokens)
+    enough = 16 * free >= slots or is_last or (bool(totals) and totals[-1] >= PREFILL)
+    return count if enough else 0

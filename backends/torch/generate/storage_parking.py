@@ -1,7 +1,7 @@
-"""Tensors whose memory is given back while nobody needs what is in it.
+"""Give the memory of tensors back while nobody needs their contents.
 
-In: tensors. Out: a `Rest`, after whose `sleep` they have no memory and after whose `wake` they have some again, with
-nothing in it yet. Tensors and their views stay what they are, so that whatever refers to them goes on doing so.
+In: tensors. Out: a `StorageParking`: after `park` they have no memory, after `unpark` they have memory with undefined
+contents. The tensors and their views stay the same objects, so that everything that refers to them stays valid.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from collections.abc import Iterable
 import torch
 
 
-class Rest:
-    """awake: whether the memory is there."""
+class StorageParking:
+    """The storages behind some tensors."""
+
+    has_memory: bool
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
-        storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
-        self.sizes = [(s, s.nbytes()) for s in storages.values()]
-        self.awake = True
+        storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}  # views share one
+        self.sizes = [(s, s.nbytes()) for s in storages.values()]  # bytes
+        self.has_memory = True
 
-    def sleep(self) -> None:
+    def park(self) -> None:
         for storage, _ in self.sizes:
             storage.resize_(0)
-        self.awake = False
+        self.has_memory = False
 
-    def wake(self) -> None:
+    def unpark(self) -> None:
         for storage, size in self.sizes:
             storage.resize_(size)
-        self.awake = True
+        self.has_memory = True

@@ -1,9 +1,12 @@
-"""Packed sequences as a few rectangles, for kernels that know no lengths.
+"""Length-bucketed attention: packed sequences as a few padded batches, for kernels that know no lengths.
 
-In: lengths of packed sequences. Out: `Grids`, which spreads the tokens of a packed row over one grid for each run of
-nearly equal lengths, and joins what comes back. Attention costs the square of a grid's width, so sequences that share
-one differ by a quarter of their length at most, short ones by a few tokens. Which sequences share a grid follows from
-lengths alone. Gaps hold some token of the row: causality hides them, and what comes of them is not read.
+In: lengths of packed sequences. Out: `LengthBuckets`, which copies the tokens of a packed row into one padded batch for
+each run of nearly equal lengths, and copies results back.
+
+Attention costs the square of a batch's width, so the sequences of a bucket differ by a quarter of their length at most,
+short ones by a few tokens. Padding holds a copy of some token of the row: causality hides it from every real query, and
+nothing that is computed for it is read.
+Invariant: which sequences share a bucket depends on lengths alone.
 """
 
 from __future__ import annotations
@@ -17,70 +20,82 @@ import torch
 from rldsl.memory.decoding import bucket
 from rldsl.runtime.store import within
 
-SHORT = 16  # tokens by which the lengths in a grid may differ in any case
+MIN_STEP = 16  # tokens by which the lengths in a bucket may differ in any case
 
 
-class Grids:
-    """shapes: (sequences, tokens) of each grid. tokens [C]: the token of the row that stands in each cell, one grid
-    behind the other; cells [T]: the cell of each token. gaps: cells that hold a token of another cell."""
+class LengthBuckets:
+    """The buckets of one packed row. Cells are the tokens of all buckets, one bucket after the other: C in all, of
+    which T hold a token of the row and the others are padding."""
+
+    shapes: list[tuple[int, int]]  # (sequences, tokens) of each bucket
+    token_of_cell: torch.Tensor    # [C] the token of the row that a cell holds
+    cell_of_token: torch.Tensor    # [T]
+    padding_cells: torch.Tensor    # [C - T]
 
     def __init__(self, lengths: torch.Tensor):
-        known = lengths.cpu()  # asked once; places are worked out on the host
-        sizes = known.tolist()
-        shared: defaultdict[int, list[int]] = defaultdict(list)
+        """lengths: [S] int64."""
+        host_lengths = lengths.cpu()  # the one wait for the device: everything below is computed on the host
+        sizes = host_lengths.tolist()
+        by_width: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):
             if size:
-                shared[bucket(size, SHORT, 4)].append(i)
-        runs = [shared[size] for size in sorted(shared)]
+                by_width[bucket(size, MIN_STEP, 4)].append(i)
+        runs = [by_width[width] for width in sorted(by_width)]
         self.shapes = [(len(run), max(sizes[i] for i in run)) for run in runs]
         order = torch.tensor([i for run in runs for i in run], dtype=torch.long)
-        wide = torch.tensor([width for many, width in self.shapes for _ in range(many)], dtype=torch.long)
-        at, each = within(wide), known[order].repeat_interleave(wide)
-        tokens = (known.cumsum(0) - known)[order].repeat_interleave(wide) + at.clamp(max=each - 1)
-        filled = at < each
+        widths = torch.tensor([width for count, width in self.shapes for _ in range(count)], dtype=torch.long)
+        column, length = within(widths), host_lengths[order].repeat_interleave(widths)
+        tokens = (host_lengths.cumsum(0) - host_lengths)[order].repeat_interleave(widths)
+        tokens = tokens + column.clamp(max=length - 1)  # padding repeats the sequence's last token
+        real = column < length
         cells = torch.empty(sum(sizes), dtype=torch.long)
-        cells[tokens[filled]] = filled.nonzero()[:, 0]
-        self.tokens, self.cells, self.gaps = (x.to(lengths.device) for x in (tokens, cells, (~filled).nonzero()[:, 0]))
+        cells[tokens[real]] = real.nonzero()[:, 0]
+        self.token_of_cell, self.cell_of_token, self.padding_cells = (
+            x.to(lengths.device) for x in (tokens, cells, (~real).nonzero()[:, 0]))
 
-    def spread(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, heads, D] -> [sequences, tokens, heads, D] of each grid."""
-        return _Spread.apply(x, self)
+    def pad(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, heads, D] -> [sequences, tokens, heads, D] of each bucket."""
+        batches: tuple[torch.Tensor, ...] = _Pad.apply(x, self)
+        return batches
 
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[sequences, tokens, heads, D] of each grid -> [T, heads, D]."""
-        return _Join.apply(self, *parts)
+    def unpad(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[sequences, tokens, heads, D] of each bucket -> [T, heads, D]."""
+        out: torch.Tensor = _Unpad.apply(self, *batches)
+        return out
 
-    def cut(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[C, ...] -> the cells of each grid."""
-        parts = x.split([many * wide for many, wide in self.shapes])
-        return tuple(part.unflatten(0, shape) for part, shape in zip(parts, self.shapes))
+    def split_cells(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[C, ...] -> [sequences, tokens, ...] of each bucket."""
+        parts = x.split([count * width for count, width in self.shapes])
+        return tuple(part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True))
 
 
-def _line(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    flat = [part.flatten(0, 1) for part in parts]
+def _join_cells(batches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The inverse of `split_cells`."""
+    flat = [batch.flatten(0, 1) for batch in batches]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-class _Spread(torch.autograd.Function):
-    """A token's gradient is that of its own cell: nothing that is read depends on a gap."""
+class _Pad(torch.autograd.Function):
+    """The gradient of a token is that of its own cell: nothing that is read depends on padding."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, grids: Grids) -> tuple[torch.Tensor, ...]:
-        ctx.grids = grids
-        return grids.cut(x.index_select(0, grids.tokens))
+    def forward(ctx: Any, x: torch.Tensor, buckets: LengthBuckets) -> tuple[torch.Tensor, ...]:
+        ctx.buckets = buckets
+        return buckets.split_cells(x.index_select(0, buckets.token_of_cell))
 
     @staticmethod
-    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _line(slopes).index_select(0, ctx.grids.cells), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _join_cells(grads).index_select(0, ctx.buckets.cell_of_token), None
 
 
-class _Join(torch.autograd.Function):
+class _Unpad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grids: Grids, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.grids = grids
-        return _line(parts).index_select(0, grids.cells)
+    def forward(ctx: Any, buckets: LengthBuckets, *batches: torch.Tensor) -> torch.Tensor:
+        ctx.buckets = buckets
+        return _join_cells(batches).index_select(0, buckets.cell_of_token)
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grids = ctx.grids
-        return None, *grids.cut(slope.index_select(0, grids.tokens).index_fill_(0, grids.gaps, 0.0))
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        buckets = ctx.buckets
+        cells = grad.index_select(0, buckets.token_of_cell).index_fill_(0, buckets.padding_cells, 0.0)
+        return None, *buckets.split_cells(cells)

@@ -1,7 +1,8 @@
-"""Packages of kernels that are used where they are there: whether one can be used.
+"""Optional kernel packages (flash-attn, Transformer Engine, Apex): which of them can be used here.
 
-In: how a package is called, what of it is imported and which versions will do. Out: a `Package`. One that is missing,
-that breaks while it is imported or that is of another version is never an error, since plain kernels compute the same.
+In: what a package is called, which of its modules are needed, and which versions fit. Out: a `Package`.
+Invariant: a package that is missing, fails to import or has another version is never an error, since plain kernels
+compute the same.
 """
 
 from __future__ import annotations
@@ -19,62 +20,62 @@ Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """title: as people call it. modules: what is imported, its root first. first, end: the versions that will do, `end`
-    being the first that will not; () where any will. asked: who says so."""
+class PackageSpec:
+    """What a backend needs of an optional package."""
 
-    title: str
-    modules: Sequence[str]
-    first: Version = ()
-    end: Version = ()
-    asked: str = ""
+    title: str               # as people call it
+    modules: Sequence[str]   # all that is imported, the top-level module first
+    min_version: Version = ()
+    max_version: Version = ()  # exclusive; () for both: any version
+    required_by: str = ""    # who sets these bounds, for messages
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What was found of it. version: "" where nothing is there. problem: why it cannot be used all the same."""
+    """What was found of a package."""
 
     title: str
-    version: str = ""
-    problem: str = ""
+    version: str = ""  # "" if it is not installed
+    problem: str = ""  # why it cannot be used although it is installed
 
     @property
     def usable(self) -> bool:
         return bool(self.version) and not self.problem
 
 
-def look(wanted: Wanted) -> Package:
-    """Imports it, if it is there."""
-    root = wanted.modules[0]
+def probe(spec: PackageSpec) -> Package:
+    """Import the package if it is installed, and check its version."""
+    root = spec.modules[0]
     try:
         if find_spec(root) is None:
-            return Package(wanted.title)
-        modules = [import_module(name) for name in wanted.modules]
-    except Exception as error:  # what a package for another CUDA, torch or Python raises may be anything
-        said = (str(error).splitlines() or [""])[0][:120]
-        return Package(wanted.title, problem=f"its import fails ({type(error).__name__}: {said})")
-    found = str(getattr(modules[0], "__version__", "")) or _installed(wanted.title)
-    if not wanted.first or wanted.first <= release(found) < (wanted.end or (1 << 30,)):
-        return Package(wanted.title, found or "of an unknown version")
-    span = f"{text(wanted.first)} or later" + (f", before {text(wanted.end)}" if wanted.end else "")
-    return Package(wanted.title, found, f"{wanted.asked or 'this backend'} asks for {span}")
+            return Package(spec.title)
+        modules = [import_module(name) for name in spec.modules]
+    except Exception as error:  # a package built for another CUDA, torch or Python may raise anything
+        first_line = (str(error).splitlines() or [""])[0][:120]
+        return Package(spec.title, problem=f"its import fails ({type(error).__name__}: {first_line})")
+    found = str(getattr(modules[0], "__version__", "")) or _installed_version(spec.title)
+    if not spec.min_version or spec.min_version <= release(found) < (spec.max_version or (1 << 30,)):
+        return Package(spec.title, found or "of an unknown version")
+    bounds = f"{_dotted(spec.min_version)} or later"
+    bounds += f", before {_dotted(spec.max_version)}" if spec.max_version else ""
+    return Package(spec.title, found, f"{spec.required_by or 'this backend'} needs {bounds}")
 
 
-def text(version: Version) -> str:
-    return ".".join(map(str, version))
+def _dotted(numbers: Version) -> str:
+    return ".".join(map(str, numbers))
 
 
-def _installed(title: str) -> str:
+def _installed_version(title: str) -> str:
     try:
         return version(title.lower().replace(" ", "-"))
     except PackageNotFoundError:
         return ""
 
 
-FLASH = Wanted("flash-attn", ("flash_attn",), first=(2, 7), end=(3,))
+FLASH_ATTN = PackageSpec("flash-attn", ("flash_attn",), min_version=(2, 7), max_version=(3,))
 
 
 @cache
-def flash() -> Package:
-    """flash-attn as it is here; asked for on CUDA alone."""
-    return look(FLASH)
+def flash_attn() -> Package:
+    """flash-attn as installed here; called only on CUDA."""
+    return probe(FLASH_ATTN)

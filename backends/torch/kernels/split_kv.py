@@ -1,9 +1,11 @@
-"""Decode attention over the slab, for CUDA: one query for each sequence, whose keys are divided over many programs.
+"""Decode attention over the KV cache in Triton: one query per sequence, its keys divided over many programs.
 
-In: queries, the slab of a layer, where each query stands. Out: its result. A program reads a part of one sequence's
-keys and values once, for all heads of queries that share them, and keeps the largest score, the sum of weights and the
-weighed values; a second kernel joins the parts (Dao et al. 2023, Flash-Decoding). Sums are float32. Which parts there
-are follows from shapes alone, so a captured graph holds for all lengths; a part behind a sequence's end reads nothing.
+In: queries, one layer's KV cache, and the position of each query. Out: the attention output.
+
+A program reads one part of one sequence's keys and values once, for all query heads that share them, and stores the
+largest score, the sum of weights and the weighted sum of values; a second kernel combines the parts (Flash-Decoding,
+Dao et al. 2023). Sums are float32. The division into parts depends on shapes alone, so a captured CUDA graph holds for
+all lengths; a part behind a sequence's end reads nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 64  # keys at once
-WANTED = 512  # programs that keep a GPU busy
+BLOCK = 64  # keys that are read at once
+TARGET_PROGRAMS = 512  # enough to keep a GPU busy
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
 def _part(queries, keys, values, positions, sums, stats, first, scale, window, slot, token, head,
           HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
           PART: tl.constexpr, BLOCK: tl.constexpr):
-    """One part of the keys of sequence s and head h. slot, token, head: strides of keys and values. EACH heads of
-    queries of SIZE numbers, as ROWS and WIDE, which are powers of two."""
+    """One part of the keys of sequence s and KV head h.
+
+    slot, token, head: strides of keys and values. EACH query heads of SIZE elements share a KV head; ROWS and WIDE are
+    these two rounded up to powers of two, as Triton needs them. PART: keys of a part."""
     s, h, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at_row, at_size, at_key = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, BLOCK)
     rows, sizes = at_row < EACH, at_size < SIZE
@@ -41,7 +45,7 @@ def _part(queries, keys, values, positions, sums, stats, first, scale, window, s
         k = tl.load(keys + where, mask=seen[:, None] & sizes[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        top = tl.maximum(peak, tl.max(scores, 1))  # finite: a block that is read has a key that is seen
+        top = tl.maximum(peak, tl.max(scores, 1))  # finite: every block that is read has a visible key
         weights = tl.exp(scores - top[:, None])
         kept = tl.exp(peak - top)
         v = tl.load(values + where, mask=seen[:, None] & sizes[None, :], other=0.0)
@@ -54,10 +58,11 @@ def _part(queries, keys, values, positions, sums, stats, first, scale, window, s
     tl.store(stats + 2 * out + 1, mass, mask=rows)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
 def _join(sums, stats, out, parts, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
           WIDE: tl.constexpr):
-    """The parts of sequence s and head h, of which the first that a query sees has a finite largest score."""
+    """Combines the parts of sequence s and KV head h. At least one of them has a finite largest score: a query sees its
+    own position."""
     s, h = tl.program_id(0), tl.program_id(1)
     at_row, at_size = tl.arange(0, ROWS), tl.arange(0, WIDE)
     rows, sizes = at_row < EACH, at_size < SIZE
@@ -80,25 +85,27 @@ def _join(sums, stats, out, parts, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE
 
 
 def parts(sequences: int, heads: int, width: int) -> tuple[int, int]:
-    """(keys of a part, parts): enough programs for a GPU, but no part without a whole block."""
-    many = max(1, min(WANTED // max(1, sequences * heads), triton.cdiv(width, BLOCK)))
+    """(keys of a part, number of parts): enough programs for a GPU, but at least one block of keys in each part."""
+    many = max(1, min(TARGET_PROGRAMS // max(1, sequences * heads), triton.cdiv(width, BLOCK)))
     each = max(BLOCK, triton.next_power_of_2(triton.cdiv(width, many)))
     return each, triton.cdiv(width, each)
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, positions: torch.Tensor, width: int,
-           scale: float, window: int | None) -> torch.Tensor:
-    """q [S, H, D] of the slots from `first` on; keys, values [slots, W, K, D]; positions [S]: the last key that each
-    sees, below width <= W. window: how many it sees; None: all. Returns [S, H, D]."""
+def split_kv_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, positions: torch.Tensor,
+                       kv_len: int, scale: float, window: int | None) -> torch.Tensor:
+    """q: [S, H, D], of the slots first .. first + S. keys, values: [slots, W, K, D] with H a multiple of K.
+    positions: [S], the last key that each query sees, below kv_len <= W. window: how many keys a query sees at most
+    (None: all). Returns [S, H, D]."""
     q = q.contiguous()
     (count, heads, size), groups = q.shape, keys.shape[2]
     each = heads // groups
-    part, many = parts(count, groups, width)
+    part, many = parts(count, groups, kv_len)
     sums, stats = (torch.empty(count, groups, many, each, n, dtype=torch.float32, device=q.device) for n in (size, 2))
     out = torch.empty_like(q)
-    shape = dict(HEADS=groups, EACH=each, SIZE=size, ROWS=max(16, triton.next_power_of_2(each)),
-                 WIDE=max(16, triton.next_power_of_2(size)))
+    shape = {"HEADS": groups, "EACH": each, "SIZE": size, "ROWS": max(16, triton.next_power_of_2(each)),
+             "WIDE": max(16, triton.next_power_of_2(size))}
     _part[count, groups, many](q, keys, values, positions, sums, stats, first, scale,
-                               width if window is None else window, *keys.stride()[:3], **shape, PART=part, BLOCK=BLOCK)
+                               kv_len if window is None else window, *keys.stride()[:3], **shape, PART=part,
+                               BLOCK=BLOCK)
     _join[count, groups](sums, stats, out, many, **shape)
     return out

@@ -1,8 +1,9 @@
 """Attention over packed sequences, registered with transformers as "rldsl".
 
-A forward pass gets a *packing*: it says where sequences begin and end in the packed row, and what to do with keys and
-values. `Varlen` keeps nothing; those of `backends/torch/generate/kv_cache.py` write and read a slab of keys and values;
-`Context` asks other ranks. """
+A forward pass carries a `PackedAttention`, which knows where sequences begin and end in the packed row and what happens
+to keys and values. `VarlenAttention` keeps nothing; those of `generate/kv_cache.py` write and read the KV cache;
+`ContextParallelAttention` gathers from other ranks; `PaddedAttention` adds padding.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from rldsl.backends.torch.kernels.length_buckets import Grids
-from rldsl.backends.torch.kernels.optional_packages import flash
-from rldsl.backends.torch.kernels.varlen_attention import fits, varlen
+from rldsl.backends.torch.kernels.attention_kernels import flash_varlen_attention, has_varlen_kernel
+from rldsl.backends.torch.kernels.length_buckets import LengthBuckets
+from rldsl.backends.torch.kernels.optional_packages import flash_attn
 from transformers import AttentionInterface
 
 from rldsl.diag import fail
@@ -21,72 +22,84 @@ from rldsl.runtime.store import within
 NAME = "rldsl"
 
 
-class Packing(Protocol):
+class PackedAttention(Protocol):
+    positions: torch.Tensor  # [T] int64, of the row's tokens in their sequences
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
-        """q: [H, T, D]; k, v: [K, T, D] with H a multiple of K. Returns [T, H, D]."""
+        """Causal attention of one layer. q: [H, T, D]; k, v: [K, T, D] with H a multiple of K. scale: of the scores.
+        window: how many tokens a query sees at most, itself included (None: all before it). Returns [T, H, D]."""
 
 
 def register() -> None:
-    """Make `config._attn_implementation = "rldsl"` mean `attention`. It has no entry among the makers of masks, so
-    transformers makes none, and does not ask the device whether sequences are packed."""
+    """Make `config._attn_implementation = "rldsl"` mean `attention`. The name has no entry among transformers' mask
+    functions, so transformers makes no mask and does not ask the device whether sequences are packed."""
     AttentionInterface.register(NAME, attention)
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, scaling: float | None = None, packing: Packing | None = None,
-              sliding_window: int | None = None, softcap: float | None = None, **rest: Any
-              ) -> tuple[torch.Tensor, None]:
-    """The signature that transformers calls: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+              attention_mask: torch.Tensor | None, scaling: float | None = None,
+              packed_attention: PackedAttention | None = None, sliding_window: int | None = None,
+              softcap: float | None = None, **rest: Any) -> tuple[torch.Tensor, None]:
+    """The signature that transformers calls. query: [1, H, T, D]; key, value: [1, K, T, D]. Returns [1, T, H, D].
+    Errors: RL0731 for soft-capped logits and attention sinks."""
     if softcap is not None or rest.get("s_aux") is not None:
         raise fail("RL0731", "this model family's attention is not supported",
                    place=type(module).__name__, help="soft-capped logits and attention sinks are not there yet")
-    assert packing is not None and query.shape[0] == 1
-    # under autocast, rotary embeddings and norms of heads leave q and k in float32 beside a half v, and attention
-    # multiplies halves anyway: cast now, they are kept and cached at half the size
+    if packed_attention is None or query.shape[0] != 1:
+        raise ValueError("attention needs one packed row and its PackedAttention")
+    # under autocast, rotary embeddings and head norms leave q and k in float32 next to a bfloat16 v, and attention
+    # multiplies in bfloat16 anyway: cast now, they are saved and cached at half the size
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = packing.attend(module.layer_idx, query.squeeze(0), key.squeeze(0), value.squeeze(0), scale,
-                         sliding_window)
+    layer: Any = module.layer_idx
+    out = packed_attention.attend(layer, query.squeeze(0), key.squeeze(0), value.squeeze(0), scale, sliding_window)
     return out.unsqueeze(0), None
 
 
-class Varlen:
-    """Causal attention inside each of S packed sequences. lengths: [S] int64 on the device of the model."""
+class VarlenAttention:
+    """Causal attention inside each of S packed sequences."""
 
     def __init__(self, lengths: torch.Tensor):
+        """lengths: [S] int64, on the device of the model."""
         self.lengths = lengths
-        self.longest = int(lengths.max()) if lengths.numel() else 0
+        self.max_seqlen = int(lengths.max()) if lengths.numel() else 0
         self.positions = within(lengths)
-        self.grids = Grids(lengths)  # before any pass, which waits for nothing
+        self.buckets = LengthBuckets(lengths)  # now, so that no pass waits for the device
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:
-        if fits(q, window):
+        """See `PackedAttention.attend`."""
+        if has_varlen_kernel(q, window):
             return self._fused(q, k, v, scale, window)
-        spread = zip(*(self.grids.spread(x.transpose(0, 1)) for x in (q, k, v)))
-        return self.grids.join([self._grid(*(x.transpose(1, 2) for x in qkv), scale, window) for qkv in spread])
-
-    def _grid(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-              ) -> torch.Tensor:
-        """q: [S, H, T, D] of sequences that are filled up to T tokens; k, v: [S, K, T, D]. Returns [S, T, H, D]."""
-        longest, mask = q.shape[2], None
-        if window is not None and window < longest:
-            at = torch.arange(longest, device=q.device)
-            gap = at[:, None] - at[None, :]
-            mask = (gap >= 0) & (gap < window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
-                                              enable_gqa=True).transpose(1, 2)
+        padded = zip(*(self.buckets.pad(x.transpose(0, 1)) for x in (q, k, v)), strict=True)
+        return self.buckets.unpad([_bucket_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale,
+                                                     window) for q, k, v in padded])
 
     def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
                ) -> torch.Tensor:
-        edges = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
-        if flash().usable:
+        cu_seqlens = F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
+        if flash_attn().usable:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            return varlen(q, k, v, (edges, edges), (self.longest, self.longest), scale, window)
+            return flash_varlen_attention(q, k, v, (cu_seqlens, cu_seqlens), (self.max_seqlen, self.max_seqlen), scale,
+                                          window)
         from torch.nn.attention.varlen import varlen_attn
 
         repeat = q.shape[0] // k.shape[0]
         k, v = (x.repeat_interleave(repeat, 0) if repeat > 1 else x for x in (k, v))
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        return varlen_attn(q, k, v, edges, edges, self.longest, self.longest, scale=scale, window_size=(-1, 0))
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, self.max_seqlen, self.max_seqlen, scale=scale,
+                          window_size=(-1, 0))
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def _bucket_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+                      ) -> torch.Tensor:
+    """q: [S, H, T, D], of sequences that are padded to T tokens; k, v: [S, K, T, D]. Returns [S, T, H, D]."""
+    length, mask = q.shape[2], None
+    if window is not None and window < length:
+        at = torch.arange(length, device=q.device)
+        gap = at[:, None] - at[None, :]
+        mask = (gap >= 0) & (gap < window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
+                                          enable_gqa=True).transpose(1, 2)

@@ -1,57 +1,68 @@
-"""What the modules of a model in bfloat16 compute with: the same numbers from every copy, float32 at its home or not.
+"""The autocast policy: what modules of a bfloat16 model compute with besides matrix products.
 
-In: a module with parameters of either dtype. Out: the module, which now gets them as bfloat16 rounds them and in
-float32. Matrices of linear layers need nothing: autocast halves them. So the residual stream is float32 everywhere, and
-a copy that is stored in bfloat16 gives its home's numbers bit by bit. Gradients pass the rounding as they are.
+In: a module with parameters of either dtype. Out: the module, which now sees such a parameter rounded to bfloat16, as
+float32. Matrices of linear layers need nothing, since autocast casts them. So the residual stream is float32
+everywhere. Invariant: a copy that stores parameters in bfloat16 gives the same numbers, bit for bit, as the float32
+master copy. Gradients pass the rounding unchanged (a straight-through estimator).
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
 
-class _Rounded(torch.autograd.Function):
+class _RoundToBfloat16(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().float()
 
     @staticmethod
-    def backward(ctx, slope):
-        return slope
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x as bfloat16 has it, in float32; one step of autograd, whose gradient is that of x."""
-    return _Rounded.apply(x)
+def round_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to bfloat16, as float32; its gradient is that of x, in one step of autograd."""
+    out: torch.Tensor = _RoundToBfloat16.apply(x)
+    return out
 
 
-class _Lookup(nn.Embedding):
-    """Rounds the rows that are looked up, not the table."""
+class _RoundedEmbedding(nn.Embedding):
+    """Rounds the rows that are looked up, not the whole table."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return rounded(super().forward(ids))
+        return round_to_bfloat16(super().forward(ids))
 
 
-def compute_rounded(module: nn.Module, attribute: str) -> None:
-    """Make `module` compute with its parameter `attribute` rounded. The parameter stays what it is, in
+def round_parameter(module: nn.Module, attribute: str) -> None:
+    """Make `module` compute with its parameter `attribute` rounded. The parameter itself stays as it is, in
     `module._parameters`."""
     if not isinstance(module, nn.Embedding):
-        module.__class__ = _with_property(module.__class__, attribute)
+        module.__class__ = _with_property(type(module), attribute)
         return
-    module.__class__ = _with_lookup(module.__class__)
+    module.__class__ = _with_rounded_lookup(type(module))
     for name, buffer in module.named_buffers(recurse=False):  # a scale, which families cast to the table's dtype
         setattr(module, name, buffer.bfloat16().float() if buffer.is_floating_point() else buffer)
 
 
 @cache
-def _with_property(kind: type[nn.Module], attribute: str) -> type[nn.Module]:
-    return type(kind.__name__, (kind,), {attribute: property(lambda self: rounded(self._parameters[attribute]))})
+def _with_property(kind: Hashable, attribute: str) -> Any:
+    """The class with the parameter as a property. kind: a class of modules."""
+    if not isinstance(kind, type):
+        raise TypeError(kind)
+    return type(kind.__name__, (kind,),
+                {attribute: property(lambda self: round_to_bfloat16(self._parameters[attribute]))})
 
 
 @cache
-def _with_lookup(kind: type[nn.Module]) -> type[nn.Module]:
-    """Between a family's own embedding and torch's, so that what the family does to the rows comes after."""
-    return _Lookup if kind is nn.Embedding else type(kind.__name__, (kind, _Lookup), {})
+def _with_rounded_lookup(kind: Hashable) -> Any:
+    """The class with `_RoundedEmbedding` between a family's own embedding and torch's, so that what the family does to
+    the rows comes after the rounding."""
+    if not isinstance(kind, type):
+        raise TypeError(kind)
+    return _RoundedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, _RoundedEmbedding), {})

@@ -1,11 +1,19 @@
-"""Rows of several ranks as one tensor and back, with gradients.
+"""Collectives with gradients, named as in Megatron-LM's `tensor_parallel/mappings.py`.
 
-In: this rank's rows, as many as every other rank of an axis has. Out: the rows of all, rank after rank; or this rank's
-rows of a sum. Conjugate pairs: a gather whose result each rank uses for itself sums gradients back to the owner of a
-row; a gather whose result all ranks use alike gives each rank its own part of a gradient that all have.
+In: a tensor of this rank, and the axis (communicator) to use. Out: the result, which autograd can differentiate. Each
+function comes with its conjugate: what one does forward, another does backward.
+
+Tensor-parallel region (weights divided over the axis; Shoeybi et al. 2019, arXiv:1909.08053, section 3):
+`copy_to_...` identity / all-reduce, `reduce_from_...` all-reduce / identity.
+Sequence-parallel region (tokens, dimension 0, divided over the axis; Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2.2; the ranks of cp divide tokens too): `gather_from_...` all-gather / reduce-scatter or slice, `scatter_to_...`
+slice / all-gather, `reduce_scatter_to_...` reduce-scatter / all-gather. Every rank must have the same number of rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,68 +21,148 @@ import torch.distributed as dist
 from rldsl.runtime.backend import Axis
 
 
-def gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """[n, ...] -> [size * n, ...]."""
-    found = x.new_empty(axis.size, *x.shape)
-    dist.all_gather(list(found.unbind()), x.contiguous(), group=axis.group)
-    return found.flatten(0, 1)
+def copy_to_tensor_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The input of column-parallel layers: x itself; its gradient is summed over the axis."""
+    out: torch.Tensor = _CopyToRegion.apply(x, axis)
+    return out
 
 
-def scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """[size * n, ...] -> [n, ...] of the sum over all ranks."""
+def reduce_from_tensor_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The output of row-parallel layers: the sum over the axis. May overwrite x."""
+    out: torch.Tensor = _ReduceFromRegion.apply(x, axis)
+    return out
+
+
+def gather_from_sequence_parallel_region(x: torch.Tensor, axis: Axis, *, tensor_parallel_output_grad: bool
+                                         ) -> torch.Tensor:
+    """[n, ...] -> [size * n, ...], the rows of all ranks in order.
+
+    tensor_parallel_output_grad: whether each rank computes something different with the result, so that gradients are
+    summed back to the owner of a row. If not, all ranks compute the same and each has the whole gradient already."""
+    function = _GatherReduceScatter if tensor_parallel_output_grad else _GatherSlice
+    out: torch.Tensor = function.apply(x, axis)
+    return out
+
+
+def scatter_to_sequence_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[size * n, ...], equal on all ranks -> this rank's [n, ...]."""
+    out: torch.Tensor = _Slice.apply(x, axis)
+    return out
+
+
+def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[size * n, ...] -> this rank's [n, ...] of the sum over the axis."""
+    out: torch.Tensor = _ReduceScatter.apply(x, axis)
+    return out
+
+
+def all_to_all(rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], axis: Axis) -> torch.Tensor:
+    """[sum(send_counts), ...] -> [sum(recv_counts), ...]: rows to and from each rank, in rank order."""
+    out: torch.Tensor = _AllToAll.apply(rows, send_counts, recv_counts, axis)
+    return out
+
+
+def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[n, ...] -> [size * n, ...]. No gradient."""
+    out = x.new_empty(axis.size, *x.shape)
+    dist.all_gather(list(out.unbind()), x.contiguous(), group=axis.group)
+    return out.flatten(0, 1)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[size * n, ...] -> [n, ...] of the sum over the axis. No gradient."""
     parts = list(x.contiguous().unflatten(0, (axis.size, -1)).unbind())
-    found = torch.empty_like(parts[0])
-    dist.reduce_scatter(found, parts, group=axis.group)
-    return found
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter(out, parts, group=axis.group)
+    return out
 
 
-class GatherApart(torch.autograd.Function):
-    """Gather; each rank goes on in its own way, so gradients are summed."""
+def _own_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return x.unflatten(0, (axis.size, -1))[axis.index]
 
+
+def _exchange(rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], axis: Axis) -> torch.Tensor:
+    out = rows.new_empty(sum(recv_counts), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), list(recv_counts), list(send_counts), group=axis.group)
+    return out
+
+
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return gather(x, axis)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, slope):
-        return scatter(slope, ctx.axis), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.axis.group)
+        return grad, None
 
 
-class GatherAlike(torch.autograd.Function):
-    """Gather; all ranks go on alike, so each has the whole gradient and keeps its part."""
+class _ReduceFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=axis.group)
+        return x
 
     @staticmethod
-    def forward(ctx, x, axis):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _GatherReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return gather(x, axis)
+        return all_gather(x, axis)
 
     @staticmethod
-    def backward(ctx, slope):
-        return slope.unflatten(0, (ctx.axis.size, -1))[ctx.axis.index], None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce_scatter(grad, ctx.axis), None
 
 
-class SumApart(torch.autograd.Function):
-    """This rank's rows of the sum of what all ranks have."""
-
+class _GatherSlice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return scatter(x, axis)
+        return all_gather(x, axis)
 
     @staticmethod
-    def backward(ctx, slope):
-        return gather(slope, ctx.axis), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _own_rows(grad, ctx.axis), None
 
 
-class PartOf(torch.autograd.Function):
-    """This rank's rows of what all ranks have alike; the opposite of `GatherAlike`."""
-
+class _Slice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return x.unflatten(0, (axis.size, -1))[axis.index].clone()
+        return _own_rows(x, axis).clone()
 
     @staticmethod
-    def backward(ctx, slope):
-        return gather(slope, ctx.axis), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather(grad, ctx.axis), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather(grad, ctx.axis), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], axis: Axis
+                ) -> torch.Tensor:
+        ctx.send_counts, ctx.recv_counts, ctx.axis = send_counts, recv_counts, axis
+        return _exchange(rows, send_counts, recv_counts, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(grad, ctx.recv_counts, ctx.send_counts, ctx.axis), None, None, None

@@ -1,12 +1,14 @@
-"""Numbers of a token that do not depend on what is computed beside it.
+"""Batch-invariant computation: the numbers of a token do not depend on the other tokens of its batch.
 
-In: torch's functions, as modules and heads call them while a mode is on. Out: the same functions, with products of a
-fixed number of rows at a time and attention over blocks of a fixed number of keys, whose sums are float32 and have one
-order. A kernel chooses its way by shapes, so with fixed shapes a token gets the same numbers whether it is decoded
-beside others or stands in a packed row: log-probs of generation are those of training, bit by bit. Norms, sums over the
-vocabulary and embeddings work row by row and are left as they are; activations are made of exponentials, since torch's
-own compute the last numbers of a tensor in another way than the rest. Products are as fast as without in backward
-passes: a gradient need not be the same in two places.
+In: torch's functions, as modules and heads call them while a mode is on. Out: the same functions, with matrix products
+of a fixed number of rows at a time, and attention over blocks of a fixed number of keys, summed in float32 and in one
+order.
+
+A kernel chooses its algorithm by shapes, so with fixed shapes a token gets the same numbers whether it is decoded in a
+batch or is part of a packed row: log-probs of generation are those of training, bit for bit. Norms, sums over the
+vocabulary and embeddings work row by row and are left as they are; activations are built from exponentials, since
+torch's own compute the last elements of a tensor differently from the rest. Backward passes use plain products, which
+are as fast as without: a gradient need not be the same in two places.
 """
 
 from __future__ import annotations
@@ -18,52 +20,54 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-ROWS = 16  # of a product
-KEYS = 64  # of attention
+ROWS = 16  # of a matrix product at a time
+KEYS = 64  # of a block of attention
 
 
 class Invariant(TorchFunctionMode):
-    """While it is on, products and attention are computed in blocks of one size."""
+    """While this mode is on, products and attention are computed in blocks of one size."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
-class _Product(torch.autograd.Function):
-    """x [n, k] times right [k, m], a block of rows after the other."""
+class _BlockedProduct(torch.autograd.Function):
+    """x [n, k] @ right [k, m], one block of rows after another."""
 
     @staticmethod
-    def forward(ctx, x, right):
+    def forward(ctx: Any, x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, right)
-        return torch.cat([part @ right for part in filled(x, ROWS).split(ROWS)])[: len(x)]
+        return torch.cat([part @ right for part in pad_to_multiple(x, ROWS).split(ROWS)])[: len(x)]
 
     @staticmethod
-    def backward(ctx, slope):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, right = ctx.saved_tensors
-        to_x = slope @ right.T if ctx.needs_input_grad[0] else None
-        return to_x, x.T @ slope if ctx.needs_input_grad[1] else None
+        grad_x = grad @ right.T if ctx.needs_input_grad[0] else None
+        return grad_x, x.T @ grad if ctx.needs_input_grad[1] else None
 
 
 def product(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[..., k] times [k, m] -> [..., m]."""
+    """[..., k] @ [k, m] -> [..., m]."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, right = x.to(dtype), right.to(dtype)
-    return _Product.apply(x.reshape(-1, x.shape[-1]), right).view(*x.shape[:-1], right.shape[1])
+    out: torch.Tensor = _BlockedProduct.apply(x.reshape(-1, x.shape[-1]), right)
+    return out.view(*x.shape[:-1], right.shape[1])
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    made = product(x, weight.T)
-    return made if bias is None else made + bias.to(made.dtype)
+    """x: [..., k]; weight: [m, k]; bias: [m] -> [..., m]."""
+    out = product(x, weight.T)
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    made = product(x, right)
-    return made + bias.to(made.dtype)
+    out = product(x, right)
+    return out + bias.to(out.dtype)
 
 
 def matmul(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Of a matrix or a vector on the right side; what is a batch of products is not of tokens."""
+    """Blocked where the right side is a matrix or a vector; a batch of products has no tokens as its rows."""
     if right.dim() == 1:
         return product(x, right[:, None])[..., 0]
     return product(x, right) if right.dim() == 2 else torch.matmul(x, right)
@@ -85,45 +89,53 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None,
            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
-    """q [S, H, T, D]; k, v [S, K, L, D], where each head of keys serves H / K heads of queries -> [S, H, T, D]. The
-    mask is true, or 0, where a key is seen. Every score, every sum over a block of keys and every sum over blocks is
-    made in the same way whatever S, T and L are; a block that is not seen adds 0."""
-    (count, heads, tall, size), (groups, wide) = q.shape, k.shape[1:3]
-    each, kind = heads // groups, q.dtype
-    blocks = -(-wide // KEYS)
-    rows = (q.float() * (size**-0.5 if scale is None else scale)).reshape(count * groups, each * tall, size)
-    rows = filled(rows, ROWS, 1).unflatten(1, (-1, ROWS))  # [S K, blocks of rows, ROWS, D]
-    keys, values = (filled(x.float(), KEYS, 2).reshape(count * groups, blocks, KEYS, size) for x in (k, v))
-    seen = _seen(attn_mask, is_causal, tall, wide, q.device)  # [S or 1, T or 1, blocks * KEYS]
-    seen = seen[:, None, None].expand(count, groups, each, tall, -1).reshape(count * groups, each * tall, -1)
-    seen = filled(seen, ROWS, 1).unflatten(1, (-1, ROWS))
+    """Replaces `scaled_dot_product_attention`. q: [S, H, T, D]; k, v: [S, K, L, D] with H a multiple of K. Returns
+    [S, H, T, D]. The mask is True, or 0, where a key is visible.
+
+    Every score, every sum over a block of keys and every sum over blocks is computed in the same way whatever S, T and
+    L are; a block without visible keys adds 0."""
+    (count, heads, queries, size), (kv_heads, num_keys) = q.shape, k.shape[1:3]
+    repeat, dtype = heads // kv_heads, q.dtype
+    blocks = -(-num_keys // KEYS)
+    rows = (q.float() * (size**-0.5 if scale is None else scale)).reshape(count * kv_heads, repeat * queries, size)
+    rows = pad_to_multiple(rows, ROWS, 1).unflatten(1, (-1, ROWS))  # [S K, blocks of rows, ROWS, D]
+    keys, values = (pad_to_multiple(x.float(), KEYS, 2).reshape(count * kv_heads, blocks, KEYS, size) for x in (k, v))
+    visible = _visible(attn_mask, is_causal, queries, num_keys, q.device)  # [S or 1, T or 1, blocks * KEYS]
+    visible = visible[:, None, None].expand(count, kv_heads, repeat, queries, -1)
+    visible = visible.reshape(count * kv_heads, repeat * queries, -1)
+    visible = pad_to_multiple(visible, ROWS, 1).unflatten(1, (-1, ROWS))
     scores = [torch.matmul(rows, keys[:, None, j].transpose(-1, -2)).masked_fill(
-        ~seen[..., j * KEYS : (j + 1) * KEYS], -torch.inf) for j in range(blocks)]
+        ~visible[..., j * KEYS : (j + 1) * KEYS], -torch.inf) for j in range(blocks)]
     with torch.no_grad():
         peak = torch.stack([s.amax(-1, keepdim=True) for s in scores]).amax(0)
-        peak = torch.where(peak == -torch.inf, 0.0, peak)  # rows that only fill up see nothing
-    out = total = None
-    for j, score in enumerate(scores):
-        weights = (score - peak).exp()
-        mass, part = weights.sum(-1, keepdim=True), torch.matmul(weights, values[:, None, j])
-        total, out = (mass, part) if out is None else (total + mass, out + part)
-    found = (out / total.clamp(min=torch.finfo(torch.float32).tiny)).flatten(1, 2)[:, : each * tall]
-    return found.reshape(count, heads, tall, size).to(kind)
+        peak = torch.where(peak == -torch.inf, 0.0, peak)  # padding rows see nothing
+
+    def weighted(j: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = (scores[j] - peak).exp()
+        return weights.sum(-1, keepdim=True), torch.matmul(weights, values[:, None, j])
+
+    total, out = weighted(0)
+    for j in range(1, blocks):  # always in this order
+        mass, part = weighted(j)
+        total, out = total + mass, out + part
+    out = (out / total.clamp(min=torch.finfo(torch.float32).tiny)).flatten(1, 2)[:, : repeat * queries]
+    return out.reshape(count, heads, queries, size).to(dtype)
 
 
-def _seen(mask: torch.Tensor | None, causal: bool, tall: int, wide: int, device: torch.device) -> torch.Tensor:
-    """[S or 1, T or 1, wide, filled up to whole blocks] bool."""
+def _visible(mask: torch.Tensor | None, causal: bool, queries: int, num_keys: int, device: torch.device
+             ) -> torch.Tensor:
+    """[S or 1, T or 1, num_keys padded to complete blocks] bool."""
     if mask is None:
-        mask = torch.ones(1, tall, wide, dtype=torch.bool, device=device)
+        mask = torch.ones(1, queries, num_keys, dtype=torch.bool, device=device)
         mask = mask.tril() if causal else mask
     else:
         mask = mask if mask.dtype == torch.bool else mask == 0
         mask = mask.reshape(-1, *mask.shape[-2:])  # one for all heads
-    return filled(mask, KEYS, 2)
+    return pad_to_multiple(mask, KEYS, 2)
 
 
-def filled(x: torch.Tensor, unit: int, dim: int = 0) -> torch.Tensor:
-    """A copy whose size along `dim` is a multiple of `unit`, with zeros."""
+def pad_to_multiple(x: torch.Tensor, unit: int, dim: int = 0) -> torch.Tensor:
+    """A copy whose size along `dim` is a multiple of `unit`, padded with zeros."""
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, -x.shape[dim] % unit))
 
 

@@ -1,8 +1,8 @@
-"""A rank's own slices of a HuggingFace checkpoint; nothing else is read.
+"""A HuggingFace directory: its config, and this rank's slices of its weights; nothing else is read.
 
-In: a model, and the pieces that this rank holds. Out: local tensors filled in place.
+In: a model, and the pieces that this rank holds. Out: the config object; local tensors, filled in place.
 Errors: RL0721 a file is missing, damaged or has no floating-point numbers, RL0722 a parameter is missing, RL0723 it
-has another shape.
+has another shape, RL0724 the config is not the one that was compiled, RL0726 there is no config.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import AutoConfig
 
 from rldsl.diag import fail
 from rldsl.plan.adapter_names import HEAD
@@ -24,22 +26,34 @@ from rldsl.runtime.backend import WeightCache
 from rldsl.sharding.boxes import Parameter, Piece, intersect, local_shape, local_slice, slices, slices_within
 from rldsl.sharding.stored_tensors import of_experts, shape, stored_tensors
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # smaller ones need scales, which stand elsewhere
-Held = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]
+FLOATS = ("F64", "F32", "F16", "BF16")  # smaller ones need scales, which are other tensors
+HeldPieces = Mapping[str, tuple[Parameter, tuple[Piece, ...]]]  # parameter name -> its record, and this rank's pieces
+
+
+def load_config(model: Model) -> Any:
+    """The HuggingFace config that the model was compiled with."""
+    file = Path(model.path) / "config.json"
+    if not file.is_file():
+        raise fail("RL0726", "no model directory here", place=model.path, label="config.json is missing",
+                   help="it must be where it was at compilation, relative to the working directory")
+    if sha256(file.read_bytes()).hexdigest() != model.config_digest:
+        raise fail("RL0724", "the config of the model changed since compilation", place=str(file),
+                   help="compile the program again")
+    return AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
 
 
 @torch.no_grad()
-def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
+def load(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill `tensors` (parameter name -> local tensor) from the directory `model.path`."""
     if not held:
         return
-    where = files(model.path)
+    where = weight_files(model.path)
     with ExitStack() as stack:
         open_files: dict[Path, safe_open] = {}
         for name, (parameter, pieces) in held.items():
             key = _stored_name(name, where)
             if key is None and parameter.spec.stored:
-                _join(tensors[name], parameter, pieces, where, open_files, stack)
+                _load_from_parts(tensors[name], parameter, pieces, where, open_files, stack)
                 continue
             if key is None:
                 if name == HEAD and (model.kind == "value_model" or model.optimizer is not None):
@@ -48,7 +62,7 @@ def load(model: Model, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
                 raise fail("RL0722", f"parameter {name} is not in the checkpoint", place=model.path,
                            help="the weights do not belong to this config.json")
             reader, file = _reader(where[key], open_files, stack), where[key]
-            fill(tensors[name], parameter, pieces, stored(reader, key, file), file)
+            copy_pieces(tensors[name], parameter, pieces, tensor_slice(reader, key, file), file)
 
 
 def _reader(file: Path, open_files: dict[Path, safe_open], stack: ExitStack) -> safe_open:
@@ -57,9 +71,10 @@ def _reader(file: Path, open_files: dict[Path, safe_open], stack: ExitStack) -> 
     return open_files[file]
 
 
-def _join(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], where: Mapping[str, Path],
-          open_files: dict[Path, safe_open], stack: ExitStack) -> None:
-    """The pieces of a parameter from the tensors that make it up; only those with a part of them are read."""
+def _load_from_parts(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], where: Mapping[str, Path],
+                     open_files: dict[Path, safe_open], stack: ExitStack) -> None:
+    """Fill the pieces of a parameter that a file stores as several tensors (experts, say). Only those that overlap a
+    piece are read."""
     single = of_experts(parameter)
     for name, box in stored_tensors(parameter):
         common = [(piece, both) for piece in pieces if (both := intersect(piece.box, box)) is not None]
@@ -71,21 +86,21 @@ def _join(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], w
                        place=str(next(iter(where.values())).parent),
                        help="the weights do not belong to this config.json")
         file = where[key]
-        source = stored(_reader(file, open_files, stack), key, file)
-        _check(name, shape(single, box), source, file)
+        source = tensor_slice(_reader(file, open_files, stack), key, file)
+        _check_tensor(name, shape(single, box), source, file)
         for piece, both in common:
             part = source[slices_within(both, box)[int(single):]]
             target[local_slice(piece, both, parameter.dim)].copy_(part[None] if single else part)
 
 
-def fill(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path) -> None:
-    """The pieces of a parameter from its slice in a file."""
-    _check(parameter.name, parameter.spec.shape, source, file)
+def copy_pieces(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path) -> None:
+    """Fill the pieces of a parameter from its tensor in a file. source: see `tensor_slice`."""
+    _check_tensor(parameter.name, parameter.spec.shape, source, file)
     for piece in pieces:
         target[local_slice(piece, piece.box, parameter.dim)].copy_(source[slices(piece.box)])
 
 
-def _check(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:
+def _check_tensor(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:
     if source.get_dtype() not in FLOATS:
         raise fail("RL0721", f"{name} is stored as {source.get_dtype()}", place=str(file),
                    help=f"weights are read as {', '.join(FLOATS)}; save the model unquantized")
@@ -94,10 +109,12 @@ def _check(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:
                    help="weights and config do not match")
 
 
-def allot(path: str, held: Held, dtype: torch.dtype, device: torch.device,
-          weight_cache: WeightCache | None) -> tuple[dict[str, nn.Parameter], Held]:
-    """Local tensors, and which of them must still be read. pool: where tensors that nothing writes are shared with the
-    shards that hold the same slices of the same directory; None: all are this shard's own."""
+def allocate_parameters(path: str, held: HeldPieces, dtype: torch.dtype, device: torch.device,
+                        weight_cache: WeightCache | None) -> tuple[dict[str, nn.Parameter], HeldPieces]:
+    """Local tensors, and which of them must still be read.
+
+    weight_cache: where read-only tensors are shared with the shards that hold the same slices of the same directory.
+        None: all tensors are this shard's own."""
     found: dict[str, nn.Parameter] = {}
     unread: dict[str, tuple[Parameter, tuple[Piece, ...]]] = {}
     for name, (parameter, pieces) in held.items():
@@ -113,8 +130,8 @@ def allot(path: str, held: Held, dtype: torch.dtype, device: torch.device,
     return found, unread
 
 
-def stored(reader: safe_open, key: str, file: Path) -> Any:
-    """A tensor of a file, of which slices can be read."""
+def tensor_slice(reader: safe_open, key: str, file: Path) -> Any:
+    """A tensor of a file; indexing it reads only that part."""
     try:
         return reader.get_slice(key)
     except SafetensorError:
@@ -123,7 +140,7 @@ def stored(reader: safe_open, key: str, file: Path) -> Any:
 
 
 def open_file(file: Path) -> safe_open:
-    """The library holds the header to what the file has, whatever it says, and maps the rest."""
+    """safetensors checks the header against the file's size, and maps the rest into memory."""
     try:
         if file.exists() and not file.is_file():
             raise OSError("it is no regular file")
@@ -133,8 +150,8 @@ def open_file(file: Path) -> safe_open:
                    help="the file is missing or damaged; copy it again") from None
 
 
-def files(path: str) -> dict[str, Path]:
-    """Tensor name -> file, of a directory."""
+def weight_files(path: str) -> dict[str, Path]:
+    """Tensor name -> file, of a model directory."""
     directory = Path(path)
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -146,16 +163,17 @@ def files(path: str) -> dict[str, Path]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise fail("RL0721", f"cannot read the index of the weights: {error}", place=str(index),
                        help="the file is damaged; copy it again") from None
-    return dict(_names(directory))
+    return dict(_names_in_files(directory))
 
 
-def _names(directory: Path) -> Iterator[tuple[str, Path]]:
+def _names_in_files(directory: Path) -> Iterator[tuple[str, Path]]:
     found = sorted(directory.glob("*.safetensors"))
     if not found:
         raise fail("RL0721", "no weights here", place=str(directory), help="expected *.safetensors files")
     for file in found:
         with open_file(file) as reader:
-            yield from ((name, file) for name in reader.keys())
+            names = reader.keys()  # a method of safetensors; the reader itself cannot be iterated
+            yield from ((name, file) for name in names)
 
 
 def _stored_name(name: str, where: Mapping[str, Path]) -> str | None:

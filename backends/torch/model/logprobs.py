@@ -1,11 +1,13 @@
-"""Log-probabilities of given tokens from hidden states, without the logits of a batch ever existing.
+"""Log-probabilities of given tokens from hidden states, without ever holding the logits of a whole batch.
 
-The vocabulary may be sharded over tp; statistics are float32; chunks of tokens are recomputed in backward. Of a chunk
-one table of logits exists, which becomes its probabilities and then its gradient in place (two tables where the entropy
-is wanted).
+The vocabulary may be divided over tp. Statistics are float32, and chunks of tokens are recomputed in the backward pass.
+One table of logits exists for a chunk, which becomes its probabilities and then its gradient in place (two tables if
+the entropy is wanted).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,83 +21,90 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
     """log_softmax(hidden @ W.T / temperature) at `targets`, and the entropy of each distribution (nats).
 
     hidden: [N, H], equal on all tp ranks. weight: [V_local, H], rows vocab_start.. of the head. targets: [N] int64.
-    chunk: tokens whose logits exist at once, equal on all tp ranks. Returns float32 [N] and float32 [N] or None.
-    Differentiable in hidden (its gradient is summed over tp here) and weight."""
+    chunk: tokens whose logits exist at the same time, equal on all tp ranks. Returns float32 [N], and float32 [N] or
+    None. Differentiable in hidden (its gradient is summed over tp here) and in weight."""
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tp, vocab_start, want_entropy, chunk)
     return logprobs, entropy if want_entropy else None
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, tp, vocab_start, want_entropy, chunk):
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
+                tp: Axis, vocab_start: int, want_entropy: bool, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden.shape[0]
         normaliser = hidden.new_empty(count, dtype=_statistics(hidden))
         logprobs, entropy = torch.empty_like(normaliser), torch.zeros_like(normaliser)
         head = weight.to(hidden.dtype)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            peak, sums = _sums(_logits(hidden[part], head, temperature), targets[part], tp, vocab_start, want_entropy)
+            logits = _logits(hidden[part], head, temperature)
+            peak, sums = _softmax_sums(logits, targets[part], tp, vocab_start, want_entropy)
+            del logits  # before the next table is made
             normaliser[part] = peak + sums[0].log()
             logprobs[part] = sums[1] - normaliser[part]
             if want_entropy:
                 entropy[part] = normaliser[part] - sums[2] / sums[0]
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.rest = (temperature, tp, vocab_start, want_entropy, chunk)
+        ctx.options = (temperature, tp, vocab_start, want_entropy, chunk)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, from_logprobs, from_entropy):
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
-        temperature, tp, vocab_start, want_entropy, chunk = ctx.rest
-        to_hidden, to_weight = torch.empty_like(hidden), None
-        if ctx.needs_input_grad[1]:  # a head that is not trained is as large as the others
-            to_weight = torch.zeros_like(weight)
+        temperature, tp, vocab_start, want_entropy, chunk = ctx.options
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # a frozen head is as large as a trained one
+            grad_weight = torch.zeros_like(weight)
         head = weight.to(hidden.dtype)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             logprobs = _logits(hidden[part], head, temperature).sub_(normaliser[part, None])
-            slope = _slope(logprobs, targets[part], vocab_start, from_logprobs[part],
-                           (from_entropy[part], entropy[part]) if want_entropy else None)
-            del logprobs
-            slope = slope.div_(temperature).to(hidden.dtype) if temperature != 1 else slope.to(hidden.dtype)
-            to_hidden[part] = slope @ head
-            if to_weight is None:
+            grad = _grad_logits(logprobs, targets[part], vocab_start, grad_logprobs[part],
+                                (grad_entropy[part], entropy[part]) if want_entropy else None)
+            del logprobs  # before the next table is made
+            grad = grad.div_(temperature).to(hidden.dtype) if temperature != 1 else grad.to(hidden.dtype)
+            grad_hidden[part] = grad @ head
+            if grad_weight is None:
                 continue
-            if to_weight.dtype == slope.dtype:
-                to_weight.addmm_(slope.T, hidden[part])
+            if grad_weight.dtype == grad.dtype:
+                grad_weight.addmm_(grad.T, hidden[part])
             else:
-                to_weight += slope.T @ hidden[part]
-            del slope
-        return _reduce(to_hidden, dist.ReduceOp.SUM, tp), to_weight, *[None] * 6
+                grad_weight += grad.T @ hidden[part]
+            del grad
+        return _all_reduce(grad_hidden, dist.ReduceOp.SUM, tp), grad_weight, *[None] * 6
 
 
-def _sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_start: int,
-          want_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit [C], and over the vocabulary of all ranks: the sum of w = exp(logit - largest), the target's
-    logit and, where wanted, the sum of w * logit; [2 or 3, C]. Overwrites the logits."""
-    at, mine = _local(targets, vocab_start, logits.shape[1])
-    peak = _reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
-    chosen = torch.where(mine, logits.gather(1, at[:, None])[:, 0], 0.0)
+def _softmax_sums(logits: torch.Tensor, targets: torch.Tensor, tp: Axis, vocab_start: int,
+                  want_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit [C], and sums over the vocabulary of all ranks [2 or 3, C]: of w = exp(logit - largest), of the
+    target's logit (one term) and, if wanted, of w * logit. Overwrites the logits."""
+    at, is_local = _local_columns(targets, vocab_start, logits.shape[1])
+    peak = _all_reduce(logits.amax(-1), dist.ReduceOp.MAX, tp)
+    chosen = torch.where(is_local, logits.gather(1, at[:, None])[:, 0], 0.0)
     if not want_entropy:
-        return peak, _reduce(torch.stack((logits.sub_(peak[:, None]).exp_().sum(-1), chosen)), dist.ReduceOp.SUM, tp)
+        sums = torch.stack((logits.sub_(peak[:, None]).exp_().sum(-1), chosen))
+        return peak, _all_reduce(sums, dist.ReduceOp.SUM, tp)
     weights = (logits - peak[:, None]).exp_()
-    sums = weights.sum(-1), chosen, logits.mul_(weights).sum(-1)
-    return peak, _reduce(torch.stack(sums), dist.ReduceOp.SUM, tp)
+    sums = torch.stack((weights.sum(-1), chosen, logits.mul_(weights).sum(-1)))
+    return peak, _all_reduce(sums, dist.ReduceOp.SUM, tp)
 
 
-def _slope(logprobs: torch.Tensor, targets: torch.Tensor, vocab_start: int, from_logprobs: torch.Tensor,
-           from_entropy: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """The gradient of the logits, in place of their log-probs [C, V]. from_logprobs: [C]. from_entropy: the gradient of
-    the entropy and the entropy itself, [C] each.
+def _grad_logits(logprobs: torch.Tensor, targets: torch.Tensor, vocab_start: int, grad_logprobs: torch.Tensor,
+                 entropy: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """The gradient of the logits [C, V], in place of their log-probs. grad_logprobs: [C]. entropy: the gradient of the
+    entropy and the entropy itself, [C] each.
 
     d log p(t) / dl = 1[t] - p, and dH / dl = -p (log p + H)."""
-    at, mine = _local(targets, vocab_start, logprobs.shape[1])
-    if from_entropy is None:
-        slope = logprobs.exp_().mul_(-from_logprobs[:, None])
+    at, is_local = _local_columns(targets, vocab_start, logprobs.shape[1])
+    if entropy is None:
+        grad = logprobs.exp_().mul_(-grad_logprobs[:, None])
     else:
-        slope = logprobs.exp()
-        slope.mul_(logprobs.add_(from_entropy[1][:, None]).mul_(-from_entropy[0][:, None]).sub_(from_logprobs[:, None]))
-    return slope.scatter_add_(1, at[:, None], torch.where(mine, from_logprobs, 0.0)[:, None])
+        grad = logprobs.exp()
+        grad.mul_(logprobs.add_(entropy[1][:, None]).mul_(-entropy[0][:, None]).sub_(grad_logprobs[:, None]))
+    return grad.scatter_add_(1, at[:, None], torch.where(is_local, grad_logprobs, 0.0)[:, None])
 
 
 def _statistics(hidden: torch.Tensor) -> torch.dtype:
@@ -107,13 +116,13 @@ def _logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float) -> tor
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _local(targets: torch.Tensor, vocab_start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets as local columns (clamped where they are not ours), and whether they are ours."""
+def _local_columns(targets: torch.Tensor, vocab_start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets as columns of this rank's logits (clamped where another rank has them), and whether they are here."""
     at = targets - vocab_start
     return at.clamp(0, size - 1), (at >= 0) & (at < size)
 
 
-def _reduce(x: torch.Tensor, op: dist.ReduceOp, tp: Axis) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, op: dist.ReduceOp.RedOpType, tp: Axis) -> torch.Tensor:
     if tp.size > 1:
         x = x.contiguous()
         dist.all_reduce(x, op, group=tp.group)

@@ -1,7 +1,8 @@
-"""Layers that keep their input alone and run again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
+"""Activation checkpointing: layers that save only their input and run again in the backward pass (Chen et al. 2016,
+arXiv:1604.06174).
 
-In: the forward of a layer, and whether passes now want it. Out: a forward that does. Nothing in one draws random
-numbers, since what is drawn belongs to the sample; so no number changes.
+In: the forward of a layer, and whether passes recompute at present. Out: a forward that does.
+Invariant: no number changes, since no forward draws random numbers: what is drawn belongs to the sample.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-class Recompute:
-    """What a stage inherits. again: whether passes now recompute."""
+class ActivationCheckpointing:
+    """A mixin for stages."""
 
-    again = False
+    recompute = False  # whether passes recompute at present
 
-    def passes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What is around the first forward of a layer, and around the second, in the backward pass."""
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of a layer's first forward, and of its second, in the backward pass."""
         return nullcontext(), nullcontext()
 
     @contextmanager
     def recomputing(self, wanted: bool) -> Iterator[None]:
-        """Inside, where wanted."""
-        self.again = wanted
+        """Recompute inside, if wanted."""
+        self.recompute = wanted
         try:
             yield
         finally:
-            self.again = False
+            self.recompute = False
 
-    def perhaps_again(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a layer, which asks at each call."""
+    def checkpointed(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a layer, which recomputes if passes do when it is called."""
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (self.again and torch.is_grad_enabled()):
+            if not (self.recompute and torch.is_grad_enabled()):
                 return plain(*args, **kwargs)
             return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False,
-                              context_fn=self.passes, **kwargs)
+                              context_fn=self.checkpoint_contexts, **kwargs)
 
         return forward

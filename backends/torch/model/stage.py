@@ -1,9 +1,10 @@
 """One pipeline stage of a HuggingFace model, as this rank's tensor-parallel shard.
 
-In: a plan's model, a layout and this rank's place in it. Out: a `Stage` whose forward is the family's own code.
+In: a model of the plan, a layout and this rank's place in it. Out: a `Stage` whose forward is the family's own code.
 Invariants: parameters are exactly the pieces that `sharding/boxes.py` gives this rank; layers of other chunks are
-pass-through modules, so that the family's forward runs unchanged. Under a layout with `zero`, parameters are rows, and
+`PassThroughLayer`s, so that the family's forward runs unchanged. Under a layout with `zero`, parameters are rows, and
 modules compute with tensors that `zero.py` fills from the rows of all shards.
+Errors: RL0725 the family's head is not supported.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rldsl.backends.torch.kernels.rms_norms import quicken
+from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model import attention
-from rldsl.backends.torch.model.attention import Packing
-from rldsl.backends.torch.model.autocast import compute_rounded
-from rldsl.backends.torch.model.config import config
-from rldsl.backends.torch.model.experts import divide_experts
+from rldsl.backends.torch.model.attention import PackedAttention
+from rldsl.backends.torch.model.autocast import round_parameter
+from rldsl.backends.torch.model.experts import parallelize_experts
 from rldsl.backends.torch.model.invariant import Invariant
-from rldsl.backends.torch.model.load_weights import Held, allot
-from rldsl.backends.torch.model.lora import adapters
-from rldsl.backends.torch.model.recompute import Recompute
-from rldsl.backends.torch.model.sequence_parallel import Tokens, gathered
-from rldsl.backends.torch.model.tensor_parallel import Entry, divide
-from rldsl.backends.torch.model.zero import Several, Sharded, Unit
+from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_parameters, load_config
+from rldsl.backends.torch.model.lora import lora_adapters
+from rldsl.backends.torch.model.recompute import ActivationCheckpointing
+from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathered_children
+from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
+from rldsl.backends.torch.model.zero import Unit, UnitGroup, ZeroSharding
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
@@ -41,52 +41,66 @@ from rldsl.sharding.boxes import Parameter, chunks, expand_specs, local_shape, p
 from rldsl.sharding.layout import stage_layers
 
 
-class Elsewhere(nn.Module):
-    """A layer of another chunk. The last one before a chunk's own layers lets in what the previous chunk gave, whatever
-    the family's forward did to its input before (some scale embeddings)."""
+class PassThroughLayer(nn.Module):
+    """In place of a layer of another chunk. The last one before a chunk's own layers inserts the hidden states that the
+    previous chunk sent, whatever the family's forward did to its input before (some scale embeddings)."""
 
-    arriving: torch.Tensor | None = None
+    received: torch.Tensor | None = None  # [1, T, H] during a forward pass
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states if self.arriving is None else self.arriving
+        return hidden_states if self.received is None else self.received
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of layers, and the family's model with these alone. entry: where hidden states come in. first, last: of the
-    model."""
+    """A run of layers, and the family's model with only these."""
 
     body: nn.Module
-    entry: Elsewhere
+    entry: PassThroughLayer  # where received hidden states come in
     layers: range
-    first: bool
-    last: bool
+    first: bool              # whether it has the model's first layers
+    last: bool               # whether it has the model's last layers
 
-    def own(self) -> Iterator[tuple[int, nn.Module]]:
-        """Its layers, by number."""
+    def own_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """(number, layer)"""
         for child in self.body.children():
             if isinstance(child, nn.ModuleList):
-                yield from ((i, layer) for i, layer in enumerate(child) if not isinstance(layer, Elsewhere))
+                yield from ((i, layer) for i, layer in enumerate(child) if not isinstance(layer, PassThroughLayer))
 
 
-class Stage(Recompute):
-    """chunks: of layers, ascending; one, except under a layout with `vpp`. first, last: place in the pipeline. hidden:
-    size H. head: [V_local, H] local rows of the output embedding on the last stage of a causal_lm, from row
-    `vocab_start` of `vocab`; head_axis: over which ranks its rows are divided.
-    score: [1, H] on the last stage of a value or reward model. compute_dtype: of hidden states between layers and
-    stages, float32 whatever the weights are. dtype: in which `parameters` lie; head_dtype: in which matrices multiply,
-    the model's. parameters: HF name -> local parameter, of what has
-    versions; base: of what has none, besides. unread, unread_base: those of them whose values are not there yet.
-    sharded: of a layout with `zero`, what makes parameters whole."""
+class Stage(ActivationCheckpointing):
+    """What the rest of the backend reads of a model: one rank's modules and parameters."""
+
+    chunks: list[Chunk]          # of layers, ascending; one, except under a layout with `vpp`
+    first: bool                  # place in the pipeline
+    last: bool
+    hidden: int                  # H
+    vocab: int                   # V, of the whole model
+    head: torch.Tensor | None    # [V_local, H] rows of the output embedding, on the last stage of a causal_lm
+    vocab_start: int             # the first of these rows
+    head_axis: Axis              # over which ranks the head's rows are divided
+    score: torch.Tensor | None   # [1, H] on the last stage of a value or reward model
+    compute_dtype: torch.dtype   # of hidden states between layers and stages: float32 whatever the weights are
+    head_dtype: torch.dtype      # in which matrices are multiplied: the model's
+    parameters: dict[str, nn.Parameter]      # HuggingFace name -> local tensor, of parameters that have versions
+    base: dict[str, nn.Parameter]            # the same of parameters that never change (a base under adapters)
+    unread: HeldPieces           # those of `parameters` whose values are not there yet
+    unread_base: HeldPieces      # those of `base`
+    held: HeldPieces             # this rank's pieces of `parameters`
+    unsharded_held: HeldPieces   # the same as if the layout had no `zero`
+    unsharded: Mapping[str, nn.Parameter]    # what modules compute with; `parameters` itself without `zero`
+    zero: ZeroSharding | None    # under a layout with `zero`
+    sequence_parallel: SequenceParallel
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  head_dtype: torch.dtype, weight_cache: WeightCache | None = None):
+        """dtype: in which `parameters` are stored."""
         attention.register()
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
         self.device, self.head_dtype = device, head_dtype
         self.compute_dtype = torch.float32
-        self.config = config(model)
+        self.config = load_config(model)
         _check_logits(self.config, model)
         whole = _skeleton(self.config)
         body: nn.Module = getattr(whole, whole.base_model_prefix)
@@ -94,30 +108,30 @@ class Stage(Recompute):
         self.hidden, self.vocab = int(text.hidden_size), int(text.vocab_size)
 
         rank = axes.mesh.ranks[axes.mesh.index]
+        without_zero = replace(layout, zero=0)
 
-        undivided = replace(layout, zero=0)
-
-        def here(wanted: Iterable[Parameter]) -> Held:
-            pieces = ((p, pieces_of_rank(p, model.layers, undivided, mesh, rank)) for p in wanted)
+        def held_here(wanted: Iterable[Parameter]) -> HeldPieces:
+            pieces = ((p, pieces_of_rank(p, model.layers, without_zero, mesh, rank)) for p in wanted)
             return {p.name: (p, held) for p, held in pieces if held}
 
-        self.whole_held = here(parameters(model))
-        self.held: Held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank))
-                           for name, (p, _) in self.whole_held.items()} if layout.zero else self.whole_held
-        constant = not (model.home or model.sources or model.base)
-        self.parameters, self.unread = allot(model.path, self.held, dtype, device, weight_cache if constant else None)
-        self.base_held = here(expand_specs(model.base, model.layers))
-        self.base, self.unread_base = allot(model.path, self.base_held, head_dtype, device, weight_cache)
+        self.unsharded_held = held_here(parameters(model))
+        self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank))
+                     for name, (p, _) in self.unsharded_held.items()} if layout.zero else self.unsharded_held
+        read_only = not (model.home or model.sources or model.base)
+        self.parameters, self.unread = allocate_parameters(model.path, self.held, dtype, device,
+                                                           weight_cache if read_only else None)
+        self.base_held = held_here(expand_specs(model.base, model.layers))
+        self.base, self.unread_base = allocate_parameters(model.path, self.base_held, head_dtype, device, weight_cache)
         _check_head(whole, model)
-        self.whole: Mapping[str, nn.Parameter] = self.parameters
-        self.sharded: Sharded | None = None
+        self.unsharded = self.parameters
+        self.zero = None
         if layout.zero:
-            self.whole = {name: self._unfilled(name, whole) for name in self.held}
-            self.sharded = self._shards(layout.zero, axes)
-        apart = gathered((*model.params, *model.base))
-        self.tokens = Tokens(tp, bool(apart))
-        quicken(body, device)
-        self._install(whole, model, tp, axes.ep)
+            self.unsharded = {name: self._allocate_unsharded(name, whole) for name in self.held}
+            self.zero = self._zero_sharding(layout.zero, axes)
+        gathered = gathered_children((*model.params, *model.base))
+        self.sequence_parallel = SequenceParallel(tp, bool(gathered))
+        fuse_norms(body, device)
+        self._install_parameters(whole, model, tp, axes.ep)
         for module in body.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
@@ -125,118 +139,121 @@ class Stage(Recompute):
         self.chunks = [self._chunk(body, s, pp.size * layout.vpp, model)
                        for s in range(pp.index, pp.size * layout.vpp, pp.size)]
         for chunk in self.chunks:
-            self.tokens.install([layer for _, layer in chunk.own()], apart)
+            self.sequence_parallel.install([layer for _, layer in chunk.own_layers()], gathered)
         self.invariant = model.invariant
-        self._recompute_layers()
+        self._wrap_layers()
 
-    def passes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), Invariant() if self.invariant else nullcontext()  # torch's backward knows no modes
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """torch's backward pass runs without our modes, so the second forward enters it again."""
+        return nullcontext(), Invariant() if self.invariant else nullcontext()
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed_attention: PackedAttention,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
-        """Through one of the chunks. tokens, positions: [T] int64. hidden: [T, H] from the chunk before, None for the
-        first. Returns [T, H]; of the last one after the final norm and in the dtype in which the head multiplies."""
+        """Run chunk `number`. tokens, positions: [T] int64. hidden: [T, H] from the chunk before, None for the first.
+        Returns [T, H]; the last chunk's are after the final norm and in `head_dtype`."""
         chunk = self.chunks[number]
-        rest = dict(position_ids=positions[None], use_cache=False, packing=packing)
+        options = {"position_ids": positions[None], "use_cache": False, "packed_attention": packed_attention}
         if hidden is None:
-            given = dict(input_ids=tokens[None])
+            inputs = {"input_ids": tokens[None]}
         else:
-            given = dict(inputs_embeds=hidden[None])
-            chunk.entry.arriving = hidden[None]
+            inputs = {"inputs_embeds": hidden[None]}
+            chunk.entry.received = hidden[None]
         try:
-            out = chunk.body(**given, **rest).last_hidden_state.squeeze(0)
+            out: torch.Tensor = chunk.body(**inputs, **options).last_hidden_state.squeeze(0)
         finally:
-            chunk.entry.arriving = None
+            chunk.entry.received = None
         return out.to(self.head_dtype if chunk.last else self.compute_dtype)
 
-    def _recompute_layers(self) -> None:
-        """Give each layer of this stage a forward that may be run twice."""
-        for i, layer in (own for chunk in self.chunks for own in chunk.own()):
-            again = self.perhaps_again(layer.forward)
-            layer.forward = self.sharded.around(i, again) if self.sharded else again
+    def _wrap_layers(self) -> None:
+        """Give each layer of this stage a forward that can be recomputed, and that unshards its parameters."""
+        for i, layer in (own for chunk in self.chunks for own in chunk.own_layers()):
+            forward = self.checkpointed(layer.forward)
+            layer.forward = self.zero.wrap_layer(i, forward) if self.zero else forward
 
-    def _unfilled(self, name: str, whole: nn.Module) -> nn.Parameter:
-        """A tensor for the module to compute with, in its dtype there: autocast halves matrices of layers."""
-        parameter, pieces = self.whole_held[name]
-        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and _multiplied(name, parameter, whole)
+    def _allocate_unsharded(self, name: str, whole: nn.Module) -> nn.Parameter:
+        """A tensor for modules to compute with, in the dtype that they use: autocast casts matrices of layers."""
+        parameter, pieces = self.unsharded_held[name]
+        matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and _only_multiplied(name, parameter,
+                                                                                                    whole)
         dtype = self.head_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
-    def _shards(self, level: int, axes: Axes) -> Sharded:
-        def part(layer: int | None, apart: bool) -> Unit | None:
+    def _zero_sharding(self, level: int, axes: Axes) -> ZeroSharding:
+        def part(layer: int | None, divided_experts: bool) -> Unit | None:
             names = [n for n, (p, _) in self.held.items()
-                     if p.layer == layer and apart == (axes.ep.size > 1 and p.spec.experts > 0)]
-            return Unit([self.parameters[n] for n in names], [self.whole[n] for n in names],
-                        axes.copies if apart else axes.dp) if names else None
+                     if p.layer == layer and divided_experts == (axes.ep.size > 1 and p.spec.experts > 0)]
+            return Unit([self.parameters[n] for n in names], [self.unsharded[n] for n in names],
+                        axes.copies if divided_experts else axes.dp) if names else None
 
-        def unit(layer: int | None) -> Unit | Several:
-            found = [u for apart in (False, True) if (u := part(layer, apart)) is not None]
-            return found[0] if len(found) == 1 else Several(found)
+        def unit(layer: int | None) -> Unit | UnitGroup:
+            units = [u for divided in (False, True) if (u := part(layer, divided)) is not None]
+            return units[0] if len(units) == 1 else UnitGroup(units)
 
         numbers = dict.fromkeys(p.layer for p, _ in self.held.values())
-        return Sharded(level, {x: unit(x) for x in sorted(x for x in numbers if x is not None)},
-                       [unit(None)] if None in numbers else [])
+        return ZeroSharding(level, {x: unit(x) for x in sorted(x for x in numbers if x is not None)},
+                            [unit(None)] if None in numbers else [])
 
-    def _install(self, whole: nn.Module, model: Model, tp: Axis, ep: Axis) -> None:
-        """Put local parameters into the modules, with their collectives."""
-        self.head: torch.Tensor | None = None
-        self.score: torch.Tensor | None = self.whole.get(HEAD)
+    def _install_parameters(self, whole: Any, model: Model, tp: Axis, ep: Axis) -> None:
+        """Put local parameters into the modules of the whole model, with their collectives."""
+        self.head, self.score = None, self.unsharded.get(HEAD)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         output = whole.get_output_embeddings()
         embedding = whole.get_input_embeddings()
         tied = output is not None and output.weight is embedding.weight
-        entry, added = Entry(tp, self.tokens), adapters(model, self.whole)
-        local = {**self.base, **self.whole}
-        for name, (parameter, held) in {**self.base_held, **self.whole_held}.items():
+        column_input = ColumnParallelInput(tp, self.sequence_parallel)
+        adapters = lora_adapters(model, self.unsharded)
+        local = {**self.base, **self.unsharded}
+        for name, (parameter, held) in {**self.base_held, **self.unsharded_held}.items():
             if name == HEAD or module_of(name):
                 continue
             path, _, attribute = name.rpartition(".")
             module = whole.get_submodule(path)
             setattr(module, attribute, local[name])
             if parameter.spec.experts:
-                divide_experts(module, parameter.spec.experts, tp, ep)
+                parallelize_experts(module, parameter.spec.experts, tp, ep)
                 continue
             start = held[0].box[0][0]
             if attribute == "weight":
-                divide(module, parameter.spec.style, tp, start, entry, added.get(path))
+                parallelize(module, parameter.spec.style, tp, start, column_input, adapters.get(path))
             if attribute == "weight" and self.last and (module is output or (tied and module is embedding)):
                 self.head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
                     self.head_axis = tp
         if self.head_dtype == torch.bfloat16:
-            for name, (parameter, _) in {**self.base_held, **self.whole_held}.items():
+            for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
                 path, _, attribute = name.rpartition(".")
-                if not _multiplied(name, parameter, whole):
-                    compute_rounded(whole.get_submodule(path), attribute)
+                if not _only_multiplied(name, parameter, whole):
+                    round_parameter(whole.get_submodule(path), attribute)
 
-    def _chunk(self, whole: nn.Module, number: int, count: int, model: Model) -> Chunk:
-        """One of `count` runs of all layers: the same modules in a body of their own, with pass-through modules in
-        place of what belongs to others."""
-        entry, layers = Elsewhere(), stage_layers(model.layers, count, number)
-        local = {**self.base, **self.whole}
-        mine = {id(local[name]) for name, (p, _) in {**self.base_held, **self.whole_held}.items()
-                if number in chunks(p, model.layers, count)}
+    def _chunk(self, whole: Any, number: int, count: int, model: Model) -> Chunk:
+        """One of `count` runs of all layers: the same modules in a body of its own, with pass-through modules in place
+        of what belongs to other runs."""
+        entry, layers = PassThroughLayer(), stage_layers(model.layers, count, number)
+        local = {**self.base, **self.unsharded}
+        own = {id(local[name]) for name, (p, _) in {**self.base_held, **self.unsharded_held}.items()
+               if number in chunks(p, model.layers, count)}
         body, embedding = copy(whole), whole.get_input_embeddings()
         body._modules = dict(whole._modules)
         for name, child in whole.named_children():
             if isinstance(child, nn.ModuleList):
                 setattr(body, name, nn.ModuleList(
-                    layer if i in layers else entry if i == layers.start - 1 else Elsewhere()
+                    layer if i in layers else entry if i == layers.start - 1 else PassThroughLayer()
                     for i, layer in enumerate(child)))
-            elif child is not embedding and any(True for _ in child.parameters()):
-                if not any(id(p) in mine for p in child.parameters()):
-                    setattr(body, name, nn.Identity())
+            elif (child is not embedding and any(True for _ in child.parameters())
+                  and not any(id(p) in own for p in child.parameters())):
+                setattr(body, name, nn.Identity())
         return Chunk(body, entry, layers, number == 0, number == count - 1)
 
 
-def _multiplied(name: str, parameter: Parameter, whole: nn.Module) -> bool:
-    """Whether only products see a parameter, which autocast halves: of experts, factors, linear layers, the head."""
+def _only_multiplied(name: str, parameter: Parameter, whole: nn.Module) -> bool:
+    """Whether a parameter is read only by matrix products, for which autocast casts it: weights of experts, adapters,
+    linear layers and the head."""
     return parameter.spec.experts > 0 or module_of(name) != "" or name == HEAD or isinstance(
         whole.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D)
 
 
-def _check_head(whole: nn.Module, model: Model) -> None:
-    """RL0725 for an output embedding with a bias: log-probs are taken from its weight alone."""
+def _check_head(whole: Any, model: Model) -> None:
+    """RL0725 for an output embedding with a bias: log-probs are computed from its weight alone."""
     output = whole.get_output_embeddings()
     if model.kind == "causal_lm" and getattr(output, "bias", None) is not None:
         raise fail("RL0725", "the output embedding of this family has a bias", place=model.path,
@@ -244,7 +261,7 @@ def _check_head(whole: nn.Module, model: Model) -> None:
 
 
 def _check_logits(config: Any, model: Model) -> None:
-    """RL0725: families whose forward changes the logits after the head; log-probs would silently be others."""
+    """RL0725 for families whose forward changes the logits after the head: log-probs would silently be wrong."""
     text = config.get_text_config()
     changed = [n for n in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(text, n, None) not in
                (None, 1)]
@@ -253,25 +270,25 @@ def _check_logits(config: Any, model: Model) -> None:
                    label=f"{changed[0]}={getattr(text, changed[0])}", help="such heads are not supported yet")
 
 
-def _skeleton(config: Any) -> nn.Module:
+def _skeleton(config: Any) -> Any:
     """The model with parameters on the meta device but real buffers (rotary frequencies are computed, not stored)."""
     with _parameters_on_meta(), no_init_weights():
-        made = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
-    made.tie_weights()  # else a part of the initialisation
-    return made
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+    model.tie_weights()  # otherwise a part of the initialisation
+    return model
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
 
-    nn.Module.register_parameter = on_meta
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]  # only while the model is constructed
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
+        nn.Module.register_parameter = register  # type: ignore[method-assign]  # as before

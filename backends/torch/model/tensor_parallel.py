@@ -1,98 +1,88 @@
 """Tensor parallelism over plain local shards: explicit collectives at the edges of divided modules.
 
-In: a model whose parameters are this rank's pieces, and their specs. Out: the same modules, whose forward now
-communicates. The conjugate pair of Shoeybi et al. 2019 (Megatron-LM, section 3): into a divided region the identity
-forward and a sum backward, out of it a sum forward and the identity backward. Where hidden states are divided by tokens
-(`sequence_parallel.py`), a gather stands before instead of the first, and each rank gets its tokens of the second. """
+In: a model whose parameters are this rank's pieces, and their styles. Out: the same modules, whose forward now
+communicates, with the conjugate pair of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): identity
+forward and all-reduce backward into a tensor-parallel region, the reverse out of it. Under sequence parallelism
+(`sequence_parallel.py`) an all-gather replaces the first, and a reduce-scatter the second.
+"""
 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from rldsl.backends.torch.model.lora import Adapter
-from rldsl.backends.torch.model.sequence_parallel import Tokens
+from rldsl.backends.torch.model.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from rldsl.backends.torch.model.lora import LoraAdapter
+from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
 from torch import nn
 
 from rldsl.runtime.backend import Axis
 
 
-class IntoDivided(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return x.view_as(x)
+class ColumnParallelInput:
+    """The input of column-parallel modules. Modules that read the same tensor (q, k and v; gate and up) share one copy
+    into the region, so that its gradient is all-reduced once."""
 
-    @staticmethod
-    def backward(ctx, slope):
-        slope = slope.contiguous()
-        dist.all_reduce(slope, group=ctx.axis.group)
-        return slope, None
-
-
-class OutOfDivided(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        x = x.contiguous()
-        dist.all_reduce(x, group=axis.group)
-        return x
-
-    @staticmethod
-    def backward(ctx, slope):
-        return slope, None
-
-
-class Entry:
-    """The way into divided modules that read one input (q, k and v; gate and up): its gradient is summed once."""
-
-    def __init__(self, tp: Axis, tokens: Tokens):
-        self.tp, self.tokens = tp, tokens
-        self.seen: weakref.ref | None = None
-        self.made: weakref.ref | None = None
+    def __init__(self, tp: Axis, sequence_parallel: SequenceParallel):
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        # weak: they must not keep activations alive
+        self._last_input: weakref.ref[torch.Tensor] | None = None
+        self._last_copy: weakref.ref[torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tokens.on:
+        if self.sequence_parallel.active:
             return x
-        made = self.made() if self.seen is not None and self.seen() is x else None
-        if made is None:
-            made = IntoDivided.apply(x, self.tp)
-            self.seen, self.made = weakref.ref(x), weakref.ref(made)
-        return made
+        copy = None
+        if self._last_input is not None and self._last_copy is not None and self._last_input() is x:
+            copy = self._last_copy()
+        if copy is None:
+            copy = copy_to_tensor_parallel_region(x, self.tp)
+            self._last_input, self._last_copy = weakref.ref(x), weakref.ref(copy)
+        return copy
 
 
-def divide(module: nn.Module, style: str, tp: Axis, vocab_start: int, entry: Entry,
-           adapter: Adapter | None = None) -> None:
-    """Give `module` the collectives of a style; nothing to do for "replicated" and "head" or without tp. entry: one
-    for all modules of the model. adapter: what is added to the module's product, before its collectives."""
+def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, column_input: ColumnParallelInput,
+                adapter: LoraAdapter | None = None) -> None:
+    """Give `module` the collectives of its style; "replicated" and "head" need none, nor does tp=1.
+
+    column_input: one for all modules of the model. adapter: added to the module's output, before its collectives."""
     if adapter is not None and (style != "rowwise" or tp.size == 1):
         plain = module.forward
         module.forward = lambda x: plain(x) + adapter(x)
     if tp.size == 1:
         return
     if style == "colwise":
-        module.register_forward_pre_hook(lambda _, inputs: (entry(inputs[0]), *inputs[1:]))
+        module.register_forward_pre_hook(lambda _, inputs: (column_input(inputs[0]), *inputs[1:]))
     elif style == "rowwise":
-        module.forward = lambda x: _rowwise(module, x, tp, adapter, entry.tokens)
+        module.forward = lambda x: _row_parallel(module, x, tp, adapter, column_input.sequence_parallel)
     elif style == "vocab":
-        if module.padding_idx is not None:  # its row gets no gradient; here it has another number, or is elsewhere
-            at = module.padding_idx - vocab_start
-            module.padding_idx = at if 0 <= at < module.weight.shape[0] else None
-        module.forward = lambda ids: _embed(module, ids, tp, vocab_start)
+        _parallelize_embedding(module, tp, vocab_start)
 
 
-def _rowwise(module: nn.Module, x: torch.Tensor, tp: Axis, adapter: Adapter | None, tokens: Tokens) -> torch.Tensor:
-    """The bias is whole on every rank and added once, after the sum."""
-    part = F.linear(x, module.weight)
-    part = part if adapter is None else part + adapter(x)
-    out = tokens.sum(part) if tokens.on else OutOfDivided.apply(part, tp)
+def _row_parallel(module: Any, x: torch.Tensor, tp: Axis, adapter: LoraAdapter | None,
+                  sequence_parallel: SequenceParallel) -> torch.Tensor:
+    """The bias is complete on every rank and added once, after the sum."""
+    partial = F.linear(x, module.weight)
+    partial = partial if adapter is None else partial + adapter(x)
+    if sequence_parallel.active:
+        out = sequence_parallel.reduce_scatter(partial)
+    else:
+        out = reduce_from_tensor_parallel_region(partial, tp)
     return out if module.bias is None else out + module.bias.to(out.dtype)
 
 
-def _embed(module: nn.Module, ids: torch.Tensor, tp: Axis, start: int) -> torch.Tensor:
-    """Each rank looks up its rows of the vocabulary; what the module does besides the lookup stays."""
-    local = ids - start
-    mine = (local >= 0) & (local < module.weight.shape[0])
-    rows = type(module).forward(module, torch.where(mine, local, 0))
-    return OutOfDivided.apply(torch.where(mine[..., None], rows, 0.0), tp)
+def _parallelize_embedding(module: Any, tp: Axis, vocab_start: int) -> None:
+    """Each rank looks up its rows of the vocabulary; whatever else the family's module does stays."""
+    if module.padding_idx is not None:  # its row gets no gradient; it has another number here, or is on another rank
+        at = module.padding_idx - vocab_start
+        module.padding_idx = at if 0 <= at < module.weight.shape[0] else None
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        local = ids - vocab_start
+        here = (local >= 0) & (local < module.weight.shape[0])
+        rows = type(module).forward(module, torch.where(here, local, 0))
+        return reduce_from_tensor_parallel_region(torch.where(here[..., None], rows, 0.0), tp)
+
+    module.forward = forward

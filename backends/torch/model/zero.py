@@ -1,15 +1,17 @@
-"""Parameters divided over dp at rest, whole where a layer computes (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054).
+"""ZeRO: parameters divided over dp at rest, and complete where a layer computes (Rajbhandari et al. 2020,
+arXiv:1910.02054), in the words of PyTorch's FSDP2.
 
-In: this rank's rows of each parameter in float32, and how far to go. Out: the tensors that modules compute with, filled
-from all shards when they are needed, and gradients summed over the shards into those of the rows.
+In: this rank's rows of each parameter in float32, and the level. Out: the tensors that modules compute with, unsharded
+from all ranks when they are needed, and gradients reduce-scattered over the ranks into those of the rows.
 
-Level 1 gathers everything once a minibatch and sums gradients at its end; 2 sums them in each backward pass, layer by
-layer; 3 also gathers layer by layer, in forward and backward, the next layer's while one computes. Every rank of a dp
-group must make the same passes. Experts that ranks of dp share are divided over those alone that have the same. What
-belongs to no layer (embedding, last norm, head) stays whole during a minibatch.
+Level 1 unshards everything once a minibatch and reduces gradients at its end; level 2 reduces them in each backward
+pass, layer by layer; level 3 also unshards layer by layer, in forward and backward, and prefetches the next layer while
+one computes. Experts that ranks of dp divide among themselves are sharded only over the ranks with the same experts.
+What belongs to no layer (embedding, last norm, head) stays unsharded during a minibatch.
+Invariant: every rank of a dp group makes the same passes.
 
-torch's own `fully_shard` is not used: it gathers all of a layer in one dtype, while here only matrices may be halved
-(norms and the residual stream stay as without sharding, so that numbers do), and it knows parameters only inside the
+torch's own `fully_shard` is not used: it gathers all of a layer in one dtype, while here only matrices may be cast
+(norms and the residual stream stay as without sharding, so that numbers do), and it unshards parameters only inside the
 forward of their module, while heads and adapters are read outside.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,239 +35,243 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 class Unit:
-    """Parameters that are gathered together, and whose gradients are summed together.
+    """Parameters that are unsharded together, and whose gradients are reduced together."""
 
-    rows: this rank's. whole: leaves of the shape that modules see, without memory until `gather`; their dtype is the
-    one in which they travel. A shard's rows are padded to those of the first, which has the most."""
-
-    def __init__(self, rows: Sequence[nn.Parameter], whole: Sequence[nn.Parameter], dp: Axis):
-        self.rows, self.whole, self.dp = rows, whole, dp
-        self.sizes = [-(-w.shape[0] // dp.size) * w[0].numel() if w.dim() else 1 for w in whole]
-        self.kinds: dict[torch.dtype, list[int]] = defaultdict(list)
-        for i, w in enumerate(whole):
-            self.kinds[w.dtype].append(i)
-        self.here = self.summed = False
-        self.arriving: list[tuple[dist.Work | None, torch.Tensor, list[int]]] = []
-        self.leaving: tuple[dist.Work | None, torch.Tensor] | None = None
-        self.slopes: dict[int, torch.Tensor] = {}
-        for i, w in enumerate(whole):
+    def __init__(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter], dp: Axis):
+        """sharded: this rank's rows. unsharded: leaves with the shape that modules see, without memory until `unshard`;
+        their dtype is the one in which they are gathered. Rows are padded to those of the first rank, which has the
+        most."""
+        self.sharded, self.unsharded, self.dp = sharded, unsharded, dp
+        self.shard_numel = [-(-w.shape[0] // dp.size) * w[0].numel() if w.dim() else 1 for w in unsharded]  # padded
+        self.by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)  # one all-gather for each
+        for i, w in enumerate(unsharded):
+            self.by_dtype[w.dtype].append(i)
+        self.is_unsharded = self.is_reduced = False
+        self._gathers: list[tuple[dist.Work | None, torch.Tensor, list[int]]] = []  # under way
+        self._reduction: tuple[dist.Work | None, torch.Tensor] | None = None        # under way
+        self.unsharded_grads: dict[int, torch.Tensor] = {}  # float32, not reduced yet, by parameter
+        for i, w in enumerate(unsharded):
             w.untyped_storage().resize_(0)
             w.requires_grad_(True)
-            w.register_post_accumulate_grad_hook(partial(self.take, i))
+            w.register_post_accumulate_grad_hook(partial(self.accumulate_grad, i))
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Begin to gather, if it is not done or under way."""
-        if self.here or self.arriving:
+    def start_unshard(self) -> None:
+        """Start the all-gathers, unless the parameters are unsharded or on their way."""
+        if self.is_unsharded or self._gathers:
             return
-        for dtype, members in self.kinds.items():
-            mine = torch.zeros(sum(self.sizes[i] for i in members), dtype=dtype, device=self.rows[0].device)
-            for i, part in zip(members, mine.split([self.sizes[i] for i in members])):
-                part[: self.rows[i].numel()].copy_(self.rows[i].reshape(-1))
-            every = mine.new_empty(self.dp.size * mine.numel())
-            work = ALL_GATHER(every, mine, group=self.dp.group, async_op=True) if self.dp.size > 1 else None
+        for dtype, members in self.by_dtype.items():
+            own = torch.zeros(sum(self.shard_numel[i] for i in members), dtype=dtype, device=self.sharded[0].device)
+            for i, part in zip(members, own.split([self.shard_numel[i] for i in members]), strict=True):
+                part[: self.sharded[i].numel()].copy_(self.sharded[i].reshape(-1))
+            gathered = own.new_empty(self.dp.size * own.numel())
+            work = ALL_GATHER(gathered, own, group=self.dp.group, async_op=True) if self.dp.size > 1 else None
             if work is None:
-                every = mine
-            self.arriving.append((work, every, members))
+                gathered = own
+            self._gathers.append((work, gathered, members))
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Make the parameters whole."""
-        self.start()
-        self.room()
-        for work, every, members in self.arriving:
+    def unshard(self) -> None:
+        """Make the parameters complete."""
+        self.start_unshard()
+        self.allocate_unsharded()
+        for work, gathered, members in self._gathers:
             if work is not None:
                 work.wait()
-            parts = every.view(self.dp.size, -1).split([self.sizes[i] for i in members], dim=1)
-            for i, part in zip(members, parts):
-                w = self.whole[i]
-                # through `.data`, whose writes autograd does not count: a backward pass may come after another gather
+            parts = gathered.view(self.dp.size, -1).split([self.shard_numel[i] for i in members], dim=1)
+            for i, part in zip(members, parts, strict=True):
+                w = self.unsharded[i]
+                # through `.data`, whose writes autograd does not count: a backward pass may come after another unshard
                 w.data.view(-1).copy_(part.reshape(-1)[: w.numel()])
-        self.arriving.clear()
-        self.here = True
+        self._gathers.clear()
+        self.is_unsharded = True
 
-    def room(self) -> None:
-        """Memory for what is to be whole."""
-        for w in self.whole:
+    def allocate_unsharded(self) -> None:
+        """Allocate the memory of the unsharded parameters."""
+        for w in self.unsharded:
             w.untyped_storage().resize_(w.numel() * w.element_size())
 
-    def drop(self) -> None:
-        for w in self.whole:
+    def reshard(self) -> None:
+        """Free the memory of the unsharded parameters."""
+        for w in self.unsharded:
             w.untyped_storage().resize_(0)
-        self.here = False
+        self.is_unsharded = False
 
-    def take(self, i: int, w: torch.Tensor) -> None:
-        """The gradient of parameter i has come."""
-        assert w.grad is not None
-        slope = w.grad.float()
-        self.slopes[i] = self.slopes[i].add_(slope) if i in self.slopes else slope
+    def accumulate_grad(self, i: int, w: torch.Tensor) -> None:
+        """The hook that autograd calls with parameter i when its gradient is there."""
+        if w.grad is None:
+            raise RuntimeError("autograd called the hook of a parameter without a gradient")
+        grad = w.grad.float()
+        self.unsharded_grads[i] = self.unsharded_grads[i].add_(grad) if i in self.unsharded_grads else grad
         w.grad = None
 
     @torch.no_grad()
-    def sum(self) -> None:
-        """Begin to add up what has come, over dp; what has not is 0."""
-        every = torch.zeros(self.dp.size, sum(self.sizes), device=self.rows[0].device)
-        for i, part in enumerate(every.split(self.sizes, dim=1)):
-            if i in self.slopes:
-                slope = self.slopes[i].reshape(-1)
-                padded = slope.new_zeros(self.dp.size * self.sizes[i])
-                padded[: slope.numel()] = slope
-                part.copy_(padded.view(self.dp.size, -1))
-        self.slopes.clear()
+    def reduce_scatter(self) -> None:
+        """Start to sum the gradients over dp; those that autograd did not compute are 0."""
+        padded = torch.zeros(self.dp.size, sum(self.shard_numel), device=self.sharded[0].device)
+        for i, part in enumerate(padded.split(self.shard_numel, dim=1)):
+            if i in self.unsharded_grads:
+                grad = self.unsharded_grads[i].reshape(-1)
+                rows = grad.new_zeros(self.dp.size * self.shard_numel[i])
+                rows[: grad.numel()] = grad
+                part.copy_(rows.view(self.dp.size, -1))
+        self.unsharded_grads.clear()
         if self.dp.size == 1:
-            self.leaving = None, every.view(-1)
+            self._reduction = None, padded.view(-1)
         else:
-            mine = every.new_empty(sum(self.sizes))
-            self.leaving = REDUCE_SCATTER(mine, every.view(-1), group=self.dp.group, async_op=True), mine
-        self.summed = True
+            own = padded.new_empty(sum(self.shard_numel))
+            self._reduction = REDUCE_SCATTER(own, padded.view(-1), group=self.dp.group, async_op=True), own
+        self.is_reduced = True
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def wait_reduce_scatter(self) -> None:
         """Wait for a sum, and add it to the gradients of the rows."""
-        if self.leaving is None:
+        if self._reduction is None:
             return
-        work, mine = self.leaving
+        work, own = self._reduction
         if work is not None:
             work.wait()
-        for row, part in zip(self.rows, mine.split(self.sizes)):
-            assert row.grad is not None
+        for row, part in zip(self.sharded, own.split(self.shard_numel), strict=True):
+            if row.grad is None:
+                raise RuntimeError("the optimizer's gradient buffer is offloaded")
             row.grad.view(-1).add_(part[: row.numel()])
-        self.leaving = None
+        self._reduction = None
 
-    def forget(self) -> None:
-        """Drop gradients that were not summed."""
-        self.slopes.clear()
+    def discard_grads(self) -> None:
+        """Drop gradients that were not reduced."""
+        self.unsharded_grads.clear()
 
     @property
-    def late(self) -> bool:
-        """Whether a gradient has come that was not summed."""
-        return bool(self.slopes)
+    def has_unreduced_grads(self) -> bool:
+        return bool(self.unsharded_grads)
 
 
-class Several:
-    """Units that are divided over different ranks, and are gathered and summed at the same times."""
+class UnitGroup:
+    """Units that are sharded over different ranks, and are unsharded and reduced at the same times. Its methods are
+    those of `Unit`, for all of them."""
 
     def __init__(self, units: Sequence[Unit]):
-        self.units, self.summed = units, False
-        self.whole = [w for unit in units for w in unit.whole]
+        self.units, self.is_reduced = units, False
+        self.unsharded = [w for unit in units for w in unit.unsharded]
 
-    def start(self) -> None:
+    def start_unshard(self) -> None:
         for unit in self.units:
-            unit.start()
+            unit.start_unshard()
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         for unit in self.units:
-            unit.gather()
+            unit.unshard()
 
-    def drop(self) -> None:
+    def reshard(self) -> None:
         for unit in self.units:
-            unit.drop()
+            unit.reshard()
 
-    def sum(self) -> None:
+    def reduce_scatter(self) -> None:
         for unit in self.units:
-            unit.sum()
-        self.summed = True
+            unit.reduce_scatter()
+        self.is_reduced = True
 
-    def keep(self) -> None:
+    def wait_reduce_scatter(self) -> None:
         for unit in self.units:
-            unit.keep()
+            unit.wait_reduce_scatter()
 
-    def forget(self) -> None:
+    def discard_grads(self) -> None:
         for unit in self.units:
-            unit.forget()
+            unit.discard_grads()
 
     @property
-    def late(self) -> bool:
-        return any(unit.late for unit in self.units)
+    def has_unreduced_grads(self) -> bool:
+        return any(unit.has_unreduced_grads for unit in self.units)
 
 
-class Sharded:
-    """The units of a rank. layers: by number, in order. rest: what belongs to no layer."""
+class ZeroSharding:
+    """All units of a rank, and when they are unsharded, resharded and reduced."""
 
-    def __init__(self, level: int, layers: dict[int, Unit | Several], rest: Sequence[Unit | Several]):
-        self.level, self.layers, self.rest = level, layers, list(rest)
-        self.units = [*layers.values(), *rest]
-        self.kept = self.units if level < 3 else self.rest
-        self.busy: Unit | Several | None = None  # whose sum is under way
+    def __init__(self, level: int, layers: dict[int, Unit | UnitGroup], non_layer: Sequence[Unit | UnitGroup]):
+        """level: 1 to 3. layers: by number, in order. non_layer: units that belong to no layer."""
+        self.level, self.layers, self.non_layer = level, layers, list(non_layer)
+        self.units = [*layers.values(), *non_layer]
+        self.stay_unsharded = self.units if level < 3 else self.non_layer  # during a minibatch
+        self._reducing: Unit | UnitGroup | None = None  # whose reduce-scatter is under way
 
-    def begin(self) -> None:
+    def begin_minibatch(self) -> None:
         """Before the passes of a minibatch."""
-        for unit, following in zip(self.kept, [*self.kept[1:], None]):
-            unit.start()
+        for unit, following in zip_longest(self.stay_unsharded, self.stay_unsharded[1:]):
+            unit.start_unshard()
             if following is not None:
-                following.start()
-            unit.gather()
+                following.start_unshard()
+            unit.unshard()
 
     def after_backward(self, layers: Collection[int]) -> None:
-        """After each backward pass through some layers: sum what the pass of a layer before it has not set off."""
+        """After each backward pass through some layers: reduce what no earlier layer's pass has started."""
         if self.level > 1:
-            self._sum_rest([unit for i, unit in self.layers.items() if i in layers] + self.rest)
+            self._reduce_remaining([unit for i, unit in self.layers.items() if i in layers] + self.non_layer)
 
-    def end(self, use: bool) -> None:
-        """After the passes of a minibatch. use: whether its gradients are wanted."""
-        if use and self.level == 1:
-            self._sum_rest(self.units)
-        if self.busy is not None:
-            self.busy.keep()
-        late = use and any(unit.late for unit in self.units)
-        assert not late, "a gradient came after those of its layer were summed"
-        self.busy = None
+    def end_minibatch(self, use_grads: bool) -> None:
+        """After the passes of a minibatch. use_grads: False if its gradients are dropped."""
+        if use_grads and self.level == 1:
+            self._reduce_remaining(self.units)
+        if self._reducing is not None:
+            self._reducing.wait_reduce_scatter()
+        if use_grads and any(unit.has_unreduced_grads for unit in self.units):
+            raise RuntimeError("a gradient came after those of its layer were reduced")
+        self._reducing = None
         for unit in self.units:
-            unit.forget()
-            unit.drop()
+            unit.discard_grads()
+            unit.reshard()
 
-    def around(self, layer: int, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward of a layer that has its parameters while it runs, and again while its gradient is computed; when
-        that begins, the layer behind it is done. So the order of all that dp does never depends on which gradients
-        there are."""
+    def wrap_layer(self, layer: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a layer, which has its parameters unsharded while it runs and again while its gradient is
+        computed. When that begins, the backward pass of the next layer is done and its gradients are reduced; so the
+        order of collectives over dp does not depend on which gradients exist."""
         unit = self.layers.get(layer)
         if unit is None or self.level == 1:
             return plain
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._need(layer, layer + 1)
+            self._unshard(layer, prefetch=layer + 1)
             out = plain(*args, **kwargs)
             for x in _tensors(out):
                 if x.requires_grad:
-                    x.register_hook(lambda _: self._back(layer))
-            if unit not in self.kept:
-                unit.drop()
+                    x.register_hook(lambda _: self._before_backward(layer))
+            if unit not in self.stay_unsharded:
+                unit.reshard()
             return out
 
         return forward
 
-    def _need(self, layer: int, following: int) -> None:
-        self.layers[layer].gather()
-        if following in self.layers:
-            self.layers[following].start()
+    def _unshard(self, layer: int, prefetch: int) -> None:
+        self.layers[layer].unshard()
+        if prefetch in self.layers:
+            self.layers[prefetch].start_unshard()
 
-    def _back(self, layer: int) -> None:
+    def _before_backward(self, layer: int) -> None:
         """The gradient of a layer's output is known."""
-        behind = self.layers.get(layer + 1)
-        if behind is not None and not behind.summed:
-            self._sum(behind)
-        self._need(layer, layer - 1)
+        following = self.layers.get(layer + 1)
+        if following is not None and not following.is_reduced:
+            self._reduce(following)
+        self._unshard(layer, prefetch=layer - 1)
 
-    def _sum(self, unit: Unit | Several) -> None:
-        """One sum is under way at a time."""
-        unit.sum()
-        if self.busy is not None:
-            self.busy.keep()
-        self.busy = unit
-        if unit not in self.kept:
-            unit.drop()
+    def _reduce(self, unit: Unit | UnitGroup) -> None:
+        """One reduce-scatter is under way at a time."""
+        unit.reduce_scatter()
+        if self._reducing is not None:
+            self._reducing.wait_reduce_scatter()
+        self._reducing = unit
+        if unit not in self.stay_unsharded:
+            unit.reshard()
 
-    def _sum_rest(self, units: Sequence[Unit | Several]) -> None:
+    def _reduce_remaining(self, units: Sequence[Unit | UnitGroup]) -> None:
         for unit in units:
-            if not unit.summed:
-                self._sum(unit)
+            if not unit.is_reduced:
+                self._reduce(unit)
         for unit in units:
-            unit.summed = False
+            unit.is_reduced = False
 
 
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, tuple | list):
-        for x in found:
-            yield from _tensors(x)
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        for y in x:
+            yield from _tensors(y)

@@ -1,14 +1,14 @@
-"""Gradients over all degrees, clipping, and the optimizer step.
+"""Gradient reduction over all axes, clipping, and the optimizer step.
 
-Gradients live in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes: parts of
-one gradient on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole buffer
-over cp and dp (a sum: losses carry the global normalisation). Where ranks of dp share experts, the gradient of an
-expert has come from all their tokens, and is summed over those alone that hold the same one. Where parameters are
-divided over dp, the buffer is of this rank's rows, and holds sums over dp already (`backends/torch/model/zero.py`). The
-norm counts each element of the model once.
+Gradients are in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes, partial
+gradients on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole buffer is
+summed over cp and dp (a sum: losses carry the global normalisation). The gradient of an expert that ranks of dp divide
+among themselves comes from all their tokens already, and is summed only over the ranks with the same experts. Under
+`zero` the buffer is of this rank's rows, and holds sums over dp already (`model/zero.py`). The norm counts each element
+of the model once.
 
-The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), made or
-not: a train call that stops early does not stretch the schedule.
+The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), taken or
+skipped: a train call that stops early does not stretch the schedule.
 """
 
 from __future__ import annotations
@@ -18,38 +18,45 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from rldsl.backends.torch.model.offload import Host
+from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.stage import Stage
 
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes
 from rldsl.sharding.boxes import local_slice, pieces_at, replicas, slices, volume
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW calls them
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 
 
 class Trainer:
-    """Gradient buffer and AdamW state of one shard. done: updates of the schedule so far, made or skipped."""
+    """Gradient buffer and AdamW state of one shard."""
+
+    flat: torch.Tensor  # [elements] float32: gradients, those of divided experts at the end
+    done: int           # updates of the schedule so far, taken or skipped
 
     def __init__(self, stage: Stage, model: Model, layout: Layout, mesh: Mesh, axes: Axes):
-        assert model.optimizer is not None
+        if model.optimizer is None:
+            raise ValueError(f"{model.name} has no optimizer")
         self.stage, self.axes, self.options, self.updates = stage, axes, model.optimizer, model.updates
         self.done = 0
         rank = axes.mesh.ranks[axes.mesh.index]
         named = list(stage.parameters.items())
         self.parameters = [p for _, p in named]
         held = [stage.held[name] for name, _ in named]
-        self.alone = [axes.ep.size > 1 and p.spec.experts > 0 for p, _ in held]
-        self.common = sum(p.numel() for p, own in zip(self.parameters, self.alone) if not own)  # that all of dp have
+        self.is_divided_expert = [axes.ep.size > 1 and p.spec.experts > 0 for p, _ in held]
+        # elements of the buffer's first part, which all ranks of dp have
+        self.dense_numel = sum(
+            p.numel() for p, expert in zip(self.parameters, self.is_divided_expert, strict=True) if not expert)
         for parameter in self.parameters:
             parameter.requires_grad_(True)
-        self._gradients()
-        self.shares = [max(1, replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
+        self._allocate_grads()
+        self.replicas = [max(1, replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
         tp = axes.tp.size
-        # whole on every tp rank, but each sees only its own heads: their gradients are parts of one sum
+        # complete on every tp rank, but each sees only its own heads or tokens: their gradients are partial sums
         self.partial = [i for i, (p, _) in enumerate(held) if tp > 1 and (
-            p.spec.partial or stage.tokens.able and p.layer is not None and p.spec.split is None)]
-        self.doubled = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
+            p.spec.partial or (stage.sequence_parallel.available and p.layer is not None and p.spec.split is None))]
+        # fewer units (KV heads, say) than tp ranks, so several ranks hold the same one
+        self.duplicated = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
                         and any(units < tp for units, _ in p.spec.split.parts)]
         self.tied = [i for i, (p, _) in enumerate(held) if p.spec.stage == "ends"]
         self.tied_size = _tied_size(model, layout, axes)
@@ -57,45 +64,46 @@ class Trainer:
         self.adam = torch.optim.AdamW(self.parameters, lr=self.options.lr, betas=self.options.betas,
                                       eps=self.options.eps, weight_decay=self.options.weight_decay, fused=True)
 
-    def _gradients(self) -> None:
-        """The buffer, and each parameter's view of it."""
+    def _allocate_grads(self) -> None:
+        """Allocate the buffer, and make each parameter's gradient a view of it."""
         self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=self.stage.device)
-        at = [0, self.common]
-        for parameter, own in zip(self.parameters, self.alone):
-            parameter.grad = self.flat[at[own] : at[own] + parameter.numel()].view(parameter.shape)
-            at[own] += parameter.numel()
+        at = [0, self.dense_numel]  # the next free element of each part
+        for parameter, expert in zip(self.parameters, self.is_divided_expert, strict=True):
+            parameter.grad = self.flat[at[expert] : at[expert] + parameter.numel()].view(parameter.shape)
+            at[expert] += parameter.numel()
 
-    def away(self, host: Host) -> None:
-        """Moments to host memory; gradients, which end with each step, give theirs up."""
-        self._place(host.away(self._moments()))
+    def offload(self, host: HostMemory) -> None:
+        """Move moments to host memory, and free the gradients, which no step keeps."""
+        self._set_moments(host.offload(self._moments()))
         for parameter in self.parameters:
             parameter.grad = None
         self.flat = self.flat.new_empty(0)
 
-    def back(self, host: Host) -> Callable[[], None]:
-        """The result is called before they are used."""
-        moments, finish = host.back(self._moments())
-        self._place(moments)
-        self._gradients()
+    def onload(self, host: HostMemory) -> Callable[[], None]:
+        """Start the way back. The returned function is called before moments are used."""
+        moments, finish = host.onload(self._moments())
+        self._set_moments(moments)
+        self._allocate_grads()
         return finish
 
     def _moments(self) -> dict[str, torch.Tensor]:
-        """Those that there are: none before the first step."""
+        """"KIND INDEX" -> tensor; none before the first step."""
         return {f"{kind} {i}": state[kind] for i, p in enumerate(self.parameters)
                 if (state := self.adam.state.get(p)) for kind in MOMENTS}
 
-    def _place(self, moments: Mapping[str, torch.Tensor]) -> None:
+    def _set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in moments.items():
             kind, i = name.split()
             self.adam.state[self.parameters[int(i)]][kind] = tensor
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         self.flat.zero_()
 
     def step(self) -> dict[str, float]:
-        """Reduce, clip, update. "grad_norm" is before clipping; where it is not finite nothing is updated."""
-        self._reduce()
-        norm = self._norm()
+        """Reduce, clip, update. Returns "grad_norm", before clipping, and "lr". If the norm is not finite, nothing is
+        updated and "lr" is 0."""
+        self._reduce_grads()
+        norm = self._grad_norm()
         if not math.isfinite(norm):
             return {"grad_norm": norm, "lr": 0.0}
         limit = self.options.clip_grad
@@ -109,14 +117,14 @@ class Trainer:
         return {"grad_norm": norm, "lr": rate}
 
     def skip_updates(self, updates: int) -> float:
-        """Pass over planned updates; the learning rate of the last of them."""
+        """See `Shard.skip_updates`."""
         self.done += updates
         return learning_rate(self.options, self.done - 1, self.updates)
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
-        """By the optimizer's own names, then by parameter; zeros before the first step."""
+        """See `Shard.optimizer_state`; zeros before the first step. names: of the parameters."""
         found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in MOMENTS}
-        for name, parameter in zip(names, self.parameters):
+        for name, parameter in zip(names, self.parameters, strict=True):
             state = self.adam.state[parameter]
             if not state:
                 state |= {"step": torch.zeros((), device=parameter.device),
@@ -126,55 +134,63 @@ class Trainer:
         return found
 
     def schedule_state(self) -> dict[str, int]:
-        """done: as above; made: steps of the optimizer."""
+        """done: as above. made: steps that the optimizer took."""
         made = (int(state["step"]) for state in self.adam.state.values() if state)
         return {"done": self.done, "made": next(made, 0)}
 
-    def load_schedule_state(self, progress: Mapping[str, int]) -> None:
-        self.done = progress["done"]
+    def load_schedule_state(self, counts: Mapping[str, int]) -> None:
+        self.done = counts["done"]
         for state in self.adam.state.values():
-            state["step"].fill_(progress["made"])
+            state["step"].fill_(counts["made"])
 
-    def _reduce(self) -> None:
-        tp, pp, dp = self.axes.tp, self.axes.pp, self.axes.dp
-        if self.stage.sharded:
-            self.stage.sharded.end(use=True)
-        grads = [p.grad for p in self.parameters]
+    def _grads(self) -> list[torch.Tensor]:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if len(grads) != len(self.parameters):
+            raise RuntimeError("the gradient buffer is offloaded")
+        return grads
+
+    def _reduce_grads(self) -> None:
+        tp, pp, dp, cp, expert_dp = self.axes.tp, self.axes.pp, self.axes.dp, self.axes.cp, self.axes.copies
+        if self.stage.zero:
+            self.stage.zero.end_minibatch(use_grads=True)
+        grads = self._grads()
         if self.partial:
-            _sum_in_place([grads[i] for i in self.partial], tp.group)
-        for i in self.doubled:
-            parameter, pieces = self.held[i]
-            whole = grads[i].new_zeros(parameter.spec.shape)
-            dim = parameter.spec.split.dim
-            for piece in pieces:
-                box = slices(piece.box)
-                whole[box] = grads[i][local_slice(piece, piece.box, dim)]
-            dist.all_reduce(whole, group=tp.group)
-            for piece in pieces:
-                box = slices(piece.box)
-                grads[i][local_slice(piece, piece.box, dim)] = whole[box]
-        if self.tied_size and pp.size > 1:  # stages between the ends add nothing
-            mine = [grads[i] for i in self.tied] or [self.flat.new_zeros(self.tied_size)]
-            _sum_in_place(mine, pp.group)
-        if self.axes.cp.size > 1:  # each rank has seen its tokens alone
-            dist.all_reduce(self.flat, group=self.axes.cp.group)
-        if dp.size > 1 and not self.stage.sharded:
-            dist.all_reduce(self.flat[: self.common], group=dp.group)
-            if self.axes.ep.size > 1 and self.axes.copies.size > 1:
-                dist.all_reduce(self.flat[self.common :], group=self.axes.copies.group)
+            _all_reduce_joined([grads[i] for i in self.partial], tp.group)
+        for i in self.duplicated:
+            self._sum_duplicates(i, grads[i])
+        if self.tied_size and pp.size > 1:  # stages between the ends add zeros
+            own = [grads[i] for i in self.tied] or [self.flat.new_zeros(self.tied_size)]
+            _all_reduce_joined(own, pp.group)
+        if cp.size > 1:  # each rank has seen only its tokens
+            dist.all_reduce(self.flat, group=cp.group)
+        if dp.size > 1 and not self.stage.zero:
+            dist.all_reduce(self.flat[: self.dense_numel], group=dp.group)
+            if self.axes.ep.size > 1 and expert_dp.size > 1:
+                dist.all_reduce(self.flat[self.dense_numel :], group=expert_dp.group)
 
-    def _norm(self) -> float:
-        """2-norm over the whole model; each element counts once however many ranks hold it."""
-        squares = torch.stack(torch._foreach_norm([p.grad for p in self.parameters])).double() ** 2
-        shares = torch.tensor(self.shares, dtype=torch.float64, device=squares.device)
-        total = (squares / shares).sum()
+    def _sum_duplicates(self, i: int, grad: torch.Tensor) -> None:
+        """Sum the gradient of parameter i over the tp ranks that hold the same units, by way of the whole parameter."""
+        parameter, pieces = self.held[i]
+        dim = parameter.dim
+        whole = grad.new_zeros(parameter.spec.shape)
+        for piece in pieces:
+            whole[slices(piece.box)] = grad[local_slice(piece, piece.box, dim)]
+        dist.all_reduce(whole, group=self.axes.tp.group)
+        for piece in pieces:
+            grad[local_slice(piece, piece.box, dim)] = whole[slices(piece.box)]
+
+    def _grad_norm(self) -> float:
+        """2-norm over the whole model; each element counts once, however many ranks hold it."""
+        squares = torch.stack(torch._foreach_norm(self._grads())).double() ** 2
+        replicas = torch.tensor(self.replicas, dtype=torch.float64, device=squares.device)
+        total = (squares / replicas).sum()
         if self.axes.mesh.size > 1:
             dist.all_reduce(total, group=self.axes.mesh.group)
         return math.sqrt(total.item())
 
 
 def _tied_size(model: Model, layout: Layout, axes: Axes) -> int:
-    """Elements of the tied embedding that the ends of this rank's pipeline hold; 0 without one."""
+    """Elements of the tied embedding that the ends of this rank's pipeline hold; 0 if there is none."""
     spec = next((s for s in model.params if s.stage == "ends"), None)
     if spec is None:
         return 0
@@ -183,16 +199,17 @@ def _tied_size(model: Model, layout: Layout, axes: Axes) -> int:
     return sum(volume(piece.box) for piece in held)
 
 
-def _sum_in_place(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _all_reduce_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum some tensors over a group, in place and in one message."""
     joined = torch.cat([t.reshape(-1) for t in tensors])
     dist.all_reduce(joined, group=group)
-    for tensor, part in zip(tensors, joined.split([t.numel() for t in tensors])):
+    for tensor, part in zip(tensors, joined.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))
 
 
 def learning_rate(options: Optimizer, done: int, updates: int) -> float:
-    """Of the update after `done` others, of `updates` planned in all: linear warm-up, then constant, linear or cosine
-    down to min_lr_ratio * lr at the last update."""
+    """The learning rate of the update after `done` others, of `updates` planned in all: linear warm-up, then constant,
+    or linear or cosine decay to min_lr_ratio * lr at the last update."""
     warmup = options.warmup if options.warmup >= 1 else options.warmup * updates
     if done < warmup:
         return options.lr * (done + 1) / math.ceil(warmup)

@@ -1,8 +1,10 @@
 """Micro-batches through the stages of a pipeline.
 
-`forward` streams them for inference. `forward_backward` does what `sharding/pipeline_schedule.py` says a rank does in
-training: 1F1B, or with several chunks of layers on each rank its interleaved form. What it exchanges at once is posted
-together, and in one order of time on all ranks, so the schedule holds under rendezvous as well. """
+`pipeline_forward` streams them for inference. `pipeline_forward_backward` runs a rank's actions of
+`sharding/pipeline_schedule.py`: 1F1B, or its interleaved form if each rank has several chunks of layers. Messages that
+a rank exchanges at the same time are posted together, and all ranks post in one order of time, so the schedule is free
+of deadlock even under rendezvous sends.
+"""
 
 from __future__ import annotations
 
@@ -10,105 +12,112 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from rldsl.backends.torch.model.packed_batch import Batch
+from rldsl.backends.torch.model.model_inputs import ModelInputs
 from rldsl.backends.torch.model.stage import Stage
 
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
 
-Key = tuple[int, int]  # a chunk and a micro-batch
-
 
 class Links:
-    """Messages to and from other stages. arriving: what passes wait for, by the pass."""
+    """Messages to and from other stages."""
 
     def __init__(self, pp: Axis):
         self.pp = pp
-        self.sending: list[tuple[dist.Work, torch.Tensor]] = []
-        self.arriving: dict[Pass, tuple[dist.Work, torch.Tensor]] = {}
+        self.sends: list[tuple[dist.Work, torch.Tensor]] = []
+        self.receives: dict[Pass, tuple[dist.Work, torch.Tensor]] = {}  # by the pass that needs the tensor
 
-    def exchange(self, now: Exchange, made: torch.Tensor | None, room: Callable[[int], torch.Tensor]) -> None:
-        """Post all messages of an exchange together. made: what is sent. room(i): a tensor for hidden states of
-        micro-batch i. What was sent before must have arrived by then, so that one message at most is kept: under
-        rendezvous it has."""
-        self.drain()
-        out = [made.detach().contiguous() for _ in now.sends if made is not None]
-        into = [room(message.wanted.micro) for message in now.takes]
-        operations = [dist.P2POp(dist.isend, t, self.pp.ranks[m.peer], self.pp.group) for m, t in zip(now.sends, out)]
-        operations += [dist.P2POp(dist.irecv, t, self.pp.ranks[m.peer], self.pp.group) for m, t in zip(now.takes, into)]
+    def exchange(self, now: Exchange, output: torch.Tensor | None, recv_buffer: Callable[[int], torch.Tensor]) -> None:
+        """Post all messages of an exchange together. output: what is sent. recv_buffer(i): a tensor for the hidden
+        states of micro-batch i.
+
+        The send before must have completed by then, so that the memory of at most one is held; under rendezvous it
+        has."""
+        self.wait_sends()
+        outgoing = [output.detach().contiguous() for _ in now.sends if output is not None]
+        incoming = [recv_buffer(message.wanted.micro) for message in now.takes]
+        peers, group = self.pp.ranks, self.pp.group
+        operations = [dist.P2POp(dist.isend, t, peers[m.peer], group)
+                      for m, t in zip(now.sends, outgoing, strict=True)]
+        operations += [dist.P2POp(dist.irecv, t, peers[m.peer], group)
+                       for m, t in zip(now.takes, incoming, strict=True)]
         works = dist.batch_isend_irecv(operations)
         if len(works) < len(operations):  # coalesced into one, as NCCL does
             works = [works[0]] * len(operations)
-        self.sending += zip(works, out)
-        self.arriving |= {m.wanted: found for m, found in zip(now.takes, zip(works[len(out) :], into))}
+        self.sends += zip(works[: len(outgoing)], outgoing, strict=True)
+        received = zip(works[len(outgoing) :], incoming, strict=True)
+        self.receives |= {m.wanted: found for m, found in zip(now.takes, received, strict=True)}
 
-    def take(self, wanted: Pass) -> torch.Tensor | None:
-        """What a pass needs of another rank; None if nothing."""
-        if wanted not in self.arriving:
+    def wait_receive(self, wanted: Pass) -> torch.Tensor | None:
+        """What a pass needs from another rank; None if nothing."""
+        if wanted not in self.receives:
             return None
-        work, tensor = self.arriving.pop(wanted)
+        work, tensor = self.receives.pop(wanted)
         work.wait()
         return tensor
 
-    def drain(self) -> None:
-        for work, _ in self.sending:
+    def wait_sends(self) -> None:
+        for work, _ in self.sends:
             work.wait()
-        self.sending.clear()
+        self.sends.clear()
 
 
-def forward(stage: Stage, pp: Axis, batches: Sequence[Batch],
-            finish: Callable[[int, torch.Tensor], None]) -> None:
-    """Inference; finish(i, hidden [T, H]) is called on the last stage, in order."""
+def pipeline_forward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
+                     finish: Callable[[int, torch.Tensor], None]) -> None:
+    """Inference. finish(i, hidden [T, H]) is called on the last stage, in order."""
     links = Links(pp)
     for i, batch in enumerate(batches):
-        wanted, hidden = Pass(False, 0, i), None
+        this_pass, received = Pass(False, 0, i), None
         if not stage.first:
-            links.exchange(Exchange((), (Message(wanted, pp.index - 1),)), None, lambda _: _empty(stage, batch))
-            hidden = links.take(wanted)
-        hidden = stage.forward(batch.tokens, batch.packing.positions, batch.packing, hidden)
+            links.exchange(Exchange((), (Message(this_pass, pp.index - 1),)), None,
+                           lambda i: _recv_buffer(stage, batches[i]))
+            received = links.wait_receive(this_pass)
+        hidden = stage.forward(batch.tokens, batch.attention.positions, batch.attention, received)
         if stage.last:
             finish(i, hidden)
         else:
-            links.exchange(Exchange((Message(wanted, pp.index + 1),), ()), hidden, lambda _: hidden)
-    links.drain()
+            links.exchange(Exchange((Message(this_pass, pp.index + 1),), ()), hidden,
+                           lambda i: _recv_buffer(stage, batches[i]))
+    links.wait_sends()
 
 
-def forward_backward(stage: Stage, pp: Axis, batches: Sequence[Batch],
-                     loss: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-    """Training; loss(i, hidden) is called where the last layers are. Gradients add up in the parameters, or, where
-    these are divided over dp, as `backends/torch/model/zero.py` says."""
+def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
+                              loss: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+    """Training. loss(i, hidden [T, H]) is called on the rank with the last layers. Gradients accumulate in the
+    parameters, or under `zero` as `model/zero.py` says."""
     links = Links(pp)
-    flying: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}  # (input, output or loss)
+    in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}  # (input, output or loss)
 
-    def ahead(p: Pass) -> torch.Tensor:
-        batch, hidden = batches[p.micro], links.take(p)
+    def forward(p: Pass) -> torch.Tensor:
+        batch, hidden = batches[p.micro], links.wait_receive(p)
         if hidden is not None:
             hidden.requires_grad_()
-        out = stage.forward(batch.tokens, batch.packing.positions, batch.packing, hidden, p.chunk)
+        out = stage.forward(batch.tokens, batch.attention.positions, batch.attention, hidden, p.chunk)
         out = loss(p.micro, out) if stage.chunks[p.chunk].last else out
-        flying[p.chunk, p.micro] = hidden, out
+        in_flight[p.chunk, p.micro] = hidden, out
         return out
 
-    def back(p: Pass) -> torch.Tensor | None:
-        hidden, out = flying.pop((p.chunk, p.micro))
-        slope = links.take(p)
+    def backward(p: Pass) -> torch.Tensor | None:
+        hidden, out = in_flight.pop((p.chunk, p.micro))
+        grad = links.wait_receive(p)
         if out.requires_grad:
-            torch.autograd.backward(out, slope)
-        if stage.sharded:
-            stage.sharded.after_backward(stage.chunks[p.chunk].layers)
+            torch.autograd.backward(out, grad)
+        if stage.zero:
+            stage.zero.after_backward(stage.chunks[p.chunk].layers)
         if hidden is None:
             return None
         return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
-    made: torch.Tensor | None = None
+    output: torch.Tensor | None = None
     for action in actions(pp.size, len(stage.chunks), len(batches))[pp.index]:
         if isinstance(action, Exchange):
-            links.exchange(action, made, lambda i: _empty(stage, batches[i]))
-            made = None
+            links.exchange(action, output, lambda i: _recv_buffer(stage, batches[i]))
+            output = None
         else:
-            made = back(action) if action.backward else ahead(action)
-    links.drain()
+            output = backward(action) if action.backward else forward(action)
+    links.wait_sends()
 
 
-def _empty(stage: Stage, batch: Batch) -> torch.Tensor:
+def _recv_buffer(stage: Stage, batch: ModelInputs) -> torch.Tensor:
+    """[T, H] for hidden states, or for their gradient."""
     return torch.empty(batch.tokens.numel(), stage.hidden, dtype=stage.compute_dtype, device=stage.device)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from rldsl.backends.torch.generate.captured_step import KEPT, PLAIN, Replay
-from rldsl.backends.torch.generate.op_trace import Unrecorded, record
+from rldsl.backends.torch.generate.captured_step import CALLS_BEFORE_CAPTURE, KEPT, CapturedSteps
+from rldsl.backends.torch.generate.op_trace import NotTraceable, trace
 
 X, TABLE = torch.randn(5, 6), torch.randn(9, 6)
 WEIGHT, PLACES = torch.randn(6, 6), torch.tensor([3, 1, 4, 0, 2])
@@ -52,17 +52,17 @@ RECORDED = [norm, lists, in_place, several, layer, constant_view]
 
 
 @pytest.mark.parametrize("function", RECORDED)
-def test_a_tape_gives_what_the_function_gives(function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+def test_a_trace_gives_what_the_function_gives(function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
     with torch.no_grad():
         first = [x.clone() for x in function()]
-        out, tape = record(function)
+        out, traced = trace(function)
         assert all(map(torch.equal, out, first))
         for _ in range(2):
             X.normal_()  # constants are read where they lie
-            assert all(map(torch.equal, tape(), function()))
+            assert all(map(torch.equal, traced(), function()))
 
 
-def test_a_tape_writes_where_the_function_does() -> None:
+def test_a_trace_writes_where_the_function_does() -> None:
     total = torch.zeros(5, 6)
 
     def add() -> tuple[torch.Tensor, ...]:
@@ -71,9 +71,9 @@ def test_a_tape_writes_where_the_function_does() -> None:
         return (total.sum(),)
 
     with torch.no_grad():
-        _, tape = record(add)
+        _, traced = trace(add)
         X.normal_()
-        tape()
+        traced()
     right = X * 3
     right[0] = right[1] * 2
     assert torch.equal(total, right)
@@ -85,8 +85,8 @@ def test_what_is_not_the_same_twice_in_one_state_is_not_recorded() -> None:
     def count() -> tuple[torch.Tensor, ...]:
         return (total.add_(1).clone(),)
 
-    with torch.no_grad(), pytest.raises(Unrecorded):
-        record(count)
+    with torch.no_grad(), pytest.raises(NotTraceable):
+        trace(count)
 
 
 def numbers() -> tuple[torch.Tensor, ...]:
@@ -107,22 +107,22 @@ def by_name() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("function", [numbers, item, ragged])
 def test_what_depends_on_numbers_is_not_recorded(function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-    with torch.no_grad(), pytest.raises(Unrecorded):
-        record(function)
+    with torch.no_grad(), pytest.raises(NotTraceable):
+        trace(function)
 
 
 @pytest.mark.parametrize("function", [numbers, item, ragged, by_name])
 def test_and_goes_on_as_it_is(function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-    replay = Replay(CPU, True)
+    steps = CapturedSteps(CPU, True)
     with torch.no_grad():
         for _ in range(5):
             X.normal_()
-            assert all(map(torch.equal, replay("key", function), function()))
+            assert all(map(torch.equal, steps("key", function), function()))
 
 
 def test_python_that_reads_memory_is_found_out() -> None:
     """Nothing in the recording says so; the tape gives other numbers on other inputs."""
-    replay = Replay(CPU, True)
+    steps = CapturedSteps(CPU, True)
 
     def read() -> tuple[torch.Tensor, ...]:
         return (TABLE * X.tolist()[0][0],)
@@ -130,8 +130,8 @@ def test_python_that_reads_memory_is_found_out() -> None:
     with torch.no_grad():
         for _ in range(6):
             X.normal_()
-            assert all(map(torch.equal, replay("key", read), read()))
-    assert not replay.able
+            assert all(map(torch.equal, steps("key", read), read()))
+    assert not steps.enabled
 
 
 def test_a_recording_is_used_for_its_key_alone() -> None:
@@ -142,54 +142,54 @@ def test_a_recording_is_used_for_its_key_alone() -> None:
         asked += 1
         return (X[:size] * 2,)
 
-    replay = Replay(CPU, True)
+    steps = CapturedSteps(CPU, True)
     with torch.no_grad():
         for _ in range(10):
             for size in (2, 4):
-                assert torch.equal(replay(size, lambda: double(size))[0], X[:size] * 2)
-    assert asked == 2 * PLAIN + 2 + 1 and replay.able  # plain, recorded; the first is compared
+                assert torch.equal(steps(size, lambda: double(size))[0], X[:size] * 2)
+    assert asked == 2 * CALLS_BEFORE_CAPTURE + 2 + 1 and steps.enabled  # plain, recorded; the first is compared
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 9])
-def test_lanes_that_take_turns_all_have_their_recording(lanes: int) -> None:
+@pytest.mark.parametrize("groups", [1, 3, 9])
+def test_lanes_that_take_turns_all_have_their_recording(groups: int) -> None:
     """None throws out what another has begun, however many there are."""
     asked = 0
 
-    def double(lane: int) -> tuple[torch.Tensor, ...]:
+    def double(group: int) -> tuple[torch.Tensor, ...]:
         nonlocal asked
         asked += 1
-        return (X[: lane % 5] * 2,)
+        return (X[: group % 5] * 2,)
 
-    replay = Replay(CPU, True, lanes=lanes)
+    steps = CapturedSteps(CPU, True, num_groups=groups)
     with torch.no_grad():
         for _ in range(6):
-            for lane in range(lanes):
-                replay(lane, lambda lane=lane: double(lane))
-    assert asked == lanes * (PLAIN + 1) + 1 and replay.able
+            for group in range(groups):
+                steps(group, lambda group=group: double(group))
+    assert asked == groups * (CALLS_BEFORE_CAPTURE + 1) + 1 and steps.enabled
 
 
 def test_old_recordings_go() -> None:
     """Shapes that change leave no more behind than a few."""
-    replay = Replay(CPU, True)
+    steps = CapturedSteps(CPU, True)
     with torch.no_grad():
         for key in range(20):
-            for _ in range(PLAIN + 2):
-                replay(key, lambda: (X * 2,))
-    assert len(replay.awake) == KEPT and len(replay.found) == 20
+            for _ in range(CALLS_BEFORE_CAPTURE + 2):
+                steps(key, lambda: (X * 2,))
+    assert len(steps.with_memory) == KEPT and len(steps.captures) == 20
 
 
 def test_it_may_be_left_out() -> None:
-    replay, asked = Replay(CPU, False), []
+    steps, asked = CapturedSteps(CPU, False), []
     for _ in range(5):
-        replay("key", lambda: (asked.append(1), X)[1:])
-    assert len(asked) == 5 and not replay.found
+        steps("key", lambda: (asked.append(1), X)[1:])
+    assert len(asked) == 5 and not steps.captures
 
 
 def test_mistakes_of_the_function_are_its_own() -> None:
     def wrong() -> tuple[torch.Tensor, ...]:
         return (X @ X,)
 
-    replay = Replay(CPU, True)
+    steps = CapturedSteps(CPU, True)
     for _ in range(3):
         with torch.no_grad(), pytest.raises(RuntimeError, match="mat1 and mat2"):
-            replay("key", wrong)
+            steps("key", wrong)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from rldsl.backends.torch.generate import engine
-from rldsl.backends.torch.generate.decode_state import MOST, Desk
-from rldsl.backends.torch.generate.storage_parking import Rest
+from rldsl.backends.torch.generate.decode_state import MAX_PARKED, DecodeState
+from rldsl.backends.torch.generate.storage_parking import StorageParking
 
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, plan_model, ragged
@@ -29,26 +29,26 @@ def shard(tmp_path: Any) -> Any:
     return make_shard(plan_model(str(make_model(tmp_path / "m"))), 0)
 
 
-def both(shard: Any, desks: dict, seed: int, sampling: Sampling = DRAWN, limit: int = 0) -> None:
+def both(shard: Any, states: dict, seed: int, sampling: Sampling = DRAWN, limit: int = 0) -> None:
     found, plain = (rows_of(made(shard, prompts(seed), sampling, limit, **how))
-                    for how in ({"desks": desks}, {"replay": False}))
+                    for how in ({"states": states}, {"capture": False}))
     assert found == plain
 
 
 @pytest.mark.parametrize("limit", [0, 4, 1])
 @pytest.mark.parametrize("sampling", [DRAWN, replace(DRAWN, greedy=True), replace(DRAWN, stop=("b", "5"))])
 def test_many_calls_share_a_desk(shard: Any, sampling: Sampling, limit: int) -> None:
-    """Longer and shorter prompts, which want a wider slab or less than there is."""
-    desks: dict = {}
+    """Longer and shorter prompts, which want a wider KV cache or less than there is."""
+    states: dict = {}
     for seed in (1, 2, 3, 1, 4):
-        both(shard, desks, seed, sampling, limit)
-    assert len(desks) == 1
+        both(shard, states, seed, sampling, limit)
+    assert len(states) == 1
 
 
 def test_weights_that_change_in_place_are_read_anew(shard: Any) -> None:
-    desks: dict = {}
+    states: dict = {}
     for step in range(4):
-        both(shard, desks, 1)
+        both(shard, states, 1)
         with torch.no_grad():
             for tensor in shard.state_dict().values():
                 tensor.mul_(1 + 0.1 * step).add_(0.01)
@@ -57,15 +57,15 @@ def test_weights_that_change_in_place_are_read_anew(shard: Any) -> None:
 def test_weights_that_lie_elsewhere_are_found(shard: Any) -> None:
     """As after an offload, a release or another shard's parameters."""
     first = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, max_num_seqs=0))
-    assert shard.desks
+    assert shard.decode_states
     shard.alias(make_shard(shard.model, 0))
-    assert not shard.desks
+    assert not shard.decode_states
     for tensor in shard.state_dict().values():
         tensor.mul_(1.3)
     second = rows_of(shard.generate(_packed(1), DRAWN, seed=3, step=5, max_num_seqs=0))
-    assert second == rows_of(made(shard, prompts(1), DRAWN, replay=False)) != first
+    assert second == rows_of(made(shard, prompts(1), DRAWN, capture=False)) != first
     shard.free()
-    assert not shard.desks
+    assert not shard.decode_states
 
 
 def _packed(seed: int) -> Any:
@@ -75,43 +75,43 @@ def _packed(seed: int) -> Any:
 
 
 def test_a_second_call_runs_no_module_for_what_is_recorded(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    desks: dict = {}
+    states: dict = {}
     sampling = replace(DRAWN, min_new_tokens=12)  # all end together: one shape
-    made(shard, prompts(1), sampling, desks=desks)
-    monkeypatch.setattr(engine, "Decode", lambda *_: pytest.fail("its modules were run"))
-    made(shard, prompts(1), sampling, desks=desks)
+    made(shard, prompts(1), sampling, states=states)
+    monkeypatch.setattr(engine, "DecodeAttention", lambda *_: pytest.fail("its modules were run"))
+    made(shard, prompts(1), sampling, states=states)
 
 
 def test_a_closed_desk_has_no_memory(shard: Any) -> None:
-    desks: dict = {}
-    made(shard, prompts(1), DRAWN, desks=desks)
-    (desk,) = desks.values()
-    tapes = [t for t in desk.steps.found.values() if not isinstance(t, int)]
-    held = [x for pair in desk.slab.layers.values() for x in pair] + [desk.seats.draws, desk.progress.tokens]
-    assert tapes and not desk.steps.awake and not any(t.rest.awake for t in tapes)
-    assert all(x.untyped_storage().nbytes() == 0 for x in (*held, *(x for t in tapes for x in t.out)))
+    states: dict = {}
+    made(shard, prompts(1), DRAWN, states=states)
+    (state,) = states.values()
+    traces = [t for t in state.decode_steps.captures.values() if not isinstance(t, int)]
+    held = [x for pair in state.cache.layers.values() for x in pair] + [state.slots.draws, state.responses.tokens]
+    assert traces and not state.decode_steps.with_memory and not any(t.parking.has_memory for t in traces)
+    assert all(x.untyped_storage().nbytes() == 0 for x in (*held, *(x for t in traces for x in t.out)))
 
 
 def test_parameters_are_never_given_back(shard: Any) -> None:
     before = {n: x.clone() for n, x in shard.state_dict().items()}
-    made(shard, prompts(1), DRAWN, desks={})
+    made(shard, prompts(1), DRAWN, states={})
     assert all(torch.equal(x, before[n]) for n, x in shard.state_dict().items())
 
 
 def test_desks_are_few(shard: Any) -> None:
-    desks: dict[Any, Desk] = {}
+    states: dict[Any, DecodeState] = {}
     for longest in range(3, 7):
-        both(shard, desks, 1, replace(DRAWN, max_new_tokens=longest))
-    assert len(desks) == MOST
+        both(shard, states, 1, replace(DRAWN, max_new_tokens=longest))
+    assert len(states) == MAX_PARKED
 
 
 def test_a_call_that_fails_leaves_no_desk(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    desks: dict = {}
-    made(shard, prompts(1), DRAWN, desks=desks)
-    monkeypatch.setattr("rldsl.backends.torch.generate.generate.run", lambda *_: 1 / 0)
+    states: dict = {}
+    made(shard, prompts(1), DRAWN, states=states)
+    monkeypatch.setattr("rldsl.backends.torch.generate.generate.run_to_completion", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        made(shard, prompts(1), DRAWN, desks=desks)
-    assert not desks
+        made(shard, prompts(1), DRAWN, states=states)
+    assert not states
 
 
 def test_halves_of_float32_are_not_kept(tmp_path: Any) -> None:
@@ -120,34 +120,34 @@ def test_halves_of_float32_are_not_kept(tmp_path: Any) -> None:
 
     there = str(make_model(tmp_path / "m"))
     trained = make_shard(plan_model(there, optimizer=Optimizer(lr=1.0), dtype="bfloat16"), 0)
-    assert not trained._lasting()
-    assert make_shard(plan_model(there, dtype="bfloat16"), 0)._lasting()
+    assert not trained._can_keep_captures()
+    assert make_shard(plan_model(there, dtype="bfloat16"), 0)._can_keep_captures()
 
 
-def test_rest() -> None:
+def test_storage_parking() -> None:
     whole = torch.ones(4, 3)
     part = whole[1:, :2]
-    rest = Rest([part, whole])
-    rest.sleep()
-    assert whole.untyped_storage().nbytes() == 0 and not rest.awake
-    rest.wake()
+    parking = StorageParking([part, whole])
+    parking.park()
+    assert whole.untyped_storage().nbytes() == 0 and not parking.has_memory
+    parking.unpark()
     whole.fill_(2)
-    assert part.tolist() == [[2, 2]] * 3 and rest.awake
+    assert part.tolist() == [[2, 2]] * 3 and parking.has_memory
 
 
 def test_what_is_read_does_not_depend_on_what_was_there_before(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on from a checkpoint has another history, and must give the same numbers bit by bit."""
     widths: list[int] = []
 
-    class Noted(engine.Decode):
+    class Noted(engine.DecodeAttention):
         def __init__(self, *args: Any) -> None:
             widths.append(args[-1])
             super().__init__(*args)
 
-    monkeypatch.setattr(engine, "Decode", Noted)
-    desks: dict = {}
+    monkeypatch.setattr(engine, "DecodeAttention", Noted)
+    states: dict = {}
     short, long = ([[3] * n for _ in range(4)] for n in (5, 40))
-    made(shard, long, DRAWN, desks=desks)
+    made(shard, long, DRAWN, states=states)
     widths.clear()
-    made(shard, short, DRAWN, desks=desks)
-    assert len(desks) == 1 and set(widths) == {5 + DRAWN.max_new_tokens}
+    made(shard, short, DRAWN, states=states)
+    assert len(states) == 1 and set(widths) == {5 + DRAWN.max_new_tokens}

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rldsl.backends.torch.generate.scheduler import Begin, Slots, Step, bucket
+from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler, bucket
 
 from rldsl.memory.decoding import KEPT, recordings
 
@@ -15,10 +15,11 @@ from rldsl.memory.decoding import KEPT, recordings
 class Story:
     """Plays the device: what is in each slot, who has ended, what the host may know."""
 
-    def __init__(self, lens: list[int], same: list[bool], slots: int, lanes: int, longest: int, every: int, seed: int):
+    def __init__(self, lens: list[int], same: list[bool], slots: int, num_groups: int, longest: int, every: int,
+                 seed: int):
         self.rng, self.lens, self.same, self.longest = random.Random(seed), lens, same, longest
         self.ends = [self.rng.randint(1, longest) for _ in lens]
-        self.slots = Slots(lens, same, slots, lanes, longest, every)
+        self.scheduler = Scheduler(lens, same, slots, num_groups, longest, every)
         self.prompt: dict[int, int] = {}   # slot -> the first sequence with the prompt that it holds
         self.holds: dict[int, list[int]] = {}  # slot -> [its sequence, its tokens]
         self.made = [0] * len(lens)
@@ -30,45 +31,45 @@ class Story:
         return sequence
 
     def turn(self, number: int) -> None:
-        lane = self.slots.lanes[number]
-        mine = range(lane.start, lane.start + lane.size)
-        match self.slots.next(lane):
-            case Begin() as work:
+        group = self.scheduler.groups[number]
+        mine = range(group.start, group.start + group.size)
+        match self.scheduler.schedule(group):
+            case PrefillBatch() as work:
                 assert set(work.slots) <= set(mine) and len(set(work.slots)) == len(work.slots)
                 assert not any(s in self.holds for s in work.slots)
                 for i, slot in enumerate(work.slots):
-                    sequence = work.first + i
-                    if i < work.again:
-                        assert self.prompt[work.source] == self.first(sequence)
+                    sequence = work.first_seq + i
+                    if i < work.num_shared:
+                        assert self.prompt[work.source_slot] == self.first(sequence)
                     else:
-                        assert self.first(sequence) in work.fresh
-                begun = {slot: work.first + i for i, slot in enumerate(work.slots)}
+                        assert self.first(sequence) in work.new_prompts
+                begun = {slot: work.first_seq + i for i, slot in enumerate(work.slots)}
                 self.holds |= {slot: [sequence, 0] for slot, sequence in begun.items()}
                 self.prompt |= {slot: self.first(sequence) for slot, sequence in begun.items()}
-                self.token(list(begun), True, lane)
-            case Step() as work:
+                self.token(list(begun), True, group)
+            case DecodeBatch() as work:
                 self.steps += 1
-                for source, into in work.moves:
+                for source, into in work.slot_moves:
                     assert into not in self.holds and {source, into} <= set(mine)
                     self.holds[into], self.prompt[into] = self.holds.pop(source), self.prompt[source]
                 here = [s for s in mine if s in self.holds]
-                assert all(s < lane.start + work.rows for s in here) and 0 < work.rows <= lane.size
+                assert all(s < group.start + work.batch_size for s in here) and 0 < work.batch_size <= group.size
                 for s in here:
                     sequence, count = self.holds[s]
-                    assert self.lens[sequence] + min(count, self.longest - 1) <= work.width <= self.slots.width
-                self.token(here, work.look, lane)
+                    assert self.lens[sequence] + min(count, self.longest - 1) <= work.kv_len <= self.scheduler.kv_width
+                self.token(here, work.poll, group)
             case None:
-                assert not lane.held
+                assert not group.seq_ids
 
-    def token(self, here: list[int], look: bool, lane: object) -> None:
-        """One more for each that has not ended; where the host looks, the others are gone."""
+    def token(self, here: list[int], poll: bool, group: MicroBatchGroup) -> None:
+        """One more for each that has not ended; where the host polls, the others are gone."""
         for s in here:
             sequence, count = self.holds[s]
             self.holds[s][1] = min(count + 1, self.ends[sequence])
-        if look:
-            mine = range(lane.start, lane.start + lane.size)
+        if poll:
+            mine = range(group.start, group.start + group.size)
             over = [s in self.holds and self.holds[s][1] >= self.ends[self.holds[s][0]] for s in mine]
-            for s in self.slots.ended(lane, over):
+            for s in self.scheduler.retire(group, over):
                 sequence, count = self.holds.pop(s)
                 assert self.made[sequence] == 0
                 self.made[sequence] = count
@@ -77,15 +78,15 @@ class Story:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), max_size=12), st.integers(1, 12), st.integers(1, 4),
        st.integers(1, 12), st.integers(1, 9), st.integers(0, 10**6))
-def test_every_sequence_gets_its_tokens(groups, slots, lanes, longest, every, seed) -> None:
+def test_every_sequence_gets_its_tokens(groups, slots, num_groups, longest, every, seed) -> None:
     lens = [n for n, count in groups for _ in range(count)]
     same = [i > 0 for _, count in groups for i in range(count)]
-    story = Story(lens, same, min(slots, len(lens)), lanes, longest, every, seed)
+    story = Story(lens, same, min(slots, len(lens)), num_groups, longest, every, seed)
     for turn in range(4000):
-        if not story.slots.busy:
+        if not story.scheduler.has_work:
             break
-        story.turn(turn % lanes)
-    assert not story.slots.busy and story.made == story.ends
+        story.turn(turn % num_groups)
+    assert not story.scheduler.has_work and story.made == story.ends
 
 
 @pytest.mark.parametrize("every, steps", [(1, 9), (4, 12), (100, 19)])
@@ -93,7 +94,7 @@ def test_the_host_looks_no_later_than_the_longest(every: int, steps: int) -> Non
     """One sequence that ends with its tenth token; at most twenty are allowed."""
     story = Story([5], [False], 1, 1, 20, every, 0)
     story.ends = [10]
-    while story.slots.busy:
+    while story.scheduler.has_work:
         story.turn(0)
     assert story.steps == steps
 
@@ -101,7 +102,7 @@ def test_the_host_looks_no_later_than_the_longest(every: int, steps: int) -> Non
 def test_nobody_waits_for_a_look_when_the_end_is_sure() -> None:
     story = Story([5] * 8, [False] * 8, 4, 1, 10, 100, 0)
     story.ends = [10] * 8
-    while story.slots.busy:
+    while story.scheduler.has_work:
         story.turn(0)
     assert story.steps == 18  # two waves, each of nine steps after its prefill
 
@@ -110,15 +111,15 @@ def test_fewer_rows_when_fewer_are_left() -> None:
     rows = []
     story = Story([3] * 16, [False] * 16, 16, 1, 30, 1, 0)
     story.ends = [2 + i for i in range(16)]
-    plain = story.slots.next
+    plain = story.scheduler.schedule
 
-    def noted(lane):
-        work = plain(lane)
-        rows.append(work.rows if isinstance(work, Step) else 0)
+    def noted(group):
+        work = plain(group)
+        rows.append(work.batch_size if isinstance(work, DecodeBatch) else 0)
         return work
 
-    story.slots.next = noted
-    while story.slots.busy:
+    story.scheduler.schedule = noted
+    while story.scheduler.has_work:
         story.turn(0)
     live = [16 - i for i in range(16)]
     assert rows[0] == 0 and rows[1:] == [bucket(n) for n in live]

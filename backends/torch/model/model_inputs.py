@@ -1,0 +1,76 @@
+"""Packed sequences as a model reads them: tokens, positions, and where its outputs are read.
+
+The distribution of response token t comes from the hidden state one position before it, and so does the value of the
+state in which it was chosen; a score comes from the hidden state at a sequence's last token. Under context parallelism
+a rank has its part of the row, reads there, and gathers what all ranks have read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from rldsl.backends.torch.model.attention import PackedAttention, VarlenAttention
+from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
+from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, SequenceParallel, pad_rows
+
+from rldsl.diag import fail
+from rldsl.runtime.backend import Axis, PackedBatch
+from rldsl.runtime.store import within
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """The sequences of several frames as one packed row; under context parallelism, this rank's part of it."""
+
+    tokens: torch.Tensor         # [T] int64
+    attention: PackedAttention
+    predict_at: torch.Tensor     # [R] where the hidden states that predict response tokens are
+    targets: torch.Tensor        # [R] int64, these response tokens
+    last_at: torch.Tensor        # [S] where the last token of each sequence is
+    responses: tuple[int, ...]   # response tokens of each frame, on all ranks of cp together
+    sequences: tuple[int, ...]   # sequences of each frame, on all ranks of cp together
+    predict_partition: Partition | None = None  # how `predict_at` is divided over cp; None without cp
+    last_partition: Partition | None = None     # how `last_at` is divided over cp
+
+    def gather_predictions(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, ...] read at `predict_at` -> those of all ranks of cp."""
+        return x if self.predict_partition is None else self.predict_partition.gather(x)
+
+    def gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, ...] read at `last_at` -> those of all ranks of cp."""
+        return x if self.last_partition is None else self.last_partition.gather(x)
+
+
+def pack_inputs(frames: Sequence[PackedBatch], device: torch.device, cp: Axis, sequence_parallel: SequenceParallel
+                ) -> ModelInputs:
+    """This rank's part of some frames; padded where sequence parallelism needs it.
+    Errors: RL0732 for an empty prompt, since nothing predicts its first response token."""
+    inputs = _own_part(frames, device, cp)
+    count = len(inputs.tokens)
+    rows = sequence_parallel.padded_rows(count)
+    if rows == count:
+        return inputs
+    return replace(inputs, tokens=pad_rows(inputs.tokens, rows), attention=PaddedAttention(inputs.attention, rows))
+
+
+def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> ModelInputs:
+    tokens = torch.cat([f.tokens for f in frames]).to(device)
+    prompts = torch.cat([f.prompt_lens for f in frames]).to(device)
+    responses = torch.cat([f.response_lens for f in frames]).to(device)
+    if prompts.numel() and int(prompts.min()) == 0:
+        raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
+    lengths = prompts + responses
+    starts = lengths.cumsum(0) - lengths
+    predict_at = (starts + prompts - 1).repeat_interleave(responses) + within(responses)
+    targets, last_at = tokens[predict_at + 1], starts + lengths - 1
+    sizes = tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames)
+    if cp.size == 1:
+        return ModelInputs(tokens, VarlenAttention(lengths), predict_at, targets, last_at, *sizes)
+    attention = ContextParallelAttention(lengths, cp)
+    partition = attention.partition
+    predict, last = Partition.of(attention.owner[predict_at], cp), Partition.of(attention.owner[last_at], cp)
+    return ModelInputs(
+        partition.pad(tokens[partition.own_items]), attention, partition.local_index[predict_at[predict.own_items]],
+        targets[predict.own_items], partition.local_index[last_at[last.own_items]], *sizes, predict, last)
