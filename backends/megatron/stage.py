@@ -97,7 +97,8 @@ class MegatronStage(ActivationCheckpointing):
         self.held, self.parameters = {name: self.unsharded_held[name] for name in self.unsharded}, self.unsharded
         self.unread = {name: self.held[name] for name in unread}
         if layout.zero:
-            self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank)) for name, (p, _) in self.held.items()}
+            self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank))
+                         for name, (p, _) in self.held.items()}
             self.parameters, self.unread = allocate_parameters(model.path, self.held, dtype, device, None)
             self.zero = self._zero_sharding(axes)
         self.base: dict[str, nn.Parameter] = {}
