@@ -63,12 +63,12 @@ def followed(file: Path) -> Iterator[None]:
     assert parts, f"no run has written {file}"
     draws, tokens = (torch.cat(x) for x in zip(*parts, strict=True))
     draws, order = draws.sort()
-    real = sampling.invert
-    sampling.invert = lambda weights, at: follow(weights, at, draws, tokens[order], real(weights, at))
+    real = sampling.inverse_cdf
+    sampling.inverse_cdf = lambda weights, at: follow(weights, at, draws, tokens[order], real(weights, at))
     try:
         yield
     finally:
-        sampling.invert = real
+        sampling.inverse_cdf = real
 
 
 def follow(weights: torch.Tensor, at: torch.Tensor, draws: torch.Tensor, tokens: torch.Tensor,

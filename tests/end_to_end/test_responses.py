@@ -28,23 +28,23 @@ def written(file: Path, draws: torch.Tensor, tokens: list[int]) -> Path:
 def test_either_side_of_an_edge_is_followed(tmp_path: Path, tokens: list[int], error: float) -> None:
     weights = WEIGHTS * (1 + error * torch.tensor([1.0, -2.0, 3.0, -1.0]))
     with followed(written(tmp_path / "r", EDGES, tokens)):
-        assert sampling.invert(weights, EDGES).tolist() == tokens
+        assert sampling.inverse_cdf(weights, EDGES).tolist() == tokens
 
 
 def test_what_is_no_rounding_is_not_followed(tmp_path: Path) -> None:
     """A token whose interval lies elsewhere, by a little or by much; one without any weight, too."""
     inside = EDGES + torch.tensor([2 * NEAR, -2 * NEAR, 0.1, 0.0])
-    own = sampling.invert(WEIGHTS, inside).tolist()
+    own = sampling.inverse_cdf(WEIGHTS, inside).tolist()
     with followed(written(tmp_path / "r", inside, [0, 2, 1, 3])):
-        assert sampling.invert(WEIGHTS, inside).tolist() == own == [1, 1, 3, 0]
+        assert sampling.inverse_cdf(WEIGHTS, inside).tolist() == own == [1, 1, 3, 0]
     weights = torch.tensor([[0.0, 0.0, 0.5, 0.5]])
     with followed(written(tmp_path / "s", EDGES[2:3], [0])):
-        assert sampling.invert(weights, EDGES[2:3]).tolist() == [3]
+        assert sampling.inverse_cdf(weights, EDGES[2:3]).tolist() == [3]
 
 
 def test_other_numbers_take_their_own(tmp_path: Path) -> None:
     with followed(written(tmp_path / "r", EDGES, [0, 1, 2, 1])):
-        assert sampling.invert(WEIGHTS, EDGES + 0.1 * NEAR).tolist() == [1, 2, 3, 0]
+        assert sampling.inverse_cdf(WEIGHTS, EDGES + 0.1 * NEAR).tolist() == [1, 2, 3, 0]
 
 
 def test_what_a_shard_samples_is_recorded_and_no_other_model_follows_it(tmp_path: Path) -> None:
