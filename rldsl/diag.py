@@ -53,7 +53,8 @@ class Failure(Exception):
         self.diagnostics: tuple[Diagnostic, ...] = tuple(diagnostics)
         super().__init__("; ".join(f"{d.code} {d.title}" for d in self.diagnostics))
 
-    def __reduce__(self):  # an Exception with its own __init__ needs this to cross process boundaries
+    def __reduce__(self) -> tuple[type[Failure], tuple[object, ...]]:
+        # An exception with an __init__ of its own needs this to cross process boundaries.
         return (Failure, (self.diagnostics,))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterable
+from typing import Any
 
 from rldsl.diag import Diagnostic
 from rldsl.source import Span
@@ -86,7 +87,7 @@ def _width(span: Span) -> int:
     return max(1, _cells(line[: max(0, span.end - span.start)].rstrip()))
 
 
-def _record(d: Diagnostic) -> dict:
+def _record(d: Diagnostic) -> dict[str, Any]:
     return {
         "code": d.code, "severity": d.severity, "title": d.title, "place": d.place, "label": d.label,
         "span": _place(d.span), "labels": [{"span": _place(x.span), "text": x.text} for x in d.labels],
@@ -95,7 +96,7 @@ def _record(d: Diagnostic) -> dict:
     }
 
 
-def _place(span: Span | None) -> dict | None:
+def _place(span: Span | None) -> dict[str, Any] | None:
     if span is None:
         return None
     return {"file": span.file.name, "line": span.line, "column": span.column, "start": span.start, "end": span.end}

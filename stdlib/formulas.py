@@ -31,18 +31,20 @@ class Tree:
     value: Fraction | str | tuple[str, ...] = ""
 
 
-FUNCTIONS = frozenset({"sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "ln", "log", "exp",
-                       "abs"})
+FUNCTIONS = frozenset({"sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "ln", "log",
+                       "exp", "abs"})
 _WORDS = {"pi": "π", "infinity": "∞", "inf": "∞", "oo": "∞", "infty": "∞", "arcsin": "arcsin", "asin": "arcsin",
           "acos": "arccos", "atan": "arctan", "and": ",", "or": ","}
-_SIGNS = {"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "≤": "<=", "≥": ">=", "≠": "!=", "²": "^2", "³": "^3",
-          "√": "\\sqrt ", "**": "^", "½": "\\frac{1}{2}", "\\cdot": "*", "\\times": "*", "\\div": "/", "\\leqslant": "<=",
+_SIGNS = {"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "≤": "<=", "≥": ">=", "≠": "!=",
+          "²": "^2", "³": "^3", "√": "\\sqrt ", "**": "^", "½": "\\frac{1}{2}", "\\cdot": "*", "\\times": "*",
+          "\\div": "/", "\\leqslant": "<=",
           "\\geqslant": ">=", "\\leq": "<=", "\\geq": ">=", "\\le": "<=", "\\ge": ">=", "\\neq": "!=", "\\ne": "!=",
           "\\lt": "<", "\\gt": ">", "\\in": " in ", "∈": " in ", "\\cup": "∪", "\\pm": "±", "\\mp": "∓", "\\pi": "π",
           "\\infty": "∞", "\\lvert": "|", "\\rvert": "|", "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac",
           "\\lbrack": "[", "\\rbrack": "]", "\\lbrace": "\\{", "\\rbrace": "\\}"}
 _SIGN = re.compile(r"\\[A-Za-z]+|\*\*|[^\x00-\x7f]")
-_SPACE = re.compile(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|quad|qquad)(?![A-Za-z])|\\[,;:! ]|~|\$|\\[()\[\]]")
+_SPACE = re.compile(
+    r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|quad|qquad)(?![A-Za-z])|\\[,;:! ]|~|\$|\\[()\[\]]")
 _DEGREES = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|°")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textrm|operatorname)\s*\{([^{}]*)\}(?:\^\s*\{?[23]\}?)?")
 _UNITS = re.compile(
@@ -52,13 +54,15 @@ _UNITS = re.compile(
 _MATRIX = re.compile(r"\\(begin|end)\s*\{[pbvBV]?matrix\}")
 _MIXED = re.compile(r"(?<![\d./^_}])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE]-?\d{1,3}(?![\d.]))?|\\[A-Za-z]+|\\[{}]|[A-Za-z]+|<=|>=|!=|[-+*/^!()\[\]{}|,;=<>_±∓∪π∞⟦⟧])",
+_TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE]-?\d{1,3}(?![\d.]))?|\\[A-Za-z]+|\\[{}]|[A-Za-z]+"
+                    r"|<=|>=|!=|[-+*/^!()\[\]{}|,;=<>_±∓∪π∞⟦⟧])",
                     re.ASCII)
 
 
 def clean(text: str) -> str:
     """One way to write it: no dollars, spaces of LaTeX, units and full stop; the signs of the grammar."""
-    text = " ".join(text.split()).rstrip(".").replace("\\$", "").replace("{,}", "").replace(",\\!", "").replace("\\%", "%")
+    text = " ".join(text.split()).rstrip(".").replace("\\$", "").replace("{,}", "")
+    text = text.replace(",\\!", "").replace("\\%", "%")
     text = _MATRIX.sub(lambda m: "⟦" if m.group(1) == "begin" else "⟧", text)
     if "⟦" in text:
         text = text.replace("\\\\", ";").replace("&", ",")
@@ -238,9 +242,11 @@ class _Reader:
     def _in_base(self, digits: str) -> Fraction:
         self.need("_")
         base = self._argument()
+        if base.kind != "number" or not isinstance(base.value, Fraction):
+            raise Unreadable("not a number of this base")
         try:
-            return Fraction(int(digits, int(base.value)) if base.kind == "number" else None)
-        except (TypeError, ValueError):
+            return Fraction(int(digits, int(base.value)))
+        except ValueError:
             raise Unreadable("not a number of this base") from None
 
     def _word(self, token: str) -> Tree:
@@ -256,7 +262,7 @@ class _Reader:
         if name in FUNCTIONS:
             return self._applied(name)
         if token[0] != "\\" and len(name) == 2:  # letters side by side; longer ones are a word
-            first, second = name
+            first, second = name[0], name[1]
             self.at -= 1
             self.tokens[self.at] = second
             return Tree("name", value=first)

@@ -7,6 +7,7 @@ a list of those of which any one will do. Out: for each row 1.0 or 0.0. Each row
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -101,9 +102,7 @@ def _bare(text: str) -> str:
 
 def _last(text: str) -> Fraction | None:
     """The last number of a text. A minus is a sign where no digit, letter or bracket stands before it."""
-    found = None
-    for found in _NUMBER.finditer(text):
-        pass
+    found = next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
     if found is None or len(found.group()) > _LONGEST:
         return None
     number = found.group().replace(",", "")

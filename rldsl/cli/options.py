@@ -50,8 +50,9 @@ def lengths(body: Callable[..., Any]) -> Callable[..., Any]:
         found = Lengths(prompt_tokens or 0.0, response_tokens or 0.0, longest or 0.0)
         return body(*args, lengths=found, **given)
 
-    return together(*(
+    options: Callable[..., Any] = together(*(
         click.option(name, type=click.FloatRange(0, min_open=True), help=f"{what} (default: the most).")
         for name, what in (("--prompt-tokens", "Mean tokens of a prompt"),
                            ("--response-tokens", "Mean tokens of a response"),
                            ("--longest", "Tokens of the longest response of a batch"))))(gathered)
+    return options

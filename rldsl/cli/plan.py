@@ -58,7 +58,8 @@ def emit(settings: Settings, plan: str, rank: int | None, target: str | None) ->
 
     text = emit(plan, rank, target)
     if target is None:
-        return say(text)
+        say(text)
+        return
     write(target, text.encode())
     say(f"wrote {target}")
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rldsl.cli.options import chosen
 from rldsl.cli.shell import Settings, coloured, command, report_diagnostics, say
 from rldsl.commands import Usage
+
+if TYPE_CHECKING:  # what a command does not need is not imported
+    from rldsl.commands.compile import Stage
+    from rldsl.commands.graph import Form
 
 
 def passes(context: click.Context, option: click.Parameter, begin: str) -> list[str]:
@@ -27,7 +31,7 @@ def passes(context: click.Context, option: click.Parameter, begin: str) -> list[
 @click.option("--print-after", "after", metavar="PASS", shell_complete=passes,
               help="Print the events as they are after PASS instead; `--print-after list` lists the passes.")
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-            target: str | None, emit: str | None, after: str | None) -> None:
+            target: str | None, emit: Stage | None, after: str | None) -> None:
     """Compile FILE to a verified plan, and show what it will do."""
     from rldsl.commands import compile as work
 
@@ -110,11 +114,13 @@ def new(settings: Settings, name: str | None, target: str | None, force: bool) -
     if name is None:
         if target or force:
             raise Usage("NAME is missing: which program is written? `rlc new` lists them")
-        return say(work.listing())
+        say(work.listing())
+        return
     if target == "-" and force:
         raise Usage("--force overwrites a file, and `-o -` writes none")
     if target == "-":
-        return say(work.program(name))
+        say(work.program(name))
+        return
     made = work.files(name, target, force)
     for path, text in made:
         write(path, text.encode())
@@ -129,7 +135,8 @@ def explain(settings: Settings, code: str | None) -> None:
     from rldsl.explain.show import listing, show
 
     if code is None:
-        return say(listing(pages.codes()))
+        say(listing(pages.codes()))
+        return
     page = pages.page(pages.normal(code))
     if page is None:
         near = ", ".join(pages.nearest(pages.normal(code)))
@@ -143,7 +150,7 @@ def explain(settings: Settings, code: str | None) -> None:
 @click.option("--format", "form", type=click.Choice(["mermaid", "dot", "svg"]), default="mermaid", show_default=True)
 @click.option("--reduce", is_flag=True, help="Leave out links that follow from others (transitive reduction).")
 def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-          form: str, reduce: bool) -> None:
+          form: Form, reduce: bool) -> None:
     """Draw the dataflow graph of FILE."""
     from rldsl.commands.graph import draw
 

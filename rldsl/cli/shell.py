@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,7 @@ _output = click.option("--output", type=click.Choice(["human", "json", "github"]
 
 def command(body: Callable[..., int | None]) -> click.Command:
     """A command of `rlc`: what it raises becomes messages, what it returns the exit status; `--output` says how."""
-    @wraps(body)
-    def guarded(settings: Settings, **given: Any) -> None:
+    def guarded(settings: Settings, /, **given: Any) -> None:
         _guarded(settings, lambda: body(settings, **given))
 
-    return main.command()(_output(click.pass_obj(guarded)))
+    return main.command()(_output(update_wrapper(click.pass_obj(guarded), body)))

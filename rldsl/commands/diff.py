@@ -24,7 +24,7 @@ def diff(before: str, after: str, cluster: str | None = None, for_programs: bool
     one, two = api.read_bytes(before), api.read_bytes(after)
     plans = decode(one, before), decode(two, after)
     if cluster:
-        for plan, name in zip(plans, (before, after)):
+        for plan, name in zip(plans, (before, after), strict=True):
             _proved(plan, name)
     found = compared(*plans, (before, after), (plan_id(one), plan_id(two)), machine_of(cluster) if cluster else None)
     return json.dumps(found.json(), indent=1, ensure_ascii=False) if for_programs else found.text(), found.same

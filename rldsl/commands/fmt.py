@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,10 +55,14 @@ def formatted(paths: Sequence[str], stdin: bytes) -> tuple[list[Formatted], list
 
     named: list[list[str]] = []
     for path in paths:
-        keep(lambda: _programs(path), named)
+        keep(partial(_programs, path), named)
     for path in dict.fromkeys(p for names in named for p in names):
-        keep(lambda: _formatted(decode(SHOWN, stdin) if path == STDIN else read_source(path)), done)
+        keep(partial(_format_path, path, stdin), done)
     return done, found
+
+
+def _format_path(path: str, stdin: bytes) -> Formatted:
+    return _formatted(decode(SHOWN, stdin) if path == STDIN else read_source(path))
 
 
 def _formatted(source: SourceFile) -> Formatted:

@@ -12,8 +12,9 @@ from rldsl.diag import fail
 from rldsl.graph import picture
 from rldsl.plan.expr import Scalar
 
+Form = Literal["mermaid", "dot", "svg"]
 
-def draw(form: Literal["mermaid", "dot", "svg"], file: str, sets: Mapping[str, Scalar], place: str | None,
+def draw(form: Form, file: str, sets: Mapping[str, Scalar], place: str | None,
          overrides: Sequence[str] = (), reduce: bool = False) -> str:
     """The text of the picture. reduce: without edges that follow from others. Error: RL0095 SVG without Graphviz."""
     made = api.build_graph(api.read_source(file), sets, api.read_source(place) if place else None, overrides)

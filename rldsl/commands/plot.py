@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rldsl.commands.runs import Lines, metrics
+from rldsl.commands.runs import metrics
 from rldsl.diag import fail
 from rldsl.files import write
+from rldsl.plan.metrics_file import Lines
 from rldsl.runtime.metrics.names import computed, first
 
 FORMATS = (".svg", ".png")
@@ -39,7 +40,7 @@ def _names(folders: Sequence[str]) -> dict[str, str]:
     """What a legend calls each run: the last part of its path, or all of it where two share that."""
     each = list({Path(folder).resolve(): folder for folder in folders}.values())
     last = [Path(folder).resolve().name for folder in each]
-    return {(name if last.count(name) == 1 else folder): folder for name, folder in zip(last, each)}
+    return {(name if last.count(name) == 1 else folder): folder for name, folder in zip(last, each, strict=True)}
 
 
 def choose(found: Mapping[str, Lines], patterns: Sequence[str]) -> tuple[str, ...]:
@@ -77,7 +78,8 @@ def draw(found: Mapping[str, Lines], names: Sequence[str], form: str) -> bytes:
         for i, name in enumerate(names, 1):
             _panel(figure.add_subplot(rows, columns, i), found, name)
         if len(found) > 1:
-            handles = {label: h for panel in figure.axes for h, label in zip(*panel.get_legend_handles_labels())}
+            handles = {label: h for panel in figure.axes
+                       for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
             figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(found)))
         figure.savefig(out, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
     return out.getvalue()
@@ -91,4 +93,5 @@ def _panel(panel: Any, found: Mapping[str, Lines], name: str) -> None:
     for i, (run, lines) in enumerate(found.items()):
         points = [(line["step"], line[name]) for line in lines if name in line]
         if points:
-            panel.plot(*zip(*points), color=f"C{i}", label=run, linewidth=1.2, marker="." if len(points) < 30 else "")
+            panel.plot(*zip(*points, strict=True), color=f"C{i}", label=run, linewidth=1.2,
+                       marker="." if len(points) < 30 else "")

@@ -17,7 +17,7 @@ from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import describe_event
 from rldsl.postmortem.analysis import Findings, analyse, traces
-from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
+from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Entry, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
 from rldsl.postmortem.findings_text import report, title
 from rldsl.postmortem.wait_order import Order
 from rldsl.runtime.metrics.run_record import PLAN
@@ -97,11 +97,13 @@ def _fits(folder: Path, plan: Plan, left: Sequence[Dump | Signs]) -> None:
     """What the ranks speak of is in the plan."""
     events = Order(plan).events
     for one in left:
+        entries: tuple[Entry, ...] = ()
         if isinstance(one, Signs):
-            stands, entries, last = [sign.stand for _, sign in one.signs], (), max((r for r, _ in one.signs), default=0)
+            stands, last = [sign.stand for _, sign in one.signs], max((r for r, _ in one.signs), default=0)
         else:
             stands, entries, last = [one.stand], one.ring, one.world - 1
-        spoken = [at for x in (*stands, *entries) for at in (x.at, x.awaits) if at is not None]
+        spoken_of: tuple[Stand | Entry, ...] = (*stands, *entries)
+        spoken = [at for x in spoken_of for at in (x.at, x.awaits) if at is not None]
         if last >= plan.header.world or any(at.event not in events for at in spoken):
             raise broken(str(folder / _name(one)), "it speaks of what its plan does not have")
 

@@ -107,7 +107,7 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
         asked, found = Path(folder) / "wanted.json", Path(folder) / "found.json"
         file = Path(folder) / "profile.plan"
         file.write_bytes(encode(plan))
-        firsts = {}  # models with one config and kind are alike
+        firsts: dict[tuple[Any, ...], Any] = {}  # models with one config and kind are alike
         models = {m.name: m for m in plan.models}
         for w in wanted:
             model = models[w[0]]
@@ -116,7 +116,8 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
         _run([sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "-m",
               "rldsl.measure.profile", str(file), str(asked), str(found), "--device",
               "cuda" if facts.devices else "cpu"], os.environ | {"OMP_NUM_THREADS": str(facts.threads)})
-        return json.loads(found.read_text())
+        result: dict[str, Any] = json.loads(found.read_text())
+        return result
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:

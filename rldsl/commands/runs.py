@@ -25,8 +25,9 @@ def listing(folder: str) -> str:
     if not found:
         return f"no runs below {folder}"
     rows = [("name", "program", "state", "step", "last", "begun"), *(_row(Path(folder), *run) for run in found)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _row(folder: Path, out: Path, held: dict[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rldsl.pages.spread import spread
 
@@ -50,7 +51,7 @@ def draw(sizes: Mapping[str, Size], edges: Sequence[Edge], late: frozenset[str] 
         mine = [i for i, e in enumerate(edges) if e.source in names]
         part = _part({n: sizes[n] for n in sizes if n in names}, [edges[i] for i in mine], late)
         centres |= {n: (x + left, y) for n, (x, y) in part.centres.items()}
-        routes |= {i: tuple((x + left, y) for x, y in route) for i, route in zip(mine, part.routes)}
+        routes |= {i: tuple((x + left, y) for x, y in route) for i, route in zip(mine, part.routes, strict=True)}
         left, bottom = left + part.width, max(bottom, part.height)
     return Drawing(left, bottom, centres, tuple(routes[i] for i in range(len(edges))))
 
@@ -82,7 +83,7 @@ def _part(sizes: Mapping[str, Size], edges: Sequence[Edge], late: frozenset[str]
     for chain in chains:
         for offset, bend in enumerate(chain[1:-1], 1):
             rows[layer[chain[0]] + offset].append(bend)
-    links = [pair for chain in chains for pair in zip(chain, chain[1:])]
+    links = [pair for chain in chains for pair in pairwise(chain)]
     rows = ordered(rows, links)
     x = _places(rows, links, sizes)
     heights = [max((sizes[n][1] for n in row if n in sizes), default=0.0) for row in rows]
@@ -91,7 +92,7 @@ def _part(sizes: Mapping[str, Size], edges: Sequence[Edge], late: frozenset[str]
         tops.append(tops[-1] + height + (ROW if height else BENDS))
     centres = {n: (x[n], tops[layer[n]] + heights[layer[n]] / 2) for n in sizes}
     routes = []
-    for edge, chain in zip(edges, chains):
+    for edge, chain in zip(edges, chains, strict=True):
         (x0, y0), (x1, y1) = centres[edge.source], centres[edge.target]
         bends = [(x[bend], y) for at, bend in enumerate(chain[1:-1], layer[edge.source] + 1) if heights[at]
                  for y in (tops[at], tops[at] + heights[at])]
@@ -167,7 +168,7 @@ def _swap(rows: list[list[str]], above: Mapping[str, Sequence[str]], below: Mapp
 def crossings(rows: Sequence[Sequence[str]], below: Mapping[str, Sequence[str]]) -> int:
     """How many pairs of links between neighbouring rows cross."""
     found = 0
-    for upper, lower in zip(rows, rows[1:]):
+    for upper, lower in pairwise(rows):
         at = {n: i for i, n in enumerate(lower)}
         ends = [e for n in upper for e in sorted(at[m] for m in below[n])]
         found += sum(a > b for i, a in enumerate(ends) for b in ends[i + 1 :])
@@ -186,8 +187,8 @@ def _places(rows: Sequence[Sequence[str]], links: Sequence[tuple[str, str]],
     where = {n: i for i, row in enumerate(rows) for n in row}
     x: dict[str, float] = {}
     for row in rows:
-        apart = [half[a] + half[b] + GAP for a, b in zip(row, row[1:])]
-        x |= dict(zip(row, spread([0.0] * len(row), [1.0] * len(row), apart)))
+        apart = [half[a] + half[b] + GAP for a, b in pairwise(row)]
+        x |= dict(zip(row, spread([0.0] * len(row), [1.0] * len(row), apart), strict=True))
     for sweep in range(PLACINGS):
         side = (-1, 1, 0)[sweep % 3] if sweep < PLACINGS // 2 else 0
         for row in rows if sweep % 2 == 0 else reversed(rows):
@@ -198,6 +199,7 @@ def _places(rows: Sequence[Sequence[str]], links: Sequence[tuple[str, str]],
                 weight = sum(w for _, w in near)
                 goals.append(sum(at * w for at, w in near) / weight if near else x[n])
                 weights.append(weight or 0.1)
-            x |= dict(zip(row, spread(goals, weights, [half[a] + half[b] + GAP for a, b in zip(row, row[1:])])))
+            gaps = [half[a] + half[b] + GAP for a, b in pairwise(row)]
+            x |= dict(zip(row, spread(goals, weights, gaps), strict=True))
     left = min(x[n] - half[n] for n in half)
     return {n: at - left + MARGIN for n, at in x.items()}

@@ -56,7 +56,7 @@ def panels(curves: Sequence[Curve]) -> tuple[Panel, ...]:
 def _alike(one: Steps, other: Steps) -> bool:
     """Whether the same events hold nearly the same."""
     most = ALIKE * max([1, *(x for _, *values in one for x in values)])
-    return all(abs(m - n) <= most for x, y in zip(one, other, strict=True) for m, n in zip(x[1:], y[1:]))
+    return all(abs(m - n) <= most for x, y in zip(one, other, strict=True) for m, n in zip(x[1:], y[1:], strict=True))
 
 
 def _steps(curve: Curve) -> Steps:
@@ -92,7 +92,7 @@ def draw(panel: Panel, known: Mapping[int, Event], top: int, limit: int, title: 
     for name in KINDS:
         held = _moments(curve, name)
         if any(held):
-            above = [a + b for a, b in zip(stacked, held)]
+            above = [a + b for a, b in zip(stacked, held, strict=True)]
             parts.append(element("path", element("title", name), class_=f"kind{KINDS.index(name)}",
                                  d=_area(stacked, above, edges, y)))
             stacked = above
@@ -159,7 +159,7 @@ def _axis(top: int, y: Scale) -> list[Markup]:
     unit = 1
     while unit * 1024 <= top:
         unit *= 1024
-    step = next((s for s in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500) if top / unit / s <= 4), 1000) * unit
+    step: float = next((s for s in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500) if top / unit / s <= 4), 1000) * unit
     if top < 2 * unit:
         step = unit / 2
     found, at = [], 0.0

@@ -74,8 +74,8 @@ def simulated(timeline: Timeline) -> Chart:
     for hop in timeline.critical:
         critical.setdefault(hop.rank_class, []).append((hop.start, hop.stop))
     made = [Row(_together(timeline.classes[c] for c in row), timeline.classes[row[0]][0][0],
-                tuple(Bar(s.event, s.start, s.stop, s.busy / (s.stop - s.start) if s.stop > s.start else None, s.iteration)
-                      for s in by[row[0]]),
+                tuple(Bar(s.event, s.start, s.stop, s.busy / (s.stop - s.start) if s.stop > s.start else None,
+                          s.iteration) for s in by[row[0]]),
                 _joined([x for c in row for x in critical.get(c, [])], (stop - start) * SEEN)) for row in alike]
     return chart(made, start, stop)
 

@@ -12,11 +12,11 @@ def spread(goals: Sequence[float], weights: Sequence[float], apart: Sequence[flo
     for gap in apart:
         before.append(before[-1] + gap)
     pools: list[tuple[float, float, int]] = []  # mean, weight, how many
-    for goal, weight, shift in zip(goals, weights, before):
+    for goal, weight, shift in zip(goals, weights, before, strict=False):
         mean, count = goal - shift, 1
         while pools and pools[-1][0] >= mean:
             other, heavy, many = pools.pop()
             mean, weight, count = (mean * weight + other * heavy) / (weight + heavy), weight + heavy, count + many
         pools.append((mean, weight, count))
     means = [mean for mean, _, count in pools for _ in range(count)]
-    return [mean + shift for mean, shift in zip(means, before)]
+    return [mean + shift for mean, shift in zip(means, before, strict=False)]

@@ -69,7 +69,7 @@ class Memory:
         """A line for each set of ranks that hold the same."""
         rows = [_HEAD, *self._rows()]
         wide = [max(len(r[i]) for r in rows) for i in range(len(_HEAD))]
-        return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide)).rstrip() for row in rows)
+        return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows)
 
     def _rows(self) -> list[tuple[str, ...]]:
         from rldsl.plan.notation import ranks_text

@@ -15,7 +15,8 @@ from rldsl.semantics.values import FrameRef, Meaning, MeshValue, Pairs, describe
 from rldsl.syntax import ast
 
 if TYPE_CHECKING:
-    from rldsl.semantics.lower import Lower, Scope
+    from rldsl.semantics.lower import Lower
+    from rldsl.semantics.scope import Scope
 
 
 class Builtins:
@@ -89,11 +90,12 @@ class Builtins:
         if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
             rows = args[0].chosen if isinstance(args[0], Pairs) else args[0]
             args = [self.lower.ops.sequence("len", [rows], expr.span)]
-        for arg, tree in zip(args, (a for a in expr.args if a.name is None)):
-            if not isinstance(arg, Term):
-                return self.errors.add("RL0203", f"`{name}` needs values, found {describe(arg)}", tree.span,
+        given = [a for a in expr.args if a.name is None]
+        for value, tree in zip(args, given, strict=True):
+            if not isinstance(value, Term):
+                return self.errors.add("RL0203", f"`{name}` needs values, found {describe(value)}", tree.span,
                                        help="take one of its values, for instance `.logprobs`"
-                                       if isinstance(arg, FrameRef) and arg.kind == "generated" else "")
+                                       if isinstance(value, FrameRef) and value.kind == "generated" else "")
         terms = cast(tuple[Term, ...], tuple(args))
         if name == "choice":
             return self.choice(terms, expr)

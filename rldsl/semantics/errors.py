@@ -71,7 +71,7 @@ class Errors:
             if any(d.code == code and d.span == own for d in self.found):
                 return BAD  # the same call: most likely what is wrong with it shows in two places
             labels = (Label(span, label or "here, in the library"), *(x for x in labels if x.span != span))
-            span, label, calls = own, "in this call", ()
+            span, label = own, "in this call"
         else:
             calls = tuple(Label(s, "called from here") for s in self.trail[-1:])
         if not any(d.code == code and d.title == title and d.span == span for d in self.found):

@@ -106,7 +106,7 @@ class Functions:
             self.errors.add("RL0204", f"`{name}` returns {len(result)} values and declares {len(decl.returns)}",
                             decl.name.span)
             return False
-        for value, ident in zip(result, decl.returns):
+        for value, ident in zip(result, decl.returns, strict=False):  # no `->`: nothing is declared
             if ident.name == ANY:
                 continue
             level = self.lower.level(ident)
@@ -161,9 +161,9 @@ class Functions:
                     returned = True
                     many = [self.lower.eval(v, scope) for v in values]
                     flat = [v for m in many for v in (m.values if isinstance(m, Several) else (m,))]
-                    for value in flat:
-                        if not isinstance(value, (Term, Bad)):
-                            self.errors.add("RL0203", f"a {kind} returns values, not {describe(value)}", s.span)
+                    for found in flat:
+                        if not isinstance(found, Term | Bad):
+                            self.errors.add("RL0203", f"a {kind} returns values, not {describe(found)}", s.span)
                     terms = tuple(v for v in flat if isinstance(v, Term))
                     result = terms if len(terms) == len(flat) else None
                 case _:
@@ -182,7 +182,7 @@ class Functions:
             names, found = len(s.targets), len(values)
             self.errors.add("RL0204", f"{names} name{'s' * (names > 1)} for {found} value{'s' * (found > 1)}", s.span)
             values = (BAD,) * len(s.targets)
-        for ident, v in zip(s.targets, values):
+        for ident, v in zip(s.targets, values, strict=True):
             self.bind(ident, v, scope)
         return values
 

@@ -137,7 +137,7 @@ def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUs
     if len(frames) == 1:
         pairs = [(p, frames[0], p.name.name) for p in decl.fresh]
     elif len(frames) == len(decl.fresh):
-        pairs = [(p, f, next(iter(has))) for p, f in zip(decl.fresh, frames)]
+        pairs = [(p, f, next(iter(has))) for p, f in zip(decl.fresh, frames, strict=True)]
     else:
         return errors.add("RL0204", f"the loss `{decl.name.name}` takes {len(decl.fresh)} outputs of the model, "
                           f"and {len(frames)} batches are trained on", use.span,
@@ -226,7 +226,7 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
         return worst
     if term.level != "batch":
         if worst >= AFFINE:
-            culprit = next(a for a, b in zip(term.args, below) if b >= AFFINE)
+            culprit = next(a for a, b in zip(term.args, below, strict=True) if b >= AFFINE)
             errors.add("RL0209", "a reduction over the batch is used again for each element", culprit.at,
                        "its value is known only after all micro-batches", labels=culprit.origin,
                        help="use data computed in the flow instead")

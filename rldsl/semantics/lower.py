@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.plan.heads import OUTPUTS
@@ -218,7 +217,7 @@ class Lower:
 
     def level(self, ident: ast.Ident) -> Level | None:
         if ident.name in LEVELS:
-            return cast(Level, ident.name)
+            return ident.name
         self.errors.add("RL0101", f"unknown level `{ident.name}`", ident.span, help=f"levels: {', '.join(LEVELS)}")
         return None
 
@@ -230,12 +229,12 @@ class Lower:
         if len(args) != len(ref.params) or any(a.name is not None for a in expr.args):
             return self.errors.add("RL0204", f"`{ref.id}` takes {len(ref.params)} arguments ({', '.join(ref.params)}) "
                                    "by position", expr.span)
-        for arg, tree in zip(args, expr.args):
+        for arg, tree in zip(args, expr.args, strict=True):
             if not isinstance(arg, FrameRef):
                 return self.errors.add("RL0203", f"a Python function takes sequences, found {describe(arg)}",
                                        tree.span, help="pass the generated batch and its prompts")
         frames = [a.frame for a in args if isinstance(a, FrameRef)]
-        for other, tree in zip(frames[1:], expr.args[1:]):
+        for other, tree in zip(frames[1:], expr.args[1:], strict=True):
             if other.prompts != frames[0].prompts and not self.spaces.selected("prompt", frames[0].prompts,
                                                                               other.prompts):
                 return self.errors.add("RL0202", f"`{other.id}` is not where `{frames[0].id}` comes from", tree.span)

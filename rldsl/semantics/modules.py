@@ -16,7 +16,7 @@ from typing import cast
 
 from rldsl.diag import Failure, Label
 from rldsl.plan.expr import Level
-from rldsl.plan.model import Function
+from rldsl.plan.function import Function
 from rldsl.plan.operators import BUILTINS
 from rldsl.semantics.errors import BAD, Errors, suggest
 from rldsl.semantics.values import FnRef, LossRef, Meaning, Module, PyRef

@@ -53,9 +53,9 @@ class Operators:
                 return self.errors.add("RL0214", "this constant has no value", span, str(error))
         met = self.spaces.join(args)
         while isinstance(met[0], Term):
-            fewer = self._narrowed(args, *met)  # type: ignore[arg-type]
+            fewer = self._narrowed(args, *met)
             if fewer is None:
-                return self._mixed(met, span)  # type: ignore[arg-type]
+                return self._mixed(met, span)
             args = fewer
             met = self.spaces.join(args)
         level, space = met
@@ -136,7 +136,8 @@ class Operators:
 
     def _variance(self, name: str, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
         def go(op: str, *args: Term | Bad) -> Term | Bad:
-            return BAD if any(isinstance(a, Bad) for a in args) else self.apply(op, args, span)  # type: ignore
+            terms = tuple(a for a in args if isinstance(a, Term))
+            return self.apply(op, terms, span) if len(terms) == len(args) else BAD
 
         mean, count = self.reduce("mean", x, to, span), self.reduce("count", x, to, span)
         centred = go("sub", x, mean)

@@ -194,4 +194,5 @@ def _typed(kind: Kind, value: Scalar | tuple[Scalar, ...]) -> Value | Bad:
         return value if isinstance(value, str) else BAD
     items = value if isinstance(value, tuple) else (value,)
     parts = [_typed("text" if kind == "texts" else "float", i) for i in items]
-    return BAD if any(isinstance(p, Bad) for p in parts) else tuple(parts)  # type: ignore[return-value]
+    found = tuple(p for p in parts if isinstance(p, int | float | str))
+    return found if len(found) == len(parts) else BAD

@@ -72,7 +72,8 @@ def _power(a: float, b: float) -> Scalar:
     """Whole numbers of a million digits are never meant, and take minutes."""
     if abs(a) > 1 and b * math.log(abs(a)) > LARGEST:
         raise OverflowError("the result is too large")
-    return a**b
+    result: float = a**b
+    return result
 
 
 LARGEST = 700.0  # the logarithm of the largest number, about that of floats

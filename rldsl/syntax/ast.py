@@ -374,7 +374,7 @@ def walk(node: object) -> Iterator[Tree]:
             ahead += node[::-1]
         elif isinstance(node, Tree):
             yield node
-            ahead += [getattr(node, name) for name in _below(type(node))]
+            ahead += [getattr(node, name) for name in _below(type(node))]  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
 
 
 @cache

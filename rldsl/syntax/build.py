@@ -13,12 +13,16 @@ from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\"}
+Children = list[Any]  # built nodes, tokens, and None for optional parts that are absent
+Tokens = list[Token]
+
 _SUFFIX = {"k": 1_000, "M": 1_000_000}
 
 
-def build(tree: Tree, source: SourceFile, docs: dict[int, str]) -> ast.File:
+def build(tree: Tree[Token], source: SourceFile, docs: dict[int, str]) -> ast.File:
     """docs: line of a declaration -> the comment block that ends on the line above."""
-    return _Builder(source, docs).transform(tree)
+    made: ast.File = _Builder(source, docs).transform(tree)
+    return made
 
 
 def number(text: str) -> int | float:
@@ -33,7 +37,7 @@ def number(text: str) -> int | float:
 
 
 @v_args(meta=True)
-class _Builder(Transformer):
+class _Builder(Transformer[Token, Any]):
     """One method for each rule; children arrive built, `None` where an optional part is absent."""
 
     def __init__(self, source: SourceFile, docs: dict[int, str]):
@@ -44,6 +48,7 @@ class _Builder(Transformer):
         return Span(self.source, meta.start_pos, meta.end_pos)
 
     def _token(self, token: Token) -> Span:
+        assert token.start_pos is not None and token.end_pos is not None  # the lexer sets both
         return Span(self.source, token.start_pos, token.end_pos)
 
     def _ident(self, token: Token) -> ast.Ident:
@@ -57,76 +62,76 @@ class _Builder(Transformer):
     def start(self, meta: Any, items: Sequence[ast.Declaration]) -> ast.File:
         return ast.File(self.source, tuple(items))
 
-    def use(self, meta: Any, children: list) -> ast.Use:
+    def use(self, meta: Any, children: Children) -> ast.Use:
         module = _text(children[0]) if isinstance(children[0], Token) else children[0]
         return ast.Use(span=self._span(meta), module=module, names=children[1])
 
-    def dotted(self, meta: Any, parts: list[Token]) -> str:
+    def dotted(self, meta: Any, parts: Tokens) -> str:
         return ".".join(parts)
 
-    def use_py(self, meta: Any, children: list) -> ast.UsePy:
+    def use_py(self, meta: Any, children: Children) -> ast.UsePy:
         return ast.UsePy(span=self._span(meta), path=_text(children[0]), functions=tuple(children[1:]))
 
-    def py_function(self, meta: Any, children: list) -> ast.PyFunction:
+    def py_function(self, meta: Any, children: Children) -> ast.PyFunction:
         return ast.PyFunction(span=self._span(meta), name=self._ident(children[0]), params=children[1],
                               returns=self._ident(children[2]))
 
-    def names(self, meta: Any, tokens: list[Token]) -> tuple[ast.Ident, ...]:
+    def names(self, meta: Any, tokens: Tokens) -> tuple[ast.Ident, ...]:
         return tuple(map(self._ident, tokens))
 
     imports = names
 
-    def param(self, meta: Any, children: list) -> ast.Param:
+    def param(self, meta: Any, children: Children) -> ast.Param:
         name, type_, default = children
         return ast.Param(span=self._span(meta), name=self._ident(name), type=self._ident(type_) if type_ else None,
                          default=default)
 
-    def state(self, meta: Any, children: list) -> ast.State:
+    def state(self, meta: Any, children: Children) -> ast.State:
         return ast.State(span=self._span(meta), name=self._ident(children[0]), initial=children[1])
 
-    def cluster(self, meta: Any, children: list) -> ast.Cluster:
+    def cluster(self, meta: Any, children: Children) -> ast.Cluster:
         path = _text(children[0]) if isinstance(children[0], Token) else None
         return ast.Cluster(span=self._span(meta), path=path, options=() if path is not None else tuple(children))
 
-    def mesh_decl(self, meta: Any, children: list) -> ast.MeshDecl:
+    def mesh_decl(self, meta: Any, children: Children) -> ast.MeshDecl:
         return ast.MeshDecl(span=self._span(meta), name=self._ident(children[0]), value=children[1])
 
-    def data_decl(self, meta: Any, children: list) -> ast.DataDecl:
+    def data_decl(self, meta: Any, children: Children) -> ast.DataDecl:
         return ast.DataDecl(span=self._span(meta), name=self._ident(children[0]), value=children[1])
 
-    def model_decl(self, meta: Any, children: list) -> ast.ModelDecl:
+    def model_decl(self, meta: Any, children: Children) -> ast.ModelDecl:
         optimizer = children[2] if len(children) > 2 else None
         return ast.ModelDecl(span=self._span(meta), name=self._ident(children[0]), value=children[1],
                              optimizer=optimizer)
 
-    def fn_decl(self, meta: Any, children: list) -> ast.FnDecl:
+    def fn_decl(self, meta: Any, children: Children) -> ast.FnDecl:
         name, params, returns, body = children
         return ast.FnDecl(span=self._span(meta), name=self._ident(name), params=params or (), returns=returns or (),
                           body=body, doc=self._doc(meta))
 
-    def loss_decl(self, meta: Any, children: list) -> ast.LossDecl:
+    def loss_decl(self, meta: Any, children: Children) -> ast.LossDecl:
         name, fresh, data, body = children
         return ast.LossDecl(span=self._span(meta), name=self._ident(name), fresh=fresh or (), data=data or (),
                             body=body, doc=self._doc(meta))
 
-    def params(self, meta: Any, children: list) -> tuple[ast.Parameter, ...]:
+    def params(self, meta: Any, children: Children) -> tuple[ast.Parameter, ...]:
         return tuple(children)
 
-    def parameter(self, meta: Any, children: list) -> ast.Parameter:
+    def parameter(self, meta: Any, children: Children) -> ast.Parameter:
         name, level, default = children
         return ast.Parameter(span=self._span(meta), name=self._ident(name),
                              level=self._ident(level) if level else None, default=default)
 
-    def returns(self, meta: Any, tokens: list[Token]) -> tuple[ast.Ident, ...]:
+    def returns(self, meta: Any, tokens: Tokens) -> tuple[ast.Ident, ...]:
         return tuple(map(self._ident, tokens))
 
-    def place(self, meta: Any, children: list) -> ast.Place:
+    def place(self, meta: Any, children: Children) -> ast.Place:
         return ast.Place(span=self._span(meta), selector=children[0], clause=children[1])
 
-    def selector(self, meta: Any, children: list) -> str:
+    def selector(self, meta: Any, children: Children) -> str:
         return self._span(meta).text.replace(" ", "")
 
-    def flow(self, meta: Any, children: list) -> ast.Flow:
+    def flow(self, meta: Any, children: Children) -> ast.Flow:
         name, *arguments, body = children
         options = tuple(ast.Option(span=a.span, name=a.name or ast.Ident(span=a.span, name=""), value=a.value)
                         for a, _ in filter(None, arguments))
@@ -134,110 +139,111 @@ class _Builder(Transformer):
 
     # statements
 
-    def block(self, meta: Any, children: list) -> tuple[ast.Statement, ...]:
+    def block(self, meta: Any, children: Children) -> tuple[ast.Statement, ...]:
         return tuple(children)
 
-    def assign(self, meta: Any, children: list) -> ast.Assign:
+    def assign(self, meta: Any, children: Children) -> ast.Assign:
         targets, value, where, clause = children
         return ast.Assign(span=self._span(meta), targets=targets, value=value, where=where, clause=clause)
 
-    def do(self, meta: Any, children: list) -> ast.Do:
+    def do(self, meta: Any, children: Children) -> ast.Do:
         return ast.Do(span=self._span(meta), value=children[0], clause=children[1])
 
-    def metric(self, meta: Any, children: list) -> ast.Metric:
+    def metric(self, meta: Any, children: Children) -> ast.Metric:
         return ast.Metric(span=self._span(meta), name=self._ident(children[0]), value=children[1])
 
-    def return_stmt(self, meta: Any, children: list) -> ast.Return:
+    def return_stmt(self, meta: Any, children: Children) -> ast.Return:
         return ast.Return(span=self._span(meta), values=tuple(children))
 
-    def save(self, meta: Any, children: list) -> ast.Save:
+    def save(self, meta: Any, children: Children) -> ast.Save:
         return ast.Save(span=self._span(meta), models=children[0], path=children[1])
 
-    def every(self, meta: Any, children: list) -> ast.EveryBlock:
+    def every(self, meta: Any, children: Children) -> ast.EveryBlock:
         return ast.EveryBlock(span=self._span(meta), period=children[0], body=children[1])
 
-    def repeat(self, meta: Any, children: list) -> ast.RepeatBlock:
+    def repeat(self, meta: Any, children: Children) -> ast.RepeatBlock:
         return ast.RepeatBlock(span=self._span(meta), times=children[0], body=children[1])
 
-    def repeat_until(self, meta: Any, children: list) -> ast.RepeatUntil:
+    def repeat_until(self, meta: Any, children: Children) -> ast.RepeatUntil:
         body, condition, most = children
         return ast.RepeatUntil(span=self._span(meta), body=body, condition=condition, most=most)
 
-    def eval(self, meta: Any, children: list) -> ast.EvalBlock:
+    def eval(self, meta: Any, children: Children) -> ast.EvalBlock:
         data, most, body = children
         return ast.EvalBlock(span=self._span(meta), data=self._ident(data), most=most, body=body)
 
-    def stop(self, meta: Any, children: list) -> ast.Stop:
+    def stop(self, meta: Any, children: Children) -> ast.Stop:
         return ast.Stop(span=self._span(meta), condition=children[0])
 
-    def sync(self, meta: Any, children: list) -> ast.Sync:
+    def sync(self, meta: Any, children: Children) -> ast.Sync:
         target, source, period = children
         return ast.Sync(span=self._span(meta), target=self._ident(target), source=self._ident(source), period=period)
 
-    def ema(self, meta: Any, children: list) -> ast.Ema:
+    def ema(self, meta: Any, children: Children) -> ast.Ema:
         target, source, decay, period = children
         return ast.Ema(span=self._span(meta), target=self._ident(target), source=self._ident(source), decay=decay,
                        period=period)
 
-    def checkpoint(self, meta: Any, children: list) -> ast.Checkpoint:
+    def checkpoint(self, meta: Any, children: Children) -> ast.Checkpoint:
         return ast.Checkpoint(span=self._span(meta), period=children[0], options=tuple(children[1:]))
 
-    def clause(self, meta: Any, children: list) -> ast.Clause:
+    def clause(self, meta: Any, children: Children) -> ast.Clause:
         mesh = None if isinstance(children[0], ast.Option) else children[0]
         return ast.Clause(span=self._span(meta), mesh=mesh, options=tuple(children[mesh is not None :]))
 
-    def auto(self, meta: Any, children: list) -> ast.Clause:
+    def auto(self, meta: Any, children: Children) -> ast.Clause:
         return ast.Clause(span=self._span(meta), mesh=None, options=(), auto=True)
 
-    def option(self, meta: Any, children: list) -> ast.Option:
+    def option(self, meta: Any, children: Children) -> ast.Option:
         return ast.Option(span=self._span(meta), name=self._ident(children[0]), value=children[1])
 
     # expressions
 
-    def _binary(self, meta: Any, children: list) -> ast.Binary:
+    def _binary(self, meta: Any, children: Children) -> ast.Binary:
         left, op, right = children
         return ast.Binary(span=self._span(meta), op=str(op), left=left, right=right)
 
     or_expr = and_expr = comparison = sum = product = power = _binary
 
-    def not_expr(self, meta: Any, children: list) -> ast.Unary:
+    def not_expr(self, meta: Any, children: Children) -> ast.Unary:
         return ast.Unary(span=self._span(meta), op="not", operand=children[0])
 
-    def negative(self, meta: Any, children: list) -> ast.Unary:
+    def negative(self, meta: Any, children: Children) -> ast.Unary:
         return ast.Unary(span=self._span(meta), op="-", operand=children[-1])
 
-    def number(self, meta: Any, children: list) -> ast.Number:
+    def number(self, meta: Any, children: Children) -> ast.Number:
         return ast.Number(span=self._span(meta), value=number(children[0]), unit=str(children[1] or ""))
 
-    def string(self, meta: Any, children: list[Token]) -> ast.String:
+    def string(self, meta: Any, children: Tokens) -> ast.String:
         return ast.String(span=self._span(meta), value=_text(children[0]))
 
-    def list(self, meta: Any, children: list) -> ast.ListOf:
+    def list(self, meta: Any, children: Children) -> ast.ListOf:
         return ast.ListOf(span=self._span(meta), items=tuple(c for c in children if c is not None))
 
-    def name(self, meta: Any, children: list[Token]) -> ast.Expr:
+    def name(self, meta: Any, children: Tokens) -> ast.Expr:
         if children[0] in ("true", "false"):
             return ast.Bool(span=self._span(meta), value=children[0] == "true")
         return ast.Name(span=self._span(meta), name=str(children[0]))
 
-    def attribute(self, meta: Any, children: list) -> ast.Attribute:
+    def attribute(self, meta: Any, children: Children) -> ast.Attribute:
         return ast.Attribute(span=self._span(meta), value=children[0], name=self._ident(children[1]))
 
-    def call(self, meta: Any, children: list) -> ast.Call:
+    def call(self, meta: Any, children: Children) -> ast.Call:
         func, *arguments = children
         built = [a for a in arguments if a is not None]
         by = next((level for _, level in built if level), None)
         return ast.Call(span=self._span(meta), func=func, args=tuple(a for a, _ in built), by=by)
 
-    def paren(self, meta: Any, children: list) -> ast.Expr:
-        return children[0]
+    def paren(self, meta: Any, children: Children) -> ast.Expr:
+        inner: ast.Expr = children[0]
+        return inner
 
-    def argument(self, meta: Any, children: list) -> tuple[ast.Argument, ast.Ident | None]:
+    def argument(self, meta: Any, children: Children) -> tuple[ast.Argument, ast.Ident | None]:
         name, value, level = children
         made = ast.Argument(span=self._span(meta), name=self._ident(name) if name else None, value=value)
         return made, self._ident(level) if level else None
 
-    def range(self, meta: Any, children: list) -> ast.Range:
+    def range(self, meta: Any, children: Children) -> ast.Range:
         return ast.Range(span=self._span(meta), start=children[0], stop=children[1])
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from rldsl.source import SourceFile
@@ -96,7 +96,7 @@ def _row(line: Line) -> _Row:
         return _Row(line, (*texts[:-1], f"{texts[-1]}  {line.comment}".rstrip()))
     starts = [0, *(i for i, w in enumerate(words) if w.mark), len(words)]
     cells = [(words[a].mark, gap(words[a - 1], words[a]) if a else 0, flat(words[a:b]))
-             for a, b in zip(starts, starts[1:])]
+             for a, b in pairwise(starts)]
     return _Row(line, (), (*cells, *([("#", 2, line.comment)] if line.comment else [])))
 
 

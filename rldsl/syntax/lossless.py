@@ -12,8 +12,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
-from lark import Lark, Tree
+from lark import Lark, Token, Tree
 
 from rldsl.syntax.parse import _FreeNewlines, grammar
 
@@ -103,7 +104,7 @@ def gap(left: Word, right: Word) -> int:
 def flat(words: tuple[Word, ...] | list[Word]) -> str:
     """The tokens on one line, without comments."""
     parts = [words[0].text] if words else []
-    for left, right in zip(words, words[1:]):
+    for left, right in pairwise(words):
         parts += [" " * gap(left, right), right.text]
     return "".join(parts)
 
@@ -128,7 +129,7 @@ class _Reader:
     text: str
     comments: list[int]
 
-    def statement(self, tree: Tree, depth: int) -> Iterator[_Draft]:
+    def statement(self, tree: Tree[Token], depth: int) -> Iterator[_Draft]:
         """One draft, or those of its head, its block and the rest."""
         parts: list[list[Word]] = [[]]  # before and after the block
         block = None
@@ -141,7 +142,7 @@ class _Reader:
         if block is None:
             yield _Draft(tree.data, depth, _trimmed(parts[0]))
             return
-        opening, *body, closing = self._children(block)
+        opening, body, closing = self._block(block)
         inside = self._one_line(opening, body, closing)
         whole = _trimmed([*parts[0], *inside, *parts[1]])
         if inside and (not body or INDENT * depth + len(flat(needed(whole))) <= WIDTH):
@@ -152,7 +153,7 @@ class _Reader:
             yield from self.statement(statement, depth + 1)
         yield _Draft("close", depth, _trimmed([closing, *parts[1]]))
 
-    def _part(self, kind: str, child: Word | Tree) -> list[Word]:
+    def _part(self, kind: str, child: Word | Tree[Token]) -> list[Word]:
         """The tokens of a child of a statement of this kind."""
         if isinstance(child, Word):
             return [child]
@@ -161,7 +162,7 @@ class _Reader:
             first = replace(first, mark="place" if kind == "place" else "on")
         return [first, *more]
 
-    def _one_line(self, opening: Word, body: list[Tree], closing: Word) -> list[Word]:
+    def _one_line(self, opening: Word, body: list[Tree[Token]], closing: Word) -> list[Word]:
         """The tokens of a block that may stay on the line of its `{`: it is empty or was written so. Else none."""
         text = self.text[opening.end : closing.start]
         if "\n" in text and (body or "#" in text):
@@ -170,11 +171,11 @@ class _Reader:
         inside = (replace(word, mark="") for draft in drafts for word in draft.words)
         return [opening, *inside, closing] if len(drafts) < 2 else []
 
-    def _words(self, tree: Tree, need: int, first: bool = False) -> Iterator[Word]:
+    def _words(self, tree: Tree[Token], need: int, first: bool = False) -> Iterator[Word]:
         """The tokens of an expression, a clause, ... need: how tightly it must bind to stand here without brackets.
         first: it begins a statement, where a name without brackets could be read as a keyword."""
         if tree.data == "paren":
-            opening, inner, closing = self._children(tree)
+            opening, (inner,), closing = self._block(tree)
             bare = inner
             while bare.data == "paren":
                 bare = next(c for c in bare.children if isinstance(c, Tree))
@@ -193,7 +194,13 @@ class _Reader:
                 yield from self._words(child, next(needs, 0), first)
             first = False
 
-    def _children(self, tree: Tree) -> Iterator[Word | Tree]:
+    def _block(self, tree: Tree[Token]) -> tuple[Word, list[Tree[Token]], Word]:
+        """The opening bracket, what is between, and the closing bracket."""
+        children = list(self._children(tree))
+        words = [c for c in children if isinstance(c, Word)]
+        return words[0], [c for c in children if isinstance(c, Tree)], words[-1]
+
+    def _children(self, tree: Tree[Token]) -> Iterator[Word | Tree[Token]]:
         """Without the newlines; the tokens as Words."""
         for child in tree.children:
             if isinstance(child, Tree):
@@ -201,13 +208,15 @@ class _Reader:
             elif child.type != "_NL":
                 mark = "=" if child.type == "EQUAL" and tree.data in _BINDING else ""
                 mark = "train" if child.type == "TRAIN" else mark
+                assert child.start_pos is not None and child.end_pos is not None  # the lexer sets both
                 yield Word(str(child), tree.data, child.start_pos, child.end_pos, mark)
 
 
 def _trimmed(words: list[Word]) -> tuple[Word, ...]:
     """Without trailing commas, and without spare brackets in brackets: newlines are free there anyway."""
-    kept, around = [], []  # around: for each bracket that is open here, whether it stays
-    for word, after in zip(words, [*words[1:], None]):
+    kept: list[Word] = []
+    around: list[bool] = []  # for each bracket that is open here: whether it stays
+    for word, after in zip(words, [*words[1:], None], strict=True):
         stays = word.text != "," or after is None or after.text not in (")", "]", ";")
         if word.text in ("(", "["):
             stays = not (word.spare and any(around))

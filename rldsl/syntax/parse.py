@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lark import Lark, Token
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
+from lark.lark import PostLex
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.source import SourceFile, Span
@@ -44,7 +45,8 @@ def parse_recovering(source: SourceFile) -> tuple[ast.File, tuple[Diagnostic, ..
     deep = _too_deep(source)
     if deep is not None:
         return ast.File(source, ()), (deep,)
-    text, found = source.text, []
+    text = source.text
+    found: list[Diagnostic] = []
     for _ in range(10 * MAX_ERRORS):
         if len(found) == MAX_ERRORS:
             break
@@ -97,7 +99,7 @@ def _follows(diagnostic: Diagnostic, error: UnexpectedInput, found: list[Diagnos
     return bool(found) and "FLOW" in (accepted or ()) or bool(ended) and diagnostic.code == "RL0004"
 
 
-class _FreeNewlines:
+class _FreeNewlines(PostLex):
     """Newlines count only outside ( ) and [ ]."""
 
     always_accept = ("_NL",)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rldsl.syntax.lossless import INDENT, WIDTH, Comment, Line, Word, flat, gap, needed
 
@@ -156,9 +157,10 @@ class _Text:
         rules = {p.rule for p in item if isinstance(p, Word)}
         loosest = next((rule for rule in _OPERATORS if rule in rules), None)
         if indent + len(flat(_words(item))) + after <= WIDTH or loosest is None:
-            return self.put(item, indent, after)
+            self.put(item, indent, after)
+            return
         starts = [0, *(i for i, p in enumerate(item) if isinstance(p, Word) and p.rule == loosest), len(item)]
-        for start, stop in zip(starts, starts[1:]):
+        for start, stop in pairwise(starts):
             if start:
                 self.new(indent)
             self.put(item[start:stop], indent, after if stop == len(item) else 0)

@@ -36,7 +36,8 @@ def load(text: str, grammar: str, postlex: PostLex) -> Lark | None:
         found = json.loads(text)
         if found["key"] != key(grammar):
             return None
-        return Lark._load_from_dict(_dicts(found["data"]), _dicts(found["memo"]), postlex=postlex)
+        parser: Lark = Lark._load_from_dict(_dicts(found["data"]), _dicts(found["memo"]), postlex=postlex)
+        return parser
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):  # a damaged file: as if there were none
         return None
 
