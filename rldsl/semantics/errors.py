@@ -66,6 +66,7 @@ class Errors:
     def add(self, code: str, title: str, span: Span | None = None, label: str = "", *, help: str = "",
             labels: tuple[Label, ...] = (), notes: tuple[str, ...] = (), fix: Fix | None = None) -> Bad:
         """Report, and return BAD so that callers can `return errors.add(...)`. An `Advice` becomes a fix."""
+        calls: tuple[Label, ...] = ()
         if self.trail and span is not None and in_library(span):  # not the reader's text: point at the call
             own = next((s for s in reversed(self.trail) if not in_library(s)), self.trail[0])
             if any(d.code == code and d.span == own for d in self.found):
