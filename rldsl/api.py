@@ -37,7 +37,8 @@ def read_source(path: str) -> SourceFile:
     except IsADirectoryError:
         programs = sorted(p.name for p in Path(path).glob("*.rlf"))
         raise fail("RL0092", f"{path} is a directory, not a program", place=path,
-                   help=f"programs in it: {', '.join(programs)}" if programs else "name an .rlf file") from None
+                   help=f"programs in this directory: {', '.join(programs)}" if programs else "pass an .rlf file"
+                   ) from None
     except OSError as error:
         raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None
     return decode(path, data)
@@ -197,6 +198,6 @@ def read_bytes(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
-        raise fail("RL0091", f"no such file: {path}", place=path, help="`rlc compile` writes plans") from None
+        raise fail("RL0091", f"no such file: {path}", place=path, help="use `rlc compile` to write a plan") from None
     except OSError as error:
         raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path) from None

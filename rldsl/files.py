@@ -9,7 +9,7 @@ from pathlib import Path
 from rldsl.diag import fail
 
 
-def write(path: str, data: bytes, help: str = "choose another place with -o") -> None:
+def write(path: str, data: bytes, help: str = "choose another path with -o") -> None:
     """All or nothing: a file is never half written. A link stays a link, and a file keeps its mode. Error: RL0094."""
     file = Path(os.path.realpath(path))
     part = file.with_name(f"{file.name}.part")

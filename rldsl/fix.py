@@ -13,7 +13,7 @@ from rldsl.source import SourceFile, Span
 
 
 def apply(source: SourceFile, diagnostics: Iterable[Diagnostic]) -> tuple[str, int]:
-    """(the mended text, how many fixes were applied)."""
+    """(the fixed text, how many fixes were applied)."""
     taken: list[tuple[Span, str]] = []
     applied = 0
     for d in diagnostics:

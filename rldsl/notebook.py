@@ -36,13 +36,12 @@ class RlfMagics(Magics):
     """`%%rlf`, for one shell."""
 
     @magic_arguments()
-    @argument("name", nargs="?", help="What the compiled plan is called. Without it the program is only checked.")
+    @argument("name", nargs="?", help="Name for the compiled plan. Without it the program is only checked.")
     @argument("--set", dest="sets", action="append", default=[], metavar="NAME=VALUE",
-              help="Give a `param` of the program another value; $name takes it from Python.")
+              help="Set a `param` of the program; $name takes the value from Python.")
     @argument("--place", metavar="FILE", help="A file of `place` rules.")
-    @argument("--on", action="append", default=[], metavar="RULE", help="A placement rule, stronger than all others.")
-    @argument("--write", metavar="FILE", help="Keep the program in this file, for `rlc run`; written even if it is "
-              "wrong.")
+    @argument("--on", action="append", default=[], metavar="RULE", help="A placement rule that overrides all others.")
+    @argument("--write", metavar="FILE", help="Write the program to this file, for `rlc run`, even if it has errors.")
     @cell_magic
     def rlf(self, line: str, cell: str) -> None:
         """Check or compile the program in this cell."""
@@ -79,7 +78,7 @@ def unquoted(text: str) -> str:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = unquoted(text).partition("=")
     if not equals or not name.strip():
-        raise UsageError(f"--set {text}: it is not of the form NAME=VALUE")
+        raise UsageError(f"--set {text}: expected NAME=VALUE")
     return name.strip(), unquoted(value)
 
 

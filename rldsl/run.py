@@ -56,34 +56,36 @@ def _arguments(program: Program | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=None if program else "rldsl.run", description=__doc__)
     parser.add_argument("plan", nargs="?", default=program.file if program else None)
     parser.add_argument("--out", help="directory for metrics, checkpoints and the summary (default: runs/PLAN)")
-    parser.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from the newest checkpoint of "
-                        "--out, or of another run, or from one checkpoint")
-    parser.add_argument("--trace", help="write the recorded timeline to this file (Chrome trace JSON); on GPUs every "
-                        "event is then waited for")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another")
-    parser.add_argument("--reward-workers", type=_count, metavar="N", help="processes in which each rank calls Python "
-                        "functions; 0: in its own, without a limit (default: as many as there are cores for it, 8 at "
-                        "most)")
-    parser.add_argument("--reward-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="that a Python "
-                        "function may take for one row (default: 60)")
-    parser.add_argument("--allow-write", action="append", default=[], metavar="DIR", help="let the plan save models "
-                        "there too, outside --out and the working directory (may be repeated)")
-    parser.add_argument("--allow-changed-python", action="store_true", help="run Python functions though their files "
-                        "changed since the plan was compiled")
-    parser.add_argument("--overwrite", action="store_true", help="remove what an earlier run left in --out")
-    parser.add_argument("--tensorboard", action="store_true", help="write the metrics for TensorBoard too")
+    parser.add_argument("--resume", nargs="?", const="", metavar="DIR",
+                        help="resume from the latest checkpoint in --out, from that of another run, or from a specific "
+                             "checkpoint")
+    parser.add_argument("--trace",
+                        help="write the recorded timeline to this file (Chrome trace JSON); on GPUs this synchronizes "
+                             "after every event")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another one")
+    parser.add_argument("--reward-workers", type=_count, metavar="N",
+                        help="worker processes per rank for Python functions; 0 runs them in the rank's own process "
+                             "without a time limit (default: the cores available to the rank, at most 8)")
+    parser.add_argument("--reward-timeout", type=_seconds, default=60.0, metavar="SECONDS",
+                        help="seconds that a Python function may take per row (default: 60)")
+    parser.add_argument("--allow-write", action="append", default=[], metavar="DIR",
+                        help="also allow saves to this directory, outside --out and the working directory (repeatable)")
+    parser.add_argument("--allow-changed-python", action="store_true",
+                        help="run Python functions even if their files changed since the plan was compiled")
+    parser.add_argument("--overwrite", action="store_true", help="delete an earlier run in --out")
+    parser.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
     parser.add_argument("--wandb", nargs="?", const="online", default="", choices=("offline", "online"),
-                        help="write the metrics for Weights & Biases too (default: online)")
-    parser.add_argument("--log-samples", type=_count, default=0, metavar="N", help="write so many sampled sequences "
-                        "of each step as text")
-    parser.add_argument("--plain", action="store_true", help="show a line for each step, even on a terminal")
+                        help="also log the metrics to Weights & Biases (default: online)")
+    parser.add_argument("--log-samples", type=_count, default=0, metavar="N",
+                        help="write this many sampled sequences per step as text")
+    parser.add_argument("--plain", action="store_true", help="print one line per step even on a terminal")
     parser.add_argument("--command", help=argparse.SUPPRESS)  # what the user typed, when it was not this
     found = parser.parse_args()
     if found.plan is None and (found.resume or "").endswith(".plan"):  # "--resume PLAN" names no directory
         found.plan, found.resume = found.resume, ""
     if found.plan is None:
-        parser.error("name the plan to run")
+        parser.error("pass the plan to run")
     found.out = Path(found.out or Path("runs") / Path(found.plan).stem)
     if found.resume is not None:
         found.resume = Path(found.resume or found.out)
@@ -120,8 +122,8 @@ def _read(path: str, world: int) -> PlanFile:
     file = PlanFile.read(path)
     needed = file.plan.header.world
     if needed != world:
-        raise fail("RL0701", f"the plan needs {needed} ranks, torchrun started {world}", place=path,
-                   help=f"torchrun --nproc-per-node {needed} -m rldsl.run {path}, or compile for another cluster")
+        raise fail("RL0701", f"the plan needs {needed} ranks, but torchrun started {world}", place=path,
+                   help=f"run `torchrun --nproc-per-node {needed} -m rldsl.run {path}`, or compile for another cluster")
     return file
 
 
@@ -133,9 +135,10 @@ def _device(asked: str | None, local: int, ranks: int) -> torch.device:
     if asked == "cpu" or (asked is None and not there):
         return torch.device("cpu")
     if ranks > there:
-        raise fail("RL0703", f"{ranks} rank{'s' * (ranks > 1)} of this machine need a GPU each, and it has "
-                   f"{there or 'none'}", place="--device cuda" if asked else "", help="run with `--device cpu`, or on "
-                   "a machine with more GPUs" if there else "run with `--device cpu`")
+        raise fail("RL0703",
+                   f"{ranks} rank{'s' * (ranks > 1)} on this machine need one GPU each, but it has {there or 'none'}",
+                   place="--device cuda" if asked else "",
+                   help="use `--device cpu`, or a machine with more GPUs" if there else "use `--device cpu`")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
@@ -167,7 +170,7 @@ def _meet(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Sto
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise fail("RL0704", f"rank {rank} cannot join the other ranks: {reason}",
                    place=f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}",
-                   help="check that every machine reaches this address and that all ranks were started") from None
+                   help="check that every machine can reach this address and that all ranks were started") from None
 
 
 def _claim(arguments: argparse.Namespace, again: bool, rank: int, device: torch.device) -> Claim:

@@ -26,13 +26,14 @@ def build(model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.de
           trainable: bool, weight_cache: WeightCache | None = None) -> Shard:
     """See `rldsl.runtime.backend.Build`."""
     if line := lacking(DESCRIPTION):  # on this machine, whatever the compiler's had
-        raise fail("RL0326", f"`{model.name}` is placed with `backend=megatron`, which cannot be used here",
+        raise fail("RL0326", f"`{model.name}` is placed with `backend=megatron`, which is not available here",
                    notes=(why,) if (why := unfit(DESCRIPTION)) else (),
-                   help=f"install it with `{line}`, on every machine")
+                   help=f"install it on every machine with `{line}`")
     if layout.tp > 1 and device.type != "cuda" and not _is_current(device):
-        raise fail("RL0728", f"megatron-core divides layers on CUDA devices alone, and `{model.name}` runs here with "
-                   f"tp={layout.tp} on `{device.type}`", help="without CUDA give tp=1 (pp, dp, cp and ep are as "
-                   "elsewhere), or leave `backend=megatron` out")
+        raise fail("RL0728",
+                   f"megatron-core needs CUDA for tensor parallelism, but `{model.name}` runs with tp={layout.tp} on "
+                   f"`{device.type}`",
+                   help="without CUDA use tp=1 (pp, dp, cp and ep work as usual), or omit `backend=megatron`")
     from rldsl.backends.megatron import kernels
 
     for harmless in ("When using (sequence parallelism|async grad)", "`torch.distributed.*` is deprecated"):

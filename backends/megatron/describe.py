@@ -22,7 +22,7 @@ ROPES = ("default", "linear", "llama3", "yarn")  # angles that depend only on th
 def problem(facts: Facts, layout: Layout) -> str:
     """The first feature that cannot be expressed, or ""."""
     if facts.name not in FAMILIES:
-        return f"the family {facts.name}: the families that it knows are {', '.join(FAMILIES)}"
+        return f"the family {facts.name}; supported families: {', '.join(FAMILIES)}"
     config: dict[str, Any] = {key: json.loads(text) for key, text in facts.config}
     names = {spec.name for spec in facts.params}
     rope = config.get("rope_parameters") or {}
@@ -30,23 +30,23 @@ def problem(facts: Facts, layout: Layout) -> str:
     if activation != "silu":
         return f"the activation `{activation}`"
     if rope.get("rope_type", "default") not in ROPES:
-        return f"rope scaling of type `{rope['rope_type']}`; it has {', '.join(ROPES)}"
+        return f"rope scaling of type `{rope['rope_type']}`; supported types: {', '.join(ROPES)}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "rotary embeddings of a part of each head"
+        return "rotary embeddings on only part of each head"
     if any(re.search(r"\.\d+\.", name) for name in names):
-        return "layers that differ from each other"
+        return "layers that are not all the same"
     if others := sorted(names - mapped_parameters(FAMILIES[facts.name]) - {HEAD}):
         return f"the parameter {others[0]}"
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or layout.tp
     if width % layout.tp:
         return f"an intermediate size of {width}, which tp={layout.tp} does not divide,"
     if config.get("num_experts_per_tok", 2) == 1:
-        return "one expert for each token"
+        return "a single expert per token"
     biases = {name.split(".")[-2] for name in names if name.endswith("_proj.bias")}
     if "o_proj" in biases and "down_proj" not in biases:
-        return "biases of all of attention (`attention_bias`) without those of the MLP (`mlp_bias`)"
+        return "biases in all attention layers (`attention_bias`) without biases in the MLP (`mlp_bias`)"
     if "down_proj" in biases and "o_proj" not in biases:
-        return "biases of the MLP (`mlp_bias`) without those of attention (`attention_bias`)"
+        return "biases in the MLP (`mlp_bias`) without biases in attention (`attention_bias`)"
     return ""
 
 

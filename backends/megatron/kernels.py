@@ -79,11 +79,11 @@ def describe_kernels(kernels: Kernels, packages: Packages) -> Iterator[str]:
     by_title = {package.title: package for package in packages.values()}
     if uses:
         parts = (f"{title} {by_title[title].version} ({', '.join(purposes)})" for title, purposes in uses.items())
-        yield f"note: megatron-core computes with {', '.join(parts)}"
+        yield f"note: megatron-core uses {', '.join(parts)}"
     for package in by_title.values():
         if package.problem:
             name = f"{package.title} {package.version}".rstrip()
-            yield f"note: {name} is not used, plain kernels are: {package.problem}"
+            yield f"note: {name} is not used; using torch kernels instead: {package.problem}"
 
 
 @cache

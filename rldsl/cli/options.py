@@ -14,7 +14,7 @@ def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
-            raise click.BadParameter(f"{text!r} is not of the form name=value")
+            raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE")
         if name.strip() in found:
             raise click.BadParameter(f"{name.strip()} is given twice")
         found[name.strip()] = value
@@ -33,15 +33,16 @@ def together(*options: Callable[..., Any]) -> Callable[..., Any]:
 
 chosen = together(
     click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets,
-                 help="Give a `param` of the program another value."),
-    click.option("--place", metavar="FILE|MODE", help="A file of `place` rules; or who places the calls: "
-                 "heuristic, search, or a pattern for all alike (d2p2t2, pipe_data, pipe_model)."),
+                 help="Set a `param` of the program."),
+    click.option("--place", metavar="FILE|MODE",
+                 help="A file of `place` rules, or how to place the calls: manual, heuristic, search, or one pattern "
+                      "for all calls (d2p2t2, pipe_data, pipe_model)."),
     click.option("--on", "overrides", multiple=True, metavar="RULE",
-                 help='A placement rule, stronger than all others: "actor.train on mesh(0:4) dp=2 tp=2".'))
+                 help="A placement rule that overrides all others: \"actor.train on mesh(0:4) dp=2 tp=2\"."))
 
 
 def lengths(body: Callable[..., Any]) -> Callable[..., Any]:
-    """How long texts are; the command gets one `Lengths`."""
+    """The options for sequence lengths; the command gets one `Lengths`."""
     @wraps(body)
     def gathered(*args: Any, prompt_tokens: float | None, response_tokens: float | None, longest: float | None,
                  **given: Any) -> Any:
@@ -51,8 +52,8 @@ def lengths(body: Callable[..., Any]) -> Callable[..., Any]:
         return body(*args, lengths=found, **given)
 
     options: Callable[..., Any] = together(*(
-        click.option(name, type=click.FloatRange(0, min_open=True), help=f"{what} (default: the most).")
-        for name, what in (("--prompt-tokens", "Mean tokens of a prompt"),
-                           ("--response-tokens", "Mean tokens of a response"),
-                           ("--longest", "Tokens of the longest response of a batch"))))(gathered)
+        click.option(name, type=click.FloatRange(0, min_open=True), help=f"{what} (default: the maximum).")
+        for name, what in (("--prompt-tokens", "Mean number of tokens per prompt"),
+                           ("--response-tokens", "Mean number of tokens per response"),
+                           ("--longest", "Tokens in the longest response of a batch"))))(gathered)
     return options

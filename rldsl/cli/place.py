@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 @command
 @click.argument("file")
 @chosen
-@click.option("-o", "target", default="profile.yaml", show_default=True, metavar="FILE", help="Where the numbers go.")
+@click.option("-o", "target", default="profile.yaml", show_default=True, metavar="FILE", help="Output file.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]),
-              help="What to measure (default: cuda where there is one).")
+              help="What to measure (default: cuda if available).")
 @click.option("--tp", "degrees", multiple=True, type=click.IntRange(1), metavar="N",
-              help="Measure the models under this tensor parallelism too, where they allow it: for `rlc search`.")
-@click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
+              help="Also measure the models with this tensor parallelism, if they allow it; for `rlc search`.")
+@click.option("--fresh", is_flag=True, help="Repeat existing measurements.")
 def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
             target: str, device: str | None, degrees: tuple[int, ...], fresh: bool) -> None:
-    """Measure this machine and the models of FILE on it, for `rlc sim --cluster` and `rlc search`."""
+    """Measure this machine and the models of FILE, for `rlc sim --cluster` and `rlc search`."""
     from rldsl.commands.profile import profile as work
 
     say(work(file, sets, place, overrides, target, cache(), device, fresh, degrees))
@@ -32,15 +32,16 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 
 @command
 @click.argument("file")
-@click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster's file, or a known one: h100x8, h100x64.")
+@click.option("--cluster", required=True, metavar="CLUSTER",
+              help="A cluster file, or a built-in cluster: h100x8, h100x64.")
 @chosen
 @lengths
-@click.option("--lengths", "like", metavar="RUN_DIR", help="Take the means from the metrics of an earlier run.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--lengths", "like", metavar="RUN_DIR", help="Take the mean lengths from the metrics of an earlier run.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--trace", metavar="FILE", help="Write the timeline of the step to this file (Chrome trace JSON).")
 def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
         overrides: tuple[str, ...], lengths: Lengths, like: str | None, as_json: bool, trace: str | None) -> None:
-    """How long a step of FILE (a plan or a program) takes on a cluster, and why."""
+    """Predict how long a step of FILE (a plan or a program) takes on a cluster, and why."""
     from rldsl.commands.sim import sim as work
 
     say(work(file, cluster, sets, place, overrides, lengths, like, as_json, trace))
@@ -48,27 +49,27 @@ def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place
 
 _asked = together(
     click.argument("file"),
-    click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster's file, or a known one: h100x64."),
+    click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or a built-in cluster: h100x64."),
     chosen,
     click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None,
-                 help="Of the processor, after which the search ends with what it has."),
+                 help="CPU seconds after which the search stops and reports its best result."),
     click.option("--memory", type=click.FloatRange(0, min_open=True),
-                 help="GB of a device (default: as the cluster says)."),
+                 help="Memory per device in GB (default: from the cluster)."),
     click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True,
-                 help="How far from the bound is good enough; 0: the best there is."),
+                 help="Accepted gap to the lower bound; 0 searches until the optimum is proved."),
     lengths,
-    click.option("--json", "as_json", is_flag=True, help="For programs."))
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."))
 
 
 @command
 @_asked
-@click.option("-o", "target", metavar="FILE", help="Where the placement goes (default: FILE with .place.rlf).")
-@click.option("--lock", "locks", multiple=True, metavar="CALL", help="Keep the program's placement of these calls: "
-              "actor.generate, ref.*.")
+@click.option("-o", "target", metavar="FILE", help="Output file (default: FILE with the extension .place.rlf).")
+@click.option("--lock", "locks", multiple=True, metavar="CALL",
+              help="Keep the program's placement of these calls, for example actor.generate or ref.*.")
 def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
            overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float, lengths: Lengths,
            as_json: bool, target: str | None, locks: tuple[str, ...]) -> None:
-    """Find the placement of FILE that makes a step shortest on a cluster, and prove how good it is."""
+    """Find the fastest placement of FILE on a cluster, with a proven lower bound."""
     from rldsl.commands import search as work
 
     asked = work.Asked(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap, lengths)
@@ -80,8 +81,7 @@ def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], pl
 def explain_placement(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
                       overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float,
                       lengths: Lengths, as_json: bool) -> None:
-    """Why not the placement that FILE, --place and --on say: its time and memory, and what makes it slower than the
-    best."""
+    """Compare the placement in FILE, --place and --on with the best one: time, memory, and why it is slower."""
     from rldsl.commands import search as work
 
     asked = work.Asked(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)

@@ -10,10 +10,12 @@ from rldsl.diag import Failure
 
 @command
 @click.argument("plan")
-@click.option("--rank", type=int, metavar="R", help="Only what this rank does.")
-@click.option("--event", type=int, metavar="N", help="One event in full: who takes part, what it touches, and why.")
-@click.option("--paths", "touched", is_flag=True, help="Only what a run reads, which Python it runs, where it writes.")
-@click.option("--json", "as_json", is_flag=True, help="For programs (docs/plans.md describes it).")
+@click.option("--rank", type=int, metavar="R", help="Show only the events of this rank.")
+@click.option("--event", type=int, metavar="N",
+              help="Show one event in full: its ranks, what it reads and writes, and why it exists.")
+@click.option("--paths", "touched", is_flag=True,
+              help="Show only what a run reads, which Python code it runs, and where it writes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (described in docs/plans.md).")
 def show(settings: Settings, plan: str, rank: int | None, event: int | None, touched: bool, as_json: bool) -> None:
     """Print PLAN as text."""
     from rldsl.commands.show import show
@@ -24,12 +26,12 @@ def show(settings: Settings, plan: str, rank: int | None, event: int | None, tou
 @command
 @click.argument("before", metavar="A.plan")
 @click.argument("after", metavar="B.plan")
-@click.option("--cluster", metavar="FILE|PRESET", help="Predict the time of a step on these machines, too.")
-@click.option("--json", "as_json", is_flag=True, help="For programs (docs/plans.md describes it).")
+@click.option("--cluster", metavar="FILE|PRESET", help="Also predict the time of a step on this cluster.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (described in docs/plans.md).")
 def diff(settings: Settings, before: str, after: str, cluster: str | None, as_json: bool) -> int:
-    """What changed from A.plan to B.plan: calls, layouts, inserted events, bytes, memory, time.
+    """Show what changed from A.plan to B.plan: calls, layouts, inserted events, bytes, memory, time.
 
-    Exit status as diff(1): 0 nothing changed, 1 something did, 2 a file that cannot be compared."""
+    Exit status as diff(1): 0 no differences, 1 differences, 2 the files cannot be compared."""
     from rldsl.commands.diff import diff
 
     try:
@@ -49,10 +51,10 @@ def _rank(_: click.Context, __: click.Parameter, given: str) -> int | None:
 
 @command
 @click.argument("plan")
-@click.option("--rank", required=True, metavar="R|all", callback=_rank, help="Whose list; `all`: everyone's.")
-@click.option("-o", "target", metavar="FILE", help="Where the program goes (default: standard output).")
+@click.option("--rank", required=True, metavar="R|all", callback=_rank, help="The rank to emit, or `all`.")
+@click.option("-o", "target", metavar="FILE", help="Output file (default: standard output).")
 def emit(settings: Settings, plan: str, rank: int | None, target: str | None) -> None:
-    """Write PLAN as a Python program, one line an event, to be run under torchrun and stepped through."""
+    """Write PLAN as a Python program, one line per event, to run under torchrun and step through."""
     from rldsl.commands.emit import emit
     from rldsl.files import write
 
@@ -67,7 +69,7 @@ def emit(settings: Settings, plan: str, rank: int | None, target: str | None) ->
 @command
 @click.argument("plan")
 def verify(settings: Settings, plan: str) -> None:
-    """Prove that PLAN can run."""
+    """Verify PLAN: no deadlock, sound data flow, memory within the limit."""
     from rldsl import api
     from rldsl.plan.codec import decode, plan_id
     from rldsl.verify import verify as prove
@@ -79,13 +81,14 @@ def verify(settings: Settings, plan: str) -> None:
 
 @command
 @click.argument("plan")
-@click.option("-o", "target", metavar="FILE", help="Where the page goes (default: PLAN with .html for .plan).")
-@click.option("--cluster", metavar="CLUSTER", help="A cluster's file, or a known one, to simulate a step on (default: "
-              "as many nodes of h100x8 as PLAN needs).")
-@click.option("--trace", metavar="FILE", help="A recorded timeline of PLAN (`rlc run --trace`), to stand beside the "
-              "simulated one.")
+@click.option("-o", "target", metavar="FILE", help="Output file (default: PLAN with the extension .html).")
+@click.option("--cluster", metavar="CLUSTER",
+              help="The cluster to simulate a step on: a cluster file or a built-in cluster (default: as many h100x8 "
+                   "nodes as PLAN needs).")
+@click.option("--trace", metavar="FILE",
+              help="A recorded timeline of PLAN (`rlc run --trace`), to show next to the simulated one.")
 def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None) -> None:
-    """Write PLAN as a page for a browser: dataflow, time, memory, and why each event is there."""
+    """Write PLAN as an HTML page: dataflow, time, memory, and the reason for each event."""
     from rldsl.commands.report import report
     from rldsl.files import write
 

@@ -26,8 +26,9 @@ def passes(context: click.Context, option: click.Parameter, begin: str) -> list[
 @command
 @click.argument("file")
 @chosen
-@click.option("-o", "target", metavar="PLAN", help="Where the plan goes (default: beside the program, as .plan).")
-@click.option("--emit", type=click.Choice(["graph", "events", "plan"]), help="Print a stage of compilation instead.")
+@click.option("-o", "target", metavar="PLAN", help="Output file (default: FILE with the extension .plan).")
+@click.option("--emit", type=click.Choice(["graph", "events", "plan"]),
+              help="Print a compilation stage instead of writing a plan.")
 @click.option("--print-after", "after", metavar="PASS", shell_complete=passes,
               help="Print the events as they are after PASS instead; `--print-after list` lists the passes.")
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
@@ -47,32 +48,32 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 @command
 @click.argument("files", nargs=-1, required=True)
 @chosen
-@click.option("--fix", is_flag=True, help="Apply the fixes that are sure, then check again.")
-@click.option("--strict", is_flag=True, help="Warnings count as errors.")
+@click.option("--fix", is_flag=True, help="Apply all safe fixes, then check again.")
+@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 def check(settings: Settings, files: tuple[str, ...], sets: dict[str, Any], place: str | None,
           overrides: tuple[str, ...], fix: bool, strict: bool) -> int:
-    """Find the mistakes in FILES without writing a plan; needs no model."""
+    """Check FILES for errors without writing a plan; needs no models."""
     from rldsl.commands.check import check
 
     done = {file: check(file, sets, place, fix, overrides) for file in dict.fromkeys(files)}
     found = tuple(d for now in done.values() for d in now.found)
     for file, now in done.items():
-        if now.mended:
-            click.echo(f"{file}: {now.mended} mistake{'s' * (now.mended > 1)} mended", err=True)
+        if now.fixed:
+            click.echo(f"{file}: fixed {now.fixed} error{'s' * (now.fixed > 1)}", err=True)
     if found or settings.output == "json":
         report_diagnostics(found, settings)
     for file, now in done.items() if settings.output == "human" else ():
         if now.sure and not fix:
-            click.echo(f"\n`rlc check --fix {file}` mends {now.sure} of {len(now.found)}", err=True)
+            click.echo(f"\n`rlc check --fix {file}` fixes {now.sure} of {len(now.found)}", err=True)
         if not now.errors:
             count = len(now.found)
-            say(f"{file}: no mistakes found" + (f", {count} warning{'s' * (count > 1)}" if count else ""))
+            say(f"{file}: no errors found" + (f", {count} warning{'s' * (count > 1)}" if count else ""))
     return int(any(now.errors > 0 for now in done.values()) or strict and bool(found))
 
 
 @command
 def lsp(settings: Settings) -> int:
-    """Speak to an editor: the language server, on standard input and output."""
+    """Run the language server for editors, on standard input and output."""
     from rldsl.commands.lsp import serve
 
     serve()
@@ -81,10 +82,11 @@ def lsp(settings: Settings) -> int:
 
 @command
 @click.argument("files", nargs=-1, required=True)
-@click.option("--check", "ask", is_flag=True, help="Write nothing; name what would change, exit with 1 if anything.")
-@click.option("--diff", is_flag=True, help="Write nothing; show what would change.")
+@click.option("--check", "ask", is_flag=True,
+              help="Write nothing; list the files that would change, and exit with 1 if there are any.")
+@click.option("--diff", is_flag=True, help="Write nothing; print a diff.")
 def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> int:
-    """Put FILES into the one form: programs, directories of programs, or - (standard input to standard output)."""
+    """Format FILES: programs, directories of programs, or - (standard input to standard output)."""
     from rldsl.commands.fmt import SHOWN, STDIN, formatted
     from rldsl.files import write
 
@@ -104,20 +106,20 @@ def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> in
 
 @command
 @click.argument("name", required=False)
-@click.option("-o", "target", metavar="FILE", help="Where the program goes (default: NAME.rlf; - is standard output).")
-@click.option("--force", is_flag=True, help="Overwrite the program if it is there.")
+@click.option("-o", "target", metavar="FILE", help="Output file (default: NAME.rlf; - for standard output).")
+@click.option("--force", is_flag=True, help="Overwrite an existing program.")
 def new(settings: Settings, name: str | None, target: str | None, force: bool) -> None:
-    """Write a commented program to begin with; without NAME, list what there is."""
+    """Write a commented starter program; without NAME, list the starters."""
     from rldsl.commands import new as work
     from rldsl.files import write
 
     if name is None:
         if target or force:
-            raise Usage("NAME is missing: which program is written? `rlc new` lists them")
+            raise Usage("NAME is missing; `rlc new` lists the starter programs")
         say(work.listing())
         return
     if target == "-" and force:
-        raise Usage("--force overwrites a file, and `-o -` writes none")
+        raise Usage("--force cannot be combined with `-o -`")
     if target == "-":
         say(work.program(name))
         return
@@ -130,7 +132,7 @@ def new(settings: Settings, name: str | None, target: str | None, force: bool) -
 @command
 @click.argument("code", required=False)
 def explain(settings: Settings, code: str | None) -> None:
-    """What a message means, by its CODE; without one, all codes."""
+    """Explain the message with this CODE; without CODE, list all codes."""
     from rldsl import explain as pages
     from rldsl.explain.show import listing, show
 
@@ -140,7 +142,8 @@ def explain(settings: Settings, code: str | None) -> None:
     page = pages.page(pages.normal(code))
     if page is None:
         near = ", ".join(pages.nearest(pages.normal(code)))
-        raise Usage(f"there is no code {code!r}; " + (f"did you mean {near}?" if near else "`rlc explain` lists all"))
+        raise Usage(f"no such code: {code!r}; " + (f"did you mean {near}?" if near else "`rlc explain` lists all "
+                                                                                           "codes"))
     say(show(page, coloured(sys.stdout)))
 
 

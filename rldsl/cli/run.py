@@ -15,29 +15,31 @@ from rldsl.commands import Usage
 @command
 @click.argument("file", metavar="FILE", required=False)
 @chosen
-@click.option("--out", default="runs/out", show_default=True, metavar="DIR", help="Where logs and checkpoints go.")
-@click.option("--resume", is_flag=False, flag_value="", metavar="[DIR]", help="Go on from the newest checkpoint of the "
-              "run DIR, or from the checkpoint DIR (without a value: of the run in OUT).")
+@click.option("--out", default="runs/out", show_default=True, metavar="DIR", help="Directory for logs and checkpoints.")
+@click.option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
+              help="Resume from the latest checkpoint of the run DIR, or from the checkpoint DIR (without a value: of "
+                   "the run in OUT).")
 @click.option("--trace", metavar="FILE", help="Write the recorded timeline to this file (Chrome trace JSON).")
-@click.option("--nproc", type=click.IntRange(1), help="Processes to start; must be what the plan needs.")
-@click.option("--reward-workers", type=click.IntRange(0), metavar="N", help="Processes in which each rank calls Python "
-              "functions; 0: in its own, without a limit.")
-@click.option("--reward-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="That a Python "
-              "function may take for one row (default: 60).")
+@click.option("--nproc", type=click.IntRange(1), help="Number of processes; must match the plan.")
+@click.option("--reward-workers", type=click.IntRange(0), metavar="N",
+              help="Worker processes per rank for Python functions; 0 runs them in the rank's own process without a "
+                   "time limit.")
+@click.option("--reward-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="Seconds that a Python function may take per row (default: 60).")
 @click.option("--allow-write", multiple=True, metavar="DIR",
-              help="Let the program save models there too, outside --out and the working directory.")
-@click.option("--overwrite", is_flag=True, help="Remove the run that OUT holds.")
-@click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too, under OUT/tensorboard.")
+              help="Also allow saves to this directory, outside --out and the working directory.")
+@click.option("--overwrite", is_flag=True, help="Delete an earlier run in OUT.")
+@click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard, under OUT/tensorboard.")
 @click.option("--wandb", is_flag=False, flag_value="online", type=click.Choice(["offline", "online"]),
-              help="Write the metrics for Weights & Biases too (without a value: online).")
-@click.option("--log-samples", type=click.IntRange(0), default=0, metavar="N", help="Write so many sampled sequences "
-              "of each step as text, under OUT/samples.")
-@click.option("--plain", is_flag=True, help="Show a line for each step, even on a terminal.")
+              help="Also log the metrics to Weights & Biases (without a value: online).")
+@click.option("--log-samples", type=click.IntRange(0), default=0, metavar="N",
+              help="Write this many sampled sequences per step as text, under OUT/samples.")
+@click.option("--plain", is_flag=True, help="Print one line per step even on a terminal.")
 def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
         out: str, resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
         reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, tensorboard: bool,
         wandb: str | None, log_samples: int, plain: bool) -> int:
-    """Compile FILE (or take a plan) and run it on this machine, one process for each rank."""
+    """Compile FILE (or take a plan) and run it on this machine, one process per rank."""
     from rldsl.commands.run import run
 
     if file is None and resume:  # `--resume ppo.rlf`: the option took the program for its value
@@ -56,7 +58,7 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
 @command
 @click.argument("folder", metavar="[DIR]", default="runs")
 def runs(settings: Settings, folder: str) -> None:
-    """List the runs below DIR (default: runs): how far each is, and its last reward."""
+    """List the runs below DIR (default: runs), with progress and last reward."""
     from rldsl.commands.runs import listing
 
     say(listing(folder))
@@ -64,10 +66,10 @@ def runs(settings: Settings, folder: str) -> None:
 
 @command
 @click.argument("folder", metavar="DIR")
-@click.option("--plan", metavar="PLAN", help="The plan of the run, where DIR does not hold it.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--plan", metavar="PLAN", help="The plan of the run, if it is not in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def postmortem(settings: Settings, folder: str, plan: str | None, as_json: bool) -> None:
-    """Why the run in DIR stood still: where its ranks were, and who waited for whom."""
+    """Explain why the run in DIR hung: where its ranks were, and which waited for which."""
     from rldsl.commands.postmortem import postmortem as work
 
     say(work(folder, plan, as_json))
@@ -76,9 +78,9 @@ def postmortem(settings: Settings, folder: str, plan: str | None, as_json: bool)
 @command
 @click.argument("folders", metavar="RUN_DIR...", nargs=-1, required=True)
 @click.option("-o", "target", metavar="FILE", help="An .svg or .png file (default: metrics.svg in the first RUN_DIR).")
-@click.option("--metric", "patterns", multiple=True, metavar="NAME", help='A metric, or some: "actor/*".')
+@click.option("--metric", "patterns", multiple=True, metavar="NAME", help="A metric or a pattern such as \"actor/*\".")
 def plot(settings: Settings, folders: tuple[str, ...], target: str | None, patterns: tuple[str, ...]) -> None:
-    """Draw the metrics of a run, or of several over each other: reward, KL, loss, lengths."""
+    """Plot the metrics of one or more runs: reward, KL, loss, lengths."""
     from rldsl.commands.plot import plot
 
     target = target or str(Path(folders[0]) / "metrics.svg")

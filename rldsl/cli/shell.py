@@ -20,8 +20,7 @@ import click
 from rldsl.commands import Usage
 from rldsl.diag import Diagnostic, Failure, InternalError
 
-BUG = ("this is a mistake of the compiler, not of your program: "
-       "please report it, with the program or plan and this message")
+BUG = "this is a bug in the compiler, not in your program: please report it, with the program or plan and this message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,12 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--output", type=click.Choice(["human", "json", "github"]), default="human", show_default=True,
-              help="How to show errors.")
-@click.option("-v", "--verbose", is_flag=True, help="Show timings, and tracebacks of internal errors.")
+              help="Format of errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Show timings, and the traceback of internal errors.")
 @click.version_option(package_name="rldsl", prog_name="rlc")
 @click.pass_context
 def main(context: click.Context, output: str, verbose: bool) -> None:
-    """Compile, check, look at and run .rlf programs."""
+    """Check, compile, inspect and run .rlf programs."""
     context.obj = Settings(output, verbose)
     if context.invoked_subcommand in ("check", "compile", "explain-placement", "fmt", "graph", "lsp", "run",
                                       "search", "sim", "profile"):
@@ -111,7 +110,7 @@ def _choose(context: click.Context, output: str | None) -> None:
 
 
 _output = click.option("--output", type=click.Choice(["human", "json", "github"]), expose_value=False,
-                       callback=lambda context, _, value: _choose(context, value), help="How to show errors.")
+                       callback=lambda context, _, value: _choose(context, value), help="Format of errors.")
 
 
 def command(body: Callable[..., int | None]) -> click.Command:

@@ -65,14 +65,14 @@ def read(path: str) -> Cluster:
         text = Path(path).read_bytes().decode("utf-8")
     except FileNotFoundError:
         near = get_close_matches(path, presets(), n=1)
-        known = f"did you mean `{near[0]}`?" if near else f"known without a file: {', '.join(presets())}"
+        known = f"did you mean `{near[0]}`?" if near else f"built-in node types: {', '.join(presets())}"
         raise fail("RL0091", f"no such file: {path}", place=path, help=known) from None
     except OSError as error:
         raise fail("RL0092", f"cannot read {path}: {error.strerror}", place=path,
-                   help=f"give a file that this user may read, or a known node: {', '.join(presets())}") from None
+                   help=f"pass a readable file, or a built-in node type: {', '.join(presets())}") from None
     except UnicodeDecodeError as error:
         raise fail("RL0103", f"`{path}` is not valid YAML", place=path,
-                   help=f"byte {error.start} is no UTF-8") from None
+                   help=f"byte {error.start} is not UTF-8") from None
     return parse(SourceFile(path, text))
 
 
@@ -91,8 +91,8 @@ def parse(file: SourceFile) -> Cluster:
                    help=" ".join(str(error).split())) from None
     reader = _Reader(file)
     if not isinstance(tree, yaml.MappingNode):
-        raise fail("RL0205", f"`{file.name}` must hold numbers by name", Span(file, 0, len(file.text)),
-                   help="for instance `nodes: 1`, `gpus: 8`, `memory_gb: 80`")
+        raise fail("RL0205", f"`{file.name}` must contain named values", Span(file, 0, len(file.text)),
+                   help="for example `nodes: 1`, `gpus: 8`, `memory_gb: 80`")
     found = reader.cluster(tree)
     if reader.found or found is None:
         raise Failure(reader.found)
@@ -117,13 +117,13 @@ class _Reader:
         for key, value in tree.value:
             name = key.value
             if not isinstance(name, str):
-                self.say("RL0107", "the name of a value must be a word", key, help=f"known: {', '.join(known)}")
+                self.say("RL0107", "keys must be strings", key, help=f"one of: {', '.join(known)}")
             elif name not in known:
                 near = get_close_matches(name, known, n=1)
-                self.say("RL0107", f"a cluster has no `{name}`", key,
-                         help=f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}")
+                self.say("RL0107", f"unknown cluster setting `{name}`", key,
+                         help=f"did you mean `{near[0]}`?" if near else f"one of: {', '.join(known)}")
             elif name in kept:
-                self.say("RL0215", f"`{name}` is given twice", key, help="remove one of the two")
+                self.say("RL0215", f"`{name}` is passed twice", key, help="remove one of the two")
             else:
                 kept[name] = value
         return kept
@@ -136,8 +136,8 @@ class _Reader:
             base = preset(str(node.value)) if isinstance(node.value, str) else None
             if base is None:
                 near = get_close_matches(str(node.value), presets(), n=1)
-                self.say("RL0205", "this preset is not known", node, help=f"did you mean `{near[0]}`?" if near else
-                         f"known: {', '.join(presets())}")
+                self.say("RL0205", "unknown preset", node, help=f"did you mean `{near[0]}`?" if near else
+                         f"one of: {', '.join(presets())}")
                 return None
         measured = given.pop("measured", None)
         values: dict[str, Any] = {k: self.value(k, FIELDS[k], v) for k, v in given.items()}
@@ -155,10 +155,10 @@ class _Reader:
         if field.kind == "text":
             if isinstance(plain, str):
                 return plain
-            return self.say("RL0205", f"`{name}` must be a text", node, help=f'for instance `{name}: "mine"`')
+            return self.say("RL0205", f"`{name}` must be a string", node, help=f"for example `{name}: \"mine\"`")
         if not number or field.kind == "int" and plain != int(plain):
-            what, like = ("a whole number", "8") if field.kind == "int" else ("a number", "0.75")
-            return self.say("RL0205", f"`{name}` must be {what}", node, help=f"for instance `{name}: {like}`")
+            what, like = ("an integer", "8") if field.kind == "int" else ("a number", "0.75")
+            return self.say("RL0205", f"`{name}` must be {what}", node, help=f"for example `{name}: {like}`")
         if not (field.low < plain or plain == field.low and not field.above) or not plain <= field.high:
             low = f"more than {field.low:g}" if field.above else f"at least {field.low:g}"
             high = f" and at most {field.high:g}" if field.high < float("inf") else ""
@@ -169,7 +169,7 @@ class _Reader:
         import yaml
 
         if not isinstance(tree, yaml.SequenceNode) or not all(isinstance(n, yaml.MappingNode) for n in tree.value):
-            self.say("RL0205", "`measured` must be a list, as `rlc profile` writes it", tree)
+            self.say("RL0205", "`measured` must be a list as written by `rlc profile`", tree)
             return ()
         found = []
         for node in tree.value:
@@ -177,7 +177,8 @@ class _Reader:
             values = {k: self.value(k, MEASURED[k], v) for k, v in given.items() if k in MEASURED}
             values |= {k: self.rates(k, v) for k, v in given.items() if k in PASSES}
             if missing := [k for k in MEASURED if k not in values]:
-                self.say("RL0215", f"a measured model needs `{missing[0]}`", node, help="`rlc profile` writes it")
+                self.say("RL0215", f"an entry of `measured` needs `{missing[0]}`",
+                         node, help="`rlc profile` writes this list")
             elif not self.found:
                 found.append(Measured(**values))
         return tuple(found)
@@ -186,7 +187,7 @@ class _Reader:
         import yaml
 
         if not isinstance(node, yaml.MappingNode):
-            self.say("RL0205", f"`{name}` must hold microseconds by name", node)
+            self.say("RL0205", f"`{name}` must map names to microseconds", node)
             return ()
         given = self.pairs(node, PASSES[name])
         return tuple((k, self.value(k, Field("float", ""), v)) for k, v in given.items())

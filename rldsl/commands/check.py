@@ -1,4 +1,4 @@
-"""`rlc check`: what is wrong with a program, and with --fix what could be mended in its file."""
+"""`rlc check`: the errors of a program, and with --fix the fixes applied to its file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ Found = tuple[Diagnostic, ...]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """found: what is wrong now. mended: how many mistakes are no longer in the file. sure: how many of `found` --fix
-    would mend."""
+    """What `rlc check` found and fixed."""
 
-    found: Found
-    mended: int
-    sure: int
+    found: Found    # what is wrong now
+    fixed: int      # how many errors are no longer in the file
+    sure: int       # how many of `found` --fix would fix
 
     @property
     def errors(self) -> int:
@@ -43,7 +42,7 @@ def errors(found: Found) -> int:
 
 def check(file: str, sets: Mapping[str, Scalar], place: str | None, fix: bool,
           overrides: Sequence[str] = ()) -> Checked:
-    """With `fix` the file is written if anything could be mended."""
+    """With `fix` the file is written if anything could be fixed."""
     source = api.read_source(file)
     rules = api.read_source(place) if place else None
 
@@ -51,16 +50,17 @@ def check(file: str, sets: Mapping[str, Scalar], place: str | None, fix: bool,
         return api.examine(source.text, source.name, sets=sets, place=rules, overrides=overrides)
 
     if fix and _in_library(file):
-        raise Usage(f"{file} belongs to the standard library, which `--fix` leaves alone; copy it first")
-    found, mended = again(source), 0
+        raise Usage(f"{file} belongs to the standard library, which `--fix` does not change; copy it first")
+    found, fixed = again(source), 0
     if fix:
-        source, found, mended = mend(source, found, again)
-        if mended:
+        source, found, fixed = apply_fixes(source, found, again)
+        if fixed:
             write(source.name, source.text.encode())
-    return Checked(found, mended, sum(d.fix is not None and d.fix.edits[0][0].file == source for d in found))
+    return Checked(found, fixed, sum(d.fix is not None and d.fix.edits[0][0].file == source for d in found))
 
 
-def mend(source: SourceFile, found: Found, again: Callable[[SourceFile], Found]) -> tuple[SourceFile, Found, int]:
+def apply_fixes(source: SourceFile, found: Found,
+                again: Callable[[SourceFile], Found]) -> tuple[SourceFile, Found, int]:
     """Fix and check again, until nothing sure is left; what is fixed must not make more errors."""
     from rldsl.fix import apply
 

@@ -76,6 +76,6 @@ def _programs(path: str) -> list[str]:
     inside = (p.relative_to(path) for p in Path(path).rglob("*.rlf") if p.is_file())
     found = sorted(str(Path(path) / p) for p in inside if not any(part.startswith(".") for part in p.parts))
     if not found:
-        raise fail("RL0092", f"there is no .rlf file in {path}", place=path,
-                   help="name a program, or a directory of programs")
+        raise fail("RL0092", f"no .rlf files in {path}", place=path,
+                   help="pass a program, or a directory of programs")
     return found

@@ -24,7 +24,7 @@ def draw(form: Form, file: str, sets: Mapping[str, Scalar], place: str | None,
         return picture.dot(made, reduce)
     program = shutil.which("dot")
     if program is None:
-        raise fail("RL0095", "SVG needs Graphviz, and there is no `dot` program here", place=file,
+        raise fail("RL0095", "SVG needs Graphviz, but the program `dot` is not installed", place=file,
                    help="install Graphviz, or use --format mermaid or dot")
     return subprocess.run([program, "-Tsvg"], input=picture.dot(made, reduce), text=True, capture_output=True,
                           check=True).stdout

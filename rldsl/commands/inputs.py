@@ -22,5 +22,5 @@ def plan_or_program(file: str, sets: Mapping[str, Scalar], place: str | None, ov
     if not file.endswith(ENDING):
         return entry.compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
     if sets or place or overrides:
-        raise Usage("a plan is fixed: give --set, --place and --on when compiling it")
+        raise Usage("--set, --place and --on apply to programs; pass them when compiling the plan")
     return entry.load(file)

@@ -12,6 +12,6 @@ def serve() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("pygls", "lsprotocol"):
             raise
-        raise fail("RL0097", "the language server needs a library that is not installed", place="rlc lsp",
+        raise fail("RL0097", "the language server needs pygls, which is not installed", place="rlc lsp",
                    help="install it with `pip install 'rldsl[lsp]'`") from None
     make().start_io()

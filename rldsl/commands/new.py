@@ -21,8 +21,8 @@ def files(name: str, target: str | None, force: bool) -> list[tuple[str, str]]:
         path = str(Path(path) / f"{name}.rlf")
     text = program(name, path)
     if Path(path).exists() and not force:
-        raise fail("RL0094", f"cannot write {path}: it exists already", place=path,
-                   help="choose another place with -o, or overwrite it with --force")
+        raise fail("RL0094", f"cannot write {path}: the file exists", place=path,
+                   help="choose another path with -o, or overwrite it with --force")
     beside = ((str(Path(path).parent / file), content) for file, content in starters.used(name))
     return [(path, text), *(pair for pair in beside if not Path(pair[0]).exists())]
 
@@ -32,8 +32,8 @@ def program(name: str, path: str = "") -> str:
     names = starters.names()
     if name not in names:
         near = get_close_matches(name.lower().replace("-", "_"), names, n=1)
-        raise Usage(f"there is no starter {name!r}; "
-                    + (f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"))
+        raise Usage(f"no such starter: {name!r}; "
+                    + (f"did you mean {near[0]}?" if near else f"starters: {', '.join(names)}"))
     return starters.text(name).replace(f"{name}.rlf", path or f"{name}.rlf")
 
 

@@ -28,8 +28,8 @@ WIDTH, HEIGHT = 4.2, 2.8  # inches of a panel
 def plot(folders: Sequence[str], target: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """Draw to `target`; the names of the metrics that were drawn. patterns: names, or with * and ?."""
     if Path(target).suffix.lower() not in FORMATS:
-        raise fail("RL0786", f"{target} is not the name of an SVG or PNG file", place=target,
-                   help="let it end in .svg or .png")
+        raise fail("RL0786", f"{target}: the file extension must be .svg or .png", place=target,
+                   help="use the extension .svg or .png")
     found = {name: metrics(Path(folder)) for name, folder in _names(folders).items()}
     names = choose(found, patterns)
     write(target, draw(found, names, Path(target).suffix.lower()[1:]))
@@ -53,7 +53,7 @@ def choose(found: Mapping[str, Lines], patterns: Sequence[str]) -> tuple[str, ..
         if not fitting:
             near = get_close_matches(pattern, every, n=1)
             raise fail("RL0785", f"no run has a metric {pattern!r}", place="--metric",
-                       help=f"did you mean {near[0]}?" if near else f"there are {', '.join(every[:12])}")
+                       help=f"did you mean {near[0]}?" if near else f"metrics of the runs: {', '.join(every[:12])}")
         chosen += fitting
     if patterns:
         return tuple(dict.fromkeys(chosen))

@@ -39,16 +39,16 @@ def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -
 def _dumps(folder: Path) -> dict[int, Dump]:
     if not folder.is_dir():
         raise fail("RL0795", f"no such directory: {folder}", place=str(folder),
-                   help="`rlc runs DIR` lists the runs below one")
+                   help="`rlc runs DIR` lists the runs below a directory")
     dumps: dict[int, Dump] = {}
     for file in sorted(folder.glob("rank-*.json")):
         dump = read_dump(_text(file), str(file))
         if file.name != _name(dump) or not 0 <= dump.rank < dump.world:
-            raise broken(str(file), f"it says that it is of rank {dump.rank} of {dump.world}")
+            raise broken(str(file), f"it is the dump of rank {dump.rank} of {dump.world}")
         dumps[dump.rank] = dump
     if not dumps:
-        raise fail("RL0795", "there are no dumps here", place=str(folder),
-                   help=f"ranks leave them in DIR/{FOLDER} when a run fails; its next start removes them")
+        raise fail("RL0795", "no dumps found", place=str(folder),
+                   help=f"ranks write dumps to DIR/{FOLDER} when a run fails; the next start deletes them")
     return dumps
 
 
@@ -61,7 +61,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise broken(str(file), getattr(error, "strerror", None) or "it is not UTF-8 text") from None
+        raise broken(str(file), getattr(error, "strerror", None) or "not UTF-8 text") from None
 
 
 def _same(folder: Path, left: Sequence[Dump | Signs]) -> None:
@@ -73,9 +73,9 @@ def _same(folder: Path, left: Sequence[Dump | Signs]) -> None:
                 groups.setdefault(getattr(one, what), []).append(_name(one))
         if len(groups) > 1:
             more = {key: " ..." if len(names) > 6 else "" for key, names in groups.items()}
-            raise fail("RL0796", f"these dumps are not of one {what}", place=str(folder),
+            raise fail("RL0796", f"these dumps are not from the same {what}", place=str(folder),
                        notes=tuple(f"{what} {key}: {', '.join(names[:6])}{more[key]}" for key, names in groups.items()),
-                       help="keep those of one start of one run")
+                       help="keep only the dumps of one run")
 
 
 def _plan(folder: Path, given: str | None, dump: Dump) -> Plan:
@@ -89,8 +89,8 @@ def _plan(folder: Path, given: str | None, dump: Dump) -> Plan:
         if plan_id(data) == dump.plan:
             return decode(data, str(file))
         other = f"; {file} is plan {plan_id(data)}"
-    raise fail("RL0797", f"the plan {dump.plan} of these dumps is not there{other}", place=str(names[0]),
-               help="`--plan FILE` names it")
+    raise fail("RL0797", f"the plan {dump.plan} of these dumps was not found{other}", place=str(names[0]),
+               help="pass it with `--plan FILE`")
 
 
 def _fits(folder: Path, plan: Plan, left: Sequence[Dump | Signs]) -> None:
@@ -105,7 +105,7 @@ def _fits(folder: Path, plan: Plan, left: Sequence[Dump | Signs]) -> None:
         spoken_of: tuple[Stand | Entry, ...] = (*stands, *entries)
         spoken = [at for x in spoken_of for at in (x.at, x.awaits) if at is not None]
         if last >= plan.header.world or any(at.event not in events for at in spoken):
-            raise broken(str(folder / _name(one)), "it speaks of what its plan does not have")
+            raise broken(str(folder / _name(one)), "it refers to something that its plan does not have")
 
 
 def _name(one: Dump | Signs) -> str:

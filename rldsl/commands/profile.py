@@ -65,7 +65,7 @@ def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides:
         known = {**known, **found, "measured": [*known.get("measured", ()), *found["measured"]]}
         kept.parent.mkdir(parents=True, exist_ok=True)
         write(str(kept), json.dumps(known).encode(), "")
-    write(target, _file(plan, facts, known).encode(), "choose another place with -o")
+    write(target, _file(plan, facts, known).encode(), "choose another path with -o")
     refused = [str(d) for d in degrees if d not in {tp for _, tp, _ in asked}]
     left = f"; no model allows tp={', '.join(refused)}" if refused else ""
     new = f"measured {len(wanted)} shard{'s' * (len(wanted) != 1)}" if wanted else "nothing new to measure"
@@ -124,8 +124,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
     done = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise fail("RL0788", "this machine cannot be measured", notes=tuple(said[-3:]),
-                   help="the models' directories must be where the plan says, with their config.json and tokenizer")
+        raise fail("RL0788", "profiling failed on this machine", notes=tuple(said[-3:]),
+                   help="the model directories must be at the paths in the plan, with config.json and a tokenizer")
     return done.stdout
 
 
@@ -147,7 +147,7 @@ def _file(plan: Plan, facts: Facts, known: Mapping[str, Any]) -> str:
     if not facts.devices:
         values |= {"cores": facts.cores, "threads": facts.threads}
     values |= {k: _short(v) for k, v in known.items() if k in FIELDS}
-    lines = ["# Measured by `rlc profile`. Efficiencies are 1: the rates are those that were reached.\n",
+    lines = ["# Measured by `rlc profile`. Efficiencies are 1, because the rates are measured.\n",
              yaml.safe_dump(values, sort_keys=False)]
     lines.append("measured:\n")
     for m in known["measured"]:

@@ -37,10 +37,10 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
         world = plan.ranks
         if nproc not in (None, world):
             raise fail("RL0096", f"the plan is for {world} rank{'s' * (world > 1)}, not {nproc}", place=file,
-                       help=f"leave --nproc out, or write --nproc {world}")
+                       help=f"omit --nproc, or use --nproc {world}")
         if world > (cores := os.cpu_count() or 1):
-            say(f"{world} ranks share the {cores} core{'s' * (cores > 1)} of this machine "
-                "(docs/cluster.md says how a plan is started on several)")
+            say(f"{world} ranks share the {cores} core{'s' * (cores > 1)} of this machine (docs/cluster.md shows how "
+                "to run a plan on several machines)")
         more = [*([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
         return _launch(path, world, out, trace, more)
 

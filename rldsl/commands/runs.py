@@ -20,7 +20,7 @@ def listing(folder: str) -> str:
     """A table of the runs below `folder`, the newest first. RL0783: there is no such directory."""
     if not Path(folder).is_dir():
         raise fail("RL0783", f"no such directory: {folder}", place=folder,
-                   help="`rlc run --out DIR` makes one for a run")
+                   help="`rlc run --out DIR` creates one for a run")
     found = list(runs(Path(folder)))
     if not found:
         return f"no runs below {folder}"
@@ -50,10 +50,10 @@ def metrics(out: Path) -> Lines:
     try:
         found = read(file)
     except FileNotFoundError:
-        raise fail("RL0783", "there is no run in this directory", place=str(file), help=_inside(out)) from None
+        raise fail("RL0783", "no run in this directory", place=str(file), help=_inside(out)) from None
     if not found:
         raise fail("RL0784", "this run has no metrics yet", place=str(file),
-                   help="they come with the end of the first step")
+                   help="they are written at the end of each step")
     return found
 
 
@@ -65,4 +65,6 @@ def _near(out: Path) -> str:
 
 def _inside(out: Path) -> str:
     inside: Sequence[str] = [str(path) for path, _ in runs(out)]
-    return f"runs in it: {', '.join(inside[:4])}" if inside else "`rlc runs DIR` lists the runs below a directory"
+    if inside:
+        return f"runs in this directory: {', '.join(inside[:4])}"
+    return "`rlc runs DIR` lists the runs below a directory"

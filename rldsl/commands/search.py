@@ -47,7 +47,7 @@ def search(asked: Asked, target: str, as_json: bool, say: Callable[[str], None])
     cluster, p = _prepared(asked)
     answer, cut = _found(p, cluster, asked, say)
     text = form.source(p, answer, version(), cluster.name, cut)
-    write(target, text.encode(), "choose another place with -o")
+    write(target, text.encode(), "choose another path with -o")
     if as_json:
         return report.to_json(answer, cluster.name)
     return report.text(answer, asked.file, cluster.name, profile(cluster)) + (
@@ -68,9 +68,10 @@ def explain(asked: Asked, as_json: bool, say: Callable[[str], None]) -> str:
 def _prepared(asked: Asked) -> tuple[Cluster, Prepared]:
     cluster = find(asked.cluster)
     if missing := cluster.unknown():
-        raise fail("RL0215", f"`{cluster.name}` does not say how fast it is", place=cluster.name,
-                   notes=(f"missing: {', '.join(missing)}",), help="begin the file with a preset "
-                   "(`preset: h100x8`), give the numbers, or measure this machine with `rlc profile`")
+        raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.name,
+                   notes=(f"missing: {', '.join(missing)}",),
+                   help="start the file with a preset (`preset: h100x8`), add the numbers, or measure this machine "
+                        "with `rlc profile`")
     if asked.memory:
         cluster = replace(cluster, memory_gb=asked.memory)
     graph = _graph(asked)
@@ -103,7 +104,8 @@ def _found(p: Prepared, cluster: Cluster, asked: Asked, say: Callable[[str], Non
 
 def profile(cluster: Cluster) -> str:
     """Where the times are from."""
-    return "measured by `rlc profile`" if cluster.measured else "counted operations at the cluster's rates (a roofline)"
+    return "measured by `rlc profile`" if cluster.measured else ("a roofline estimate from operation counts and the "
+                                                                 "cluster's rates")
 
 
 def version() -> str:

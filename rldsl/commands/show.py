@@ -21,9 +21,9 @@ from rldsl.python.sources import event_quote, sources_of
 def show(file: str, rank: int | None, event: int | None, touched: bool, as_json: bool) -> str:
     """touched: only what a run reads and writes."""
     if touched and (rank is not None or event is not None or as_json):
-        raise Usage("--paths is of the whole plan, as text: leave --rank, --event and --json out")
+        raise Usage("--paths describes the whole plan as text: omit --rank, --event and --json")
     if rank is not None and event is not None:
-        raise Usage("--rank shows a list and --event one event: give one of them")
+        raise Usage("--rank and --event cannot be combined")
     data = api.read_bytes(file)
     plan = decode(data, file)
     if touched:

@@ -18,12 +18,12 @@ def sim(file: str, cluster: str, sets: Mapping[str, Scalar], place: str | None, 
         lengths: Lengths, like: str | None, as_json: bool, trace: str | None) -> str:
     """like: the directory of an earlier run whose lengths to take."""
     if like and lengths != Lengths():
-        raise Usage("--lengths takes them from a run: leave --prompt-tokens and --response-tokens out")
+        raise Usage("--lengths takes the lengths from a run: omit --prompt-tokens and --response-tokens")
     from rldsl.simulate.trace import chrome
 
     plan = plan_or_program(file, sets, place, overrides)
     found = plan.simulate(cluster, prompt_tokens=lengths.prompt, response_tokens=lengths.response,
                           longest=lengths.longest, like=like)
     if trace:
-        write(trace, chrome(found.plan, found.timeline).encode(), "choose another place with --trace")
+        write(trace, chrome(found.plan, found.timeline).encode(), "choose another path with --trace")
     return found.json() if as_json else found.text()

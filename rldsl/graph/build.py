@@ -81,8 +81,9 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         modules.main(ast.File(place.source, ()))  # for the record of sources
         for item in place.items:
             if not isinstance(item, PLACEMENT):
-                errors.add("RL0108", "a placement file holds only `mesh`, `place`, `cluster` and `param`", item.span,
-                           help="move this to the program")
+                errors.add("RL0108", "a placement file may contain only `mesh`, `place`, `cluster` and `param`",
+                           item.span,
+                           help="move this to the main program")
     more = tuple(i for i in (place.items if place else ()) if isinstance(i, PLACEMENT))
     items = file.items + more
     top = _Declarations(module, modules, lower, sets, read, supplied(file.items, more))
@@ -94,8 +95,8 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     flows = [i for i in file.items if isinstance(i, ast.Flow)]
     if len(flows) != 1:
         where = flows[1].name.span if flows else Span(file.source, 0, 0)
-        errors.add("RL0109", "a program has one flow" if flows else "this program has no flow", where,
-                   help="" if flows else "write `flow NAME(steps=...) { ... }`")
+        errors.add("RL0109", "a program can have only one flow" if flows else "the program has no flow", where,
+                   help="" if flows else "add `flow NAME(steps=...) { ... }`")
         return None, tuple(errors.found)
     flow, scope = flows[0], Scope(module)
     for name, kind in kinds(flow, top.data).items():

@@ -33,8 +33,8 @@ class CallsOfFlow:
         what = cast(ast.Attribute, call.func).name.name
         if isinstance(owner, DataRef) or what in ("generate", "train"):
             return self.errors.add("RL0212", f"`{what}` inside an expression", call.func.span,
-                                   help=f"give it a statement of its own: `name = {call.func.span.text}(...)`"
-                                   if what != "train" else "give it a statement of its own")
+                                   help=f"write it as a separate statement: `name = {call.func.span.text}(...)`"
+                                   if what != "train" else "write it as a separate statement")
         return self.make(owner, call, scope, None, None, call.span)
 
     def make(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope, target: str | None,
@@ -79,9 +79,9 @@ class CallsOfFlow:
                 continue
             bad = True
             if not isinstance(value, Bad):
-                takes, side = ("prompts", 'load them with `kind="prompts"`') if what == "generate" else \
-                    ("sequences", "take one side: `.chosen` or `.rejected`")
-                self.errors.add("RL0203", f"`{what}` takes {takes}, found {describe(value)}", arg.span,
+                takes, side = ("prompts", "load the data with `kind=\"prompts\"`") if what == "generate" else \
+                    ("sequences", "use one side: `.chosen` or `.rejected`")
+                self.errors.add("RL0203", f"`{what}` takes {takes}, not {describe(value)}", arg.span,
                                 help=side if isinstance(value, Pairs) else "")
         return BAD if bad else refs
 
@@ -126,10 +126,10 @@ class CallsOfFlow:
         if cast(int, given["min_new_tokens"]) > cast(int, given["max_new_tokens"]):
             return self.errors.add("RL0205", "`min_new_tokens` is larger than `max_new_tokens`", call.func.span,
                                    f"{given['min_new_tokens']} > {given['max_new_tokens']}",
-                                   help="no response could be that long and that short: raise `max_new_tokens`")
+                                   help="raise `max_new_tokens` or lower `min_new_tokens`")
         if target is None:
             return self.errors.add("RL0212", "the result of `generate` is not used", span,
-                                   help="bind it: `gen = ...`")
+                                   help="assign it to a name: `gen = ...`")
         sampling = Sampling(**cast(dict[str, Any], given))
         source = prompts.frame
         frame = self.flow.spaces.add(replace(
@@ -150,21 +150,23 @@ class CallsOfFlow:
         """`generate` on sequences that have responses: say where prompts are to be had."""
         if ref.kind != "generated":
             return self.errors.add("RL0213", "`generate` needs prompts", span,
-                                   f"`{span.text}` holds prompts with their answers",
-                                   help='load them with `kind="prompts"`')
+                                   f"`{span.text}` contains prompts with answers",
+                                   help="load the data with `kind=\"prompts\"`")
         origin = ref.frame
         while origin.of:
             origin = self.flow.spaces.frames[origin.of]
         prompts = origin.prompts.removesuffix(".all")  # a collection keeps the names of its block
         again = f"`{owner.name}.generate({prompts})`" if origin is ref.frame else \
             f"`p2 = {prompts} where ...`, then `{owner.name}.generate(p2)`"
-        return self.errors.add("RL0213", f"`{span.text}` has responses already", span, "`generate` continues prompts",
-                               help=f"generate from its prompts: {again}")
+        return self.errors.add("RL0213", f"`{span.text}` already has responses; continuing them is not supported yet",
+                               span,
+                               "`generate` takes prompts, not sequences",
+                               help=f"to generate from its prompts again, write {again}")
 
     def _responses(self, ref: FrameRef, what: str, span: Span) -> bool:
         if ref.kind == "prompts":
             self.errors.add("RL0213", f"`{what}` needs sequences with a response", span,
-                            f"`{ref.frame.id}` holds prompts only", help="generate first, or load answers")
+                            f"`{ref.frame.id}` contains only prompts", help="generate responses first, or load answers")
         return ref.kind != "prompts"
 
     def _infer(self, owner: ModelRef, name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
@@ -192,32 +194,35 @@ class CallsOfFlow:
         use = self.flow.lower.eval(losses[0].value, scope)
         if not isinstance(use, (LossUse, Bad)):
             help_ = "call it: `loss=name(...)`" if isinstance(use, LossRef) else \
-                "write it as a `loss`, which is declared like a function"
-            return self.errors.add("RL0203", f"`loss` needs a loss, found {describe(use)}", losses[0].value.span,
+                "declare it with `loss` instead of `fn`"
+            return self.errors.add("RL0203", f"`loss` must be a loss, not {describe(use)}", losses[0].value.span,
                                    help=help_)
         if not owner.trainable:
             word = cast(ast.Attribute, call.func).name.span
             return self.errors.add("RL0207", f"the model `{owner.name}` is frozen", word,
-                                   "only a model with an optimizer is trained", labels=self._declared(owner),
+                                   "only a model with an optimizer can be trained", labels=self._declared(owner),
                                    help=f"declare it with an optimizer: `model {owner.name} = ... train adamw(lr=...)`")
         if len(refs) not in (1, 2):
-            return self.errors.add("RL0204", f"`train` takes one batch, or two of one row, not {len(refs)}", call.span)
+            return self.errors.add("RL0204",
+                                   f"`train` takes one batch, or the two sides of a pair, not {len(refs)} batches",
+                                   call.span)
         if isinstance(use, Bad) or isinstance(given, Bad):
             return BAD
         if not all([self._responses(r, "train", call.span) for r in refs]):
             return BAD
         if refs[0].frame.rows != refs[-1].frame.rows:
-            return self.errors.add("RL0202", f"`{refs[0].frame.id}` and `{refs[1].frame.id}` are not two sides of one "
-                                   "row", call.span, help="train on `pair.chosen` and `pair.rejected`")
+            return self.errors.add("RL0202",
+                                   f"`{refs[0].frame.id}` and `{refs[1].frame.id}` are not the two sides of a pair",
+                                   call.span, help="train on `pair.chosen` and `pair.rejected`")
         if len(refs) == 2 and refs[0].frame.id == refs[1].frame.id:
             second = [a for a in call.args if a.name is None][1]
-            return self.errors.add("RL0215", f"`{refs[1].frame.id}` is given twice", second.span,
+            return self.errors.add("RL0215", f"`{refs[1].frame.id}` is passed twice", second.span,
                                    "both sides are the same", help="train on `pair.chosen` and `pair.rejected`")
         parts = minibatches(call, given, refs[0], self.flow.lower, scope)
         if isinstance(parts, Bad):
             return BAD
         if target is not None:
-            return self.errors.add("RL0212", "`train` has no result", span, help="remove the name before `=`")
+            return self.errors.add("RL0212", "`train` returns nothing", span, help="remove the name before `=`")
         node = self.flow.unique(f"{owner.name}.train")
         frames = tuple(r.frame for r in refs)
         made = lower_loss(use, owner.kind, frames, f"{node}/{use.ref.decl.name.name}", self.flow.lower)

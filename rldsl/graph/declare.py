@@ -36,7 +36,7 @@ def state(decl: ast.State, lower: Lower, scope: Scope) -> float:
         return 0.0
     if value.dtype != "f32":
         lower.errors.add("RL0205", f"the state `{decl.name.name}` must be a number", decl.initial.span,
-                         f"this is {describe(value)}", help=f"for instance `state {decl.name.name} = 0.1`")
+                         f"this is {describe(value)}", help=f"for example `state {decl.name.name} = 0.1`")
         return 0.0
     return float(value.value)
 
@@ -52,7 +52,7 @@ def unknown_sets(sets: Mapping[str, Scalar], declared: set[str], errors: Errors)
 def named(call: ast.Call, lower: Lower, what: str, positional: int = 0) -> list[tuple[ast.Ident, ast.Expr]]:
     """The arguments given by name; extra positional ones are errors."""
     for arg in [a for a in call.args if a.name is None][positional:]:
-        lower.errors.add("RL0204", f"{what} takes its options by name", arg.span, help="write `option=value`")
+        lower.errors.add("RL0204", f"the options of {what} must be named", arg.span, help="write `option=value`")
     return [(a.name, a.value) for a in call.args if a.name is not None]
 
 
@@ -69,8 +69,8 @@ def _source(call: ast.Expr, allowed: tuple[str, ...], word: str, lower: Lower, s
         return lower.errors.add("RL0215", f"`{name}` needs a path", call.func.span, help=f'write `{name}("path")`')
     path = lower.constant(call.args[0].value, scope)
     if isinstance(path, Term) and path.dtype != "text":
-        return lower.errors.add("RL0205", "a path must be a text", call.args[0].span, f"this is {describe(path)}",
-                                 help='texts stand in double quotes: `"path"`')
+        return lower.errors.add("RL0205", "a path must be a string", call.args[0].span, f"this is {describe(path)}",
+                                 help="strings use double quotes: `\"path\"`")
     return (name, str(path.value)) if isinstance(path, Term) else BAD
 
 
@@ -118,9 +118,10 @@ def data(decl: ast.DataDecl, lower: Lower, scope: Scope) -> g.Data | Bad:
     numbers = cast(tuple[str, ...], given.pop("numbers"))
     for name in numbers:
         if not name.isidentifier() or name in FIELDS or numbers.count(name) > 1:
-            return lower.errors.add("RL0205", f"the column `{name}` cannot be a value", decl.value.span,
-                                    "it is named twice" if numbers.count(name) > 1 else "",
-                                    help="a column of numbers needs a name of its own, made of letters, digits and `_`")
+            return lower.errors.add("RL0205", f"the column `{name}` cannot be used as a value", decl.value.span,
+                                    "listed twice" if numbers.count(name) > 1 else "",
+                                    help="the name of a number column must be unique and consist of letters, digits "
+                                         "and `_`")
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
     return g.Data(decl.name.name, source[0], source[1], kind, scalars, decl.span,
                   options.given_unit("batch", written, lower, scope), numbers)
@@ -170,7 +171,7 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
         if isinstance(value, MeshValue):
             mesh = g.MeshRef(value.nodes, value.devices, tree.mesh.span, value.free)
         elif not isinstance(value, Bad):
-            lower.errors.add("RL0203", f"`on` needs a mesh, found {describe(value)}", tree.mesh.span,
+            lower.errors.add("RL0203", f"`on` needs a mesh, not {describe(value)}", tree.mesh.span,
                              help="write `on mesh(0:8)` or the name of a `mesh`")
         bad = mesh is None
     found: list[tuple[str, Scalar, Span]] = []

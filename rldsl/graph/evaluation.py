@@ -43,13 +43,13 @@ class Evaluations:
         """where: the kind of block around it."""
         if where not in ("flow", "every"):
             self._refuse("`eval` inside a `repeat`", Span(s.span.file, s.span.start, s.data.span.end),
-                         "write it in the flow itself, or in an `every`")
+                         "move it to the flow, or into an `every`")
             return
         ref = self.flow.lower.name(ast.Name(name=s.data.name, span=s.data.span), scope)
         most = whole("max", s.most, self.flow.lower, scope) if s.most is not None else BATCHES
         if not isinstance(ref, DataRef):
             if not isinstance(ref, Bad):
-                self.errors.add("RL0203", f"`eval` goes over a data source, not {describe(ref)}", s.data.span,
+                self.errors.add("RL0203", f"`eval` needs a data source, not {describe(ref)}", s.data.span,
                                 help=f'declare one: `data {s.data.name}_rows = jsonl("heldout.jsonl", batch=64)`')
             return
         if most is not None:
@@ -61,9 +61,9 @@ class Evaluations:
             return True
         if data != self.inside:
             self._refuse(f"`{data}.next()` inside `eval {self.inside}`", span,
-                         "an evaluation must not take rows from another source: write an `eval` of its own for it")
+                         "an evaluation reads only its own source: write a separate `eval` for the other one")
         elif self._fetched is not None:
-            self._refuse(f"a second `{data}.next()` in one evaluation", span, "use the batch of the first")
+            self._refuse(f"a second `{data}.next()` in one evaluation", span, "reuse the batch of the first")
         else:
             self._fetched = span
             return True
@@ -93,7 +93,8 @@ class Evaluations:
         for statement in s.body:
             if isinstance(statement, OUTSIDE):
                 word = statement.span.text.split()[0]
-                self._refuse(f"`{word}` inside `eval`", statement.span, "an evaluation only looks: write it outside")
+                self._refuse(f"`{word}` inside `eval`", statement.span,
+                             "an evaluation must not change the run: move this out of the block")
             elif isinstance(statement, ast.Metric):
                 metrics.append((statement, frozenset(inner.names)))
             else:
@@ -107,18 +108,19 @@ class Evaluations:
         for node in g.nodes(self.flow.items):
             if isinstance(node, g.Train | g.Keep):
                 what = "training" if isinstance(node, g.Train) else f"the state `{node.writes[0]}` is changed"
-                self._refuse(f"{what} inside `eval`", node.span, "an evaluation only looks: write it outside")
+                self._refuse(f"{what} inside `eval`", node.span,
+                             "an evaluation must not change the run: move this out of the block")
             elif isinstance(node, g.Compute) and any(in_family(n.op, "reduction") and n.level == "batch"
                                                      for n in programs[node.program].nodes):
                 self.errors.add("RL0201", "a number over the batch inside `eval`", node.span,
-                                "this is of one batch of the rows, not of all",
-                                help="compute it in a `metric`, which sees all rows of the evaluation")
+                                "this covers one batch of the rows, not all of them",
+                                help="compute it in a `metric`, which covers all rows of the evaluation")
         if self._fetched is None:
-            self._refuse(f"`eval {ref.name}` reads none of its rows", head,
-                         f"begin it with `prompt = {ref.name}.next()`")
+            self._refuse(f"`eval {ref.name}` does not read its rows", head,
+                         f"start the block with `prompt = {ref.name}.next()`")
         if not metrics:
             self._refuse(f"`eval {ref.name}` has no `metric`", head,
-                         "say what it measures: `metric accuracy = mean(x)`")
+                         "add what it measures: `metric accuracy = mean(x)`")
 
     @contextmanager
     def _within(self, data: str) -> Iterator[None]:

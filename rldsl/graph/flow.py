@@ -80,7 +80,7 @@ class FlowBuilder(Computations):
                 self._checkpoint(s, scope, inside)
             case ast.Stop():
                 self.errors.add("RL0212", "`stop when` outside a loss", s.span,
-                                help="it ends the minibatches of one train call: write it in the loss")
+                                help="it ends the minibatches of a train call: move it into the loss")
             case _:
                 self.errors.add("RL0212", "`return` outside a function", s.span)
 
@@ -111,8 +111,8 @@ class FlowBuilder(Computations):
             return
         value = self.lower.eval(s.value, scope)
         if s.clause is not None and not isinstance(value, Bad):
-            self.errors.add("RL0212", "only model calls are placed", s.clause.span, "this statement calls no model",
-                            help="arithmetic runs where its inputs are; remove `on ...`")
+            self.errors.add("RL0212", "only model calls can be placed", s.clause.span, "this statement calls no model",
+                            help="arithmetic runs where its inputs are: remove `on ...`")
         values = value.values if isinstance(value, Several) else (value,)
         if len(values) == len(s.targets) and all(t.name in self.states or self._free(t) for t in s.targets):
             names = [f"{t.name}'" if t.name in self.states else t.name for t in s.targets]
@@ -128,7 +128,7 @@ class FlowBuilder(Computations):
             value: Meaning = BAD
         elif len(s.targets) != 1 or s.clause is not None:
             where = s.clause.span if s.clause is not None else s.span
-            value = self.errors.add("RL0212", "a selection has one name and no placement", where,
+            value = self.errors.add("RL0212", "a selection takes a single name and no placement", where,
                                     help="it runs where its sequences are")
         else:
             value = self.selections.where(s, scope, s.targets[0].name if self._free(s.targets[0]) else None)
@@ -138,10 +138,12 @@ class FlowBuilder(Computations):
         """`state = value`"""
         if not isinstance(value, Term):
             if not isinstance(value, Bad):
-                self.errors.add("RL0203", f"the state `{ident.name}` is a number, not {describe(value)}", ident.span)
+                self.errors.add("RL0203", f"the state `{ident.name}` must be a number, not {describe(value)}",
+                                ident.span)
         elif value.level != "batch" or value.dtype != "f32":
-            self.errors.add("RL0201", f"the state `{ident.name}` is one number, not {describe(value)}", ident.span,
-                            f"this is {describe(value)}", help="reduce it over the batch, for instance with `mean(x)`")
+            self.errors.add("RL0201", f"the state `{ident.name}` must be a single number, not {describe(value)}",
+                            ident.span,
+                            f"this is {describe(value)}", help="reduce it over the batch, for example with `mean(x)`")
         else:
             held = self.held(value, f"{ident.name}'", ident.span, force=True)
             self.keep(held, ident.name, ident.span)
@@ -170,9 +172,9 @@ class FlowBuilder(Computations):
     def _taken(self, ident: ast.Ident, scope: Scope) -> None:
         """Say that a name is bound already."""
         first = self._bound.get(ident.name) or scope.module.bound_at.get(ident.name)
-        self.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span, "the second time",
-                        labels=(Label(first, "the first time"),) if first else (),
-                        help="a name has one value; choose another name")
+        self.errors.add("RL0102", f"`{ident.name}` is defined twice", ident.span, "the second definition",
+                        labels=(Label(first, "the first definition"),) if first else (),
+                        help="a name can be assigned only once; choose another name")
 
     def _do(self, s: ast.Do, value: ast.Expr, scope: Scope) -> None:
         call = self.call_of(value, scope)
@@ -182,7 +184,7 @@ class FlowBuilder(Computations):
         result = self.lower.eval(value, scope)
         if not isinstance(result, Bad):
             self.errors.add("RL0212", "this statement has no effect", s.span, f"its value is {describe(result)}",
-                            help="bind it: `name = ...`")
+                            help="assign it to a name: `name = ...`")
 
     def _metric(self, s: ast.Metric, name: ast.Ident, value: ast.Expr, scope: Scope, inside: str) -> None:
         term = self.lower.term(value, scope)
@@ -190,12 +192,13 @@ class FlowBuilder(Computations):
             return
         if inside == "until":
             self.errors.add("RL0212", "a metric inside `repeat ... until`", s.span,
-                            help="put it after the block: its names then stand for all that was collected")
+                            help="move it after the block, where the names refer to everything that was collected")
         elif term.level != "batch":
-            self.errors.add("RL0201", f"a metric must be one number, not a {term.level} value", value.span,
+            self.errors.add("RL0201", f"a metric must be a single number, not a {term.level} value", value.span,
                             f"this is {describe(term)}", help="reduce it over the batch: `mean(x)`")
         elif name.name in self._shown:
-            self.errors.add("RL0102", f"the metric `{name.name}` is bound twice", name.span, help="choose another name")
+            self.errors.add("RL0102", f"the metric `{name.name}` is defined twice",
+                            name.span, help="choose another name")
         else:
             self._shown.add(name.name)
             self.metrics.append((name.name, self.held(term, name.name, s.span, force=True).name))
@@ -203,9 +206,9 @@ class FlowBuilder(Computations):
     def _save(self, s: ast.Save, scope: Scope) -> None:
         path = self.lower.constant(s.path, scope) if s.path is not None else None
         if isinstance(path, Term) and path.dtype != "text":
-            self.errors.add("RL0205", "a path must be a text", path.span)
+            self.errors.add("RL0205", "a path must be a string", path.span)
         if path is not None and len(s.models) > 1 and isinstance(path, Term) and "{model}" not in str(path.value):
-            self.errors.add("RL0212", "two models cannot be saved to one path", s.span,
+            self.errors.add("RL0212", "two models cannot be saved to the same path", s.span,
                             help="write one `save` for each model")
         for ident in s.models:
             ref = self.lower.name(ast.Name(name=ident.name, span=ident.span), scope)
@@ -214,7 +217,7 @@ class FlowBuilder(Computations):
                 self.items.append(g.Save(id=self.unique(f"{ref.name}.save"), reads=(), writes=(), span=s.span,
                                          model=ref.name, path=where.replace("{model}", ref.name)))
             elif not isinstance(ref, Bad):
-                self.errors.add("RL0203", f"only models are saved, not {describe(ref)}", ident.span)
+                self.errors.add("RL0203", f"only models can be saved, not {describe(ref)}", ident.span)
 
     def _checkpoint(self, s: ast.Checkpoint, scope: Scope, inside: str) -> None:
         period = whole("every", s.period, self.lower, scope)
@@ -222,10 +225,11 @@ class FlowBuilder(Computations):
                              self.lower, scope)
         if inside != "flow":
             self.errors.add("RL0212", "`checkpoint` inside a block", s.span,
-                            help="it saves the whole run after a step: write it in the flow itself")
+                            help="it saves the whole run after a step: move it to the flow")
         elif self.checkpoint is not None:
             self.errors.add("RL0212", "a second `checkpoint`", s.span,
-                            labels=(Label(self.checkpoint.span, "the first"),), help="one says how often, and how many")
+                            labels=(Label(self.checkpoint.span, "the first one"),),
+                            help="a flow can have only one `checkpoint`")
         elif period is not None and not isinstance(given, Bad):
             self.checkpoint = g.Checkpoint(period, cast(int, given["keep"]), s.span)
 
@@ -233,9 +237,9 @@ class FlowBuilder(Computations):
         word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
         times = whole(word, number, self.lower, scope)
         if word == "every" and times and self._turns and times > self._turns:
-            self.errors.add("RL0205", f"`every {times}` never runs here", number.span,
-                            f"the `repeat` around it has {self._turns} turns, which it counts",
-                            help="put it outside the `repeat` to count steps")
+            self.errors.add("RL0205", f"`every {times}` never runs", number.span,
+                            f"it counts the iterations of the enclosing `repeat`, which has only {self._turns}",
+                            help="move it out of the `repeat` to count steps")
         outer, self._turns = self._turns, times if word == "repeat" else self._turns
         body = self.block(s.body, Scope(scope.module, scope), word)
         self._turns = outer

@@ -55,11 +55,12 @@ def _read(call: ast.Call, lower: Lower, scope: Scope) -> Lora | Bad:
     if not isinstance(path, Term):
         return BAD
     if path.dtype != "text":
-        return lower.errors.add("RL0205", "`lora` begins with the directory of an adapter, or with none",
-                                unnamed[0].span, f"this is {describe(path)}", help="rank and others go by name: `r=8`")
+        return lower.errors.add("RL0205", "the only positional argument of `lora` is the directory of an adapter",
+                                unnamed[0].span, f"this is {describe(path)}",
+                                help="options such as the rank must be named: `r=8`")
     if len(call.args) > 1:
         other = next(a for a in call.args if a is not unnamed[0])
-        return lower.errors.add("RL0204", "an adapter from a directory has the rank, alpha and targets of it",
+        return lower.errors.add("RL0204", "the directory defines the rank, alpha and targets of its adapter",
                                 other.span, help="remove the other options")
     return Lora(0, 0.0, (), path=str(path.value))
 
@@ -69,6 +70,5 @@ def check(models: Collection[g.Model], synced: Collection[str], errors: Errors) 
     for m in models:
         if m.lora is not None and not m.lora.path and m.optimizer is None and m.name not in synced:
             errors.add("RL0241", f"the adapter of `{m.name}` is never trained", m.lora_span,
-                       "a new adapter changes nothing",
-                       help="add `train adamw(lr=...)`, or leave the adapter out; `lora(\"dir\")` begins with a "
-                            "trained one")
+                       "a new adapter has no effect until it is trained",
+                       help="add `train adamw(lr=...)` or remove the adapter; `lora(\"dir\")` loads a trained one")

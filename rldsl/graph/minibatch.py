@@ -34,21 +34,21 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, low
         return count
     tree = args["minibatch"]
     if "minibatches" in args:
-        return add("RL0215", "`minibatch` and `minibatches` say the same twice", tree.span,
-                   help="give one of them: the size of a minibatch, or how many there are")
+        return add("RL0215", "`minibatch` and `minibatches` cannot be combined", tree.span,
+                   help="give one of them: `minibatch` is the size, `minibatches` the number")
     legal = UNITS[batch.kind]
     unit = unit_of(tree.value, lower, scope) or legal[0]
     if all(differ(unit, u) for u in legal):
         return add("RL0218", f"`minibatch` of `{frame.id}` counts {' or '.join(legal)}, not {unit}", tree.value.span,
-                   f"this is in {unit}", help=f"write it in {legal[0]}")
+                   f"this is in {unit}", help=f"give it in {legal[0]}")
     if frame.partial:
         return add("RL0213", "`minibatch` needs a batch of known size", tree.value.span,
-                   f"how many sequences `{frame.id}` has is known only at run time",
-                   help="give their number instead: `minibatches=4`")
+                   f"the number of sequences in `{frame.id}` is known only at run time",
+                   help="give the number of minibatches instead: `minibatches=4`")
     rows = frame.count // frame.per_prompt if unit == "prompts" else frame.count
     if rows % size:
         return add("RL0205", f"a minibatch of {size} {unit} does not divide the {rows} {unit} of `{frame.id}`",
-                   tree.value.span, help=f"nearest: {' or '.join(map(str, _nearest(rows, size)))}")
+                   tree.value.span, help=f"nearest divisors: {' or '.join(map(str, _nearest(rows, size)))}")
     return rows // size
 
 

@@ -21,7 +21,7 @@ from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
 TYPES: dict[str, type] = {"number": float, "int": int, "text": str, "bool": bool}
-SHOWN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+SHOWN = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _NUMBER = re.compile(r"([+-]?[0-9.][0-9_.]*(?:[eE][+-]?[0-9]+)?)([kM]?)")
 
 
@@ -87,7 +87,7 @@ def _given(decl: ast.Param, given: Scalar, kind: type | None, default: Term | No
     converted, unit = convert(given, like)
     if converted is None:
         because = f"the default is {shown(default.value)}" if kind is None and default is not None else \
-            f"declared {decl.type.name}" if decl.type is not None else ""
+            f"declared as `{decl.type.name}`" if decl.type is not None else ""
         return lower.errors.add("RL0205", f"--set {name}={given} is not {SHOWN[like]}", _typed(name, given),
                                 labels=(Label(decl.span, because),))
     usual = default.unit if default is not None else ""

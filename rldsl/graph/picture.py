@@ -83,7 +83,7 @@ def text(graph: g.Graph) -> str:
               for m in graph.models]
     lines += [f"state {s.name} = {s.initial:g}" for s in graph.states]
     lines += [f"data {d.name} = {d.format}({d.path!r}) {d.kind}" for d in graph.data]
-    lines += [f"frame {f.id}: {f.count} rows, {f.per_prompt} a prompt, at most {f.max_prompt_tokens} + "
+    lines += [f"frame {f.id}: {f.count} rows, {f.per_prompt} per prompt, at most {f.max_prompt_tokens} + "
               f"{f.max_response_tokens} tokens, temperature {f.temperature:g}" for f in graph.frames]
     lines += _block(graph.items, "")
     lines += [f"metric {name} = {value}" for name, value in graph.metrics]

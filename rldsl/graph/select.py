@@ -44,8 +44,8 @@ class Selections:
         if isinstance(value, Bad) or isinstance(condition, Bad):
             return BAD
         if not isinstance(value, (FrameRef, Pairs)):
-            return self.errors.add("RL0203", f"`where` selects sequences, found {describe(value)}", s.value.span,
-                                   help="for a value write `where(condition, a, b)`, or select the sequences first")
+            return self.errors.add("RL0203", f"`where` selects sequences, not {describe(value)}", s.value.span,
+                                   help="for values use `where(condition, a, b)`, or select the sequences first")
         refs = (value,) if isinstance(value, FrameRef) else (value.chosen, value.rejected)
         held = self._condition(condition, refs[0].frame, s.where)
         if held is None or target is None:
@@ -68,26 +68,27 @@ class Selections:
         if name == "kept":
             made, kept = "gen", name
         condition = re.sub(rf"\b{name}\b", made, condition)
-        self.errors.add("RL0212", f"`{what}` and a selection in one statement", called[1].func.span,
-                        "a selection takes sequences that have a name",
-                        help=f"write two lines: `{made} = {call}`, then `{kept} = {made} where {condition}`")
+        self.errors.add("RL0212", f"`{what}` and a selection in the same statement", called[1].func.span,
+                        "select only from named sequences",
+                        help=f"write two statements: `{made} = {call}`, then `{kept} = {made} where {condition}`")
         return True
 
     def _condition(self, term: Term, frame: Frame, tree: ast.Expr) -> Term | None:
         """The condition as a seq value of `frame`."""
         if term.dtype != "bool":
             self.errors.add("RL0203", "`where` needs a condition", tree.span, f"this is {describe(term)}",
-                            help="compare it with something, for instance `std(r by prompt) > 0`")
+                            help="use a comparison, for example `std(r by prompt) > 0`")
         elif term.level in ("batch", "token"):
-            help_ = "for instance `where mean(x by seq) > 0`" if term.level == "token" else ""
-            self.errors.add("RL0201", f"whole prompts or sequences are kept, not by a {term.level} value", tree.span,
+            help_ = "for example `where mean(x by seq) > 0`" if term.level == "token" else ""
+            self.errors.add("RL0201", f"a selection needs a prompt or seq condition, not a {term.level} value",
+                            tree.span,
                             f"this is {describe(term)}", help=help_)
         else:
             here = self.flow.lower.ops.to_space(term, self.spaces.of(frame, term.level))
             if here is None:
-                self.errors.add("RL0202", f"the condition ranges over {self.spaces.shown(term)}, not over "
-                                f"`{frame.id}`", tree.span,
-                                help=f"compute it from `{frame.id}` itself, for instance `len({frame.id}) > 8`")
+                self.errors.add("RL0202", f"the condition belongs to {self.spaces.shown(term)}, not to `{frame.id}`",
+                                tree.span,
+                                help=f"compute it from `{frame.id}`, for example `len({frame.id}) > 8`")
                 return None
             wide = here if here.level == "seq" else self.flow.lower.ops.widen(here, "seq", frame)
             return self.flow.held(wide, "where", tree.span)
@@ -128,8 +129,8 @@ class Selections:
         if inside not in ("flow", "every"):
             scope.names.update(names)  # their uses stay silent
             self.errors.add("RL0212", "`repeat ... until` inside another `repeat`", _head(s),
-                            help="join the two conditions: `until a and b max N`" if inside == "until" else
-                            "write it in the flow itself; for more turns give the flow more steps")
+                            help="combine the conditions: `until a and b max N`" if inside == "until" else
+                            "move it to the flow; for more iterations, increase the steps of the flow")
             return
         turns = whole("max", s.most, self.flow.lower, scope)
         before = set(self.spaces.frames)
@@ -139,16 +140,16 @@ class Selections:
             self.flow.statement(statement, inner, "until")
         for node in g.nodes(self.flow.items):
             if isinstance(node, g.Train | g.Save | g.Sync):
-                self.errors.add("RL0212", "this does not belong in a `repeat ... until`", node.span,
-                                "how often it runs is known only at run time",
+                self.errors.add("RL0212", "this is not allowed in a `repeat ... until`", node.span,
+                                "the number of iterations is known only at run time",
                                 help="collect first, then train on what was collected")
         if turns is not None:
             after = self.collected(inner, before, turns, _head(s), "a `repeat ... until`")
             now = {n: v for n, v in inner.names.items() if isinstance(v, Term) and v.level == "batch"}
             condition = self.flow.lower.term(s.condition, Scope(scope.module, scope, now | after))
             if isinstance(condition, Term) and (condition.dtype != "bool" or condition.level != "batch"):
-                self.errors.add("RL0203", "`until` needs one condition for the whole batch", s.condition.span,
-                                f"this is {describe(condition)}", help="for instance `until count(kept) >= 512`")
+                self.errors.add("RL0203", "`until` needs a single condition for the whole batch", s.condition.span,
+                                f"this is {describe(condition)}", help="for example `until count(kept) >= 512`")
             elif isinstance(condition, Term):
                 held = self.flow.held(condition, "until", s.condition.span, force=True)
                 name = self.flow.keep(held, self.flow.anonymous("enough"), s.condition.span)
@@ -163,8 +164,8 @@ class Selections:
         new = [f for f in self.spaces.frames.values() if f.id not in before]
         fetched = {f.prompts for f in new if f.id == f.prompts or f.id.startswith(f"{f.prompts}.")}
         if any(f.prompts not in fetched for f in new):
-            self.errors.add("RL0212", f"{block} whose prompts come from outside", span,
-                            help="fetch them in it: `prompt = prompts.next()`")
+            self.errors.add("RL0212", f"{block} uses prompts from outside the block", span,
+                            help="fetch them inside the block: `prompt = prompts.next()`")
         whole = {f.id: self.spaces.add(replace(
             f, id=f"{f.id}.all", rows=f"{f.rows}.all", prompts=f"{f.prompts}.all", count=f.count * turns, turns=turns,
             of=f"{f.of}.all" if f.of and f.of not in before else "", partial=f"{f.id}.all")) for f in new}

@@ -40,7 +40,7 @@ def _model(flow: FlowBuilder, ident: ast.Ident, scope: Scope) -> ModelRef | None
     if isinstance(found, ModelRef):
         return found
     if not isinstance(found, Bad):
-        flow.errors.add("RL0203", f"parameters move between models, and this is {describe(found)}", ident.span)
+        flow.errors.add("RL0203", f"expected a model, found {describe(found)}", ident.span)
     return None
 
 
@@ -49,8 +49,8 @@ def _decay(flow: FlowBuilder, tree: ast.Expr, scope: Scope) -> float | None:
     if not isinstance(value, Term):
         return None
     if value.dtype != "f32" or not 0 <= float(value.value) <= 1:
-        flow.errors.add("RL0205", "the decay of `ema` is a number from 0 to 1", tree.span,
-                        help="0.99 keeps 99 parts of the old parameters and takes one of the new")
+        flow.errors.add("RL0205", "the decay of `ema` must be between 0 and 1", tree.span,
+                        help="0.99 means 99 % of the old parameters plus 1 % of the new ones")
         return None
     return float(value.value)
 
@@ -58,18 +58,19 @@ def _decay(flow: FlowBuilder, tree: ast.Expr, scope: Scope) -> float | None:
 def _fit(flow: FlowBuilder, s: ast.Sync | ast.Ema, target: ModelRef, source: ModelRef) -> bool:
     models = flow.models
     if target.name == source.name:
-        flow.errors.add("RL0222", f"`{target.name}` cannot take its own parameters", s.source.span,
-                        help="name another model after `from`")
+        flow.errors.add("RL0222", f"a model cannot be copied to itself: `{target.name}`", s.source.span,
+                        help="write a different model after `from`")
     elif target.trainable:
-        flow.errors.add("RL0221", f"`{target.name}` is trained, so it cannot follow `{source.name}`", s.target.span,
-                        "its optimizer would go on from parameters that are gone",
+        flow.errors.add("RL0221", f"`{target.name}` is trained, so it cannot be overwritten by `{source.name}`",
+                        s.target.span,
+                        "its optimizer state belongs to the parameters that would be overwritten",
                         labels=(Label(models[target.name].span, "declared with an optimizer"),),
-                        help=f"declare `{target.name}` without `train ...`, or let another model follow")
+                        help=f"declare `{target.name}` without `train ...`, or use another target")
     elif target.kind != source.kind:
         flow.errors.add("RL0222", f"`{target.name}` is a {target.kind} and `{source.name}` a {source.kind}", s.span,
-                        "their parameters differ", labels=(Label(models[target.name].span, f"a {target.kind}"),
+                        "their parameters are different", labels=(Label(models[target.name].span, f"a {target.kind}"),
                                                            Label(models[source.name].span, f"a {source.kind}")),
-                        help="parameters move between models with the same head")
+                        help="use two models with the same head")
     else:
         return True
     return False

@@ -13,7 +13,7 @@ from rldsl.inspect.event_matching import Found
 from rldsl.plan.notation import human, seconds_text
 
 FORMAT = 1
-SAME = "no difference"
+SAME = "no differences"
 BARE = ("save", "checkpoint", "select", "collect")  # what these are about does not say what they do
 
 
@@ -25,10 +25,10 @@ def text(diff: Diff, before: str, after: str) -> str:
         ("calls", (line for call in diff.calls for line in _event(call))),
         ("inserted", (line for event in diff.inserted for line in _event(event))),
         ("metrics", (f"  {_sign(c.before, c.after)} {c.name}" for c in diff.metrics)),
-        ("bytes moved between ranks in a step", map(_moved, diff.moved)),
+        ("bytes moved between ranks per step", map(_moved, diff.moved)),
         ("peak memory", (f"  ~ ranks {p.ranks:<10}  {_bytes(p.before)} -> {_bytes(p.after)}{_ratio(p.before, p.after)}"
                          for p in diff.peaks)),
-        ("others", (f"  ~ the {kind} records differ, and nothing above tells how" for kind in diff.others)),
+        ("others", (f"  ~ the {kind} records differ in ways not listed above" for kind in diff.others)),
     )
     lines = [f"{before} -> {after}"]
     for title, found in sections:
@@ -77,7 +77,7 @@ def _size(text: str | None) -> str:
 
 def _moved(m: Moved) -> str:
     known = f"{human(m.before)} -> {human(m.after)}{_ratio(m.before, m.after)}" if m.before != m.after else ""
-    ragged = (f"{m.ragged_before:g} -> {m.ragged_after:g} of a size known at run time"
+    ragged = (f"{m.ragged_before:g} -> {m.ragged_after:g} with sizes known only at run time"
               if m.ragged_before != m.ragged_after else "")
     return f"  ~ {m.kind:<8}  " + ", ".join(x for x in (known, ragged) if x)
 

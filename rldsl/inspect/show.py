@@ -57,7 +57,7 @@ def _life(m: Model) -> str:
     """How the parameters of a model change in a run."""
     if m.home:
         return f"trained on {m.home}" + (f", adapters of rank {m.lora.r}" if m.lora else "")
-    return f"follows {', '.join(dict.fromkeys(m.sources))}" if m.sources else "frozen"
+    return f"updated from {', '.join(dict.fromkeys(m.sources))}" if m.sources else "frozen"
 
 
 def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:
@@ -124,7 +124,7 @@ def field_text(value: Any) -> str:
 def _touch(event: Event, touch: Touch) -> Iterator[str]:
     """A buffer, and the other events that touch it."""
     found = (("written by", touch.written_by), ("read by", touch.read_by), ("freed by", touch.freed_by))
-    others = [f"{word} {', '.join(f'e{i}' for i in ids if i != event.id)}"
+    others = [f"{word} {', '.join((f'e{i}' for i in ids if i != event.id))}"
               for word, ids in found if any(i != event.id for i in ids)]
     verb = "writes" if touch.write else "reads" if event.id in touch.read_by else "frees"
     yield from _row(verb, "  ".join([touch.buffer, touch.where, *others]))

@@ -8,30 +8,30 @@ from rldsl.plan.operators import BUILTINS
 # name -> (signature, meaning)
 FUNCTIONS: dict[str, tuple[str, str]] = {
     **{f.name: (f.signature, f.summary) for f in BUILTINS.values()},
-    "mesh": ("mesh(a:b) or mesh(n0:n1, d0:d1)", "A range of ranks; or nodes by devices."),
+    "mesh": ("mesh(a:b) or mesh(n0:n1, d0:d1)", "A range of ranks, or of nodes and devices."),
 }
 
 # call -> (signature, what it gives)
 CALLS: dict[str, tuple[str, str]] = {
-    "next": ("next()", "The step's rows of a data source."),
+    "next": ("next()", "The next batch of rows from a data source."),
     "generate": ("generate(prompt, n=1, max_new_tokens=256, ...)", "n completions of each prompt."),
-    "logprobs": ("logprobs(batch)", "token: log-probabilities of the responses, at the temperature of the sampling."),
-    "entropy": ("entropy(batch)", "token: the entropy of the distribution that each token was drawn from."),
+    "logprobs": ("logprobs(batch)", "token: log-probabilities of the responses, at the sampling temperature."),
+    "entropy": ("entropy(batch)", "token: the entropy of the model's distribution at each token."),
     "values": ("values(batch)", "token: the value of the state before each token."),
     "score": ("score(batch)", "seq: the reward model's score at the last token."),
     "train": ("train(batch, loss=..., minibatches=1, epochs=1, shuffle=true)",
-              "Optimizer steps on a batch; one for each minibatch of each epoch."),
+              "Train on a batch: one optimizer step per minibatch and epoch."),
 }
 
 CONSTRUCTORS: dict[str, tuple[str, str]] = {
     "causal_lm": ("causal_lm(path, dtype=\"float32\", invariant=false)",
                   "A language model from a HuggingFace directory."),
-    "value_model": ("value_model(path)", "A model with one value a token."),
-    "reward_model": ("reward_model(path)", "A model with one score a sequence."),
-    "lora": ("lora(r=8, alpha=16, targets=[]) or lora(path)", "Low-rank adapters, which alone are trained."),
-    "jsonl": ("jsonl(path, batch=, ...)", "Rows of a file with one JSON object a line."),
-    "parquet": ("parquet(path, batch=, ...)", "Rows of a Parquet file, or of all in a directory."),
-    "hf": ("hf(path, batch=, ...)", "Rows of a directory that `Dataset.save_to_disk` wrote."),
+    "value_model": ("value_model(path)", "A model with one value per token."),
+    "reward_model": ("reward_model(path)", "A model with one score per sequence."),
+    "lora": ("lora(r=8, alpha=16, targets=[]) or lora(path)", "Low-rank adapters; only the adapters are trained."),
+    "jsonl": ("jsonl(path, batch=, ...)", "Rows of a file with one JSON object per line."),
+    "parquet": ("parquet(path, batch=, ...)", "Rows of a Parquet file, or of all Parquet files in a directory."),
+    "hf": ("hf(path, batch=, ...)", "Rows of a directory written by `Dataset.save_to_disk`."),
     "adamw": ("adamw(lr=, betas=[0.9, 0.999], eps=1e-8, weight_decay=0, warmup=0, schedule=constant, clip_grad=1)",
               "AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."),
 }

@@ -24,18 +24,24 @@ from rldsl.syntax.parse import accepted
 from rldsl.syntax.recover import open_brackets, visible
 
 PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "pipeline stages",
-          "vpp": "of train: chunks of layers on each rank of a pipeline, which it interleaves",
-          "cp": "context-parallel degree: tokens of each sequence", "ep": "expert-parallel degree, along dp",
-          "zero": "of train: 1 divides optimizer state at rest over dp, 2 gradients too, 3 layers' parameters too",
-          "mbs": "most sequences in a micro-batch (0: all)", "mbt": "most tokens in a micro-batch (0: all)",
-          "offload": "host memory between calls",
-          "recompute": "full: layers run again in backward, instead of keeping activations",
-          "keep": "false: a copy is dropped after its last use in a step", "backend": "what computes the call"}
+          "vpp": "train only: chunks of layers per pipeline rank (interleaved schedule)",
+          "cp": "context-parallel degree: divides the tokens of each sequence",
+          "ep": "expert-parallel degree, along dp",
+          "zero": "train only: 1 shards the optimizer state over dp, 2 also gradients, 3 also parameters",
+          "mbs": "maximum number of sequences per micro-batch (0: no limit)",
+          "mbt": "maximum number of tokens per micro-batch (0: no "
+                                                                    "limit)",
+          "offload": "keep parameters in host memory between calls",
+          "recompute": "full: recompute activations in the backward pass instead of keeping them",
+          "keep": "false: free a copy after its last use in a step", "backend": "the library that executes the "
+                                                                                      "call"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,
           "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
           "causal_lm": options.MODEL, "value_model": options.MODEL, "reward_model": options.MODEL}
-FIELDS = {"generated": {"logprobs": "token: of the sampled tokens", "finished": "seq: ended by itself"},
-          "pairs": {"chosen": "the better side", "rejected": "the worse side"}}
+FIELDS = {"generated": {"logprobs": "token: log-probabilities of the sampled tokens",
+                        "finished": "seq: the response ended with an "
+                                                                                "end-of-sequence token or stop string"},
+          "pairs": {"chosen": "the preferred response", "rejected": "the rejected response"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ def _members(name: str, index: Index, facts: Facts, offset: int) -> Iterator[Ite
         source = symbol.tree.value.span.text
         kind = "generated" if ".generate(" in source or f"{name}.logprobs" in facts.levels else \
             "pairs" if f"{name}.chosen" in facts.batches else ""
-        columns = {v.rpartition(".")[2]: f"{level}: of the data" for v, (level, _) in facts.levels.items()
+        columns = {v.rpartition(".")[2]: f"{level}: a column of the data" for v, (level, _) in facts.levels.items()
                    if re.match(rf"{name}\.(chosen\.|rejected\.)?(?!(tokens|lengths|columns)$)\w+$", v)}
         yield from (Item(n, "field", d) for n, d in (columns | FIELDS.get(kind, {})).items())
 

@@ -47,7 +47,8 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
             return _page(f"fn {signature(symbol)[0]}", doc)
         case ast.LossDecl(doc=doc, fresh=fresh):
             outputs = ", ".join(p.span.text for p in fresh)
-            return _page(f"loss {signature(symbol)[0]}", doc, f"of the outputs `{outputs}` of the model being trained")
+            return _page(f"loss {signature(symbol)[0]}", doc,
+                         f"takes the outputs `{outputs}` of the model being trained")
         case ast.PyFunction():
             return _page(f"py {signature(symbol)[0]}", "A Python function, called with the rows of a batch.")
         case ast.Parameter():
@@ -60,7 +61,8 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
             return _page(tree.span.text, "logged at every step")
         case ast.Flow(name=name, options=options):
             return _page(f"flow {name.name}({', '.join(o.span.text for o in options)})", "the dataflow of one step")
-    return _page(tree.span.text.splitlines()[0], {"state": "a number that lives through the run"}.get(symbol.kind, ""))
+    about = {"state": "a number that persists for the whole run"}.get(symbol.kind, "")
+    return _page(tree.span.text.splitlines()[0], about)
 
 
 def word(name: str, called_on: bool) -> str:

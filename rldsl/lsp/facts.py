@@ -51,7 +51,7 @@ def facts(graph: g.Graph | None, places: Mapping[str, Place]) -> Facts:
     for frame in graph.frames:
         rows = f"{frame.count} sequences" if frame.max_response_tokens else f"{frame.count} prompts"
         some = "at most " if frame.partial else ""
-        each = f", {frame.per_prompt} a prompt" if frame.per_prompt > 1 else ""
+        each = f", {frame.per_prompt} per prompt" if frame.per_prompt > 1 else ""
         batches[frame.id] = (f"batch of {some}{rows}{each}, at most {frame.max_prompt_tokens} + "
                              f"{frame.max_response_tokens} tokens")
     calls = tuple(_call(n, places[n.id]) for n in every if isinstance(n, Call) and n.id in places)

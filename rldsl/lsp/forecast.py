@@ -94,7 +94,7 @@ def machine(file: ast.File, declared: g.Cluster | None, setting: str) -> Cluster
     path = next((i.path for i in file.items if isinstance(i, ast.Cluster)), None)
     named = find(path) if path else None
     if named is None and not setting:
-        raise fail("RL0215", "no cluster says how fast it is (the setting rlf.cluster can)")
+        raise fail("RL0215", "no cluster with known speeds (set rlf.cluster)")
     if named is None or named.unknown() and setting:
         named = find(setting)
     return named if declared is None else replace(named, nodes=declared.nodes, gpus=declared.gpus)

@@ -65,7 +65,7 @@ class Forecasts:
                 found = Forecast(why=f"no answer in {LIMIT:.0f} s")
             except (OSError, ValueError, TypeError, KeyError) as error:
                 await self._kill()
-                found = Forecast(why=f"the forecast ended: {error}")
+                found = Forecast(why=f"the forecast failed: {error}")
             if self._cleared != cleared:
                 continue
             self.known[path] = question, found

@@ -39,8 +39,8 @@ def step(known: Forecast) -> str:
     """Of the whole: "a step: 116 s, 6,782 tokens/s on h100x64, sequences at full length · peak 61.0 GiB a rank"."""
     parts = []
     if known.seconds >= 0:
-        parts.append(f"a step: {seconds_text(known.seconds)}, {known.tokens_per_second:,.0f} tokens/s on "
-                     f"{known.machine}, sequences at full length")
+        parts.append(f"step: {seconds_text(known.seconds)}, {known.tokens_per_second:,.0f} tokens/s on "
+                     f"{known.machine}, sequences at their maximum length")
     if known.calls:
         parts.append(f"peak {_memory(known.peak, known.memory)}")
     if known.why:
@@ -49,4 +49,4 @@ def step(known: Forecast) -> str:
 
 
 def _memory(bytes: int, room: int) -> str:
-    return f"{human(bytes)} a rank" + (f", a device has {human(room)}" if 0 < room < bytes else "")
+    return f"{human(bytes)} per rank" + (f", a device has {human(room)}" if 0 < room < bytes else "")

@@ -29,12 +29,12 @@ def refusal(symbol: Symbol, name: str, indices: Iterable[Index]) -> str:
     if in_library(symbol):
         return f"`{symbol.name}` belongs to the standard library"
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
-        return f"`{name}` is no name: letters, digits and `_`, no digit first"
+        return f"`{name}` is not a valid name: use letters, digits and `_`, not starting with a digit"
     if name in TAKEN or parse_recovering(SourceFile("", f"param {name} = {name}\n"))[1]:
-        return f"`{name}` is a word of the language"
+        return f"`{name}` is a keyword or built-in name"
     for index in indices:
         if index.uses(symbol) and any(_meet(symbol, other) for other in _named(name, index)):
-            return f"`{name}` is bound already in {Path(index.file.source.name).name}"
+            return f"`{name}` is already defined in {Path(index.file.source.name).name}"
     return ""
 
 

@@ -72,7 +72,7 @@ def writing(server: Server, feature: Feature) -> None:
             if d.fix is None or d.span is None or not _meets(server.range(d.span), params.range):
                 continue
             edits = [t.TextEdit(server.range(span), new) for span, new in d.fix.edits]
-            out.append(t.CodeAction(d.help or f"mend {d.code}", t.CodeActionKind.QuickFix, [diagnostic(server, d)],
+            out.append(t.CodeAction(d.help or f"fix {d.code}", t.CodeActionKind.QuickFix, [diagnostic(server, d)],
                                     is_preferred=True, edit=t.WorkspaceEdit({params.text_document.uri: edits})))
         return out
 

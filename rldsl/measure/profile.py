@@ -118,11 +118,11 @@ def _beside(message: Callable[[], Any], device: torch.device, times: int, group:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", nargs="?")
-    parser.add_argument("wanted", nargs="?", help="JSON: shards as [model, tp, backend], and whether the machine is "
-                        "wanted")
-    parser.add_argument("found", nargs="?", help="where rank 0 writes what it found")
+    parser.add_argument("wanted", nargs="?",
+                        help="JSON: shards as [model, tp, backend], and whether to measure the machine")
+    parser.add_argument("found", nargs="?", help="output file, written by rank 0")
     parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--facts", action="store_true", help="only say what machine this is")
+    parser.add_argument("--facts", action="store_true", help="only print what machine this is")
     given = parser.parse_args()
     if given.facts:
         print(json.dumps(facts(given.device)))

@@ -163,7 +163,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Need
             slots * (copy.layers * b.made + masked + (sampled(_head(copy), e.sampling) * _head(copy).rows
                                                       if copy.last else 0)))
     drawn = 0 if e.sampling.greedy or not copy.last else 8 * new * slots
-    return {"key-value cache": slots * groups * each * copy.layers,
+    return {"KV cache": slots * groups * each * copy.layers,
             "activations": cast + max(prefill * b.forward, prefill * b.hidden + sampling - cast,
                                       max(step, sampling - cast) + recorded),
             "half-precision weights": _half(copy),

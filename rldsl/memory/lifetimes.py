@@ -235,7 +235,7 @@ class _Walk:
     def _load(self, i: int, e: Load) -> None:
         if not e.of:
             now, size = 2 * i + 1, FLOAT * max(map(largest, self._copies(f"{e.model}@{e.layout}")))
-            self._hold(f"a part of the weights of {e.model}, being read", size, now, now, host=True)
+            self._hold(f"weights of {e.model} being loaded", size, now, now, host=True)
 
     def _save(self, i: int, e: Save) -> None:
         now, copies = 2 * i + 1, self._copies(f"{e.model}@{e.layout}")
@@ -291,7 +291,7 @@ class _Walk:
                 size += parts * whole // (copies[0].layout.dp * copies[0].layout.cp)
         if size:
             start = self.top if self._again() else 2 * i + 1
-            self._hold("checkpoint on its way to the disk", size, start, self.end, host=True)
+            self._hold("checkpoint being written", size, start, self.end, host=True)
 
 
 def _name(copy: Copy) -> str:

@@ -157,7 +157,7 @@ def gathered(copy: Copy) -> dict[str, int]:
     largest_unit = max(layer_gradient, outside_gradient)
     whole = outside_gradient + copy.layers * layer_gradient if level == 1 else largest_unit
     # an all-gather has an output besides the rows it copies from; a reduce-scatter has an input, and one is under way
-    return {"gathered parameters": there + max(layer, outside), "gradients on their way": whole + 2 * largest_unit}
+    return {"gathered parameters": there + max(layer, outside), "gradients being reduced": whole + 2 * largest_unit}
 
 
 def _unit_bytes(specs: Iterable[ParamSpec], copy: Copy, matrix: int) -> int:

@@ -76,8 +76,8 @@ def dataflow(plan: Plan) -> Dataflow:
             if source is None and buffer in later and later[buffer] is not event:
                 before = later[buffer]
                 source = f"before-{id}-e{before.id}"
-                nodes[source] = Node(source, "before", before.id, before.mesh, name, ("of the step before",),
-                                     about=f"as {before.called} left it in the step before", late=True)
+                nodes[source] = Node(source, "before", before.id, before.mesh, name, ("of the previous step",),
+                                     about=f"as left by {before.called} in the previous step", late=True)
             if source is not None:
                 names = links.setdefault((source, id, name in models), [])
                 names += [] if name in names else [name]

@@ -43,8 +43,9 @@ def tiles(plan: Plan, cluster: Cluster, timeline: Timeline, panels: Sequence[Pan
         Tile("ranks", f"{header.world:,}", f"{nodes:,} node{'s' * (nodes > 1)} of {per_node}"),
         Tile("calls", str(asked), f"{inserted} inserted event{'s' * (inserted != 1)}"),
         Tile("predicted step", seconds_text(timeline.seconds), speed),
-        Tile("largest memory", human(peak), f"of {human(limit)} a device" if limit else "of a rank"),
-        Tile("moved in a step", human(round(moved)), f"and {ragged} transfer{'s' * (ragged != 1)} sized at run time"
+        Tile("peak memory", human(peak), f"of {human(limit)} per device" if limit else "per rank"),
+        Tile("moved per step", human(round(moved)),
+             f"and {ragged} transfer{'s' * (ragged != 1)} with sizes known only at run time"
              if ragged else "between ranks"),
         Tile("steps", f"{header.steps:,}", f"seed {header.seed}"),
     )
@@ -145,6 +146,6 @@ def models(plan: Plan) -> tuple[Row, ...]:
             life = f"trained on {places.layouts[m.home]}" + (f", lr {m.optimizer.lr:g}" if m.optimizer else "")
             life += f", adapters of rank {m.lora.r}" if m.lora else ""
         elif m.sources:
-            life = f"follows {', '.join(dict.fromkeys(m.sources))}"
+            life = f"updated from {', '.join(dict.fromkeys(m.sources))}"
         found.append(Row(m.name, m.kind, m.path, m.dtype, life))
     return tuple(found)

@@ -63,8 +63,8 @@ def _row(chart: Chart, row: Row, y: float, known: Mapping[int, Drawn]) -> list[M
 def _bar(chart: Chart, bar: Bar, y: float, event: Drawn) -> Markup:
     length, share = bar.stop - bar.start, (bar.stop - bar.start) / chart.length
     told = f"{event.about}: {seconds_text(length)}, from {seconds_text(bar.start)}"
-    told += f", working {bar.busy:.0%} of it" if bar.busy is not None else ""
-    told += f", turn {bar.turn + 1}" if bar.turn else ""
+    told += f", busy {bar.busy:.0%} of the time" if bar.busy is not None else ""
+    told += f", iteration {bar.turn + 1}" if bar.turn else ""
     full = bar.busy is None or bar.busy > 0.995
     inside = [element("rect", class_="wait", width="100%", height=BAR, rx=3)]
     if full or bar.busy:
@@ -103,4 +103,4 @@ def _ticks(chart: Chart, height: float) -> list[Markup]:
 def _tick_text(at: float, step: float, length: float) -> str:
     """As many digits as the step has, in the unit of the whole; templates/report.js does the same when it zooms."""
     factor, unit = (1.0, "s") if length >= 1 else (1e3, "ms")
-    return f"{at * factor:.{max(0, -floor(log10(step * factor) + 1e-9))}f} {unit}"
+    return f"{at * factor:.{max(0, -floor(log10(step * factor) + 1e-09))}f} {unit}"

@@ -19,7 +19,7 @@ from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import human
 from rldsl.plan.projection import to_ranges
 
-KINDS = ("parameters", "optimizer state", "gradients", "activations", "key-value cache", "values and movements")
+KINDS = ("parameters", "optimizer state", "gradients", "activations", "KV cache", "values and transfers")
 MOST = 12  # panels
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 560.0, 190.0, 52.0, 14.0, 32.0
 Scale = Callable[[float], float]  # bytes -> y
@@ -99,7 +99,7 @@ def draw(panel: Panel, known: Mapping[int, Event], top: int, limit: int, title: 
     parts.append(element("path", class_="outline", d=_line(stacked, edges, y)))
     if limit and limit <= top * 1.06:
         parts += [element("line", class_="limit", x1=LEFT, x2=WIDTH, y1=y(limit), y2=y(limit)),
-                  element("text", f"{human(limit)} a device", class_="limit", x=WIDTH - 4, y=y(limit) - 4,
+                  element("text", f"{human(limit)} per device", class_="limit", x=WIDTH - 4, y=y(limit) - 4,
                           text_anchor="end")]
     for i, id in enumerate(curve.events):
         parts.append(_event(curve, known[id], edges[i], edges[i + 1], stacked[2 * i + 1]))

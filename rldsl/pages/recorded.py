@@ -56,19 +56,20 @@ def read(text: str, file: str, plan: Plan) -> Recorded:
         about, every = data["otherData"], [x for x in data["traceEvents"] if x["ph"] == "X"]
         steps = _steps(every)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _no(file, "this is no timeline", f"{type(error).__name__}: {error}") from None
+        raise _no(file, "not a trace file", f"{type(error).__name__}: {error}") from None
     header, known = plan.header, {e.id: e for e, _ in events(plan)}
     for key, value in (("program", header.program), ("flow", header.flow), ("world", header.world)):
         if not isinstance(about, dict) or about.get(key) != value:
             found = about.get(key) if isinstance(about, dict) else None
-            raise _no(file, "this timeline is of another plan", f"{key}: {found!r} there, {value!r} in the plan")
+            raise _no(file, "this trace belongs to another plan",
+                      f"{key}: {found!r} in the trace, {value!r} in the plan")
     for x in every:
         event = known.get(x["args"]["event"])
         if event is None or x.get("cat") != event.kind or x["args"].get("at") != event.at:
-            raise _no(file, "this timeline is of another plan", f"event {x['args']['event']} is {x.get('cat')!r} of "
-                      f"{x['args'].get('at')!r} there")
+            raise _no(file, "this trace belongs to another plan",
+                      f"event {x['args']['event']} is {x.get('cat')!r} of {x['args'].get('at')!r} in the trace")
     if not steps:
-        raise _no(file, "this timeline has no step", "it ended before the first step did")
+        raise _no(file, "this trace contains no step", "it ends before the end of the first step")
     later = {n: ran for n, ran in steps.items() if n > min(steps)} or steps
     lengths = sorted((max(r.stop for r in ran) - min(r.start for r in ran), n) for n, ran in later.items())
     seconds, step = lengths[len(lengths) // 2]
@@ -77,7 +78,7 @@ def read(text: str, file: str, plan: Plan) -> Recorded:
 
 def _no(file: str, title: str, note: str) -> Failure:
     return fail("RL0098", title, place=file, notes=(note,),
-                help="--trace takes what `rlc run --trace FILE` wrote of this plan")
+                help="--trace takes a file written by `rlc run --trace FILE` for this plan")
 
 
 def _steps(every: list[Any]) -> dict[int, list[Ran]]:

@@ -86,7 +86,7 @@ def schedule(jobs: Sequence[_Job]) -> list[int]:
     while left:
         ready = [i for i in left if before[i] <= done.keys()]
         if not ready:
-            raise internal_error("the events of a block wait for each other", "pass order")
+            raise internal_error("the events of a block wait for each other in a cycle", "pass order")
 
         def start(i: int) -> int:
             job = jobs[i]
@@ -115,12 +115,12 @@ def _check(draft: Draft, was: tuple[Item, ...], now: tuple[Item, ...], values: M
     for at, item in enumerate(now):
         places[_name(item)].append(at)
     if sorted(names) != sorted(map(_name, now)):
-        raise internal_error("ordering lost or doubled an event", "pass order")
+        raise internal_error("ordering lost or duplicated an event", "pass order")
     places = {name: found[::-1] for name, found in places.items()}
     moved = [places[name].pop() for name in names]  # equal items stay in their order
     for at, earlier in zip(moved, dependencies([_job(draft, i, values, whole) for i in was]), strict=True):
         if any(moved[i] >= at for i in earlier):
-            raise internal_error(f"ordering put {names[moved.index(at)]} before what it needs", "pass order")
+            raise internal_error(f"ordering put {names[moved.index(at)]} before an event that it needs", "pass order")
     for item, at in zip(was, moved, strict=True):
         if isinstance(item, Every | Loop):
             _check(draft, item.body, now[at].body, values, whole)  # type: ignore[union-attr]  # equal names: a block too

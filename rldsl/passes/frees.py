@@ -58,8 +58,8 @@ def _made(item: Item) -> tuple[str, ...]:
 def _free(draft: Draft, buffers: list[str], after: Item, meshes: list[Mesh]) -> Free:
     mesh = union(draft, {draft.spreads[split(b)[1]].mesh for b in buffers})
     meshes.append(mesh)
-    reader = after.called if isinstance(after, Event) else "the block before"
-    return Free(id=0, mesh=mesh.id, because=f"{reader} was the last to use them", buffers=tuple(buffers))
+    reader = after.called if isinstance(after, Event) else "the preceding block"
+    return Free(id=0, mesh=mesh.id, because=f"{reader} was their last use", buffers=tuple(buffers))
 
 
 def check_frees(draft: Draft) -> None:

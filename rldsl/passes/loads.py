@@ -34,7 +34,7 @@ def loads(draft: Draft) -> Draft:
                 mine = draft.layouts[used]
                 found.setdefault((name, used), Load(
                     id=0, mesh=mine.mesh, reads=(f"{name}@{layout.id}",), writes=(f"{name}@{used}",), at=at[name],
-                    because=f"the same boxes with {degrees_of(mine)} as with {degrees_of(layout)}: one copy",
+                    because=f"same shards with {degrees_of(mine)} as with {degrees_of(layout)}: one copy",
                     model=name, layout=used, of=layout.id))
     return replace(draft, setup=(*draft.setup, *found.values()))
 

@@ -142,7 +142,7 @@ class _Lower:
         self.fetched |= {w: whole[1] for _, w in in_full}
         self.made |= {w: into.id for _, w in divided}
         out: list[Event] = [self._collect(node, ((f"{old.id}.lengths", f"{new.id}.lengths"),), *whole, self.world.id,
-                             f"the rows of {new.id} are divided by their lengths")]
+                             f"the rows of {new.id} are divided by length")]
         if in_full:
             out.append(self._collect(node, in_full, *whole, self.world.id))
         if divided:
@@ -255,5 +255,5 @@ class _Lower:
         for call in g.nodes(self.placed.graph.items):
             if isinstance(call, Call) and call.model == node.model:
                 return self.places[call.id].layout.id
-        raise fail("RL0319", f"`{node.model}` is saved, but no call uses it", node.span, "nothing loads this model",
+        raise fail("RL0319", f"`{node.model}` is saved, but no call uses it", node.span, "no rank loads this model",
                    help="remove the `save`, or use the model")

@@ -18,7 +18,7 @@ from rldsl.plan.events import CopyPart, Event, Item, Load, ModelCall, Offload, O
 
 Copy = tuple[str, str]  # model, layout
 WHY: dict[CopyPart, str] = {"parameters": "offload=true: in host memory between calls",
-                        "optimizer": "offload=true: the optimizer's state in host memory between trainings"}
+                        "optimizer": "offload=true: optimizer state in host memory between train calls"}
 
 
 def offloads(draft: Draft) -> Draft:
@@ -39,7 +39,7 @@ def offloads(draft: Draft) -> Draft:
         if isinstance(e, Train) and (e.model, e.layout) in trained:
             parts.append(((e.model, e.layout), "optimizer"))
         why = {"parameters": f"{e.called} {'moves its parameters' if isinstance(e, Realloc) else 'uses it'}",
-               "optimizer": f"{e.called} uses the optimizer's state"}
+               "optimizer": f"{e.called} uses the optimizer state"}
         return [*(side(Onload, c, what, e.at, why[what]) for c, what in parts), e,
                 *(side(Offload, c, what, e.at, WHY[what]) for c, what in reversed(parts))]
 

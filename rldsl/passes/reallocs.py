@@ -111,8 +111,8 @@ class _Reallocs:
                    f"{degrees_of(src)} on {src.mesh}")
         if (given := self.given.get((model.name, dst.id))) is not None and given != draft.meshes[dst.mesh]:
             other = self._total(model, src, replace(dst, id=f"{dst.id} in order", mesh=given.id), given)
-            because += (f"; mesh({len(given.members())}) leaves its ranks free, and {human(other.bytes)} would go to "
-                        f"{given.id}")
+            because += (f"; the ranks of mesh({len(given.members())}) are free to choose, and {human(other.bytes)} "
+                        f"would move to {given.id}")
         return Realloc(id=0, mesh=mesh.id, reads=(f"{model.name}@{src.id}",), writes=(f"{model.name}@{dst.id}",),
                        at=e.at, because=because, bytes=total.bytes, model=model.name, src=src.id, dst=dst.id,
                        messages=total.messages, digest=total.digest)
@@ -140,6 +140,6 @@ def check_reallocs(draft: Draft) -> None:
                 raise internal_error(f"a realloc of {e.model} goes from {e.src} to {e.dst}, but its home is "
                                      f"{homes[e.model]}", "pass reallocs")
         if isinstance(e, Train) and homes[e.model] != e.layout:
-            raise internal_error(f"{e.model} is trained away from its home", "pass reallocs")
+            raise internal_error(f"{e.model} is trained outside its training layout", "pass reallocs")
 
 

@@ -44,7 +44,7 @@ class Syncs:
 
     def _follow(self, e: Realloc, layout: str) -> Realloc:
         src, dst = self.draft.layouts[e.dst], self.draft.layouts[layout]
-        because = f"{_statement(e)}: {degrees_of(src)} -> {degrees_of(dst)}, where {e.model} is used too"
+        because = f"{_statement(e)}: {degrees_of(src)} -> {degrees_of(dst)}, where {e.model} is also used"
         return self._filled(Realloc(id=0, mesh=e.mesh, at=e.at, because=because, model=e.model, src=src.id, dst=dst.id))
 
     def _filled(self, e: Realloc) -> Realloc:

@@ -79,7 +79,7 @@ class _Transfers:
         what = ", ".join(values)
         because = f"{reader.called} reads {what} on mesh {spreads[dst].mesh}"
         if spreads[src].mesh == spreads[dst].mesh:
-            because += " in other shards than it was made"
+            because += " in other shards than it was computed in"
         lacking = len(self.draft.ranks(spreads[dst].mesh) - self.draft.ranks(spreads[src].mesh))
         fixed = all(self.values[v].level == "batch" for v in values)
         return Transfer(id=0, mesh=mesh.id, reads=tuple(f"{v}@{src}" for v in values),

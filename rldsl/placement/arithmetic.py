@@ -12,8 +12,8 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.source import Span
 
-HELP = ("take a family whose layers are attention and feed-forward or expert layers, such as Llama, Qwen, Gemma, "
-        "Mistral, Mixtral or Qwen3-MoE")
+HELP = ("use a family with standard attention and feed-forward or expert layers, such as Llama, Qwen, Gemma, Mistral, "
+        "Mixtral or Qwen3-MoE")
 
 
 def check(skeleton: Any, config: Any, path: str, span: Span | None) -> None:
@@ -23,13 +23,13 @@ def check(skeleton: Any, config: Any, path: str, span: Span | None) -> None:
 
 def _problem(skeleton: Any, text: Any) -> str:
     if getattr(skeleton, "_is_stateful", False):
-        return "its layers carry a state from token to token, which packed sequences would share"
+        return "its layers carry a recurrent state, which packed sequences would share"
     if not getattr(skeleton, "_supports_attention_backend", False):
-        return "its attention is its own, and would reach from one packed sequence into the next"
+        return "its custom attention would cross the boundaries of packed sequences"
     if getattr(text, "attention_chunk_size", None):
-        return "its attention looks at chunks of a sequence"
+        return "its attention works on chunks of a sequence"
     if getattr(text, "kv_lora_rank", None):
-        return "its attention keeps keys and values in a latent form"
+        return "it uses multi-head latent attention"
     known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     kept = next((name for name in skeleton.state_dict() if name not in known), "")
-    return f"it keeps {kept} beside its parameters, which nobody trains or moves" if kept else ""
+    return f"it has the buffers {kept}, which are neither trained nor moved" if kept else ""

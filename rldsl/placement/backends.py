@@ -25,7 +25,7 @@ def check_name(name: str, span: Span) -> None:
     if described(name) is None:
         near = get_close_matches(name, names(), n=1)
         raise Failure([Diagnostic(
-            "RL0312", f"there is no backend `{name}`", span, "not a backend",
+            "RL0312", f"unknown backend `{name}`", span, "unknown backend",
             help=f"did you mean `backend={near[0]}`?" if near else f"backends: {', '.join(names())}",
             fix=Fix(((span, f"backend={near[0]}"),)) if near and span.text.startswith("backend") else None)])
 
@@ -39,17 +39,17 @@ def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], fa
         place = places[node.id]
         x, family = place.layout, families.get(node.model)
         known = described(x.backend)
-        assert known is not None, f"{x.id} names no backend"
+        assert known is not None, f"{x.id} has no backend"
         why = unable(known, kinds[type(node)], x, node.model in adapted)
         if not why and family is not None:
             why = known.problem(family, x)
         span = option_span(place.span, "backend")
         if why:
             problems.append(Diagnostic("RL0327", f"`{label(node)}` cannot run on the backend `{x.backend}`", span, why,
-                                       help=f"place it with `backend={DEFAULT_BACKEND}`, or without what is named"))
+                                       help=f"use `backend={DEFAULT_BACKEND}`, or remove the unsupported feature"))
         elif line := lacking(known):
             problems.append(Diagnostic("RL0326", f"the backend `{x.backend}` cannot be used", span,
-                                       unfit(known) or "its package is not there",
+                                       unfit(known) or "its package is not installed",
                                        help=f"install it with `{line}`, or write `backend={DEFAULT_BACKEND}`"))
     if problems:
         raise Failure(dict.fromkeys(problems))

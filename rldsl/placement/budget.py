@@ -27,9 +27,9 @@ def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place]) ->
         place = places[node.id]
         wide = sum(longest(frames[f]) for f in (node.frames if isinstance(node, g.Train) else (node.frame,)))
         if 0 < place.mbt < wide:
-            raise fail("RL0328", f"a row of `{label(node)}` can be longer than its micro-batches",
+            raise fail("RL0328", f"a row of `{label(node)}` can exceed its micro-batch limit",
                        option_span(place.span, "mbt"), f"a row has up to {wide} tokens",
-                       help=f"give `mbt={wide}` or more, or bound the rows (`max_prompt_tokens`, `max_answer_tokens`, "
+                       help=f"use `mbt={wide}` or more, or limit the rows (`max_prompt_tokens`, `max_answer_tokens`, "
                             "`max_new_tokens`)")
 
 

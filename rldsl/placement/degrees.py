@@ -27,7 +27,7 @@ INFERRED = ("dp", "tp", "pp")  # cp is 1 where it is not given
 OPTIONS = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recompute", "offload", "keep", "backend")
 SWITCHES = ("offload", "keep")
 RECOMPUTE = ("none", "full")
-ZERO = "0 divides nothing over dp; 1 the optimizer state, 2 gradients too, 3 parameters too, for the passes of training"
+ZERO = "0 shards nothing over dp; 1 shards the optimizer state, 2 also gradients, 3 also parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +48,33 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
     or a part of one node."""
     start, stop = ref.devices
     if stop <= start or start < 0 or (ref.nodes and not 0 <= ref.nodes[0] < ref.nodes[1]):
-        raise fail("RL0305", "an empty mesh", ref.span, f"{start}:{stop} has no ranks",
+        raise fail("RL0305", "empty mesh", ref.span, f"{start}:{stop} has no ranks",
                    help="mesh(a:b) is the ranks a to b-1, so b must be larger than a")
     if ref.nodes is None:
         if stop > cluster.world:
-            raise fail("RL0305", "the mesh reaches beyond the cluster", ref.span,
+            raise fail("RL0305", "the mesh extends beyond the cluster", ref.span,
                        f"{stop} ranks" if ref.free else
                        f"needs rank {stop - 1}; the cluster has ranks 0 to {cluster.world - 1}",
                        help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {cluster.world} ranks")
         ranks = range(start, stop)
     else:
         if not cluster.declared:
-            raise fail("RL0306", "a mesh over nodes needs a cluster", ref.span, "how many devices has a node?",
+            raise fail("RL0306", "a mesh over nodes needs a cluster", ref.span,
+                       "the number of devices per node is unknown",
                        help="declare it: `cluster nodes=2 gpus=8`")
         if ref.nodes[1] > cluster.nodes or stop > cluster.gpus:
-            raise fail("RL0305", "the mesh reaches beyond the cluster", ref.span,
+            raise fail("RL0305", "the mesh extends beyond the cluster", ref.span,
                        f"the cluster has nodes 0:{cluster.nodes} and devices 0:{cluster.gpus}",
                        help="mesh(n0:n1, d0:d1) is nodes n0 to n1-1 and devices d0 to d1-1 of each")
         ranks = [n * cluster.gpus + d for n in range(*ref.nodes) for d in range(start, stop)]
     mesh = mesh_of(ranks)
     if cluster.declared and not _shaped(mesh, cluster.gpus):
-        raise fail("RL0306", "a mesh that is neither whole nodes nor a dividing part of one node", ref.span,
+        raise fail("RL0306", "a mesh must be whole nodes or an even fraction of one node", ref.span,
                    f"{stop} ranks on nodes of {cluster.gpus}" if ref.free else
                    f"ranks {mesh.id} on nodes of {cluster.gpus}",
-                   help=f"take a multiple of {cluster.gpus}, or a number that divides it" if ref.free else
-                        f"take whole nodes (a multiple of {cluster.gpus} ranks from a node's first), or a run of ranks "
-                        f"of one node whose length divides {cluster.gpus}")
+                   help=f"use a multiple of {cluster.gpus}, or a number that divides it" if ref.free else
+                        f"use whole nodes (a multiple of {cluster.gpus} ranks, starting at a node boundary), or "
+                        f"consecutive ranks of one node whose number divides {cluster.gpus}")
     return mesh
 
 
@@ -93,23 +94,23 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
             near = get_close_matches(name, OPTIONS, n=1)
             at = Span(span.file, span.start, span.start + len(name)) if span.text.startswith(name) else span
             raise Failure([Diagnostic(
-                "RL0310", f"unknown placement option `{name}`", at, "not an option of a placement",
+                "RL0310", f"unknown placement option `{name}`", at, "not a placement option",
                 help=f"did you mean `{near[0]}`?" if near else f"options: {', '.join(OPTIONS)}",
                 fix=Fix(((at, near[0]),)) if near and at is not span else None)])
         if name in found:
-            raise fail("RL0311", f"`{name}` is given twice", span, "the second time", help="remove one of the two")
+            raise fail("RL0311", f"`{name}` is passed twice", span, "given again here", help="remove one of the two")
         least = 0 if name in ("mbs", "mbt", "zero") else 1
         right = (isinstance(value, bool) if name in SWITCHES else isinstance(value, str) if name == "backend"
                  else value in RECOMPUTE if name == "recompute" else type(value) is int and value >= least)
         if not right:
             wanted = {**dict.fromkeys(SWITCHES, "true or false"), "backend": 'a name such as "torch"',
-                      "recompute": " or ".join(RECOMPUTE)}.get(name, f"a whole number, at least {least}")
+                      "recompute": " or ".join(RECOMPUTE)}.get(name, f"an integer of at least {least}")
             example = {"offload": "true", "keep": "false", "backend": "torch",
                        "recompute": "full"}.get(name, max(least, 1))
             raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
                        help=f"write `{name}={example}`")
         if name == "zero" and value > 3:
-            raise fail("RL0311", "`zero` must be a whole number from 0 to 3", span, f"this is {value!r}", help=ZERO)
+            raise fail("RL0311", "`zero` must be an integer from 0 to 3", span, f"this is {value!r}", help=ZERO)
         if name == "backend":
             check_name(str(value), span)
         found[name] = (value, span)
@@ -125,8 +126,9 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
     if compute:
         for name in ("tp", "pp", "vpp", "cp", "ep", "zero", "offload", "keep", "mbs", "mbt", "recompute", "backend"):
             if name in given and given[name][0] not in NOTHING.get(name, (0, 1, "none")):
-                raise fail("RL0311", f"`{name}` has no meaning for a computation", given[name][1],
-                           f"`{call}` runs no model", help="give a mesh only; rows are divided over all its ranks")
+                raise fail("RL0311", f"`{name}` does not apply to a computation", given[name][1],
+                           f"`{call}` does not run a model",
+                           help="give only a mesh; rows are divided over all its ranks")
     dp, tp, pp, cp = fill({k: int(given[k][0]) for k in DEGREES if k in given}, size, mesh, choice, given, call)
     layout = layout_of(mesh, dp, tp, pp, cp, str(given.get("backend", (DEFAULT_BACKEND,))[0]),
                        int(given.get("zero", (0,))[0]), int(given.get("ep", (1,))[0]),
@@ -183,7 +185,7 @@ def _advice(given: dict[str, int], size: int, missing: list[str]) -> str:
         other *= value
     if size % other == 0:
         degrees = " ".join(f"{k}={v}" for k, v in ({"dp": size // other} | rest).items())
-        return f"`{degrees}` fills it" + (f"; or give {' and '.join(missing)} too" if len(missing) == 2 else "")
+        return f"`{degrees}` fills it" + (f"; or also give {' and '.join(missing)}" if len(missing) == 2 else "")
     return f"the product of {'dp, tp, pp and cp' if 'cp' in given else 'dp, tp and pp'} must be {size}"
 
 
@@ -193,32 +195,32 @@ def check_family(family: Family, tp: int, pp: int, cp: int, spans: dict[str, Spa
     if tp > 1:
         at = spans.get("tp", span)
         if family.tp_problem:
-            raise fail("RL0307", f"{family.name} models cannot be divided by tensor parallelism here", at,
+            raise fail("RL0307", f"{family.name} models do not support tensor parallelism here", at,
                        family.tp_problem, help=f"use tp=1 for {call}, with dp or pp instead")
         if family.heads % tp:
             raise fail("RL0307", "tp does not divide the attention heads", at,
                        f'"{family.path}" has {family.heads} heads',
                        help=f"tp must be one of {_divisors(family.heads)}")
         if family.kv_heads % tp and tp % family.kv_heads:
-            raise fail("RL0307", "tp and the key-value heads do not divide each other", at,
+            raise fail("RL0307", "tp does not fit the number of key-value heads", at,
                        f'"{family.path}" has {family.kv_heads} key-value heads',
                        help=f"tp must divide {family.kv_heads} or be a multiple of it")
         if family.experts and tp > family.expert_width:
-            raise fail("RL0307", "tp is larger than an expert is wide", at,
+            raise fail("RL0307", "tp exceeds the width of an expert", at,
                        f'each expert of "{family.path}" has {family.expert_width} columns',
-                       help=f"tp is at most {family.expert_width}; ep divides experts among ranks")
+                       help=f"tp can be at most {family.expert_width}; to divide experts among ranks, use ep")
         if tp > cluster.gpus or cluster.gpus % tp:
-            raise fail("RL0309", "a tensor-parallel group reaches beyond a node", at,
+            raise fail("RL0309", "a tensor-parallel group extends beyond a node", at,
                        f"a node has {cluster.gpus} device{'s' * (cluster.gpus > 1)}",
-                       help=f"tp must divide {cluster.gpus}; dp and pp may go over several nodes")
+                       help=f"tp must divide {cluster.gpus}; dp and pp may span several nodes")
     if pp > 1:
         at = spans.get("pp", span)
         if family.pp_problem:
-            raise fail("RL0308", f"{family.name} models cannot be divided into pipeline stages here", at,
+            raise fail("RL0308", f"{family.name} models do not support pipeline parallelism here", at,
                        family.pp_problem, help=f"use pp=1 for {call}")
         if pp > family.layers:
             raise fail("RL0308", "more pipeline stages than layers", at, f'"{family.path}" has {family.layers} layers',
-                       help=f"pp is at most {family.layers}")
+                       help=f"pp can be at most {family.layers}")
 
 
 def check_experts(family: Family | None, x: Layout, spans: dict[str, Span], span: Span, call: str) -> None:
@@ -227,16 +229,16 @@ def check_experts(family: Family | None, x: Layout, spans: dict[str, Span], span
         return
     at = spans.get("ep", span)
     if x.cp > 1:
-        raise fail("RL0325", "experts and sequences cannot both be divided", at, f"beside cp={x.cp}",
-                   help=f"`{call}` can have ep or cp: give cp=1, or leave ep out")
+        raise fail("RL0325", "ep and cp cannot be combined", at, f"combined with cp={x.cp}",
+                   help=f"`{call}` can have ep or cp, not both: use cp=1, or remove ep")
     if family is not None and not family.experts:
-        raise fail("RL0323", f"`{family.name}` models have no experts that can be divided here", at,
-                   f'"{family.path}" has no mixture-of-experts layers of the form that is known',
-                   help="remove ep; dense models are divided by tp and pp, and in training by zero")
+        raise fail("RL0323", f"`{family.name}` models have no experts that ep can divide", at,
+                   f"\"{family.path}\" has no mixture-of-experts layers in a supported form",
+                   help="remove ep; for dense models use tp and pp, and zero in training")
     experts, path = (family.experts, family.path) if family is not None else (0, "")
     if x.dp % x.ep or experts % x.ep:
         what = "the dp degree" if x.dp % x.ep else "the experts"
-        about = f"dp is {x.dp}" if x.dp % x.ep else f'"{path}" has {experts} experts in a layer'
+        about = f"dp is {x.dp}" if x.dp % x.ep else f"\"{path}\" has {experts} experts per layer"
         raise fail("RL0324", f"ep does not divide {what}", at, about,
                    help=f"ranks along dp share the experts: ep must be one of {_divisors(gcd(x.dp, experts))}")
 
@@ -245,8 +247,9 @@ def check_chunks(family: Family, x: Layout, spans: dict[str, Span], span: Span) 
     """Each chunk of layers must have one; how many stages there may be at all, `check_family` says."""
     if x.vpp > 1 and x.pp <= family.layers < x.pp * x.vpp:
         raise fail("RL0308", "more chunks of layers than layers", spans.get("vpp", span),
-                   f'pp={x.pp} ranks with {x.vpp} each are {x.pp * x.vpp}; "{family.path}" has {family.layers} layers',
-                   help=f"vpp is at most {family.layers // x.pp} with pp={x.pp}")
+                   f"pp={x.pp} with {x.vpp} chunks each makes {x.pp * x.vpp} chunks; \"{family.path}\" has "
+                   f"{family.layers} layers",
+                   help=f"vpp can be at most {family.layers // x.pp} with pp={x.pp}")
 
 
 def _divisors(number: int) -> str:

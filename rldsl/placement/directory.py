@@ -23,21 +23,21 @@ MOST_HEADER = 100_000_000  # bytes that the library takes, too
 def check(directory: Path, path: str, kind: str, span: Span | None, trained: bool) -> frozenset[str]:
     """The names of its tensors."""
     if not (directory / "config.json").is_file():
-        what = "no config.json here" if directory.is_dir() else "no such directory"
+        what = "config.json is missing" if directory.is_dir() else "no such directory"
         raise fail("RL0301", f'no model directory "{path}"', span, what,
                    help="give a HuggingFace directory (config.json, tokenizer, *.safetensors), relative to the working "
-                        f"directory {Path.cwd()}; a name on the hub must be downloaded first")
+                        f"directory {Path.cwd()}; models on the Hub must be downloaded first")
     if not any((directory / name).is_file() for name in TOKENIZERS):
         raise fail("RL0302", f'the model directory "{path}" has no tokenizer', span, "tokenizer.json is missing",
-                   help="save one there: `AutoTokenizer.from_pretrained(...).save_pretrained(directory)`")
+                   help="save one to the directory: `AutoTokenizer.from_pretrained(...).save_pretrained(directory)`")
     names = _tensor_names(directory, path, span)
     if not names:
         raise fail("RL0302", f'the model directory "{path}" has no weights', span, "no *.safetensors file",
                    help="save the model with `save_pretrained`, which writes safetensors")
     if kind == "reward_model" and not trained and HEAD not in names:
         raise fail("RL0302", f'the reward model "{path}" has no score head', span, f"no tensor {HEAD!r}",
-                   help="a reward model is an AutoModelForSequenceClassification with one label; "
-                        "only one that is trained may begin with a new head")
+                   help="a reward model is an AutoModelForSequenceClassification with one label; only a reward model "
+                        "that the program trains can start with a new head")
     return names
 
 
@@ -57,7 +57,7 @@ def _tensor_names(directory: Path, path: str, span: Span | None) -> frozenset[st
         return frozenset(names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error, OSError) as error:
         raise fail("RL0302", f'the weights in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
-                   help="the safetensors files or their index are damaged; copy them again") from None
+                   help="the safetensors files or their index are corrupted; copy them again") from None
 
 
 def tokenizer(directory: Path) -> str:

@@ -112,7 +112,7 @@ def _config(directory: Path, path: str, span: Span | None) -> Any:
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises anything at all on a malformed config
         raise fail("RL0303", f'the config of "{path}" cannot be used', span, _first_line(error),
-                   help="config.json must name a model_type that the installed transformers knows") from None
+                   help="config.json must have a model_type that the installed transformers supports") from None
 
 
 def _check_head(config: Any, path: str, kind: str, span: Span | None) -> None:
@@ -121,8 +121,8 @@ def _check_head(config: Any, path: str, kind: str, span: Span | None) -> None:
 
     if kind != "causal_lm" and config.model_type not in CLASSIFIERS:
         raise fail("RL0303", f'"{path}" cannot be a {kind}', span,
-                   f"transformers has no classifier of {config.model_type}",
-                   help="take another family for critics and reward models")
+                   f"transformers has no sequence classifier for {config.model_type}",
+                   help="use another family for critics and reward models")
 
 
 def _skeleton(config: Any, path: str, span: Span | None) -> Any:
@@ -138,7 +138,7 @@ def _skeleton(config: Any, path: str, span: Span | None) -> Any:
         return made
     except Exception as error:
         raise fail("RL0303", f'the model in "{path}" is not a causal language model', span, _first_line(error),
-                   help="actors, critics, references and reward models all build on a causal language model") from None
+                   help="every model must be based on a causal language model") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -164,8 +164,8 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, 
     names, uniform = _fold(base, layers)
     pipeline = list(getattr(config, "base_model_pp_plan", None) or {})
     pp_problem = ("" if pipeline and uniform else
-                  "its config declares no pipeline plan" if uniform else "its layers differ from each other")
-    problems = [] if getattr(config, "base_model_tp_plan", None) else ["its config declares no tensor-parallel plan"]
+                  "its config has no pipeline-parallel plan" if uniform else "its layers are not all the same")
+    problems = [] if getattr(config, "base_model_tp_plan", None) else ["its config has no tensor-parallel plan"]
     specs, behind, counted, renamed = [], False, experts.counts(skeleton), experts.transforms(skeleton)
     for name, shape in names:
         behind = behind or "{}" in name
@@ -260,7 +260,7 @@ def _division(name: str, shape: tuple[int, ...], style: str,
             dim = 0 if style == "colwise" else 1
             count = units or shape[dim]
             if len(shape) > 2 or shape[dim] % count:
-                return None, "replicated", False, f"tensor parallelism of {name} is not known"
+                return None, "replicated", False, f"no tensor-parallel style is known for {name}"
             return Split(dim, ((count, shape[dim] // count),)), style, False, ""
         case _:
             return None, "replicated", False, f"its plan has the style {style!r} for {name}, which is not supported yet"

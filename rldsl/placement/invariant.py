@@ -24,9 +24,10 @@ def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], fa
     for m in asked.values():
         family = families.get(m.name)
         if m.dtype != "float32" or family is not None and family.experts:
-            why = f"its dtype is {m.dtype}" if m.dtype != "float32" else "tokens share its experts"
+            why = f"its dtype is {m.dtype}" if m.dtype != "float32" else ("its experts process tokens of different "
+                                                                          "sequences together")
             raise fail("RL0330", f"`{m.name}` cannot be invariant", m.span, why,
-                       help="`invariant=true` is for dense models in float32")
+                       help="`invariant=true` supports only dense models in float32")
     for node in calls:
         x, span = places[node.id].layout, places[node.id].span
         if node.model not in asked:
@@ -35,9 +36,9 @@ def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], fa
         known = described(x.backend)
         if degree:
             raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, degree),
-                       f"{degree}={getattr(x, degree)} adds up parts of a sum in an order of its own",
-                       help=f"divide `{node.model}` by dp, pp and zero, or leave `invariant=true` out")
+                       f"{degree}={getattr(x, degree)} changes the order in which partial sums are added",
+                       help=f"use only dp, pp and zero for `{node.model}`, or remove `invariant=true`")
         if known is None or not known.invariant:
             raise fail("RL0330", f"`{label(node)}` cannot be invariant", option_span(span, "backend"),
-                       f"the backend `{x.backend}` has kernels of its own",
-                       help=f"place it with `backend=torch`, or leave `invariant=true` of `{node.model}` out")
+                       f"the backend `{x.backend}` uses different kernels",
+                       help=f"use `backend=torch`, or remove `invariant=true` from `{node.model}`")

@@ -28,12 +28,16 @@ def _idle(rule: Rule, graph: Graph, every: tuple[Node, ...], place_file: str) ->
             return None
         stronger = stronger or next(iter(deciding), None)
     if stronger is None and any(isinstance(n, Compute) for n in matched):
-        return Diagnostic("RL0902", "this rule changes nothing", rule.clause.span, "a computation has no such options",
-                          help=f"place it by a mesh: `place {rule.selector} on mesh(...)`", severity="warning")
-    labels = (Label(stronger.span, "this decides"),) if stronger else ()
-    return Diagnostic("RL0902", "this rule changes nothing", rule.span, "a stronger one decides all that it matches",
-                      labels, help="remove it, or make it more specific: `@name` beats `model.call`, which beats "
-                                   "`model.*` and `*.call`; what stands at the call beats rules of the same file",
+        return Diagnostic("RL0902", "this rule has no effect", rule.clause.span,
+                          "these options do not apply to a computation",
+                          help=f"give it a mesh: `place {rule.selector} on mesh(...)`", severity="warning")
+    labels = (Label(stronger.span, "this takes precedence"),) if stronger else ()
+    return Diagnostic("RL0902", "this rule has no effect", rule.span,
+                      "rules of higher precedence place everything that it matches",
+                      labels,
+                      help="remove it, or make it more specific: `@name` takes precedence over `model.call`, and that "
+                           "over `model.*` and `*.call`; `on ...` at the call takes precedence over rules in the same "
+                           "file",
                       severity="warning")
 
 

@@ -47,12 +47,12 @@ def _chosen(targets: tuple[str, ...], family: Family, span: Span | None) -> list
     """The modules that `targets` name by the ends of their names; all of them where it is empty."""
     known = tuple(dict.fromkeys(_last(m.name) for m in family.linears))
     if not known:
-        raise fail("RL0341", f'"{family.path}" has no module that takes an adapter', span,
-                   f"the blocks of {family.name} have no linear layers of their own", help="train it without `lora`")
+        raise fail("RL0341", f"\"{family.path}\" has no module that an adapter can target", span,
+                   f"the blocks of {family.name} contain no linear layers", help="train it without `lora`")
     for target in targets:
         if not any(_named(m, target) for m in family.linears):
             near = _near(target, known)
-            raise fail("RL0341", f'no module of "{family.path}" is called `{target}`', span,
+            raise fail("RL0341", f"\"{family.path}\" has no module named `{target}`", span,
                        f"did you mean `{near}`?" if near else "",
                        help=f"linear layers in the blocks of {family.name}: {', '.join(known)}")
     return [m for m in family.linears if not targets or any(_named(m, t) for t in targets)]

@@ -31,8 +31,8 @@ def adapter(path: str, span: Span | None) -> Lora:
     """span: of the program, to be underlined. The weights are read by the ranks."""
     file = Path(path) / CONFIG
     if not file.is_file():
-        raise fail("RL0342", f'no adapter in "{path}"', span, f"no {CONFIG} here",
-                   help="give a directory that `save` or PEFT wrote, relative to the working directory")
+        raise fail("RL0342", f'no adapter in "{path}"', span, f"{CONFIG} is missing",
+                   help="give a directory written by `save` or PEFT, relative to the working directory")
     try:
         found: dict[str, Any] = json.loads(file.read_text())
         kind, r, alpha = found["peft_type"], int(found["r"]), float(found["lora_alpha"])
@@ -44,15 +44,15 @@ def adapter(path: str, span: Span | None) -> Lora:
         odd += _odd(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise fail("RL0342", f'the adapter in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
-                   help=f"{CONFIG} is damaged; copy the directory again") from None
+                   help=f"{CONFIG} is corrupted; copy the directory again") from None
     if odd:
-        raise fail("RL0342", f'the adapter in "{path}" is of a kind that is not supported', span, ", ".join(odd),
-                   help="supported: LoRA with one rank and alpha for all of its modules, without biases; remove "
-                        f"options from {CONFIG} that change nothing of what it computes")
+        raise fail("RL0342", f"the type of adapter in \"{path}\" is not supported", span, ", ".join(odd),
+                   help="only LoRA with the same rank and alpha for all modules and without biases is supported; if an "
+                        f"option in {CONFIG} has no effect on the result, remove it")
     if isinstance(targets, str):
         if targets != "all-linear":
-            raise fail("RL0342", f'the adapter in "{path}" is of a kind that is not supported', span,
-                       f"target_modules is a pattern: {targets}", help="list the names of its modules")
+            raise fail("RL0342", f"the type of adapter in \"{path}\" is not supported", span,
+                       f"target_modules is a pattern: {targets}", help="list the module names")
         targets = []
     return Lora(r, alpha, tuple(sorted(map(str, targets))), path=path)
 

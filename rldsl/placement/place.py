@@ -135,20 +135,21 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
     def put(node: Call, choice: Choice, mesh: Mesh, given: Mesh | None) -> None:
         made = place(choice, mesh, families.get(node.model), cluster, label(node))
         if isinstance(node, g.Generate) and made.layout.cp > 1:
-            raise fail("RL0318", f"`{label(node)}` cannot divide its sequences", option_span(choice.span, "cp"),
-                       "context parallelism is for inference and training", help="a new token sees the whole sequence: "
-                       f"generate with dp or tp; here dp={made.layout.dp * made.layout.cp} moves no parameter")
+            raise fail("RL0318", f"`{label(node)}` does not support context parallelism",
+                       option_span(choice.span, "cp"),
+                       "cp applies only to inference and training",
+                       help=f"use dp or tp for generate; with dp={made.layout.dp * made.layout.cp} no parameters have "
+                            "to move")
         if made.layout.zero and not isinstance(node, g.Train):
-            raise fail("RL0320", f"`{label(node)}` cannot run on parameters divided by `zero`",
-                       option_span(choice.span, "zero"), "zero is for training",
-                       help="every pass, of each token that is generated, would gather all parameters from all ranks "
-                       f"of dp: say `zero` of the train call alone (`place {node.model}.train ...`), and this one gets a "
-                       "copy")
+            raise fail("RL0320", f"`{label(node)}` cannot use `zero`",
+                       option_span(choice.span, "zero"), "zero applies only to training",
+                       help="every forward pass would gather all parameters from the dp ranks: set `zero` only on the "
+                            f"train call (`place {node.model}.train ...`), and this call gets an unsharded copy")
         if made.layout.vpp > 1 and not isinstance(node, g.Train):
-            raise fail("RL0320", f"`{label(node)}` cannot run on interleaved chunks of layers",
-                       option_span(choice.span, "vpp"), "vpp is for training",
-                       help="only training has forward and backward passes to interleave: say `vpp` of the train call "
-                       f"alone (`place {node.model}.train ...`), and this one gets a copy")
+            raise fail("RL0320", f"`{label(node)}` cannot use `vpp`",
+                       option_span(choice.span, "vpp"), "vpp applies only to training",
+                       help="only training has backward passes to interleave: set `vpp` only on the train call (`place "
+                            f"{node.model}.train ...`), and this call gets a copy")
         places[node.id] = replace(made, given=given)
 
     late: list[Call] = []
@@ -168,17 +169,17 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
         choice = choices.get(node.id)
         model = _leader(node, calls, places)
         if model is not None:
-            base, why = places[model.id], f"default: as {label(model)}"
+            base, why = places[model.id], f"default: same as {label(model)}"
             if isinstance(node, g.Generate) and base.layout.cp > 1:  # the same boxes, so nothing moves
                 x = base.layout
                 base = replace(base, layout=layout_of(base.mesh, x.dp * x.cp, x.tp, x.pp, backend=x.backend, ep=x.ep))
-                why += ", with dp for cp"
+                why += ", with dp instead of cp"
             if not isinstance(node, g.Train) and (base.layout.zero or base.layout.vpp > 1):
                 why += f", without {' and '.join(k for k in ('zero', 'vpp') if getattr(base.layout, k) > (k == 'vpp'))}"
                 base = replace(base, layout=_for_passes(base.layout, base.mesh))
         else:
             mesh = mesh_of(range(cluster.world))
-            base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: every rank, pure dp"
+            base, why = Place(mesh, layout_of(mesh, dp=cluster.world)), "default: all ranks, data parallel"
         if choice is None:
             places[node.id] = replace(base, mbs=0, mbt=0, offload=False, span=node.span, why=why, recompute="none",
                                       keep=True)
@@ -220,7 +221,7 @@ def _homes(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
                 raise Failure([Diagnostic(
                     "RL0315", f"`{node.model}` is trained under two layouts", span, f"{places[node.id].layout.id}",
                     (Label(places[other.id].span or other.span, f"{places[other.id].layout.id}"),),
-                    help="the optimizer state lives under one layout: give both train calls the same placement")])
+                    help="the optimizer state has a single layout: give both train calls the same placement")])
     return {name: places[node.id].layout.id for name, node in first.items()}
 
 
@@ -278,5 +279,5 @@ def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], ca
         near = flow.first_train(node) or flow.source(node)
         mesh = calls[near.id].mesh if near is not None else first
         places[node.id] = Place(mesh, layout_of(mesh, dp=len(mesh.members())), 0, False, node.span,
-                                f"default: as {label(near)}" if near else "default: as the first call")
+                                f"default: same as {label(near)}" if near else "default: same as the first call")
     return places

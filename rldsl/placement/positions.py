@@ -32,8 +32,9 @@ def check(graph: g.Graph, calls: Iterable[Call], families: Mapping[str, Family])
         frame = max(own, key=longest)
         if longest(frame) > most:
             problems[node.model] = Diagnostic(
-                "RL0331", f"`{label(node)}` has sequences of up to {longest(frame)} tokens, and the model has "
-                f"{most} positions", node.span, f"{frame.max_prompt_tokens} + {frame.max_response_tokens} tokens",
+                "RL0331",
+                f"`{label(node)}` has sequences of up to {longest(frame)} tokens, but the model has {most} positions",
+                node.span, f"{frame.max_prompt_tokens} + {frame.max_response_tokens} tokens",
                 help=_help(family, most))
     if problems:
         raise Failure(problems.values())
@@ -56,7 +57,7 @@ def _ropes(family: Family) -> list[Mapping[str, Any]]:
 
 
 def _help(family: Family, most: int) -> str:
-    text = "bound them (`max_prompt_tokens`, `max_answer_tokens`, `max_new_tokens`)"
+    text = "limit them (`max_prompt_tokens`, `max_answer_tokens`, `max_new_tokens`)"
     changing = sorted({str(r["rope_type"]) for r in _ropes(family) if r.get("rope_type") in CHANGING})
     return text if not changing else \
-        f"{text}; beyond {most} the scaling `{changing[0]}` changes all sequences of a micro-batch by its longest"
+        f"{text}; beyond {most} tokens the scaling `{changing[0]}` depends on the longest sequence of the micro-batch"

@@ -21,19 +21,19 @@ def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], ho
     for node in calls:
         place = places[node.id]
         if place.offload and place.layout.id != homes.get(node.model, place.layout.id):
-            raise fail("RL0317", f"`{label(node)}` runs on a copy of what is trained, which is not offloaded",
+            raise fail("RL0317", f"`{label(node)}` uses a copy of trained parameters, which cannot be offloaded",
                        option_span(place.span, "offload"), f"`{node.model}` is trained under another layout",
-                       help="`keep=false` drops the copy between its uses; `offload=true` of the train call moves what "
-                            "is trained, and its optimizer's state")
+                       help="use `keep=false` to free the copy between uses; `offload=true` on the train call offloads "
+                            "the trained parameters and the optimizer state")
         if place.offload and node.model in stays:
             train = stays[node.model]
             raise Failure([Diagnostic(
-                "RL0317", f"`{label(node)}` runs on what is trained, which is not offloaded",
-                option_span(place.span, "offload"), f"`{label(train)}` does not ask for it",
-                (Label(train.span, "this keeps it on the device"),),
-                help="say `offload=true` of the train call: it moves what is trained, and its optimizer's state")])
+                "RL0317", f"`{label(node)}` uses the trained parameters, which are not offloaded",
+                option_span(place.span, "offload"), f"`{label(train)}` does not set it",
+                (Label(train.span, "this keeps the parameters on the device"),),
+                help="set `offload=true` on the train call: it offloads trained parameters and optimizer state")])
         if not place.keep and (why := _only_one(node, homes, adapted)):
-            raise fail("RL0322", f"`{label(node)}` has no copy that could be dropped", option_span(place.span, "keep"),
+            raise fail("RL0322", f"`{label(node)}` has no copy to drop", option_span(place.span, "keep"),
                        why[0], help=why[1])
 
 
@@ -45,19 +45,20 @@ def idle(graph: g.Graph, places: Mapping[str, Place]) -> Iterator[Diagnostic]:
     for node in calls:
         other, place = stays.get((node.model, places[node.id].layout.id)), places[node.id]
         if place.offload and other is not None and node.model not in trained:
-            yield Diagnostic("RL0907", f"`{label(node)}` leaves its model on the device",
-                             option_span(place.span, "offload"), "this changes nothing",
-                             (Label(other.span, "this uses the same parameters, and keeps them there"),),
-                             help=f"say `offload=true` of all calls of `{node.model}`: `place {node.model}.* ...`",
+            yield Diagnostic("RL0907", f"`offload=true` on `{label(node)}` has no effect",
+                             option_span(place.span, "offload"), "another call keeps the parameters on the device",
+                             (Label(other.span, "this call uses the same parameters without `offload=true`"),),
+                             help=f"set `offload=true` on all calls of `{node.model}`: `place {node.model}.* ...`",
                              severity="warning")
 
 
 def _only_one(node: Call, homes: Mapping[str, str], adapted: set[str]) -> tuple[str, str] | None:
     """Why the parameters that a call uses could not be made again from others, and what to say instead."""
     if node.model not in homes:
-        return "nothing trains it: it is loaded once", "`offload=true` keeps it in host memory between its calls"
+        return ("the model is never trained: it is loaded only once",
+                "`offload=true` keeps it in host memory between its calls")
     if isinstance(node, g.Train):
-        return "its parameters live here", "say it of calls under another layout, such as `generate`"
+        return "this is its training layout", "use `keep=false` only on calls under another layout, such as `generate`"
     if node.model in adapted:
-        return "it trains adapters, and its copies share what is large, the base", "remove `keep=false`"
+        return "with an adapter, all copies share the base parameters", "remove `keep=false`"
     return None

@@ -102,15 +102,15 @@ def _clauses(node: Node, rules: Iterable[Rule], place_file: str,
         special = specificity(rule.selector, node)
         if special >= 0:
             rank = tier(rule, place_file)
-            why = ("rule of the program", "", "placement file", "command line")[rank]
+            why = ("rule in the program", "", "placement file", "command line")[rank]
             ranked.setdefault((rank, special), []).append((rule.clause, why, rule.span))
     for same in ranked.values():
         if len(same) > 1 and (len([1 for c, _, _ in same if c.mesh or c.auto]) > 1 or _overlap(c for c, _, _ in same)):
             first, second = same[0][2], same[1][2]
-            problems.append(Diagnostic("RL0314", "two placement rules with equal right for one call", second,
+            problems.append(Diagnostic("RL0314", "two placement rules of equal precedence match one call", second,
                                        f"also places `{node.id}`", (Label(first, "the other rule"),),
-                                       help="remove one, or make one more specific: `@name` beats `model.call`, "
-                                            "which beats `model.*` and `*.call`"))
+                                       help="remove one, or make one more specific: `@name` takes precedence over "
+                                            "`model.call`, and that over `model.*` and `*.call`"))
     return [(c, why) for key in sorted(ranked, reverse=True) for c, why, _ in ranked[key]]
 
 
@@ -139,10 +139,10 @@ def _unmatched(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
     calls = [f"{m}.{w}" for n in every for m, ws in (names_of(n),) for w in ws[:1]]
     known = [f"@{n.id}" for n in every] if rule.selector.startswith("@") else calls
     near = get_close_matches(rule.selector, sorted(set(known)), n=1)
-    advice = f"did you mean `{near[0]}`?" if near else f"the program has: {', '.join(dict.fromkeys(known))}"
+    advice = f"did you mean `{near[0]}`?" if near else f"calls of the program: {', '.join(dict.fromkeys(known))}"
     span = _selector(rule)
     fix = Fix(((span, near[0]),)) if near and span.text.replace(" ", "") == rule.selector else None
-    return Diagnostic("RL0313", f"`{rule.selector}` matches no call of this program", span, "matches nothing",
+    return Diagnostic("RL0313", f"`{rule.selector}` matches no call of this program", span, "no match",
                       help=advice, fix=fix)
 
 

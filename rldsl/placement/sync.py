@@ -41,7 +41,7 @@ def check(graph: g.Graph, families: Mapping[str, Family]) -> None:
             problems.append(Diagnostic(
                 "RL0321", f"`{n.model}` and `{n.source}` are different models", n.span, why,
                 (Label(models[n.model].span, f'"{mine.path}"'), Label(models[n.source].span, f'"{other.path}"')),
-                help="parameters move between models of one architecture and size"))
+                help="`sync` and `ema` need models of the same architecture and size"))
     if problems:
         raise Failure(dict.fromkeys(problems))
 
@@ -57,7 +57,7 @@ def check_adapters(graph: g.Graph, models: Iterable[Model]) -> None:
         spans = {m.name: m.span for m in graph.models}
         raise Failure([Diagnostic(
             "RL0321", f"`{n.model}` and `{n.source}` have different adapters", n.span,
-            "parameters move between models with the same adapters on the same base, or without any",
+            "`sync` and `ema` need the same adapters on the same base, or none",
             (Label(spans[n.model], _adapter(mine)), Label(spans[n.source], _adapter(other))),
             help="declare both with the same `lora(...)`")])
 
@@ -79,9 +79,9 @@ def _difference(model: str, mine: Family, source: str, other: Family) -> str:
     shapes = [{p.name: " × ".join(map(str, p.shape)) for p in f.params} for f in (mine, other)]
     for name in dict.fromkeys([*shapes[0], *shapes[1]]):
         if shapes[0].get(name) != shapes[1].get(name):
-            return told(name, *(s.get(name, "not there") for s in shapes))
+            return told(name, *(s.get(name, "missing") for s in shapes))
     if mine.params != other.params:
-        return "tensor and pipeline parallelism divide them differently"
+        return "tensor or pipeline parallelism shards them differently"
     a, b = dict(mine.config), dict(other.config)
     key = next((k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)), "")
     return told(f"{key} in config.json", a.get(key, "not set"), b.get(key, "not set")) if key else ""
@@ -101,8 +101,8 @@ def anchors(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str
         later = tuple(n for n in waiting if not _settle(n, used, found))
         if len(later) == len(waiting):
             n = later[0]
-            raise fail("RL0319", f"`{n.model}` follows `{n.source}`, but no call uses either", n.span,
-                       "nothing loads these models", help="remove the statement, or use the models")
+            raise fail("RL0319", f"`{n.model}` is updated from `{n.source}`, but no call uses either", n.span,
+                       "no rank loads these models", help="remove the statement, or use the models")
         waiting = later
     return {m: place for m, place in found.items() if m in named}
 

@@ -36,7 +36,7 @@ def check(graph: g.Graph, families: Mapping[str, Family]) -> None:
                     "RL0316", f"`{names[0]}` and `{other}` read the same tokens with different tokenizers",
                     models[other].span, f'the tokenizer of "{families[other].path}"',
                     (Label(models[names[0]].span, f'differs from that of "{families[names[0]].path}"'),),
-                    help="tokens pass between models as numbers: use models that share one tokenizer.json")])
+                    help="tokens pass between models as ids: use models with the same tokenizer.json")])
 
 
 def tokenizers(graph: g.Graph) -> tuple[tuple[str, str], ...]:

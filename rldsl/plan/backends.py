@@ -156,7 +156,7 @@ def unfit(description: Description) -> str:
     except importlib.metadata.PackageNotFoundError:
         return ""
     return "" if not found or release(first) <= release(found) < release(end) else (
-        f"{name} {found} is there, and it needs {first} or later, before {end}")
+        f"{name} {found} is installed, but version {first} or later, before {end}, is required")
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -167,10 +167,10 @@ def release(version: str) -> tuple[int, ...]:
 def unable(description: Description, call: str, layout: Layout, adapters: bool) -> str:
     """Why a backend cannot run a call under a layout, whatever the model; "" if it can."""
     if call not in description.calls:
-        return f"it has no `{call}`"
+        return f"it does not support `{call}`"
     divided = next((d for d in DIVISIONS if getattr(layout, d) > 1 and d not in description.divisions), "")
     if divided:
-        return f"it has no `{divided}`"
+        return f"it does not support `{divided}`"
     if layout.zero > description.zero:
-        return f"it has `zero` up to {description.zero}" if description.zero else "it has no `zero`"
-    return "it has no adapters" if adapters and not description.adapters else ""
+        return f"it supports `zero` only up to {description.zero}" if description.zero else "it does not support `zero`"
+    return "it does not support adapters" if adapters and not description.adapters else ""

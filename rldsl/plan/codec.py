@@ -66,7 +66,7 @@ TABLES: Mapping[str, tuple[type, str]] = {
 RECORDS: Mapping[str, type] = {k: r for k, (r, _) in TABLES.items() if k != "body"}
 BLOCKS: Mapping[str, type] = {"loop": Loop, "every": Every}
 SECTIONS = tuple(TABLES)
-EDITED = "compile the program again; a plan is not meant to be edited by hand, because its proof would no longer hold"
+EDITED = "compile the program again; plans cannot be edited, because they would have to be verified again"
 
 
 def plan_id(data: bytes) -> str:
@@ -105,9 +105,9 @@ def _line(kind: str, record: Any, skip: str = "") -> str:
     except ValueError:
         raise fail(
             "RL0606",
-            f"a {kind} of the plan holds a number that is not finite",
+            f"a {kind} of the plan contains a number that is not finite",
             place=f"{kind} record",
-            help="a plan holds finite numbers only: no nan, no inf",
+            help="a plan may contain only finite numbers",
         ) from None
 
 
@@ -155,9 +155,9 @@ def decode(data: bytes, name: str) -> Plan:
         if at < section or (kind == "header") != (number == 1):
             raise fail(
                 "RL0604",
-                f"a {kind} record out of place",
+                f"misplaced {kind} record",
                 place=place,
-                help="records stand in the order " + ", ".join(SECTIONS),
+                help="the order of records is " + ", ".join(SECTIONS),
             )
         if at != SECTIONS.index("body") and open_blocks:
             raise fail(
@@ -173,13 +173,14 @@ def decode(data: bytes, name: str) -> Plan:
             tables[TABLES[kind][1]].append(record)
         elif kind in BLOCKS:
             if len(open_blocks) == MOST_BLOCKS:
-                raise fail("RL0607", f"blocks nest deeper than {MOST_BLOCKS}", place=place, help=EDITED)
+                raise fail("RL0607", f"blocks are nested more than {MOST_BLOCKS} deep", place=place, help=EDITED)
             open_blocks.append((BLOCKS[kind], obj, place, items))
             items = []
         elif kind == "end":
             if not open_blocks or obj:
                 raise fail(
-                    "RL0607", "an end without a loop" if not obj else "an end with fields", place=place, help=EDITED
+                    "RL0607", "an end record without a block" if not obj else "an end record with fields",
+                    place=place, help=EDITED
                 )
             block, head, head_place, outer = open_blocks.pop()
             outer.append(_record(block, head, head_place, body=tuple(items)))
@@ -196,12 +197,12 @@ def decode(data: bytes, name: str) -> Plan:
 def _bounded(record: Any, header: list[Header], place: str) -> None:
     """Ranks that can be: those of a mesh or class are of the world, and each once."""
     if isinstance(record, Header) and not 1 <= record.world <= MOST_RANKS:
-        raise fail("RL0612", f"a world of {record.world} ranks: a plan is for 1 to {MOST_RANKS:_}", place=place,
+        raise fail("RL0612", f"{record.world} ranks: a plan must have 1 to {MOST_RANKS:_} ranks", place=place,
                    help=EDITED)
     if isinstance(record, Mesh | RankClass):
         world = header[0].world
         if any(not 0 <= a < b <= world for a, b in record.ranks) or sum(b - a for a, b in record.ranks) > world:
-            raise fail("RL0612", f"ranks that are not of the world of {world}", place=place, help=EDITED)
+            raise fail("RL0612", f"ranks outside the world of {world} ranks", place=place, help=EDITED)
 
 
 def _checked_lines(data: bytes, name: str) -> list[str]:
@@ -210,7 +211,7 @@ def _checked_lines(data: bytes, name: str) -> list[str]:
         lines = data.decode().split("\n")
     except UnicodeDecodeError:
         raise fail(
-            "RL0601", "not a plan: the file is not UTF-8 text", place=name, help="a plan is what `rlc compile` writes"
+            "RL0601", "not a plan: the file is not UTF-8 text", place=name, help="use `rlc compile` to write a plan"
         ) from None
     head = _parse(lines[0])
     if not isinstance(head, dict) or head.get("kind") != "header":
@@ -218,7 +219,7 @@ def _checked_lines(data: bytes, name: str) -> list[str]:
             "RL0601",
             "not a plan: the first line is not a plan header",
             place=f"{name}:1",
-            help="a plan is what `rlc compile` writes",
+            help="use `rlc compile` to write a plan",
         )
     if type(head.get("format")) is not int or head["format"] != FORMAT:
         raise fail(
@@ -230,13 +231,14 @@ def _checked_lines(data: bytes, name: str) -> list[str]:
     last = _parse(lines[-2]) if len(lines) > 1 and not lines[-1] else None
     if not isinstance(last, dict) or last.get("kind") != "digest":
         raise fail(
-            "RL0602", "the plan is cut off: its last line is not the digest", place=f"{name}:{len(lines)}", help=EDITED
+            "RL0602", "the plan is truncated: its last line is not the digest",
+            place=f"{name}:{len(lines)}", help=EDITED
         )
     covered = "\n".join(lines[:-2]) + "\n"
     if last != {"kind": "digest", "sha256": sha256(covered.encode()).hexdigest()} or lines[-2] != _dump(last):
         raise fail(
             "RL0602",
-            "the plan was changed after it was compiled: its digest does not match",
+            "the plan was modified after it was compiled: its digest does not match",
             place=f"{name}:{len(lines) - 1}",
             help=EDITED,
         )
@@ -268,15 +270,16 @@ def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given:
     known = {_written(f.name): f for f in fields(cls) if f.name not in given}
     where = path or cls.__name__.lower()
     for key in obj.keys() - known.keys():
-        raise fail("RL0605", f"{where} has no field {key!r}", place=place, help="fields: " + ", ".join(known))
+        raise fail("RL0605", f"{where} has an unknown field {key!r}", place=place, help="fields: " + ", ".join(known))
     hints, values = _hints(cls), dict(given)
     for key, field in known.items():
         if key in obj:
             values[field.name] = _value(hints[field.name], obj[key], place, f"{where}.{key}")
             if _is_default(field, values[field.name]):
-                raise fail("RL0603", f"{where}.{key} is written though it is at its default", place=place, help=EDITED)
+                raise fail("RL0603", f"{where}.{key} is present although it has its default value",
+                           place=place, help=EDITED)
         elif field.default is MISSING:
-            raise fail("RL0605", f"{where} lacks its field {key!r}", place=place, help=EDITED)
+            raise fail("RL0605", f"{where} lacks the field {key!r}", place=place, help=EDITED)
     return cls(**values)
 
 

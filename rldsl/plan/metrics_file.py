@@ -35,7 +35,7 @@ def _texts(file: Path) -> list[str]:
         raise
     except (OSError, UnicodeDecodeError) as error:
         raise fail("RL0784", f"the metrics cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
-                   place=str(file), help="name the directory of a run (`--out` of `rlc run`); `rlc runs` lists them"
+                   place=str(file), help="give the directory of a run (`--out` of `rlc run`); `rlc runs` lists them"
                    ) from None
     return lines[:-1]
 
@@ -48,6 +48,6 @@ def _line(file: Path, number: int, text: str) -> dict[str, float]:
     if isinstance(line, dict):
         line = {name: math.nan if value is None and name != "step" else value for name, value in line.items()}
     if not isinstance(line, dict) or "step" not in line or not all(type(v) in (int, float) for v in line.values()):
-        raise fail("RL0784", "this line is not the metrics of a step", place=f"{file}:{number}",
-                   help='a line is one JSON object: {"step": 1, "reward": 0.5}')
+        raise fail("RL0784", "this line does not contain the metrics of a step", place=f"{file}:{number}",
+                   help="each line must be a JSON object: {\"step\": 1, \"reward\": 0.5}")
     return line

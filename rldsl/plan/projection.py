@@ -65,8 +65,8 @@ def ranges(plan: Plan, event: Event) -> Ranges:
 
 def no_mesh(event: Event) -> Failure:
     """RL0610: the plan is not sound."""
-    return fail("RL0610", f"event {event.id} names no mesh of the plan: {event.mesh!r}", place=f"event {event.id}",
-                help="compile the program again; `rlc verify` tells all that is wrong with a plan")
+    return fail("RL0610", f"event {event.id} refers to an unknown mesh {event.mesh!r}", place=f"event {event.id}",
+                help="compile the program again; `rlc verify` lists all errors of a plan")
 
 
 def schedule(body: Sequence[Item], meshes: Sequence[Mesh], rank: int) -> tuple[Item, ...]:

@@ -110,7 +110,7 @@ def dump_text(dump: Dump | Signs) -> str:
 
 
 def read_sign(text: str) -> Sign:
-    return _read(Sign, _object(text, "a sign of life"), "a sign of life")
+    return _read(Sign, _object(text, "a heartbeat"), "a heartbeat")
 
 
 def read_dump(text: str, place: str) -> Dump:
@@ -139,16 +139,16 @@ def _object(text: str, place: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise broken(place, "it is no JSON") from None
+        raise broken(place, "it is not JSON") from None
     if not isinstance(found, dict):
-        raise broken(place, "it is no JSON object")
+        raise broken(place, "it is not a JSON object")
     return found
 
 
 def _read(cls: type, found: dict[str, Any], place: str) -> Any:
     hints, known = _hints(cls), {f.name: f for f in fields(cls)}
     if extra := found.keys() - known.keys():
-        raise broken(place, f"it has a field {min(extra)!r}")
+        raise broken(place, f"it has an unknown field {min(extra)!r}")
     for name, field in known.items():
         if name not in found and field.default is MISSING:
             raise broken(place, f"it lacks the field {name!r}")
@@ -172,7 +172,7 @@ def _value(hint: Any, value: Any, place: str, name: str) -> Any:
         return float(value)
     elif type(value) is hint and hint in (int, str, bool):
         return value
-    raise broken(place, f"its field {name!r} is of another kind")
+    raise broken(place, f"its field {name!r} has the wrong type")
 
 
 @cache
@@ -182,5 +182,6 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def broken(place: str, why: str) -> Failure:
     """RL0794, for a file that nothing can be concluded from."""
-    return fail("RL0794", f"this is not the dump of a rank: {why}", place=place,
-                help="the file was cut short, or another version of rldsl wrote it; remove it to look at the others")
+    return fail("RL0794", f"not the dump of a rank: {why}", place=place,
+                help="the file is truncated, or was written by another version of rldsl; delete it to analyze the "
+                     "others")

@@ -16,14 +16,14 @@ from rldsl.postmortem.dumps import Moment, Stand
 from rldsl.postmortem.wait_order import Order
 
 TITLES = {
-    "gone": ("stopped without a word", "stopped without a word"),
-    "stopped": ("is stopped: its process is there and does not run",
-                "are stopped: their processes are there and do not run"),
-    "silent": ("gives no sign of life", "give no sign of life"),
-    "waited for": ("keeps others waiting", "keep others waiting"),
+    "gone": ("exited without an error message", "exited without an error message"),
+    "stopped": ("is suspended: its process exists but does not run",
+                "are suspended: their processes exist but do not run"),
+    "silent": ("has no heartbeat", "have no heartbeat"),
+    "waited for": ("blocks other ranks", "block other ranks"),
     "each other": ("waits for itself", "wait for each other"),
 }
-PROCESS = {"gone": "gone", "stopped": "stopped", "running": "there"}
+PROCESS = {"gone": "gone", "stopped": "suspended", "running": "running"}
 
 
 def event_text(event: Event, why: bool = False) -> str:
@@ -62,13 +62,13 @@ def report(plan: Plan, findings: Findings) -> str:
     """All of it: who is to blame, who waits, where every rank is, and the words of those that failed."""
     text, header = _Text(findings), plan.header
     lines = [f"{header.program}, flow {header.flow}, {header.world} rank{'s' * (header.world > 1)}", ""]
-    lines += [title(findings) or "no rank is known to be to blame", ""]
+    lines += [title(findings) or "no rank is known to be at fault", ""]
     lines += [*([text.wait(w) for w in findings.waits] or ["no rank is known to wait for another"]), ""]
-    lines += ["where each rank is, those first that have come least far"]
+    lines += ["where each rank is, the furthest behind first"]
     lines += [f"  {x}" for x in text.places(findings.traces)]
     lines += [f"  rank {t.rank} is at {t.line}" for c in findings.culprits[:8] if (t := findings.traces[c.rank]).line]
     said = {f"{t.code} {t.reason}": None for t in findings.traces if t.code not in ("", LOST_CONTACT)}
-    lines += ["", "what they said", *(f"  {words}" for words in said)] if said else []
+    lines += ["", "error messages", *(f"  {words}" for words in said)] if said else []
     return "\n".join(lines) + "\n"
 
 
@@ -119,15 +119,15 @@ class _Text:
     def _is(self, mine: Sequence[Trace]) -> str:
         one, many = mine[0], len(mine) > 1
         if one.stand is None:
-            return "left nothing, and gave no sign of life"
+            return "left no dump and no heartbeat"
         if one.dump or not (lost(one) or self._dumped):
-            since = f" since {_seconds(max(t.stand.seconds for t in mine if t.stand))}"
+            since = f" for {_seconds(max(t.stand.seconds for t in mine if t.stand))}"
             return f"{'are' if many else 'is'} {self._spot(one.stand, many, since)}"
         said = f"{'were' if many else 'was'} last seen {self._spot(replace(one.stand, call='', awaits=None), many, '')}"
         if (ago := self._end - one.time) >= 1:
             said += f", {_seconds(ago)} before the others"
         if one.reached is not None:
-            said += f", and {'have' if many else 'has'} come to {self._event(one.reached)} since"
+            said += f", and {'have' if many else 'has'} reached {self._event(one.reached)} since then"
         of = "their processes are" if many else "its process is"
         return said + (f"; {of} {PROCESS[one.process]}" if one.process else "")
 
@@ -143,14 +143,14 @@ class _Text:
             return f"in {event}, in the Python function `{stand.function}`{since}"
         if stand.phase == "waits" and stand.awaits not in (None, stand.at):
             brings = self._event(stand.awaits, near=stand.at.turns)
-            return f"in {event}, where {'they wait' if many else 'it waits'} for what {brings} brings{since}"
+            return f"in {event}, where {'they wait' if many else 'it waits'} for the data of {brings}{since}"
         return f"in {event}{f', in {stand.call}' if stand.call else ''}{since}"
 
     def _event(self, at: Moment | None, why: bool = False, near: Sequence[int] | None = None) -> str:
         """near: the turns of what has just been named."""
         event = self._order.events.get(at.event) if at else None
         if at is None or event is None:
-            return "an event that the plan does not have"
+            return "an event that is not in the plan"
         return event_text(event, why) + (f" of {_turns(at.turns)}" if at.turns and at.turns != near else "")
 
 
@@ -161,7 +161,7 @@ def _at(order: Order, at: Moment) -> str:
 
 def _turns(turns: Sequence[int]) -> str:
     step, *inner = turns
-    return f"step {step}" + (f", turn {'.'.join(map(str, inner))}" if inner else "")
+    return f"step {step}" + (f", iteration {'.'.join(map(str, inner))}" if inner else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from rldsl.python.messages import Diagnostics
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ELSEWHERE = "choose another place"  # of a file that cannot be written; the command line names its options
+ELSEWHERE = "choose another path"  # of a file that cannot be written; the command line names its options
 
 
 class DiagnosticError(Failure):

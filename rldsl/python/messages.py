@@ -38,7 +38,7 @@ class Diagnostics(tuple[Diagnostic, ...]):
 
     def text(self, color: bool = False) -> str:
         """Every message with its place underlined."""
-        return render(self, color) if self else "no mistakes found"
+        return render(self, color) if self else "no errors found"
 
     def json(self) -> str:
         """For programs; docs/messages.md describes it."""

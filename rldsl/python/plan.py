@@ -171,10 +171,11 @@ def _check(lengths: Mapping[str, float], like: bool) -> None:
     for name, value in lengths.items():
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise fail("RL0205", f"`{name}` must be a number of tokens, not {value!r}", place="simulate",
-                       help="0 is the most that the program allows")
+                       help="0 means the maximum that the program allows")
         if like and value:
-            raise fail("RL0205", f"`like` takes the lengths from a run, and `{name}` gives others", place="simulate",
-                       help=f"leave `{name}` out, or `like`")
+            raise fail("RL0205", f"`like` takes the lengths from a run; it cannot be combined with `{name}`",
+                       place="simulate",
+                       help=f"omit `{name}` or `like`")
 
 
 def trace_text(trace: str) -> str:
@@ -182,8 +183,9 @@ def trace_text(trace: str) -> str:
     try:
         return Path(trace).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise fail("RL0091", f"no such file: {trace}", place=trace, help="`rlc run --trace FILE` writes it") from None
+        raise fail("RL0091", f"no such file: {trace}", place=trace,
+                   help="write one with `rlc run --trace FILE`") from None
     except UnicodeDecodeError:
-        raise fail("RL0098", "this is no timeline", place=trace, notes=("it is not UTF-8 text",)) from None
+        raise fail("RL0098", "not a trace file", place=trace, notes=("not UTF-8 text",)) from None
     except OSError as error:
         raise fail("RL0092", f"cannot read {trace}: {error.strerror}", place=trace) from None

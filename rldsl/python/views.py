@@ -89,7 +89,7 @@ class Memory:
         return table(_HEAD, self._rows())
 
 
-_HEAD = ("ranks", "peak", "while", "held then")
+_HEAD = ("ranks", "peak", "while", "memory at the peak")
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -27,7 +27,7 @@ class Share(NamedTuple):
 def water_fill(loads: Sequence[int], amount: int) -> tuple[int, ...]:
     """Water filling: `amount` is added to the lowest `loads` until all that receive some are equal to within one. Out:
     what is added to each."""
-    assert loads, f"nobody takes {amount}"
+    assert loads, f"no receiver for {amount}"
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     total = amount
     for count, i in enumerate(order, 1):

@@ -84,7 +84,7 @@ def _uncut_boxes(spec: ParamSpec, src: Layout, dst: Layout) -> Iterator[tuple[Bo
             box: Box = (row, *rest) if cuts else ()
             have, want = (tuple(place for place, outer in found[at] if contains(outer, box))
                           for found in (src_rows, dst_rows))
-            assert have, f"nobody holds {box} of {spec.name}"
+            assert have, f"no rank holds {box} of {spec.name}"
             if want:
                 yield box, (have, want)
 

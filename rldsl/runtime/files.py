@@ -22,7 +22,7 @@ def written(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise fail("RL0708", f"the file cannot be written: {error.strerror or error}", place=str(file),
-                   help="check the path, its permissions and the space left") from None
+                   help="check the path, its permissions and the free disk space") from None
 
 
 def check_writable(file: Path) -> None:

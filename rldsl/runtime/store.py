@@ -24,17 +24,17 @@ class Column:
     def __post_init__(self) -> None:
         # a mistake of ours, which a CPU never shows and a GPU shows much later
         assert self.ids.device == self.sizes.device == self.data.device, \
-            f"a column on {self.ids.device}, {self.sizes.device} and {self.data.device}"
+            f"a column spread over the devices {self.ids.device}, {self.sizes.device} and {self.data.device}"
 
     def pick(self, ids: torch.Tensor) -> Column:
         """The entries of `ids` (ascending, all of them held), in their order. Where the look does not stop a GPU, that
         they are held is looked at: rows divided differently by two ranks would be wrong numbers, not an error."""
         if ids.numel() == self.ids.numel():
-            assert ids.is_cuda or torch.equal(ids, self.ids), "other rows are wanted than are held"
+            assert ids.is_cuda or torch.equal(ids, self.ids), "the requested rows differ from the stored rows"
             return self
         at = torch.searchsorted(self.ids, ids)
         assert ids.is_cuda or torch.equal(self.ids[at.clamp(max=self.ids.numel() - 1)], ids), \
-            "rows are wanted that are not held"
+            "requested rows are not stored here"
         sizes = self.sizes[at]
         return Column(ids, sizes, self.data[ragged(self.sizes.cumsum(0) - self.sizes, at, sizes)])
 

@@ -85,7 +85,7 @@ def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCall:
         case g.Train():
             return Train(**common, mbt=s.mbt, recompute="full" if s.recompute else "none", **payload(node, TrainSpec))
         case _:
-            raise internal_error(f"{node.id} is no call", "search")
+            raise internal_error(f"{node.id} is not a call", "search")
 
 
 def stages(x: Layout, size: int, gpus: int) -> dict[int, Groups]:

@@ -132,14 +132,14 @@ def too_small(asked: Problem, cluster: Cluster) -> Failure:
     """With the smallest number of equal nodes on which something fits, or what to do where none does."""
     many = f"{asked.cluster.world} device{'s' * (asked.cluster.world > 1)} of {human(asked.memory)}"
     span = asked.graph.cluster.span if asked.graph.cluster else None
-    help = "take larger devices, or shorter sequences"
+    help = "use larger devices or shorter sequences"
     if asked.fixed and room(asked, asked.cluster.nodes):
         names = dict.fromkeys(j.name for j in asked.calls if j.number in asked.fixed)
-        help = f"something would, were it not said how to place {', '.join(names)}: leave that to the search"
+        help = f"a placement exists if the search may also place {', '.join(names)}"
     elif nodes := smallest(asked):
-        help = f"the smallest that would do: {nodes} nodes like these, {nodes * cluster.gpus} devices"
+        help = f"the smallest cluster that fits: {nodes} nodes of this type, {nodes * cluster.gpus} devices"
     if span is not None:
-        return fail("RL0402", f"no placement fits {many}", span, "every placement was found to need more", help=help)
+        return fail("RL0402", f"no placement fits {many}", span, "every placement needs more memory", help=help)
     return fail("RL0402", f"no placement fits {many}", place=cluster.name, help=help)
 
 

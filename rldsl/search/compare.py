@@ -54,18 +54,19 @@ class Comparison:
 
     def text(self, name: str, cluster: str) -> str:
         slower = self.seconds / self.best - 1
-        over = " (too much)" if self.memory and self.bytes > self.memory else ""
+        over = " (does not fit)" if self.memory and self.bytes > self.memory else ""
         out = [f"{name} on {cluster}", "",
-               f"  proposed  {seconds_text(self.seconds):>10}  {human(self.bytes):>9} on the fullest rank{over}",
+               f"  proposed  {seconds_text(self.seconds):>10}  {human(self.bytes):>9} peak per rank{over}",
                f"  best      {seconds_text(self.best):>10}  {human(self.best_bytes):>9}",
                f"  bound     {seconds_text(self.bound):>10}", ""]
-        judged = f"{slower:.1%} slower than the best" if slower > 0 else f"{-slower:.1%} faster than what was found"
+        judged = f"{slower:.1%} slower than the best" if slower > 0 else (f"{-slower:.1%} faster than the best "
+                                                                          "placement found")
         out += ["  as good as the best" if abs(slower) < 0.002 else f"  {judged}", ""]
         changed = [c for c in self.changes if (c.mine.block, c.mine.how) != (c.best.block, c.best.how)]
         if not changed:
             return "\n".join([*out[:-1], "  it is the same placement"]) + "\n"
         width = max(len(c.call) for c in changed)
-        out.append("  if one call stood as in the best")
+        out.append("  if one call were placed as in the best")
         for c in sorted(changed, key=lambda c: (-c.gain, c.call)):
             out.append(f"  {c.call:<{width}}  {_where(c.mine)} -> {_where(c.best)}: {_effect(c)}")
             before, after = seconds_text(c.mine.seconds), seconds_text(c.best.seconds)
@@ -75,7 +76,7 @@ class Comparison:
 
 def _effect(c: Change) -> str:
     if not c.fits:
-        return "does not fit beside the rest"
+        return "does not fit with the rest"
     return f"{seconds_text(abs(c.gain))} {'faster' if c.gain > 0 else 'slower'}" if c.gain else "no difference"
 
 

@@ -42,12 +42,12 @@ def advice(placed: Placed) -> tuple[str, tuple[str, ...]]:
         return f"{_rules(mend)} needs {human(mend.bytes)}", ()
     least, more = search.least(), search.larger()
     if least is None:  # not even what is there can be written as clauses, so nothing can be tried
-        return "take larger devices, or fewer rows at a time", ()
-    help = f"nothing that was tried fits; devices of {human(least.bytes)} would do"
+        return "use larger devices, or fewer rows at a time", ()
+    help = f"nothing that was tried fits; devices with {human(least.bytes)} would be large enough"
     notes = [f"{human(least.bytes)}: {_rules(least)}"] if least.rules else []
     if more is not None:
         count = more.nodes * placed.devices_per_node
-        help += f", or {count} like these"
+        help += f", or {count} devices of this size"
         notes.append(f"{count} devices: {_rules(more)} needs {human(more.bytes)}")
     return help, tuple(notes)
 

@@ -50,8 +50,9 @@ def placed(graph: g.Graph, place_file: str, mode: str, describe: Describe) -> tu
         return graph, None
     if graph.cluster is None:
         auto = next((c.span for n in opened if (c := choices.get(n.id)) is not None and c.auto), None)
-        raise fail("RL0329", "placing by itself, the compiler needs a cluster", auto or opened[0].span,
-                   "on how many devices?", help='declare it: `cluster nodes=1 gpus=8`, or `cluster "h100x64"`')
+        raise fail("RL0329", "automatic placement needs a cluster", auto or opened[0].span,
+                   "the number of devices is unknown",
+                   help='declare it: `cluster nodes=1 gpus=8`, or `cluster "h100x64"`')
     if is_pattern(mode):
         said = degrees(mode, graph.cluster.nodes, graph.cluster.gpus)
         return _alike(graph, choices, {n.id for n in opened}, said), None

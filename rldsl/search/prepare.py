@@ -93,7 +93,7 @@ def locked(graph: g.Graph, selectors: Collection[str]) -> Callable[[g.Node, Choi
         if all(specificity(selector, n) < 0 for n in every):
             known = dict.fromkeys(f"{m}.{ways[0]}" for m, ways in map(names_of, every))
             raise fail("RL0313", f"`{selector}` matches no call of this program", place="--lock",
-                       help=f"the program has: {', '.join(known)}")
+                       help=f"calls of the program: {', '.join(known)}")
     return lambda node, _: all(specificity(selector, node) < 0 for selector in selectors)
 
 

@@ -39,7 +39,7 @@ def _because(i: Instance, a: Assignment, c: int, now: float) -> str:
     """What the best of the other layouts would do instead."""
     job, mine = i.calls[c], a.entries[c]
     if job.number in i.problem.fixed and i.problem.fixed[job.number].strategy is not None:
-        return "as the program has it"
+        return "as in the program"
     others: list[tuple[float, Entry]] = []
     full = 0
     for e in i.table.entries(job, a.blocks[c].size):
@@ -54,7 +54,7 @@ def _because(i: Instance, a: Assignment, c: int, now: float) -> str:
         else:
             full += 1
     if not others:
-        return f"{full} other layouts do not fit beside the rest" if full else "the only layout that fits"
+        return f"{full} other layouts do not fit with the rest" if full else "the only layout that fits"
     least, e = min(others, key=lambda x: (x[0], x[1].strategy))
     longer = least - now
     return f"next: {e.strategy.text()}, {'+' if longer >= 0 else '-'}{seconds_text(abs(longer))}"
@@ -66,14 +66,14 @@ def text(answer: Answer, name: str, cluster: str, profile: str) -> str:
     memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
     out = [f"{name} on {cluster}: {answer.problem.world} ranks", "",
            f"  step   {seconds_text(best.seconds):>10}      {best.timeline.tokens_per_second:,.0f} tokens/s      "
-           f"{human(best.bytes)}{memory} on the fullest rank"]
+           f"{human(best.bytes)}{memory} peak per rank"]
     if answer.result.bound:
-        end = "" if answer.result.complete else ", not searched to the end"
+        end = "" if answer.result.complete else ", search stopped early"
         parts = f"{answer.result.parts} parts of the space{end}"
         out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      {parts}")
     out += [f"  times  {profile}", "", *table(i, best), ""]
     if len(answer.best) > 1:
-        out.append("  the next best")
+        out.append("  next best")
         for other in answer.best[1:]:
             out.append(f"  {seconds_text(other.seconds):>10}  {'; '.join(differences(best, other, i))}")
     return "\n".join(line.rstrip() for line in out) + "\n"

@@ -24,10 +24,10 @@ def source(p: Prepared, answer: Answer, version: str, cluster: str, cut: bool, l
     graph = p.placed.graph
     told = [f"Placement of {graph.program} by rldsl {version}.", "",
             f"cluster    {cluster}: {answer.problem.cluster.nodes} nodes of {answer.problem.cluster.gpus} devices",
-            f"predicted  {seconds_text(best.seconds)} a step ({_lengths(answer.problem.lengths)})"]
+            f"predicted  {seconds_text(best.seconds)} per step ({_lengths(answer.problem.lengths)})"]
     if answer.result.bound:
-        told.append(f"bound      {seconds_text(answer.bound)}: no placement of the space is faster; "
-                    f"gap {answer.gap:.2%}")
+        told.append(f"bound      {seconds_text(answer.bound)}: no placement in the search space is faster; gap "
+                    f"{answer.gap:.2%}")
         told.append(f"search     {answer.result.parts} parts of the space"
                     f"{', ended by --seconds' if cut else ''}; seed 0 (nothing is drawn)")
     told += lines
@@ -68,5 +68,5 @@ def _number(x: float) -> str:
 
 def _lengths(x: Lengths) -> str:
     if x == Lengths():
-        return "sequences as long as the program lets them be"
-    return f"prompts of {x.prompt:g} tokens, responses of {x.response:g}, the longest of {x.longest:g}; 0: the most"
+        return "sequences at their maximum length"
+    return f"prompts of {x.prompt:g} tokens, responses of {x.response:g}, longest {x.longest:g}; 0: the maximum"

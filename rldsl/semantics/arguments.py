@@ -25,7 +25,7 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
         if arg.name is None:
             if i >= len(names):
                 errors.add("RL0204", f"`{name}` takes {len(names)} argument{'s' if len(names) != 1 else ''}", arg.span,
-                           "one too many", help=f"parameters: {', '.join(names) or 'none'}")
+                           "unexpected argument", help=f"parameters: {', '.join(names) or 'none'}")
                 return BAD
             key = names[i]
         else:
@@ -35,7 +35,7 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
                 bad = True
                 continue
         if key in given:
-            errors.add("RL0215", f"`{key}` is given twice", arg.span, help="remove one of the two")
+            errors.add("RL0215", f"`{key}` is passed twice", arg.span, help="remove one of the two")
             bad = True
         given[key] = arg.value
     if bad:
@@ -44,7 +44,7 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
     if missing:
         first = missing[0].name
         errors.add("RL0215", f"`{name}` needs `{'`, `'.join(p.name.name for p in missing)}`", expr.func.span,
-                   "an argument is missing", labels=(Label(first.span, "declared here"),),
+                   "missing argument", labels=(Label(first.span, "declared here"),),
                    help=f"write `{first.name}=...`")
         return BAD
     return given
@@ -79,15 +79,15 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, widen: b
     if param.level is None:
         if value.level == "batch":
             return value
-        return errors.add("RL0201", f"`{name}` is one number, not a {value.level} value", span,
+        return errors.add("RL0201", f"`{name}` must be a single number, not a {value.level} value", span,
                           f"this is {describe(value)}", labels=(declared,),
-                          help="reduce it over the batch, for instance with `mean(x)`")
+                          help="reduce it over the batch, for example with `mean(x)`")
     if param.level.name not in (*LEVELS, ANY):
         return errors.add("RL0101", f"unknown level `{param.level.name}`", param.level.span,
                           help=f"levels: {', '.join(LEVELS)}, or `{ANY}`")
     level = cast(Level, param.level.name)
     if value.dtype == "text":
-        return errors.add("RL0203", f"`{name}` must be a {level} value", span, "this is a text", labels=(declared,))
+        return errors.add("RL0203", f"`{name}` must be a {level} value", span, "this is a string", labels=(declared,))
     if value.level == level or param.level.name == ANY:
         return value
     coarser = depth(value.level) < depth(level)
@@ -98,6 +98,6 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, widen: b
     if coarser:
         help_ = "`at_end(x)` puts a seq value at the last token" if (value.level, level) == ("seq", "token") else ""
     else:
-        help_ = f"reduce it, for instance with `mean(x by {level})`" if level != "batch" else "reduce it: `mean(x)`"
+        help_ = f"reduce it, for example with `mean(x by {level})`" if level != "batch" else "reduce it: `mean(x)`"
     return errors.add("RL0201", f"`{name}` must be a {level} value, not a {value.level} value", span,
                       f"this is {describe(value)}", labels=(declared,), help=help_)

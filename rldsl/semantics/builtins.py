@@ -35,8 +35,8 @@ class Builtins:
                 return BAD
             a, b = numbers
             if not (type(a) is int and type(b) is int and 0 <= a < b <= MOST_RANKS):
-                return self.errors.add("RL0205", "an empty or impossible range", arg.value.span,
-                                       help=f"`a:b` holds a, a+1, ..., b-1 and needs 0 <= a < b <= {MOST_RANKS:_}")
+                return self.errors.add("RL0205", "empty or invalid range", arg.value.span,
+                                       help=f"`a:b` is a, a+1, ..., b-1 and needs 0 <= a < b <= {MOST_RANKS:_}")
             pairs.append((a, b))
         if len(pairs) not in (1, 2):
             return self.errors.add("RL0204", f"`mesh` takes one or two ranges, not {len(pairs)}", expr.span)
@@ -49,15 +49,15 @@ class Builtins:
                 return self.errors.add("RL0203", "`mesh` takes ranges", arg.span, "`-` subtracts",
                                        help=f"write `mesh({start.span.text}:{stop.span.text})`")
         if len(expr.args) != 1 or arg.name is not None:
-            return self.errors.add("RL0203", "`mesh` takes ranges, or one number of ranks", arg.span,
-                                   help="write `mesh(0:8)`, or `mesh(8)` for 8 ranks that the compiler chooses")
+            return self.errors.add("RL0203", "`mesh` takes ranges, or a number of ranks", arg.span,
+                                   help="write `mesh(0:8)`, or `mesh(8)` for any 8 ranks, chosen by the compiler")
         size = self.lower.constant(arg.value, scope)
         if isinstance(size, Bad):
             return BAD
         if type(size.value) is not int or size.unit or not 1 <= size.value <= MOST_RANKS:
-            return self.errors.add("RL0205", "`mesh` takes ranges, or one number of ranks", arg.span,
-                                   f"from 1 to {MOST_RANKS:_}",
-                                   help="write `mesh(0:8)`, or `mesh(8)` for 8 ranks that the compiler chooses")
+            return self.errors.add("RL0205", "`mesh` takes ranges, or a number of ranks", arg.span,
+                                   f"must be 1 to {MOST_RANKS:_}",
+                                   help="write `mesh(0:8)`, or `mesh(8)` for any 8 ranks, chosen by the compiler")
         return MeshValue(None, (0, size.value), expr.span, free=True)
 
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
@@ -80,11 +80,12 @@ class Builtins:
             return BAD
         reducing = builtin.form == "reduction" or builtin.form == "either" and len(args) == 1
         if expr.by is not None and not reducing:
-            return self.errors.add("RL0107", f"`{name}` takes no `by` here", expr.by.span,
-                                   help=f"`by` belongs to reductions: {', '.join(REDUCTIONS)}")
+            return self.errors.add("RL0107", f"`{name}` does not take `by` here", expr.by.span,
+                                   help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
         if name == "len" and isinstance(args[0], FrameRef) and args[0].kind == "prompts":
-            return self.errors.add("RL0213", "`len` counts the tokens of responses", expr.args[0].span,
-                                   f"`{args[0].frame.id}` holds prompts only", help="generate first, or load answers")
+            return self.errors.add("RL0213", "`len` counts response tokens", expr.args[0].span,
+                                   f"`{args[0].frame.id}` contains only prompts",
+                                   help="generate responses first, or load answers")
         if builtin.form == "sequence":
             return self.lower.ops.sequence(name, args, expr.span)
         if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
@@ -93,8 +94,8 @@ class Builtins:
         given = [a for a in expr.args if a.name is None]
         for value, tree in zip(args, given, strict=True):
             if not isinstance(value, Term):
-                return self.errors.add("RL0203", f"`{name}` needs values, found {describe(value)}", tree.span,
-                                       help="take one of its values, for instance `.logprobs`"
+                return self.errors.add("RL0203", f"`{name}` needs values, not {describe(value)}", tree.span,
+                                       help="use one of its fields, for example `.logprobs`"
                                        if isinstance(value, FrameRef) and value.kind == "generated" else "")
         terms = cast(tuple[Term, ...], tuple(args))
         if name == "choice":
@@ -116,11 +117,11 @@ class Builtins:
         """choice(word, "a", "b"): the word, which must be one of the others; known at compile time."""
         wrong = next((t for t in terms if not (t.constant and t.dtype == "text")), None)
         if wrong is not None:
-            return self.errors.add("RL0211", "`choice` needs texts that are known at compile time", wrong.span,
+            return self.errors.add("RL0211", "`choice` needs strings known at compile time", wrong.span,
                                    f"this is {describe(wrong)}")
         words = [str(t.value) for t in terms[1:]]
         if terms[0].value in words:
             return terms[0]
         near = suggest(str(terms[0].value), words)
-        return self.errors.add("RL0205", f'"{terms[0].value}" is none of the words allowed here', terms[0].span,
+        return self.errors.add("RL0205", f"\"{terms[0].value}\" is not a valid choice", terms[0].span,
                                help=near if near.startswith("did") else f"one of: {', '.join(words)}")

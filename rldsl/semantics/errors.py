@@ -33,7 +33,7 @@ def suggest(name: str, known: Iterable[str], first: Iterable[str] = ()) -> str:
     names, preferred = sorted(set(known)), frozenset(first)
     rated = sorted(((likeness(name, n), n in preferred, n) for n in names), reverse=True)
     if not rated or rated[0][0] < 0.6:
-        return f"known here: {', '.join(names)}" if 0 < len(names) <= 12 else ""
+        return f"names defined here: {', '.join(names)}" if 0 < len(names) <= 12 else ""
     text = f"did you mean `{rated[0][2]}`?"
     if len(name) < 3 or rated[0][0] < 0.7 or len(rated) > 1 and rated[0][0] - rated[1][0] < 0.12:
         return text
@@ -71,7 +71,7 @@ class Errors:
             own = next((s for s in reversed(self.trail) if not in_library(s)), self.trail[0])
             if any(d.code == code and d.span == own for d in self.found):
                 return BAD  # the same call: most likely what is wrong with it shows in two places
-            labels = (Label(span, label or "here, in the library"), *(x for x in labels if x.span != span))
+            labels = (Label(span, label or "here in the library"), *(x for x in labels if x.span != span))
             span, label = own, "in this call"
         else:
             calls = tuple(Label(s, "called from here") for s in self.trail[-1:])

@@ -92,10 +92,10 @@ class Functions:
         """Said at the outermost call, once in a program."""
         trail, self.errors.trail = self.errors.trail, []
         if not any(d.code == "RL0219" for d in self.errors.found):
-            self.errors.add("RL0219", f"functions unfold into more than {UNFOLDED:,} calls",
-                            trail[0] if trail else expr.func.span, "this one has so many in it",
-                            help="a function that calls another twice doubles the work: call it once, and use its "
-                            "result twice")
+            self.errors.add("RL0219", f"inlining functions gives more than {UNFOLDED:,} calls",
+                            trail[0] if trail else expr.func.span, "this call expands to too many",
+                            help="a function that calls another one twice doubles the size: call it once and use the "
+                                 "result twice")
         self.errors.trail = trail
         return BAD
 
@@ -103,7 +103,7 @@ class Functions:
         """Whether the results are what `-> (...)` says."""
         name = decl.name.name
         if decl.returns and len(decl.returns) != len(result):
-            self.errors.add("RL0204", f"`{name}` returns {len(result)} values and declares {len(decl.returns)}",
+            self.errors.add("RL0204", f"`{name}` returns {len(result)} values but declares {len(decl.returns)}",
                             decl.name.span)
             return False
         for value, ident in zip(result, decl.returns, strict=False):  # no `->`: nothing is declared
@@ -111,7 +111,7 @@ class Functions:
                 continue
             level = self.lower.level(ident)
             if level is not None and depth(value.level) > depth(level):
-                self.errors.add("RL0201", f"`{name}` declares {level} and returns {describe(value)}", ident.span,
+                self.errors.add("RL0201", f"`{name}` declares {level} but returns {describe(value)}", ident.span,
                                 labels=(Label(value.span, f"a {value.level} value"),))
                 return False
         return True
@@ -121,10 +121,10 @@ class Functions:
         for arg in expr.args:
             if arg.name is not None and arg.name.name in fresh:
                 name, key = ref.decl.name.name, arg.name.name
-                return self.errors.add("RL0107", f"`{name}` takes no data `{key}`", arg.name.span,
-                                       f"`{key}` is an output of the model that is trained",
+                return self.errors.add("RL0107", f"`{name}` has no data argument `{key}`", arg.name.span,
+                                       f"`{key}` is an output of the model being trained",
                                        labels=(Label(ref.decl.name.span, "declared here"),),
-                                       help=f"data stands after `;`: `loss {name}(...; {key}: token)`")
+                                       help=f"data arguments follow `;`: `loss {name}(...; {key}: token)`")
         bound = self.arguments(ref.decl, ref.decl.data, ref.module, expr, scope)
         if isinstance(bound, Bad) or ref.decl.name.name in ref.module.broken:
             return BAD
@@ -141,11 +141,11 @@ class Functions:
         for s in statements:
             match s:
                 case _ if returned:
-                    self.errors.add("RL0212", "nothing can follow `return`", s.span)
+                    self.errors.add("RL0212", "unreachable: nothing can follow `return`", s.span)
                 case ast.Assign(where=condition) if condition is not None:
-                    self.errors.add("RL0212", f"a selection does not belong in a {kind}", condition.span,
-                                    "only the flow selects sequences",
-                                    help="choose element by element: `where(condition, a, b)`")
+                    self.errors.add("RL0212", f"a selection is not allowed in a {kind}", condition.span,
+                                    "sequences can be selected only in the flow",
+                                    help="to choose per element, write `where(condition, a, b)`")
                     self.assign(s, BAD, scope)
                 case ast.Assign(clause=None):
                     self.assign(s, self.lower.eval(s.value, scope), scope)
@@ -167,10 +167,10 @@ class Functions:
                     terms = tuple(v for v in flat if isinstance(v, Term))
                     result = terms if len(terms) == len(flat) else None
                 case _:
-                    self.errors.add("RL0212", f"this statement does not belong in a {kind}", s.span,
-                                    help="model calls, metrics of data, `save` and blocks stand in the flow")
+                    self.errors.add("RL0212", f"this statement is not allowed in a {kind}", s.span,
+                                    help="model calls, metrics of data, `save` and blocks belong in the flow")
         if not returned:
-            self.errors.add("RL0212", f"this {kind} returns nothing", span, help="end it with `return ...`")
+            self.errors.add("RL0212", f"this {kind} has no `return`", span, help="end it with `return ...`")
         return result, metrics, stops
 
     def assign(self, s: ast.Assign, value: Meaning, scope: Scope) -> tuple[Meaning, ...]:
@@ -188,7 +188,7 @@ class Functions:
 
     def bind(self, ident: ast.Ident, value: Meaning, scope: Scope) -> None:
         if ident.name in scope.names:
-            self.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span, "the second time",
-                            help="a name has one value; choose another name")
+            self.errors.add("RL0102", f"`{ident.name}` is defined twice", ident.span, "the second definition",
+                            help="a name can be assigned only once; choose another name")
             return
         scope.names[ident.name] = value

@@ -55,12 +55,12 @@ def _bound(file: ast.File) -> list[Diagnostic]:
         for node in ast.walk(item):
             if isinstance(node, ast.Assign) and not any(
                     t.name in used or t.name in states or t.name.startswith("_") for t in node.targets):
-                found.append(_unused(node.targets[0], "bound here"))
+                found.append(_unused(node.targets[0], "defined here"))
     return found
 
 
 def _unused(ident: ast.Ident, label: str) -> Diagnostic:
-    meant = f", or call it `_{ident.name}` to say that this is meant" if label != "imported here" else ""
+    meant = f", or rename it to `_{ident.name}` if this is intended" if label != "imported here" else ""
     return Diagnostic("RL0901", f"`{ident.name}` is never used", ident.span, label, help=f"remove it{meant}",
                       severity="warning")
 
@@ -72,9 +72,9 @@ def _equalities(file: ast.File) -> Iterator[Diagnostic]:
                 for side, other in ((node.left, node.right), (node.right, node.left)):
                     if isinstance(side, ast.Number) and isinstance(side.value, float) and not side.value.is_integer():
                         yield Diagnostic(
-                            "RL0903", f"`{node.op}` with {side.span.text} compares rounded numbers", node.span,
-                            "arithmetic seldom gives exactly this number", (Label(side.span, "not a whole number"),),
-                            help=f"compare with a margin: `abs({other.span.text} - {side.span.text}) < 1e-6`",
+                            "RL0903", f"comparing rounded numbers with `{node.op} {side.span.text}`", node.span,
+                            "arithmetic rarely gives exactly this number", (Label(side.span, "not an integer"),),
+                            help=f"compare with a tolerance: `abs({other.span.text} - {side.span.text}) < 1e-6`",
                             severity="warning")
 
 
@@ -87,25 +87,27 @@ def _follows(file: ast.File) -> Iterator[Diagnostic]:
         changing |= more
     for m in moves:
         if m.target.name not in changing and m.source.name in declared:
-            yield Diagnostic("RL0904", f"`{m.source.name}` never changes, so `{m.target.name}` has nothing to follow",
-                             m.source.span, "neither trained nor written by a `sync`",
+            yield Diagnostic("RL0904",
+                             f"`{m.source.name}` never changes, so copying it to `{m.target.name}` again has no effect",
+                             m.source.span, "neither trained nor updated by a `sync`",
                              (Label(declared[m.source.name].span, "declared here"),),
-                             help="take the parameters of a model that is trained", severity="warning")
+                             help="copy from a model that is trained", severity="warning")
 
 
 def _still(file: ast.File) -> Iterator[Diagnostic]:
     """Loops and flows in which nothing happens."""
     for item in file.items:
         if isinstance(item, ast.Flow) and not item.body:
-            yield Diagnostic("RL0906", "this flow does nothing", item.name.span, "its block is empty",
-                             help="write the step in it, from `prompt = prompts.next()` on", severity="warning")
+            yield Diagnostic("RL0906", "the flow does nothing", item.name.span, "empty block",
+                             help="write the training step here, starting with `prompt = prompts.next()`",
+                             severity="warning")
         for node in ast.walk(item):
             if isinstance(node, ast.RepeatUntil):
                 bound = {t.name for s in ast.walk(node.body) if isinstance(s, ast.Assign) for t in s.targets}
                 if not bound.intersection(_uses(node.condition)):
-                    yield Diagnostic("RL0905", "this condition is the same in every turn", node.condition.span,
-                                     "it reads nothing that the block makes",
-                                     help="ask for what is collected, for instance `count(kept) >= 512`",
+                    yield Diagnostic("RL0905", "this condition never changes", node.condition.span,
+                                     "it uses nothing that the block computes",
+                                     help="test what is collected, for example `count(kept) >= 512`",
                                      severity="warning")
 
 

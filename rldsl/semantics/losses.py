@@ -90,21 +90,22 @@ def check_body(decl: ast.LossDecl, scope: Scope, fresh: set[str], lower: Lower) 
     outputs = [("loss", result[0])]
     for ident, term in metrics:
         if ident.name == STOP:
-            lower.errors.add("RL0102", "a metric cannot be called `stop`", ident.span,
-                             help="the name belongs to `stop when`; choose another")
+            lower.errors.add("RL0102", "a metric cannot be named `stop`", ident.span,
+                             help="the name is reserved for `stop when`; choose another")
         elif ident.name == SKIPPED:
-            lower.errors.add("RL0102", "a metric cannot be called `skipped`", ident.span,
-                             help="the name belongs to `nonfinite=skip`; choose another")
+            lower.errors.add("RL0102", "a metric cannot be named `skipped`", ident.span,
+                             help="the name is reserved for `nonfinite=skip`; choose another")
         elif ident.name in [n for n, _ in outputs] or ident.name in ("grad_norm", "lr", *([UPDATES] if stops else [])):
-            also = " and, as it can stop, `updates`" if stops else ""
-            lower.errors.add("RL0102", f"`{ident.name}` is bound twice", ident.span,
-                             help=f"every train call has the metrics `loss`, `grad_norm` and `lr`{also}")
+            also = " and, because of `stop when`, `updates`" if stops else ""
+            lower.errors.add("RL0102", f"`{ident.name}` is defined twice", ident.span,
+                             help=f"every train call already has the metrics `loss`, `grad_norm` and `lr`{also}")
         outputs.append((ident.name, term))
     for name, term in outputs:
         if term.level != "batch":
             kind = "loss" if name == "loss" else "metric"
-            lower.errors.add("RL0201", f"a {kind} must be one number, not a {term.level} value", term.at,
-                             f"this is a {term.level} value", help="reduce it over the batch, for instance `mean(x)`")
+            lower.errors.add("RL0201", f"a {kind} must be a single number, not a {term.level} value", term.at,
+                             f"this is a {term.level} value",
+                             help="reduce it over the batch, for example with `mean(x)`")
     outputs += [(STOP, stop)] if stop is not None else []
     if len(lower.errors.found) == before:
         _exact(outputs, fresh, lower.errors)
@@ -117,10 +118,10 @@ def _stop(conditions: list[Term], lower: Lower) -> Term | None:
     for term in conditions:
         if term.dtype != "bool":
             lower.errors.add("RL0203", "`stop when` needs a condition", term.at, f"this is {describe(term)}",
-                             help="compare it with something, for instance `stop when mean(ratio) > 5`")
+                             help="use a comparison, for example `stop when mean(ratio) > 5`")
         elif term.level != "batch":
-            lower.errors.add("RL0201", f"`stop when` needs one condition for the minibatch, not a {term.level} value",
-                             term.at, f"this is {describe(term)}", help="reduce it first, for instance `max(x) > 5`")
+            lower.errors.add("RL0201", f"`stop when` needs a single condition per minibatch, not a {term.level} value",
+                             term.at, f"this is {describe(term)}", help="reduce it first, for example `max(x) > 5`")
         else:
             both = term if found is None else lower.ops.apply("or", (found, term), term.span)
             found = both if isinstance(both, Term) else found
@@ -131,22 +132,23 @@ def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUs
            errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
     has = {o.what: o.level for o in OUTPUTS[head]}
     if not decl.fresh:
-        return errors.add("RL0204", f"the loss `{decl.name.name}` takes no output of the model", use.span,
+        return errors.add("RL0204", f"the loss `{decl.name.name}` uses no output of the model", use.span,
                           labels=(Label(decl.span, "declared here"),),
-                          help="write the outputs before `;`, for instance `loss f(logprobs: token; adv: token)`")
+                          help="declare the outputs before `;`, for example `loss f(logprobs: token; adv: token)`")
     if len(frames) == 1:
         pairs = [(p, frames[0], p.name.name) for p in decl.fresh]
     elif len(frames) == len(decl.fresh):
         pairs = [(p, f, next(iter(has))) for p, f in zip(decl.fresh, frames, strict=True)]
     else:
-        return errors.add("RL0204", f"the loss `{decl.name.name}` takes {len(decl.fresh)} outputs of the model, "
-                          f"and {len(frames)} batches are trained on", use.span,
-                          help="with two batches, one output stands for each")
+        return errors.add("RL0204",
+                          f"the loss `{decl.name.name}` takes {len(decl.fresh)} outputs of the model, but "
+                          f"{len(frames)} batches are passed to `train`", use.span,
+                          help="with two batches, declare one output for each")
     bad = False
     for param, _, what in pairs:
         declared = param.level.name if param.level else "batch"
         if what not in has:
-            errors.add("RL0206", f"a {head} has no output `{what}`", use.span, f"`{decl.name.name}` needs it",
+            errors.add("RL0206", f"a {head} has no output `{what}`", use.span, f"required by `{decl.name.name}`",
                        labels=(Label(param.span, "declared here"),), help=f"its outputs: {', '.join(has)}")
             bad = True
         elif declared != has[what]:
@@ -178,14 +180,15 @@ def _exact(outputs: list[tuple[str, Term]], fresh: set[str], errors: Errors) -> 
     name, loss = outputs[0]
     if state[id(loss)] == NONLINEAR:
         errors.add("RL0209", "a loss must be a sum of batch-level reductions", breaks[id(loss)].span,
-                   "this is not linear in its reductions, so micro-batches would not add up",
-                   help="move the arithmetic inside the reduction, or compute constants in the flow")
+                   "this is not linear in its reductions, so its micro-batches cannot be added up",
+                   help="move the arithmetic inside the reduction, or compute it in the flow if it does not depend on "
+                        "the model")
     elif state[id(loss)] == PURE:
         errors.add("RL0209", "this loss does not depend on the model being trained", loss.span)
     elif not _moved(loss, fresh):
-        errors.add("RL0209", "this loss gives the model no gradient", loss.span,
-                   "conditions, counts and `stop_gradient` pass none on",
-                   help="use an output of the model in arithmetic, for instance `mean(adv * logprobs)`")
+        errors.add("RL0209", "this loss has no gradient", loss.span,
+                   "conditions, counts and `stop_gradient` have no gradient",
+                   help="use an output of the model in arithmetic, for example `mean(adv * logprobs)`")
 
 
 def _moved(loss: Term, fresh: set[str]) -> bool:
@@ -207,19 +210,20 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
         errors.add("RL0210", "a Python function inside a loss", term.span, help="call it in the flow")
         return None
     if not OPERATORS[term.op].in_loss:
-        errors.add("RL0210", f"`{term.op}` inside a loss", term.span, "it is of the whole batch, not of a micro-batch",
+        errors.add("RL0210", f"`{term.op}` inside a loss", term.span,
+                   "it applies to the whole batch, not to a micro-batch",
                    help="compute it in the flow and pass the result")
         return None
     if dict(term.attrs).get("to") is not None:
         to = dict(term.attrs)["to"]
         if to == "prompt":
             errors.add("RL0210", "a reduction by prompt inside a loss", term.span,
-                       "a minibatch need not hold all sequences of a prompt",
+                       "a minibatch may contain only some of the sequences of a prompt",
                        help="compute it in the flow and pass the result")
             return None
         if to == "batch" and worst == PURE:
-            errors.add("RL0210", "a reduction of data over the batch inside a loss", term.span,
-                       "no output of the model is in it", help="compute it in the flow and pass the result")
+            errors.add("RL0210", "a reduction of data over the whole batch inside a loss", term.span,
+                       "it uses no output of the model", help="compute it in the flow and pass the result")
             return None
         if to == "batch":
             return AFFINE if term.op in ("sum", "mean", "count") else NONLINEAR
@@ -227,8 +231,8 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
     if term.level != "batch":
         if worst >= AFFINE:
             culprit = next(a for a, b in zip(term.args, below, strict=True) if b >= AFFINE)
-            errors.add("RL0209", "a reduction over the batch is used again for each element", culprit.at,
-                       "its value is known only after all micro-batches", labels=culprit.origin,
+            errors.add("RL0209", "a reduction over the batch is used elementwise", culprit.at,
+                       "its value is known only after the last micro-batch", labels=culprit.origin,
                        help="use data computed in the flow instead")
             return None
         return worst

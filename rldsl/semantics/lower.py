@@ -85,7 +85,7 @@ class Lower:
                 return self.call(expr, scope)
             case ast.Range():
                 return self.errors.add("RL0203", "a range outside `mesh(...)`", expr.span,
-                                       help="a range stands for ranks: `mesh(0:8)`")
+                                       help="ranges of ranks are written `mesh(0:8)`")
         raise AssertionError(expr)
 
     def term(self, expr: ast.Expr, scope: Scope) -> Term | Bad:
@@ -93,11 +93,11 @@ class Lower:
         value = self.eval(expr, scope)
         if isinstance(value, (Term, Bad)):
             return value
-        help_ = "take one of its values, for instance `.logprobs`" if isinstance(value, FrameRef) else ""
+        help_ = "use one of its fields, for example `.logprobs`" if isinstance(value, FrameRef) else ""
         if isinstance(value, (LossUse, LossRef)):
-            help_ = "a loss belongs into a training: `model.train(gen, loss=...)`"
+            help_ = "pass a loss to a train call: `model.train(gen, loss=...)`"
         if isinstance(value, StateRef):
-            help_ = "it has a value in the flow alone: pass that as an argument"
+            help_ = "its value is available only in the flow: pass it as an argument"
         return self.errors.add("RL0203", f"expected a value, found {describe(value)}", expr.span, help=help_)
 
     def constant(self, expr: ast.Expr, scope: Scope) -> Term | Bad:
@@ -105,7 +105,7 @@ class Lower:
         if isinstance(value, Term) and not value.constant:
             return self.errors.add("RL0211", "a constant is required here", expr.span,
                                    f"this is {describe(value)}, known only at run time",
-                                   help="write a number or a text, or the name of a `param`")
+                                   help="write a number, a string, or the name of a `param`")
         return value
 
     def name(self, expr: ast.Name, scope: Scope) -> Meaning:
@@ -116,7 +116,7 @@ class Lower:
             if isinstance(found, Term):  # a leaf is computed nowhere else
                 found = replace(found, used=expr.span) if found.args else replace(found, span=expr.span)
             return found
-        label = "built-in functions are called: put arguments after it" if expr.name in BUILTINS else "not bound here"
+        label = "this is a built-in function: call it with arguments" if expr.name in BUILTINS else "not defined here"
         return self.errors.unknown(scope.module.name, expr.name, expr.span, label,
                                    lambda: self.advice(expr.name, scope, expr.span))
 
@@ -125,12 +125,12 @@ class Lower:
         bound = self.elsewhere.get(name) if not self.functions.active else None
         if bound is not None and bound.file is at.file:
             if bound.start > at.start:
-                return f"it is bound in line {bound.line}, below: a statement sees what stands above it"
+                return f"it is defined below, on line {bound.line}: define it before its first use"
             if at.start >= bound.end:
-                return f"it is bound in a block, in line {bound.line}, and seen in that block alone"
+                return f"it is defined on line {bound.line}, inside a block, and visible only there"
         there = homes(name)
         if there:
-            return f"it is in the library: `use std.{there[0]} ({name})`"
+            return f"import it from the library: `use std.{there[0]} ({name})`"
         own = scope.known() - {name}
         return suggest(name, own | set(self.prelude.names) | BUILTINS.keys() - {name}, own)
 
@@ -158,11 +158,11 @@ class Lower:
         if isinstance(owner, FrameRef):
             help_ = _made_by_a_call(owner, what, expr.value.span.text) or help_
         if isinstance(first, FrameRef) and first.kind != "generated" and not help_:
-            help_ = f'a column of the data is a value when it is declared: `numbers=["{what}"]`'
+            help_ = f"to use a column of the data, declare it: `numbers=[\"{what}\"]`"
         if isinstance(owner, ModelRef):
             help_ = f"call it: `{owner.name}.{what}(...)`"
         has = "have" if isinstance(owner, (FrameRef, Several)) else "has"
-        return self.errors.add("RL0112", f"{describe(owner)} {has} no value `{what}`", expr.name.span, help=help_)
+        return self.errors.add("RL0112", f"{describe(owner)} {has} no field `{what}`", expr.name.span, help=help_)
 
     def number(self, ref: FrameRef, column: str, span: Span) -> Term:
         """A column of data: one number for each prompt, or for each sequence of a batch with answers."""
@@ -180,18 +180,18 @@ class Lower:
             if isinstance(owner, (ModelRef, DataRef)):
                 if self.calls is None:
                     return self.errors.add("RL0212", "a model or data call outside the flow", expr.span,
-                                           help="make the call in the flow and pass its result as an argument")
+                                           help="move the call to the flow and pass its result as an argument")
                 return self.calls(owner, expr, scope)
             if isinstance(owner, Bad):
                 return BAD
             what = expr.func.name.name
-            help_ = f"a model is called: `model.{what}({expr.func.value.span.text})`" if what in VALUES | {"generate"} \
-                and isinstance(owner, (FrameRef, Pairs)) else ""
+            help_ = (f"call it on a model: `model.{what}({expr.func.value.span.text})`"
+                     if what in VALUES | {"generate"} and isinstance(owner, (FrameRef, Pairs)) else "")
             has = "have" if isinstance(owner, (FrameRef, Several)) else "has"
             return self.errors.add("RL0112", f"{describe(owner)} {has} no call `{what}`", expr.func.name.span,
                                    help=help_)
         if not isinstance(expr.func, ast.Name):
-            return self.errors.add("RL0203", "this cannot be called", expr.func.span)
+            return self.errors.add("RL0203", "this is not callable", expr.func.span)
         name = expr.func.name
         found = scope.find(name)
         if found is None and name in BUILTINS:
@@ -200,8 +200,8 @@ class Lower:
             return self.builtins.mesh(expr, scope)
         target = self.name(expr.func, scope)
         if expr.by is not None and not isinstance(target, Bad):
-            return self.errors.add("RL0107", f"`{name}` takes no `by`", expr.by.span,
-                                   help=f"`by` belongs to reductions: {', '.join(REDUCTIONS)}")
+            return self.errors.add("RL0107", f"`{name}` does not take `by`", expr.by.span,
+                                   help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
         match target:
             case FnRef():
                 return self.functions.inline(target, expr, scope)
@@ -213,7 +213,7 @@ class Lower:
                 for arg in expr.args:  # their own mistakes are worth a message
                     self.eval(arg.value, scope)
                 return BAD
-        return self.errors.add("RL0203", f"{describe(target)} cannot be called", expr.func.span)
+        return self.errors.add("RL0203", f"{describe(target)} is not callable", expr.func.span)
 
     def level(self, ident: ast.Ident) -> Level | None:
         if ident.name in LEVELS:
@@ -227,26 +227,28 @@ class Lower:
         if any(isinstance(a, Bad) for a in args):
             return BAD
         if len(args) != len(ref.params) or any(a.name is not None for a in expr.args):
-            return self.errors.add("RL0204", f"`{ref.id}` takes {len(ref.params)} arguments ({', '.join(ref.params)}) "
-                                   "by position", expr.span)
+            return self.errors.add("RL0204",
+                                   f"`{ref.id}` takes {len(ref.params)} positional arguments ({', '.join(ref.params)})",
+                                   expr.span)
         for arg, tree in zip(args, expr.args, strict=True):
             if not isinstance(arg, FrameRef):
-                return self.errors.add("RL0203", f"a Python function takes sequences, found {describe(arg)}",
+                return self.errors.add("RL0203", f"a Python function takes sequences, not {describe(arg)}",
                                        tree.span, help="pass the generated batch and its prompts")
         frames = [a.frame for a in args if isinstance(a, FrameRef)]
         for other, tree in zip(frames[1:], expr.args[1:], strict=True):
             if other.prompts != frames[0].prompts and not self.spaces.selected("prompt", frames[0].prompts,
                                                                               other.prompts):
-                return self.errors.add("RL0202", f"`{other.id}` is not where `{frames[0].id}` comes from", tree.span)
+                return self.errors.add("RL0202", f"`{other.id}` is not the source of `{frames[0].id}`", tree.span)
         first = args[0]
         if isinstance(first, FrameRef) and ref.returns == "prompt" and first.kind != "prompts":
-            return self.errors.add("RL0201", f"`{ref.id}` gives one number a prompt, and `{frames[0].id}` has several "
-                                   "sequences of each", expr.args[0].span,
-                                   help=f"declare `-> seq`, and reduce: `mean({ref.id}(...) by prompt)`")
+            return self.errors.add("RL0201",
+                                   f"`{ref.id}` returns one number per prompt, but `{frames[0].id}` has several "
+                                   "sequences per prompt", expr.args[0].span,
+                                   help=f"declare `-> seq` and reduce: `mean({ref.id}(...) by prompt)`")
         if isinstance(first, FrameRef) and ref.returns == "seq" and first.kind == "prompts":
-            return self.errors.add("RL0213", f"`{ref.id}` gives one number a sequence", expr.args[0].span,
-                                   f"`{frames[0].id}` holds prompts only",
-                                   help="generate first, or declare `-> prompt` for a number of each prompt")
+            return self.errors.add("RL0213", f"`{ref.id}` returns one number per sequence", expr.args[0].span,
+                                   f"`{frames[0].id}` contains only prompts",
+                                   help="generate responses first, or declare `-> prompt` for one number per prompt")
         space = self.spaces.of(frames[0], ref.returns)
         return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
 
@@ -262,7 +264,7 @@ class Lower:
 def _made_by_a_call(ref: FrameRef, what: str, name: str) -> str:
     """Advice where `name.what` is what a call of a model gives; "" for any other word."""
     if ref.kind == "prompts" and what in VALUES | {"finished"}:
-        return f"prompts have no responses yet: generate first, `gen = model.generate({name})`"
+        return f"prompts have no responses yet: generate them with `gen = model.generate({name})`"
     if what in VALUES:
-        return f"a model gives it: `x = model.{what}({name})`"
+        return f"compute it with a model: `x = model.{what}({name})`"
     return ""

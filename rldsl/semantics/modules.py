@@ -83,19 +83,19 @@ class Modules:
         key = f"std/{module[4:]}.rlf" if standard else beside(importer, module)
         if key in self._open:
             circle = " -> ".join([*self._open[self._open.index(key):], key])
-            self.errors.add("RL0105", "modules import each other in a circle", span, circle,
-                            help="move what both need into a third file")
+            self.errors.add("RL0105", "circular import", span, circle,
+                            help="move the shared definitions into a third file")
             return None
         if key in self._loaded:
             return self._loaded[key]
         if not standard and not module.endswith(".rlf"):
-            self.errors.add("RL0103", f"there is no module `{module}`", span,
+            self.errors.add("RL0103", f"no module `{module}`", span,
                             help='write `use std.NAME (...)` or `use "file.rlf" (...)`')
             return None
         try:
             if standard:
                 if module[4:] not in library():
-                    self.errors.add("RL0103", f"there is no module `{module}`", span,
+                    self.errors.add("RL0103", f"no module `{module}`", span,
                                     help=suggest(module, [f"std.{m}" for m in library()]))
                     return None
                 text = (resources.files(LIBRARY) / f"{module[4:]}.rlf").read_text("utf-8")
@@ -132,8 +132,8 @@ class Modules:
                 case ast.LossDecl():
                     self.bind(module, item.name, LossRef(item, module))
                 case _ if not main:
-                    self.errors.add("RL0108", "a module holds only `use`, `fn` and `loss`", item.span,
-                                    help="move this to the program")
+                    self.errors.add("RL0108", "a module may contain only `use`, `fn` and `loss`", item.span,
+                                    help="move this to the main program")
         self._open.pop()
         return module
 
@@ -145,8 +145,8 @@ class Modules:
             module.names[name] = BAD  # its uses stay silent
         elif name in module.names:
             first = module.bound_at.get(name)
-            self.errors.add("RL0102", f"`{name}` is bound twice", ident.span, "the second time",
-                            labels=(Label(first, "the first time"),) if first else (), help="choose another name")
+            self.errors.add("RL0102", f"`{name}` is defined twice", ident.span, "the second definition",
+                            labels=(Label(first, "the first definition"),) if first else (), help="choose another name")
         else:
             module.names[name] = value
             module.bound_at[name] = ident.span
@@ -160,7 +160,7 @@ class Modules:
                 self.bind(module, ident, other.names[ident.name])
             else:
                 advice = suggest(ident.name, other.names)
-                self.errors.add("RL0104", f"`{use.module}` has no `{ident.name}`", ident.span, help=advice)
+                self.errors.add("RL0104", f"`{use.module}` does not define `{ident.name}`", ident.span, help=advice)
                 self.bind(module, ident, BAD)
                 meant = getattr(advice, "word", "")  # what the rest of the program then uses
                 if meant and meant not in module.names and meant not in [n.name for n in use.names]:
@@ -170,7 +170,7 @@ class Modules:
         if not path.startswith(SHIPPED):
             return self.read(path)
         if path not in PYTHON:
-            raise FileNotFoundError(2, "the standard library has no such file")
+            raise FileNotFoundError(2, "not in the standard library")
         return (resources.files(LIBRARY) / path.removeprefix(SHIPPED)).read_text("utf-8")
 
     def _use_py(self, module: Module, use: ast.UsePy) -> None:
@@ -193,11 +193,11 @@ class Modules:
             level = fn.returns.name
             if level not in ("seq", "prompt"):
                 self.errors.add("RL0201", f"a Python function cannot return `{level}`", fn.returns.span,
-                                help="it gives one number a row: seq, or prompt for the rows of prompts")
+                                help="it returns one number per row: declare `seq`, or `prompt` if it takes prompts")
                 self.bind(module, fn.name, BAD)
             elif tree is None or fn.name.name not in defined:
                 if tree is not None:
-                    self.errors.add("RL0110", f"`{path}` defines no function `{fn.name.name}`", fn.name.span,
+                    self.errors.add("RL0110", f"`{path}` does not define a function `{fn.name.name}`", fn.name.span,
                                     help=suggest(fn.name.name, defined))
                 self.bind(module, fn.name, BAD)
             else:

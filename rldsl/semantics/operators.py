@@ -50,7 +50,7 @@ class Operators:
             try:
                 return const(fold(op, args), span, unit)
             except (ArithmeticError, ValueError) as error:
-                return self.errors.add("RL0214", "this constant has no value", span, str(error))
+                return self.errors.add("RL0214", "this constant cannot be evaluated", span, str(error))
         met = self.spaces.join(args)
         while isinstance(met[0], Term):
             fewer = self._narrowed(args, *met)
@@ -91,21 +91,21 @@ class Operators:
     def _types(self, op: str, args: tuple[Term, ...], span: Span) -> bool:
         for arg in args:
             if arg.dtype == "text" and not (op in ("add", "eq", "ne") and all(a.dtype == "text" for a in args)):
-                self.errors.add("RL0203", "arithmetic on a text", arg.at, "this is a text")
+                self.errors.add("RL0203", "arithmetic on a string", arg.at, "this is a string")
                 return False
         kinds = [a.dtype == "bool" for a in args]
         if op in ("and", "or", "not") and not all(kinds) or op == "where" and not kinds[0]:
             wrong = args[kinds.index(False)]
             word = "where" if op == "where" else op
             self.errors.add("RL0203", f"`{word}` needs a condition", wrong.at, "this is a number",
-                            help="compare it with something, for instance `x > 0`")
+                            help="use a comparison, for example `x > 0`")
             return False
         if op == "where" and kinds[1] != kinds[2]:
-            self.errors.add("RL0203", "`where` chooses between a number and a condition", span)
+            self.errors.add("RL0203", "the branches of `where` are a number and a condition", span)
             return False
         if op not in ("and", "or", "not", "where", "eq", "ne") and kinds and all(kinds):
-            self.errors.add("RL0203", "arithmetic on conditions only", span, "these are true or false",
-                            help="turn a condition into a number with `where(c, 1, 0)`")
+            self.errors.add("RL0203", "arithmetic on conditions", span, "these are true or false",
+                            help="convert a condition to a number with `where(c, 1, 0)`")
             return False
         return True
 
@@ -116,7 +116,7 @@ class Operators:
             "these are values of different batches",
             labels=(Label(a.at, f"{a.level} value of {self.spaces.shown(a)}"),
                     Label(b.at, f"{b.level} value of {self.spaces.shown(b)}")),
-            help="reduce both to a level that they share, for instance with `sum(x by seq)` or `mean(x)`")
+            help="reduce both to a level that they share, for example with `sum(x by seq)` or `mean(x)`")
 
     # ------------------------------------------------------------------------------------------- reductions
 
@@ -124,9 +124,10 @@ class Operators:
         """`name(x by to)`. Standard deviation and variance become sums: sum((x-mean)^2) / max(count-1, 1)."""
         if depth(to) >= depth(x.level):
             what = "a constant" if x.constant else f"a {x.level} value"
-            return self.errors.add("RL0208", f"{what} has no `{name}` by {to}", x.at,
-                                   f"nothing is finer than {to} here", help="a reduction goes from a finer level to "
-                                   "a coarser one: batch < prompt < seq < token")
+            return self.errors.add("RL0208", f"{what} cannot be reduced with `{name}` by {to}", x.at,
+                                   f"it has no level finer than {to}",
+                                   help="a reduction goes from a finer level to a coarser one; from coarse to fine: "
+                                        "batch, prompt, seq, token")
         if name in ("std", "var"):
             return self._variance(name, x, to, span, unbiased)
         op = BUILTINS[name].operator
@@ -154,19 +155,20 @@ class Operators:
         """The number below which `share` of the elements of x lie."""
         if x.level == "batch":
             return self.errors.add("RL0208", "one number has no quantile", x.at, f"this is {describe(x)}",
-                                   labels=x.origin, help="it is taken over the elements of a finer value")
+                                   labels=x.origin, help="it needs a value with several elements")
         if share.level != "batch":
-            return self.errors.add("RL0201", "the share of `quantile` must be one number", share.at,
+            return self.errors.add("RL0201", "the fraction of `quantile` must be a single number", share.at,
                                    f"this is {describe(share)}")
         if share.constant and not 0 <= float(share.value) <= 1:
-            return self.errors.add("RL0205", "the share of `quantile` is between 0 and 1", share.at)
+            return self.errors.add("RL0205", "the fraction of `quantile` must be between 0 and 1", share.at)
         return Term("quantile", (x, share), "batch", "", "f32", span, (("to", "batch"),), unit=x.unit)
 
     def uniform(self, x: Term, span: Span) -> Term | Bad:
         """A random number for each element of x; each call of the program has its own."""
         if x.level == "batch":
-            return self.errors.add("RL0201", "`uniform` needs a value of rows", x.at, f"this is {describe(x)}",
-                                   help="it gives each prompt, sequence or token of its argument a random number")
+            return self.errors.add("RL0201", "`uniform` needs a prompt, seq or token value",
+                                   x.at, f"this is {describe(x)}",
+                                   help="it draws a random number for each prompt, sequence or token of its argument")
         self.draws += 1
         frame = (("frame", x.space),) if x.level == "token" else ()
         return Term("uniform", (), x.level, x.space, "f32", span, (("call", self.draws), *frame))
@@ -213,20 +215,20 @@ class Operators:
             frames = tuple(f for f in frames if f.id == rest[0].frame.id)
         if len(frames) != 1:
             names = ", ".join(f"`{f.id}`" for f in self.spaces.over("seq", x.space))
-            return self.errors.add("RL0202", f"`at_end` cannot tell which sequences are meant: {names}", span,
-                                   help="name them: `at_end(x, pair.chosen)`")
+            return self.errors.add("RL0202", f"`at_end` is ambiguous: {names}", span,
+                                   help="specify the sequences: `at_end(x, pair.chosen)`")
         return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
 
     def _over(self, x: Term, ref: Meaning, span: Span) -> Term | Bad:
-        """The values of x for the rows of a selection."""
+        "The values of x for the rows of a selection."
         if not isinstance(ref, FrameRef):
             return self._kind("over", "sequences as its second argument", ref, span)
         here = self.to_space(x, self.spaces.of(ref.frame, x.level))
         if here is None or x.level == "batch":
-            return self.errors.add("RL0202", f"this {x.level} value does not range over `{ref.frame.id}`", x.at,
-                                   f"it ranges over {self.spaces.shown(x)}",
-                                   help=f"`over(x, {ref.frame.id})` takes a value of what `{ref.frame.id}` was "
-                                   "selected from")
+            return self.errors.add("RL0202", f"this {x.level} value does not belong to `{ref.frame.id}`", x.at,
+                                   f"it belongs to {self.spaces.shown(x)}",
+                                   help=f"`over(x, {ref.frame.id})` takes a value of the batch from which "
+                                        f"`{ref.frame.id}` was selected")
         return here
 
     def _kind(self, name: str, wanted: str, got: Meaning, span: Span) -> Bad:

@@ -17,8 +17,8 @@ from rldsl.syntax import ast
 
 Value = Scalar | tuple[Scalar, ...] | None
 Kind = Literal["int", "float", "bool", "text", "texts", "floats"]
-SHOWN = {"int": "a whole number", "float": "a number", "bool": "true or false", "text": "a text",
-         "texts": "a text or a list of texts", "floats": "a list of numbers"}
+SHOWN = {"int": "an integer", "float": "a number", "bool": "true or false", "text": "a string",
+         "texts": "a string or a list of strings", "floats": "a list of numbers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
     for ident, expr in given:
         name = ident.name
         if not name:
-            lower.errors.add("RL0204", f"{what} takes its options by name", ident.span,
+            lower.errors.add("RL0204", f"the options of {what} must be named", ident.span,
                              help=f"write `option=value`; options: {', '.join(table)}")
             bad = True
             continue
@@ -96,7 +96,7 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
             bad = True
             continue
         if name in seen:
-            lower.errors.add("RL0215", f"`{name}` is given twice", ident.span, help="remove one of the two")
+            lower.errors.add("RL0215", f"`{name}` is passed twice", ident.span, help="remove one of the two")
         seen.add(name)
         option = table[name]
         if isinstance(expr, ast.Name) and expr.name in option.choices and scope.find(expr.name) is None:
@@ -131,10 +131,10 @@ def counts(name: str, unit: str, given: str, span: Span, lower: Lower) -> Bad | 
     """RL0218 where an option that counts `unit` ("": a plain number) is given in another. None where it fits."""
     if not differ(given, unit) and not (given and not unit):
         return None
-    title = f"`{name}` counts {unit}, not {given}" if unit else f"`{name}` is a plain number, not a count of {given}"
-    help_ = f"write it in {unit}, or without a unit" if unit else "remove the unit"
+    title = f"`{name}` counts {unit}, not {given}" if unit else f"`{name}` is a plain number, not a number of {given}"
+    help_ = f"give it in {unit}, or without a unit" if unit else "remove the unit"
     if name == "minibatches":
-        help_ = f"it is how many minibatches there are; for their size write `minibatch={span.text}`"
+        help_ = f"this is the number of minibatches; for their size write `minibatch={span.text}`"
     return lower.errors.add("RL0218", title, span, f"this is in {given}", help=help_)
 
 
@@ -144,7 +144,7 @@ def whole(word: str, tree: ast.Expr, lower: Lower, scope: Scope) -> int | None:
     if isinstance(value, Bad) or counts(word, "", value.unit, tree.span, lower):
         return None
     if type(value.value) is not int or value.value < 1:
-        lower.errors.add("RL0205", f"`{word}` needs a whole number of at least 1", tree.span,
+        lower.errors.add("RL0205", f"`{word}` must be an integer of at least 1", tree.span,
                          f"this is {shown(value.value)}")
         return None
     return value.value
@@ -175,7 +175,7 @@ def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span
             low = number > option.low if option.above else number >= option.low
             high = number < option.high if option.below else number <= option.high
             if not (low and high):
-                hint = "write `greedy=true` to take the likeliest token" if name == "temperature" else ""
+                hint = "write `greedy=true` to take the most likely token" if name == "temperature" else ""
                 return lower.errors.add("RL0205", f"`{name}` must be {option.range()}", span, f"this is {number:g}",
                                         help=hint)
     return typed

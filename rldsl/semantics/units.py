@@ -66,12 +66,12 @@ def report(pair: tuple[Term, Term], span: Span, errors: Errors) -> Bad:
     a, b = pair
     if word(a.unit) == word(b.unit):
         mine, theirs = (a, b) if a.unit.endswith(MINIBATCH) else (b, a)
-        help_ = (f"{_quoted(mine)} counts the {word(a.unit)} of the minibatch that the loss sees, and "
-                 f"{_quoted(theirs)} those of the whole batch, as the flow passes it; count both in the loss, "
-                 "or divide one by the other")
+        help_ = (f"{_quoted(mine)} counts the {word(a.unit)} of one minibatch, {_quoted(theirs)} those of the whole "
+                 "batch; compute both in the loss, or both in the flow")
     else:
-        help_ = "count the same on both sides; a number without a unit fits any, and a quotient of two units is a ratio"
-    return errors.add("RL0218", f"{a.unit} and {b.unit} do not fit together", span, "one number of two units",
+        help_ = ("use the same unit on both sides; a number without a unit is compatible with any, and a quotient of "
+                 "two units is a ratio")
+    return errors.add("RL0218", f"{a.unit} and {b.unit} are different units", span, "a number with two units",
                       labels=(Label(a.span, a.unit), Label(b.span, b.unit)), help=help_)
 
 

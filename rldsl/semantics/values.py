@@ -122,7 +122,7 @@ def describe(value: Meaning) -> str:
     """What a value is, in the words of the language."""
     match value:
         case Term(op="const", dtype=dtype):
-            return {"text": "a text", "bool": "true or false", "f32": "a number"}[dtype]
+            return {"text": "a string", "bool": "true or false", "f32": "a number"}[dtype]
         case Term(level=level):
             return f"a {level} value"
         case Items():

@@ -258,7 +258,7 @@ def row_moves(src_rows: Mapping[int, Collection[int]], dst_rows: Mapping[int, Co
         node = dst // devices_per_node
         groups: dict[int, list[int]] = defaultdict(list)
         for row in sorted(set(dst_rows[dst]).difference(src_rows.get(dst, ()))):
-            assert row in holders, f"nobody holds row {row}, which rank {dst} lacks"
+            assert row in holders, f"no rank holds row {row}, which rank {dst} needs"
             at = holders[row], node
             if at not in near:
                 ranks = nodes[at[0]].get(node)

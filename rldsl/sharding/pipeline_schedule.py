@@ -103,7 +103,7 @@ def _clock_ticks(lists: Sequence[Sequence[Pass]], chunks: int) -> Iterator[list[
         together = [(rank, own[i]) for rank, (i, own) in enumerate(zip(at, lists, strict=True))
                     if i < len(own) and (rank, own[i]) in needs]
         if not together:
-            raise internal_error(f"a schedule of {pp} ranks and {chunks} chunks waits for itself", "pipeline schedule",
+            raise internal_error(f"the schedule of {pp} ranks and {chunks} chunks deadlocks", "pipeline schedule",
                                  tuple(grid(lists, at, chunks > 1).splitlines()))
         yield together
         for rank, p in together:

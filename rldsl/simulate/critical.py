@@ -24,7 +24,7 @@ def critical(timelines: Timelines, c: int, stop: float, start: float) -> tuple[P
         i = bisect_left(ends[c], at)
         interval = timelines.intervals[c][i]
         if interval.stop != at:
-            raise ValueError(f"class {c} did nothing that ended at {at}")
+            raise ValueError(f"no operation of class {c} ended at {at}")
         if interval.key is None:
             segments.append(PathSegment(c, interval.begin.event, max(interval.start, start) - start, at - start, "work"))
             at = interval.start

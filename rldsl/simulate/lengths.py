@@ -53,11 +53,11 @@ def observed(plan: Plan, folder: str) -> Lengths:
         lines = read(file)
     except FileNotFoundError:
         raise fail("RL0091", f"no such file: {file}", place=str(file),
-                   help="name the directory of a run (--out)") from None
+                   help="give the directory of a run (--out)") from None
     told = [x for x in lines if isfinite(x.get("length/response", float("nan")))]
     if not told:
-        raise fail("RL0205", f"{file} tells no lengths", place=str(file),
-                   help="they are there for programs that generate; give --prompt-tokens and --response-tokens")
+        raise fail("RL0205", f"{file} contains no lengths", place=str(file),
+                   help="only programs that generate record lengths; use --prompt-tokens and --response-tokens")
     response = sum(x["length/response"] for x in told) / len(told)
     rows = sum(f.count * times for f, times in made(plan))
     counted = [x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in told]

@@ -70,21 +70,24 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     """Check that the plan can be simulated on the cluster. Errors: RL0096, RL0215."""
     unknown = cluster.unknown()
     if unknown:
-        raise fail("RL0215", f"`{cluster.name}` does not say how fast it is", place=cluster.name,
-                   notes=(f"missing: {', '.join(unknown)}",), help="begin the file with a preset "
-                   "(`preset: h100x8`), give the numbers, or measure this machine with `rlc profile`")
+        raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.name,
+                   notes=(f"missing: {', '.join(unknown)}",),
+                   help="start the file with a preset (`preset: h100x8`), add the numbers, or measure this machine "
+                        "with `rlc profile`")
     header = plan.header
     if header.world > cluster.world:
-        raise fail("RL0096", f"the plan is for {header.world} ranks, `{cluster.name}` has {cluster.world} "
+        raise fail("RL0096",
+                   f"the plan is for {header.world} ranks, but `{cluster.name}` has {cluster.world} "
                    f"device{'s' * (cluster.world > 1)}", place=cluster.name,
-                   help="name a larger cluster, or compile for this one")
+                   help="use a larger cluster, or compile for this one")
     size = min(header.devices_per_node, header.world)
     nodes = -(-header.world // size)
     if size > cluster.gpus or nodes > cluster.nodes:
-        raise fail("RL0096", f"the plan is for {_machines(nodes, size)}, `{cluster.name}` has "
+        raise fail("RL0096",
+                   f"the plan is for {_machines(nodes, size)}, but `{cluster.name}` has "
                    f"{_machines(cluster.nodes, cluster.gpus)}", place=cluster.name,
-                   help=f"links inside a node are faster than those between nodes: compile with `cluster "
-                   f"nodes={cluster.nodes} gpus={cluster.gpus}` or with `cluster` and the name of this one")
+                   help="links within a node are faster than links between nodes: compile with `cluster "
+                        f"nodes={cluster.nodes} gpus={cluster.gpus}`, or with the name of this cluster")
 
 
 def _machines(nodes: int, devices: int) -> str:

@@ -64,7 +64,7 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
     rows = [(times * f.count, lengths.of(f)) for f, times in made(plan)]
     if rows:
         told = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
-        lines.append(f"  lengths   {', '.join(told)} tokens" + (" (the bounds)" if lengths == Lengths() else ""))
+        lines.append(f"  lengths   {', '.join(told)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))
     lines += [f"  {what}" for what in _at_most(plan)]
     every = timeline.event_seconds()
     calls = [(e, every[e.id]) for e in known.values() if isinstance(e, ModelCall) and e.id in every]
@@ -84,20 +84,20 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
             small = [small[0] + 1, small[1] + part.seconds]
             continue
         way = part.messages / part.seconds
-        on_the_way = f"  ({way:.0%} on the way)" if way > 0.005 else ""
+        on_the_way = f"  ({way:.0%} communication)" if way > 0.005 else ""
         lines.append(f"  {cut(part.what, 28):<28} {seconds_text(part.seconds):>13}  {share:>4.0%}  "
                      f"{'█' * max(1, round(share * BAR)):<{BAR}}  {part.line}{on_the_way}")
     if small[0]:
         lines.append(f"  {f'{small[0]:.0f} smaller parts':<28} {seconds_text(small[1]):>13}  "
                      f"{small[1] / timeline.seconds:>4.0%}")
     for o in timeline.periodic:
-        lines.append(f"  every {o.period} steps: {seconds_text(o.seconds)} more  "
+        lines.append(f"  every {o.period} steps: {seconds_text(o.seconds)} in addition  "
                      f"({cut(_named([known[e] for e in o.events]), 60)})")
     if timeline.estimated:
-        lines += ["", f"  from counted operations, not measured: {', '.join(timeline.estimated)}"]
+        lines += ["", f"  estimated from operation counts, not measured: {', '.join(timeline.estimated)}"]
     if timeline.free:
         lines += [*([""] if not timeline.estimated else []),
-                  f"  taken to cost nothing, since {cluster.name} does not say: {', '.join(timeline.free)}"]
+                  f"  assumed to be free, because {cluster.name} has no value for it: {', '.join(timeline.free)}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -105,9 +105,9 @@ def _at_most(plan: Plan) -> Iterator[str]:
     """Loops whose turns depend on the data, which are simulated at their bounds."""
     for loop in {b.id: b for _, path in events(plan) for b in path if isinstance(b, Loop)}.values():
         if loop.until:
-            yield f"turns     repeat ... until: {loop.trips:,}, the most that it may make"
+            yield f"loops     repeat ... until: {loop.trips:,} iterations (the maximum)"
         elif loop.over:
-            yield f"turns     eval {loop.over}: {loop.trips:,} batches, the most that the plan has room for"
+            yield f"loops     eval {loop.over}: {loop.trips:,} batches (the maximum)"
 
 
 def _named(found: Sequence[Event]) -> str:

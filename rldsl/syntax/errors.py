@@ -35,16 +35,16 @@ CHARACTERS = {
 }
 FOREIGN = {
     "def": "a function is written `fn name(x: token) -> token { return ... }`",
-    "if": "to choose between values write `where(condition, a, b)`",
-    "else": "to choose between values write `where(condition, a, b)`",
-    "for": "write `repeat 4 { ... }`; arithmetic ranges over the whole batch by itself",
+    "if": "to choose between values, write `where(condition, a, b)`",
+    "else": "to choose between values, write `where(condition, a, b)`",
+    "for": "write `repeat 4 { ... }`; arithmetic applies to the whole batch without a loop",
     "while": "write `repeat { ... } until condition max 4`",
     "import": "write `use std.ppo (gae)`, or `use py \"file.py\" (f: gen -> seq)`",
-    "from": "write `use std.ppo (gae)`", "class": "a program has no classes; see docs/language.md",
+    "from": "write `use std.ppo (gae)`", "class": "programs have no classes; see docs/language.md",
     "lambda": "declare it: `fn name(x: token) -> token { return ... }`", "let": "write `name = value`",
     "var": "write `name = value`", "const": "write `name = value`, or `param name = value`",
     "function": "a function is written `fn name(x: token) -> token { return ... }`",
-    "print": "to log a number write `metric name = value`",
+    "print": "to log a number, write `metric name = value`",
 }
 
 
@@ -56,13 +56,13 @@ def explain(error: UnexpectedInput, span: Span, text: str) -> Diagnostic:
     token = getattr(error, "token", None)
     kind, word = (token.type, str(token)) if token is not None else ("", "")
     if kind == "RBRACE" and "RBRACE" not in accepted and not VALUE & accepted and not STATEMENTS & accepted:
-        return Diagnostic("RL0006", "`}` closes nothing", span, "no block is open here", help="remove it",
+        return Diagnostic("RL0006", "unmatched `}`", span, "no block is open here", help="remove it",
                           fix=Fix(((span, ""),)))
     if accepted == {"EQUAL"} and (two := _two_words(span, text)):
         return two
     found = WORDS[kind] if kind in ("_NL", "$END") else f"`{word}`"
     help_, fix = _mend(word, accepted, span, text)
-    return Diagnostic("RL0001", f"{found} is not expected here", span, f"expected {expected(accepted)}", help=help_,
+    return Diagnostic("RL0001", f"unexpected {found}", span, f"expected {expected(accepted)}", help=help_,
                       fix=fix)
 
 
@@ -74,12 +74,12 @@ def _two_words(span: Span, text: str) -> Diagnostic | None:
     head = re.match(r"[ \t{]*([A-Za-z_]\w*)", line)
     start = span.start - len(line)
     if head and head[1] in FOREIGN:
-        return Diagnostic("RL0001", f"`{head[1]}` is not expected here",
+        return Diagnostic("RL0001", f"unexpected `{head[1]}`",
                           Span(span.file, start + head.start(1), start + head.end(1)), "expected a statement",
-                          help=f"the language has no `{head[1]}`: {FOREIGN[head[1]]}")
+                          help=f"there is no `{head[1]}`: {FOREIGN[head[1]]}")
     if not last or get_close_matches(last[1], PLACEMENT, n=1, cutoff=0.7):
         return None
-    return Diagnostic("RL0001", f"`{last[1]}` is not expected here",
+    return Diagnostic("RL0001", f"unexpected `{last[1]}`",
                       Span(span.file, start + last.start(1), start + last.end(1)),
                       "expected an operator or the end of the line",
                       help=_rlf(last[1], line[: last.start(1)].rstrip(), False))
@@ -94,7 +94,7 @@ def unclosed_bracket(span: Span, text: str) -> Diagnostic:
     end = Span(span.file, span.start + len(line), span.start + len(line))
     inside = [c for c in line if c in "()[]{}"]
     fix = Fix(((end, close),)) if sure and inside.count(span.text) == inside.count(close) + 1 else None
-    return Diagnostic("RL0005", f"`{span.text}` is not closed", span, "opened here", help=f"add `{close}`", fix=fix)
+    return Diagnostic("RL0005", f"unclosed `{span.text}`", span, "opened here", help=f"add `{close}`", fix=fix)
 
 
 def unclosed_block(span: Span, next_: Span | None, sure: bool) -> Diagnostic:
@@ -102,13 +102,13 @@ def unclosed_block(span: Span, next_: Span | None, sure: bool) -> Diagnostic:
     end = Span(span.file, len(span.file.text), len(span.file.text))
     text = span.file.text
     fix = Fix(((end, "}\n" if text.endswith("\n") else "\n}\n"),)) if sure else None
-    labels = (Label(next_, "this begins inside the block"),) if next_ else ()
-    label = "opened here" if next_ else "opened here; the file ends first"
-    return Diagnostic("RL0004", "block is not closed", span, label, labels, help="add `}`", fix=fix)
+    labels = (Label(next_, "this is still inside the block"),) if next_ else ()
+    label = "opened here" if next_ else "opened here, but never closed"
+    return Diagnostic("RL0004", "unclosed block", span, label, labels, help="add `}`", fix=fix)
 
 
 def too_deep(span: Span) -> Diagnostic:
-    return Diagnostic("RL0007", "too deeply nested", span, "here", help="give parts of it names of their own")
+    return Diagnostic("RL0007", "too deeply nested", span, "here", help="split it and give names to its parts")
 
 
 def expected(accepted: set[str]) -> str:
@@ -140,32 +140,33 @@ def _character(span: Span, text: str) -> Diagnostic:
         below = text[span.start + len(rest) + 1 :].split("\n", 1)[0]
         plain = plain if below.count('"') % 2 == 0 else None  # the text may end on the next line
         at = span.start + plain.end(1) if plain else 0
-        return Diagnostic("RL0002", "string is not closed", span, "opened here", help='end it with `"` on this line',
+        return Diagnostic("RL0002", "unterminated string", span, "opened here",
+                          help="close it with `\"` on the same line",
                           fix=Fix(((Span(span.file, at, at), '"'),)) if plain else None)
     if c == "'":
         quoted = re.match(r"'([^'\"\\\n]*)'", rest)
         ends = [span.start, span.start + quoted.end() - 1] if quoted else []
-        return Diagnostic("RL0003", "`'` has no meaning here", span, "not part of the language",
-                          help='strings stand in double quotes: `"..."`',
+        return Diagnostic("RL0003", "invalid character `'`", span, "not part of the language",
+                          help="strings use double quotes: `\"...\"`",
                           fix=Fix(tuple((Span(span.file, i, i + 1), '"') for i in ends)) if ends else None)
     if not c.isprintable() or unicodedata.category(c) in ("Zs", "Cf"):
         space = unicodedata.category(c) == "Zs"
-        return Diagnostic("RL0003", f"the invisible character U+{ord(c):04X} has no meaning here", span,
+        return Diagnostic("RL0003", f"invalid invisible character U+{ord(c):04X}", span,
                           unicodedata.name(c, "a control character").lower(),
-                          help="put an ordinary space in its place" if space else "delete it",
+                          help="replace it with a regular space" if space else "delete it",
                           fix=Fix(((span, " " if space else ""),)))
     word, written = CHARACTERS.get(c, ("", ""))
     if word == '"':
         marks = [span.start + i for i, x in enumerate(rest) if x in "“”„‟«»"]
-        return Diagnostic("RL0003", f"`{c}` has no meaning here", span, "not part of the language",
-                          help='strings stand in straight double quotes: `"..."`',
+        return Diagnostic("RL0003", f"invalid operator `{c}`", span, "not part of the language",
+                          help="strings use straight double quotes: `\"...\"`",
                           fix=Fix(tuple((Span(span.file, i, i + 1), '"') for i in marks)) if len(marks) == 2 else None)
     if word and rest.startswith(written):
         whole = Span(span.file, span.start, span.start + len(written))
-        return Diagnostic("RL0003", f"`{written}` has no meaning here", whole, "not part of the language",
+        return Diagnostic("RL0003", f"invalid operator `{written}`", whole, "not part of the language",
                           help=f"write `{word.strip()}`", fix=Fix(((whole, word),)))
     help_ = "write it as a fraction: 95% is 0.95" if c == "%" else ""
-    return Diagnostic("RL0003", f"`{c}` has no meaning here", span, "not part of the language", help=help_)
+    return Diagnostic("RL0003", f"invalid operator `{c}`", span, "not part of the language", help=help_)
 
 
 def _rlf(token: str, line: str, inside: bool) -> str:
@@ -174,12 +175,12 @@ def _rlf(token: str, line: str, inside: bool) -> str:
     name = re.search(r"(?<![\w.])([A-Za-z_]\w*)$", line)
     if token == "where":
         given = name[1] if name else "gen"
-        return f"a selection is a statement of its own: `kept = {given} where ...`; then use `kept`"
+        return f"a selection must be a separate statement: write `kept = {given} where ...`, then use `kept`"
     if token in UNITS and line and (line[-1].isalnum() or line[-1] in "_)"):
         return f"a unit follows a number: `param {name[1] if name else 'size'} = 8 {token}`"
     ema = re.match(r"[ \t{]*ema[ \t]+(\w+)[ \t]+from[ \t]+(\w+)[ \t]*(every|[A-Za-z_]\w*)?$", line)
     if ema and (ema[3] in (None, "every") or token == "="):
-        return f"it needs a decay: `ema {ema[1]} from {ema[2]} 0.99{' every ...' * (ema[3] == 'every')}`"
+        return f"add a decay: `ema {ema[1]} from {ema[2]} 0.99{' every ...' * (ema[3] == 'every')}`"
     option = re.search(r"([A-Za-z_]\w*)[ \t]*=$", line)
     if option and (token.strip() in ("", ")", ",", "}") or "\n" in token):
         return f"give `{option[1]}` a value: `{option[0]}{' ' * (option[0][-2] == ' ')}...`"
@@ -187,7 +188,7 @@ def _rlf(token: str, line: str, inside: bool) -> str:
     if ranks and token.isdigit():
         return f"a range of ranks is written `mesh({ranks[1]}:{token})`"
     if token == "," and not inside and re.match(r"[ \t{]*[A-Za-z_]\w*([ \t]*,[ \t]*[A-Za-z_]\w*)*[ \t]*=(?!=)", line):
-        return "give each value a statement of its own: `name = value`"
+        return "write one statement per value: `name = value`"
     return ""
 
 
@@ -196,36 +197,36 @@ def _mend(token: str, accepted: set[str], span: Span, text: str) -> tuple[str, F
     before = text[: span.start].rstrip(" \t")
     inside = any(text[i] in "([" for i in open_brackets(text, span.start)[-1:])
     if re.match(r"[ \t]*repeat[ \t]+(until|while)\b", text[before.rfind("\n") + 1 :]):
-        return "the condition comes last: `repeat { ... } until condition max 4`", None
+        return "the condition goes at the end: `repeat { ... } until condition max 4`", None
     if told := _rlf(token, before[before.rfind("\n") + 1 :], inside):
         return told, None
     back = Span(span.file, span.start - 1, span.end)
     if token == "=" and text[span.start - 1 : span.start] == "=":
-        return "one `=` binds a name; `==` compares", Fix(((back, "="),))
+        return "`=` assigns; `==` compares", Fix(((back, "="),))
     if token == "==":
-        return "one `=` binds a name; `==` compares", Fix(((span, "="),)) if "EQUAL" in accepted else None
+        return "`=` assigns; `==` compares", Fix(((span, "="),)) if "EQUAL" in accepted else None
     if token == "=" and before[-1:] == ":" and before.endswith(":"):
         return "write `name = value`", None
     if token == "=" and before[-1:] in "+-*/":
-        return "a name has one value: bind the sum to a new name", None
+        return "a name can be assigned only once: assign the sum to a new name", None
     if token == "=" and "__ANON_0" in accepted:
         both = Span(span.file, span.start, span.end + 1)
         return "write `->`", Fix(((both, "->"),)) if both.text == "=>" else None
     if token == "=" and "COMPARE" in accepted:
-        return "`=` binds a name; compare with `==`", Fix(((span, "=="),))
+        return "`=` assigns; use `==` to compare", Fix(((span, "=="),))
     if token == "/" and before[-1:] == "/":
-        return "comments begin with `#`", Fix(((back, "#"),))
+        return "comments start with `#`", Fix(((back, "#"),))
     if token == "/" and text[span.start : span.start + 2] in ("//", "/*"):
-        return "comments begin with `#`", None
+        return "comments start with `#`", None
     if token == ";" and not text[span.end :].split("\n", 1)[0].strip():
         return "the end of the line ends a statement; remove it", Fix(((span, ""),))
     if token == ":" and "EQUAL" in accepted:
         walrus = text[span.end : span.end + 1] == "="
         return "write `=`", Fix(((Span(span.file, span.start, span.end + walrus), "="),))
     if token == "[":
-        return "values have no elements; reduce them, for instance with `mean(x by prompt)`", None
+        return "values cannot be indexed; reduce them, for example with `mean(x by prompt)`", None
     if token in FOREIGN and "WHEN" not in accepted:
-        return f"the language has no `{token}`: {FOREIGN[token]}" if token != "from" else FOREIGN[token], None
+        return f"there is no `{token}`: {FOREIGN[token]}" if token != "from" else FOREIGN[token], None
     if not token.isidentifier():
         return "", None
     words = {t.lower() for t in accepted if t not in WORDS and t not in OPERATORS}

@@ -49,7 +49,7 @@ def format(source: SourceFile) -> str:
     result = "".join(f"{row}\n" for row in _rows(lines(text)))
     again = SourceFile(source.name, result)
     if shape(parse(again)) != shape(tree) or _said(result) != _said(text):
-        raise NotTheSame(f"formatting {source.name} would change what it means; nothing was written")
+        raise NotTheSame(f"formatting {source.name} would change its meaning; nothing was written")
     return result
 
 

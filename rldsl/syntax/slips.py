@@ -25,18 +25,18 @@ def _of(node: ast.Tree) -> Iterator[Diagnostic]:
         case ast.Do(value=ast.Binary(op="==", left=ast.Name() | ast.Attribute() as left, right=right)):
             at = left.span.end + node.span.file.text[left.span.end : right.span.start].find("==")
             span = Span(node.span.file, at, at + 2)
-            yield Diagnostic("RL0001", "`==` is not expected here", span, "this compares, and nothing uses the answer",
-                             help="one `=` binds a name; `==` compares", fix=Fix(((span, "="),)))
+            yield Diagnostic("RL0001", "unexpected `==`", span, "the result of this comparison is unused",
+                             help="`=` assigns; `==` compares", fix=Fix(((span, "="),)))
         case ast.Do(clause=ast.Clause(mesh=None, options=(first, *_))) | ast.Assign(
                 clause=ast.Clause(mesh=None, options=(first, *_))) if not _placement(first):
             word = node.value.name if isinstance(node, ast.Do) and isinstance(node.value, ast.Name) else ""
             if word in FOREIGN:
                 head = Span(node.span.file, node.span.start, first.span.start)
-                yield Diagnostic("RL0001", f"`{word}` is not expected here", node.value.span, "expected a statement",
-                                 help=f"the language has no `{word}`: {FOREIGN[word]}", fix=Fix(((head, ""),)))
+                yield Diagnostic("RL0001", f"unexpected `{word}`", node.value.span, "expected a statement",
+                                 help=f"there is no `{word}`: {FOREIGN[word]}", fix=Fix(((head, ""),)))
             else:
-                yield Diagnostic("RL0001", f"`{first.name.name}` is not expected here", first.name.span,
-                                 "expected the end of the line", help="each statement stands on a line of its own")
+                yield Diagnostic("RL0001", f"unexpected `{first.name.name}`", first.name.span,
+                                 "expected the end of the line", help="write each statement on its own line")
         case ast.Call(func=func, args=args) if not (isinstance(func, ast.Name) and func.name == "mesh"):
             for arg in args:
                 if isinstance(arg.value, ast.Range) and isinstance(arg.value.start, ast.Name) and arg.name is None:
@@ -47,7 +47,7 @@ def _colon(range_: ast.Range, name: ast.Name) -> Diagnostic:
     text = range_.span.file.text
     at = text.index(":", name.span.end)
     fix = Fix(((Span(range_.span.file, name.span.end, range_.stop.span.start), "="),))
-    return Diagnostic("RL0001", "`:` is not expected here", Span(range_.span.file, at, at + 1),
+    return Diagnostic("RL0001", "unexpected `:`", Span(range_.span.file, at, at + 1),
                       "a range belongs in `mesh(...)`", help=f"an option is written `{name.name}=...`",
                       fix=fix if "#" not in text[name.span.end : range_.stop.span.start] else None)
 

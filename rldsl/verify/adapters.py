@@ -26,18 +26,18 @@ def check_adapters(m: Model, lora: Lora) -> Iterator[Diagnostic]:
     modules = [p.name.removesuffix(A) for p in m.params if p.name.endswith(A)]
     named = {x for x in weights if any(f".{x}".endswith(f".{t}") for t in lora.targets) and len(weights[x].shape) == 2}
     for x in sorted(named - set(modules)):
-        yield _bad(m, f"has no adapter on {x}, which its targets name")
+        yield _bad(m, f"has no adapter on {x}, although it is a target")
     allowed = {*(x + end for x in modules for end in (A, B)), HEAD}
     for x in sorted(own.keys() - allowed):
-        yield _bad(m, f"trains {x}, which is no adapter")
+        yield _bad(m, f"trains {x}, which is not an adapter")
     if m.kind == "causal_lm" and HEAD in own:
         yield _bad(m, f"trains {HEAD}, which it does not have")
     for x in modules:
         a, b = own[x + A], own.get(x + B)
         if x not in named or b is None:
-            yield _bad(m, f"has an adapter on {x}, which " + ("lacks a factor" if b is None else "is no target"))
+            yield _bad(m, f"has an adapter on {x}, which " + ("lacks a factor" if b is None else "is not a target"))
         elif not _fits(weights[x], a, b, lora):
-            yield _bad(m, f"has an adapter on {x} that is not shaped or divided as it is")
+            yield _bad(m, f"has an adapter on {x} with a shape or sharding that does not match")
 
 
 def _fits(weight: ParamSpec, a: ParamSpec, b: ParamSpec, lora: Lora) -> bool:

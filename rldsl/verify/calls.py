@@ -29,11 +29,11 @@ def reads(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy:
     if copy and copy not in e.reads:
         yield problem("RL0614", f"{name(e)} does not read {copy}", e)
     if len({*e.reads}) != len(e.reads) or len({*values}) != len(values):
-        yield problem("RL0614", f"{name(e)} reads something twice: {', '.join(e.reads)}", e)
+        yield problem("RL0614", f"{name(e)} reads a buffer twice: {', '.join(e.reads)}", e)
     for value in sorted(must - {*values}):
         yield problem("RL0614", f"{name(e)} does not read {value}", e)
     for value in sorted({*values} - must - may):
-        yield problem("RL0614", f"{name(e)} reads {value}, which its operation does not use", e)
+        yield problem("RL0614", f"{name(e)} reads {value}, which its expression does not use", e)
     for buffer in e.reads:
         right = split(buffer)[1]
         if buffer != copy and (right not in t.spreads or right != spread and t.spreads[right].unit != "all"):
@@ -41,7 +41,7 @@ def reads(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy:
                 "RL0614",
                 f"{name(e)} works on spread {spread} and cannot read {buffer}",
                 e,
-                help="a transfer must bring it there first",
+                help="a transfer must move it there first",
             )
 
 
@@ -65,7 +65,7 @@ def _call(t: Tables, e: AnyCall) -> Iterator[Diagnostic]:
         or _degrees(t.layouts[s.layout]) != _degrees(t.layouts[e.layout])
         or _ordered(t.meshes[t.layouts[s.layout].mesh]) != _ordered(t.meshes[t.layouts[e.layout].mesh])
     ):
-        yield problem("RL0615", f"{name(e)}: spread {e.spread} does not divide rows as layout {e.layout} does", e)
+        yield problem("RL0615", f"{name(e)}: spread {e.spread} divides rows differently from layout {e.layout}", e)
     if e.mbs < 0:
         yield problem("RL0615", f"{name(e)} has mbs {e.mbs}", e)
     if t.models[e.model].invariant and (why := _varies(t.models[e.model], t.layouts[e.layout])):
@@ -75,17 +75,18 @@ def _call(t: Tables, e: AnyCall) -> Iterator[Diagnostic]:
     frames = [t.frames[f] for f in (e.frames if isinstance(e, Train) else (e.frame,)) if f in t.frames]
     longest = sum(f.max_prompt_tokens + f.max_response_tokens for f in frames)
     if e.mbt < longest:
-        yield problem("RL0615", f"{name(e)} has mbt {e.mbt}, and a row has up to {longest} tokens", e)
+        yield problem("RL0615", f"{name(e)} has mbt {e.mbt}, but a row has up to {longest} tokens", e)
 
 
 def _varies(m: Model, x: Layout) -> str:
     """Why the numbers of a token depend on what is computed beside it, or ""."""
     if m.dtype != "float32" or m.sizes.chosen:
-        return "computes in bfloat16" if m.dtype != "float32" else "tokens share its experts"
+        return "computes in bfloat16" if m.dtype != "float32" else ("its experts process tokens of different sequences "
+                                                                    "together")
     if (x.tp, x.cp, x.ep) != (1, 1, 1):
-        return f"layout {x.id} adds up parts of its sums"
+        return f"layout {x.id} adds partial sums"
     backend = described(x.backend)
-    return "" if backend is not None and backend.invariant else f"backend {x.backend!r} does not keep to it"
+    return "" if backend is not None and backend.invariant else f"backend {x.backend!r} does not support it"
 
 
 def _ordered(mesh: Mesh) -> Ranges:
@@ -112,7 +113,7 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     for id, (extent, dtype) in made.items():
         v = t.values.get(id)
         if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
-            yield problem("RL0615", f"{name(e)} makes {id}, which is not {extent} of {e.frame} in {dtype}", e)
+            yield problem("RL0615", f"{name(e)} writes {id}, which is not {extent} of {e.frame} in {dtype}", e)
     f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
     if (f.count, f.per_prompt, f.prompts, f.data, f.partial) != (p.count * s.n, p.per_prompt * s.n, p.prompts, p.data,
                                                                 p.partial):
@@ -134,7 +135,7 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     if v.frame != e.frame or v.extent != extent or v.dtype != "f32":
         yield problem(
             "RL0615",
-            f"{name(e)}: {e.what} of frame {e.frame} do not fit value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
+            f"{name(e)}: {e.what} of frame {e.frame} do not match value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
             e,
         )
     if t.models[e.model].kind != HEAD_OF[e.what]:
@@ -144,7 +145,7 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     if HEAD_OF[e.what] == "causal_lm" and e.temperature != t.frames[e.frame].temperature:
         yield problem(
             "RL0615",
-            f"{name(e)} runs at temperature {e.temperature}, frame {e.frame} was sampled at "
+            f"{name(e)} uses temperature {e.temperature}, but frame {e.frame} was sampled at "
             f"{t.frames[e.frame].temperature}",
             e,
         )
@@ -160,7 +161,7 @@ def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
         if frame not in e.frames or HEAD_OF.get(what) != t.models[e.model].kind:
             yield problem("RL0615", f"{name(e)}: {e.model} has no fresh {what} of frame {frame}", e)
     if not e.frames or any((t.values[v].level, t.values[v].dtype) != ("batch", "f32") for _, v in e.outputs):
-        yield problem("RL0615", f"{name(e)} needs a frame, and outputs that are numbers at batch level", e)
+        yield problem("RL0615", f"{name(e)} needs a frame, and outputs at the batch level", e)
 
 
 def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:

@@ -33,20 +33,20 @@ def check_class_schedules(t: Tables) -> Iterator[Diagnostic]:
             (twice if numbers else missing).append(ranks)
         wrong |= {(i, meshes): ranks for i in numbers if classes[i].events != expected[meshes]}
     if missing:
-        yield problem("RL0541", "no class contains these ranks", ranks=union(missing))
+        yield problem("RL0541", "no rank class contains these ranks", ranks=union(missing))
     if twice:
-        yield problem("RL0541", "more than one class contains these ranks", ranks=union(twice))
+        yield problem("RL0541", "several rank classes contain these ranks", ranks=union(twice))
     yield from _lists(t, wrong, expected)
 
 
 def _class(c: RankClass, world: int) -> Iterator[Diagnostic]:
     ranks = class_ranks(c, world)
     if c.peak_bytes < 0:
-        yield problem("RL0543", f"a class has peak_bytes {c.peak_bytes}", ranks=ranks)
+        yield problem("RL0543", f"a rank class has peak_bytes {c.peak_bytes}", ranks=ranks)
     if not c.ranks or any(not 0 <= a < b <= world for a, b in c.ranks):
-        yield problem("RL0541", f"a class has ranks {c.ranks}, which are not ranks of the world of {world}")
+        yield problem("RL0541", f"a rank class has ranks {c.ranks}, which are outside the world of {world} ranks")
     elif sum(b - a for a, b in c.ranks) != len(ranks):
-        yield problem("RL0541", f"a class has a rank twice: {c.ranks}")
+        yield problem("RL0541", f"a rank class has a rank twice: {c.ranks}")
 
 
 def _lists(t: Tables, wrong: dict[tuple[int, frozenset[str]], Ranks],
@@ -58,16 +58,16 @@ def _lists(t: Tables, wrong: dict[tuple[int, frozenset[str]], Ranks],
         listed, due = Counter(t.plan.classes[i].events), set(expected[meshes])
         for id, count in listed.items():
             if id not in by_id:
-                found[id, f"a class lists event {id}, which the plan does not have"].append(ranks)
+                found[id, f"a rank class lists event {id}, which does not exist"].append(ranks)
                 continue
             event = by_id[id]
             if count > 1:
-                found[id, f"a class lists {name(event)} {count} times"].append(ranks)
+                found[id, f"a rank class lists {name(event)} {count} times"].append(ranks)
             if id not in due:
                 found[id, f"{name(event)} is listed by ranks that are not on its mesh {event.mesh}"].append(ranks)
         for id in sorted(due - listed.keys()):
             event = by_id[id]
-            found[id, f"{name(event)} is not listed by ranks of its mesh {event.mesh}: the others would wait for them "
-                  "for ever"].append(ranks)
+            found[id,
+                  f"{name(event)} is not listed by ranks of its mesh {event.mesh}: the other ranks would wait forever"].append(ranks)
     for (id, title), sets in found.items():
         yield problem("RL0542", title, *([by_id[id]] if id in by_id else []), ranks=union(sets))

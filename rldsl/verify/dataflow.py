@@ -88,7 +88,7 @@ class _Story:
         mine = {b for b in loop.collects if self.places[b] in self.mine}
         if mine & self.live and self.last is not None:
             again = ", ".join(sorted(mine & self.live))
-            self.say("RL0514", f"loop {loop.id} collects into {again}, which is there already", self.last)
+            self.say("RL0514", f"loop {loop.id} collects into {again}, which already exists", self.last)
         self.live |= mine
         self.rewritten |= mine
         before = set(self.live)
@@ -96,7 +96,7 @@ class _Story:
         self.run(loop.body)
         if loop.until and self.last is not None and self.last is not last:  # a rank without events is not in the loop
             if loop.until not in self.live:
-                self.say("RL0513", f"loop {loop.id} ends by {loop.until}, which is not there", self.last)
+                self.say("RL0513", f"loop {loop.id} ends on {loop.until}, which does not exist", self.last)
             self.live.discard(loop.until)
         self._same(before, loop)
         self.rewritten -= mine
@@ -116,14 +116,15 @@ class _Story:
         self.last = event
         for buffer, place in step.reads:
             if place in mine and buffer not in live:
-                self.say("RL0513", f"{name(event)} reads {buffer}, which is not there", event)
+                self.say("RL0513", f"{name(event)} reads {buffer}, which does not exist", event)
         for frame, buffers in step.lengths:
             if live.isdisjoint(buffers):
-                self.say("RL0518", f"{name(event)} divides rows of frame {frame}, but its lengths are not there", event)
+                self.say("RL0518",
+                         f"{name(event)} divides the rows of frame {frame}, but their lengths are not known yet", event)
         for buffer, place in step.frees:
             if place in mine:
                 if buffer not in live:
-                    self.say("RL0515", f"{name(event)} frees {buffer}, which is not there", event)
+                    self.say("RL0515", f"{name(event)} frees {buffer}, which does not exist", event)
                 live.discard(buffer)
         for buffer, place in step.writes:
             if place in mine:

@@ -34,11 +34,12 @@ def _loop(t: Tables, loop: Loop, inside: bool) -> Iterator[Diagnostic]:
     own = [e for e in loop.body if isinstance(e, Event)]
     fetches = [e for e in own if isinstance(e, Fetch)]
     if not inside or loop.until or len(own) != len(loop.body):
-        yield problem("RL0530", f"{where} is no plain loop of a step", *own[:1])
+        yield problem("RL0530", f"{where} must be a simple loop inside the step", *own[:1])
     if [e.data for e in fetches] != [loop.over]:
-        yield problem("RL0530", f"{where} must fetch from it once a turn, and from no other source", *fetches)
+        yield problem("RL0530", f"{where} must fetch from its source once per iteration, and from no other source",
+                      *fetches)
     states = {s.value for s in t.plan.states}
     for e in own:
         lasting = e.versions().makes & t.models.keys() or states & {split(b)[0] for b in e.writes}
         if lasting or e.traits.family == "disk":
-            yield problem("RL0530", f"{name(e)} inside {where} changes what training does", e)
+            yield problem("RL0530", f"{name(e)} inside {where} changes the training", e)

@@ -67,15 +67,15 @@ def _needs(t: Tables, e: Event) -> Iterator[Key]:
 def _fault(t: Tables, g: Group) -> str:
     if g.layout:
         if g.layout not in t.layouts:
-            return f"names no layout of the plan: {g.layout!r}"
+            return f"refers to an unknown layout {g.layout!r}"
         return (
             ""
             if g.mesh in ("", t.layouts[g.layout].mesh)
-            else f"names mesh {g.mesh}, which is not that of layout {g.layout}"
+            else f"refers to mesh {g.mesh}, which is not the mesh of layout {g.layout}"
         )
     if g.axis != "mesh":
         return f"has axis {g.axis} but no layout"
-    return "" if g.mesh in t.meshes else f"names no mesh of the plan: {g.mesh!r}"
+    return "" if g.mesh in t.meshes else f"refers to an unknown mesh {g.mesh!r}"
 
 
 def _say(key: Key) -> str:

@@ -63,19 +63,19 @@ def check_issue_order(t: Tables) -> Iterator[Diagnostic]:
 
 def _fault(kind: type[Event], x: Layout) -> str:
     if x.zero and kind in (Generate, Infer):
-        return f"has zero={x.zero}, under which parameters are whole in training alone"
+        return f"has zero={x.zero}, which is supported only in training"
     if x.vpp > 1 and kind in (Generate, Infer):
-        return f"has vpp={x.vpp}, which is a schedule of training"
+        return f"has vpp={x.vpp}, which is supported only in training"
     if kind is Generate and x.cp > 1:
-        return f"has cp={x.cp}, which no new token can be divided by"
+        return f"has cp={x.cp}, which generation does not support"
     backend = described(x.backend)
     if backend is None:
-        return f"runs on backend {x.backend!r}, of whose communication nothing is known"
+        return f"uses backend {x.backend!r}, whose communication is unknown"
     order = costs(x.backend, "issue_order", IssueOrder)
     if kind is not Save:  # which only reads what is there
         others = [d for d in DIVISIONS if getattr(x, d) > 1 and d not in backend.divisions]
         if kind.kind not in backend.calls or others or x.zero > backend.zero:
-            return f"asks backend {x.backend!r} for what it does not have"
+            return f"uses a feature that backend {x.backend!r} does not support"
     protocol = order.of(kind)
     return next((f for count in {1, x.pp + 2} if (f := stuck(protocol, x, count))), "")
 
@@ -97,11 +97,11 @@ def stuck(protocol: Protocol, x: Layout, count: int) -> str:
             uses.append(number := numbers.setdefault((*own, times[own]), len(numbers)))
             members[own].add(at)
             if flows.setdefault(number, use.flow) != use.flow:
-                return f"has stages {use.stage} and {use.stage + 1} that expect other messages of each other"
+                return f"has stages {use.stage} and {use.stage + 1} whose sends and receives do not match"
     held = Counter(n for uses in lists.values() for n in uses)
     for (use, instance, time), n in numbers.items():
         if held[n] != len(members[use, instance]):
-            return f"has ranks that do not all take part in use {time} of {use.axis}"
+            return f"has ranks that do not take part in use {time} of {use.axis}"
     found = circle({tuple(uses) for uses in lists.values()})
     return f"has ranks that wait for each other in {len(found)} uses of its communicators" if found else ""
 

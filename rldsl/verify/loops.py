@@ -20,11 +20,11 @@ from rldsl.verify.tables import Tables, problem
 def check_loops(t: Tables) -> Iterator[Diagnostic]:
     steps = [x for x in t.plan.body if isinstance(x, Loop)]
     if len(steps) != 1:
-        yield problem("RL0536", f"the run has {len(steps) or 'no'} loop{'s' * (len(steps) > 1)} of steps")
+        yield problem("RL0536", f"the run has {len(steps) or 'no'} loop{'s' * (len(steps) > 1)} over steps")
     for loop in steps:
         if loop.trips != t.plan.header.steps:
-            yield problem("RL0536", f"loop {loop.id} runs {loop.trips} times, and the run has {t.plan.header.steps} "
-                          "steps")
+            yield problem("RL0536",
+                          f"loop {loop.id} runs {loop.trips} times, but the run has {t.plan.header.steps} steps")
     yield from _inside(t, t.plan.body)
     made: Counter[str] = Counter()
     for e, path in t.events:
@@ -32,8 +32,8 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
             made[e.model] += times(path) * t.spreads[e.spread].minibatches * t.spreads[e.spread].epochs
     for m in t.plan.models:
         if m.updates != made[m.name]:
-            yield problem("RL0536", f"model {m.name} is planned for {m.updates} updates, and its events make "
-                          f"{made[m.name]}")
+            yield problem("RL0536",
+                          f"model {m.name} is planned for {m.updates} updates, but its events make {made[m.name]}")
 
 
 def _inside(t: Tables, items: Sequence[Item]) -> Iterator[Diagnostic]:
@@ -45,8 +45,9 @@ def _inside(t: Tables, items: Sequence[Item]) -> Iterator[Diagnostic]:
                 yield from _until(t, item)
             for e in item.body:
                 if isinstance(e, Collect) and t.frames[e.into].turns != item.trips:
-                    yield problem("RL0536", f"loop {item.id} runs {item.trips} times, and what it collects has room "
-                                  f"for {t.frames[e.into].turns}", e)
+                    yield problem("RL0536",
+                                  f"loop {item.id} runs {item.trips} times, but its collected frame has room for "
+                                  f"{t.frames[e.into].turns}", e)
         yield from _inside(t, item.body)
 
 
@@ -54,8 +55,9 @@ def _until(t: Tables, loop: Loop) -> Iterator[Diagnostic]:
     value, spread = split(loop.until)
     v, inside = t.values[value], [e for e, _ in walk(loop.body)]
     if (v.level, v.dtype) != ("batch", "bool"):
-        yield problem("RL0536", f"loop {loop.id} ends by {value}, which is no condition of the batch", *inside[:1])
+        yield problem("RL0536", f"loop {loop.id} ends on {value}, which is not a condition at the batch level",
+                      *inside[:1])
     ranks = union(t.event_ranks(e) for e in inside)
     if t.spreads[spread].unit != "all" or not ranks <= t.spread_ranks(spread):
-        yield problem("RL0536", f"loop {loop.id} ends by {loop.until}, which some of its ranks do not hold",
+        yield problem("RL0536", f"loop {loop.id} ends on {loop.until}, which some of its ranks do not have",
                       *inside[:1], ranks=ranks - t.spread_ranks(spread))

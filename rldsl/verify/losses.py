@@ -31,12 +31,12 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
     frames = [t.frames[f] for f in e.frames]
     spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.rows: 0 for f in frames}, **{f.prompts: 0 for f in frames}}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
-        return f"works on {strange}, which is not trained on"
+        return f"uses {strange}, which is not a training input"
     if any(in_family(n.op, "reduction") and n.attr("to") == "prompt" for n in nodes):
-        return "reduces by prompt, of which a minibatch may hold a part"
+        return "reduces by prompt, but a minibatch may contain only part of a prompt's sequences"
     inner = _under(nodes, [a for n in nodes if _reduces(n) for a in n.args])
     if any(_reduces(nodes[i]) for i in inner):
-        return "uses a reduction over the batch for each element"
+        return "uses a reduction over the batch elementwise"
     return _affine(nodes, outputs["loss"], {n for n, _, _ in e.fresh})
 
 
@@ -69,14 +69,14 @@ def _affine(nodes: Sequence[Node], loss: int, fresh: set[str]) -> str:
             continue
         if _reduces(n):
             if n.op not in ("sum", "mean", "count"):
-                return f"is not a sum of reductions: it holds {n.op}"
+                return f"is not a sum of reductions: it contains {n.op}"
             terms.append(i)
             continue
         rows = [of_rows[a] for a in n.args]
         linear = (n.op in ("add", "sub", "neg", "stop_gradient") or n.op == "mul" and sum(rows) == 1
                   or n.op == "div" and not rows[1] or n.op == "where" and not rows[0])
         if not linear:
-            return f"is not a sum of reductions: it holds {n.op} of them"
+            return f"is not a sum of reductions: it applies {n.op} to them"
         waiting += n.args
     used = {nodes[i].attr("name") for i in _under(nodes, terms) if nodes[i].op == "input"}
     return "" if used & fresh else "has a loss that does not depend on the model"

@@ -26,7 +26,7 @@ def check_memory(t: Tables) -> Iterator[Diagnostic]:
         ranks = class_ranks(c, t.plan.header.world)
         wrong = [(here & ranks, p) for here, p in found if here & ranks and p.bytes != c.peak_bytes]
         for here, p in wrong[:1]:
-            title = f"a class claims to hold {c.peak_bytes} bytes at most, but its ranks hold {p.bytes}"
+            title = f"a rank class records a peak of {c.peak_bytes} bytes, but its ranks hold {p.bytes}"
             yield problem("RL0544", title, ranks=here)
     for here, p in found:
         if p.bytes > memory:

@@ -48,7 +48,7 @@ def check_operations(t: Tables) -> Iterator[Diagnostic]:
         if t.event_ranks(event) != ranks:
             yield problem(
                 "RL0613",
-                f"{name(event)} is on mesh {event.mesh}, but its operation concerns other ranks",
+                f"{name(event)} is on mesh {event.mesh}, but involves other ranks",
                 event,
                 ranks=t.event_ranks(event) ^ ranks,
             )
@@ -57,7 +57,7 @@ def check_operations(t: Tables) -> Iterator[Diagnostic]:
     yield from selections.loops(t.plan.body)
     yield from evaluations.check_evaluations(t, t.plan.body)
     if stray := [e for e in t.plan.body if isinstance(e, Collect)]:
-        yield problem("RL0519", "a collect outside every loop", *stray)
+        yield problem("RL0519", "a collect outside of any loop", *stray)
 
 
 def wanted_ranks(t: Tables, e: Event) -> Ranks:
@@ -99,19 +99,19 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
 
 def _load(t: Tables, e: Load) -> Iterator[Diagnostic]:
     if e.of and not _one(t, e):
-        yield problem("RL0615", f"{name(e)} takes {e.model}@{e.of} for {e.model}@{e.layout}, but they do not "
-                      "hold the same", e)
+        yield problem("RL0615", f"{name(e)} reuses {e.model}@{e.of} as {e.model}@{e.layout}, but their contents differ",
+                      e)
 
 
 def _side(t: Tables, e: Offload | Onload) -> Iterator[Diagnostic]:
     copy = {f"{e.model}@{e.layout}"}
     if e.what == "optimizer" and t.models[e.model].home != e.layout:
-        yield problem("RL0615", f"{name(e)} moves an optimizer's state, but {e.model}@{e.layout} has none", e)
+        yield problem("RL0615", f"{name(e)} moves an optimizer state, but {e.model}@{e.layout} has none", e)
     if not ({*e.reads} <= copy and {*e.writes} <= copy):
-        yield problem("RL0614", f"{name(e)} may touch {e.model}@{e.layout} only", e)
+        yield problem("RL0614", f"{name(e)} may use only {e.model}@{e.layout}", e)
     if e.what == "parameters" and any(isinstance(x, Load) and x.of and x.model == e.model
                                       and e.layout in (x.of, x.layout) for x, _ in t.events):
-        yield problem("RL0615", f"{name(e)} moves {e.model}@{e.layout}, which is another layout's copy too", e)
+        yield problem("RL0615", f"{name(e)} moves {e.model}@{e.layout}, which another layout also uses", e)
 
 
 def _exchange(t: Tables, e: Lengths) -> Iterator[Diagnostic]:
@@ -133,10 +133,10 @@ def _log(t: Tables, e: Log) -> Iterator[Diagnostic]:
 
 def _free(t: Tables, e: Free) -> Iterator[Diagnostic]:
     if not e.buffers or e.writes or e.reads not in ((), e.buffers) or len({*e.buffers}) != len(e.buffers):
-        yield problem("RL0614", f"{name(e)} must free distinct buffers and touch no other", e)
+        yield problem("RL0614", f"{name(e)} must free distinct buffers and use no others", e)
     if lost := [b for b in e.buffers if split(b)[0] in t.models and not _again(t, *split(b))]:
-        yield problem("RL0615", f"{name(e)} frees parameters that no realloc brings again "
-                      f"({', '.join(lost)}); use offload", e)
+        yield problem("RL0615", f"{name(e)} frees parameters that no realloc restores ({', '.join(lost)}); use offload",
+                      e)
 
 
 def _again(t: Tables, model: str, layout: str) -> bool:
@@ -163,24 +163,23 @@ def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
     """It stands at the end of a step, and reads what the next step takes over: no more, no less."""
     steps = t.plan.body[-1] if t.plan.body else None
     if not isinstance(steps, Loop) or not steps.body or steps.body[-1] is not e:
-        yield problem("RL0529", f"{name(e)} does not stand at the end of the step", e)
+        yield problem("RL0529", f"{name(e)} is not at the end of the step", e)
     if e.every < 1 or e.keep < 1:
-        yield problem("RL0529", f"{name(e)} is due every {e.every} steps and keeps {e.keep}", e)
+        yield problem("RL0529", f"{name(e)} runs every {e.every} steps and keeps {e.keep}", e)
     must = {f"{m.name}@{m.home}" for m in t.plan.models if m.home}
     must |= {f"{s.value}@{s.spread}" for s in t.plan.states}
     follow = {m.name for m in t.plan.models if m.sources}
     copies = [split(b)[0] for b in e.reads if split(b)[0] in follow and split(b)[1] in t.layouts]
     if {b for b in e.reads if split(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
         told = ", ".join(sorted(must | follow)) or "nothing"
-        yield problem("RL0529", f"{name(e)} must read {told} and nothing else, but reads "
-                      f"{', '.join(e.reads) or 'nothing'}", e)
+        yield problem("RL0529", f"{name(e)} must read exactly {told}, but reads {', '.join(e.reads) or 'nothing'}", e)
 
 
 def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
     source, copy = e.source or e.model, f"{e.model}@{e.dst}"
     yield from _exactly(e, (f"{source}@{e.src}", *([copy] if e.decay else [])), (copy,))
     if e.src == e.dst and not e.source:
-        yield problem("RL0615", f"{name(e)} goes from layout {e.src} to itself", e)
+        yield problem("RL0615", f"{name(e)} moves from layout {e.src} to itself", e)
     if e.source == e.model or not 0 <= e.decay <= 1 or not e.source and (e.decay or e.version):
         yield problem("RL0615", f"{name(e)} takes {e.source or 'no other model'} with decay {e.decay}, version "
                       f"{e.version!r}", e)
@@ -189,7 +188,7 @@ def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
                       f"{'under ' + t.models[e.model].mean if t.models[e.model].mean else 'nowhere'}", e)
     mine, other = t.models[e.model], t.models[source]
     if _parts(mine) != _parts(other):
-        yield problem("RL0615", f"{name(e)}: {e.model} has other parameters than {source}", e)
+        yield problem("RL0615", f"{name(e)}: {e.model} and {source} have different parameters", e)
 
 
 def _parts(m: Model) -> tuple[object, ...]:
@@ -237,7 +236,7 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
         for part in ("tokens", "lengths", "columns"):
             v = t.values.get(f"{f}.{part}")
             if v is not None and (v.frame, v.extent) != (f, part):
-                yield problem("RL0615", f"{name(e)} makes {v.id}, which is not the {part} of {f}", e)
+                yield problem("RL0615", f"{name(e)} writes {v.id}, which is not the {part} of {f}", e)
 
 
 def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
@@ -254,15 +253,15 @@ def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
         )
         or len({*e.values}) != len(e.values)
     ):
-        yield problem("RL0614", f"{name(e)} must read {', '.join(must)} and may read lengths only besides", e)
+        yield problem("RL0614", f"{name(e)} must read {', '.join(must)}, and besides these only lengths", e)
     if {*e.writes} != {f"{v}@{e.dst}" for v in e.values} or len(e.writes) != len(e.values):
         yield problem("RL0614", f"{name(e)} must write its values in spread {e.dst}", e)
     if e.src == e.dst:
-        yield problem("RL0615", f"{name(e)} goes from spread {e.src} to itself", e)
+        yield problem("RL0615", f"{name(e)} moves from spread {e.src} to itself", e)
     if len({t.values[v].frame for v in e.values}) > 1:
         yield problem("RL0615", f"{name(e)} moves values of several frames", e)
     if local := [v for v in e.values if t.values[v].extent in LOCAL]:
-        yield problem("RL0615", f"{name(e)} moves {', '.join(local)}, which every rank has for itself", e)
+        yield problem("RL0615", f"{name(e)} moves {', '.join(local)}, which is local to each rank", e)
 
 
 def _rows(t: Tables) -> Iterator[Diagnostic]:

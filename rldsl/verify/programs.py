@@ -47,23 +47,23 @@ def _malformed(t: Tables) -> Iterator[Diagnostic]:
 def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
     """What is wrong with a node, or ""."""
     if any(not 0 <= a < index for a in node.args):
-        return f"arguments {node.args} do not come before it"
+        return f"its arguments {node.args} do not come before it"
     args = [program.nodes[a] for a in node.args]
     operator = OPERATORS.get(node.op)
     if operator is None:
-        return "no such operator"
+        return "unknown operator"
     if operator.arity != len(args):
         return f"{len(args)} arguments"
     if not _has_space(t, node.level, node.space):
-        return f"space {node.space!r} is none of level {node.level}"
+        return f"space {node.space!r} does not have the level {node.level}"
     match operator.family:
         case "elementwise":
             if node.level != "batch" and all(a.level == "batch" for a in args):
-                return f"a {node.level} value of batch-level arguments alone"
+                return f"a {node.level} value of batch-level arguments only"
             return next((f for a in args if (f := _broadcast(t, a, node))), "")
         case "reduction":
             if node.attr("to") != node.level or LEVELS.index(node.level) >= LEVELS.index(args[0].level):
-                return f"reduces {args[0].level} to {node.attr('to')}, result at {node.level}"
+                return f"reduces {args[0].level} to {node.attr('to')}, but its result is at level {node.level}"
             if operator.to_batch_only and {node.level, *(a.level for a in args[1:])} != {"batch"}:
                 return f"a {node.op} is one number, of the batch, and so are its further arguments"
             return _broadcast(t, node, args[0])
@@ -71,7 +71,7 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
             return _sequence_fault(t, operator, node, args)
         case "random":
             fits = node.level != "batch" and isinstance(node.attr("call"), int)
-            return "" if fits else "random numbers belong to elements and to a call"
+            return "" if fits else "random numbers need elements and a call"
         case "leaf":
             return _leaf_fault(t, node)
         case family:
@@ -85,7 +85,7 @@ def _sequence_fault(t: Tables, operator: Operator, node: Node, args: Sequence[No
     fine, coarse = (args[0], node) if node.op == "last" else (node, args[0]) if args else (node, node)
     frame = t.frames.get(str(node.attr("frame") or (args[0].space if args else "")))
     if frame is None or node.space != (frame.id if node.level == "token" else frame.rows):
-        return f"is not of the sequences of {node.attr('frame') or node.space!r}"
+        return f"does not belong to the sequences of {node.attr('frame') or node.space!r}"
     return _broadcast(t, coarse, fine)
 
 
@@ -135,7 +135,8 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     frames = [t.frames[f] for f in e.frames]
     spaces = {"", *(x for f in frames for x in (f.id, f.rows, f.prompts))}
     if strange := [n.space for n in program.nodes if n.space not in spaces]:
-        yield problem("RL0617", f"{name(e)}: program {program.id} works on {strange[0]}, the event on "
+        yield problem("RL0617",
+                      f"{name(e)}: program {program.id} uses {strange[0]}, but the event uses "
                       f"{', '.join(e.frames) or 'no frame'}", e)
     outputs = dict(program.outputs)
     truths = _truths(program, {n for n, v in e.inputs if t.values[v].dtype == "bool"})
@@ -165,10 +166,12 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
                 and (node.level, node.space) != (LEVEL_OF.get(what), space)
             ):
                 yield problem(
-                    "RL0617", f"{name(e)}: input {input} is {node.level} over {node.space}, not {what} of {frame}", e
+                    "RL0617",
+                    f"{name(e)}: input {input} has level {node.level} of {node.space}, but must be {what} of {frame}", e
                 )
     for op in sorted({n.op for n in program.nodes if not OPERATORS[n.op].in_loss}):
-        yield problem("RL0617", f"{name(e)}: program {program.id} has {op}, which no micro-batch can add up", e)
+        yield problem("RL0617",
+                      f"{name(e)}: program {program.id} has {op}, which cannot be accumulated over micro-batches", e)
     outputs = dict(program.outputs)
     if "loss" not in outputs:
         yield problem("RL0617", f"{name(e)}: program {program.id} has no output named loss", e)
@@ -205,7 +208,7 @@ def _bound(t: Tables, e: Event, program: Program, given: set[str], count: int) -
     wanted = {*program.inputs()}
     if given != wanted or count != len(given):
         yield problem(
-            "RL0617", f"{name(e)}: program {program.id} takes {sorted(wanted)}, but is given {sorted(given)}", e
+            "RL0617", f"{name(e)}: program {program.id} takes {sorted(wanted)}, but gets {sorted(given)}", e
         )
 
 
@@ -220,7 +223,7 @@ def _alike(t: Tables, e: Event, slot: str, node: Node, v: Value) -> Iterator[Dia
     if (v.level, space) != (node.level, node.space):
         yield problem(
             "RL0617",
-            f"{name(e)}: {slot} is {node.level} over {node.space!r}, but {v.id} is {v.level} over {space!r}",
+            f"{name(e)}: {slot} has level {node.level} of {node.space!r}, but {v.id} has level {v.level} of {space!r}",
             e,
         )
 

@@ -63,8 +63,8 @@ def _layout(x: Layout) -> str:
     if x.ep < 1 or not 0 <= x.zero <= 3:
         return f"has ep={x.ep} zero={x.zero}"
     if x.vpp < 1 or x.vpp > 1 and x.pp == 1:
-        return f"has vpp={x.vpp} beside pp={x.pp}"
-    return f"has ep={x.ep} beside dp={x.dp} and cp={x.cp}" if x.dp % x.ep or x.ep > 1 and x.cp > 1 else ""
+        return f"has vpp={x.vpp} with pp={x.pp}"
+    return f"has ep={x.ep} with dp={x.dp} and cp={x.cp}" if x.dp % x.ep or x.ep > 1 and x.cp > 1 else ""
 
 
 def _model(m: Model) -> str:
@@ -83,15 +83,15 @@ def _optimizer(o: Optimizer) -> str:
 
 def _sampling(s: Sampling) -> str:
     if s.n < 1 or s.max_new_tokens < 1 or not 0 <= s.min_new_tokens <= s.max_new_tokens:
-        return f"makes {s.n} completions of {s.min_new_tokens} to {s.max_new_tokens} tokens"
+        return f"generates {s.n} completions of {s.min_new_tokens} to {s.max_new_tokens} tokens"
     if not s.greedy and not (s.temperature > 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and 0 <= s.min_p <= 1):
-        return (f"draws with temperature {s.temperature:g}, top_p {s.top_p:g}, top_k {s.top_k} and min_p {s.min_p:g}, "
-                "which is no distribution")
+        return (f"has invalid sampling options: temperature {s.temperature:g}, top_p {s.top_p:g}, top_k {s.top_k} and "
+                f"min_p {s.min_p:g}")
     return ""
 
 
 def _parameter(p: ParamSpec, layers: int) -> str:
-    s, undivided = p.split, "is not divisible as it says"
+    s, undivided = p.split, "cannot be divided as recorded"
     if any(n < 1 for n in p.shape) or not p.shape and s or p.name.count("{}") > 1:
         return undivided
     if ("{}" in p.name) != (p.stage == "layer") or not 0 <= p.layers <= layers:
@@ -100,13 +100,13 @@ def _parameter(p: ParamSpec, layers: int) -> str:
                   and sum(u * n for u, n in s.parts) == p.shape[s.dim]):
         return undivided
     if p.style not in DIVIDED:
-        return f"has the style {p.style!r}, which no collectives belong to"
+        return f"has the unknown parallel style {p.style!r}"
     along = DIVIDED[p.style]
     if not p.name.endswith(FACTORS) and (s.dim not in along if s else along):
-        return f"has the style {p.style}, and its division is another"
+        return f"has the parallel style {p.style}, which does not match its sharding"
     if p.experts and (len(p.shape) != 3 or p.shape[0] != p.experts or p.stored and p.shape[1] % len(p.stored)):
-        return f"is said to be of {p.experts} experts"
-    return "has a gradient in parts, and is divided" if p.partial and s else ""
+        return f"is recorded with {p.experts} experts"
+    return "has a partial gradient although it is sharded" if p.partial and s else ""
 
 
 def _data(d: Data) -> str:

@@ -73,7 +73,7 @@ def _header(t: Tables) -> Iterator[Diagnostic]:
 
 def _mesh(mesh: Mesh, world: int) -> Iterator[Diagnostic]:
     if not mesh.ranks or any(not 0 <= a < b <= world for a, b in mesh.ranks):
-        yield _bad("RL0612", f"mesh {mesh.id} {mesh.ranks} is not made of ranks of the world of {world}")
+        yield _bad("RL0612", f"mesh {mesh.id} {mesh.ranks} has ranks outside the world of {world} ranks")
     elif any(stop > start for (_, stop), (start, _) in pairwise(sorted(mesh.ranks))):
         yield _bad("RL0612", f"mesh {mesh.id} contains a rank twice: {mesh.ranks}")
 
@@ -99,7 +99,7 @@ def _spread(t: Tables, s: Spread) -> Iterator[Diagnostic]:
     elif s.layout and s.layout not in t.layouts:
         yield _unknown("layout", s.layout, where)
     elif s.layout and t.ranks.get(s.mesh) != t.ranks.get(t.layouts[s.layout].mesh):
-        yield _bad("RL0612", f"{where} is on mesh {s.mesh}, but its layout {s.layout} is on another")
+        yield _bad("RL0612", f"{where} is on mesh {s.mesh}, but its layout {s.layout} is on another mesh")
     if s.minibatches < 1 or s.epochs < 1:
         yield _bad("RL0612", f"{where}: minibatches {s.minibatches}, epochs {s.epochs}")
     frames = [t.frames[f] for f in s.frames if f in t.frames]
@@ -116,14 +116,15 @@ def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
     if m.mean and m.mean not in t.layouts:
         yield _unknown("layout", m.mean, where)
     if m.mean and not m.sources:
-        yield _bad("RL0612", f"{where} keeps a mean under {m.mean}, but follows no other")
+        yield _bad("RL0612", f"{where} keeps an average under {m.mean}, but is not updated from another model")
     if bool(m.home) != (m.optimizer is not None):
         yield _bad(
-            "RL0612", f"{where} has " + ("a home layout but no optimizer" if m.home else "an optimizer but no home")
+            "RL0612", f"{where} has " + ("a training layout but no optimizer" if m.home else "an optimizer but no training "
+                                                                                         "layout")
         )
     yield from (_unknown("model", x, where) for x in dict.fromkeys(m.sources) if x not in t.models)
     if m.home and m.sources:
-        yield _bad("RL0612", f"{where} is trained and follows {m.sources[0]}")
+        yield _bad("RL0612", f"{where} is trained and also updated from {m.sources[0]}")
     if len({p.name for p in (*m.params, *m.base)}) != len(m.params) + len(m.base):
         yield _bad("RL0611", f"{where} lists a parameter twice")
     if bool(m.base) != (m.lora is not None):
@@ -137,17 +138,17 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
         if f.data not in t.data:
             yield _unknown("data source", f.data, f"frame {f.id}")
         if f.count < 1 or f.per_prompt < 1 or f.count % f.per_prompt or not f.rows or not f.prompts:
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, {f.per_prompt} a prompt")
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, {f.per_prompt} per prompt")
         yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.of, f.partial) if x and x not in t.frames)
         if f.turns < 1 or f.count // max(f.per_prompt, 1) % max(f.turns, 1):
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.turns} turns")
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.turns} iterations")
         elif f.partial in t.frames and f.count % t.frames[f.partial].count:
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, of which {f.partial} cannot tell")
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, which does not match its partial frame {f.partial}")
         of = t.frames.get(f.of, f)
         if (f.count, f.per_prompt, f.turns) != (of.count, of.per_prompt, of.turns):
-            yield _bad("RL0612", f"frame {f.id} does not number its rows as {of.id} does, of which it is a selection")
+            yield _bad("RL0612", f"frame {f.id} numbers its rows differently from {of.id}, from which it is selected")
         if _circle(t, f.id):
-            yield _bad("RL0612", f"frame {f.id} comes from itself")
+            yield _bad("RL0612", f"frame {f.id} is derived from itself")
     rows: dict[str, Frame] = {}
     prompts: dict[str, Frame] = {}
     for f in t.plan.frames:
@@ -159,7 +160,7 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
     for s in t.plan.states:
         v = t.values.get(s.value)
         if v is None or v.level != "batch" or v.dtype != "f32":
-            yield _bad("RL0612", f"state {s.value} is no number at batch level")
+            yield _bad("RL0612", f"state {s.value} is not a number at the batch level")
         if s.spread not in t.spreads:
             yield _unknown("spread", s.spread, f"state {s.value}")
         elif t.spreads[s.spread].unit != "all":
@@ -193,7 +194,7 @@ def _blocks(t: Tables, items: Sequence[Item], inside: bool) -> Iterator[Diagnost
             for buffer in (*item.collects, *filter(None, (item.until,))):
                 left, right = split(buffer)
                 if left not in t.values or right not in t.spreads:
-                    yield _bad("RL0610", f"loop {item.id} names no buffer of the plan: {buffer!r}")
+                    yield _bad("RL0610", f"loop {item.id} refers to an unknown buffer {buffer!r}")
             if item.over and item.over not in t.data:
                 yield _unknown("data source", item.over, f"loop {item.id}")
             if item.until and not inside:
@@ -213,7 +214,7 @@ def _event(t: Tables, e: Event) -> Iterator[Diagnostic]:
             if role is Role.RANK:
                 yield problem("RL0610", f"{name(e)} has rank {id} of {t.plan.header.world} as its {field!r}", e)
             else:
-                yield problem("RL0610", f"{name(e)} names no {role.value} of the plan: {id!r}", e)
+                yield problem("RL0610", f"{name(e)} refers to an unknown {role.value} {id!r}", e)
 
 
 def _exists(t: Tables, role: Role, id: Any) -> bool:
@@ -244,7 +245,7 @@ def _exists(t: Tables, role: Role, id: Any) -> bool:
 
 
 def _unknown(kind: str, id: str, where: str) -> Diagnostic:
-    return _bad("RL0610", f"{where} names no {kind} of the plan: {id!r}")
+    return _bad("RL0610", f"{where} refers to an unknown {kind} {id!r}")
 
 
 def _bad(code: str, title: str) -> Diagnostic:

@@ -48,7 +48,8 @@ def examine_reshard(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_
         here, there = MeshCells.of(src, src_mesh), MeshCells.of(dst, dst_mesh)
         found += transfer_slices.slice_faults(p, here, there, world)
         if (lacking := transfer_slices.missing_elements(p.classes, here, there) * itemsize(model)) != total.bytes:
-            found.append(("RL0526", f"{total.bytes} bytes are counted where {lacking} are lacking", ()))
+            found.append(("RL0526",
+                          f"{total.bytes} bytes are counted, but {lacking} bytes are missing on the destination", ()))
     return total, found
 
 
@@ -56,8 +57,8 @@ def _diagnostics(t: Tables, e: Realloc, total: Summary, found: Sequence[Fault]) 
     if (e.bytes, e.messages, e.digest) != (total.bytes, total.messages, total.digest):
         yield problem(
             "RL0526",
-            f"{name(e)} says {e.bytes} bytes in {e.messages} messages, but moving {e.model} from {e.src} to {e.dst} "
-            f"takes {total.bytes} in {total.messages}"
+            f"{name(e)} records {e.bytes} bytes in {e.messages} messages, but moving {e.model} from {e.src} to {e.dst} "
+            f"takes {total.bytes} bytes in {total.messages} messages"
             + ("" if e.digest == total.digest else ", and the digest of its paths differs"),
             e,
             ranks=t.event_ranks(e),

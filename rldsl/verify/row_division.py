@@ -33,11 +33,11 @@ def _spread(t: Tables, s: Spread) -> str:
         return ""
     frames = [t.frames[f] for f in s.frames]
     if not frames:
-        return "divides the rows of no frame"
+        return "divides rows but has no frame"
     if len({_units(f, s) for f in frames}) > 1 or len({*s.frames}) != len(frames):
         return f"divides frames with different numbers of {s.unit}s: {', '.join(s.frames)}"
     if s.weigh == "slot" and (len(frames) > 1 or s.minibatches * s.epochs > 1):
-        return "has slots of several frames or minibatches"
+        return "has slots for several frames or minibatches"
     return ""
 
 
@@ -51,7 +51,7 @@ def _event(t: Tables, e: Event) -> str:
 
 
 def _once(t: Tables, e: Lengths | Select) -> str:
-    return "" if t.spreads[e.spread].epochs == 1 else "works on rows that come in several epochs"
+    return "" if t.spreads[e.spread].epochs == 1 else "uses rows that are repeated over several epochs"
 
 
 def _infer(t: Tables, e: Infer) -> str:
@@ -61,8 +61,8 @@ def _infer(t: Tables, e: Infer) -> str:
 def _generate(t: Tables, e: Generate) -> str:
     s = t.spreads[e.spread]
     if s.weigh == "tokens" and e.frame in s.frames:
-        return "divides its rows by lengths that it has yet to make"
-    return "" if s.epochs == 1 else "works on rows that come in several epochs"
+        return "divides its rows by lengths that do not exist yet"
+    return "" if s.epochs == 1 else "uses rows that are repeated over several epochs"
 
 
 def _train(t: Tables, e: Train) -> str:
@@ -77,9 +77,9 @@ def _compute(t: Tables, e: Compute) -> str:
     ranks = len(t.spread_ranks(e.spread))
     once = any(n.op in ("py", "quantile") or n.attr("to") == "batch" for n in program.nodes)
     if once and ranks > 1 and (s.unit == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
-        return f"counts each row once, but spread {e.spread} has rows on several ranks"
+        return f"must count each row once, but spread {e.spread} has rows on several ranks"
     if any(n.level == "prompt" for n in program.nodes) and s.unit == "row" and t.layouts[s.layout].dp > 1:
-        return f"works with whole prompts, but spread {e.spread} divides rows"
+        return f"needs whole prompts, but spread {e.spread} divides them"
     return ""
 
 

@@ -89,9 +89,9 @@ def _whole(m: Model, held: _Held, owner: Mapping[str, int], known: Mapping[int, 
             whole = volume(tuple((0, n) for n in p.spec.shape))
             tested[key] = sum(map(volume, boxes)) == whole and not overlapping(boxes)
         if not tested[key]:
-            yield "RL0527", f"{p.name} does not become whole on rank {rank}", (rank,)
+            yield "RL0527", f"{p.name} is not complete on rank {rank}", (rank,)
     for rank, name_ in got:
-        yield "RL0527", f"rank {rank} gets {name_}, which it does not write", (rank,)
+        yield "RL0527", f"rank {rank} receives {name_}, which it does not write", (rank,)
 
 
 def _sent(m: Model, held: _Held, known: Mapping[int, Messages]) -> Iterator[Fault]:
@@ -111,13 +111,13 @@ def _matched(known: Mapping[int, Messages]) -> Iterator[Fault]:
                     for side in (0, 1))
     for rank, (sends, receives) in known.items():
         if len(given[rank]) < len(sends) or len(taken[rank]) < len(receives):
-            yield "RL0533", f"rank {rank} has several messages to or from one rank", (rank,)
+            yield "RL0533", f"rank {rank} has several messages to or from the same rank", (rank,)
         for peer, boxes in given[rank].items():
             if taken.get(peer, {}).get(rank) != boxes:
                 yield "RL0533", f"what rank {rank} sends to rank {peer} is not what that rank expects", (rank, peer)
         for peer in taken[rank]:
             if rank not in given.get(peer, {}):
-                yield "RL0533", f"rank {rank} waits for rank {peer}, which sends it nothing", (peer, rank)
+                yield "RL0533", f"rank {rank} waits for rank {peer}, which does not send to it", (peer, rank)
 
 
 def _bounded(known: Mapping[int, Messages], world: int) -> Iterator[Fault]:

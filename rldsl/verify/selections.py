@@ -36,7 +36,7 @@ def origin(t: Tables, frame: str) -> str:
 def check_select(t: Tables, e: Select) -> Iterator[Diagnostic]:
     yield from _pairs(t, e)
     if any(t.values[v].extent in ("columns", "lengths") for v, _ in e.values):
-        yield problem("RL0615", f"{name(e)} keeps rows of what is no value of each row", e)
+        yield problem("RL0615", f"{name(e)} selects rows of a value that has no rows", e)
     yield from _select(t, e)
 
 
@@ -48,10 +48,10 @@ def check_collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:
 def _pairs(t: Tables, e: Select | Collect) -> Iterator[Diagnostic]:
     pairs = [(t.values[v], t.values[w]) for v, w in e.values]
     if not pairs or len({w for _, w in e.values}) != len(pairs):
-        yield problem("RL0614", f"{name(e)} must write some values, each once", e)
+        yield problem("RL0614", f"{name(e)} must write at least one value, each only once", e)
     for v, w in pairs:
         if (v.level, v.extent, v.dtype) != (w.level, w.extent, w.dtype) or v.level == "batch":
-            yield problem("RL0615", f"{name(e)} makes {w.id} of {v.id}, which is of another kind", e)
+            yield problem("RL0615", f"{name(e)} derives {w.id} from {v.id}, which is of another kind", e)
 
 
 def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
@@ -62,7 +62,7 @@ def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
             said = Counter(item.collects if isinstance(item, Loop) else ())
             for buffer in (said - Counter(b for b, _ in own)) + (Counter(b for b, _ in own) - said):
                 where = f"loop {item.id}" if isinstance(item, Loop) else f"every {item.period}"
-                yield problem("RL0519", f"{where} appends to {buffer} not just once a turn, as it says",
+                yield problem("RL0519", f"{where} must append to {buffer} exactly once per iteration",
                               *[e for b, e in own if b == buffer])
             yield from loops(item.body)
 
@@ -70,18 +70,18 @@ def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
 def _select(t: Tables, e: Select) -> Iterator[Diagnostic]:
     frame, s = t.frames[e.frame], t.spreads[e.spread]
     if not frame.of or frame.partial != frame.id and e.condition:
-        yield problem("RL0615", f"{name(e)}: frame {e.frame} is no selection, or cannot tell its own rows", e)
+        yield problem("RL0615", f"{name(e)}: frame {e.frame} is not a selection, or does not record its rows", e)
         return
     if s.unit == "all":
-        yield problem("RL0615", f"{name(e)} works on spread {e.spread}, which does not divide rows", e)
+        yield problem("RL0615", f"{name(e)} uses spread {e.spread}, which does not divide rows", e)
     above = {f.id for f in _above(t, frame)}
     for v, w in e.values:
         if t.values[w].frame != e.frame or t.values[v].frame not in above:
-            yield problem("RL0615", f"{name(e)} makes {w} of {v}, but {e.frame} is not taken from its frame", e)
+            yield problem("RL0615", f"{name(e)} derives {w} from {v}, but {e.frame} is not selected from its frame", e)
     if e.condition:
         c, of = t.values[e.condition], t.frames[frame.of]
         if (c.level, c.dtype) != ("seq", "bool") or t.frames[c.frame].rows != of.rows:
-            yield problem("RL0615", f"{name(e)}: {e.condition} is no condition for each row of {frame.of}", e)
+            yield problem("RL0615", f"{name(e)}: {e.condition} is not a condition per row of {frame.of}", e)
         if f"{e.frame}.tokens" not in [w for _, w in e.values]:
             yield problem("RL0614", f"{name(e)} must write {e.frame}.tokens", e)
     must = {v for v, _ in e.values} | ({e.condition} if e.condition else set())
@@ -103,15 +103,16 @@ def _above(t: Tables, frame: Frame) -> Iterator[Frame]:
 def _collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:
     f, g, src, dst = t.frames[e.frame], t.frames[e.into], t.spreads[e.src], t.spreads[e.dst]
     if g.count != f.count * g.turns or g.per_prompt != f.per_prompt or g.partial != g.id:
-        yield problem("RL0615", f"{name(e)}: frame {e.into} is not {g.turns} turns of {e.frame}", e)
+        yield problem("RL0615", f"{name(e)}: frame {e.into} is not {g.turns} iterations of {e.frame}", e)
     if not (_whole(t, src, dst) or _slots(t, src, f) and _slots(t, dst, g) and src.layout == dst.layout):
-        yield problem("RL0615", f"{name(e)}: spreads {e.src} and {e.dst} do not give a rank the same share", e)
+        yield problem("RL0615", f"{name(e)}: spreads {e.src} and {e.dst} assign different rows to a rank", e)
     for v, w in e.values:
         if (t.values[v].frame, t.values[w].frame) != (e.frame, e.into):
-            yield problem("RL0615", f"{name(e)} collects {v} as {w}, which are not of {e.frame} and {e.into}", e)
+            yield problem("RL0615", f"{name(e)} collects {v} as {w}, which do not belong to {e.frame} and {e.into}", e)
     writes = {f"{w}@{e.dst}" for _, w in e.values}
     if {*e.reads} != {f"{v}@{e.src}" for v, _ in e.values} | writes or {*e.writes} != writes:
-        yield problem("RL0614", f"{name(e)} must read its values and what it appends to, and write the latter", e)
+        yield problem("RL0614",
+                      f"{name(e)} must read its values and the buffers that it appends to, and write these buffers", e)
 
 
 def _whole(t: Tables, src: Spread, dst: Spread) -> bool:

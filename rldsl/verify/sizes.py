@@ -22,7 +22,7 @@ LENGTH, NUMBER, RAGGED = 16, 8, -1
 def check_sizes(t: Tables) -> Iterator[Diagnostic]:
     for event, _ in t.events:
         if event.bytes != (due := _due(t, event)):
-            yield problem("RL0534", f"{name(event)} says that it moves {_say(event.bytes)}, but it moves {_say(due)}",
+            yield problem("RL0534", f"{name(event)} records {_say(event.bytes)}, but moves {_say(due)}",
                           event, ranks=t.event_ranks(event))
 
 
@@ -61,4 +61,4 @@ RULES: Mapping[type[Event], Callable[[Tables, Any], int]] = {
 
 
 def _say(count: int) -> str:
-    return "what a run decides" if count == RAGGED else f"{count} bytes"
+    return "a size known only at run time" if count == RAGGED else f"{count} bytes"

@@ -70,7 +70,7 @@ def name(event: Event) -> str:
     return f"event {event.id} ({event.kind}{', ' + event.at if event.at else ''})"
 
 
-MEND = "compile the program again; if rlc wrote this plan and nobody changed it, please report it with the plan"
+MEND = "compile the program again; if the plan was written by rlc and not edited, please report this with the plan"
 
 
 def problem(

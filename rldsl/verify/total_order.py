@@ -40,7 +40,9 @@ def check_total_order(t: Tables) -> Iterator[Diagnostic]:
     for order, ranks in lists.items():
         for a, b in pairwise(order):
             if place[a] > place[b]:
-                yield problem("RL0512", f"a class runs event {a} before event {b}, the body the other way round",
+                yield problem("RL0512",
+                              f"a rank class runs event {a} before event {b}, but the plan lists them in the opposite "
+                              "order",
                               events[a], events[b], ranks=ranks)
 
 
@@ -51,9 +53,9 @@ def _deadlock(around: Sequence[tuple[Event, Ranks]]) -> Diagnostic:
     for (before, others), (event, ranks) in zip([around[-1], *around], around, strict=False):
         notes.append(f"ranks {say(ranks)} wait at {name(event)} for ranks {say(others)}, which are at event "
                      f"{before.id}")
-    return problem("RL0511", "deadlock: these events wait for each other in a circle", *(e for e, _ in around),
+    return problem("RL0511", "deadlock: these events wait for each other in a cycle", *(e for e, _ in around),
                    ranks=union(r for _, r in around), notes=notes,
-                   help="every rank must meet these events in one common order")
+                   help="all ranks must execute these events in the same order")
 
 
 def _edges(lists: Iterable[List]) -> Edges:

@@ -54,7 +54,7 @@ def check_versions(t: Tables) -> Iterator[Diagnostic]:
         if isinstance(event, Offload | Onload) and (event.model, event.layout) not in built:
             yield problem(
                 "RL0520",
-                f"{name(event)}: nothing loads {event.model}@{event.layout}",
+                f"{name(event)}: no event loads {event.model}@{event.layout}",
                 event,
                 ranks=t.event_ranks(event),
             )
@@ -82,9 +82,9 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
             if e.version != made.get(e.source, ""):
                 yield problem(
                     "RL0528",
-                    f"{name(e)} says that it takes the version of {e.source} made "
-                    f"{'at ' + e.version if e.version else 'before the step'}, but it comes after the one made "
-                    + (f"at {made[e.source]}" if made.get(e.source) else "before the step"),
+                    f"{name(e)} must copy the version of {e.source} from {e.version or 'before the step'}, but comes "
+                    "after the version from "
+                    + (f"{made[e.source]}" if made.get(e.source) else "before the step"),
                     e,
                     ranks=t.event_ranks(e),
                 )
@@ -92,7 +92,9 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
         made |= dict.fromkeys(e.versions().makes, e.at)
     for m in t.plan.models:
         if tuple(written[m.name]) != m.sources:
-            yield problem("RL0528", f"model {m.name} follows {list(m.sources)}, but is written from {written[m.name]}")
+            yield problem("RL0528",
+                          f"model {m.name} should be updated from {list(m.sources)}, but is updated from "
+                          f"{written[m.name]}")
 
 
 def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic],
@@ -131,7 +133,7 @@ def _meet(a: State, b: State) -> State:
 
 def _unbalanced(where: str, end: State, start: State) -> Diagnostic:
     copies = ", ".join(sorted({f"{m}@{x}" for m, x, _ in end.sides ^ start.sides}))
-    return problem("RL0525", f"{where} ends with {copies} on the other side of offload than it began")
+    return problem("RL0525", f"{where} ends with {copies} in a different offload state than at its start")
 
 
 def _after(t: Tables, e: Event, s: State) -> State:
@@ -170,9 +172,9 @@ def _freed(e: Event) -> Copies:
 def _side_problems(t: Tables, e: Offload | Onload, s: State) -> Iterator[Diagnostic]:
     copy, ranks = (e.model, e.layout), t.event_ranks(e)
     if (copy in (s.away if e.what == "parameters" else s.parked)) != isinstance(e, Onload):
-        yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is there already", e, ranks=ranks)
+        yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is already on the device", e, ranks=ranks)
     if e.what == "optimizer" and copy in s.away:
-        yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} have no parameters beside them", e,
+        yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} exist without its parameters", e,
                       ranks=ranks)
 
 
@@ -185,7 +187,7 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
         if (model, layout) in s.away:
             yield problem("RL0525", f"{name(e)} frees {model}@{layout}, which is offloaded", e, ranks=ranks)
         elif (model, layout) not in s.there:
-            yield problem("RL0515", f"{name(e)} frees {model}@{layout}, which is not there", e, ranks=ranks)
+            yield problem("RL0515", f"{name(e)} frees {model}@{layout}, which does not exist", e, ranks=ranks)
     used = [c for c in _copies(t, e.reads) if "@".join(c) not in e.frees]
     for model, layout in used:
         if (model, layout) not in s.current:
@@ -194,29 +196,29 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
             yield problem(
                 "RL0521" if there else "RL0520",
                 f"{name(e)} uses {model}@{layout}, which "
-                + ("is not the current version" if there else "is not there: nothing loads it"),
+                + ("is not the current version" if there else "does not exist: no event loads it"),
                 e,
                 ranks=ranks,
-                help=f"a realloc from {model}@{there[0]} must come before" if there else "",
+                help=f"a realloc from {model}@{there[0]} must come first" if there else "",
             )
         if isinstance(e, Train) and (model, layout) in s.parked:
-            yield problem("RL0525", f"{name(e)} trains {model}@{layout}, whose optimizer's state is offloaded", e,
+            yield problem("RL0525", f"{name(e)} trains {model}@{layout}, whose optimizer state is offloaded", e,
                           ranks=ranks)
         if (model, layout) in s.away and not isinstance(e, Checkpoint):  # a checkpoint is written from either side
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
     if isinstance(e, Realloc):
         if t.models[e.model].base and (e.model, e.dst) not in s.built:
-            yield problem("RL0520", f"{name(e)} brings adapters to {e.model}@{e.dst}, whose base nothing loads", e,
+            yield problem("RL0520", f"{name(e)} brings adapters to {e.model}@{e.dst}, whose base is never loaded", e,
                           ranks=ranks)
         home, follows = t.models[e.model].home, bool(t.models[e.model].sources)
         if not e.source and (e.model, e.dst) in s.current:
-            yield problem("RL0522", f"{name(e)} brings {e.model}@{e.dst}, which is current already", e, ranks=ranks)
+            yield problem("RL0522", f"{name(e)} brings {e.model}@{e.dst}, which is already current", e, ranks=ranks)
         if (e.model, e.dst) in s.away:
             yield problem("RL0525", f"{name(e)} writes {e.model}@{e.dst}, which is offloaded", e, ranks=ranks)
         if home and e.dst == home or not home and not follows:
             yield problem(
                 "RL0524",
-                f"{name(e)} overwrites the home of {e.model}"
+                f"{name(e)} overwrites the training layout of {e.model}"
                 if home
                 else f"{name(e)} moves {e.model}, which is frozen: load it there instead",
                 e,
@@ -225,8 +227,8 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
     if isinstance(e, Train) and e.layout != t.models[e.model].home:
         yield problem(
             "RL0524",
-            f"{name(e)} trains {e.model} under {e.layout}, but its home is "
-            f"{t.models[e.model].home or 'nowhere: it is frozen'}",
+            f"{name(e)} trains {e.model} under {e.layout}, but its training layout is "
+            f"{t.models[e.model].home or 'none (frozen)'}",
             e,
             ranks=ranks,
         )

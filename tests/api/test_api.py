@@ -65,7 +65,7 @@ def test_other_names_are_not() -> None:
 
 def test_a_right_program() -> None:
     found = rldsl.check(PROGRAM)
-    assert found.ok and not found and str(found) == "no mistakes found" and found.codes == ()
+    assert found.ok and not found and str(found) == "no errors found" and found.codes == ()
 
 
 @pytest.mark.parametrize("program", [Path("small.rlf"), "small.rlf"])
@@ -278,7 +278,7 @@ def test_advice_is_for_python(plan: rldsl.Plan, save: Callable) -> None:
     """It has no `-o` and no `--trace`."""
     with pytest.raises(rldsl.DiagnosticError, match="RL0094") as told:
         save(plan)
-    assert "choose another place" in str(told.value) and " -" not in str(told.value).split("help:")[1]
+    assert "choose another path" in str(told.value) and " -" not in str(told.value).split("help:")[1]
 
 
 @pytest.mark.parametrize(("args", "option"), [(["compile", "small.rlf", "-o", "gone/x.plan"], "-o"), (
@@ -290,7 +290,7 @@ def test_advice_is_for_the_command_line(args: list[str], option: str) -> None:
 
 def test_what_changed(plan: rldsl.Plan) -> None:
     other = rldsl.compile(PROGRAM, lr=1e-5)
-    assert plan.diff(plan).same and "no difference" in str(plan.diff(plan))
+    assert plan.diff(plan).same and "no differences" in str(plan.diff(plan))
     found = plan.diff(other, "h100x8")
     assert not found.same and "lr" in found.text() and "predicted time" in repr(found) and found.json()["same"] is False
     assert "1e-05" in found._repr_html_()

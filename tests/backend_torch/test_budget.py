@@ -156,7 +156,7 @@ flow run(steps=2) {{
 @pytest.mark.parametrize("where, code, text", [
     ((0, "mbt=39"), "RL0328", "40 tokens"), ((1, "mbt=39"), "RL0328", "mbt=40"), ((2, "mbt=1"), "RL0328", "40 tokens"),
     ((3, "mbt=59"), "RL0328", "60 tokens"),  # both sides of a pair
-    ((1, "mbt=1.5"), "RL0311", "at least 0"), ((1, "mbt=true"), "RL0311", "whole number"),
+    ((1, "mbt=1.5"), "RL0311", "at least 0"), ((1, "mbt=true"), "RL0311", "integer"),
     ((1, "mbt=64 sequences"), "RL0218", "tokens"), ((1, "mbt=64 mbt=64"), "RL0311", "twice"),
     ((1, "mtb=64"), "RL0310", "mbt")])
 def test_what_cannot_be_is_refused(where, code, text) -> None:

@@ -116,14 +116,14 @@ def test_a_checkpoint_says_what_its_positions_mean(place: Place) -> None:
 
 def test_nothing_changed(place: Place) -> None:
     said = place.go_on(place.plan())
-    assert "goes on from" in said and "after step 2" in said
+    assert "resuming from" in said and "after step 2" in said
     assert not any(word in said for word in ("note:", "warning", "error")), said
 
 
 def test_what_changed_is_told_with_both_values(place: Place) -> None:
     said = place.go_on(place.plan(lr=5e-4, seed=4, steps=5))
     assert "param lr: 0.001 -> 0.0005" in said and "param steps: 4 -> 5" in said and "param batch" not in said
-    assert "seed: 3 -> 4; what is left of a shuffled epoch" in said and "p.rlf: " in said
+    assert "seed: 3 -> 4; the rest of a shuffled epoch" in said and "p.rlf: " in said
     assert len(lines(place.folder / "again")) == 5
 
 
@@ -134,7 +134,7 @@ def test_what_changed_is_told_with_both_values(place: Place) -> None:
 ])
 def test_a_position_that_means_other_rows_is_refused(place: Place, changed: dict[str, Any], told: str) -> None:
     said = place.go_on(place.plan(**changed))
-    assert "error[RL0764]: the position in `sums` would mean other rows" in said and told in said
+    assert "error[RL0764]: the position in `sums` is no longer valid" in said and told in said
     assert [line["step"] for line in lines(place.folder / "again")] == [1, 2]
     assert (place.folder / "again/checkpoints/step-000002").is_dir()
 
@@ -170,7 +170,7 @@ def test_an_edited_file_is_warned_of(place: Place, file: str, epoch: bool) -> No
 
 def test_a_source_of_another_name_is_told(place: Place) -> None:
     said = place.go_on(place.plan(name="pairs"))
-    assert "warning[RL0765]: `pairs` is not in the checkpoint: it is read from its first row" in said
+    assert "warning[RL0765]: `pairs` is not in the checkpoint: reading starts at its first row" in said
 
 
 def test_a_checkpoint_without_readings_goes_on(place: Place) -> None:
@@ -240,8 +240,8 @@ def test_changes() -> None:
     assert list(changes(then, then)) == []
     assert list(changes(then, {**then, "sources": {"./p.rlf": "1" * 64, "q.rlf": "2" * 64}})) == []
     assert list(changes(then, {**then, "params": {"a": 1.5, "c": [1]}})) == [
-        "param a: 1 -> 1.5", "param c: not there -> [1]", "param b: 2 -> not there"]
+        "param a: 1 -> 1.5", "param c: none -> [1]", "param b: 2 -> none"]
     assert list(changes(then, {**then, "functions": {"r.py": "4" * 64}, "sources": {"p.rlf": "5" * 64}})) == [
-        "p.rlf: 11111111 -> 55555555", "q.rlf: 22222222 -> not there", "r.py: 33333333 -> 44444444"]
+        "p.rlf: 11111111 -> 55555555", "q.rlf: 22222222 -> missing", "r.py: 33333333 -> 44444444"]
     old = {k: v for k, v in then.items() if k != "functions"}
     assert list(changes(old, then)) == []

@@ -77,7 +77,7 @@ def test_fix_restores_the_program(right: str, wrong: str) -> None:
 def test_fixes_of_syntax_bring_names_to_light() -> None:
     file = put(GOOD.replace('"m"', "'m'").replace("mean(gen", "meen(gen"))
     assert "1 of 1" in rlc("check", "p.rlf").output
-    assert "2 mistakes mended" in rlc("check", "--fix", "p.rlf").output
+    assert "fixed 2 errors" in rlc("check", "--fix", "p.rlf").output
     assert file.read_text() == GOOD
 
 

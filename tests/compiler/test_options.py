@@ -85,13 +85,13 @@ def test_rules_of_the_command_line_are_stronger_than_the_placement_file(work: Pa
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["compile", "p.rlf", "--emit", "graph", "-o", "x.plan"], "leave -o out"),
+    (["compile", "p.rlf", "--emit", "graph", "-o", "x.plan"], "omit -o"),
     (["check", "p.rlf", "--set", "steps=1", "--set", "steps=2"], "steps is given twice"),
     (["new", "-o", "x.rlf"], "NAME is missing"), (["new", "--force"], "NAME is missing"),
-    (["new", "grpo", "-o", "-", "--force"], "writes none"),
-    (["run", "a.plan", "--on", "actor.train dp=1"], "a plan is fixed"),
-    (["sim", "a.plan", "--cluster", "h100x8", "--set", "a=1"], "a plan is fixed"),
-    (["profile", "a.plan", "--place", "x"], "a plan is fixed"),
+    (["new", "grpo", "-o", "-", "--force"], "cannot be combined"),
+    (["run", "a.plan", "--on", "actor.train dp=1"], "apply to programs"),
+    (["sim", "a.plan", "--cluster", "h100x8", "--set", "a=1"], "apply to programs"),
+    (["profile", "a.plan", "--place", "x"], "apply to programs"),
 ])
 def test_what_would_be_ignored_is_refused(work: Path, arguments: list[str], said: str) -> None:
     assert said in usage(*arguments)

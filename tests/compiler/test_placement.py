@@ -114,8 +114,9 @@ def test_tensor_parallelism_against_the_model() -> None:
     graph = ppo({"gen": on(1, 0, 8, tp=8)})
     describe = lambda path, kind, span=None, trained=False: family(path, kind, heads=24, kv_heads=3, hidden=48)  # noqa: E731
     assert "3 key-value heads" in refused(graph, describe).label
-    d = refused(graph, lambda p, k, span=None, trained=False: family(p, k, tp_problem="its config declares no tensor-parallel plan"))
-    assert d.code == "RL0307" and "declares no" in d.label and "tp=1" in d.help
+    problem = "its config has no tensor-parallel plan"
+    d = refused(graph, lambda p, k, span=None, trained=False: family(p, k, tp_problem=problem))
+    assert d.code == "RL0307" and "has no" in d.label and "tp=1" in d.help
     d = refused(ppo({"gen": on(1, 0, 8, pp=2)}), lambda p, k, span=None, trained=False: family(p, k, pp_problem="none"))
     assert d.code == "RL0308"
     two = g.Cluster(2, 4, 80.0)

@@ -60,7 +60,7 @@ def test_degrees_are_inferred(clause: str, expected: tuple[int, int, int, int]) 
 
 
 @pytest.mark.parametrize("clauses, code, words", [
-    (dict(train="on mesh(0:8)", generate="on mesh(0:8) cp=2"), "RL0318", "dp=8 moves no parameter"),
+    (dict(train="on mesh(0:8)", generate="on mesh(0:8) cp=2"), "RL0318", "dp=8 no parameters have to move"),
     (dict(train="on mesh(0:8) cp=2", generate="cp=2"), "RL0318", "dp or tp"),
     (dict(train="on mesh(0:8) cp=3"), "RL0304", "product of dp, tp, pp and cp must be 8"),
     (dict(train="on mesh(0:8) dp=8 cp=2"), "RL0304", "dp=4 cp=2"),
@@ -68,7 +68,7 @@ def test_degrees_are_inferred(clause: str, expected: tuple[int, int, int, int]) 
     (dict(train="on mesh(0:8) dp=4 tp=1 pp=1 cp=1"), "RL0304", "dp=8"),
     (dict(train="on mesh(0:8) cp=0"), "RL0311", "cp=1"), (dict(train="on mesh(0:8) cp=2.5"), "RL0311", "cp=1"),
     (dict(train="on mesh(0:8) cp=true"), "RL0311", "cp=1"), (dict(train="on mesh(0:8) cp=2 cp=2"), "RL0311", "remove"),
-    (dict(train="on mesh(0:8)", rule="place @x on mesh(0:8) cp=2"), "RL0311", "give a mesh only")])
+    (dict(train="on mesh(0:8)", rule="place @x on mesh(0:8) cp=2"), "RL0311", "give only a mesh")])
 def test_refused(clauses: dict[str, str], code: str, words: str) -> None:
     (found,) = api.check(program(**clauses), "page.rlf")
     assert found.code == code and words in (found.help or ""), found

@@ -46,23 +46,23 @@ COLUMNS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {  # 
     "missing": ({"promt": PROMPTS, "id": PROMPTS}, {}, "RL0746", "", "the column `prompt` is missing"),
     "missing_number": ({"prompt": PROMPTS, "lable": PROMPTS}, {"numbers": ("label",)}, "RL0746", "",
                        "`label` is missing"),
-    "number": ({"prompt": pa.array([1, 2, 3])}, {}, "RL0747", "", "is int64, not text or a list of chat messages"),
+    "number": ({"prompt": pa.array([1, 2, 3])}, {}, "RL0747", "", "is int64, not a string or a list of chat messages"),
     "struct": ({"prompt": pa.array([{"role": "user"}])}, {}, "RL0747", "", "struct<role: string>"),
-    "binary": ({"prompt": pa.array([b"1+1="])}, {}, "RL0747", "", "is binary, not text"),
-    "null": ({"prompt": pa.array(["1", "2", None, "3"])}, {}, "RL0747", ":3", "is null, not text"),
-    "all_null": ({"prompt": pa.nulls(1)}, {}, "RL0747", ":1", "is null, not text"),
+    "binary": ({"prompt": pa.array([b"1+1="])}, {}, "RL0747", "", "is binary, not a string"),
+    "null": ({"prompt": pa.array(["1", "2", None, "3"])}, {}, "RL0747", ":3", "is null, not a string"),
+    "all_null": ({"prompt": pa.nulls(1)}, {}, "RL0747", ":1", "is null, not a string"),
     "empty": ({"prompt": pa.array(["1", "", "3"])}, {}, "RL0749", ":2", "the prompt is empty"),
     "no_messages": ({"prompt": pa.array([[{"role": "user", "content": "1"}], []])}, {}, "RL0747", ":2",
                     "an empty list"),
     "no_role": ({"prompt": pa.array([[{"content": "1"}]])}, {}, "RL0747", ":1", "a list, but not of chat messages"),
     "text_number": ({"prompt": PROMPTS, "n": pa.array(["1"] * 5)}, {"numbers": ("n",), "shuffle": 1}, "RL0747", ":1",
-                    "`n` is a text, not a number"),
+                    "`n` is a string, not a number"),
     "not_finite": ({"prompt": PROMPTS, "n": pa.array([1, 2, 3, 4, float("nan")])}, {"numbers": ("n",)}, "RL0747", ":5",
                    "not a finite number"),
     "date": ({"prompt": PROMPTS, "n": pa.array([0] * 5, pa.date32())}, {"numbers": ("n",)}, "RL0747", ":1", "a date"),
     "utf8": ({"prompt": pa.array([b"1", b"2", b"\xff", b"3"]).view(pa.string())}, {}, "RL0743", ":3", "is not UTF-8"),
     "no_rows": ({"prompt": pa.array([], pa.string())}, {}, "RL0742", None, "no rows"),  # type: ignore[dict-item]
-    "few_rows": ({"prompt": PROMPTS}, {"batch": 6}, "RL0748", None, "has 5 rows, and a batch needs 6"),  # type: ignore
+    "few_rows": ({"prompt": PROMPTS}, {"batch": 6}, "RL0748", None, "has 5 rows, but a batch needs 6"),  # type: ignore
 }
 
 
@@ -79,8 +79,8 @@ def test_a_bad_column(tmp_path: Path, tokenizer: str, format: str, case: str) ->
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_missing_column_is_said_once_with_the_nearest(tmp_path: Path, tokenizer: str, format: str) -> None:
     found = one(declared(FORMATS[format](tmp_path, ROWS), tokenizer, format=format, columns=(("prompt", "prompts"),)))
-    assert found.notes == ("columns here: `prompt`, `answer`, `level`",)
-    assert found.help == 'did you mean `prompt`? Say `prompt="prompt"` in the data declaration'
+    assert found.notes == ("columns in this row: `prompt`, `answer`, `level`",)
+    assert found.help == 'did you mean `prompt`? If so, set `prompt="prompt"` in the data declaration'
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -186,7 +186,7 @@ def test_a_dictionary_of_splits(tmp_path: Path, tokenizer: str) -> None:
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "d"))
     found = one(declared(tmp_path / "d", tokenizer, format="hf"))
     assert found.code == "RL0754" and found.title.endswith("several datasets: test, train")
-    assert found.help == f'name one: `hf("{tmp_path}/d/test")`'
+    assert found.help == f'choose one: `hf("{tmp_path}/d/test")`'
     assert open_source(declared(tmp_path / "d" / "train", tokenizer, format="hf"), 1).table
 
 
@@ -199,8 +199,8 @@ def test_no_directory_of_datasets(tmp_path: Path, tokenizer: str) -> None:
 
 
 @pytest.mark.parametrize("state, code, words", [
-    ("{", "RL0754", "does not name the files"), ("[]", "RL0754", "does not name the files"),
-    ("[" * 100_000, "RL0754", "does not name the files"), ('{"_data_files": [3]}', "RL0754", "does not name the files"),
+    ("{", "RL0754", "does not list the files"), ("[]", "RL0754", "does not list the files"),
+    ("[" * 100_000, "RL0754", "does not list the files"), ('{"_data_files": [3]}', "RL0754", "does not list the files"),
     ('{"_data_files": [{"filename": 3}]}', "RL0754", "outside its directory"),
     ('{"_data_files": [{"filename": "../secret.arrow"}]}', "RL0754", "outside its directory"),
     ('{"_data_files": [{"filename": "/secret.arrow"}]}', "RL0754", "outside its directory"),
@@ -219,7 +219,7 @@ def test_an_arrow_file_that_breaks_off(tmp_path: Path, tokenizer: str, keep: int
     broken = hf(tmp_path, ROWS) / "data-00001-of-00002.arrow"
     broken.write_bytes(broken.read_bytes()[:keep])
     found = one(declared(tmp_path / "d", tokenizer, format="hf", batch=8))
-    assert (found.code, found.title, found.place) == ("RL0754", "this file breaks off", str(broken))
+    assert (found.code, found.title, found.place) == ("RL0754", "this file is truncated", str(broken))
 
 
 def test_an_arrow_file_that_is_none(tmp_path: Path, tokenizer: str) -> None:
@@ -237,7 +237,7 @@ def test_an_arrow_file_with_wrong_offsets(tmp_path: Path, tokenizer: str) -> Non
     assert raw.count(offsets) == 1
     (path / "x.arrow").write_bytes(raw.replace(offsets, offsets[:40] + b"\xff\xff\xff\x7f" + offsets[44:]))
     found = one(declared(path, tokenizer, format="hf"))
-    assert (found.code, found.title) == ("RL0754", "this file is damaged") and found.notes
+    assert (found.code, found.title) == ("RL0754", "this file is corrupted") and found.notes
 
 
 def test_a_dataset_that_changes_during_the_run(tmp_path: Path, tokenizer: str) -> None:
@@ -251,7 +251,7 @@ def test_a_dataset_that_changes_during_the_run(tmp_path: Path, tokenizer: str) -
 
 
 @pytest.mark.parametrize("make, code, words", [
-    (parquet, "RL0741", "parquet("), (hf, "RL0741", "hf("), (lambda f, _: f, "RL0741", "name a file in it"),
+    (parquet, "RL0741", "parquet("), (hf, "RL0741", "hf("), (lambda f, _: f, "RL0741", "give a file in it"),
 ])
 def test_a_directory_for_a_file(tmp_path: Path, tokenizer: str, make: Callable, code: str, words: str) -> None:
     found = one(declared(make(tmp_path, ROWS), tokenizer))
@@ -260,7 +260,7 @@ def test_a_directory_for_a_file(tmp_path: Path, tokenizer: str, make: Callable, 
 
 def test_a_pipe_does_not_hang(tmp_path: Path, tokenizer: str) -> None:
     os.mkfifo(tmp_path / "d.jsonl")
-    assert one(declared(tmp_path / "d.jsonl", tokenizer)).title.endswith("it is no regular file")
+    assert one(declared(tmp_path / "d.jsonl", tokenizer)).title.endswith("not a regular file")
 
 
 def test_parquet_called_json_lines(tmp_path: Path, tokenizer: str) -> None:

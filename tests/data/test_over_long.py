@@ -27,7 +27,7 @@ def test_dropped_rows_are_not_there(tmp_path: Path, tokenizer: str, format: str)
     source = opened(tmp_path, tokenizer, ROWS, "answers", format, over_long="drop", batch=2, **LIMITS)
     assert texts(source) == {"": ["1+1=2$", "5+5=10$"]} and source.passes == 10
     assert source.columns(0, 1) == [ROWS[0], ROWS[3]]
-    assert source.note == ("data d: 3 of 5 rows dropped, because they are longer than max_prompt_tokens=4 or "
+    assert source.note == ("data d: 3 of 5 rows dropped because they are longer than max_prompt_tokens=4 or "
                            "max_answer_tokens=3")
 
 
@@ -71,7 +71,7 @@ def test_truncated_rows_of_a_long_file_are_estimated(tmp_path: Path, tokenizer: 
     rows = [{"prompt": "1+1=" if i % 2 else "10+10="} for i in range(95)]
     source = opened(tmp_path, tokenizer, rows, tells=True, batch=5, **LIMITS | {"max_answer_tokens": 0})
     count, rest = source.note.removeprefix("data d: ").split(" ", 1)
-    assert rest == "of the 10 rows looked at truncated to max_prompt_tokens=4" and 2 <= int(count) <= 8
+    assert rest == "of the 10 rows checked truncated to max_prompt_tokens=4" and 2 <= int(count) <= 8
 
 
 def test_truncated_rows_are_counted_by_one_rank_only(tmp_path: Path, tokenizer: str) -> None:
@@ -87,8 +87,8 @@ def test_an_error_names_the_row_and_what_is_too_long(tmp_path: Path, tokenizer: 
     path = WRITERS[format](tmp_path, ROWS)
     first, second, third = wrong(declared(path, tokenizer, "answers", format=format, over_long="error", **LIMITS))
     assert (first.code, first.place) == ("RL0756", f"{tmp_path}/{place}") and "over_long=drop" in first.help
-    assert first.title == "this row is too long: `prompt` has 5 tokens, and max_prompt_tokens=4"
-    assert second.title == "this row is too long: `answer` has 4 tokens, and max_answer_tokens=3"
+    assert first.title == "this row is too long: `prompt` has 5 tokens, but max_prompt_tokens=4"
+    assert second.title == "this row is too long: `answer` has 4 tokens, but max_answer_tokens=3"
     assert "`prompt` has 6 tokens" in third.title and "`answer` has 5 tokens" in third.title
 
 
@@ -97,7 +97,7 @@ def test_the_first_long_rows_and_how_many_more(tmp_path: Path, tokenizer: str) -
     assert len(found) == 5 and found[-1].notes == ("and 25 more",)
 
 
-@pytest.mark.parametrize("kept, words", [(3, "has 3 rows, and a batch needs 4"), (0, "has 0 rows, and a batch needs")])
+@pytest.mark.parametrize("kept, words", [(3, "has 3 rows, but a batch needs 4"), (0, "has 0 rows, but a batch needs")])
 def test_too_few_rows_are_left(tmp_path: Path, tokenizer: str, kept: int, words: str) -> None:
     path = jsonl(tmp_path, [{"prompt": "1" * (1 if i < kept else 9)} for i in range(9)])
     (found,) = wrong(declared(path, tokenizer, over_long="drop", **LIMITS))

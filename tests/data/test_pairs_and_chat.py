@@ -111,21 +111,21 @@ USER = {"prompt": [turn("user", "1+1")]}
 
 @pytest.mark.parametrize("row, code, words", [
     ({**PROMPT, "pos_answers": ["2"], "neg_answers": ["3", "4"]}, "RL0757",
-     "these answers make no pairs: `pos_answers` has 1 answers and `neg_answers` has 2 answers"),
+     "these answers cannot be paired: `pos_answers` has 1 answers and `neg_answers` has 2 answers"),
     ({**PROMPT, "pos_answers": [], "neg_answers": []}, "RL0757", "the column `pos_answers` has no answers"),
     ({**PROMPT, "pos_answers": ["2"], "neg_answers": "3"}, "RL0757", "`neg_answers` is one answer"),
     ({**PROMPT, "pos_answers": ["2", 3], "neg_answers": ["3", "4"]}, "RL0747",
      "a value of the column `pos_answers` is a number"),
-    ({**PROMPT, "pos_answers": [None], "neg_answers": ["3"]}, "RL0747", "is null, not text or assistant turns"),
+    ({**PROMPT, "pos_answers": [None], "neg_answers": ["3"]}, "RL0747", "is null, not a string or assistant messages"),
     ({**PROMPT, "pos_answers": ["2"]}, "RL0746", "the column `chosen` is missing"),
     ({**PROMPT, "chosen": "2", "neg_answers": ["3"]}, "RL0746", "the column `rejected` is missing"),
     ({**PROMPT, "chosen": "2", "rejected": {"a": 1}}, "RL0747", "the column `rejected` is an object"),
     ({**PROMPT, "chosen": [turn("assistant", "2")], "rejected": "3"}, "RL0747",
-     "the column `chosen` has chat messages, and the prompt is text"),
-    ({**USER, "chosen": [turn("user", "1+1"), turn("assistant", "2")], "rejected": "3"}, "RL0747", "a turn of `user`"),
+     "the column `chosen` has chat messages, but the prompt is a string"),
+    ({**USER, "chosen": [turn("user", "1+1"), turn("assistant", "2")], "rejected": "3"}, "RL0747", "a message with the role `user`"),
     ({**USER, "chosen": [{"role": "assistant"}], "rejected": "3"}, "RL0747", "a list, but not of chat messages"),
-    ({**PROMPT, "chosen": "\ud800", "rejected": "3"}, "RL0743", "the column `chosen` holds half of a surrogate pair"),
-    ({**USER, "chosen": [turn("assistant", "\ud800")], "rejected": "3"}, "RL0743", "half of a surrogate pair"),
+    ({**PROMPT, "chosen": "\ud800", "rejected": "3"}, "RL0743", "the column `chosen` contains an unpaired surrogate"),
+    ({**USER, "chosen": [turn("assistant", "\ud800")], "rejected": "3"}, "RL0743", "an unpaired surrogate"),
 ], ids=lambda v: v if str(v).startswith("RL07") else "")
 def test_a_row_that_makes_no_pair(tmp_path: Path, chat: str, row: dict[str, Any], code: str, words: str) -> None:
     good = {"prompt": "1+1=", **{k: "2" for k in row if k != "prompt"}}
@@ -134,7 +134,7 @@ def test_a_row_that_makes_no_pair(tmp_path: Path, chat: str, row: dict[str, Any]
     assert told[0].code == code and words in told[0].title and all(d.help for d in told)
 
 
-@pytest.mark.parametrize("answer, words", [([], "an empty list, not text or assistant turns"),
+@pytest.mark.parametrize("answer, words", [([], "an empty list, not a string or assistant messages"),
                                            (["2"], "a list, but not of chat messages"), (None, "null")])
 def test_an_answer_that_is_none(tmp_path: Path, tokenizer: str, answer: Any, words: str) -> None:
     (found,) = wrong(declared(jsonl(tmp_path, [{**PROMPT, "answer": answer}]), tokenizer, "answers"))
@@ -149,7 +149,8 @@ def test_a_template_that_writes_the_prompt_otherwise_with_an_answer(tmp_path: Pa
     made.save_pretrained(tmp_path / "t")
     path = jsonl(tmp_path, [{"prompt": [turn("user", "1")], "answer": [turn("assistant", "2")]}])
     (found,) = wrong(declared(path, str(tmp_path / "t"), "answers", batch=1))
-    assert found.code == "RL0750" and found.place.endswith("d.jsonl:1") and found.help == "write the answer as text"
+    assert found.code == "RL0750" and found.place.endswith("d.jsonl:1")
+    assert found.help == "provide the prompt and the answer as strings"
 
 
 def test_turns_without_a_template(tmp_path: Path, tokenizer: str) -> None:

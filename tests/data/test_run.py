@@ -35,7 +35,7 @@ flow dpo(steps=5, seed=1) {{
 """
 ROWS = [{"prompt": f"{i}+{i}=", "pos_answers": [str(2 * i), f"0{2 * i}"], "neg_answers": [str(i), "longer" * (i % 4)],
          "id": i} for i in range(9)]
-NOTE = ("note: data pairs: 6 of 18 rows dropped, because they are longer than max_prompt_tokens=6 or "
+NOTE = ("note: data pairs: 6 of 18 rows dropped because they are longer than max_prompt_tokens=6 or "
         "max_answer_tokens=5\n")
 
 
@@ -118,6 +118,6 @@ def test_a_bad_row_stops_the_run_before_its_first_step(base: Path, tmp_path: Pat
     data = plan(tmp_path / "plan", base, "parquet", gpus=1)
     os.remove(tmp_path / "plan/d.parquet")
     parquet(tmp_path / "plan", [*ROWS, {**ROWS[0], "neg_answers": ["1"]}])
-    with pytest.raises(AssertionError, match="RL0757 these answers make no pairs"):
+    with pytest.raises(AssertionError, match="RL0757 these answers cannot be paired"):
         run(data, tmp_path / "out")
     assert not (tmp_path / "out/metrics.jsonl").exists()

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_the_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(code(API, "api"), {})
     told = capsys.readouterr().out
-    assert "small.rlf" in told and "predicted time of a step" in told and "no mistakes" not in told
+    assert "small.rlf" in told and "predicted time of a step" in told and "no errors" not in told
     assert (folder / "small.html").is_file()
 
 

@@ -114,11 +114,11 @@ def test_the_matcher_finds_what_check_says(checked: Path, names: list[str]) -> N
 
 
 @pytest.mark.parametrize("output", [
-    "ppo.rlf: no mistakes found\n",
+    "ppo.rlf: no errors found\n",
     "error[RL0091]: no such file: nowhere.rlf\n --> nowhere.rlf\n  = help: paths are relative\n",
     "error[RL0101]: unknown name\n\n --> a.rlf:1:2\n",
     "  error[RL0101]: quoted\n --> a.rlf:1:2\n",
-    "internal error: x\n --> a.rlf:1:2\n",
+    "internal compiler error: x\n --> a.rlf:1:2\n",
 ])
 def test_the_matcher_takes_nothing_else(output: str) -> None:
     assert matched(output) == []

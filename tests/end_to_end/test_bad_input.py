@@ -66,7 +66,7 @@ def says(text: str, *parts: str) -> None:
 
 # replaced text, its replacement, then code, place and a part of the message
 PROGRAMS = {
-    "syntax": ("r = mean(r)", "r = mean(r", "RL0005", "p.rlf:10:18", "not closed"),
+    "syntax": ("r = mean(r)", "r = mean(r", "RL0005", "p.rlf:10:18", "unclosed"),
     "unknown_name": ("mean(r)", "mean(rr)", "RL0101", "p.rlf:10:19", "did you mean `r`?"),
     "unknown_call": ("actor.generate", "actor.generat", "RL0112", "p.rlf:8:13", "`generate`"),
     "wrong_level": ("mean(r)", "mean(next(r))", "RL0201", "p.rlf:10:", "at_end"),

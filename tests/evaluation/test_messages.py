@@ -55,15 +55,16 @@ WRONG = {
     "stop": (f"{GOOD}\nstop when 1 > 0", "RL0212", "`stop`"),
     "return": (f"{GOOD}\nreturn 1", "RL0212", "`return`"),
     "no_metric": (ANS, "RL0212", "no `metric`"),
-    "no_rows": ("metric n = 1", "RL0212", "reads none of its rows"),
+    "no_rows": ("metric n = 1", "RL0212", "does not read its rows"),
     "rows_of_another_source": (f"{GOOD}\nq = prompts.next()", "RL0212", "`prompts.next()`"),
     "rows_twice": (f"{GOOD}\nq = heldout.next()", "RL0212", "second `heldout.next()`"),
     "a_mean_of_one_batch": (f"{ANS}\nm = mean(len(ans))\nmetric m2 = m", "RL0201", "over the batch"),
     "a_mean_inside_arithmetic": (f"{ANS}\nd = len(ans) - mean(len(ans))\nmetric m = std(d)", "RL0201", "over the batch"),
     "a_state_written": (f"{GOOD}\nbest = 3", "RL0212", "state `best`"),
-    "a_metric_of_many_numbers": (f"{ANS}\nmetric n = len(ans)", "RL0201", "one number"),
+    "a_metric_of_many_numbers": (f"{ANS}\nmetric n = len(ans)", "RL0201", "single number"),
     "a_metric_before_its_name": (f"{P}\nmetric n = mean(len(ans))\nans = actor.generate(p)", "RL0101", "ans"),
-    "generation_from_outside": (f"{P}\nx = actor.generate(prompt)\nmetric m = mean(len(x))", "RL0212", "from outside"),
+    "generation_from_outside": (f"{P}\nx = actor.generate(prompt)\nmetric m = mean(len(x))", "RL0212",
+                                "from outside the block"),
 }
 
 

@@ -90,7 +90,7 @@ def test_four_ranks_say_what_one_does(tiny: Path, evaluated: Metrics) -> None:
 
 
 def test_more_rows_than_the_plan_has_room_for(tiny: Path) -> None:
-    with pytest.raises(AssertionError, match="RL0779 this data has 8 rows, and `eval heldout` has room for 2 batches"):
+    with pytest.raises(AssertionError, match="RL0779 this data has 8 rows, but `eval heldout` allows at most 2 batches"):
         ran(tiny, "narrow", whole(True).replace("max 4", "max 2"))
     assert not (tiny / "run-narrow/out/metrics.jsonl").exists() or not (
         tiny / "run-narrow/out/metrics.jsonl").read_text()

@@ -109,7 +109,7 @@ def test_files_that_are_not_there(work: Path) -> None:
     assert result.exit_code == 1 and "RL0091" in result.stderr and "did you mean a.rlf" in result.stderr
     (work / "empty").mkdir()
     result = rlc("empty", "a.rlf")
-    assert result.exit_code == 1 and "RL0092" in result.stderr and "no .rlf file in empty" in result.stderr
+    assert result.exit_code == 1 and "RL0092" in result.stderr and "no .rlf files in empty" in result.stderr
     assert rlc("gone/").exit_code == 1
     assert rlc().exit_code == 2
     assert rlc("--fix", "a.rlf").exit_code == 2

@@ -111,7 +111,7 @@ def refused(tiny: Path, folder: Path, place: str) -> Failure:
 
 
 @pytest.mark.parametrize("where, code, words", [
-    ("on mesh(0:2) pp=2 vpp=3", "RL0308", "vpp is at most 2 with pp=2"), ("on mesh(0:2) pp=2 vpp=0", "RL0311", "vpp=1"),
+    ("on mesh(0:2) pp=2 vpp=3", "RL0308", "vpp can be at most 2 with pp=2"), ("on mesh(0:2) pp=2 vpp=0", "RL0311", "vpp=1"),
     ("on mesh(0:2) pp=2 vpp=true", "RL0311", "vpp=1"), ("on mesh(0:2) pp=2 vp=2", "RL0310", "vpp"),
     ("on mesh(0:2) pp=2 vpp=2 vpp=2", "RL0311", "remove one")])
 def test_what_does_not_fit_is_refused(tiny: Path, tmp_path: Path, where: str, code: str, words: str) -> None:

@@ -163,7 +163,7 @@ def test_a_record_that_is_not_what_it_says_is_refused(plan: Plan) -> None:
     assert lora is not None
     wrong = {
         "no base": dict(base=()),
-        "no adapters": dict(lora=None),
+        "does not support adapters": dict(lora=None),
         "a weight that is trained": dict(params=(*m.params, m.base[0]), base=m.base[1:]),
         "a factor lacks": dict(params=rest),
         "another rank": dict(lora=replace(lora, r=5)),

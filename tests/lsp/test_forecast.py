@@ -96,7 +96,7 @@ def test_the_program_wins_over_the_setting(folder: Path) -> None:
 
 @pytest.mark.parametrize("text, cluster, why", [
     (PROGRAM, "", "no model directory"),
-    ("flow f(", "", "not closed"),
+    ("flow f(", "", "unclosed"),
     ("model m = causal_lm(nothing)\nflow f(steps=1) { x = m.generate(y) }", "", "nothing"),
 ])
 def test_what_cannot_be_compiled_says_why(folder: Path, text: str, cluster: str, why: str) -> None:
@@ -140,10 +140,10 @@ def test_a_lens_says_where_how_long_and_how_much() -> None:
     calls = CallCost("9:3", "actor.generate", 72.9, 3 << 30), CallCost("11:3", "actor.train", -1.0, 90 << 30)
     known = Forecast(calls, 116.0, 6782.4, 90 << 30, 80 << 30, "h100x64")
     assert [shown for _, shown in lenses(analysis, known)] == [
-        "a step: 116 s, 6,782 tokens/s on h100x64, sequences at full length · "
-        "peak 90.0 GiB a rank, a device has 80.0 GiB",
-        "actor.generate: mesh(0:8) dp=8 · 72.9 s · 3.0 GiB a rank",
-        "actor.train: mesh(0:8) dp=4 tp=2 · 90.0 GiB a rank, a device has 80.0 GiB"]
+        "step: 116 s, 6,782 tokens/s on h100x64, sequences at their maximum length · "
+        "peak 90.0 GiB per rank, a device has 80.0 GiB",
+        "actor.generate: mesh(0:8) dp=8 · 72.9 s · 3.0 GiB per rank",
+        "actor.train: mesh(0:8) dp=4 tp=2 · 90.0 GiB per rank, a device has 80.0 GiB"]
     assert step(replace(known, seconds=-1.0, why="no such file: x")).endswith("no time: no such file: x")
     assert step(Forecast(why="no model directory")) == "no forecast: no model directory"
 
@@ -172,7 +172,7 @@ def test_a_worker_answers_in_order_and_ends_with_its_input(folder: Path) -> None
     done = subprocess.run([sys.executable, "-m", "rldsl.lsp.worker"], input=lines, capture_output=True,
                           timeout=120, check=True)
     first, second, third = (read_forecast(line).why for line in done.stdout.splitlines())
-    assert "not closed" in first and "mine.rlf" in second and third.startswith("the compiler failed: ")
+    assert "unclosed" in first and "mine.rlf" in second and third.startswith("the compiler failed: ")
 
 
 # ------------------------------------------------------------------------------------------------ in an editor
@@ -252,7 +252,7 @@ async def test_a_hover_tells_the_memory_of_a_call_though_there_is_no_cluster(cli
     line = text[: text.index("actor.train")].count("\n")
     at = t.HoverParams(t.TextDocumentIdentifier(uri), t.Position(line, len("  actor.tr")))
     async with asyncio.timeout(90):
-        while " a rank" not in (found := await client.text_document_hover_async(at)).contents.value:
+        while " per rank" not in (found := await client.text_document_hover_async(at)).contents.value:
             assert "on mesh(0:8) dp=4 tp=2" in found.contents.value
             await asyncio.sleep(0.3)
 

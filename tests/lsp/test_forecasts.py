@@ -80,7 +80,7 @@ async def test_a_worker_that_fails_leaves_a_reason_and_no_silence(fault: Excepti
     queue.of(Question("a", "1"))
     await settled(queue)
     found = queue.of(Question("a", "1"))
-    assert found is not None and "the forecast ended" in found.why
+    assert found is not None and "the forecast failed" in found.why
 
 
 async def test_a_worker_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ async def test_a_real_worker_that_is_killed_is_started_again() -> None:
     queue.of(Question("a.rlf", "flow g("))
     await settled(queue)
     found = queue.of(Question("a.rlf", "flow g("))
-    assert found is not None and "not closed" in found.why
+    assert found is not None and "unclosed" in found.why
     await queue.close()
 
 

@@ -406,13 +406,13 @@ async def test_what_cannot_be_renamed(client: LanguageClient) -> None:
     library = t.PrepareRenameParams(doc(uri), place(PROGRAM, "group_norm", 2))
     assert await client.text_document_prepare_rename_async(library) is None
     assert await client.text_document_rename_async(t.RenameParams(doc(uri), place(PROGRAM, "steps"), "x")) is None
-    for word, nth, name, why in [("gen.logprobs", 1, "two words", "is no name"), ("gen.logprobs", 1, "", "is no name"),
-                                 ("gen.logprobs", 1, "prompt", "bound already in main.rlf"),
-                                 ("gen.logprobs", 1, "actor", "bound already"), ("actor.", 1, "lp", "bound already"),
-                                 ("double", 2, "reward", "bound already in main.rlf"),
-                                 ("double", 2, "whiten", "bound already"),
-                                 ("gen.logprobs", 1, "not", "word of the language"),
-                                 ("gen.logprobs", 1, "mean", "word of the language"),
+    for word, nth, name, why in [("gen.logprobs", 1, "two words", "is not a valid name"), ("gen.logprobs", 1, "", "is not a valid name"),
+                                 ("gen.logprobs", 1, "prompt", "already defined in main.rlf"),
+                                 ("gen.logprobs", 1, "actor", "already defined"), ("actor.", 1, "lp", "already defined"),
+                                 ("double", 2, "reward", "already defined in main.rlf"),
+                                 ("double", 2, "whiten", "already defined"),
+                                 ("gen.logprobs", 1, "not", "keyword or built-in name"),
+                                 ("gen.logprobs", 1, "mean", "keyword or built-in name"),
                                  ("group_norm", 2, "norm", "belongs to the standard library")]:
         with pytest.raises(JsonRpcException, match=why):
             await client.text_document_rename_async(t.RenameParams(doc(uri), place(PROGRAM, word, nth), name))

@@ -54,9 +54,9 @@ def refused(folder: Path, clause: str, family: str = "qwen3", kind: str = "", **
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("clause, kind, words", [
-    ("on mesh(0:4) dp=4 zero=2 backend=megatron", "", "it has `zero` up to 1"),
-    ("on mesh(0:4) dp=4 zero=3 backend=megatron", "", "it has `zero` up to 1"),
-    ("on mesh(0:2) dp=2 backend=megatron", ", lora(r=4)", "it has no adapters")])
+    ("on mesh(0:4) dp=4 zero=2 backend=megatron", "", "it supports `zero` only up to 1"),
+    ("on mesh(0:4) dp=4 zero=3 backend=megatron", "", "it supports `zero` only up to 1"),
+    ("on mesh(0:2) dp=2 backend=megatron", ", lora(r=4)", "it does not support adapters")])
 def test_what_megatron_cannot_do_is_named(clause: str, kind: str, words: str, tmp_path: Path) -> None:
     d = refused(tmp_path, clause, kind=kind)
     assert d.code == "RL0327" and words in d.label and "backend=torch" in d.help and "backend=megatron" in d.span.text
@@ -70,9 +70,9 @@ def test_what_megatron_cannot_do_is_named(clause: str, kind: str, words: str, tm
     ("llama", dict(hidden_act="gelu"), "the activation `gelu`"),
     ("llama", dict(intermediate_size=49), "an intermediate size of 49"),
     ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)), "type `dynamic`"),
-    ("mixtral", dict(num_local_experts=4, num_experts_per_tok=1), "one expert for each token"),
+    ("mixtral", dict(num_local_experts=4, num_experts_per_tok=1), "a single expert per token"),
     ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, mlp_only_layers=[0]),
-     "layers that differ from each other"),
+     "layers that are not all the same"),
     ("qwen3", dict(attention_bias=True), "the parameter model.layers.{}.self_attn.k_proj.bias")])
 def test_families_that_it_cannot_express(family: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
     d = refused(tmp_path, "on mesh(0:2) tp=2 backend=megatron", family, **options)

@@ -62,9 +62,9 @@ def test_what_is_chosen(there: Any, device: str, half: bool, buffered: bool, bia
     ("__version__ = '2.8.0'", "2.8.0", "megatron-core 0.16 needs 2.9 or later, before 2.12"),
     ("__version__ = '2.12.0'", "2.12.0", "megatron-core 0.16 needs 2.9 or later, before 2.12"),
     ("", "", "megatron-core 0.16 needs 2.9 or later, before 2.12"),
-    ("raise OSError('libcudnn.so.9: not there\\nmore')", "", "its import fails (OSError: libcudnn.so.9: not there)"),
+    ("raise OSError('libcudnn.so.9: not there\\nmore')", "", "importing it fails (OSError: libcudnn.so.9: not there)"),
     ("import nothing_of_this_name", "", "its import fails (ModuleNotFoundError: No module named"),
-    ("__version__ = '2.9'; 1 / 0", "", "its import fails (ZeroDivisionError: division by zero)")])
+    ("__version__ = '2.9'; 1 / 0", "", "importing it fails (ZeroDivisionError: division by zero)")])
 def test_what_is_found(text: str | None, version: str, problem: str, tmp_path: Path,
                        monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"kernels_{abs(hash(text))}"
@@ -189,7 +189,7 @@ def test_numbers_with_transformer_engine(tmp_path: Path) -> None:
                                         for fused, tokens in ((True, False), (True, True), (False, False))}
         assert all("None, torch.float32" in c for c in calls["products"])  # no pass is the first, which would not add
         assert "gradients" not in calls and "attention" not in calls
-    line = "note: megatron-core computes with Transformer Engine 2.9.0+standin (linear layers"
+    line = "note: megatron-core uses Transformer Engine 2.9.0+standin (linear layers"
     assert dense[2] == f"{line}, gradients of matrices)\n{line})\n"
     assert not biased[2]  # what is the same is said once
     assert mixed[1]["GroupedLinear"] == ["(4, 'meta', True)", "(4, 'meta', False)", "(2, 'meta', True)"]
@@ -251,8 +251,8 @@ def test_broken_and_old_packages_leave_plain_kernels_and_a_line(tmp_path: Path) 
     (plain,) = run_world(1, steps, path, [at()])[0]
     assert state == [repr(Kernels()), "False"] and norms == plain
     assert said.splitlines() == [
-        "note: Transformer Engine is not used, plain kernels are: its import fails (OSError: libnvrtc.so: not there)",
-        "note: flash-attn 1.0.9 is not used, plain kernels are: this backend needs 2.7 or later, before 3"]
+        "note: Transformer Engine is not used; using torch kernels instead: its import fails (OSError: libnvrtc.so: not there)",
+        "note: flash-attn 1.0.9 is not used; using torch kernels instead: this backend needs 2.7 or later, before 3"]
 
 
 def elsewhere(rank: int, path: str, version: str | None) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def elsewhere(rank: int, path: str, version: str | None) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("version, notes", [
-    ("0.15.2", ("megatron-core 0.15.2 is there, and it needs 0.16 or later, before 0.17",)), (None, ())])
+    ("0.15.2", ("megatron-core 0.15.2 is installed, but version 0.16 or later, before 0.17, is required",)), (None, ())])
 def test_a_run_without_the_right_library_is_refused(version: str | None, notes: tuple[str, ...], tmp_path: Path
                                                     ) -> None:
     ((code, help, *said),) = run_world(1, elsewhere, make(tmp_path, "qwen3"), version)

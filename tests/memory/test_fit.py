@@ -104,7 +104,7 @@ def test_recomputation_where_micro_batches_are_small_already() -> None:
 def test_where_nothing_fits_the_least_is_said() -> None:
     x = placed(0.05)
     d = refused(x)
-    assert d.help.startswith("nothing that was tried fits; devices of ") and len(d.notes) > 3
+    assert d.help.startswith("nothing that was tried fits; devices with ") and len(d.notes) > 3
     least = Search(x).least()
     assert x.memory < least.bytes < needs(x)
     assert Search(replace(x, memory=least.bytes)).best() is not None
@@ -116,7 +116,7 @@ def test_more_devices_that_would_do() -> None:
     assert Search(x).best() is None
     more = Search(x).larger()
     assert more is not None and more.nodes > 1 and more.bytes <= x.memory
-    assert f"or {more.nodes * 8} like these" in refused(x).help
+    assert f"or {more.nodes * 8} devices of this size" in refused(x).help
 
 
 @pytest.mark.parametrize("share", [1.0, 1.1, 100.0])

@@ -98,7 +98,7 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert rlc("plot", out, "--metric", "reward", "--metric", "new")[0] == 0
 
 
-@pytest.mark.parametrize("pattern, help", [("rewrd", "did you mean reward?"), ("zzz*", "there are reward"),
+@pytest.mark.parametrize("pattern, help", [("rewrd", "did you mean reward?"), ("zzz*", "metrics of the runs: reward"),
                                            ("Actor/*", "actor/loss"), ("step", "")])
 def test_unknown_metrics(tmp_path: Path, pattern: str, help: str) -> None:
     assert help in refused("RL0785", "plot", made(tmp_path / "a", lines=LINES), "--metric", pattern)
@@ -108,7 +108,7 @@ def test_no_such_run(tmp_path: Path) -> None:
     made(tmp_path / "grpo", lines=LINES)
     assert f"did you mean {tmp_path / 'grpo'}?" in refused("RL0783", "plot", tmp_path / "gpro")
     assert "rlc runs" in refused("RL0783", "plot", tmp_path / "nothing/there")
-    assert f"runs in it: {tmp_path / 'grpo'}" in refused("RL0783", "plot", tmp_path)
+    assert f"runs in this directory: {tmp_path / 'grpo'}" in refused("RL0783", "plot", tmp_path)
 
 
 @pytest.mark.parametrize("text, place", [
@@ -176,12 +176,12 @@ def test_damaged_metrics_do_not_hide_a_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- overwriting
 
 
-@pytest.mark.parametrize("state, said", [("finished", "a finished run"), ("running", "a run that is going on")])
+@pytest.mark.parametrize("state, said", [("finished", "a finished run"), ("running", "an active run")])
 def test_a_run_is_not_overwritten(tmp_path: Path, state: str, said: str) -> None:
     (tmp_path / "p.rlf").write_text("flow f(steps=1, seed=1) {}\n")
     out = made(tmp_path / "a", state, LINES)
     text = refused("RL0781", "run", tmp_path / "p.rlf", "--out", out)
-    assert said in text and "--overwrite" in text and "p.rlf, begun 2026" in text
+    assert said in text and "--overwrite" in text and "p.rlf, started 2026" in text
     assert (out / "metrics.jsonl").read_text().count("\n") == 3
 
 
@@ -199,7 +199,7 @@ def test_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
     checkpoint(out, 10)
     with pytest.raises(Failure) as error:
         refuse(out)
-    assert str(error.value) == "RL0763 this directory holds checkpoints (p.rlf, step 10)"
+    assert str(error.value) == "RL0763 this directory contains checkpoints (p.rlf, step 10)"
     (out / "run.json").unlink()
     with pytest.raises(Failure, match=r"\(of an unknown program, step 10\)"):
         refuse(out)
@@ -313,5 +313,5 @@ def test_a_process_with_the_number_of_another_is_another(tmp_path: Path) -> None
     assert found is not None and found["state"] == "failed"
     refuse(out)
     born = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    with pytest.raises(Failure, match="going on"):
+    with pytest.raises(Failure, match="active run"):
         refuse(made(tmp_path / "b", state="running", born=born))

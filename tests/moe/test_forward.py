@@ -193,7 +193,7 @@ def test_damaged_experts(mixtral, change, code, word):
     ("deepseek_v3", dict(n_routed_experts=4, moe_intermediate_size=8, q_lora_rank=8, kv_lora_rank=8, first_k_dense_replace=0,
                          num_hidden_layers=1, n_group=2, topk_group=1, num_experts_per_tok=2), "latent"),
     ("glm4_moe", dict(num_hidden_layers=2, n_routed_experts=4, moe_intermediate_size=8), "e_score_correction_bias"),
-    ("bloom", dict(n_layer=1, n_head=4), "reach from one packed sequence into the next"),
+    ("bloom", dict(n_layer=1, n_head=4), "cross the boundaries of packed sequences"),
     ("mamba2", dict(num_hidden_layers=1, num_heads=4, head_dim=16, n_groups=1, state_size=8), "state"),
     ("jamba", dict(num_hidden_layers=2, num_experts=2, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
                    expert_layer_offset=1, use_mamba_kernels=False), "state")])

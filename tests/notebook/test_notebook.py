@@ -58,7 +58,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 
 def test_a_cell_is_checked(notebook: Notebook) -> None:
     ran = notebook(f"%%rlf\n{PROGRAM}")
-    assert ran.ok and "no mistakes found" in ran.rich["text/plain"] and "no mistakes" in ran.rich["text/html"]
+    assert ran.ok and "no errors found" in ran.rich["text/plain"] and "no errors" in ran.rich["text/html"]
 
 
 def test_a_cell_becomes_a_plan(notebook: Notebook) -> None:
@@ -80,8 +80,8 @@ def test_python_gives_values(notebook: Notebook) -> None:
 @pytest.mark.parametrize(("expression", "media", "part"), [
     ("plan.graph", "image/svg+xml", "<svg"), ("plan.report()", "text/html", "<iframe"),
     ("plan.memory", "text/html", "<table"), ("plan.simulate('h100x8')", "text/html", "critical path"),
-    ("plan.diff(plan)", "text/html", "no difference"), ("rldsl.check(broken)", "text/html", "RL0101"),
-    ("rldsl.check(broken)", "text/plain", "not bound here"),
+    ("plan.diff(plan)", "text/html", "no differences"), ("rldsl.check(broken)", "text/html", "RL0101"),
+    ("rldsl.check(broken)", "text/plain", "not defined here"),
 ])
 def test_views_show_themselves(notebook: Notebook, expression: str, media: str, part: str) -> None:
     notebook.shell.push({"broken": BROKEN})
@@ -106,7 +106,7 @@ def test_a_cell_may_be_kept_under_a_name_with_a_blank(notebook: Notebook) -> Non
 
 def test_rules_of_a_cell_are_checked_without_a_name(notebook: Notebook) -> None:
     ran = notebook(f'%%rlf --on "actor.train on mesh(0:4)"\n{PROGRAM}')
-    assert ran.ok and "no mistakes found" in ran.rich["text/plain"]
+    assert ran.ok and "no errors found" in ran.rich["text/plain"]
     wrong = notebook(f'%%rlf --on "actor.trian on mesh(0:4)"\n{PROGRAM}')
     assert_told(wrong, "RL0", "actor.trian on mesh(0:4)")
 

@@ -125,7 +125,7 @@ def test_optimizer_and_parameters_are_told_apart() -> None:
     changed = diff(plan(), p)
     assert {(c.now.kind, c.now.about) for c in changed.inserted if c.before is None} == {
         (kind, about) for kind in ("offload", "onload") for about in ("actor", "optimizer of actor", "ref")}
-    assert "optimizer's state in host memory between trainings" in show(p)
+    assert "optimizer state in host memory between train calls" in show(p)
 
 
 def test_what_generates_too_stays() -> None:

@@ -78,7 +78,7 @@ def test_partners(event: int, rank: int, others: tuple[int, ...]) -> None:
 def test_one_rank_has_not_reached_an_event() -> None:
     findings = found(everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call="")))
     assert findings.waits == (Wait((0, 1, 2, 3, 5, 6, 7), (4,), Moment(LENGTHS, (3,)), "not reached"),)
-    assert blamed(findings) == {4: "waited for"} and title(findings) == "rank 4 keeps others waiting"
+    assert blamed(findings) == {4: "waited for"} and title(findings) == "rank 4 blocks other ranks"
     assert notes(findings) == (
         "ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen.lengths, p.rlf:6:3, because the rows of gen are divided by their"
         " lengths) of step 3, which rank 4 has not reached: it is in event 7 (judge.values, p.rlf:10:5) of step 2, turn"
@@ -94,14 +94,14 @@ def test_a_chain_ends_at_the_one_who_waits_for_nobody() -> None:
     assert {(w.ranks, w.on, w.kind) for w in findings.waits} == {
         ((4, 5, 6, 7), (0, 1, 2, 3), "not reached"), ((0,), (2,), "inside"), ((1,), (3,), "inside")}
     assert blamed(findings) == {2: "waited for", 3: "waited for"}
-    assert title(findings) == "ranks 2-3 keep others waiting"
+    assert title(findings) == "ranks 2-3 block other ranks"
     assert "where they wait for what" not in " ".join(notes(findings))
 
 
 def test_a_post_is_not_waited_for_where_it_is_issued() -> None:
     findings = found(everywhere(at(GENERATE, 1, call=""), **{f"r{r}": at(TRANSFER, 1, call="") for r in range(4, 8)}))
     assert findings.waits == () and findings.culprits == () and title(findings) == ""
-    assert "no rank is known to be to blame" in report(PLAN, findings)
+    assert "no rank is known to be at fault" in report(PLAN, findings)
 
 
 def test_who_only_sends_waits_for_the_receiver() -> None:
@@ -114,7 +114,7 @@ def test_a_python_function_keeps_the_others_in_the_same_event() -> None:
     findings = found(everywhere(at(TRAIN, 5), r1=at(TRAIN, 5, phase="calls", function="judge", call="")))
     assert [(w.ranks, w.on, w.kind) for w in findings.waits if 0 in w.ranks] == [((0, 2, 3), (1,), "inside")]
     assert blamed(findings) == {1: "waited for"}
-    assert "in the Python function `judge` since 41 s" in notes(findings)[0]
+    assert "in the Python function `judge` for 41 s" in notes(findings)[0]
 
 
 def test_who_is_between_two_events_waits_for_nobody() -> None:
@@ -179,8 +179,8 @@ def test_a_stopped_rank_is_to_blame_and_its_last_sign_is_not_believed() -> None:
     assert [(w.on, w.kind) for w in findings.waits] == [((4,), "not reached")]
     (note,) = notes(findings)
     assert "has not reached" not in note and note.endswith(
-        "it was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its process "
-        "is stopped")
+        "it was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, iteration 3, 40 s before the others; its "
+        "process is suspended")
 
 
 def test_a_rank_that_stopped_inside_the_event() -> None:
@@ -188,7 +188,7 @@ def test_a_rank_that_stopped_inside_the_event() -> None:
     del stands[4]
     findings = found(stands, {4: sign(4, at(LENGTHS, 3), process="gone")})
     assert [(w.ranks, w.on, w.kind) for w in findings.waits] == [((0, 1, 2, 3, 5, 6, 7), (4,), "inside")]
-    assert title(findings) == "rank 4 stopped without a word"
+    assert title(findings) == "rank 4 exited without an error message"
 
 
 def test_what_others_have_ended_tells_how_far_a_lost_rank_has_come() -> None:
@@ -211,7 +211,7 @@ def test_the_dead_come_before_the_silent() -> None:
     stands = {r: at(LENGTHS, 3) for r in range(6)}
     findings = found(stands, {6: sign(6, at(TURN, 2, 3)), 7: sign(7, at(TURN, 2, 3), process="gone")})
     assert list(blamed(findings).items()) == [(7, "gone"), (6, "silent")]
-    assert title(findings) == "rank 7 stopped without a word; rank 6 gives no sign of life"
+    assert title(findings) == "rank 7 exited without an error message; rank 6 has no heartbeat"
 
 
 def test_a_silent_rank_whose_process_runs_is_to_blame_only_if_others_wait_for_it() -> None:
@@ -229,7 +229,7 @@ def test_a_silent_rank_whose_process_runs_is_to_blame_only_if_others_wait_for_it
 def test_a_rank_that_left_nothing_at_all() -> None:
     findings = found({r: at(LENGTHS, 3) for r in range(7)})
     assert blamed(findings) == {7: "silent"}
-    assert "rank 7 left nothing" in report(PLAN, findings)
+    assert "rank 7 left no dump" in report(PLAN, findings)
 
 
 def test_a_rank_without_a_dump_that_spoke_until_the_end_is_not_to_blame() -> None:
@@ -247,13 +247,13 @@ def test_own_words_come_before_all_guesses() -> None:
                      reason="`judge` raised: ValueError: no answer")
     assert blamed(findings) == {0: "failed"}
     assert title(findings) == "rank 0 failed: `judge` raised: ValueError: no answer"
-    assert "what they said\n  RL0775 `judge` raised" in report(PLAN, findings)
+    assert "error messages\n  RL0775 `judge` raised" in report(PLAN, findings)
 
 
 def test_who_lost_contact_first_is_no_culprit() -> None:
     stands = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
     findings = found(stands, first=True, code="RL0709", reason="a guess")
-    assert blamed(findings) == {4: "waited for"} and "what they said" not in report(PLAN, findings)
+    assert blamed(findings) == {4: "waited for"} and "error messages" not in report(PLAN, findings)
 
 
 def test_where_python_runs_ahead_of_what_it_posts() -> None:

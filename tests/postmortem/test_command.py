@@ -35,7 +35,7 @@ SIGNS = Signs(plan_id(DATA), "s", 0, 1000.0, ((4, sign(4, at(TURN, 2, 3), proces
 def out(tmp_path: Path) -> Path:
     (tmp_path / "run.plan").write_bytes(DATA)
     for rank in (0, 1, 2, 3, 5, 6, 7):
-        leave(tmp_path, dump(rank, at(LENGTHS, 3), reason="rank 4 is stopped"))
+        leave(tmp_path, dump(rank, at(LENGTHS, 3), reason="rank 4 is suspended"))
     leave(tmp_path, SIGNS)
     return tmp_path
 
@@ -55,7 +55,7 @@ def test_the_run_or_its_folder(out: Path) -> None:
     assert told(out / "postmortem").output == text
     assert text == """p.rlf, flow f, 8 ranks
 
-rank 4 is stopped: its process is there and does not run
+rank 4 is suspended: its process exists but does not run
 
 ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen.lengths, p.rlf:6:3, because the rows of gen are divided by their lengths\
 ) of step 3: it was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its \
@@ -70,10 +70,10 @@ stopped
 
 def test_for_programs(out: Path) -> None:
     found = json.loads(told(out, "--json").output)
-    assert found["title"].startswith("rank 4 is stopped") and found["culprits"] == [{"rank": 4, "why": "stopped"}]
+    assert found["title"].startswith("rank 4 is suspended") and found["culprits"] == [{"rank": 4, "why": "stopped"}]
     assert found["waits"] == [{"ranks": [0, 1, 2, 3, 5, 6, 7], "on": [4], "kind": "not reached", "at": {
         "event": LENGTHS, "turns": [3], "call": "lengths gen.lengths", "at": "p.rlf:6:3",
-        "because": "the rows of gen are divided by their lengths"}}]
+        "because": "the rows of gen are divided by length"}}]
     assert [r["rank"] for r in found["ranks"]] == list(range(8)) and found["ranks"][4]["stand"]["at"]["turns"] == [2, 3]
 
 
@@ -89,7 +89,7 @@ def test_a_plan_elsewhere(out: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_without_signs_the_dumps_are_enough(out: Path) -> None:
     (out / "postmortem/signs.json").unlink()
-    assert "rank 4 gives no sign of life" in told(out).output
+    assert "rank 4 has no heartbeat" in told(out).output
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_dumps_that_do_not_belong_together(out: Path, change: dict[str, object], what: str) -> None:
     leave(out, replace(dump(1, at(LENGTHS, 3)), **change))
     text = refused("RL0796", out)
-    assert f"not of one {what}" in text and "rank-1.json" in text and "rank-0.json, rank-2.json" in text
+    assert f"not from the same {what}" in text and "rank-1.json" in text and "rank-0.json, rank-2.json" in text
 
 
 def test_signs_of_another_start(out: Path) -> None:

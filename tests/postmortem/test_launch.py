@@ -43,7 +43,7 @@ def test_a_stopped_rank_is_named_and_gone(running: Agent) -> None:
     os.kill(pid, signal.SIGSTOP)
     assert running.wait(LIMIT + LAST + 30) == 1
     text = running.said()
-    assert "error[RL0709]: rank 1 is stopped" in text and text.count("error[") == 1 and "p.rlf:" in text, text
+    assert "error[RL0709]: rank 1 is suspended" in text and text.count("error[") == 1 and "p.rlf:" in text, text
     assert "rank 0 waits for rank 1" in text and "Traceback" not in text, text
     assert not Path(f"/proc/{pid}").exists()
     assert {p.name for p in Path("out/postmortem").iterdir()} == {"rank-0.json", "signs.json"}

@@ -124,5 +124,5 @@ def test_a_route_that_was_spoiled_is_noticed() -> None:
     way = route(case, 0, 1 << 30)
     spoiled = replace(way, copies=((way.copies[0][0], None),))
     sides = (place(case, side, 0, tensors(case, side, 0, torch.float32)) for side in ("src", "dst"))
-    with pytest.raises(AssertionError, match="does not want it"):
+    with pytest.raises(AssertionError, match="does not expect"):
         realloc(spoiled, *sides, torch.float32, torch.device("cpu"), 0)

@@ -66,5 +66,5 @@ def test_cut_wants_amounts_that_reach_the_end():
 
 
 def test_nobody_to_take_it():
-    with pytest.raises(AssertionError, match="nobody takes 3"):
+    with pytest.raises(AssertionError, match="no receiver for 3"):
         balance({(): 3}, {})

@@ -29,7 +29,7 @@ SIZE = human(next(e.bytes for e, _ in events(grpo()) if e.id == 4))
 def test_the_sample() -> None:
     flow = dataflow(grpo())
     assert [(n.id, n.what, n.title, n.lines) for n in flow.nodes] == [
-        ("before-e4-e14", "before", "actor", ("of the step before",)),
+        ("before-e4-e14", "before", "actor", ("of the previous step",)),
         ("e3", "value", "tasks.next", ("prompt", "mesh(0:4)")),
         ("e4", "move", "actor", (SIZE,)),
         ("e5", "call", "actor.generate", ("gen", "mesh(0:4) dp=4")),

@@ -30,7 +30,7 @@ BAD = '"\'><script>hacked = 1</script><img src=x onerror="hacked = 2">&amp;'
 
 def test_the_head() -> None:
     found = made()
-    for part in ("0123456789ab", "predicted step", "largest memory", "1 node of 4", "seed 1", "tokens/s on h100x8"):
+    for part in ("0123456789ab", "predicted step", "peak memory", "1 node of 4", "seed 1", "tokens/s on h100x8"):
         assert part in found.text, part
 
 
@@ -137,12 +137,12 @@ def test_a_line_is_quoted_where_the_source_is_at_hand() -> None:
     assert "# <b>the line</b>" in found.text
     assert [e["id"] for e in found.all("span", class_="line")] == [f"source-0-{i}" for i in range(1, 10)]
     assert any(e["href"] == "#source-0-9" for e in found.all("a", class_="at"))
-    assert "The program is not at hand" not in found.text
+    assert "The program is not available" not in found.text
 
 
 def test_without_the_source_it_says_so() -> None:
     found = made()
-    assert "The program is not at hand" in found.text and not found.all("code", class_="quote")
+    assert "The program is not available" in found.text and not found.all("code", class_="quote")
     assert not found.all("a", class_="at") and found.all("span", class_="at")
 
 
@@ -152,30 +152,30 @@ def test_a_source_without_the_line_is_quoted_nowhere(text: str) -> None:
 
 
 def test_the_cluster_is_told() -> None:
-    assert "No cluster was named, so this is the preset of that name" in made(assumed=True).text
+    assert "No cluster was given, so this preset is assumed" in made(assumed=True).text
     named = made(cluster=replace(H100, name="ours", source="our bench"))
-    assert "No cluster was named" not in named.text and "Numbers of the cluster: our bench" in named.text
-    assert "follow from counted operations" in named.text
+    assert "No cluster was given" not in named.text and "Source of the cluster's numbers: our bench" in named.text
+    assert "are estimated from operation counts" in named.text
 
 
 def test_lengths_are_told() -> None:
-    assert "sequences of 16 + 8 tokens (prompt and response), as long as the program lets them be" in made().text
+    assert "sequences of 16 + 8 tokens (prompt and response) (the maximum)" in made().text
     told = page(replace(given(), lengths=Lengths(4, 3)))
-    assert "sequences of 4 + 3 tokens" in told and "as long as" not in told
+    assert "sequences of 4 + 3 tokens" in told and "the maximum" not in told
 
 
 @pytest.mark.parametrize("memory, shown", [(0, "74.5 GiB"), (1 << 34, "16.0 GiB")])
 def test_the_limit_is_that_of_the_plan_or_of_the_cluster(memory: int, shown: str) -> None:
     plan = replace(grpo(), header=replace(grpo().header, memory=memory))
-    assert f"of {shown} a device" in made(plan).text
+    assert f"of {shown} per device" in made(plan).text
 
 
 def test_curves_near_the_limit_have_it_in_the_picture() -> None:
     plan = grpo()
     most = max(h.bytes for c in curves(plan) for h in c.holdings)
     near = made(replace(plan, header=replace(plan.header, memory=2 * most)))
-    assert near.all("line", class_="limit") and "is above the pictures" not in near.text
-    assert not made(plan).all("line", class_="limit") and "is above the pictures" in made(plan).text
+    assert near.all("line", class_="limit") and "is above the range of the charts" not in near.text
+    assert not made(plan).all("line", class_="limit") and "is above the range of the charts" in made(plan).text
 
 
 def test_panels_are_few() -> None:

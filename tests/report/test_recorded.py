@@ -48,8 +48,8 @@ def test_rows_are_those_of_the_simulation() -> None:
 def test_the_page_has_both() -> None:
     found = made(recorded=load(trace(grpo())))
     assert len(found.all("svg", class_="bars")) == 2
-    assert "Below it stands step 3 of a recorded run" in found.text and "Recorded: step 3 of 3" in found.text
-    assert len(made().all("svg", class_="bars")) == 1 and "stands step" not in made().text
+    assert "Below it is step 3 of a recorded run" in found.text and "Recorded: step 3 of 3" in found.text
+    assert len(made().all("svg", class_="bars")) == 1 and "Below it is step" not in made().text
 
 
 def test_a_simulated_timeline_is_called_so() -> None:
@@ -67,7 +67,7 @@ def test_a_rank_that_the_trace_lacks_has_an_empty_row() -> None:
                                   '{"traceEvents": 3, "otherData": {}}', '{"traceEvents": [3], "otherData": {}}',
                                   '{"traceEvents": [{}], "otherData": {}}', "[" * 100_000])
 def test_what_is_no_timeline(text: str) -> None:
-    assert "this is no timeline" in str(refused(text))
+    assert "not a trace file" in str(refused(text))
 
 
 @pytest.mark.parametrize("key, value", [("program", "other.rlf"), ("flow", "dpo"), ("world", 8), ("world", "4"),

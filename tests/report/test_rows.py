@@ -95,8 +95,8 @@ def test_other_curves_do_not(holding: Holding) -> None:
     ("parameters of actor (dp=2)", "parameters"), ("parameters gathered to save actor", "parameters"),
     ("optimizer state of actor", "optimizer state"), ("optimizer step of actor.train", "optimizer state"),
     ("gradients of actor", "gradients"), ("activations of actor.train", "activations"),
-    ("key-value cache of actor.generate", "key-value cache"), ("gen.tokens", "values and movements"),
-    ("realloc of actor", "values and movements"), ("", "values and movements")])
+    ("KV cache of actor.generate", "KV cache"), ("gen.tokens", "values and transfers"),
+    ("realloc of actor", "values and transfers"), ("", "values and transfers")])
 def test_kinds_of_what_is_held(what: str, kind: str) -> None:
     assert category(what) == kind
 

@@ -112,8 +112,8 @@ def test_a_mistake_on_a_row(tmp_path: Path, name: str, workers: int) -> None:
 
 # the same, of what ends or hangs a process
 PROCESS_MISTAKES = {
-    "loops": ("while True: pass", "RL0777", "`score` took longer than 1 s for row 17 (rows.jsonl:18)", ":3"),
-    "sleeps": ("__import__('time').sleep(100)", "RL0777", "`score` took longer than 1 s for row 17 (rows.jsonl:18)",
+    "loops": ("while True: pass", "RL0777", "`score` took more than 1 s for row 17 (rows.jsonl:18)", ":3"),
+    "sleeps": ("__import__('time').sleep(100)", "RL0777", "`score` took more than 1 s for row 17 (rows.jsonl:18)",
                ":3"),
     "backtracks": ("__import__('re').match('(a+)+b', 'a' * 60)", "RL0777", "`score` took longer than 1 s", ":3"),
     "stops": ("__import__('os').kill(__import__('os').getpid(), 19)", "RL0777", "`score` took longer than 1 s", ""),
@@ -144,8 +144,8 @@ def test_a_row_that_takes_the_process_along(tmp_path: Path, name: str) -> None:
     ("def scores(rows):\n    return 1\n", "RL0774", "there is no function `score`", ""),
     ("score = 3\n", "RL0774", "`score` is an int, not a function", ""),
     ("def score(prompts, completions, **columns):\n    return 1\n", "RL0774",
-     "`score(prompts, completions, **columns)` cannot be called with one list of rows", ""),
-    ("def score():\n    return 1\n", "RL0774", "`score()` cannot be called with one list of rows", ""),
+     "`score(prompts, completions, **columns)` does not take exactly one list of rows", ""),
+    ("def score():\n    return 1\n", "RL0774", "`score()` does not take exactly one list of rows", ""),
 ])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_files_are_checked_before_any_call(tmp_path: Path, workers: int, body: str, code: str, title: str,
@@ -155,8 +155,8 @@ def test_files_are_checked_before_any_call(tmp_path: Path, workers: int, body: s
 
 
 @pytest.mark.parametrize("body, code, title, line", [
-    ("import time\ntime.sleep(100)\n", "RL0777", "this Python file took longer than 1 s to load", ":2"),
-    ("import os\nos._exit(3)\n", "RL0778", "this Python file ended its process while it was loaded (exit status 3)",
+    ("import time\ntime.sleep(100)\n", "RL0777", "this Python file took more than 1 s to import", ":2"),
+    ("import os\nos._exit(3)\n", "RL0778", "this Python file ended its process during import (exit status 3)",
      ""),
 ])
 def test_files_that_hang_or_end_the_worker(tmp_path: Path, body: str, code: str, title: str, line: str) -> None:
@@ -186,7 +186,7 @@ def test_the_wrong_shape(tmp_path: Path, workers: int, result: str) -> None:
 KINDS = {  # what a row does -> what is told of it
     "raise": ("raise ValueError(i)", "`score` raised: ValueError: {}"),
     "nan": ("return float('nan')", "`score` returned nan for row {0} (rows.jsonl:"),
-    "hang": ("time.sleep(100)", "`score` took longer than 0.5 s for row {0} (rows.jsonl:"),
+    "hang": ("time.sleep(100)", "`score` took more than 0.5 s for row {0} (rows.jsonl:"),
     "die": ("os._exit(3)", "`score` ended its process on row {0} (rows.jsonl:"),
     "none": ("return None", "`score` returned None for row {0} (rows.jsonl:"),
 }
@@ -216,7 +216,7 @@ def test_rows_of_chunks_that_hang_together_are_judged_in_order(tmp_path: Path) -
     function = written(tmp_path, body)
     for workers in (1, 2, 3, 4):
         title = mistake(function, workers, limit=0.5, rows=ROWS[:16]).title
-        assert title.startswith("`score` took longer than 0.5 s for row 0 "), (workers, title)
+        assert title.startswith("`score` took more than 0.5 s for row 0 "), (workers, title)
 
 
 def test_a_slow_function_is_called_row_by_row(tmp_path: Path) -> None:

@@ -114,15 +114,15 @@ GOOD = '{"prompt": "1+1="}\n'
 
 
 @pytest.mark.parametrize("content, line, code, words", [
-    (GOOD + '{"prompt": "1+1="\n', 2, "RL0744", "not JSON: expecting ',' delimiter at column 18"),
-    (GOOD * 2 + "nonsense\n", 3, "RL0744", "not JSON"),
+    (GOOD + '{"prompt": "1+1="\n', 2, "RL0744", "not valid JSON: expecting ',' delimiter at column 18"),
+    (GOOD * 2 + "nonsense\n", 3, "RL0744", "not valid JSON"),
     ("\n\n[1, 2]\n", 3, "RL0745", "this line is a list, not an object"),
     ("17\n", 1, "RL0745", "a number"),
     ("[" * 100_000 + "\n", 1, "RL0744", "nested too deeply"),
     (b'{"prompt": "\xff"}\n', 1, "RL0743", "byte 13 of this line is not UTF-8"),
     ('{"prompt": "\\ud800"}\n', 1, "RL0743", "surrogate"),
     (GOOD + '{"promt": "x"}\n', 2, "RL0746", "the column `prompt` is missing"),
-    ('{"prompt": 3}\n', 1, "RL0747", "the column `prompt` is a number, not text or a list of chat messages"),
+    ('{"prompt": 3}\n', 1, "RL0747", "the column `prompt` is a number, not a string or a list of chat messages"),
     ('{"prompt": null}\n', 1, "RL0747", "null"),
     ('{"prompt": []}\n', 1, "RL0747", "an empty list"),
     ('{"prompt": ["hello"]}\n', 1, "RL0747", "a list, but not of chat messages"),
@@ -137,12 +137,12 @@ def test_a_bad_line_is_named(tmp_path, tokenizer, content, line, code, words):
 
 def test_a_missing_column_names_those_there_and_the_nearest(tmp_path, tokenizer):
     (found,) = errors(tmp_path, tokenizer, '{"prompt": "x", "anwser": "y", "id": 3}\n', "answers")
-    assert found.notes == ("columns here: `prompt`, `anwser`, `id`",) and "did you mean `anwser`?" in found.help
+    assert found.notes == ("columns in this row: `prompt`, `anwser`, `id`",) and "did you mean `anwser`?" in found.help
 
 
 def test_an_answer_must_be_text(tmp_path, tokenizer):
     (found,) = errors(tmp_path, tokenizer, '{"prompt": "x", "answer": 3}\n', "answers")
-    assert (found.code, found.title) == ("RL0747", "the column `answer` is a number, not text or assistant turns")
+    assert (found.code, found.title) == ("RL0747", "the column `answer` is a number, not a string or assistant messages")
 
 
 def test_both_sides_of_a_pair_are_checked(tmp_path, tokenizer):
@@ -164,7 +164,7 @@ def test_an_empty_file(tmp_path, tokenizer, content):
 
 def test_fewer_rows_than_a_batch(tmp_path, tokenizer):
     (found,) = errors(tmp_path, tokenizer, GOOD * 3)
-    assert found.code == "RL0748" and "has 3 rows, and a batch needs 4" in found.title
+    assert found.code == "RL0748" and "has 3 rows, but a batch needs 4" in found.title
 
 
 def test_no_such_file_suggests_one(tmp_path, tokenizer):
@@ -189,7 +189,7 @@ def test_a_file_that_changes_during_the_run(tmp_path, tokenizer):
 
 
 def test_no_tokenizer_directory(tmp_path):
-    with pytest.raises(Failure, match="RL0751 there is no such tokenizer directory"):
+    with pytest.raises(Failure, match="RL0751 no such tokenizer directory"):
         opened(tmp_path, str(tmp_path / "nothing"))
 
 

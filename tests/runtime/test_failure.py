@@ -90,7 +90,7 @@ def test_a_killed_rank_is_named_and_the_checkpoint_is_whole(place: Path) -> None
         until(Path("out/model").is_dir, agent)
         os.kill(agent.ranks()[1], signal.SIGKILL)
         text = failed(agent.wait(100), agent.said())
-    assert "RL0709" in text and "rank 1 stopped without a word" in text and "p.rlf:" in text, text
+    assert "RL0709" in text and "rank 1 exited without an error message" in text and "p.rlf:" in text, text
     from transformers import AutoModelForCausalLM
 
     whole = Path("out/model") if Path("out/model").is_dir() else Path("out/.model.old")
@@ -99,7 +99,7 @@ def test_a_killed_rank_is_named_and_the_checkpoint_is_whole(place: Path) -> None
 
 def test_the_wrong_number_of_ranks(place: Path) -> None:
     text = message(compiled(), ranks=1)
-    assert "the plan needs 2 ranks, torchrun started 1" in text
+    assert "the plan needs 2 ranks, but torchrun started 1" in text
 
 
 def test_a_plan_edited_by_hand(place: Path) -> None:

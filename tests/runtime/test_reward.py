@@ -66,11 +66,11 @@ def test_it_left_the_program(tmp_path):
 
 
 @pytest.mark.parametrize("result, title", [
-    ("None", "`score` returned None, not one number for each row"),
-    ("3.0", "`score` returned a float, not one number for each row"),
-    ("'11'", "`score` returned a str, not one number for each row"),
-    ("(1.0 for r in rows)", "`score` returned a generator, not one number for each row"),
-    ("{0: 1, 1: 2}", "`score` returned a dict, not one number for each row"),
+    ("None", "`score` returned None, not one number per row"),
+    ("3.0", "`score` returned a float, not one number per row"),
+    ("'11'", "`score` returned a str, not one number per row"),
+    ("(1.0 for r in rows)", "`score` returned a generator, not one number per row"),
+    ("{0: 1, 1: 2}", "`score` returned a dict, not one number per row"),
     ("[1.0]", "`score` returned 1 values for 2 rows"),
     ("[1.0] * 7", "`score` returned 7 values for row 0"),
     ("[1.0 for r in rows if r['answer'] == '2']", "`score` returned 0 values for row 1"),

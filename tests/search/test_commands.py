@@ -48,7 +48,7 @@ def searched(*arguments: str, program: str = "grpo.rlf") -> str:
 def test_the_table_says_what_each_call_costs_and_why(folder: Path) -> None:
     text = searched("--gap", "0")
     for word in ("grpo.rlf on two: 2 ranks", "step", "tokens/s", "bound", "gap", "parts of the space", "roofline",
-                 "actor.generate", "judge.score", "ref.logprobs", "actor.train", "next:", "the next best",
+                 "actor.generate", "judge.score", "ref.logprobs", "actor.train", "next:", "next best",
                  "wrote grpo.place.rlf; next: rlc compile grpo.rlf --place grpo.place.rlf"):
         assert word in text, word
     header = (folder / "grpo.place.rlf").read_text().split("\ncluster ")[0]
@@ -89,7 +89,7 @@ def test_a_lock_keeps_a_call_where_the_program_has_it(folder: Path) -> None:
     free = json.loads(searched("--json", program="own.rlf"))
     kept = json.loads(searched("--json", "--lock", "ref.*", program="own.rlf"))
     (ref,) = [c for c in kept["best"][0]["calls"] if c["call"] == "ref.logprobs"]
-    assert ref["ranks"] == [1, 2] and ref["how"] == "dp=1 mbs=4" and "as the program has it" in ref["why"]
+    assert ref["ranks"] == [1, 2] and ref["how"] == "dp=1 mbs=4" and "as in the program" in ref["why"]
     assert kept["best"][0]["seconds"] >= free["best"][0]["seconds"] * (1 - 1e-9)
 
 
@@ -157,7 +157,7 @@ def test_expected_lengths_are_in_the_header(folder: Path) -> None:
 def test_why_not_this_one() -> None:
     said = rlc("explain-placement", "grpo.rlf", "--cluster", "two.yaml", "--on", "*.* on mesh(0:2) tp=2 mbs=8")
     assert said.exit_code == 0, said.output
-    for word in ("proposed", "best", "bound", "slower than the best", "if one call stood as in the best", "tp=2",
+    for word in ("proposed", "best", "bound", "slower than the best", "if one call were placed as in the best", "tp=2",
                  "the call itself"):
         assert word in said.output, word
 
@@ -200,7 +200,7 @@ def test_mistakes(command: str, args: tuple[str, ...], status: int, word: str) -
 
 
 @pytest.mark.parametrize("args, word", [
-    (("--lock", "critic.*"), "the program has: actor.generate"), (("--lock", ""), "RL0313"),
+    (("--lock", "critic.*"), "calls of the program: actor.generate"), (("--lock", ""), "RL0313"),
     (("-o", "none/p.rlf"), "RL0094"),
     (("--lock", "actor.train", "--on", "actor.train on mesh(0:9)"), "RL0305"),
     (("--lock", "actor.train", "--on", "actor.train on mesh(0:2) tp=3"), "RL0304")])

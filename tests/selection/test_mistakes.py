@@ -112,18 +112,20 @@ def helps(body: str) -> list[str]:
 
 
 @pytest.mark.parametrize("body, advice", [
-    (GEN + "h = a.generate(g)", "generate from its prompts: `a.generate(p)`"),
+    (GEN + "h = a.generate(g)",
+     "to generate from its prompts again, write `a.generate(p)`"),
     (GEN + "k = g where n > 1\nj = k where len(k) < 9\nh = a.generate(j)",
-     "generate from its prompts: `p2 = p where ...`, then `a.generate(p2)`"),
-    ("repeat {\n" + GEN + "} until mean(n) > 3 max 2\nh = a.generate(g)", "generate from its prompts: `a.generate(p)`"),
+     "to generate from its prompts again, write `p2 = p where ...`, then `a.generate(p2)`"),
+    ("repeat {\n" + GEN + "} until mean(n) > 3 max 2\nh = a.generate(g)",
+     "to generate from its prompts again, write `a.generate(p)`"),
     ("p = d.next()\ng = a.generate(p, n=2) where len(g) > 3",
-     "write two lines: `g = a.generate(p, n=2)`, then `kept = g where len(g) > 3`"),
+     "write two statements: `g = a.generate(p, n=2)`, then `kept = g where len(g) > 3`"),
     ("p = d.next()\nkept = a.generate(p) where len(kept) > 3",
-     "write two lines: `gen = a.generate(p)`, then `kept = gen where len(gen) > 3`"),
+     "write two statements: `gen = a.generate(p)`, then `kept = gen where len(gen) > 3`"),
     ("repeat {\nrepeat {\n" + GEN + "} until mean(n) > 3 max 2\n} until beta > 1 max 2",
-     "join the two conditions: `until a and b max N`"),
+     "combine the conditions: `until a and b max N`"),
     ("repeat 2 {\nrepeat {\n" + GEN + "} until mean(n) > 3 max 2\n}",
-     "write it in the flow itself; for more turns give the flow more steps"),
+     "move it to the flow; for more iterations, increase the steps of the flow"),
 ])
 def test_advice(body: str, advice: str) -> None:
     assert helps(body) == [advice]

@@ -24,7 +24,7 @@ def test_no_fix_where_two_are_near_or_none_is(typed: str) -> None:
 
 
 def test_short_lists_are_shown_and_long_ones_not() -> None:
-    assert suggest("zzz", OPTIONS).startswith("known here: ")
+    assert suggest("zzz", OPTIONS).startswith("names defined here: ")
     assert suggest("zzz", [f"name{i}" for i in range(13)]) == "" and suggest("zzz", []) == ""
 
 

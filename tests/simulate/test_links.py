@@ -53,7 +53,7 @@ def compiled(train: str, off: str = "") -> Plan:
 
 
 @pytest.mark.parametrize("nodes, gpus, word", [
-    (8, 1, "1 node of 8 devices, `round` has 8 nodes of 1 device"), (2, 4, "2 nodes of 4 devices"),
+    (8, 1, "1 node of 8 devices, but `round` has 8 nodes of 1 device"), (2, 4, "2 nodes of 4 devices"),
     (1, 4, "the plan is for 8 ranks"), (1, 7, "8 ranks")])
 def test_a_node_of_the_plan_is_on_one_machine(nodes: int, gpus: int, word: str) -> None:
     with pytest.raises(Failure) as caught:
@@ -98,7 +98,7 @@ def test_what_the_file_leaves_out_is_said() -> None:
     bare = replace(ROUND, disk_gb_s=0.0, host_gb_s=0.0, link_us=0.0, row_us=0.0)
     found = simulate(plan, bare)
     assert found.free == ("disk_gb_s", "link_us", "row_us")  # nothing is offloaded
-    assert "taken to cost nothing, since round does not say: disk_gb_s, link_us, row_us" in text(
+    assert "assumed to be free, because round has no value for it: disk_gb_s, link_us, row_us" in text(
         plan, found, bare, Lengths(), "x")
     assert "cost nothing" not in text(plan, simulate(plan, ROUND), ROUND, Lengths(), "x")
 

@@ -188,7 +188,7 @@ def test_mistakes(asked: list[dict], args: tuple[str, ...], status: int, word: s
 
 def test_a_plan_is_fixed(asked: list[dict]) -> None:
     Path("score.plan").write_bytes(encode(api.compile("score.rlf")))
-    assert "a plan is fixed" in profile("score.plan", "--set", "x=1").output
+    assert "apply to programs" in profile("score.plan", "--set", "x=1").output
 
 
 def test_measuring_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

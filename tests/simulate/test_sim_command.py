@@ -30,7 +30,7 @@ def sim(*args: str) -> Result:
 def test_text(folder: Path) -> None:
     said = sim("ppo.plan", "--cluster", "h100x64.yaml")
     assert said.exit_code == 0, said.output
-    for word in ("ppo.plan on h100x64: 8 of 64 devices", "step", "tokens/s", "16 x (8 + 16) tokens (the bounds)",
+    for word in ("ppo.plan on h100x64: 8 of 64 devices", "step", "tokens/s", "16 x (8 + 16) tokens (maximum lengths)",
                  "actor.generate",
                  "mesh(0:8) dp=4 pp=2", "ppo.rlf:2", "idle", "ranks 0-7", "critical path", "not measured: actor"):
         assert word in said.output, word
@@ -68,9 +68,9 @@ def test_lengths_and_trace(folder: Path) -> None:
     (("ppo.plan", "--cluster", "small.yaml"), 1, "RL0096"),
     (("ppo.plan", "--cluster", "bare.yaml"), 1, "missing: bfloat16_tflops"),
     (("ppo.plan", "--cluster", "ppo.plan"), 1, "RL0"),
-    (("ppo.plan", "--cluster", "h100x8", "--set", "lr=1"), 2, "a plan is fixed"),
+    (("ppo.plan", "--cluster", "h100x8", "--set", "lr=1"), 2, "apply to programs"),
     (("ppo.plan", "--cluster", "h100x8", "--lengths", "nowhere"), 1, "RL0091"),
-    (("ppo.plan", "--cluster", "h100x8", "--lengths", ".", "--prompt-tokens", "3"), 2, "leave --prompt-tokens"),
+    (("ppo.plan", "--cluster", "h100x8", "--lengths", ".", "--prompt-tokens", "3"), 2, "omit --prompt-tokens"),
     (("ppo.plan", "--cluster", "h100x8", "--prompt-tokens", "-3"), 2, "-3"),
     (("ppo.plan", "--cluster", "h100x8", "--trace", "none/t.json"), 1, "RL0094"),
     (("two.yaml", "--cluster", "h100x8"), 1, "RL0")])

@@ -97,7 +97,7 @@ def test_every_param_is_explained_and_paths_are_params(name: str) -> None:
 def test_check_finds_nothing(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny)
     result = rlc("check", "--strict", f"{name}.rlf")
-    assert (result.exit_code, result.output) == (0, f"{name}.rlf: no mistakes found\n")
+    assert (result.exit_code, result.output) == (0, f"{name}.rlf: no errors found\n")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -176,7 +176,7 @@ def test_does_not_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name, words", [
     ("pppo", "did you mean ppo?"), ("reward-model", "did you mean reward_model?"), ("GRPO", "did you mean grpo?"),
-    ("zzz", "there are: "), ("../ppo", "no starter"), ("", "no starter"), ("rewards", "no starter")])
+    ("zzz", "starters: "), ("../ppo", "no such starter"), ("", "no such starter"), ("rewards", "no such starter")])
 def test_unknown_names(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = rlc("new", name)

@@ -76,7 +76,7 @@ def test_what_the_plan_says(plan):
     assert (first.model, first.source, first.decay) == ("ref", "actor", 0.0)
     assert (follow.model, follow.source, follow.src) == ("ref", "", first.dst) and first.bytes > 0
     assert "`ema slow from actor 0.9`" in ema.because and "`sync ref from actor`" in first.because
-    assert "follows actor" in show(plan)
+    assert "updated from actor" in show(plan)
     assert decode(encode(plan), "x.plan") == plan
 
 
@@ -229,14 +229,14 @@ def test_a_step_loop_is_all_there_is(plan):
 @pytest.mark.parametrize("moves, code, underlined, words", [
     ("sync actor from ref", "RL0221", "actor", "is trained"),
     ("ema actor from ref 0.5", "RL0221", "actor", "is trained"),
-    ("sync ref from ref", "RL0222", "ref", "its own parameters"),
+    ("sync ref from ref", "RL0222", "ref", "copied to itself"),
     ("sync ref from judge", "RL0222", "sync ref from judge", "reward_model"),
     ("sync ref from actr", "RL0101", "actr", "unknown name `actr`"),
-    ("sync row from actor", "RL0203", "row", "between models"),
-    ("sync ref from rows", "RL0203", "rows", "between models"),
-    ("ema ref from actor 1.5", "RL0205", "1.5", "from 0 to 1"),
-    ("ema ref from actor -0.1", "RL0205", "-0.1", "from 0 to 1"),
-    ("ema ref from actor true", "RL0205", "true", "from 0 to 1"),
+    ("sync row from actor", "RL0203", "row", "expected a model"),
+    ("sync ref from rows", "RL0203", "rows", "expected a model"),
+    ("ema ref from actor 1.5", "RL0205", "1.5", "between 0 and 1"),
+    ("ema ref from actor -0.1", "RL0205", "-0.1", "between 0 and 1"),
+    ("ema ref from actor true", "RL0205", "true", "between 0 and 1"),
     ("ema ref from actor mean(r)", "RL0211", "mean(r)", "constant"),
     ("sync ref from actor every 0", "RL0205", "0", "at least 1"),
     ("sync ref from actor every 1.5", "RL0205", "1.5", "at least 1"),
@@ -252,7 +252,7 @@ def test_mistakes(moves, code, underlined, words, base):
                                   "loss g(logprobs: token;) {\n  ema ref from actor 0.5\n  return mean(logprobs)\n}"])
 def test_only_in_the_flow(body, base):
     (found,) = api.check(text(base, top=body), "sync.rlf")
-    assert found.code == "RL0212" and "does not belong" in found.title
+    assert found.code == "RL0212" and "is not allowed" in found.title
 
 
 @pytest.mark.parametrize("sizes, words", [

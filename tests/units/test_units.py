@@ -107,7 +107,7 @@ CLASH = [
 @pytest.mark.parametrize(("expr", "one", "other", "left", "right"), CLASH)
 def test_units_that_clash_are_both_named_and_underlined(expr: str, one: str, other: str, left: str, right: str) -> None:
     [d] = errors(f"x = {expr}")
-    assert d.code == "RL0218" and d.title == f"{one} and {other} do not fit together"
+    assert d.code == "RL0218" and d.title == f"{one} and {other} are different units"
     assert [(x.span.text, x.text) for x in d.labels] == [(left, one), (right, other)]
     assert d.span is not None and d.span.text == expr and d.help
 
@@ -118,13 +118,13 @@ def test_a_unit_stays_with_a_name_a_parameter_and_through_functions() -> None:
     graph("x = twice(count(gen)) - most\n  y = same(len(gen)) - 4 tokens", top)
     for statement in ("c = count(lp)\n  x = c - most", "x = twice(count(lp)) - most", "x = same(len(gen)) - most"):
         [d] = errors(statement, top)
-        assert d.code == "RL0218" and d.title == "tokens and sequences do not fit together"
+        assert d.code == "RL0218" and d.title == "tokens and sequences are different units"
 
 
 def test_set_gives_a_number_in_the_unit_of_the_parameter() -> None:
     top = "param most = 512 sequences\n"
     [d] = errors("x = count(lp) - most", top, most="64")
-    assert d.title == "tokens and sequences do not fit together"
+    assert d.title == "tokens and sequences are different units"
 
 
 def test_a_clash_in_a_function_is_told_once() -> None:
@@ -136,20 +136,20 @@ def test_a_function_of_sequences_serves_pairs_too() -> None:
     top = "fn enough(x: seq) { return count(x) - 3 pairs }\n"
     graph("x = enough(won)", top)
     [d] = errors("x = enough(s)", top)
-    assert d.title == "sequences and pairs do not fit together"
+    assert d.title == "sequences and pairs are different units"
 
 
 def test_selections_keep_units() -> None:
     graph("kept = gen where s > 0\n  x = count(kept) - 3 sequences\n  y = len(gen) - mean(len(kept))")
     [d] = errors("kept = gen where s > 0\n  x = count(kept) >= 3 prompts")
-    assert d.title == "sequences and prompts do not fit together"
+    assert d.title == "sequences and prompts are different units"
 
 
 def test_a_clash_in_an_until_condition() -> None:
     block = ("repeat {\n    pp = d.next()\n    g2 = actor.generate(pp, n=2)\n  } until count(g2) >= 512 %s max 4")
     graph(block % "sequences")
     [d] = errors(block % "prompts")
-    assert d.title == "sequences and prompts do not fit together"
+    assert d.title == "sequences and prompts are different units"
 
 
 # ----------------------------------------------------------------------------------------------------- losses
@@ -164,25 +164,25 @@ def test_counts_of_a_minibatch(line: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "title"), [
-    ("metric m = count(logprobs) - n", "tokens of a minibatch and tokens of the whole batch do not fit together"),
-    ("metric m = n + count(logprobs)", "tokens of the whole batch and tokens of a minibatch do not fit together"),
+    ("metric m = count(logprobs) - n", "tokens of a minibatch and tokens of the whole batch are different units"),
+    ("metric m = n + count(logprobs)", "tokens of the whole batch and tokens of a minibatch are different units"),
     ("metric m = where(count(logprobs) > n, 1, 0)",
-     "tokens of a minibatch and tokens of the whole batch do not fit together"),
+     "tokens of a minibatch and tokens of the whole batch are different units"),
     ("metric m = 2 * count(logprobs) - n / 2",
-     "tokens of a minibatch and tokens of the whole batch do not fit together"),
+     "tokens of a minibatch and tokens of the whole batch are different units"),
     ("metric m = sum(count(logprobs by seq)) - n",
-     "tokens of a minibatch and tokens of the whole batch do not fit together"),
+     "tokens of a minibatch and tokens of the whole batch are different units"),
 ])
 def test_a_count_of_the_flow_does_not_fit_one_of_the_loss(line: str, title: str) -> None:
     [d] = errors("actor.train(gen, loss=l(n=count(gen.logprobs)))", LOSS % line)
     assert d.code == "RL0218" and d.title == title
-    assert "the minibatch that the loss sees" in d.help and "`n" in d.help
+    assert "of one minibatch" in d.help and "`n" in d.help
 
 
 @pytest.mark.parametrize(("line", "title"), [
-    ("metric m = count(logprobs) - 3 sequences", "tokens of a minibatch and sequences do not fit together"),
+    ("metric m = count(logprobs) - 3 sequences", "tokens of a minibatch and sequences are different units"),
     ("metric m = count(sum(logprobs by seq)) - count(logprobs)",
-     "sequences of a minibatch and tokens of a minibatch do not fit together"),
+     "sequences of a minibatch and tokens of a minibatch are different units"),
 ])
 def test_counts_of_a_loss_have_units(line: str, title: str) -> None:
     [d] = errors("actor.train(gen, loss=l())", LOSS % line)
@@ -193,9 +193,9 @@ def test_constants_and_lengths_as_data_fit_the_loss() -> None:
     graph("actor.train(gen, loss=l(n=512 tokens))", LOSS % "metric m = count(logprobs) - n")
     graph("actor.train(gen, loss=l(k=len(gen)))", LOSS % "metric m = mean(count(logprobs by seq) - k)")
     [d] = errors("actor.train(gen, loss=l(n=512 prompts))", LOSS % "metric m = count(logprobs) - n")
-    assert d.title == "tokens of a minibatch and prompts do not fit together"
+    assert d.title == "tokens of a minibatch and prompts are different units"
     [d] = errors("n = count(s)\n  actor.train(gen, loss=l(n=n))", LOSS % "metric m = count(logprobs) - n")
-    assert d.title == "tokens of a minibatch and sequences of the whole batch do not fit together"
+    assert d.title == "tokens of a minibatch and sequences of the whole batch are different units"
 
 
 def test_after_a_loss_counts_are_of_the_whole_batch_again() -> None:
@@ -265,7 +265,7 @@ def test_calls_in_a_wrong_unit(call: str, underlined: str, parts: tuple[str, ...
 ])
 def test_blocks_count_plainly(block: str, word: str) -> None:
     [d] = errors(block)
-    assert d.code == "RL0218" and d.title.startswith(f"`{word}` is a plain number, not a count of ")
+    assert d.code == "RL0218" and d.title.startswith(f"`{word}` is a plain number, not a number of ")
 
 
 def test_steps_are_a_plain_number() -> None:
@@ -307,14 +307,14 @@ def test_minibatches_of_answers_and_pairs() -> None:
     ("actor.train(gen, loss=sft(), minibatch=48)", "RL0205", "48", "48 sequences does not divide the 256 sequences"),
     ("actor.train(gen, loss=sft(), minibatch=12 prompts)", "RL0205", "12 prompts", "8 or 16"),
     ("actor.train(gen, loss=sft(), minibatch=12 prompts)", "RL0205", "12 prompts", "the 64 prompts of `gen`"),
-    ("actor.train(gen, loss=sft(), minibatch=300)", "RL0205", "300", "nearest: 256"),
+    ("actor.train(gen, loss=sft(), minibatch=300)", "RL0205", "300", "nearest divisors: 256"),
     ("actor.train(gen, loss=sft(), minibatch=0)", "RL0205", "0", "at least 1"),
-    ("actor.train(gen, loss=sft(), minibatch=0.5)", "RL0205", "0.5", "a whole number"),
+    ("actor.train(gen, loss=sft(), minibatch=0.5)", "RL0205", "0.5", "an integer"),
     ("actor.train(gen, loss=sft(), minibatch=64 tokens)", "RL0218", "64 tokens", "sequences or prompts, not tokens"),
     ("actor.train(gen, loss=sft(), minibatch=64 pairs)", "RL0218", "64 pairs", "sequences or prompts, not pairs"),
     ("actor.train(ans, loss=sft(), minibatch=16 prompts)", "RL0218", "16 prompts", "sequences, not prompts"),
     ("actor.train(pair.chosen, loss=sft(), minibatch=16 sequences)", "RL0218", "16 sequences", "pairs, not sequences"),
-    ("actor.train(gen, loss=sft(), minibatch=64, minibatches=4)", "RL0215", "minibatch=64", "twice"),
+    ("actor.train(gen, loss=sft(), minibatch=64, minibatches=4)", "RL0215", "minibatch=64", "cannot be combined"),
     ("kept = gen where s > 0\n  actor.train(kept, loss=sft(), minibatch=64)", "RL0213", "64", "minibatches="),
     ("actor.train(gen, loss=sft(), minibatch=count(gen))", "RL0211", "count(gen)", "constant"),
 ])

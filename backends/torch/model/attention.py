@@ -45,7 +45,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     Errors: RL0731 for soft-capped logits and attention sinks."""
     if softcap is not None or rest.get("s_aux") is not None:
         raise fail("RL0731", "this model family's attention is not supported",
-                   place=type(module).__name__, help="soft-capped logits and attention sinks are not there yet")
+                   place=type(module).__name__, help="soft-capped logits and attention sinks are not supported yet")
     if packed_attention is None or query.shape[0] != 1:
         raise ValueError("attention needs one packed row and its PackedAttention")
     # under autocast, rotary embeddings and head norms leave q and k in float32 next to a bfloat16 v, and attention

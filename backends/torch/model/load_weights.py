@@ -35,7 +35,7 @@ def load_config(model: Model) -> Any:
     file = Path(model.path) / "config.json"
     if not file.is_file():
         raise fail("RL0726", "no model directory here", place=model.path, label="config.json is missing",
-                   help="it must be where it was at compilation, relative to the working directory")
+                   help="it must be at the same path as at compile time, relative to the working directory")
     if sha256(file.read_bytes()).hexdigest() != model.config_digest:
         raise fail("RL0724", "the config of the model changed since compilation", place=str(file),
                    help="compile the program again")
@@ -59,7 +59,7 @@ def load(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor]) ->
                 if name == HEAD and (model.kind == "value_model" or model.optimizer is not None):
                     tensors[name].zero_()  # a new head starts at zero
                     continue
-                raise fail("RL0722", f"parameter {name} is not in the checkpoint", place=model.path,
+                raise fail("RL0722", f"parameter {name} is missing from the checkpoint", place=model.path,
                            help="the weights do not belong to this config.json")
             reader, file = _reader(where[key], open_files, stack), where[key]
             copy_pieces(tensors[name], parameter, pieces, tensor_slice(reader, key, file), file)
@@ -82,7 +82,7 @@ def _load_from_parts(target: torch.Tensor, parameter: Parameter, pieces: Sequenc
             continue
         key = _stored_name(name, where)
         if key is None:
-            raise fail("RL0722", f"parameter {name} is not in the checkpoint",
+            raise fail("RL0722", f"parameter {name} is missing from the checkpoint",
                        place=str(next(iter(where.values())).parent),
                        help="the weights do not belong to this config.json")
         file = where[key]
@@ -102,10 +102,11 @@ def copy_pieces(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Pie
 
 def _check_tensor(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:
     if source.get_dtype() not in FLOATS:
-        raise fail("RL0721", f"{name} is stored as {source.get_dtype()}", place=str(file),
-                   help=f"weights are read as {', '.join(FLOATS)}; save the model unquantized")
+        raise fail("RL0721", f"{name} has the type {source.get_dtype()}", place=str(file),
+                   help=f"supported types are {', '.join(FLOATS)}; save the model unquantized")
     if tuple(source.get_shape()) != shape:
-        raise fail("RL0723", f"{name} has shape {tuple(source.get_shape())}, the config says {shape}", place=str(file),
+        raise fail("RL0723", f"{name} has shape {tuple(source.get_shape())}, but the config requires {shape}",
+                   place=str(file),
                    help="weights and config do not match")
 
 
@@ -135,7 +136,7 @@ def tensor_slice(reader: safe_open, key: str, file: Path) -> Any:
     try:
         return reader.get_slice(key)
     except SafetensorError:
-        raise fail("RL0722", f"parameter {key} is not in the file that the index names", place=str(file),
+        raise fail("RL0722", f"parameter {key} is not in the file given by the index", place=str(file),
                    help="copy the whole directory again") from None
 
 
@@ -143,11 +144,11 @@ def open_file(file: Path) -> safe_open:
     """safetensors checks the header against the file's size, and maps the rest into memory."""
     try:
         if file.exists() and not file.is_file():
-            raise OSError("it is no regular file")
+            raise OSError("not a regular file")
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise fail("RL0721", f"cannot read the weights: {error}", place=str(file),
-                   help="the file is missing or damaged; copy it again") from None
+                   help="the file is missing or corrupted; copy it again") from None
 
 
 def weight_files(path: str) -> dict[str, Path]:
@@ -158,11 +159,11 @@ def weight_files(path: str) -> dict[str, Path]:
         try:
             found = json.loads(index.read_text())["weight_map"].items()
             if far := next((file for _, file in found if Path(file).name != file), None):
-                raise ValueError(f"{far!r} is not a file of this directory")
+                raise ValueError(f"{far!r} is not in this directory")
             return {name: directory / file for name, file in found}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise fail("RL0721", f"cannot read the index of the weights: {error}", place=str(index),
-                       help="the file is damaged; copy it again") from None
+                       help="the file is corrupted; copy it again") from None
     return dict(_names_in_files(directory))
 
 

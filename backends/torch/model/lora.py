@@ -80,14 +80,15 @@ def _read_adapter(file: Path, model: Model, held: HeldPieces, tensors: Mapping[s
     with open_file(file) as reader:
         known = set(reader.keys())
         if unused := known - {stored_name(p.name) for p in expand_specs(model.params, model.layers)}:
-            raise fail("RL0727", f"{min(unused)} of the adapter is not in the model", place=str(file),
-                       notes=(f"{len(unused)} tensors of the file would be left out",),
-                       help="it has biases, embeddings or a head besides LoRA's factors, or belongs to another model")
+            raise fail("RL0727", f"the model has no parameter for the adapter tensor {min(unused)}", place=str(file),
+                       notes=(f"{len(unused)} tensors of the file would be ignored",),
+                       help="the adapter has biases, embeddings or a head besides the LoRA factors, or belongs to "
+                            "another model")
         for name, (parameter, pieces) in held.items():
             if name == HEAD and stored_name(name) not in known:  # an adapter of another task
                 load(model, {name: held[name]}, tensors)
                 continue
             if stored_name(name) not in known:
-                raise fail("RL0727", f"{name} is not in the adapter", place=str(file),
-                           help="it belongs to another base model, or adapter_config.json to another adapter")
+                raise fail("RL0727", f"{name} is missing from the adapter", place=str(file),
+                           help="the adapter belongs to another base model, or adapter_config.json to another adapter")
             copy_pieces(tensors[name], parameter, pieces, tensor_slice(reader, stored_name(name), file), file)

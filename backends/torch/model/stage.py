@@ -266,7 +266,7 @@ def _check_logits(config: Any, model: Model) -> None:
     changed = [n for n in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(text, n, None) not in
                (None, 1)]
     if changed and model.kind == "causal_lm":
-        raise fail("RL0725", f"the family {config.model_type} changes its logits after the head", place=model.path,
+        raise fail("RL0725", f"the family {config.model_type} modifies its logits after the head", place=model.path,
                    label=f"{changed[0]}={getattr(text, changed[0])}", help="such heads are not supported yet")
 
 

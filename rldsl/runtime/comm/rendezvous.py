@@ -36,7 +36,7 @@ def prefix(store: Any, rank: int, world: int, timeout: timedelta) -> str:
                     return name
         time.sleep(pause)
         pause = min(SLOWER * pause, SLOWEST)  # a thousand ranks that wait for a slow machine share one store
-    raise TimeoutError(f"not all of {world} ranks came within {timeout.total_seconds():g} s")
+    raise TimeoutError(f"not all {world} ranks joined within {timeout.total_seconds():g} s")
 
 
 def started_before(run: Any, start: Any, rank: int, world: int, restarted: bool) -> bool:

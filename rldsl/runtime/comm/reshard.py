@@ -89,7 +89,7 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
     """Parameters along a route. The source may change when the last rounds have been waited for. decay: of what was
     there before, in a mean with what comes; one element's arithmetic is the same wherever it lies."""
     def put(to: Spot | None, value: torch.Tensor) -> None:
-        assert dst is not None and to is not None, "something came to a rank that does not want it"
+        assert dst is not None and to is not None, "a rank received data that it does not expect"
         target = dst[to[0]][to[1]]
         target.copy_(target.float() * decay + value.float() * (1 - decay) if decay else value)
 

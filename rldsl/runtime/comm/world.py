@@ -29,8 +29,8 @@ NAME = 64  # bytes of a host's name that ranks compare
 def check_same_plan(data: bytes, device: torch.device) -> None:
     """Every rank's digest against every other's: 32 bytes each."""
     if other := others_than_first(data, device):
-        raise fail("RL0702", f"ranks {other} have another plan than rank 0",
-                   help="copy one plan file to a place that every machine reads")
+        raise fail("RL0702", f"ranks {other} have a different plan than rank 0",
+                   help="use one plan file that every machine can read")
 
 
 def hosts(name: str, device: torch.device) -> list[str]:
@@ -58,14 +58,16 @@ def check_hosts(plan: Plan, found: Sequence[str], name: str) -> str:
             for host in dict.fromkeys(found[r] for r in ranks) if (on := [r for r in ranks if found[r] == host]))
             for ranks in torn]
         shown = (*where[:4], *([f"and {len(where) - 4} more"] if len(where) > 4 else []))
-        raise fail("RL0711", f"the ranks of one node of the plan are on several machines, {size} should share one",
-                   place=name, notes=shown, help=f"start each machine with `torchrun --nproc-per-node {size}`, or "
-                   "compile with a `cluster` that has as many `gpus` as ranks start on a machine")
+        raise fail("RL0711",
+                   f"the ranks of one node of the plan run on several machines; each machine must run {size} ranks",
+                   place=name, notes=shown,
+                   help=f"run `torchrun --nproc-per-node {size}` on each machine, or compile for a `cluster` whose "
+                        "`gpus` is the number of ranks per machine")
     if len(nodes) > 1 and len(set(found)) == 1:
-        return f"all {len(nodes)} nodes of the plan are on one machine, {found[0]}: for development only"
+        return f"all {len(nodes)} nodes of the plan run on one machine, {found[0]}: use this only for development"
     on = {host: [ranks[0] // size for ranks in nodes if found[ranks[0]] == host] for host in dict.fromkeys(found)}
     shared = [f"nodes {ranks_text(ids)} are all on {host}" for host, ids in on.items() if len(ids) > 1]
-    return f"{'; '.join(shared)}: the plan takes them for machines of their own" if shared else ""
+    return f"{'; '.join(shared)}: the plan assumes separate machines" if shared else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,8 @@ def import_arrow(path: str) -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError:
-        raise fail("RL0753", "reading this data needs pyarrow, which is not installed", place=path,
-                   help="`pip install 'rldsl[parquet]'`, or write the rows as JSON lines and use `jsonl`") from None
+        raise fail("RL0753", "this data needs pyarrow, which is not installed", place=path,
+                   help="run `pip install 'rldsl[parquet]'`, or save the rows as JSON lines and use `jsonl`") from None
     return pyarrow
 
 
@@ -87,7 +87,7 @@ def readable(place: str, what: str) -> Iterator[None]:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         json = what != "row" and _starts_like_json(place)
         raise fail("RL0754", f"this {what} cannot be read", place=place, notes=(line,),
-                   help="JSON lines are read with `jsonl(...)`" if json else "write the file again") from None
+                   help="use `jsonl(...)` for JSON lines" if json else "write the file again") from None
 
 
 def _starts_like_json(path: str) -> bool:
@@ -107,8 +107,9 @@ def one_schema(files: Sequence[str], schemas: Sequence[Any]) -> Any:
             if own.get(name) != first.get(name):
                 both = ((files[0], first), (file, own))
                 shown = tuple(f"{path}: `{name}` is {types.get(name, 'missing')}" for path, types in both)
-                raise fail("RL0755", f"the files of this data differ in the column `{name}`", place=file, notes=shown,
-                           help="write all of them with the same columns and types")
+                raise fail("RL0755", f"the files of this data have different types for the column `{name}`",
+                           place=file, notes=shown,
+                           help="all files must have the same columns and types")
     return schemas[0].remove_metadata()
 
 
@@ -135,7 +136,7 @@ def check_files(path: str, files: Sequence[str], schema: Any, needs: Needs, batc
                 rows += batch.num_rows
         parts.append(Part(file, rows, made if stamped else None))
     if not any(part.rows for part in parts):
-        raise fail("RL0742", "this data has no rows", place=path, help="write some")
+        raise fail("RL0742", "this data has no rows", place=path, help="the file has no rows")
     check.errors.stop()
     return check, tuple(parts)
 
@@ -156,7 +157,7 @@ def _check_schema(pa: Any, schema: Any, check: Check, file: str) -> None:
         if name not in types:
             check.errors.add([missing(role, name, schema.names, file)])
         elif role and not _may_hold(pa, types[name]):
-            wanted = "text or a list of chat messages" if role == "prompt" else "text or assistant turns"
+            wanted = "a string or a list of chat messages" if role == "prompt" else "a string or assistant messages"
             check.errors.add([Diagnostic("RL0747", f"the column `{name}` is {types[name]}, not {wanted}", place=file)])
 
 
@@ -182,4 +183,4 @@ def _sound(pa: Any, batch: Any, file: str, before: int) -> None:
                 if "utf8" in str(error).lower():
                     raise fail("RL0743", f"the column `{name}` is not UTF-8", place=f"{file}:{before + row + 1}",
                                help="write the text as UTF-8") from None
-    raise fail("RL0754", "this file is damaged", place=file, notes=(reason,), help="write the file again")
+    raise fail("RL0754", "this file is corrupted", place=file, notes=(reason,), help="write the file again")

@@ -20,7 +20,7 @@ def no_such(path: str, what: str = "data file") -> Failure:
     folder = Path(path).parent
     there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     near = get_close_matches(Path(path).name, there, n=1)
-    return fail("RL0741", f"there is no such {what}", place=path, help=f"did you mean `{folder / near[0]}`?"
+    return fail("RL0741", f"no such {what}", place=path, help=f"did you mean `{folder / near[0]}`?"
                 if near else "paths are relative to the working directory")
 
 
@@ -29,11 +29,11 @@ def open_file(path: str) -> Any:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
-            raise fail("RL0741", "this data file cannot be opened: Is a directory", place=path,
-                       help=f"name a file in it{_reader(Path(path))}")
+            raise fail("RL0741", "this data file cannot be opened: it is a directory", place=path,
+                       help=f"give a file in it{_reader(Path(path))}")
         if not stat.S_ISREG(mode):
-            raise fail("RL0741", "this data file cannot be opened: it is no regular file", place=path,
-                       help="rows are read by position; write them to a file first")
+            raise fail("RL0741", "this data file cannot be opened: it is not a regular file", place=path,
+                       help="rows are read by byte offset; save them to a regular file first")
         return open(path, "rb")
     except FileNotFoundError:
         raise no_such(path) from None
@@ -54,4 +54,4 @@ def stamp(descriptor: int) -> Stamp:
 
 def changed(path: str) -> Failure:
     return fail("RL0752", "this data file changed during the run", place=path,
-                help="leave it alone while a run reads it; then start again")
+                help="do not change it while a run reads it; start the run again")

@@ -41,7 +41,7 @@ def _ends(file: str) -> None:
     with open_file(file) as opened:
         opened.seek(max(0, opened.seek(0, 2) - len(END)))
         if opened.read() != END:
-            raise fail("RL0754", "this file breaks off", place=file, help="write the dataset again")
+            raise fail("RL0754", "this file is truncated", place=file, help="write the dataset again")
 
 
 def files_of(path: str) -> list[str]:
@@ -51,21 +51,22 @@ def files_of(path: str) -> list[str]:
         raise no_such(path, "data directory")
     if (folder / "dataset_dict.json").exists():
         splits = sorted(p.parent.name for p in folder.glob("*/state.json"))
-        raise fail("RL0754", f"this directory holds several datasets: {', '.join(splits)}", place=path,
-                   help=f"name one: `hf(\"{folder / splits[0]}\")`" if splits else "name the directory of one")
+        raise fail("RL0754", f"this directory contains several datasets: {', '.join(splits)}", place=path,
+                   help=f"choose one: `hf(\"{folder / splits[0]}\")`" if splits else "give the directory of one")
     if not (folder / "state.json").is_file():
         parquet = folder.is_dir() and any(folder.rglob("*.parquet"))
-        raise fail("RL0754", "this is no directory of the `datasets` library: it has no `state.json`", place=path,
-                   help=f"read it with `parquet(\"{path}\")`" if parquet else "`dataset.save_to_disk(...)` writes one")
+        raise fail("RL0754", "not a directory of the `datasets` library: it has no `state.json`", place=path,
+                   help=f"read it with `parquet(\"{path}\")`" if parquet else "write one with "
+                                                                              "`dataset.save_to_disk(...)`")
     again = "write the dataset again with `dataset.save_to_disk(...)`"
     try:
         state = json.loads((folder / "state.json").read_bytes())
         names = [item["filename"] for item in state["_data_files"]]
     except (ValueError, KeyError, TypeError, OSError, RecursionError):
-        raise fail("RL0754", "this file does not name the files of a dataset", place=f"{path}/state.json",
+        raise fail("RL0754", "this file does not list the files of a dataset", place=f"{path}/state.json",
                    help=again) from None
     if not all(isinstance(n, str) and Path(n).name == n not in ("", "..") for n in names):
-        raise fail("RL0754", "this file names files outside its directory", place=f"{path}/state.json", help=again)
+        raise fail("RL0754", "this file lists files outside its directory", place=f"{path}/state.json", help=again)
     if not names:
-        raise fail("RL0742", "this dataset is empty", place=path, help="write one with rows")
+        raise fail("RL0742", "this dataset is empty", place=path, help="save a dataset that has rows")
     return [str(folder / n) for n in names]

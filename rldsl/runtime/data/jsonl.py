@@ -24,7 +24,7 @@ from rldsl.runtime.data.row_schema import Check, Needs, Row, Scanned, kind_of
 
 BLOCK = 1 << 20  # bytes read at once
 _DECODER = json.JSONDecoder()
-SHAPE = 'each line is one object, such as {"prompt": "2+2="}'
+SHAPE = "each line must be a JSON object such as {\"prompt\": \"2+2=\"}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def scan(path: str, needs: Needs) -> Scanned:
                     check.errors.add([row])
             offsets.frombytes(starts[full].tobytes())
     if check is None:
-        raise fail("RL0742", "this data file is empty", place=path, help="write one JSON object a line")
+        raise fail("RL0742", "this data file is empty", place=path, help="write one JSON object per line")
     return check.finish(JsonLines(path, offsets, blanks, made))
 
 
@@ -115,7 +115,7 @@ def parse(raw: bytes, place: str) -> Row | Diagnostic:
     except (json.JSONDecodeError, RecursionError) as error:
         where = f"{error.msg[:1].lower()}{error.msg[1:]} at column {error.colno}" if isinstance(
             error, json.JSONDecodeError) else "it is nested too deeply"
-        return Diagnostic("RL0744", f"this line is not JSON: {where}", place=place, help=_format(raw) or SHAPE)
+        return Diagnostic("RL0744", f"this line is not valid JSON: {where}", place=place, help=_format(raw) or SHAPE)
     if not isinstance(row, dict):
         return Diagnostic("RL0745", f"this line is {kind_of(row)}, not an object", place=place,
                           help=_format(raw) or SHAPE)
@@ -127,7 +127,7 @@ def _format(raw: bytes) -> str:
     if raw.startswith(b"PAR1"):
         return "this is a Parquet file: read it with `parquet(...)`"
     if raw.lstrip().startswith(b"["):
-        return f"{SHAPE}; a file that is one JSON list becomes that with `jq -c '.[]'`"
+        return f"{SHAPE}; to convert a JSON list, run `jq -c '.[]'`"
     return ""
 
 

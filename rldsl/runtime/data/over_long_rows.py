@@ -39,13 +39,13 @@ def within(data: Data, table: Table, tokens: Tokens, speaks: bool) -> tuple[Tabl
     if not dropped:
         return table, ""
     return Kept(table, np.frombuffer(kept, np.int64) if kept else np.empty(0, np.int64)), (
-        f"data {data.name}: {dropped} of {len(table)} rows dropped, because they are longer than {_limits(data)}")
+        f"data {data.name}: {dropped} of {len(table)} rows dropped because they are longer than {_limits(data)}")
 
 
 def _truncated(data: Data, table: Table, tokens: Tokens) -> str:
     looked = range(len(table)) if len(table) <= LOOKED else sorted(Random(0).sample(range(len(table)), LOOKED))
     count = sum(bool(excess) for _, excess in _excess(data, table, tokens, looked))
-    of = f"{len(table)} rows" if len(looked) == len(table) else f"the {len(looked)} rows looked at"
+    of = f"{len(table)} rows" if len(looked) == len(table) else f"the {len(looked)} rows checked"
     return f"data {data.name}: {count} of {of} truncated to {_limits(data)}" if count else ""
 
 
@@ -78,4 +78,4 @@ def _limit(data: Data, role: str) -> int:
 
 def _says(data: Data, column: str, role: str, count: int) -> str:
     option = "max_prompt_tokens" if role == "prompt" else "max_answer_tokens"
-    return f"`{column}` has {count} tokens, and {option}={_limit(data, role)}"
+    return f"`{column}` has {count} tokens, but {option}={_limit(data, role)}"

@@ -61,7 +61,8 @@ def _writing(writer: Any, path: str) -> Any:
 def _no_room(path: str, error: OSError) -> Failure:
     return fail("RL0758", f"the rows cannot be written to the temporary directory: {error.strerror or error}",
                 place=path, notes=(f"temporary directory: {tempfile.gettempdir()}",),
-                help="make room there, or set TMPDIR to a directory with room for the rows as Arrow")
+                help="free disk space there, or set TMPDIR to a directory with enough space for the rows in Arrow "
+                     "format")
 
 
 def files_of(path: str) -> list[str]:

@@ -70,23 +70,24 @@ def compare(name: str, then: Reading, now: Reading, begun: bool) -> Diagnostic |
         changed = [*declared, *changed, *(["rows"] if then.rows != now.rows else [])]
     told = tuple(f"{f}: {_text(getattr(then, f))} -> {_text(getattr(now, f))}" for f in changed)
     if changed and begun:
-        return Diagnostic("RL0764", f"the position in `{name}` would mean other rows", place=shown(now.path),
-                          notes=told, help="rows would be left out or come twice: go on with what the checkpoint was "
-                          "made with, or begin a new run from saved models")
+        return Diagnostic("RL0764", f"the position in `{name}` is no longer valid", place=shown(now.path),
+                          notes=told,
+                          help="rows would be skipped or read twice: resume with the original data settings, or start "
+                               "a new run from the saved models")
     if then.sha256 == now.sha256:
         return None
     sizes = "; ".join(f"{what}: {a} -> {b}" for what, a, b in (("bytes", then.bytes, now.bytes),
                                                                ("rows", then.rows, now.rows)) if a != b)
-    return Diagnostic("RL0765", f"the data of `{name}` changed since the checkpoint was made"
-                      + (": rows of this epoch may come twice or not at all" if begun else ""),
+    return Diagnostic("RL0765", f"the data of `{name}` changed since the checkpoint"
+                      + (": some rows of this epoch may be read twice or skipped" if begun else ""),
                       place=shown(now.path), severity="warning", notes=(sizes,) if sizes else ())
 
 
 def unknown(name: str, now: Reading) -> Diagnostic:
     """A source that the run of the checkpoint did not have."""
-    return Diagnostic("RL0765", f"`{name}` is not in the checkpoint: it is read from its first row", severity="warning",
-                      place=shown(now.path), help="a source that was given another name gets back its position under "
-                      "the name that it had")
+    return Diagnostic("RL0765", f"`{name}` is not in the checkpoint: reading starts at its first row",
+                      severity="warning",
+                      place=shown(now.path), help="to keep the position of a renamed source, use its old name")
 
 
 def _text(value: object) -> str:

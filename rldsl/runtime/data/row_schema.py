@@ -21,7 +21,7 @@ Row = dict[str, Any]
 SIDES = {"chosen": "pos_answers", "rejected": "neg_answers"}  # role -> the name of its column in ReaL's data
 LARGEST = 3.4e38  # a float32
 SHOWN = 5  # errors in full; the others are counted
-ASSISTANT = 'an answer is text, or assistant turns: [{"role": "assistant", "content": "..."}]'
+ASSISTANT = "an answer must be a string or assistant messages: [{\"role\": \"assistant\", \"content\": \"...\"}]"
 
 
 class Table(Protocol):
@@ -151,13 +151,14 @@ def missing(role: str, name: str, there: Sequence[str], place: str) -> Diagnosti
     shown = ", ".join(f"`{k}`" for k in there) or "none"
     near = get_close_matches(name, there, n=1, cutoff=0.5)
     if not role:
-        help_ = "every row needs it, as the data declaration says with `numbers=`"
+        help_ = "it is listed in `numbers=` of the data declaration, so every row needs it"
         help_ = f"did you mean `{near[0]}`?" if near else help_
     elif near:
-        help_ = f"did you mean `{near[0]}`? Say `{role}=\"{near[0]}\"` in the data declaration"
+        help_ = f"did you mean `{near[0]}`? If so, set `{role}=\"{near[0]}\"` in the data declaration"
     else:
-        help_ = f"add it, or name another with `{role}=\"...\"` in the data declaration"
-    return Diagnostic("RL0746", f"the column `{name}` is missing", place=place, notes=(f"columns here: {shown}",),
+        help_ = f"add it, or set another column with `{role}=\"...\"` in the data declaration"
+    return Diagnostic("RL0746", f"the column `{name}` is missing", place=place,
+                      notes=(f"columns in this row: {shown}",),
                       help=help_)
 
 
@@ -186,9 +187,9 @@ def _column(row: Row, role: str, name: str, place: str) -> Diagnostic | None:
         if all(map(_message, value)):
             return _text_of(value, f"the column `{name}`", place)
         return Diagnostic("RL0747", f"the column `{name}` is a list, but not of chat messages", place=place,
-                          help='a message is {"role": "user", "content": "..."}')
+                          help="a message has the form {\"role\": \"user\", \"content\": \"...\"}")
     if not isinstance(value, str):
-        return Diagnostic("RL0747", f"the column `{name}` is {kind_of(value)}, not text or a list of chat messages",
+        return Diagnostic("RL0747", f"the column `{name}` is {kind_of(value)}, not a string or a list of chat messages",
                           place=place)
     if not value:
         return Diagnostic("RL0749", "the prompt is empty", place=place, help="remove the row")
@@ -199,14 +200,15 @@ def _answer(value: Any, what: str, row: Row, place: str) -> Diagnostic | None:
     if isinstance(value, str):
         return _text_of(value, what, place)
     if not isinstance(value, list) or not value:
-        return Diagnostic("RL0747", f"{what} is {kind_of(value)}, not text or assistant turns", place=place,
+        return Diagnostic("RL0747", f"{what} is {kind_of(value)}, not a string or assistant messages", place=place,
                           help=ASSISTANT)
     if not all(map(_message, value)):
         return Diagnostic("RL0747", f"{what} is a list, but not of chat messages", place=place, help=ASSISTANT)
     other = next((m["role"] for m in value if m["role"] != "assistant"), None)
     if other is not None:
-        return Diagnostic("RL0747", f"{what} has a turn of `{other}`", place=place,
-                          help="an answer holds assistant turns only; all turns before it belong in the prompt")
+        return Diagnostic("RL0747", f"{what} contains a message with the role `{other}`", place=place,
+                          help="an answer may contain only assistant messages; all earlier messages belong in the "
+                               "prompt")
     return _text_of(value, what, place)
 
 
@@ -217,8 +219,8 @@ def _message(value: Any) -> bool:
 def _text_of(value: Any, what: str, place: str) -> Diagnostic | None:
     if _whole(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)):
         return None
-    return Diagnostic("RL0743", f"{what} holds half of a surrogate pair", place=place,
-                      help="write characters as UTF-8, or as both halves of their escape")
+    return Diagnostic("RL0743", f"{what} contains an unpaired surrogate", place=place,
+                      help="write the character as UTF-8, or as a complete surrogate pair of escapes")
 
 
 def _sides(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
@@ -230,8 +232,8 @@ def _sides(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
         return None
     shown = [f"`{roles[side]}` has {n} answers" if n else f"`{roles[side]}` is one answer"
              for side, n in zip(SIDES, counts)]
-    return Diagnostic("RL0757", f"these answers make no pairs: {' and '.join(shown)}", place=place,
-                      help="the first of one side and the first of the other are a pair, and so on")
+    return Diagnostic("RL0757", f"these answers cannot be paired: {' and '.join(shown)}", place=place,
+                      help="both lists must have the same length: the first answers of both form a pair, and so on")
 
 
 def _chat_after_text(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
@@ -241,7 +243,8 @@ def _chat_after_text(row: Row, roles: Mapping[str, str], place: str) -> Diagnost
     for role, name in roles.items():
         value = row.get(name)
         if role != "prompt" and isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value):
-            return Diagnostic("RL0747", f"the column `{name}` has chat messages, and the prompt is text", place=place,
+            return Diagnostic("RL0747", f"the column `{name}` has chat messages, but the prompt is a string",
+                              place=place,
                               help='write the prompt as messages too: [{"role": "user", "content": "..."}]')
     return None
 
@@ -250,6 +253,6 @@ def kind_of(value: Any) -> str:
     """What a value is, in words of JSON."""
     if value == []:
         return "an empty list"
-    names = {bool: "a truth value", int: "a number", float: "a number", str: "a text", list: "a list",
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list",
              dict: "an object", type(None): "null"}
     return names.get(type(value)) or f"a {type(value).__name__}"

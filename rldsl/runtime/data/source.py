@@ -123,5 +123,5 @@ def open_source(data: Data, steps_needed: int, speaks: bool = False) -> Source:
 
 def _enough(data: Data, table: Table, note: str) -> None:
     if len(table) < data.batch:
-        raise fail("RL0748", f"this data has {len(table)} rows, and a batch needs {data.batch}", place=data.path,
+        raise fail("RL0748", f"this data has {len(table)} rows, but a batch needs {data.batch}", place=data.path,
                    notes=(note,) if note else (), help=f"add rows, or declare `batch={max(1, len(table))}` or less")

@@ -66,8 +66,9 @@ class Tokens:
         """What the template adds to the prompt for the assistant's turns, up to the last end of a sequence."""
         before, after = self._chat(prompt, place), self._chat([*prompt, *answer], place, generation=False)
         if not after.startswith(before):
-            raise fail("RL0750", "the chat template does not put the answer behind the prompt as it is for generation",
-                       place=place, notes=(f"tokenizer: {self.directory}",), help="write the answer as text")
+            raise fail("RL0750", "the chat template renders the prompt differently when an answer follows",
+                       place=place, notes=(f"tokenizer: {self.directory}",),
+                       help="provide the prompt and the answer as strings")
         ids = self._ids(after[len(before) :], special=False)
         last = max((i for i, token in enumerate(ids) if token in self.ends), default=-1)
         ended = last >= 0 and not self.tokenizer.decode(ids[last + 1 :]).strip()  # a template may close with a new line
@@ -75,15 +76,15 @@ class Tokens:
 
     def _chat(self, messages: list[dict[str, Any]], place: str, generation: bool = True) -> str:
         if not self.tokenizer.chat_template:
-            raise fail("RL0750", "the prompt is a list of chat messages, and the tokenizer has no chat template",
+            raise fail("RL0750", "the prompt is a list of chat messages, but the tokenizer has no chat template",
                        place=place, notes=(f"tokenizer: {self.directory}",),
-                       help="use a chat model's tokenizer, or write the prompt as text")
+                       help="use the tokenizer of a chat model, or provide the prompt as a string")
         # Arrow gives every message all the fields that any message has
         given = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in messages]
         try:
             return str(self.tokenizer.apply_chat_template(given, add_generation_prompt=generation, tokenize=False))
         except Exception as error:  # a template is a program: it may raise anything
-            raise fail("RL0750", f"the chat template does not take these messages: {error}", place=place) from None
+            raise fail("RL0750", f"the chat template rejects these messages: {error}", place=place) from None
 
 
 def load_tokenizer(data: Data) -> Any:
@@ -92,19 +93,19 @@ def load_tokenizer(data: Data) -> Any:
 
     directory = data.tokenizer
     if not Path(directory).is_dir():
-        raise fail("RL0751", "there is no such tokenizer directory", place=directory,
-                   help=f"the data `{data.name}` is read with the tokenizer of this model")
+        raise fail("RL0751", "no such tokenizer directory", place=directory,
+                   help=f"the data `{data.name}` uses the tokenizer of this model")
     if not any(f.name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for f in Path(directory).iterdir()):
         # transformers would make an empty tokenizer of the model's class from config.json alone
         raise fail("RL0751", "the tokenizer cannot be loaded: this directory has no tokenizer", place=directory,
-                   help="the directory needs the files that `tokenizer.save_pretrained` writes")
+                   help="the directory needs the files written by `tokenizer.save_pretrained`")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its readers meet
         raise fail("RL0751", "the tokenizer cannot be loaded", place=directory,
                    notes=(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",),
-                   help="the directory needs the files that `tokenizer.save_pretrained` writes") from None
+                   help="the directory needs the files written by `tokenizer.save_pretrained`") from None
     if data.kind != "prompts" and tokenizer.eos_token_id is None:
         raise fail("RL0751", "the tokenizer has no end-of-sequence token", place=directory,
-                   help="answers are closed by it; set `eos_token` in its tokenizer_config.json")
+                   help="it marks the end of answers; set `eos_token` in tokenizer_config.json")
     return tokenizer

@@ -11,10 +11,11 @@ from rldsl.postmortem.findings_text import notes, place, title
 
 SURE = ("gone", "stopped", "silent")  # also where nothing but a request ends the run
 HELP = {
-    "gone": "killed from outside, or out of memory? the system's log knows",
-    "stopped": "something stopped the process (SIGSTOP, a debugger), and nothing let it go on",
-    "silent": "killed or stopped on another machine, or in a long call that holds Python's lock",
-    "waited for": "a Python function that does not return? more work than `--timeout` allows?",
+    "gone": "it was killed, possibly because memory ran out; see the system log",
+    "stopped": "the process was suspended (SIGSTOP, a debugger) and not continued",
+    "silent": "it was killed or suspended on another machine, or is in a long call that holds Python's global "
+              "interpreter lock",
+    "waited for": "a Python function does not return, or the work takes longer than `--timeout`",
 }
 
 
@@ -23,11 +24,11 @@ def own_words(error: BaseException, rank: int, where: str) -> tuple[Diagnostic, 
     if isinstance(error, Failure):
         return error.diagnostics
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return (Diagnostic("RL0707", f"rank {rank} is out of memory", place=where,
-                           help="give the call a larger mesh, more tp or pp, a smaller mbs, or offload=true"),)
+        return (Diagnostic("RL0707", f"rank {rank} ran out of memory", place=where,
+                           help="use a larger mesh, a larger tp or pp, a smaller mbs, or offload=true"),)
     if lost_contact(error):
         return ()
-    return (Diagnostic("RL0799", f"internal error (please report): {type(error).__name__}: {error}", place=where),)
+    return (Diagnostic("RL0799", f"internal error (please report it): {type(error).__name__}: {error}", place=where),)
 
 
 def lost_contact(error: BaseException) -> bool:
@@ -43,9 +44,9 @@ def others(findings: Findings | None, otherwise: str, where: str, said: str, ask
     """That the run ends because of other ranks. otherwise: the title when none is to blame. said: by the communication
     library. asked: the run was told to stop, and that ranks wait is no reason. more: a last piece of advice."""
     causes = [c.why for c in findings.culprits if not asked or c.why in SURE] if findings else []
-    notes_ = (f"the library said: {said}",) if said else ()
+    notes_ = (f"message of the library: {said}",) if said else ()
     if findings and causes:
         otherwise, where, notes_ = title(findings), place(findings) or where, (*notes(findings), *notes_)
     advice = (HELP[why] for why in dict.fromkeys(causes) if why in HELP)
-    helps = [*advice, "checkpoints that were written are whole", more]
+    helps = [*advice, "checkpoints that were written are complete", more]
     return Diagnostic("RL0709", otherwise, place=where, notes=notes_, help="; ".join(x for x in helps if x))

@@ -83,7 +83,7 @@ class Watch:
             self._stop(said)
         if isinstance(error, Failure):  # another rank has the words
             self._blame("a rank failed")
-        self._blame("another rank stopped without a word", " ".join(str(error).split())[:300])
+        self._blame("another rank exited without an error message", " ".join(str(error).split())[:300])
 
     def _blame(self, otherwise: str, said: str = "", asked: bool = False) -> NoReturn:
         """Name the ranks that are silent, or those that the others wait for; stop (`blame.others`)."""
@@ -94,7 +94,7 @@ class Watch:
             turn += 1
         before = self.signs.all()
         signs = self.signs.compared(before, self._pass(SILENCE))
-        self._limit("working out who waited for whom took too long")
+        self._limit("finding out which rank waited for which took too long")
         findings = self._findings(signs)
         self._stop((others(findings, otherwise, self._where(), said, asked, self._more()),), signs)
 
@@ -118,7 +118,7 @@ class Watch:
                 self._follow()
             still = stillness.seconds(stand)
             if self.ring.walks and next_rank.gone(SILENCE, FAR_LATE if self._late else FAR, still):
-                self._blame(f"rank {next_rank.rank} has stopped without a word")
+                self._blame(f"rank {next_rank.rank} exited without an error message")
             if stand.seconds < self._timeout:
                 due, turn = self._timeout, 0
             elif stand.seconds >= due:
@@ -142,7 +142,7 @@ class Watch:
         overdue = [t.rank for t in findings.traces if t.rank in waited and t.stand and t.stand.seconds >= self._timeout]
         if overdue:
             rank = self.rank if self.rank in overdue else overdue[0]
-            self._blame(f"rank {rank} waited longer than {self._timeout:g} s for others")
+            self._blame(f"rank {rank} waited more than {self._timeout:g} s for other ranks")
 
     def _limit(self, slow: str = "") -> None:
         """From now on the process ends within some seconds, even when the store does not answer; the next call gives it
@@ -155,9 +155,9 @@ class Watch:
     def _ends(self) -> None:
         while (left := self._until - time.monotonic()) > 0:
             time.sleep(min(left, BEAT))
-        why = self._slow or f"the store of the run{', or its disk,' if self.out else ''} does not answer"
+        why = self._slow or f"the rendezvous store{', or its disk,' if self.out else ''} does not respond"
         advice = self._more() if self._slow else (
-            "the machine of torchrun's endpoint, or the file system of `--out`, is gone or cannot be reached")
+            "the machine of torchrun's rendezvous endpoint, or the file system of `--out`, is down or unreachable")
         print(render((Diagnostic("RL0709", why, place=self._where(), help=advice),)), file=sys.stderr, flush=True)
         last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
         last.start()
@@ -221,7 +221,7 @@ class Watch:
         return analyse(self._plan.plan, traces(self.world, {}, signs))
 
     def _more(self) -> str:
-        return f"`rlc postmortem {self.out}` tells where each rank was" if self.out is not None else ""
+        return f"to see where each rank was, run `rlc postmortem {self.out}`" if self.out is not None else ""
 
     def _where(self) -> str:
         return "start-up" if self.ring.event is None else event_text(self.ring.event)

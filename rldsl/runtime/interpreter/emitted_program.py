@@ -33,7 +33,7 @@ class Program:
     def check_plan(self, file: PlanFile) -> None:
         """RL0791: the program was emitted from another plan."""
         if file.id != self.plan:
-            raise fail("RL0791", f"this program was emitted from plan {self.plan}, and this is plan {file.id}",
+            raise fail("RL0791", f"this program was emitted from plan {self.plan}, but this is plan {file.id}",
                        place=file.name, help=f"emit it again: rlc emit {file.name} --rank all")
 
     def run(self, interpreter: Interpreter) -> None:
@@ -85,7 +85,8 @@ class Rank:
     def _none(self, asked: str, there: Any) -> Failure:
         rank = self.state.context.rank
         return fail("RL0792", f"rank {rank} has no {asked} here", place=f"rank {rank}",
-                    help=f"there are {', '.join(map(str, there)) or 'none'}; `rlc show PLAN --rank {rank}` tells more")
+                    help=f"available: {', '.join(map(str, there)) or 'none'}; for details run `rlc show PLAN --rank "
+                         f"{rank}`")
 
     load = partialmethod(_do, kind="load")
     fetch = partialmethod(_do, kind="fetch")

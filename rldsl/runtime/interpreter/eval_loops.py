@@ -60,11 +60,12 @@ def check_evaluations(context: RunContext, reader: DataReader, items: Sequence[I
         data = context.data[name]
         rows = sorted({int(f[i]) for f in found} - {-1})
         if len(rows) > 1:
-            raise fail("RL0779", f"ranks see files of {rows[0]} and of {rows[-1]} rows under this name",
+            raise fail("RL0779", f"ranks see different files under this name, with {rows[0]} and {rows[-1]} rows",
                        place=data.path, help="give every machine the same data")
         if rows and rows[0] > loop.trips * data.batch:
-            raise fail("RL0779", f"this data has {rows[0]} rows, and `eval {name}` has room for {loop.trips} batches "
-                       f"of {data.batch}", place=data.path,
+            raise fail("RL0779",
+                       f"this data has {rows[0]} rows, but `eval {name}` allows at most {loop.trips} batches of "
+                       f"{data.batch}", place=data.path,
                        help=f"write `eval {name} max {-(-rows[0] // data.batch)}` and compile again")
 
 

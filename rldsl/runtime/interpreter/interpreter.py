@@ -195,7 +195,8 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             _finish(state)
     if context.rank == 0:
         if step.stopped:
-            print(f"stopped after step {step.number}, as asked; `--resume` goes on from there", file=sys.stderr,
+            print(f"stopped after step {step.number} as requested; use `--resume` to continue from there",
+                  file=sys.stderr,
                   flush=True)
         made = step.number - first
         write_summary(context.plan, context.out, summarise(context.plan, context.out, step.number, made, seconds))

@@ -33,9 +33,9 @@ def refuse(context: RunContext, step: int, event: Train, rows: Mapping[str, torc
     kept = f"the minibatch is in {folder}" if not failed else \
         f"the minibatch could not be written to {folder}" + (f": {problem}" if problem else "")
     raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,
-               notes=(f"loss: {loss}; nothing was updated", kept),
-               help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its "
-                    "data; `nonfinite=skip` leaves such minibatches out")
+               notes=(f"loss: {loss}; no parameter was updated", kept),
+               help="look for a division by zero, a logarithm of 0 or an overflow of `exp` in the loss and its data; "
+                    "use `nonfinite=skip` to skip such minibatches")
 
 
 def _write(file: Path, rows: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> str:

@@ -94,9 +94,9 @@ def _resumed(context: RunContext, options: Options) -> Resume | None:
     lacking = [m.name for m in context.plan.models if (m.home or m.sources) and not held.has(m.name)]
     lacking += [s.value for s in context.plan.states if s.value not in held.states]
     if lacking:
-        raise fail("RL0762", f"the checkpoint does not hold `{'`, `'.join(lacking)}`", place=str(held.path),
-                   notes=(f"it holds {', '.join([*held.names, *held.states])}",),
-                   help="go on with the program that made it, or start a new run with another `--out`")
+        raise fail("RL0762", f"the checkpoint does not contain `{'`, `'.join(lacking)}`", place=str(held.path),
+                   notes=(f"it contains {', '.join([*held.names, *held.states])}",),
+                   help="resume with the program that wrote it, or start a new run with another `--out`")
     return held
 
 
@@ -129,9 +129,9 @@ def settle(context: RunContext, held: Resume | None, options: Options, begun: Ca
         drop_unfinished(context.out)
         if held is not None:
             drop_later(context.out, held)
-            more = f"after step {held.step}" if held.step < context.plan.header.steps else "where nothing is left to do"
-            notes = (f"note: since it was made, {shown(change)}" for change in held.changes)
-            print("\n".join([f"goes on from {held.path}, {more}", *notes]), file=sys.stderr, flush=True)
+            more = f"after step {held.step}" if held.step < context.plan.header.steps else "which is the last step"
+            notes = (f"note: changed since the checkpoint: {shown(change)}" for change in held.changes)
+            print("\n".join([f"resuming from {held.path}, {more}", *notes]), file=sys.stderr, flush=True)
         begun()
     dist.barrier()  # what is removed is gone for all
 
@@ -154,7 +154,7 @@ def _writable(out: str | Path) -> Path:
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise fail("RL0705", f"the output directory cannot be made: {error.strerror}", place=str(out)) from None
+        raise fail("RL0705", f"the output directory cannot be created: {error.strerror}", place=str(out)) from None
     return Path(out)
 
 

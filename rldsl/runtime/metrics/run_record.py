@@ -36,7 +36,7 @@ RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
 OWN = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb",
        "checkpoints/step-[0-9]*", "checkpoints/.step-[0-9]*.partial", "failed-batch-step-[0-9]*")
 LOG = re.compile(r"rank-(\d+)\.log")
-CONTRADICTION = "--resume goes on with what is there and --overwrite removes it: give one of them"
+CONTRADICTION = "--resume continues the existing run and --overwrite deletes it: use one of them"
 PACKAGES = ("rldsl", "torch", "transformers")
 
 
@@ -79,10 +79,10 @@ def refuse(out: Path) -> None:
     """Where a new run must not begin."""
     held = read(out)
     if held is not None and held["state"] in (RUNNING, FINISHED):
-        what = "a run that is going on" if held["state"] == RUNNING else "a finished run"
-        ways = "`--resume` goes on from its last checkpoint" if last_checkpoint(out) is not None else ""
-        raise fail("RL0781", f"this directory holds {what}", place=str(out), notes=(_told(held),), help="; ".join(
-            x for x in ("`--out` names another directory", ways, "`--overwrite` removes it") if x))
+        what = "an active run" if held["state"] == RUNNING else "a finished run"
+        ways = "use `--resume` to continue from its last checkpoint" if last_checkpoint(out) is not None else ""
+        raise fail("RL0781", f"this directory contains {what}", place=str(out), notes=(_told(held),), help="; ".join(
+            x for x in ("use `--out` to choose another directory", ways, "use `--overwrite` to delete it") if x))
     refuse_checkpoints(out)
 
 
@@ -91,13 +91,13 @@ def refuse_checkpoints(out: Path) -> None:
     step = last_checkpoint(out)
     if step is not None:
         program = (read(out) or {}).get("program", "of an unknown program")
-        raise fail("RL0763", f"this directory holds checkpoints ({program}, step {step})", place=str(out),
-                   help="`--resume` goes on from the last one; `--out` names another directory; "
-                   "`--overwrite` removes them")
+        raise fail("RL0763", f"this directory contains checkpoints ({program}, step {step})", place=str(out),
+                   help="use `--resume` to continue from the last one, `--out` to choose another directory, or "
+                        "`--overwrite` to delete them")
 
 
 def _told(held: dict[str, Any]) -> str:
-    return f"{held.get('program', 'unknown')}, begun {held.get('started', 'at an unknown time')}"
+    return f"{held.get('program', 'unknown')}, started {held.get('started', 'at an unknown time')}"
 
 
 def last_checkpoint(out: Path) -> int | None:
@@ -129,8 +129,8 @@ def claim(out: Path, resume: Path | None, again: bool = False, overwrite: bool =
     held = read(out)
     goes_on = resume is not None and within(out, resume)
     if goes_on and held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname():
-        raise fail("RL0781", "this directory holds a run that is going on", place=str(out), notes=(_told(held),),
-                   help="wait until it has ended; `kill -TERM` ends one with checkpoints after its step")
+        raise fail("RL0781", "this directory contains an active run", place=str(out), notes=(_told(held),),
+                   help="wait until it has finished; `kill -TERM` stops a run with checkpoints after the current step")
     if not goes_on and not overwrite:
         refuse(out)
     return Claim(resume, goes_on)

@@ -33,7 +33,7 @@ def needed(module: str, option: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise fail("RL0782", f"{option} needs a package that is not installed: {error.name or module}",
+        raise fail("RL0782", f"{option} needs the package {error.name or module}, which is not installed",
                    place=option, help=f"pip install 'rldsl[{extra}]'") from None
 
 
@@ -79,8 +79,8 @@ class Wandb:
                                    config=dict(config), settings=wandb.Settings(console="off", silent=True))
         except Exception as error:  # whatever a library of this size brings: no network, no key, a full disk
             said = " ".join(str(error).split())[:300] or type(error).__name__
-            raise fail("RL0787", f"Weights & Biases cannot begin: {said}", place=f"--wandb {mode}",
-                       help="`--wandb offline` needs neither a network nor a key") from None
+            raise fail("RL0787", f"Weights & Biases cannot start: {said}", place=f"--wandb {mode}",
+                       help="`--wandb offline` needs no network access and no API key") from None
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)

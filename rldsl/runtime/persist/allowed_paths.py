@@ -31,17 +31,18 @@ def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = (), only: str =
     for path in (only,) if only else found.writes:
         place = _resolved(path.replace(OUT, str(out)).replace(STEP, str(step)))
         if place is None:
-            problems.append(_refused(path, "a save names a place that cannot exist", "name another one"))
+            problems.append(_refused(path, "invalid path in a save", "choose another path"))
         elif not (own in place.parents or here in place.parents or any(n in (place, *place.parents) for n in named)):
             problems.append(_refused(
                 path, f"a save would write outside the run and working directories, to {shown(str(place))}",
-                f"`--allow-write {shown(str(place.parent))}` allows it; or save to a path inside them"))
+                f"allow it with `--allow-write {shown(str(place.parent))}`, or save inside these directories"))
         elif over := [p for p, real in read.items() if place == real or place in real.parents]:
             problems.append(_refused(path, f"a save would replace {shown(over[0])}, which the plan reads",
                                      "save to another directory"))
         elif foreign(Path(path.replace(OUT, str(out)).replace(STEP, str(step)))):
-            problems.append(_refused(path, f"a save would replace {shown(str(place))}, which no save has written",
-                                     f"save to another directory, or remove that one; a save leaves {MARK} in its own"))
+            problems.append(_refused(path, f"a save would replace {shown(str(place))}, which was not written by a save",
+                                     "save to another directory, or delete that one; directories written by a save "
+                                     f"contain {MARK}"))
     if problems:
         raise Failure(problems)
 

@@ -82,7 +82,7 @@ class Resume:
             try:
                 shard.load_schedule_state(self.models[model.name])
             except KeyError as error:
-                raise _damaged(self.path, f"no count {error} of {model.name}") from None
+                raise _damaged(self.path, f"the checkpoint lacks the count {error} of {model.name}") from None
 
     def _cover(self, name: str, box: Box) -> list[tuple[Box, tuple[Box, Path, str]]]:
         """Boxes that make up `box`, each with a stored one that contains it."""
@@ -94,8 +94,9 @@ class Resume:
             found += [(part, entry) for b in lacking if (part := intersect(b, entry[0])) is not None]
             lacking = [rest for b in lacking for rest in subtract(b, entry[0])]
         if lacking:
-            raise fail("RL0762", f"the checkpoint does not hold all of {name.replace('|', ' ')}", place=str(self.path),
-                       help="it belongs to a model of another shape; start a new run")
+            raise fail("RL0762", f"the checkpoint contains only a part of {name.replace('|', ' ')}",
+                       place=str(self.path),
+                       help="it was saved from a model with a different shape; start a new run")
         return found
 
 
@@ -105,26 +106,29 @@ def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resu
     may differ for a while, and ranks that tried other checkpoints, or more of them, would not go on from one."""
     whole, names = json.loads(from_first(json.dumps(_candidates(asked)), device))
     if not names:
-        raise fail("RL0760", "there is no checkpoint to resume from", place=str(asked),
-                   help="`checkpoint every K` in the flow writes them; without `--resume` the run starts anew")
+        raise fail("RL0760", "no checkpoint to resume from", place=str(asked),
+                   help="`checkpoint every K` in the flow writes checkpoints; without `--resume` the run starts from "
+                        "the beginning")
     notes: list[str] = []
     for path in map(Path, names):
         if other := others_than_first(_bytes(path / MANIFEST), device):
-            raise fail("RL0766", f"rank{'s' * (len(other) > 1)} {ranks_text(other)} and rank 0 do not see the same "
-                       "checkpoint", place=str(path / MANIFEST), help="`--out` and what `--resume` names must be one "
-                       "directory that every machine reads; where it is, wait a minute: its caches may be behind")
+            raise fail("RL0766",
+                       f"rank{'s' * (len(other) > 1)} {ranks_text(other)} and rank 0 see different checkpoints",
+                       place=str(path / MANIFEST),
+                       help="the directories of `--out` and `--resume` must be on a file system shared by all "
+                            "machines; if they are, try again in a minute: its caches may be outdated")
         problem, keys = _share(path)
         if not anywhere((bool(problem),), dist.group.WORLD, device)[0]:
             every = [entry for text in from_all(json.dumps(keys), device) for entry in json.loads(text)]
             return _read(path, header, every)
         if problem:
             notes.append(f"{path}: {problem}")
-            print(f"warning: the checkpoint {path} is damaged ({problem})"
-                  + ("" if whole else "; the one before it is taken"), file=sys.stderr, flush=True)
+            print(f"warning: the checkpoint {path} is corrupted ({problem})"
+                  + ("" if whole else "; using the previous one"), file=sys.stderr, flush=True)
     if not notes:
         raise Failure([])  # another rank has the words
-    raise fail("RL0761", "no checkpoint is whole", place=str(asked), notes=tuple(notes),
-               help="copy one from a backup, or start anew without `--resume`")
+    raise fail("RL0761", "all checkpoints are corrupted", place=str(asked), notes=tuple(notes),
+               help="restore one from a backup, or start from the beginning without `--resume`")
 
 
 def _candidates(asked: Path) -> tuple[bool, list[str]]:
@@ -160,7 +164,7 @@ def _share(path: Path) -> tuple[str, list[tuple[str, str]]]:
         for name, said in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
             file = path / Path(name).name
             if not file.is_file() or file.stat().st_size != said["bytes"] or digest(file) != said["sha256"]:
-                return f"{name} is not as it was written", []
+                return f"{name} has changed since it was written", []
             keys += [(file.name, key) for key in _keys(file)]
     except DAMAGE as error:
         return f"{MANIFEST} cannot be read: {shown(str(error)[:300])}", []
@@ -176,7 +180,7 @@ def _keys(file: Path) -> list[str]:
             if [b - a for a, b in box] != tensor.get_shape() or min(a for a, _ in box) < 0:
                 raise ValueError(f"{file.name}: {key} has shape {tensor.get_shape()}")
             if tensor.get_dtype() not in FLOATS:
-                raise ValueError(f"{file.name}: {key} is stored as {tensor.get_dtype()}")
+                raise ValueError(f"{file.name}: {key} has the type {tensor.get_dtype()}")
     return keys
 
 
@@ -195,8 +199,8 @@ def _read(path: Path, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]
 
 
 def _damaged(path: Path, why: str) -> Failure:
-    return fail("RL0761", "the checkpoint is damaged", place=str(path), notes=(shown(why[:300]),),
-                help="copy it from a backup, or start anew without `--resume`")
+    return fail("RL0761", "the checkpoint is corrupted", place=str(path), notes=(shown(why[:300]),),
+                help="restore it from a backup, or start from the beginning without `--resume`")
 
 
 def _stored(path: Path, keys: Sequence[tuple[str, str]]) -> Mapping[str, Stored]:
@@ -209,7 +213,7 @@ def _stored(path: Path, keys: Sequence[tuple[str, str]]) -> Mapping[str, Stored]
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < MOST:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 

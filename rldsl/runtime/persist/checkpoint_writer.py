@@ -161,7 +161,8 @@ class Writer:
             return Failure([])  # another rank has the words
         return Failure([Diagnostic("RL0706", f"the checkpoint cannot be written: {self.problem}",
                                    place=str(self.out / "checkpoints"),
-                                   help="check the path, its permissions and the space left; earlier ones are whole")])
+                                   help="check the path, its permissions and the free disk space; earlier checkpoints "
+                                        "are intact")])
 
     def _write(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         """On the thread. Whatever goes wrong is told to the first rank too, which then leaves the directory unnamed."""

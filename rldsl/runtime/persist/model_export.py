@@ -124,8 +124,9 @@ def _together(group: Any, context: RunContext, work: Any, final: Path) -> None:
         work()
     except OSError as error:
         why = f"the checkpoint cannot be written: {error.strerror or error}"
-        said = (Diagnostic("RL0706", why, place=str(final), help="check the path, its permissions and the space left; "
-                           "no earlier checkpoint was touched"),)
+        said = (Diagnostic("RL0706", why, place=str(final),
+                           help="check the path, its permissions and the free disk space; earlier checkpoints are "
+                                "intact"),)
     agree(said, group, context.device)
 
 
@@ -138,7 +139,7 @@ def _fresh(partial: Path, final: Path) -> None:
     if _aside(final).exists() and not final.exists():
         os.replace(_aside(final), final)
     if foreign(final):  # it was not there before the first step
-        raise FileExistsError(17, "something that no save has written is there")
+        raise FileExistsError(17, "the directory exists and was not written by a save")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 

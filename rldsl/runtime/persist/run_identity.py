@@ -23,8 +23,8 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for name, value in now["params"].items():
         before = then["params"].get(name)
         if before != value:
-            yield f"param {name}: {'not there' if before is None else before} -> {value}"
-    yield from (f"param {name}: {value} -> not there" for name, value in then["params"].items()
+            yield f"param {name}: {'none' if before is None else before} -> {value}"
+    yield from (f"param {name}: {value} -> none" for name, value in then["params"].items()
                 if name not in now["params"])
     for kind in ("sources", "functions"):
         before, after = dict(then.get(kind, now[kind])), dict(now[kind])
@@ -34,8 +34,8 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
             if old != new and not moved:
                 yield f"{name}: {_short(old)} -> {_short(new)}"
     if then["seed"] != now["seed"]:
-        yield f"seed: {then['seed']} -> {now['seed']}; what is left of a shuffled epoch comes in another order"
+        yield f"seed: {then['seed']} -> {now['seed']}; the rest of a shuffled epoch is read in a different order"
 
 
 def _short(digest: Any) -> str:
-    return "not there" if digest is None else str(digest)[:8]
+    return "missing" if digest is None else str(digest)[:8]

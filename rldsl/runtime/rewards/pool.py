@@ -173,15 +173,15 @@ class Pool:
         assert chunk is not None
         self._replace(worker, call)
         if call is None or chunk == LOAD:
-            raise self._blame("RL0777", f"took longer than {self.loading:g} s to load", lines, None, chunk,
-                              help="do long work when the function is first called, or before the run")
+            raise self._blame("RL0777", f"took more than {self.loading:g} s to import", lines, None, chunk,
+                              help="do expensive work in the first call of the function, or before the run")
         if chunk.stop - chunk.start > 1:
             self.slow.add(call.function.id)
             call.todo = [single for c in call.todo for single in c.singles(c.again)]
             return call.again(chunk.singles(chunk.again))
         call.errors[chunk.start] = self._blame(
-            "RL0777", f"took longer than {self.limit:g} s for row {call.names[chunk.start]}", lines, call, chunk,
-            help="give the function a limit of its own, or the rows more time with `--reward-timeout SECONDS`")
+            "RL0777", f"took more than {self.limit:g} s for row {call.names[chunk.start]}", lines, call, chunk,
+            help="add a time limit inside the function, or raise `--reward-timeout SECONDS`")
 
     def _died(self, worker: Worker, call: Call | None) -> None:
         chunk, lines = worker.work, worker.last_lines()
@@ -189,12 +189,12 @@ class Pool:
         status = self._replace(worker, call)
         names = {s.value: s.name for s in signal.Signals}
         how = f"killed by {names.get(-status, -status)}" if status < 0 else f"exit status {status}"
-        help = "the system kills processes that take too much memory" if status == -signal.SIGKILL else \
-            "it must return, not end its process" if status >= 0 else "a library that it calls has crashed"
+        help = "the system kills processes that use too much memory" if status == -signal.SIGKILL else \
+            "the function must return instead of exiting" if status >= 0 else "a library that it uses crashed"
         if call is None or chunk == LOAD:
-            raise self._blame("RL0778", f"ended its process while it was loaded ({how})", lines, None, chunk, help)
+            raise self._blame("RL0778", f"ended its process during import ({how})", lines, None, chunk, help)
         if not chunk.again:
-            worker.say(f"`{call.function.name}` ended this process ({how}); its rows are called again, one by one")
+            worker.say(f"`{call.function.name}` ended this process ({how}); retrying its rows one by one")
             return call.again(chunk.singles(again=True))
         call.errors[chunk.start] = self._blame(
             "RL0778", f"ended its process on row {call.names[chunk.start]} ({how})", lines, call, chunk, help)

@@ -44,20 +44,20 @@ def load(function: Function) -> Callable[[list[Row]], Any]:
         raise fail("RL0771", f"the Python file cannot be read: {error.strerror}", place=function.path,
                    help="paths are relative to the working directory") from None
     if hashlib.sha256(text).hexdigest() != function.sha256:
-        raise fail("RL0772", "this Python file is not the one that the plan was compiled with", place=function.path,
+        raise fail("RL0772", "this Python file changed since the plan was compiled", place=function.path,
                    help="compile the program again")
     module = _import(function)
     found = getattr(module, function.name, None)
     if found is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(function.name, names, n=1)
-        raise fail("RL0774", f"there is no function `{function.name}` in this file", place=function.path,
+        raise fail("RL0774", f"this file does not define a function `{function.name}`", place=function.path,
                    help=f"did you mean `{near[0]}`?" if near else "define it at the top of the file")
     if not callable(found):
         raise fail("RL0774", f"`{function.name}` is {_article(found)}, not a function", place=function.path,
                    help=f"`{function.name}` is called with a list of rows")
     if (takes := _other(found)) is not None:
-        raise fail("RL0774", f"`{function.name}{takes}` cannot be called with one list of rows", place=function.path,
+        raise fail("RL0774", f"`{function.name}{takes}` does not take exactly one list of rows", place=function.path,
                    help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict")
     return found
 
@@ -82,7 +82,7 @@ def _import(function: Function) -> Any:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise fail("RL0771", "this is not a Python file", place=function.path, help="its name must end in .py")
+        raise fail("RL0771", "this is not a Python file", place=function.path, help="the file name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if not function.path.startswith(SHIPPED) and str(path.parent) not in sys.path:
@@ -95,8 +95,8 @@ def _import(function: Function) -> Any:
         del sys.modules[name]
         missing = isinstance(error, ImportError)
         raise _raised("RL0773", "this Python file fails on import", function, error,
-                      help="install what it imports where the run's Python finds it" if missing else
-                      "`python FILE` shows the same") from None
+                      help="install the missing module in the Python environment of the run" if missing else
+                      "`python FILE` shows the full traceback") from None
     return module
 
 
@@ -136,7 +136,7 @@ def _mend(error: BaseException, row: Row) -> str:
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
         near = get_close_matches(error.args[0], list(row), n=1)
         return f"did you mean `{near[0]}`?" if near else "a row has " + ", ".join(f"`{k}`" for k in row)
-    return "a row that cannot be judged still needs a number: catch what may go wrong"
+    return "every row needs a number: handle rows that can fail inside the function"
 
 
 def describe(row: Row, name: str) -> tuple[str, ...]:
@@ -151,13 +151,13 @@ def _checked(function: Function, rows: list[Row], names: Sequence[str], result: 
     if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
     if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
-        raise _wrong(function, f"returned {_article(result)}, not one number for each row",
-                     help="it is called with a list of rows and returns a list as long")
+        raise _wrong(function, f"returned {_article(result)}, not one number per row",
+                     help="it receives a list of rows and must return a list of the same length")
     if len(result) != len(rows):
         many, (first, prompt) = len(rows) > 1, describe(rows[0], names[0])
         raise _wrong(function, f"returned {len(result)} values for {f'{len(rows)} rows' if many else first}",
                      notes=(f"{first} is the first", prompt) if many else (prompt,),
-                     help="return one number for each row, in their order")
+                     help="return one number per row, in order")
     return [_number(function, row, name, value) for row, name, value in zip(rows, names, result)]
 
 
@@ -169,7 +169,7 @@ def _number(function: Function, row: Row, name: str, value: Any) -> float:
         number = None
     if number is None:
         raise _wrong(function, f"returned {_article(value)} for row {name}, not a number", notes=about[1:],
-                     help="return a float, an int or a bool for each row")
+                     help="return a float, an int or a bool for every row")
     if not math.isfinite(number) or abs(number) > LARGEST:
         raise _wrong(function, f"returned {number} for row {name}", notes=about[1:],
                      help="every value must be a finite float32")

@@ -1,7 +1,7 @@
 """grpo as a program for a debugger: plan PLAN, all ranks.
 
-A function is the list of the ranks that it names, one line an event, in the order of the plan.
-Put `breakpoint()` anywhere. `run.value("VALUE@SPREAD")` is what the rank holds of a value, `run.state` everything else.
+Each function lists the events of the ranks in its name, one line per event, in plan order.
+Put `breakpoint()` anywhere. `run.value("VALUE@SPREAD")` is what the rank holds of a value, `run.state` all the rest.
 
     torchrun --nproc-per-node 4 a_ranks.py a.plan --plain
 
