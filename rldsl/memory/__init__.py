@@ -1,8 +1,9 @@
 """How much memory each rank needs, from the lifetimes of everything that it holds.
 
-In: a `Plan`, and the kind of device. Out: a `Curve` for each set of ranks that hold the same; `curve.peak` gives its
-largest moment and holders. Bounded by the frames' limits, in closed form, so that ten thousand ranks cost what ten do.
-Not counted: what CUDA, NCCL and the allocator take for themselves, and text columns in host memory.
+In: a `Plan`, and the kind of device. Out: a `Curve` per class of ranks that hold the same; `curve.peak` gives its peak
+and what holds it. Sequences have the maximum length of their frames, and all sizes are closed forms, so that ten
+thousand ranks cost what ten do. Not counted: what CUDA, NCCL and the allocator need for themselves, and text columns in
+host memory.
 
 On "cuda" half precision has variable-length attention, and float32 torch's own; on "cpu" there is one memory, so that
 what is offloaded or on its way to the disk stays in it. Plans are for "cuda"; runs are measured on "cpu" (`benchmarks/
@@ -23,6 +24,6 @@ Device = Literal["cuda", "cpu"]
 
 
 def curves(plan: Plan, device: Device = "cuda") -> tuple[Curve, ...]:
-    """One for each set of ranks that hold the same, in the order of their first ranks; each rank is in one."""
+    """One curve per class of ranks that hold the same, in the order of their first ranks; each rank is in one class."""
     known = ways(plan)
     return tuple(lifetimes(plan, ranks, device, known) for ranks in classes(plan))

@@ -1,8 +1,8 @@
 """The memory of a rank over a step, as holdings with lifetimes.
 
-In: holdings. Out: bytes at every moment, and the largest. An event i of n (in the order of the curve's events) has the
-moments 2i (before it), 2i + 1 (while it runs) and 2i + 2 (after it, which is before the next one); so a holding that
-lives from moment a to b, both included, is held by plain comparison.
+In: holdings. Out: bytes at every moment, and the peak. The i-th of a curve's events has the moments 2i (before it),
+2i + 1 (while it runs) and 2i + 2 (after it, which is before the next one). A holding includes its first and last
+moment.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from rldsl.plan.model import Ranges
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """what: for people, "gradients of actor". start, stop: first and last moment. host: in host memory, where the
-    device has memory of its own."""
+    """Something that a rank holds for a while."""
 
-    what: str
+    what: str  # for people: "gradients of actor"
     bytes: int
-    start: int
-    stop: int
-    host: bool = False
+    start: int  # first moment
+    stop: int  # last moment
+    host: bool = False  # in host memory, where the device has memory of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Ranks that hold the same at all times. events: ids of the events that they take part in, in order. The step that
-    it shows is one in the middle of the run: what is made in the first step and stays is there from the beginning."""
+    """What a class of ranks holds over one step in the middle of the run: whatever stays from step to step is there
+    from the beginning."""
 
     ranks: Ranges
-    events: tuple[int, ...]
+    events: tuple[int, ...]  # ids of the events that they take part in, in order
     holdings: tuple[Holding, ...]
 
 
@@ -48,23 +47,22 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that a rank holds on its device, and while which event (-1: no event at all). holders: what, and how
-    much, the largest first; they add up to `bytes`."""
+    """The most that a rank holds on its device."""
 
     bytes: int
-    event: int = -1
-    holders: tuple[tuple[str, int], ...] = ()
+    event: int = -1  # the event at that moment; -1: there is none
+    holders: tuple[tuple[str, int], ...] = ()  # (what, bytes), the largest first; they add up to `bytes`
 
 
 def points(curve: Curve) -> tuple[Point, ...]:
-    """The curve, event by event. An event begins with what is there before it, even if it lets go of some at once."""
+    """The curve, event by event. An event begins with what is held before it, even if it frees some of it at once."""
     totals = _totals(curve)
     return tuple(Point(id, before, max(before, during), after) for i, id in enumerate(curve.events)
                  for before, during, after in [totals[2 * i : 2 * i + 3]])
 
 
 def peak(curve: Curve) -> Peak:
-    """The first of the moments with the most bytes, or `Peak(0)`."""
+    """The first moment with the most bytes."""
     totals = _totals(curve)
     moment = max(range(len(totals)), key=lambda m: (totals[m], -m))
     at = min(moment // 2, len(curve.events) - 1)
@@ -72,13 +70,13 @@ def peak(curve: Curve) -> Peak:
 
 
 def peaks(curves: tuple[Curve, ...]) -> dict[int, Peak]:
-    """Of every rank."""
+    """Rank -> peak."""
     known = {id(c): peak(c) for c in curves}
     return {rank: known[id(c)] for rank, c in each_rank(curves)}
 
 
 def during(curve: Curve, event: int) -> tuple[tuple[str, int], ...]:
-    """What is held on the device while an event runs, the largest first."""
+    """(what, bytes) held on the device while an event runs, the largest first."""
     return _held(curve, 2 * curve.events.index(event) + 1)
 
 

@@ -1,6 +1,7 @@
-"""Ranks that hold the same: those on the same meshes, at the same stages of the same layouts.
+"""Classes of ranks that hold the same: those on the same meshes, at the same stages of the same layouts.
 
-In: a plan. Out: `Alike`s, found from ranges, so that their number and their cost follow the plan and not the ranks.
+In: a plan. Out: `HolderClass`es. They are computed on ranges, so their number and cost depend on the plan and not on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,24 +19,22 @@ Place = tuple[str, str, int]  # a mesh, or a layout and one of its stages
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """Of a layout with `zero` all shards count as the first, which has the most. meshes: the ids of those that contain
-    these ranks. cells: for each way in which they stand in the layouts (tensor and expert parallelism may put them at
-    different parts), layout id -> cell."""
+class HolderClass:
+    """Ranks that hold the same at all times. Under `zero` every shard counts as the first, which holds most."""
 
     ranks: Ranges
-    meshes: frozenset[str]
-    cells: tuple[Mapping[str, Cell], ...]
+    meshes: frozenset[str]  # the meshes that contain these ranks
+    cells: tuple[Mapping[str, Cell], ...]  # layout -> cell, for each combination of tensor- and expert-parallel parts
 
     def stage(self, layout: str) -> int:
         return self.cells[0][layout].stage
 
     def at(self, layout: str) -> tuple[Cell, ...]:
-        """The cells of one layout; none where these ranks are not part of it."""
+        """The cells of one layout; none if these ranks are not part of it."""
         return tuple(dict.fromkeys(c[layout] for c in self.cells if layout in c))
 
 
-def classes(plan: Plan) -> tuple[Alike, ...]:
+def classes(plan: Plan) -> tuple[HolderClass, ...]:
     """All ranks of the world, in the order of their first ranks."""
     world, meshes = plan.header.world, {m.id: m for m in plan.meshes}
     places: dict[Place, Ranges] = {("mesh", m.id, 0): m.ranks for m in plan.meshes}
@@ -47,12 +46,12 @@ def classes(plan: Plan) -> tuple[Alike, ...]:
     return tuple(_made(plan, mine, ranges, sides) for mine, ranges in ranks_by_membership(places, world).items())
 
 
-def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, sides: Mapping[str, MeshView]) -> Alike:
+def _made(plan: Plan, mine: frozenset[Place], ranges: Ranges, sides: Mapping[str, MeshView]) -> HolderClass:
     stages = {id: stage for kind, id, stage in mine if kind == "stage"}
     layouts = [x for x in plan.layouts if x.id in stages]
     cells = dict.fromkeys(tuple((x.id, Cell(stages[x.id], _part(sides[x.id], rank))) for x in layouts)
                           for rank in _samples(ranges, layouts))
-    return Alike(ranges, frozenset(id for kind, id, _ in mine if kind == "mesh"), tuple(map(dict, cells)))
+    return HolderClass(ranges, frozenset(id for kind, id, _ in mine if kind == "mesh"), tuple(map(dict, cells)))
 
 
 def _part(side: MeshView, rank: int) -> int:
@@ -62,7 +61,7 @@ def _part(side: MeshView, rank: int) -> int:
 
 
 def _samples(ranges: Ranges, layouts: list[Layout]) -> Iterator[int]:
-    """Ranks that stand at every part that any of them stands at: parts repeat along a range."""
+    """Ranks that cover every part that occurs in the ranges: parts repeat along a range."""
     period = lcm(1, *(num_parts(x) for x in layouts))
     for start, stop in ranges:
         yield from range(start, min(stop, start + period))

@@ -1,7 +1,7 @@
-"""When a rank holds what: parameters from their load on, values from the event that makes them to their free.
+"""When a rank holds what: parameters from their load on, values from the event that writes them to their free.
 
-In: a plan and some ranks that hold the same. Out: their `Curve`. In a step in the middle of the run, copies of
-parameters and the optimizer's moments are there from its beginning.
+In: a plan and a class of ranks that hold the same. Out: their `Curve`. It shows a step in the middle of the run, in
+which copies of parameters and the optimizer state exist from the beginning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from rldsl.memory.calls import gradient_bytes, needs, optimizer_bytes
 from rldsl.memory.curve import Curve, Holding
-from rldsl.memory.holder_classes import Alike
+from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
 from rldsl.memory.reshard_buffers import realloc_bytes, saved_bytes
 from rldsl.memory.values import Tables, buffer_bytes
@@ -42,15 +42,17 @@ from rldsl.sharding.boxes import num_shards
 Ways = Mapping[tuple[str, str, str], Routes]
 
 
-def lifetimes(plan: Plan, ranks: Alike, device: str, ways: Ways) -> Curve:
-    """ways: of `moves.ways`."""
-    return _Walk(plan, ranks, device, ways).curve()
+def lifetimes(plan: Plan, ranks: HolderClass, device: str, ways: Ways) -> Curve:
+    """The curve of a class of ranks. ways: from `reshard_buffers.ways`."""
+    return _Lifetimes(plan, ranks, device, ways).curve()
 
 
 @dataclass
-class _Walk:
+class _Lifetimes:
+    """Collects the holdings of one class. A moment is an index as in `curve.py`: event i runs at 2i + 1."""
+
     plan: Plan
-    ranks: Alike
+    ranks: HolderClass
     device: str
     ways: Ways
     events: list[Event] = field(default_factory=list)  # of these ranks, in order
@@ -73,7 +75,7 @@ class _Walk:
         return Curve(self.ranks.ranks, tuple(e.id for e in self.events), tuple(self.found))
 
     def _flat(self, items: Iterable[Item]) -> Iterator[tuple[Loop, int, int]]:
-        """Every loop with its first event and the one behind its last, among those of these ranks."""
+        """(loop, index of its first event, index after its last), counting only the events of these ranks."""
         for item in items:
             if isinstance(item, Event):
                 if item.mesh in self.ranks.meshes:
@@ -92,43 +94,47 @@ class _Walk:
     # ------------------------------------------------------------------------------------------- parameters
 
     def _parameters(self) -> None:
-        """Hold parameters. A copy made inside the step loop is counted from the start of the step, because it survives
-        from the step before."""
-        first: dict[str, int] = {}
-        steps: dict[str, int] = {}
+        """Parameters, gradients and optimizer state.
+
+        A copy written inside the step loop counts from the start of the step, because it survives from the step before,
+        unless it is freed (`keep=false`) or offloaded in between."""
+        first: dict[str, int] = {}  # copy -> index of the first event that writes it
+        trained: dict[str, int] = {}  # copy -> index of its first training
         for i, e in enumerate(self.events):
             for buffer in e.writes:
-                if split(buffer)[0] in self.models and not (isinstance(e, Load) and e.of):  # that is another's memory
+                # a load with `of` is an alias: its memory belongs to the copy that it names
+                if split(buffer)[0] in self.models and not (isinstance(e, Load) and e.of):
                     first.setdefault(buffer, i)
             if isinstance(e, Train):
-                steps.setdefault(f"{e.model}@{e.layout}", i)
-        moved = {f"{e.model}@{e.layout}" for e in self.events if isinstance(e, Offload) and e.what == "parameters"}
-        parked = {f"{e.model}@{e.layout}" for e in self.events if isinstance(e, Offload) and e.what == "optimizer"}
+                trained.setdefault(f"{e.model}@{e.layout}", i)
+        offloads = [e for e in self.events if isinstance(e, Offload)]
+        parameters_offloaded = {f"{e.model}@{e.layout}" for e in offloads if e.what == "parameters"}
+        optimizer_offloaded = {f"{e.model}@{e.layout}" for e in offloads if e.what == "optimizer"}
         freed = {b for e in self.events for b in e.frees}
         there: list[Copy] = []
         copies = [(b, self._copies(b)) for b in first]
-        # models with a base first: what others share with them is counted as theirs
+        # models with a base (LoRA) first: read-only parameters that several models share count once, as theirs
         for buffer, mine in sorted(copies, key=lambda x: not self.models[split(x[0])[0]].base):
             if not mine:
                 continue
             start = min(2 * first[buffer] + 1, self.top)
-            if buffer in moved:
-                self._away(buffer, mine)
+            if buffer in parameters_offloaded:
+                self._offloaded_parameters(buffer, mine)
             elif buffer in freed:
-                self._for_a_while(buffer, mine)
+                self._freed_copy(buffer, mine)
             else:
                 self._copy(mine, there, start)
-            if buffer in parked:
-                self._parked(buffer, mine, steps)
+            if buffer in optimizer_offloaded:
+                self._offloaded_optimizer(buffer, mine, trained)
             elif mine[0].trained:
                 name = mine[0].model.name
                 self._hold(f"gradients of {name}", max(map(gradient_bytes, mine)), start, self.end)
-                if buffer in steps:
-                    begins = self.top if self._again() else 2 * steps[buffer] + 1
+                if buffer in trained:  # the optimizer state is allocated by the first optimizer step
+                    begins = self.top if self._many_steps() else 2 * trained[buffer] + 1
                     self._hold(f"optimizer state of {name}", max(map(optimizer_bytes, mine)), begins, self.end)
 
     def _copy(self, mine: tuple[Copy, ...], there: list[Copy], start: int) -> None:
-        """there: one of each of the copies whose slices these ranks have already."""
+        """A copy that stays. there: copies whose read-only parameters are counted already."""
         model, layout = mine[0].model, mine[0].layout
         own = max(c.stored * resting(c) for c in mine)
         if mine[0].shared:
@@ -141,18 +147,18 @@ class _Walk:
                 own = alone
         self._hold(f"parameters of {_name(mine[0])}", own, start, self.end)
 
-    def _away(self, buffer: str, mine: tuple[Copy, ...]) -> None:
-        """A copy that is on the device from an onload (or its load) to the offload after it, and else on the host."""
+    def _offloaded_parameters(self, buffer: str, mine: tuple[Copy, ...]) -> None:
+        """On the device from an onload (or the load) to the offload after it, and in host memory otherwise."""
         what, model = f"parameters of {_name(mine[0])}", mine[0].model
         size = max(c.stored * resting(c) + c.compute * elements(model.base, c) for c in mine)
         for here, start, stop in self._sides(buffer, "parameters"):
             self._hold(what, size, start, stop, host=not here)
 
-    def _parked(self, buffer: str, mine: tuple[Copy, ...], steps: Mapping[str, int]) -> None:
-        """Moments that are on the device from an onload to the offload behind it, and gradients that are then there;
-        moments from the first training on. steps: the first training of each copy."""
+    def _offloaded_optimizer(self, buffer: str, mine: tuple[Copy, ...], trained: Mapping[str, int]) -> None:
+        """Optimizer state is on the device from an onload to the offload after it, and in host memory otherwise;
+        gradients exist only while it is on the device. trained: copy -> index of its first training."""
         name = mine[0].model.name
-        begins = self.top if self._again() else 2 * steps.get(buffer, len(self.events)) + 1
+        begins = self.top if self._many_steps() else 2 * trained.get(buffer, len(self.events)) + 1
         for here, start, stop in self._sides(buffer, "optimizer"):
             if here:
                 self._hold(f"gradients of {name}", max(map(gradient_bytes, mine)), start, stop)
@@ -161,11 +167,14 @@ class _Walk:
                            host=not here)
 
     def _sides(self, buffer: str, what: str) -> Iterator[tuple[bool, int, int]]:
-        """From when to when a part of a copy is on the device (true), or in host memory."""
+        """(whether it is on the device, from, to) of the parameters or the optimizer state of a copy."""
         here, since = False, -1
         for i, e in enumerate(self.events):
             brings = isinstance(e, Load) and not e.of or isinstance(e, Onload) and e.what == what
-            if not (brings or isinstance(e, Offload) and e.what == what) or f"{e.model}@{e.layout}" != buffer:
+            takes = isinstance(e, Offload) and e.what == what
+            if not isinstance(e, Load | Onload | Offload) or not (brings or takes):
+                continue
+            if f"{e.model}@{e.layout}" != buffer:
                 continue
             if here != brings:
                 if since >= 0:
@@ -173,8 +182,8 @@ class _Walk:
                 here, since = not here, 2 * i + 1
         yield here, since, self.end
 
-    def _for_a_while(self, buffer: str, mine: tuple[Copy, ...]) -> None:
-        """A copy that is there from each realloc to the free behind it."""
+    def _freed_copy(self, buffer: str, mine: tuple[Copy, ...]) -> None:
+        """A copy that exists from each realloc to the free after it."""
         what, size, since = f"parameters of {_name(mine[0])}", max(c.stored * resting(c) for c in mine), -1
         for i, e in enumerate(self.events):
             if buffer in e.writes and since < 0:
@@ -183,19 +192,19 @@ class _Walk:
                 self._hold(what, size, since, 2 * i + 1)
                 since = -1
 
-    def _again(self) -> bool:
+    def _many_steps(self) -> bool:
         """Whether the run has more than one step."""
         return self.plan.header.steps > 1
 
     def _copies(self, buffer: str) -> tuple[Copy, ...]:
-        """A model under a layout at each cell where these ranks stand; none where they are not part of it."""
+        """A model under a layout at each cell of these ranks; none if they are not part of the layout."""
         name, layout = split(buffer)
         return tuple(Copy(self.models[name], self.layouts[layout], cell) for cell in self.ranks.at(layout))
 
     # ----------------------------------------------------------------------------------------------- values
 
     def _values(self) -> None:
-        """From the event that makes a buffer to its free; what a loop collects, from the loop's beginning."""
+        """From the event that writes a buffer to its free; what a loop collects, from the beginning of the loop."""
         lasting = {f"{s.value}@{s.spread}" for s in self.plan.states}
         collected = {b: 2 * first for loop, first, _ in self.spans for b in loop.collects}
         until = {loop.until: 2 * last for loop, _, last in self.spans if loop.until}
@@ -242,39 +251,42 @@ class _Walk:
         self._hold(f"parameters gathered to save {e.model}", max(map(saved_bytes, copies)), now, now)
 
     def _transfer(self, i: int, e: Transfer) -> None:
-        """What is sent is kept until it is received, which a rank finds out when it first reads; then the rows that
-        came are put together in one piece."""
+        """Send buffers are kept until the transfer is waited for, at the first read; then the received rows are joined
+        in one tensor."""
         what, there = f"transfer of {', '.join(e.values)}", [f"{v}@{e.dst}" for v in e.values]
         sends = sum(buffer_bytes(self.t, v, e.src) for v in e.values if self._holds(f"{v}@{e.src}"))
         joined = sum(buffer_bytes(self.t, *split(b)) for b in there if self._holds(b))
         self._until_read(what, sends, i, 2 * i + 1, there)
         reader = self._reader(i + 1, there)
-        self._hold(what, joined, *(2 * [self.end if reader is None else reader]))
+        joined_at = self.end if reader is None else reader
+        self._hold(what, joined, joined_at, joined_at)
 
     def _realloc(self, i: int, e: Realloc) -> None:
-        """The last rounds live until the new copy is first used; a rank that only sends waits at once."""
+        """The buffers of the last rounds live until the new copy is first used; a rank that only sends waits
+        at once."""
         model = self.models[e.model]
         room = realloc_bytes(self.plan, self.ways[e.model, e.src, e.dst], e, self.ranks)
         what, now = f"realloc of {e.called if e.source else e.model}", 2 * i + 1
-        mean = 3 * FLOAT * max((largest(c) for c in self._copies(f"{model.name}@{e.dst}")), default=0)  # of old and new
+        # an `ema`, parameter by parameter: the old one, the new one and their mean
+        mean = 3 * FLOAT * max((largest(c) for c in self._copies(f"{model.name}@{e.dst}")), default=0)
         self._hold(what, room + (mean if e.decay else 0), now, now)
         if self.ranks.at(e.dst):
             self._until_read(what, room, i, now + 1, [f"{model.name}@{e.dst}"], before=1)
 
     def _until_read(self, what: str, size: int, i: int, start: int, buffers: list[str], before: int = 0) -> None:
-        """Held from event i until one of some buffers is first read or freed, or until `before` moments earlier;
-        perhaps in the next step, or when the event comes again."""
+        """Held from event i until one of the buffers is first read or freed, less `before` moments. If that happens
+        only in the next step, the holding wraps around: to the end of the step, and from its beginning."""
         reader = self._reader(i + 1, buffers)
         if reader is not None:
             self._hold(what, size, start, reader - before)
             return
         self._hold(what, size, start, self.end)
-        if self._again():
+        if self._many_steps():
             reader = self._reader(self.top // 2, buffers)
             self._hold(what, size, self.top, min(start - 1, start if reader is None else reader - before))
 
     def _reader(self, first: int, buffers: list[str]) -> int | None:
-        """The moment of the first event, from event `first` on, that reads or frees one of some buffers."""
+        """The moment of the first event, from index `first` on, that reads or frees one of the buffers."""
         wanted = set(buffers)
         for j, e in enumerate(self.events[first:], first):
             if wanted.intersection((*e.reads, *e.frees)):
@@ -282,7 +294,7 @@ class _Walk:
         return None
 
     def _checkpoint(self, i: int, e: Checkpoint) -> None:
-        """A share of each model: those who hold the same write it in turns. It is written while the next steps run."""
+        """A share of each model: ranks that hold the same divide it. It is written while the next steps run."""
         size = 0
         for buffer in e.reads:
             if split(buffer)[0] in self.models and (copies := self._copies(buffer)):
@@ -290,7 +302,7 @@ class _Walk:
                 whole = max(c.stored * resting(c) * num_shards(c.layout) for c in copies)
                 size += parts * whole // (copies[0].layout.dp * copies[0].layout.cp)
         if size:
-            start = self.top if self._again() else 2 * i + 1
+            start = self.top if self._many_steps() else 2 * i + 1
             self._hold("checkpoint being written", size, start, self.end, host=True)
 
 
@@ -299,7 +311,13 @@ def _name(copy: Copy) -> str:
 
 
 # What a kind of event needs while it runs, of the kinds whose traits say `scratch`.
-RULES: Mapping[type[Event], Callable[[_Walk, int, Any], None]] = {
-    Generate: _Walk._call, Infer: _Walk._call, Train: _Walk._call, Transfer: _Walk._transfer, Realloc: _Walk._realloc,
-    Load: _Walk._load, Save: _Walk._save, Checkpoint: _Walk._checkpoint,
+RULES: Mapping[type[Event], Callable[[_Lifetimes, int, Any], None]] = {
+    Generate: _Lifetimes._call,
+    Infer: _Lifetimes._call,
+    Train: _Lifetimes._call,
+    Transfer: _Lifetimes._transfer,
+    Realloc: _Lifetimes._realloc,
+    Load: _Lifetimes._load,
+    Save: _Lifetimes._save,
+    Checkpoint: _Lifetimes._checkpoint,
 }

@@ -153,7 +153,7 @@ def gathered(copy: Copy) -> dict[str, int]:
     rest = [s for s in copy.model.params if s.stage != "layer" and held(s, copy)]
     layer, outside = _unit_bytes(layers, copy, copy.compute), _unit_bytes(rest, copy, FLOAT)
     layer_gradient, outside_gradient = _unit_bytes(layers, copy, FLOAT), _unit_bytes(rest, copy, FLOAT)
-    there = outside + (copy.layers if level < 3 else min(2, copy.layers)) * layer  # 3: this layer and the prefetched one
+    there = outside + (copy.layers if level < 3 else min(2, copy.layers)) * layer  # 3: and the next one
     largest_unit = max(layer_gradient, outside_gradient)
     whole = outside_gradient + copy.layers * layer_gradient if level == 1 else largest_unit
     # an all-gather has an output besides the rows it copies from; a reduce-scatter has an input, and one is under way

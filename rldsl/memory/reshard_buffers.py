@@ -7,8 +7,10 @@ goes in rounds (`reshard/rounds.py`), of which two are under way.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
-from rldsl.memory.holder_classes import Alike
+from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import Copy, held
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Model, ParamSpec, Plan
@@ -46,7 +48,7 @@ def ways(plan: Plan) -> dict[tuple[str, str, str], Routes]:
     return found
 
 
-def realloc_bytes(plan: Plan, way: Routes, e: Realloc, ranks: Alike) -> int:
+def realloc_bytes(plan: Plan, way: Routes, e: Realloc, ranks: HolderClass) -> int:
     """The buffers of a rank, from the event until its last rounds have been waited for. Ranks that hold the same differ
     little in what they send, so the first of each range stands for the others; rounds are about equal, so those at the
     beginning, in the middle and at the end stand for all."""
@@ -59,14 +61,19 @@ def realloc_bytes(plan: Plan, way: Routes, e: Realloc, ranks: Alike) -> int:
     numbers = sorted({n for start in starts for n in range(start, start + ROUNDS_IN_FLIGHT) if 0 <= n < total})
     found, known = 0, RouteCache(way)
     for rank, _ in ranks.ranks:
-        lying, wanted = (_held(plan, model, at, rank) for at in (e.src, e.dst))
-        sizes = dict(zip(numbers, (
-            packed_elements(ops, (
-                lambda m: storage_dtype(source, e.src) == travels.dtype and is_contiguous(m, lying),
-                lambda m: storage_dtype(model, e.dst) == travels.dtype and not e.decay and is_contiguous(m, wanted)))
-            for number, ops in zip(numbers, selected_rounds(way, rank, parts, numbers, known)))))
-        found = max(found, sum(sum(buffer_elements(sizes.get(n, (0, 0))[side] for n in range(total))) for side in (0, 1)))
+        # what lies in one piece, in the dtype that travels, is sent from and received into its place, without a buffer
+        in_place = (partial(_in_place, storage_dtype(source, e.src) == travels.dtype, _held(plan, model, e.src, rank)),
+                    partial(_in_place, storage_dtype(model, e.dst) == travels.dtype and not e.decay,
+                            _held(plan, model, e.dst, rank)))
+        rounds = selected_rounds(way, rank, parts, numbers, known)
+        sizes = {number: packed_elements(ops, in_place) for number, ops in zip(numbers, rounds, strict=True)}
+        each_side = (sum(buffer_elements(sizes.get(n, (0, 0))[side] for n in range(total))) for side in (0, 1))
+        found = max(found, sum(each_side))
     return itemsize(travels) * found
+
+
+def _in_place(same_dtype: bool, held_: Held, part: Any) -> bool:
+    return same_dtype and is_contiguous(part, held_)
 
 
 def _held(plan: Plan, model: Model, at: str, rank: int) -> Held:

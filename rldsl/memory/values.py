@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rldsl.plan.model import Frame, Layout, Plan, Spread, Value
 
 SIZES = {"f32": 4, "i64": 8, "bool": 1}
-ROW = 16  # each row's number and its count of entries
+ROW = 16  # bytes of a row's number and its count of entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Tables:
 
 
 def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
-    """The most full rows of a frame that a shard of a spread works on."""
+    """The most rows of a frame that a shard of a spread works on."""
     if spread.unit == "all" or not spread.layout:
         return frame.count
     shards = layouts[spread.layout].dp
@@ -46,7 +46,7 @@ def width(frame: Frame) -> int:
 
 
 def buffer_bytes(t: Tables, value: str, spread: str) -> int:
-    """Of a value under a spread, on a rank of its mesh. Columns of text are in host memory and have no bound."""
+    """Bytes of a value under a spread, on a rank of its mesh. Text columns are in host memory and have no bound."""
     v = t.values[value]
     if v.extent == "batch":
         return 8 + ROW

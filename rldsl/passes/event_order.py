@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from rldsl.diag import internal_error
 from rldsl.passes.draft import Draft, all_spread, events, uses
+from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.model import Value
 from rldsl.plan.traits import Family
@@ -79,27 +80,10 @@ def dependencies(jobs: Sequence[_Job]) -> list[set[int]]:
 def schedule(jobs: Sequence[_Job]) -> list[int]:
     """Indices of `jobs` in the order found."""
     before = dependencies(jobs)
-    clock: dict[int, int] = defaultdict(int)
-    done: dict[int, int] = {}
-    left = set(range(len(jobs)))
-    out: list[int] = []
-    while left:
-        ready = [i for i in left if before[i] <= done.keys()]
-        if not ready:
-            raise internal_error("the events of a block wait for each other in a cycle", "pass order")
-
-        def start(i: int) -> int:
-            job = jobs[i]
-            inputs = max((done[b] for b in before[i]), default=0)
-            return max(inputs, max((clock[r] for r in job.ranks), default=0))
-
-        best = min(ready, key=lambda i: (start(i), jobs[i].priority, i))
-        done[best] = start(best) + jobs[best].cost
-        for r in jobs[best].ranks:
-            clock[r] = done[best]
-        left.remove(best)
-        out.append(best)
-    return out
+    try:
+        return list_schedule([Task(job.ranks, before[i], job.cost, job.priority) for i, job in enumerate(jobs)])
+    except ValueError:
+        raise internal_error("the events of a block wait for each other in a cycle", "pass order") from None
 
 
 def check_order(before: Draft, after: Draft) -> None:

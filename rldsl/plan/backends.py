@@ -113,7 +113,7 @@ def costs(name: str, field: str, kind: type[Costs]) -> Costs:
     Errors: RL0326 if they are not of the class, or lack one of its methods."""
     found = getattr(described(name), field, None)  # the verifier refuses plans whose backend does not exist
     if found is None:
-        return _base(kind)
+        found = _base(kind)
     if not isinstance(found, kind):
         raise unusable(name, f"`{field}` must be an object of a class derived from `{kind.__module__}.{kind.__name__}`"
                              f", not {found!r}")
@@ -121,7 +121,8 @@ def costs(name: str, field: str, kind: type[Costs]) -> Costs:
 
 
 @cache
-def _base(kind: type[Costs]) -> Costs:
+def _base(kind: Callable[[], object]) -> object:
+    """The torch backend's costs, one object per class."""
     return kind()
 
 

@@ -76,7 +76,7 @@ def at_home(model: Model, layout: Layout, own: bool) -> Model:
 
 
 def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCall:
-    common: dict[str, Any] = dict(id=0, mesh=layout.mesh, layout=layout.id, spread=spread, mbs=s.mbs)
+    common: dict[str, Any] = {"id": 0, "mesh": layout.mesh, "layout": layout.id, "spread": spread, "mbs": s.mbs}
     match node:
         case g.Generate():
             return Generate(**common, **payload(node, GenerateSpec))

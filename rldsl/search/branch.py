@@ -171,7 +171,7 @@ class _Search:
 
     def given(self, blocks: Blocks) -> dict[int, Block]:
         """Call -> block, with the calls that follow another."""
-        found = dict(zip(self.order, blocks))
+        found = dict(zip(self.order, blocks, strict=False))
         for c, job in enumerate(self.i.calls):
             if self._follows(c) and self.i.homes[job.model] in found:
                 found[c] = found[self.i.homes[job.model]]
@@ -185,7 +185,7 @@ class _Search:
     def relaxed(self, blocks: Blocks, entries: Entries, rest: int = 0) -> float:
         """Seconds with all blocks placed, some entries chosen, the others the fastest that fit beside the least of all
         others (of the next call, all but the first `rest`), and parameters that move in no time where that is open."""
-        known, every = dict(zip(self.order, entries)), self.every(blocks)
+        known, every = dict(zip(self.order, entries, strict=False)), self.every(blocks)
         left = self.room(every, known)
         optimistic = []
         next_ = self.order[len(entries)] if len(entries) < len(self.order) else -1
@@ -201,7 +201,7 @@ class _Search:
 
     def options(self, blocks: Blocks, entries: Entries, rest: int) -> tuple[Entry, bool]:
         """What the next call chooses, and whether there are slower ones."""
-        known, every, c = dict(zip(self.order, entries)), self.every(blocks), self.order[len(entries)]
+        known, every, c = dict(zip(self.order, entries, strict=False)), self.every(blocks), self.order[len(entries)]
         first, *more = islice(self.fitting(c, every[c], self.room(every, known)[c]), rest, rest + 2)
         return first, bool(more)
 
@@ -226,7 +226,8 @@ class _Search:
                 e = known[c]
                 key = job.model, every[c], e.strategy.degrees
                 own = every[c] == every[home] and e.strategy.degrees == known[home].strategy.degrees
-                move = Move() if key in seen or own else self.i.least_move(home, every[home], known[home], c, every[c], e)
+                move = Move() if key in seen or own else self.i.least_move(
+                    home, every[home], known[home], c, every[c], e)
                 seen.add(key)
             if move.bytes or every[c] != every[home]:
                 found[c] = move, home
@@ -243,10 +244,10 @@ class _Search:
             least.append((e.static, e.shared, e.active) if e is not None else self.bound.least(c, every[c].size))
         there = {b: [k for k, (start, stop) in enumerate(every) if start <= b[0] and b[1] <= stop] for b in set(every)}
         out = []
-        for c, mine in enumerate(every):
+        for c in range(len(every)):
             path = self.paths[c]
             kept = active = 0
-            for b, calls in there.items():
+            for calls in there.values():
                 if c not in calls:
                     continue
                 shared: dict[str, int] = {}
@@ -266,7 +267,7 @@ class _Search:
 
     def followed(self, blocks: Blocks, entries: Entries) -> Iterator[Assignment]:
         """Whole assignments: further trainings of a model with every entry under the layout of the first."""
-        known, every = dict(zip(self.order, entries)), self.every(blocks)
+        known, every = dict(zip(self.order, entries, strict=False)), self.every(blocks)
 
         def fill(c: int, out: Entries) -> Iterator[Entries]:
             if c == len(self.i.calls):

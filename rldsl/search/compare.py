@@ -98,7 +98,8 @@ def compared(answer: Answer, fixed: Prepared, cluster: Cluster, lengths: Lengths
 def _assignment(i: Instance, fixed: Prepared) -> Assignment:
     asked = [fixed.fixed[j.node.id] for j in i.calls]
     blocks = tuple(f.block for f in asked if f.block is not None)
-    entries = tuple(i.table.cost(j, f.strategy, b.size) for j, f, b in zip(i.calls, asked, blocks) if f.strategy)
+    entries = tuple(i.table.cost(j, f.strategy, b.size)
+                    for j, f, b in zip(i.calls, asked, blocks, strict=True) if f.strategy)
     return Assignment(blocks, i.resolved(blocks, entries))
 
 

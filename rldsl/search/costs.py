@@ -1,8 +1,8 @@
-"""What a call costs under a strategy: seconds of a step, and bytes of a device.
+"""The cost of a call under a strategy: seconds per step, and bytes per device.
 
-In: a job, a strategy, a number of ranks. Out: an `Entry`. Seconds are those of the simulator's own functions
-(`simulate/calls.py`), bytes those of the verifier's (`memory/`), for the call alone on its ranks. Pipelines are
-not played micro-batch by micro-batch, but summed up.
+In: a job, a strategy, a number of ranks. Out: an `Entry`. Seconds come from the simulator's functions
+(`simulate/calls.py`) and bytes from the memory estimate (`memory/`), both through the backend's description, for the
+call alone on its ranks. Pipelines are summed in closed form instead of simulated.
 """
 
 from __future__ import annotations
@@ -33,31 +33,27 @@ from rldsl.simulate.engine import Compute, Op, Pool
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A strategy of a call on `size` ranks. away: seconds until what was offloaded is there, beside what the ranks do.
-    unit: how many ranks wait for each other (all, or those of a shard).
-    static: bytes of what is trained, all the time; shared: of what nothing writes, once for all calls that hold the
-    same; copy: of a copy of a trained model, there until its last use in a step; active: while the call runs. own: it
-    runs on what is trained, and has no copy."""
+    """The cost of a strategy of a call."""
 
     strategy: Strategy
-    size: int
-    seconds: float
-    unit: int
-    static: int
-    shared: int
-    copy: int
-    active: int
-    own: bool = False
-    away: float = 0.0
+    size: int  # ranks
+    seconds: float  # per step
+    unit: int  # how many ranks wait for each other: all, or those of a shard
+    static: int  # bytes of trained state, held all the time
+    shared: int  # bytes of read-only parameters, held once for all calls that use the same
+    copy: int  # bytes of a copy of a trained model, held until its last use in a step
+    active: int  # bytes while the call runs
+    own: bool = False  # whether it runs on the trained parameters themselves, without a copy
+    away: float = 0.0  # seconds of the onload, which overlaps with other work
 
     @property
     def resident(self) -> int:
-        """Bytes that other calls find taken."""
+        """Bytes that other calls cannot use."""
         return self.static + self.shared + self.copy
 
     @property
     def least(self) -> int:
-        """Bytes without which it cannot run: a copy it need not have."""
+        """The fewest bytes with which it can run: without a copy of its own."""
         return self.static + self.shared + self.active
 
 
@@ -86,7 +82,7 @@ def cost(world: Alone, problem: Problem, job: Job, s: Strategy, size: int, found
 
 
 def memory(problem: Problem, world: Alone, job: Job, s: Strategy) -> Bytes:
-    """Of the fullest rank, stage by stage. What is offloaded is there while the call runs."""
+    """Bytes of the fullest rank. What is offloaded is on the device while the call runs."""
     event = world.event(s)
     each = [_bytes(problem, world, job, s, event, copy) for copy in world.fullest]
     static, shared, copy, active = (max(getattr(b, n) for b in each) for n in ("static", "shared", "copy", "active"))
@@ -106,7 +102,7 @@ def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, event: AnyCall
 
 
 def away(world: Alone) -> float:
-    """Seconds until what is offloaded is there, parameters and moments at the same time."""
+    """Seconds of the onload of parameters and optimizer state, at the same time."""
     copy = world.fullest[0]
     parts = copy.stored * resting(copy) + copy.compute * elements(world.model.base, copy)
     return world.machine.host(max(parts, optimizer_bytes(copy) if copy.trained else 0))
@@ -136,7 +132,7 @@ def duration(world: Alone, event: AnyCall) -> float:
 
 
 def _stages(world: Alone) -> list[tuple[Stage, int]]:
-    """One of each kind, and how many there are: the first, the last, and between them by layers."""
+    """(a stage, how many are like it): the first, the last, and the ones between them by number of layers."""
     pp = world.layout.pp
     kinds: dict[tuple[int, bool, bool], list[int]] = {}
     for s in range(pp):
@@ -147,15 +143,14 @@ def _stages(world: Alone) -> list[tuple[Stage, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A pipeline: stages, micro-batches, seconds of all stages together and of the slowest for one of them, forward and
-    backward, and of a message."""
+    """A pipeline."""
 
     stages: int
-    count: int
-    total: float
-    slowest: float
-    message: float
-    chunks: int = 1
+    count: int  # micro-batches
+    total: float  # seconds of all stages together for one micro-batch, forward and backward
+    slowest: float  # seconds of the slowest stage for one micro-batch, forward and backward
+    message: float  # seconds
+    chunks: int = 1  # of layers per stage
 
 
 def _line(each: list[tuple[Stage, int]], found: list[Passes]) -> Line:
@@ -164,21 +159,21 @@ def _line(each: list[tuple[Stage, int]], found: list[Passes]) -> Line:
         return Line(stages, 0, 0.0, 0.0, 0.0)
     way = me.machine.message(found[0].message, me.groups.crosses["pp"]) if stages > 1 else 0.0
     both = [sum(map(sum, p.durations)) for p in found]
-    return Line(stages, found[0].count, sum(t * n for t, (_, n) in zip(both, each)), max(both), way,
+    return Line(stages, found[0].count, sum(t * n for t, (_, n) in zip(both, each, strict=True)), max(both), way,
                 len(found[0].durations))
 
 
 def inference(line: Line) -> float:
-    """Micro-batches follow each other through the stages; a stage takes one in when it is done with the one before (a
-    flow shop with equal jobs: the sum of all stages, and the longest once more for each further job)."""
+    """Micro-batches follow each other through the stages: a flow shop with equal jobs, which takes the sum of all
+    stages, plus the slowest once more for each further job."""
     return line.total + (line.stages - 1) * line.message + (line.count - 1) * (line.slowest + line.message * (
         line.stages > 1))
 
 
 def training(line: Line) -> float:
-    """1F1B: one micro-batch through all stages and back, and for each further one the slowest stage and a message. With
-    chunks of layers the other stages wait for a part of it only, and there are messages for each chunk. What messages
-    do besides while a pipeline fills is left out; the simulator, which plays all, finds up to 1 % more."""
+    """1F1B (Narayanan et al. 2021): one micro-batch through all stages and back, and for each further one the slowest
+    stage and a message. With chunks of layers the fill is divided by the chunks, and each chunk has its messages. The
+    full simulation finds up to 1 % more, since messages also delay each other while a pipeline fills."""
     fill = (line.stages - 1) * (2 if line.stages > 2 else 1)
     further = line.count * line.chunks - 1 if line.stages > 1 else 0
     return (line.count * line.slowest + (line.total - line.slowest) / line.chunks
@@ -190,7 +185,7 @@ def _work(ops: list[Op]) -> float:
 
 
 def _slowed(world: Alone, seconds: float) -> float:
-    """Where ranks share the cores of a machine: as if these ranks alone were there, at the least."""
+    """Seconds where ranks share the cores of a machine: at least as if no other ranks were there."""
     if not world.machine.shared:
         return seconds
     cores = max(1, world.cluster.cores // world.machine.threads)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.events import Compute, Generate, Infer, Train
 from rldsl.search.moves import Move
 from rldsl.search.overheads import Overheads
@@ -60,13 +62,14 @@ Orders = dict[tuple[On, bool], tuple[Item, ...]]  # known already; whether the f
 def script(problem: Problem, overheads: Overheads, blocks: Sequence[Block], orders: Orders) -> Script:
     """blocks: of every job; a computation's is that of its lead."""
     ends = sorted({e for b in blocks for e in b})
-    atoms = [(a, b) for a, b in zip(ends, ends[1:]) if any(x.start <= a and b <= x.stop for x in blocks)]
+    atoms = [(a, b) for a, b in pairwise(ends) if any(x.start <= a and b <= x.stop for x in blocks)]
     on = tuple([tuple([i for i, (a, z) in enumerate(atoms) if b.start <= a and z <= b.stop]) for b in blocks])
     small = tuple([overheads.job(j, blocks[j.number].size) for j in problem.jobs])
     key = on, atoms[0][0] == 0
     if key not in orders:
         items = _items(problem, *key)
-        orders[key] = tuple(items[i] for i in _order(items))
+        tasks = [Task(item.on, item.after, item.cost, item.rank) for item in items]
+        orders[key] = tuple(items[i] for i in list_schedule(tasks))
     told = {item.tells: overheads.lengths(problem.jobs[item.tells], sum([atoms[a][1] - atoms[a][0] for a in item.on]))
             for item in orders[key] if item.tells >= 0}
     return Script(tuple(atoms), orders[key], on, small, told, overheads.fetch)
@@ -89,39 +92,6 @@ def _items(problem: Problem, on: On, from_zero: bool) -> list[Item]:
     if told:
         items.append(Item(-1, tuple(firsts), tuple(place[j.number] for j in told), 1, 3))
     return items
-
-
-def _order(items: Sequence[Item]) -> list[int]:
-    """As `passes/order.schedule` orders events: of the items whose inputs are ready, the one that can start first."""
-    clock = [0] * (1 + max((a for item in items for a in item.on), default=0))
-    inputs = [0] * len(items)  # when they are ready
-    missing = [len(item.after) for item in items]
-    users: list[list[int]] = [[] for _ in items]
-    for i, item in enumerate(items):
-        for b in item.after:
-            users[b].append(i)
-    ready = [i for i, n in enumerate(missing) if not n]
-    out: list[int] = []
-    while ready:
-        best, first, rank = -1, -1, 0
-        for i in ready:
-            item, start = items[i], inputs[i]
-            for a in item.on:
-                if clock[a] > start:
-                    start = clock[a]
-            if best < 0 or start < first or start == first and (item.rank, i) < (rank, best):
-                best, first, rank = i, start, item.rank
-        end = first + items[best].cost
-        for a in items[best].on:
-            clock[a] = end
-        ready.remove(best)
-        for i in users[best]:
-            missing[i] -= 1
-            inputs[i] = max(inputs[i], end)
-            if not missing[i]:
-                ready.append(i)
-        out.append(best)
-    return out
 
 
 def step(problem: Problem, s: Script, seconds: Sequence[float], units: Sequence[int],

@@ -40,7 +40,7 @@ def proved(p: Prepared, instance: Instance, judged: Judged, cluster: Cluster, le
     """Raises Failure where the compiler refuses the placement."""
     a = judged.assignment
     names = [j.node.id for j in instance.calls]
-    found = places(p, dict(zip(names, a.blocks)), dict(zip(names, a.entries)), judged.keep)
+    found = places(p, dict(zip(names, a.blocks, strict=True)), dict(zip(names, a.entries, strict=True)), judged.keep)
     plan, bytes = compiled(written(p, found), described(p.placed))
     return Proved(judged, found, plan, simulate(plan, cluster, lengths), bytes)
 

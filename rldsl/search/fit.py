@@ -1,7 +1,7 @@
 """Whether a plan fits its devices.
 
 In: a `Placed` and what the ranks of its plan hold when. Out: nothing, or RL0401 with the three largest holders and a
-mend that has been tried.
+fix that has been tried.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rldsl.placement.model import Placed
 from rldsl.plan.model import Ranges
 from rldsl.plan.notation import human, ranges_text
 from rldsl.plan.projection import to_ranges
-from rldsl.search.memory_advice import Mend, Search
+from rldsl.search.memory_advice import MemoryAdvice, MemoryAdvisor
 
 
 def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
@@ -34,12 +34,12 @@ def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
 
 
 def advice(placed: Placed) -> tuple[str, tuple[str, ...]]:
-    """(a mend that fits, no notes); where there is none on this cluster, (the smallest device and the number of devices
+    """(a fix that fits, no notes); where there is none on this cluster, (the smallest device and the number of devices
     that would do, how); where nothing can be tried, (what to do, no notes)."""
-    search = Search(placed)
-    mend = search.best()
-    if mend is not None:
-        return f"{_rules(mend)} needs {human(mend.bytes)}", ()
+    search = MemoryAdvisor(placed)
+    fix = search.best()
+    if fix is not None:
+        return f"{_rules(fix)} needs {human(fix.bytes)}", ()
     least, more = search.least(), search.larger()
     if least is None:  # not even what is there can be written as clauses, so nothing can be tried
         return "use larger devices, or fewer rows at a time", ()
@@ -57,5 +57,5 @@ def _who(ranks: Ranges) -> str:
         f"ranks {ranges_text(ranks)} need"
 
 
-def _rules(mend: Mend) -> str:
-    return " ".join(f'--on "{rule}"' for rule in mend.rules)
+def _rules(found: MemoryAdvice) -> str:
+    return " ".join(f'--on "{rule}"' for rule in found.rules)

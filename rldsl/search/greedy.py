@@ -16,7 +16,7 @@ from rldsl.search.space import Block
 def chosen(i: Instance, blocks: Sequence[Block]) -> Judged | None:
     """Entries for given blocks."""
     entries: list[Entry] = []
-    for job, b in zip(i.calls, blocks):
+    for job, b in zip(i.calls, blocks, strict=True):
         home = i.homes.get(job.model)
         options = i.table.entries(job, b.size)
         if home is not None and job.kind == "train" and home < len(entries):  # as the first one trains
@@ -45,7 +45,7 @@ def _lighter(i: Instance, blocks: Sequence[Block], entries: tuple[Entry, ...]) -
             price = max(e.seconds + e.away - now.seconds - now.away, 0.0) / least
             if best is not None and price >= best[0] or (then := i.changed(entries, c, e)) is None:
                 continue
-            if sum(a.resident + a.active - b.resident - b.active for a, b in zip(entries, then)) > 0:
+            if sum(a.resident + a.active - b.resident - b.active for a, b in zip(entries, then, strict=True)) > 0:
                 best = price, then
     return best[1] if best else None
 

@@ -92,7 +92,7 @@ class Instance:
     def resolved(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> tuple[Entry, ...]:
         """With calls that stand as their model is trained on what is trained, and others on a copy."""
         out = []
-        for job, block, e in zip(self.calls, blocks, entries):
+        for job, block, e in zip(self.calls, blocks, entries, strict=True):
             home = self.homes.get(job.model)
             if home is not None and job.kind != "train":
                 own = block == blocks[home] and e.strategy.degrees == entries[home].strategy.degrees
@@ -120,7 +120,7 @@ class Instance:
         """Place of the first call that uses a copy -> its move, and the place of its model's train call."""
         found: dict[int, tuple[Move, int]] = {}
         seen: set[tuple[object, ...]] = set()
-        for i, (job, block, e) in enumerate(zip(self.calls, blocks, entries)):
+        for i, (job, block, e) in enumerate(zip(self.calls, blocks, entries, strict=True)):
             home = self.homes.get(job.model)
             key = (job.model, block, e.strategy.degrees)
             if home is None or job.kind == "train" or e.own or key in seen:
@@ -140,7 +140,8 @@ class Instance:
         if known is not None:
             return known
         need, have = self._fullest(c, e), self._fullest(home, mine)
-        there = gpus if src.start // gpus <= (dst.stop - 1) // gpus and dst.start // gpus <= (src.stop - 1) // gpus else 0
+        same_node = src.start // gpus <= (dst.stop - 1) // gpus and dst.start // gpus <= (src.stop - 1) // gpus
+        there = gpus if same_node else 0
         return self.moves.least(model, need - (have if src.meets(dst) else 0), (need - there * have) // gpus)
 
     def _fullest(self, c: int, e: Entry) -> int:
@@ -157,7 +158,7 @@ class Instance:
         entries = self.resolved(a.blocks, a.entries)
         moves = self.copies(a.blocks, entries)
         every = range(len(entries))  # three steps may be too few to see what holds a long run up
-        least = self.bound(dict(zip(every, a.blocks)), {c: entries[c].seconds for c in every})
+        least = self.bound(dict(zip(every, a.blocks, strict=True)), {c: entries[c].seconds for c in every})
         found = max(self.seconds(a.blocks, entries, moves), least)
         kept = self.bytes(a.blocks, entries, moves, keep=True)
         keep = self.fits(kept)
@@ -168,11 +169,11 @@ class Instance:
                 moves: Mapping[int, tuple[Move, int]]) -> float:
         numbers = [j.number for j in self.calls]
         seconds, units = [0.0] * len(self.problem.jobs), [0] * len(self.problem.jobs)
-        for n, e in zip(numbers, entries):
+        for n, e in zip(numbers, entries, strict=True):
             seconds[n], units[n] = e.seconds, 0 if e.unit == e.size else e.unit
         return step(self.problem, self.script(blocks), seconds, units,
                     {numbers[i]: (m, numbers[home]) for i, (m, home) in moves.items()},
-                    {n: e.away for n, e in zip(numbers, entries) if e.away})
+                    {n: e.away for n, e in zip(numbers, entries, strict=True) if e.away})
 
     def bytes(self, blocks: Sequence[Block], entries: Sequence[Entry],
               moves: Mapping[int, tuple[Move, int]], keep: bool = False) -> int:

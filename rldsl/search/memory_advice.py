@@ -1,9 +1,9 @@
-"""Placements that need less memory, tried by compiling them.
+"""Placements that need less memory, found by compiling them.
 
-In: a `Placed` that needs more than a device has. Out: the mildest change found that fits, as rules for `--on`; or the
-least memory, or the number of nodes, that would do. Mild to hard: smaller micro-batches, optimizer state and gradients
-divided over dp (zero), recomputation, parameters divided too, copies that are dropped after use, frozen models in host
-memory, then trained ones, more tensor or pipeline parallelism, more ranks.
+In: a `Placed` that needs more memory than a device has. Out: the mildest change found that fits, as rules for `--on`;
+or the least memory, or the number of nodes, that would be enough. From mild to hard: smaller micro-batches, sharding
+optimizer state and gradients over dp (zero 1, 2), recomputation, sharding parameters too (zero 3), dropping copies
+after their last use, offloading frozen models, then trained ones, more tensor or pipeline parallelism, more ranks.
 """
 
 from __future__ import annotations
@@ -22,49 +22,54 @@ from rldsl.plan.expr import Scalar
 from rldsl.search.settings import Setting, changed, difference, divided, on_all
 from rldsl.search.trials import Trials
 
-MOST = 64  # times as many nodes as there are, and ranks of a tp or pp degree, that are tried
+MOST = 64  # the largest factor by which nodes are multiplied, and the largest tp or pp degree, that are tried
 Step = tuple[Collection[str], str, Scalar]  # calls, an option of theirs, its value
 
 
 @dataclass(frozen=True, slots=True)
-class Mend:
-    """rules: for `--on`. bytes: what a rank then needs at most. nodes: of the cluster."""
+class MemoryAdvice:
+    """A change that was compiled."""
 
-    rules: tuple[str, ...]
-    bytes: int
-    nodes: int
+    rules: tuple[str, ...]  # for `--on`
+    bytes: int  # the most that a rank then needs
+    nodes: int  # of the cluster
 
 
-class Search:
-    """placed: what does not fit."""
+class MemoryAdvisor:
+    """Tries changes of a placement that does not fit."""
 
     def __init__(self, placed: Placed):
         self.placed, self._trials = placed, Trials(placed)
         self.calls, self.old, self.bytes = self._trials.calls, self._trials.old, self._trials.bytes
         self.trained = sorted(m.name for m in placed.models if m.home)
 
-    def best(self) -> Mend | None:
-        """The mildest change that fits this cluster."""
+    def best(self) -> MemoryAdvice | None:
+        """The mildest change that fits this cluster, without what it does not need; None if nothing fits.
+
+        The order is a ladder of what a user gives up: (1) one option of one call or model, so that the message is one
+        rule; (2) several options together, still on the same ranks and with the same degrees; (3) other degrees on the
+        same ranks, which change the communication of every call; (4) every call on all ranks, which gives up the
+        user's meshes."""
         for ways in (self._mild(), self._together(), self._divided(lambda: self._hard),
                      self._divided(lambda: on_all(self._hard, self.placed.world))):
             for setting in ways:
                 if self._fits(setting):
-                    return self._mend(self._pruned(setting))
+                    return self._advice(self._pruned(setting))
         return None
 
-    def least(self) -> Mend | None:
-        """What needs least of all that can be tried here; None where nothing can be."""
+    def least(self) -> MemoryAdvice | None:
+        """What needs least of everything that can be tried on this cluster; None if nothing can be tried."""
         every = [self.old, *self._together(), *self._degrees(self._hard)[-4:],
                  *self._degrees(on_all(self._hard, self.placed.world))[-4:]]
         sizes = [(size, i) for i, s in enumerate(every) if (size := self.bytes(s)) is not None]
-        return self._mend(every[min(sizes)[1]]) if sizes else None
+        return self._advice(every[min(sizes)[1]]) if sizes else None
 
-    def larger(self) -> Mend | None:
-        """On the fewest times as many nodes that do."""
+    def larger(self) -> MemoryAdvice | None:
+        """What fits on the smallest multiple of the nodes (a power of two); None if nothing does."""
         for nodes in (self._nodes * 2**k for k in range(1, MOST.bit_length())):
             for setting in self._degrees(on_all(self._hard, nodes * self.placed.devices_per_node))[-4:]:
                 if self._fits(setting, nodes):
-                    return self._mend(setting, nodes)
+                    return self._advice(setting, nodes)
         return None
 
     # ------------------------------------------------------------------------------------------- changes
@@ -78,7 +83,11 @@ class Search:
             yield changed(self.old, ids, **{name: value})
 
     def _steps(self) -> Iterator[Step]:
-        """The changes besides micro-batches, from mild to hard."""
+        """The changes besides micro-batches, from mild to hard: by what a step loses.
+
+        zero 1 and 2 move the bytes that dp moves anyway; recomputation adds a forward pass; zero 3 gathers parameters
+        in every pass. A copy that is dropped is sent again in each step. Offloading a frozen model copies parameters
+        over the host link; a trained one moves its moments too, twelve bytes per parameter instead of two."""
         yield from ((self._trains(m), "zero", z) for z in (1, 2) for m in self._may_zero(z))
         yield from ((self._trains(m), "recompute", "full") for m in self.trained)
         yield from ((self._trains(m), "zero", 3) for m in self._may_zero(3))
@@ -87,12 +96,12 @@ class Search:
         yield from ((self._trains(m), "offload", True) for m in self.trained)
 
     def _together(self) -> Iterator[Setting]:
-        """One after the other, each on top of those before; what cannot be placed, or makes it worse, is left out."""
+        """The same changes, each on top of those before. A change that cannot be placed, or needs more, is skipped."""
         setting = changed(self.old, self.old, mbs=1)
         yield setting
         for (name, value), steps in groupby(self._steps(), key=lambda step: step[1:]):
-            each = [ids for ids, _, _ in steps]
-            for ids in ([i for ids in each for i in ids], *(each if len(each) > 1 else ())):
+            each = [calls for calls, _, _ in steps]
+            for ids in ([i for calls in each for i in calls], *(each if len(each) > 1 else ())):
                 more = changed(setting, ids, **{name: value})
                 if more != setting and self._no_more(more, setting):
                     yield (setting := more)
@@ -106,13 +115,13 @@ class Search:
         return list(self._together())[-1]
 
     def _divided(self, base: Callable[[], Setting]) -> Iterator[Setting]:
-        """The least division that fits when all that is mild is done too: needs shrink as it grows."""
+        """The smallest degrees that fit on top of all mild changes. Needs shrink as degrees grow, so bisect."""
         ways = self._degrees(base())
         at = bisect_left(ways, True, key=self._fits)
         yield from ways[at : at + 1]
 
     def _degrees(self, setting: Setting) -> list[Setting]:
-        """With at least tp and pp for every call, within a node and its model; the least division first."""
+        """Every call with at least tp and pp, as far as a node and its model allow; the smallest degrees first."""
         gpus, families = self.placed.devices_per_node, [self._trials.families[n.model] for n in self.calls]
         tps = [t for t in _powers(gpus) if gpus % t == 0 and all(_can_tp(f, t) for f in families)]
         pps = [p for p in _powers(MOST) if all(p == 1 or p <= f.layers and not f.pp_problem for f in families)]
@@ -140,7 +149,7 @@ class Search:
                                   and self.old[n.id].layout.id != homes[n.model]))
 
     def _may_zero(self, level: int) -> list[str]:
-        """Trained models that are replicated, and not divided so far already."""
+        """Trained models that are replicated, and below this level of `zero`."""
         return [m for m in self.trained for x in (self.old[self._trains(m)[0]].layout,) if x.dp > 1 and x.zero < level]
 
     def _of(self, name: str) -> list[str]:
@@ -159,7 +168,7 @@ class Search:
         return size is not None and size <= self.placed.memory
 
     def _pruned(self, setting: Setting) -> Setting:
-        """Without what it does not take, the hardest first."""
+        """Without the changes that it does not need; the hardest are taken back first."""
         for model in sorted({n.model for n in self.calls}):
             setting = self._without(setting, self._of_model(model), "mesh", "layout", "given")
         for name in self._names:
@@ -180,7 +189,7 @@ class Search:
         return back if back != setting and self._fits(back) else setting
 
     def _less_zero(self, setting: Setting, ids: list[str]) -> Setting:
-        """With the least of `zero` that fits."""
+        """With the lowest level of `zero` that fits."""
         for level in range(self.old[ids[0]].layout.zero, setting[ids[0]].layout.zero):
             if self._fits(less := changed(setting, ids, zero=level)):
                 return less
@@ -195,17 +204,18 @@ class Search:
             size *= 2
         return changed(setting, self._of(name), mbs=size)
 
-    def _mend(self, setting: Setting, nodes: int = 0) -> Mend:
+    def _advice(self, setting: Setting, nodes: int = 0) -> MemoryAdvice:
         said: dict[str, str] = {}
         for n in self.calls:
             if text := difference(self.old[n.id], setting[n.id]):
                 said[_selector(n)] = text
-        for model in {n.model for n in self.calls}:  # one rule for all calls of a model, where they change alike
+        for model in {n.model for n in self.calls}:  # one rule for all calls of a model that change in the same way
             mine = [_selector(n) for n in self.calls if n.model == model]
             texts = {said.get(s) for s in mine}
             if len(set(mine)) > 1 and len(texts) == 1 and None not in texts:
                 said = {s: t for s, t in said.items() if s not in mine} | {f"{model}.*": said[mine[0]]}
-        return Mend(tuple(f"{s} {t}" for s, t in said.items()), self.bytes(setting, nodes) or 0, nodes or self._nodes)
+        rules = tuple(f"{s} {t}" for s, t in said.items())
+        return MemoryAdvice(rules, self.bytes(setting, nodes) or 0, nodes or self._nodes)
 
 
 def _powers(most: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from rldsl.placement.place import Flow
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Model
 from rldsl.search.space import Block, Kind, Strategy, Tree
-from rldsl.simulate.lengths import Lengths
+from rldsl.simulate.lengths import AT_MOST, Lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Problem:
                    default=0)
 
 
-def problem(placed: Placed, cluster: Cluster, lengths: Lengths = Lengths(), memory: int = 0,
+def problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, memory: int = 0,
             fixed: Mapping[str, Fixed] | None = None) -> Problem:
     """placed: the program under any placement at all, for its models. fixed: by node."""
     graph = placed.graph

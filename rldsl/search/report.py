@@ -31,7 +31,7 @@ class Line:
 
 def lines(i: Instance, a: Assignment) -> Iterator[Line]:
     now = i.judge(a)
-    for c, (job, block, e) in enumerate(zip(i.calls, a.blocks, a.entries)):
+    for c, (job, block, e) in enumerate(zip(i.calls, a.blocks, a.entries, strict=True)):
         yield Line(job.name, block, e.strategy.text(), e.seconds, e.resident + e.active, _because(i, a, c, now.seconds))
 
 
@@ -98,7 +98,7 @@ def differences(best: Proved, other: Proved, i: Instance) -> list[str]:
     """The calls that stand elsewhere, or otherwise."""
     a, b = best.judged.assignment, other.judged.assignment
     return [f"{job.name} on {y.start}:{y.stop} {f.strategy.text()}"
-            for job, x, e, y, f in zip(i.calls, a.blocks, a.entries, b.blocks, b.entries)
+            for job, x, e, y, f in zip(i.calls, a.blocks, a.entries, b.blocks, b.entries, strict=True)
             if (x, e.strategy) != (y, f.strategy)]
 
 

@@ -121,7 +121,7 @@ class Strategy:
                         x.backend)
 
     def layout(self, mesh: Mesh) -> Layout:
-        return layout_of(mesh, self.dp, self.tp, self.pp, self.cp, self.backend, zero=self.zero, ep=self.ep, vpp=self.vpp)
+        return layout_of(mesh, self.dp, self.tp, self.pp, self.cp, self.backend, self.zero, self.ep, self.vpp)
 
     @property
     def degrees(self) -> tuple[int | str, ...]:

@@ -94,7 +94,8 @@ class Table:
             plain = replace(division, backend=backend)
             for s in (x for c in interleaved(kind, plain, family.layers, chunks) for z in zeros(kind, c)
                       for x in self._variants(job, z)):
-                if self._able(job, s) and all(_said(s, name) == value for name, value in given.items() if name not in BOUNDS):
+                as_given = all(_said(s, name) == value for name, value in given.items() if name not in BOUNDS)
+                if as_given and self._able(job, s):
                     few = self._largest(self._sizes(job, s, given), job, size, FEW if s.pp == 1 else MORE)
                     yield from (self.cost(job, x, size) for x in few)
 

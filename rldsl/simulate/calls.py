@@ -205,8 +205,8 @@ def _checked_passes(me: Stage, method: str, found: object, chunks: int) -> Passe
         raise unusable(me.backend, f"`time.{method}` must count 0 or more micro-batches and bytes, not {found!r}")
     if found.count and (len(found.durations) != chunks or not all(
             len(pair) == 2 and all(map(_seconds, pair)) for pair in found.durations)):
-        raise unusable(me.backend, f"`time.{method}` must state finite (forward, backward) seconds for each of {chunks} "
-                                   f"chunks of layers, not {found.durations!r}")
+        raise unusable(me.backend, f"`time.{method}` must state finite (forward, backward) seconds for each of "
+                                   f"{chunks} chunks of layers, not {found.durations!r}")
     return found
 
 
@@ -299,8 +299,8 @@ def pipelined(me: Stage, count: int, durations: Sequence[tuple[float, float]], m
 
 
 def _decoded(world: World, event: Generate, me: Stage) -> Decoded:
-    """A pipeline has one group of sequences per stage (`backends/torch/generate/clock_ticks.py`): all stages work at the
-    same time, and exchange between two clock ticks."""
+    """A pipeline has one group of sequences per stage (`backends/torch/generate/clock_ticks.py`): all stages work at
+    the same time, and exchange between two clock ticks."""
     layout = world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
     d, machine = decoding(event, rows, row, layout.pp), world.machine

@@ -26,7 +26,8 @@ def critical(timelines: Timelines, c: int, stop: float, start: float) -> tuple[P
         if interval.stop != at:
             raise ValueError(f"no operation of class {c} ended at {at}")
         if interval.key is None:
-            segments.append(PathSegment(c, interval.begin.event, max(interval.start, start) - start, at - start, "work"))
+            begin = max(interval.start, start) - start
+            segments.append(PathSegment(c, interval.begin.event, begin, at - start, "work"))
             at = interval.start
             continue
         message = timelines.messages[interval.key]
@@ -41,8 +42,12 @@ def _joined(segments: Iterable[PathSegment]) -> tuple[PathSegment, ...]:
     found: list[PathSegment] = []
     for segment in segments:
         last = found[-1] if found else None
-        if last is not None and (last.rank_class, last.event, last.kind) == (segment.rank_class, segment.event, segment.kind):
+        if last is not None and _subject(last) == _subject(segment):
             found[-1] = replace(last, stop=segment.stop)
         else:
             found.append(segment)
     return tuple(found)
+
+
+def _subject(segment: PathSegment) -> tuple[int, int, str]:
+    return segment.rank_class, segment.event, segment.kind

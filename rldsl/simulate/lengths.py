@@ -46,6 +46,9 @@ class Lengths:
         return Row(min(self.prompt or frame.max_prompt_tokens, frame.max_prompt_tokens), response, longest)
 
 
+AT_MOST = Lengths()  # every sequence as long as its bounds allow
+
+
 def observed(plan: Plan, folder: str) -> Lengths:
     """The mean lengths of an earlier run of the program, from the metrics in its directory."""
     file = Path(folder) / METRICS if Path(folder).is_dir() else Path(folder)

@@ -1,14 +1,15 @@
 """The ops of every class of ranks: the plan's body, walked in the order of `runtime/interpreter/interpreter.py`.
 
 In: a world. Out: per class its ops over some steps. The body of an `every` of steps is no part of an ordinary step, and
-is left out unless asked for; an `every` inside a loop counts the loop's iterations (`iterations.py`). Invariant: classes
-that share an event give its messages the same keys, since they execute it equally often.
+is left out unless asked for; an `every` inside a loop counts the loop's iterations (`iterations.py`). Invariant:
+classes that share an event give its messages the same keys, since they execute it equally often.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from math import lcm, prod
 from typing import Any
 
@@ -42,7 +43,7 @@ from rldsl.sharding.boxes import cell_of, parameters
 from rldsl.simulate.calls import generate, infer, train
 from rldsl.simulate.engine import Compute as ComputeOp
 from rldsl.simulate.engine import EventBegin, Isend, LoopBegin, Op, RepeatExtrapolated, Wait
-from rldsl.simulate.iterations import iteration_kinds
+from rldsl.simulate.iterations import IterationKind, iteration_kinds
 from rldsl.simulate.moves import realloc, transfer
 from rldsl.simulate.world import World, collective
 
@@ -73,6 +74,14 @@ def periodic_blocks(items: Sequence[Item], around: tuple[Every, ...] = ()) -> It
             yield from periodic_blocks(item.body, (*around, item) if item.period > 1 else around)
 
 
+def _is_among(blocks: Sequence[Every], block: Every, period: int) -> bool:
+    return any(block is other for other in blocks)
+
+
+def _runs_in(kind: IterationKind, block: Every, period: int) -> bool:
+    return kind.runs(period)
+
+
 class _OpBuilder:
     """Builds the ops of one class, in the order of the plan's body."""
 
@@ -91,7 +100,7 @@ class _OpBuilder:
         for self.step in range(steps):
             self.iterations.clear()
             now = also if self.step == steps - 1 else ()
-            self.block(body, lambda each, _: any(each is e for e in now))
+            self.block(body, partial(_is_among, now))
             self.ops.append(EventBegin(-1, self.step, 0))
         for buffer in list(self.pending):
             self.wait(buffer)
@@ -121,7 +130,7 @@ class _OpBuilder:
             for _ in range(kind.simulated):
                 before = Counter(self.iterations)
                 self.ops.append(LoopBegin(depth))
-                self.block(loop.body, lambda _, period: kind.runs(period), depth=depth)
+                self.block(loop.body, partial(_runs_in, kind), depth=depth)
             if kind.left:
                 ran = Counter(self.iterations) - before
                 self.ops.append(RepeatExtrapolated(depth, kind.left, ran))
@@ -244,8 +253,20 @@ class _OpBuilder:
 
 # What a kind of event takes beyond issuing it, of the kinds whose traits say `timed`.
 RULES: Mapping[type[Event], Callable[[_OpBuilder, Any, Hashable], None]] = {
-    Generate: _OpBuilder.generate, Infer: _OpBuilder.infer, Train: _OpBuilder.train, Compute: _OpBuilder.compute, Fetch: _OpBuilder.fetch,
-    Select: _OpBuilder.pick, Collect: _OpBuilder.pick, Lengths: _OpBuilder.lengths, Transfer: _OpBuilder.transfer, Realloc: _OpBuilder.realloc,
-    Offload: _OpBuilder.host, Onload: _OpBuilder.host, Save: _OpBuilder.save, Checkpoint: _OpBuilder.checkpoint, Log: _OpBuilder.log,
+    Generate: _OpBuilder.generate,
+    Infer: _OpBuilder.infer,
+    Train: _OpBuilder.train,
+    Compute: _OpBuilder.compute,
+    Fetch: _OpBuilder.fetch,
+    Select: _OpBuilder.pick,
+    Collect: _OpBuilder.pick,
+    Lengths: _OpBuilder.lengths,
+    Transfer: _OpBuilder.transfer,
+    Realloc: _OpBuilder.realloc,
+    Offload: _OpBuilder.host,
+    Onload: _OpBuilder.host,
+    Save: _OpBuilder.save,
+    Checkpoint: _OpBuilder.checkpoint,
+    Log: _OpBuilder.log,
     Free: _OpBuilder.free,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from math import lcm
 
 from rldsl.clusters import Cluster
@@ -19,7 +19,7 @@ from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, events, walk
 from rldsl.simulate.critical import critical
 from rldsl.simulate.engine import Pool, Timelines, run_programs
-from rldsl.simulate.lengths import Lengths, made
+from rldsl.simulate.lengths import AT_MOST, Lengths, made
 from rldsl.simulate.model import PeriodicEvents, Span, Timeline
 from rldsl.simulate.program import periodic_blocks, programs, step_of
 from rldsl.simulate.world import World
@@ -27,7 +27,7 @@ from rldsl.simulate.world import World
 STEPS = 3  # only the last one is steady: transfers at the top of a step overlap with the end of the step before
 
 
-def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = Lengths()) -> Timeline:
+def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = AT_MOST) -> Timeline:
     """Time one step. Errors: RL0096 the cluster has too few nodes, or too few devices in each, RL0215 its file says too
     little."""
     check_cluster(plan, cluster)
@@ -46,7 +46,8 @@ def run(world: World) -> Timeline:
             isinstance(b, Every) and b.period > 1 for b in _outside(around)))
         found.append(PeriodicEvents(lcm(*(e.period for e in path)), own, max(0.0, lengths[path] - lengths[path[:-1]])))
     return Timeline(seconds, world.classes.ranks, _spans(timelines, begin), _idle(world, timelines, begin, end),
-                    critical(timelines, last, end, begin), _tokens(world), tuple(found), _estimated(world), _free(world))
+                    critical(timelines, last, end, begin), _tokens(world), tuple(found), _estimated(world),
+                    _free(world))
 
 
 def _outside(path: Path) -> Path:
@@ -108,7 +109,7 @@ def _spans(timelines: Timelines, zero: float) -> tuple[Span, ...]:
         times = [start for _, start in begins]
         for interval in timelines.intervals[c]:
             busy[bisect_right(times, interval.start) - 1] += interval.busy
-        for i, ((at_event, start), (_, stop)) in enumerate(zip(begins, begins[1:])):
+        for i, ((at_event, start), (_, stop)) in enumerate(pairwise(begins)):
             if at_event.step == STEPS - 1 and at_event.event >= 0:
                 found.append(Span(c, at_event.event, start - zero, stop - zero, busy[i], at_event.iteration))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""RL0401: the largest holders, and a mend that fits when it is followed to the letter."""
+"""RL0401: the largest holders, and a fix that fits when it is followed to the letter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rldsl.placement.model import Placed
 from rldsl.placement.place import place_graph
 from rldsl.placement.rules import COMMAND_LINE
 from rldsl.search import fit
-from rldsl.search.memory_advice import Search
+from rldsl.search.memory_advice import MemoryAdvisor
 from rldsl.source import SourceFile
 from tests.compiler.graphs import at, family, on, ppo
 
@@ -74,7 +74,7 @@ def followed(x: Placed, d: Diagnostic) -> int:
 
 @pytest.mark.parametrize("share", [0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
 @pytest.mark.parametrize("count", [16, 256])
-def test_the_mend_fits(share: float, count: int) -> None:
+def test_the_fix_fits(share: float, count: int) -> None:
     x = placed(share, count)
     d = refused(x)
     assert len(d.notes) == 3 and followed(x, d) <= x.memory
@@ -105,16 +105,16 @@ def test_where_nothing_fits_the_least_is_said() -> None:
     x = placed(0.05)
     d = refused(x)
     assert d.help.startswith("nothing that was tried fits; devices with ") and len(d.notes) > 3
-    least = Search(x).least()
+    least = MemoryAdvisor(x).least()
     assert x.memory < least.bytes < needs(x)
-    assert Search(replace(x, memory=least.bytes)).best() is not None
-    assert Search(replace(x, memory=least.bytes // 8)).best() is None
+    assert MemoryAdvisor(replace(x, memory=least.bytes)).best() is not None
+    assert MemoryAdvisor(replace(x, memory=least.bytes // 8)).best() is None
 
 
 def test_more_devices_that_would_do() -> None:
     x = placed(0.08)
-    assert Search(x).best() is None
-    more = Search(x).larger()
+    assert MemoryAdvisor(x).best() is None
+    more = MemoryAdvisor(x).larger()
     assert more is not None and more.nodes > 1 and more.bytes <= x.memory
     assert f"or {more.nodes * 8} devices of this size" in refused(x).help
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.scale import GRPO, LLAMA, PPO, directory
 from rldsl import api
 from rldsl.memory.curve import peak
-from rldsl.memory.holder_classes import Alike
+from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.lifetimes import lifetimes
 from rldsl.memory.reshard_buffers import ways
 from rldsl.plan.codec import decode, encode
@@ -61,5 +61,5 @@ def test_every_rank_holds_what_its_class_says(folder: Path, text: str) -> None:
         for rank in (r for a, b in c.ranks for r in range(a, b)):
             cells = {x.id: at for x in plan.layouts if (at := cell_of(x, meshes[x.mesh], rank)) is not None}
             inside = frozenset(m.id for m in plan.meshes if rank in m.members())
-            alone.append(peak(lifetimes(plan, Alike(((rank, rank + 1),), inside, (cells,)), "cuda", found)).bytes)
+            alone.append(peak(lifetimes(plan, HolderClass(((rank, rank + 1),), inside, (cells,)), "cuda", found)).bytes)
         assert max(alone) <= c.peak_bytes * 1.005 and max(alone) >= c.peak_bytes * 0.995

@@ -17,7 +17,7 @@ import pytest
 
 from rldsl.diag import Failure
 from rldsl.memory import reshard_buffers
-from rldsl.memory.holder_classes import Alike
+from rldsl.memory.holder_classes import HolderClass
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop, Realloc
 from rldsl.plan.model import Plan
@@ -55,7 +55,7 @@ def moved(find: Callable[..., int]) -> Callable[..., int]:
     """`moves.realloc_bytes`, which need not look at the same way twice."""
     seen: dict[object, int] = {}
 
-    def found(plan: Plan, way: routes.Paths, e: Realloc, ranks: Alike) -> int:
+    def found(plan: Plan, way: routes.Paths, e: Realloc, ranks: HolderClass) -> int:
         key = (id(way), e.model, e.source, e.src, e.dst, e.decay, ranks.ranks, plan.models, plan.layouts, plan.meshes)
         if key not in seen:
             seen[key] = find(plan, way, e, ranks)

@@ -1,4 +1,4 @@
-"""What a search for mends tries is what the user has: every option of a placement, written and placed again, needs the
+"""What the search for a fix tries is what the user has: every option of a placement, written and placed again, needs the
 same bytes; `zero` is tried as well."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rldsl.placement.place import place_graph
 from rldsl.plan.model import Mesh
 from rldsl.preview import preview
 from rldsl.search import fit
-from rldsl.search.memory_advice import Search
+from rldsl.search.memory_advice import MemoryAdvisor
 from rldsl.search.settings import changed, clause, difference, options
 from rldsl.search.trials import Trials
 from tests.compiler.graphs import at, family, on, ppo
@@ -46,7 +46,7 @@ def test_an_option_of_the_program_is_in_all_that_is_tried(option: str) -> None:
         call = "gen" if option == "keep" else "actor.train"
         line, stop = (1, 8) if call == "gen" else (8, 8)
         x = placed(**{call: on(line, 0, stop, **said)})
-        assert Search(x).bytes(Search(x).old) == needs(x), (option, value)
+        assert MemoryAdvisor(x).bytes(MemoryAdvisor(x).old) == needs(x), (option, value)
 
 
 def test_experts_and_ranks_that_are_free_are_kept_too() -> None:
@@ -57,11 +57,11 @@ def test_experts_and_ranks_that_are_free_are_kept_too() -> None:
                      cluster=g.Cluster(1, 8, 80.0, at(22))), 16)
     x = place_graph(graph, "", experts)
     assert {dict(x.places)[n].layout.ep for n in ("critic.train", "actor.train")} == {4, 2}
-    assert Search(x).bytes(Search(x).old) == needs(x)
+    assert MemoryAdvisor(x).bytes(MemoryAdvisor(x).old) == needs(x)
     free = replace(on(1, 0, 4, dp=4), mesh=g.MeshRef(None, (0, 4), at(1), True))
     y = placed(gen=free, **{"actor.train": on(8, 4, 8, dp=2, tp=2)})
     assert dict(y.places)["gen"].given is not None
-    assert Search(y).bytes(Search(y).old) == needs(y)
+    assert MemoryAdvisor(y).bytes(MemoryAdvisor(y).old) == needs(y)
 
 
 def test_zero_is_proposed_for_the_state_of_replicated_models() -> None:
@@ -78,8 +78,8 @@ def test_zero_is_proposed_for_the_state_of_replicated_models() -> None:
 def test_a_program_with_zero_is_not_accused_of_what_it_does_not_need() -> None:
     with_zero = {"critic.train": on(7, 0, 8, dp=8, zero=3), "actor.train": on(8, 0, 8, dp=8, zero=3)}
     x, without = placed(**with_zero), placed()
-    assert Search(x).bytes(Search(x).old) == needs(x) < Search(without).bytes(Search(without).old)
-    for setting in (Search(x)._hard, *Search(x)._degrees(Search(x)._hard)):
+    assert MemoryAdvisor(x).bytes(MemoryAdvisor(x).old) == needs(x) < MemoryAdvisor(without).bytes(MemoryAdvisor(without).old)
+    for setting in (MemoryAdvisor(x)._hard, *MemoryAdvisor(x)._degrees(MemoryAdvisor(x)._hard)):
         zeros = {p.layout.zero for i, p in setting.items() if i.endswith(".train") and p.layout.dp > 1}
         assert zeros <= {3}
 
@@ -87,7 +87,7 @@ def test_a_program_with_zero_is_not_accused_of_what_it_does_not_need() -> None:
 def test_zero_is_not_proposed_where_nothing_is_replicated() -> None:
     trains = {"critic.train": on(7, 0, 8, dp=1, tp=4, pp=2), "actor.train": on(8, 0, 8, tp=4, pp=2)}
     x = placed(**trains)
-    assert Search(x)._may_zero(3) == []
+    assert MemoryAdvisor(x)._may_zero(3) == []
 
 
 # ------------------------------------------------------------------------------------------- settings as clauses
@@ -126,20 +126,20 @@ def test_a_clause_has_every_option() -> None:
 
 
 def test_ranks_that_are_not_one_run_cannot_be_written() -> None:
-    """Then nothing is known of that setting, and RL0401 comes without a mend, not a traceback."""
+    """Then nothing is known of that setting, and RL0401 comes without a fix, not a traceback."""
     holes = Mesh("0:2+4:6", ((0, 2), (4, 6)))
     p = Place(holes, layout_of(holes, dp=4))
     assert clause(p, at(1)) is None
     x = placed(memory=0.0001)
     broken = replace(x, places=tuple((i, p if i == "actor.train" else q) for i, q in x.places))
     assert Trials(broken).bytes(Trials(broken).old) is None
-    assert Search(broken).best() is None
+    assert MemoryAdvisor(broken).best() is None
 
 
 def test_nothing_can_be_tried_is_said_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     x = placed(memory=0.0001)
     monkeypatch.setattr(Trials, "_graph", lambda self, setting, nodes: None)
-    assert Search(x).least() is None and Search(x).larger() is None
+    assert MemoryAdvisor(x).least() is None and MemoryAdvisor(x).larger() is None
     with pytest.raises(Failure) as caught:
         fit.check(x, held(x))
     assert caught.value.diagnostics[0].code == "RL0401" and "--on" not in caught.value.diagnostics[0].help
