@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
-from rldsl.sharding.balance import sequence_cost, balance_items
+from rldsl.sharding.balance import balance_items, sequence_cost
 
 Parts = Sequence[Sequence[int]]
 SIZES = ((4096, 512), (1024, 128), (256, 32), (4096, 64), (512, 8))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import loss, match
-from rldsl.measure.call_costs import build, rows, settle
+from rldsl.measure.call_costs import build, random_batch, synchronize
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Model
 from rldsl.runtime.backend import PackedBatch
@@ -85,10 +85,10 @@ def seconds(work: Callable[[], Any], device: torch.device, times: int = 5) -> fl
     work()
     found = []
     for _ in range(times):
-        settle(device)
+        synchronize(device)
         begin = time.perf_counter()
         work()
-        settle(device)
+        synchronize(device)
         found.append(time.perf_counter() - begin)
     return statistics.median(found)
 
@@ -155,7 +155,7 @@ def decode(s: Setup) -> Iterator[Row]:
         record = model(s, size)
         shard = build(record, record.layers, 1, "torch", s.device, False)
         for batch in s.batches:
-            given = rows(s.shapes[size][-1], batch, s.context, 0, s.device)
+            given = random_batch(s.shapes[size][-1], batch, s.context, 0, s.device)
             spent = [seconds(lambda: shard.generate(given, Sampling(max_new_tokens=n, min_new_tokens=n), seed=1,
                                                     step=0, max_num_seqs=0), s.device, 3) for n in (few, many)]
             each = max(spent[1] - spent[0], 1e-9) / (many - few)
@@ -171,7 +171,7 @@ def train(s: Setup) -> Iterator[Row]:
         record = model(s, size)
         hidden, layers = s.shapes[size][0], s.shapes[size][2]
         shard = build(record, record.layers, 1, "torch", s.device, True)
-        batch = rows(s.shapes[size][-1], count, length // 4, length - length // 4, s.device)
+        batch = random_batch(s.shapes[size][-1], count, length // 4, length - length // 4, s.device)
         spent = seconds(lambda: shard.train([(batch,)], [["logprobs"]], 1.0, _loss), s.device, 3)
         tokens = count * length
         work = 6 * weights(s, size) * tokens + 6 * layers * tokens * length * hidden  # causal: half of all pairs
@@ -200,7 +200,7 @@ def step(s: Setup) -> Iterator[Row]:
     size, count, prompt, response = s.step
     record = model(s, size)
     shard = build(record, record.layers, 1, "torch", s.device, True)
-    given = rows(s.shapes[size][-1], count, prompt, 0, s.device)
+    given = random_batch(s.shapes[size][-1], count, prompt, 0, s.device)
     asked, part = Sampling(max_new_tokens=response), max(1, 16384 // (prompt + response))
 
     def work() -> None:

@@ -14,7 +14,7 @@ from megatron.core.resharding import planner
 from megatron.core.resharding.utils import ParameterMetadata, select_src_metadata_balanced
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.sharding.boxes import pieces_of_rank, local_shape, parameters
+from rldsl.sharding.boxes import local_shape, parameters, pieces_of_rank
 from rldsl.sharding.layout import axis_ranks
 from tests.realloc.cases import Case
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rldsl.diag import Failure, fail
 from rldsl.report import render
-from rldsl.runtime.metrics.run_record import CONTRADICTION, Claim, claim, within
+from rldsl.runtime.metrics.run_record import CONTRADICTION, OutputClaim, claim_output, is_own_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +40,11 @@ def main(program: Program | None = None) -> None:
         if program is not None:
             program.check_plan(file)
     except Failure as failure:  # the ranks of a machine find the same; another machine may have another file, or none
-        _stop(failure, say=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+        _exit_with(failure, say=int(os.environ.get("LOCAL_RANK", 0)) == 0)
     _run(arguments, file, rank, world, program)
 
 
-def _stop(failure: Failure, say: bool) -> NoReturn:
+def _exit_with(failure: Failure, say: bool) -> NoReturn:
     if say:
         print(render(failure.diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
     else:  # torchrun ends all ranks as soon as one has failed: the one that speaks must be the first
@@ -89,7 +89,7 @@ def _arguments(program: Program | None) -> argparse.Namespace:
     found.out = Path(found.out or Path("runs") / Path(found.plan).stem)
     if found.resume is not None:
         found.resume = Path(found.resume or found.out)
-        if found.overwrite and within(found.out, found.resume):
+        if found.overwrite and is_own_checkpoint(found.out, found.resume):
             parser.error(CONTRADICTION)
     return found
 
@@ -110,7 +110,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _cores() -> int:
+def _num_cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -144,12 +144,12 @@ def _device(asked: str | None, local: int, ranks: int) -> torch.device:
     return device
 
 
-def _meet(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
+def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Store, bool]:
     """Join the other ranks where torchrun says; without torchrun, a world of one. Returns the store of all starts of
     this run, and whether an earlier one began it. RL0704: the others cannot be reached."""
     import torch.distributed as dist
 
-    from rldsl.runtime.comm.rendezvous import prefix, started_before
+    from rldsl.runtime.comm.rendezvous import start_prefix, started_before
 
     backend: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":  # with the device its communicators are made now, and those of groups from them, not late
@@ -160,7 +160,7 @@ def _meet(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Sto
             return dist.HashStore(), False
         found, _, world = next(dist.rendezvous("env://", timeout=timeout))
         run = dist.PrefixStore("rldsl", found)
-        name = prefix(run, rank, world, timeout)
+        name = start_prefix(run, rank, world, timeout)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         again = started_before(run, dist.PrefixStore(f"{name}/start", run), rank, world, restarted)
         dist.init_process_group(**backend, store=dist.PrefixStore(name, found), rank=rank, world_size=world,
@@ -173,24 +173,26 @@ def _meet(device: torch.device, rank: int, timeout: timedelta) -> tuple[dist.Sto
                    help="check that every machine can reach this address and that all ranks were started") from None
 
 
-def _claim(arguments: argparse.Namespace, again: bool, rank: int, device: torch.device) -> Claim:
+def _claim_output(arguments: argparse.Namespace, again: bool, rank: int, device: torch.device) -> OutputClaim:
     """Rank 0 looks at the run's directory: what machines see of a shared one may differ for a while."""
-    from rldsl.runtime.comm.agreement import from_first
+    from rldsl.runtime.comm.agreement import broadcast_text
 
-    mine = claim(arguments.out, arguments.resume, again, arguments.overwrite) if rank == 0 else Claim(None, False)
-    found = json.loads(from_first(json.dumps([str(mine.resume) if mine.resume else "", mine.goes_on]), device))
-    return Claim(Path(found[0]) if found[0] else None, bool(found[1]))
+    mine = OutputClaim(None, False)
+    if rank == 0:
+        mine = claim_output(arguments.out, arguments.resume, again, arguments.overwrite)
+    found = json.loads(broadcast_text(json.dumps([str(mine.resume) if mine.resume else "", mine.continues]), device))
+    return OutputClaim(Path(found[0]) if found[0] else None, bool(found[1]))
 
 
 def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None) -> None:
     import torch.distributed as dist
     import transformers
 
-    from rldsl.runtime.comm.rendezvous import begun
-    from rldsl.runtime.health.watchdog import Watch
+    from rldsl.runtime.comm.rendezvous import mark_begun
+    from rldsl.runtime.health.watchdog import Watchdog
     from rldsl.runtime.interpreter.interpreter import Interpreter, execute
     from rldsl.runtime.interpreter.options import Options
-    from rldsl.runtime.metrics.reporter import Asked
+    from rldsl.runtime.metrics.reporter import ReportOptions
     from rldsl.runtime.metrics.tee import tee
 
     transformers.logging.set_verbosity_error()
@@ -199,33 +201,34 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
     try:
         device = _device(arguments.device, local, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     except Failure as failure:  # the ranks of a machine find the same
-        _stop(failure, say=local == 0)
+        _exit_with(failure, say=local == 0)
     late = device.type == "cuda"  # NCCL ends the process when its own time is over: the watcher must come before it
     limit = timedelta(seconds=arguments.timeout + (GRACE if late else 0.0))
     try:
-        run, again = _meet(device, rank, limit)
+        run, again = _join_ranks(device, rank, limit)
     except Failure as failure:  # no rank knows what another has found: each speaks for itself
-        _stop(failure, say=True)
-    watch = Watch(dist.distributed_c10d._get_default_store(), rank, world, file, arguments.timeout, late)
+        _exit_with(failure, say=True)
+    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world, file, arguments.timeout, late)
     workers = arguments.reward_workers
     if workers is None:
-        workers = min(8, max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    asked = Asked(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain,
-                  (arguments.command,) if arguments.command else tuple(sys.argv))
+        workers = min(8, max(1, _num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    command = (arguments.command,) if arguments.command else tuple(sys.argv)
+    reporting = ReportOptions(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain, command)
     screen = sys.stderr
     try:
-        claimed = _claim(arguments, again, rank, device)
-        sys.stderr = tee(screen, arguments.out, rank, claimed.goes_on)
-        options = Options(arguments.trace, claimed.resume, claimed.goes_on, not claimed.goes_on, workers,
-                          arguments.reward_timeout, tuple(arguments.allow_write), arguments.allow_changed_python, asked,
-                          limit)
-        execute(file, arguments.out, device, watch, options, program.run if program else Interpreter.run,
-                lambda: begun(run))
+        claimed = _claim_output(arguments, again, rank, device)
+        sys.stderr = tee(screen, arguments.out, rank, claimed.continues)
+        options = Options(
+            trace=arguments.trace, resume=claimed.resume, continues=claimed.continues, overwrite=not claimed.continues,
+            reward_workers=workers, reward_seconds=arguments.reward_timeout, allow_write=tuple(arguments.allow_write),
+            changed_python=arguments.allow_changed_python, reporting=reporting, timeout=limit)
+        execute(file, arguments.out, device, watchdog, options, program.run if program else Interpreter.run,
+                lambda: mark_begun(run))
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:
-        watch.fail(error)
-    watch.close()
+        watchdog.fail(error)
+    watchdog.close()
     sys.stderr = screen
     dist.destroy_process_group()
 

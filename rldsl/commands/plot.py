@@ -17,7 +17,7 @@ from rldsl.commands.runs import metrics
 from rldsl.diag import fail
 from rldsl.files import write
 from rldsl.plan.metrics_file import Lines
-from rldsl.runtime.metrics.names import computed, first
+from rldsl.runtime.metrics.names import computed, display_order
 
 FORMATS = (".svg", ".png")
 USUAL = ("reward", "score", "accuracy", "kl", "loss", "length", "length/response")  # by the end of the name
@@ -58,7 +58,7 @@ def choose(found: Mapping[str, Lines], patterns: Sequence[str]) -> tuple[str, ..
     if patterns:
         return tuple(dict.fromkeys(chosen))
     usual = [name for name in every if any(name == end or name.endswith(f"/{end}") for end in USUAL)]
-    return tuple(sorted(usual or computed(every), key=first)[:MOST]) or tuple(every[:MOST])
+    return tuple(sorted(usual or computed(every), key=display_order)[:MOST]) or tuple(every[:MOST])
 
 
 def draw(found: Mapping[str, Lines], names: Sequence[str], form: str) -> bytes:

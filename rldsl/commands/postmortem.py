@@ -16,10 +16,22 @@ from rldsl.diag import fail
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import describe_event
-from rldsl.postmortem.analysis import Findings, analyse, traces
-from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Entry, Moment, Sign, Signs, Stand, broken, read_dump, read_signs
+from rldsl.postmortem.analysis import Findings, analyse, rank_traces
+from rldsl.postmortem.dumps import (
+    FOLDER,
+    LAST_HEARTBEATS,
+    EventRun,
+    Heartbeat,
+    LastHeartbeats,
+    RankDump,
+    RankPosition,
+    RingEntry,
+    not_a_dump,
+    read_dump,
+    read_last_heartbeats,
+)
 from rldsl.postmortem.findings_text import report, title
-from rldsl.postmortem.wait_order import Order
+from rldsl.postmortem.wait_order import WaitOrder
 from rldsl.runtime.metrics.run_record import PLAN
 
 
@@ -31,20 +43,20 @@ def postmortem(directory: str, plan: str | None = None, as_json: bool = False) -
     _same(folder, [*dumps.values(), *([signs] if signs else [])])
     found = _plan(folder, plan, next(iter(dumps.values())))
     _fits(folder, found, [*dumps.values(), *([signs] if signs else [])])
-    last: dict[int, Sign] = dict(signs.signs) if signs else {}
-    findings = analyse(found, traces(found.header.world, dumps, last))
+    last: dict[int, Heartbeat] = dict(signs.signs) if signs else {}
+    findings = analyse(found, rank_traces(found.header.world, dumps, last))
     return _json(found, findings) if as_json else report(found, findings)
 
 
-def _dumps(folder: Path) -> dict[int, Dump]:
+def _dumps(folder: Path) -> dict[int, RankDump]:
     if not folder.is_dir():
         raise fail("RL0795", f"no such directory: {folder}", place=str(folder),
                    help="`rlc runs DIR` lists the runs below a directory")
-    dumps: dict[int, Dump] = {}
+    dumps: dict[int, RankDump] = {}
     for file in sorted(folder.glob("rank-*.json")):
         dump = read_dump(_text(file), str(file))
         if file.name != _name(dump) or not 0 <= dump.rank < dump.world:
-            raise broken(str(file), f"it is the dump of rank {dump.rank} of {dump.world}")
+            raise not_a_dump(str(file), f"it is the dump of rank {dump.rank} of {dump.world}")
         dumps[dump.rank] = dump
     if not dumps:
         raise fail("RL0795", "no dumps found", place=str(folder),
@@ -52,19 +64,19 @@ def _dumps(folder: Path) -> dict[int, Dump]:
     return dumps
 
 
-def _signs(folder: Path) -> Signs | None:
-    file = folder / SIGNS
-    return read_signs(_text(file), str(file)) if file.exists() else None
+def _signs(folder: Path) -> LastHeartbeats | None:
+    file = folder / LAST_HEARTBEATS
+    return read_last_heartbeats(_text(file), str(file)) if file.exists() else None
 
 
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise broken(str(file), getattr(error, "strerror", None) or "not UTF-8 text") from None
+        raise not_a_dump(str(file), getattr(error, "strerror", None) or "not UTF-8 text") from None
 
 
-def _same(folder: Path, left: Sequence[Dump | Signs]) -> None:
+def _same(folder: Path, left: Sequence[RankDump | LastHeartbeats]) -> None:
     """All of one start of one plan."""
     for what in ("plan", "start", "world"):
         groups: dict[object, list[str]] = {}
@@ -78,7 +90,7 @@ def _same(folder: Path, left: Sequence[Dump | Signs]) -> None:
                        help="keep only the dumps of one run")
 
 
-def _plan(folder: Path, given: str | None, dump: Dump) -> Plan:
+def _plan(folder: Path, given: str | None, dump: RankDump) -> Plan:
     names = [Path(given)] if given else [folder.parent / PLAN, folder / PLAN]
     other = ""
     for file in names:
@@ -93,36 +105,36 @@ def _plan(folder: Path, given: str | None, dump: Dump) -> Plan:
                help="pass it with `--plan FILE`")
 
 
-def _fits(folder: Path, plan: Plan, left: Sequence[Dump | Signs]) -> None:
+def _fits(folder: Path, plan: Plan, left: Sequence[RankDump | LastHeartbeats]) -> None:
     """What the ranks speak of is in the plan."""
-    events = Order(plan).events
+    events = WaitOrder(plan).events
     for one in left:
-        entries: tuple[Entry, ...] = ()
-        if isinstance(one, Signs):
+        entries: tuple[RingEntry, ...] = ()
+        if isinstance(one, LastHeartbeats):
             stands, last = [sign.stand for _, sign in one.signs], max((r for r, _ in one.signs), default=0)
         else:
             stands, entries, last = [one.stand], one.ring, one.world - 1
-        spoken_of: tuple[Stand | Entry, ...] = (*stands, *entries)
+        spoken_of: tuple[RankPosition | RingEntry, ...] = (*stands, *entries)
         spoken = [at for x in spoken_of for at in (x.at, x.awaits) if at is not None]
         if last >= plan.header.world or any(at.event not in events for at in spoken):
-            raise broken(str(folder / _name(one)), "it refers to something that its plan does not have")
+            raise not_a_dump(str(folder / _name(one)), "it refers to something that its plan does not have")
 
 
-def _name(one: Dump | Signs) -> str:
-    return SIGNS if isinstance(one, Signs) else f"rank-{one.rank}.json"
+def _name(one: RankDump | LastHeartbeats) -> str:
+    return LAST_HEARTBEATS if isinstance(one, LastHeartbeats) else f"rank-{one.rank}.json"
 
 
 def _json(plan: Plan, findings: Findings) -> str:
     events = findings.order.events
 
-    def moment(at: Moment | None) -> dict[str, Any] | None:
+    def moment(at: EventRun | None) -> dict[str, Any] | None:
         if at is None:
             return None
         event = events[at.event]
         return {"event": at.event, "turns": list(at.turns), "call": describe_event(event).title, "at": event.at,
                 "because": event.because}
 
-    def stand(found: Stand | None) -> dict[str, Any] | None:
+    def stand(found: RankPosition | None) -> dict[str, Any] | None:
         if found is None:
             return None
         return asdict(found) | {"at": moment(found.at), "awaits": moment(found.awaits)}

@@ -15,7 +15,7 @@ from rldsl.commands import Usage
 from rldsl.commands.inputs import ENDING, plan_or_program
 from rldsl.diag import fail
 from rldsl.plan.expr import Scalar
-from rldsl.runtime.metrics.run_record import CONTRADICTION, claim, within
+from rldsl.runtime.metrics.run_record import CONTRADICTION, claim_output, is_own_checkpoint
 
 
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str,
@@ -27,9 +27,9 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
     that cannot run, before any rank starts; RL0096 another number of processes than the plan needs; RL0763, RL0781
     there is a run already."""
     origin = None if resume is None else Path(resume or out)
-    if overwrite and origin and within(Path(out), origin):
+    if overwrite and origin and is_own_checkpoint(Path(out), origin):
         raise Usage(CONTRADICTION)
-    claim(Path(out), origin, overwrite=overwrite)
+    claim_output(Path(out), origin, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="rlc-") as folder:
         plan, path = plan_or_program(file, sets, place, overrides), file
         if not file.endswith(ENDING):

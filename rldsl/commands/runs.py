@@ -12,7 +12,7 @@ from typing import Any
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.metrics_file import METRICS, Lines, last, read
-from rldsl.runtime.metrics.names import computed, first
+from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.run_record import runs
 
 
@@ -35,7 +35,7 @@ def _row(folder: Path, out: Path, held: dict[str, Any]) -> tuple[str, ...]:
         line = last(out / METRICS)
     except (Failure, FileNotFoundError):  # the list of runs is no place to learn that one of them is damaged
         line = {}
-    names = sorted(computed(line), key=first)
+    names = sorted(computed(line), key=display_order)
     name = str(out.relative_to(folder)) if out != folder else out.name
     done = f"{line.get('step', held.get('step', 0))}/{held.get('steps', '?')}"
     return (name, str(held.get("program", "")), str(held["state"]), done,

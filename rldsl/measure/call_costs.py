@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rldsl.measure.solo_group import Solo
+from rldsl.measure.solo_group import SingleRankGroup
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
@@ -33,27 +33,27 @@ DECODES = ((2, 1, 16), (2, 8, 16), (2, 32, 16), (2, 16, 96), (1, 8, 16), (1, 32,
 ONE, FEW, MANY = 1, 4, 36  # tokens generated: between the last two, decoding of shapes that were met before
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> float:
+def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Median seconds, after one run that does not count."""
     work()
     found: list[float] = []
     while len(found) < LEAST or (len(found) < MOST and sum(found) < ENOUGH):
-        found.append(once(work, device))
+        found.append(seconds_once(work, device))
     return statistics.median(found)
 
 
-def once(work: Callable[[], Any], device: torch.device) -> float:
+def seconds_once(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds. Of a single thread on a processor those that it computes: then other programs on the machine do not
     count."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    settle(device)
+    synchronize(device)
     begin = clock()
     work()
-    settle(device)
+    synchronize(device)
     return clock() - begin
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -65,7 +65,7 @@ def build(model: Model, layers: int, tp: int, backend: str, device: torch.device
     less = replace(model, layers=layers, lora=None, params=params, base=(), home="profile" if trainable else "",
                    optimizer=Optimizer(lr=1e-6), updates=1)
     layout, mesh = Layout("profile", "ranks", tp=tp, backend=backend), Mesh("ranks", ((0, tp),))
-    one, every = Axis((0,), 0, None), Axis(tuple(range(tp)), 0, Solo(tp) if tp > 1 else None)
+    one, every = Axis((0,), 0, None), Axis(tuple(range(tp)), 0, SingleRankGroup(tp) if tp > 1 else None)
     made = importlib.import_module(f"rldsl.backends.{backend}").build(
         less, layout, mesh, Axes(one, every, one, one, every), device, load=False, trainable=trainable)
     draw = torch.Generator(device=device).manual_seed(0)
@@ -78,7 +78,7 @@ def build(model: Model, layers: int, tp: int, backend: str, device: torch.device
     return made
 
 
-def rows(vocab: int, count: int, prompt: int, response: int, device: torch.device) -> PackedBatch:
+def random_batch(vocab: int, count: int, prompt: int, response: int, device: torch.device) -> PackedBatch:
     """Sequences of equal lengths, of tokens that end nothing."""
     draw = torch.Generator().manual_seed(count)
     tokens = torch.randint(min(4, vocab - 1), vocab, (count * (prompt + response),), generator=draw)
@@ -87,7 +87,7 @@ def rows(vocab: int, count: int, prompt: int, response: int, device: torch.devic
                   tokens.to(device))
 
 
-def measure(model: Model, tp: int, backend: str, sampling: Sampling,
+def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
             device: torch.device) -> dict[str, dict[str, float]]:
     """Microseconds by pass and feature (`clusters/model.py`)."""
     what, vocab = OUTPUT[model.kind], model.sizes.vocab or 64
@@ -95,22 +95,24 @@ def measure(model: Model, tp: int, backend: str, sampling: Sampling,
     for layers in sorted({s[0] for s in SHAPES}):
         frozen, trained = (build(model, layers, tp, backend, device, t) for t in (False, True))
         for _, count, length, response in (s for s in SHAPES if s[0] == layers):
-            batch = rows(vocab, count, length - response, response, device)
+            batch = random_batch(vocab, count, length - response, response, device)
             tokens, outputs = count * length, count if what == "scores" else count * response
             once = {"call": 1.0, "layer": layers, "token": layers * tokens, "pair": layers * tokens * length,
                     "output": outputs}
-            found["forward"].append((once, timed(lambda: frozen.infer([batch], what, 1.0), device)))
+            found["forward"].append((once, median_seconds(lambda: frozen.infer([batch], what, 1.0), device)))
             for times in (1, 3) if tokens < SMALL else (1,):
                 counts = {k: times * n for k, n in once.items()}
                 counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.state_dict().values())}
                 parts = [(batch,)] * times
-                found["train"].append((counts, timed(lambda: trained.train(parts, [[what]], 1.0, _loss), device)))
+                seconds = median_seconds(lambda: trained.train(parts, [[what]], 1.0, _loss), device)
+                found["train"].append((counts, seconds))
         if model.kind == "causal_lm":
             for _, count, length in (s for s in DECODES if s[0] == layers):
-                start, decode = _decode(frozen, layers, rows(vocab, count, length, 0, device), length, sampling, device)
+                prompts = random_batch(vocab, count, length, 0, device)
+                start, decode = _decode(frozen, layers, prompts, length, sampling, device)
                 found["start"].append(start)
                 found["decode"].append(decode)
-    rates = {name: fit(samples) for name, samples in found.items() if samples}
+    rates = {name: fit_costs(samples) for name, samples in found.items() if samples}
     update = {"call": rates["train"].pop("update", 0.0), "element": rates["train"].pop("element", 0.0)}
     return {**rates, "update": update}
 
@@ -126,7 +128,7 @@ def _decode(shard: Shard, layers: int, prompts: PackedBatch, length: int, sampli
 
     def made(many: int) -> float:
         asked = replace(sampling, max_new_tokens=many, min_new_tokens=many, n=1, stop=())
-        return once(lambda: shard.generate(prompts, asked, seed=1, step=0, max_num_seqs=0), device)
+        return seconds_once(lambda: shard.generate(prompts, asked, seed=1, step=0, max_num_seqs=0), device)
 
     def between(few: int, many: int) -> float:
         """Timed in turn, so that what changes the machine's speed from moment to moment changes both."""
@@ -141,7 +143,7 @@ def _decode(shard: Shard, layers: int, prompts: PackedBatch, length: int, sampli
               "output": each}, later))
 
 
-def fit(samples: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+def fit_costs(samples: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """Microseconds for one of each feature, none negative, so that relative errors are small: least squares, without
     the feature that comes out most negative until none does."""
     samples = list(samples)
@@ -162,8 +164,8 @@ def fit(samples: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float
     return found
 
 
-def training(model: Model, tp: int, backend: str, device: torch.device) -> Callable[[], Any]:
+def training_step(model: Model, tp: int, backend: str, device: torch.device) -> Callable[[], Any]:
     """A small training step, to see how much slower the cores of a machine are together."""
     shard = build(model, 2, tp, backend, device, True)
-    batch = rows(model.sizes.vocab or 64, 16, 16, 16, device)
+    batch = random_batch(model.sizes.vocab or 64, 16, 16, 16, device)
     return lambda: shard.train([(batch,)], [[OUTPUT[model.kind]]], 1.0, _loss)

@@ -23,35 +23,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rldsl.measure.call_costs import measure, settle, timed, training
+from rldsl.measure.call_costs import measure_calls, median_seconds, synchronize, training_step
 from rldsl.plan.events import Sampling
 from rldsl.runtime.metrics.run_record import PACKAGES, versions
 from rldsl.sharding.partition import partition
 
 
-def machine(device: torch.device) -> dict[str, float]:
+def device_rates(device: torch.device) -> dict[str, float]:
     """Rates of one device with nothing else on it."""
     size = 4096 if device.type == "cuda" else 768
     found: dict[str, float] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        found[f"{name}_tflops"] = 2 * size**3 / timed(lambda: a @ b, device) / 1e12
+        found[f"{name}_tflops"] = 2 * size**3 / median_seconds(lambda: a @ b, device) / 1e12
     source = torch.ones(2**28 if device.type == "cuda" else 2**23, device=device)
     target = torch.empty_like(source)
-    found["memory_gb_s"] = 2 * source.nbytes / timed(lambda: target.copy_(source), device) / 1e9
+    found["memory_gb_s"] = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device) / 1e9
     small = torch.ones(16, device=device)
 
     def hundred() -> None:
         for _ in range(100):
             small.add_(1.0)
 
-    found["kernel_us"] = timed(hundred, device) * 1e4
+    found["kernel_us"] = median_seconds(hundred, device) * 1e4
     weights = [i * 7919 % 512 for i in range(512)]
-    found["row_us"] = timed(lambda: partition(weights, 4, "tokens"), torch.device("cpu")) * 1e6 / len(weights)
+    found["row_us"] = median_seconds(lambda: partition(weights, 4, "tokens"), torch.device("cpu")) * 1e6 / len(weights)
     return found
 
 
-def links(device: torch.device) -> dict[str, float]:
+def link_rates(device: torch.device) -> dict[str, float]:
     """Between the ranks of this machine; of a processor between two, since more share its cores, which the simulator
     adds. All of them call it.
 
@@ -72,11 +72,11 @@ def links(device: torch.device) -> dict[str, float]:
 
     found: dict[str, float] = {}
     if rank < ranks:
-        latency = _beside(lambda: there_and_back(small), device, 20, group) / 2
-        whole = _beside(lambda: there_and_back(large), device, 2, group) / 2
-        summed = _beside(lambda: dist.all_reduce(small, group=group), device, 20, group)
-        sums = _beside(lambda: dist.all_reduce(large, group=group), device, 2, group)
-        scattered, scatters = (_beside(lambda: _scatter(x, ranks, group), device, n, group)
+        latency = _added_seconds(lambda: there_and_back(small), device, 20, group) / 2
+        whole = _added_seconds(lambda: there_and_back(large), device, 2, group) / 2
+        summed = _added_seconds(lambda: dist.all_reduce(small, group=group), device, 20, group)
+        sums = _added_seconds(lambda: dist.all_reduce(large, group=group), device, 2, group)
+        scattered, scatters = (_added_seconds(lambda: _scatter(x, ranks, group), device, n, group)
                                for x, n in ((small, 20), (large, 2)))
         ring = 2 * (ranks - 1) / ranks * large.nbytes
         found = {"link_us": latency * 1e6, "link_gb_s": large.nbytes / max(whole - latency, 1e-9) / 1e9,
@@ -92,20 +92,20 @@ def _scatter(x: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> None:
     dist.reduce_scatter(torch.empty_like(parts[0]), parts, group=group)
 
 
-def _beside(message: Callable[[], Any], device: torch.device, times: int, group: dist.ProcessGroup) -> float:
+def _added_seconds(message: Callable[[], Any], device: torch.device, times: int, group: dist.ProcessGroup) -> float:
     """Seconds that a message adds to work of about a millisecond on each side: the median of batches of so many."""
     a = torch.randn(64, 256, device=device)
     b = torch.randn(256, 256, device=device)
 
     def seconds(also: Callable[[], Any]) -> float:
         dist.barrier(group=group)
-        settle(device)
+        synchronize(device)
         begin = time.perf_counter()
         for _ in range(times):
             for _ in range(10):
                 (a @ b).add_(1.0)
             also()
-        settle(device)
+        synchronize(device)
         return (time.perf_counter() - begin) / times
 
     found = [seconds(message) - seconds(lambda: None) for _ in range(12)]
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--facts", action="store_true", help="only print what machine this is")
     given = parser.parse_args()
     if given.facts:
-        print(json.dumps(facts(given.device)))
+        print(json.dumps(machine_facts(given.device)))
         return
     rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if given.device == "cuda" else torch.device("cpu")
@@ -141,7 +141,7 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def facts(device: str | None) -> dict[str, Any]:
+def machine_facts(device: str | None) -> dict[str, Any]:
     """device: "cpu", or "cuda" (the default where there is one)."""
     there = 0 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -174,22 +174,22 @@ def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dic
     found: dict[str, Any] = {}
     models = {m.name: m for m in plan.models}
     if wanted["machine"]:
-        found |= links(device)
+        found |= link_rates(device)
         if device.type == "cpu":
             name, tp, backend = wanted["models"][0]
-            work = training(models[name], tp, backend, device)
-            alone = timed(work, device) if rank == 0 else 0.0
+            work = training_step(models[name], tp, backend, device)
+            alone = median_seconds(work, device) if rank == 0 else 0.0
             dist.barrier()
-            found["core_speed"] = min(1.0, alone / timed(work, device))
+            found["core_speed"] = min(1.0, alone / median_seconds(work, device))
             dist.barrier()
         if rank == 0:
-            found |= machine(device)
+            found |= device_rates(device)
     dist.barrier()
     if rank == 0:
         sampling = next((e.sampling for e, _ in events(plan) if isinstance(e, Generate)), Sampling())
         found["measured"] = [
             {"config": m.config_digest, "head": m.kind, "dtype": m.dtype, "tp": tp, "threads": torch.get_num_threads(),
-             **measure(m, tp, backend, sampling, device)}
+             **measure_calls(m, tp, backend, sampling, device)}
             for name, tp, backend in wanted["models"] for m in (models[name],)]
     return found
 

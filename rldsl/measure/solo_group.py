@@ -20,7 +20,7 @@ class _Done(dist.Work):
         return True
 
 
-class Solo(dist.ProcessGroup):
+class SingleRankGroup(dist.ProcessGroup):
     """Rank 0 of `size`."""
 
     def __init__(self, size: int):

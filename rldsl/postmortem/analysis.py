@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rldsl.plan.model import Plan
-from rldsl.postmortem.dumps import Dump, Moment, Sign, Stand
-from rldsl.postmortem.wait_order import END, START, Group, Order, Place
+from rldsl.postmortem.dumps import EventRun, Heartbeat, RankDump, RankPosition
+from rldsl.postmortem.wait_order import END, START, OrderKey, RankGroup, WaitOrder
 
 Kind = Literal["not reached", "inside", "each other", "end"]
 Why = Literal["failed", "gone", "stopped", "silent", "waited for", "each other"]
@@ -28,14 +28,14 @@ LOST_CONTACT = "RL0709"
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RankTrace:
     """All that is known of one rank. dump: it left one. silent: for how many seconds it gave no new sign of life, -1
     when it never gave one; 0 when it did. line: of Python, that it was at. begun: what it did before, oldest first;
     only where posts run behind Python, so that it may wait for those still. reached: of one that is lost, what it must
     have come to after its last sign: others have ended it, and cannot have without it."""
 
     rank: int
-    stand: Stand | None = None
+    stand: RankPosition | None = None
     dump: bool = False
     silent: float = 0.0
     process: Literal["", "running", "stopped", "gone"] = ""
@@ -44,8 +44,8 @@ class Trace:
     reason: str = ""
     time: float = 0.0
     line: str = ""
-    begun: tuple[Moment, ...] = ()
-    reached: Moment | None = None
+    begun: tuple[EventRun, ...] = ()
+    reached: EventRun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Wait:
 
     ranks: tuple[int, ...]
     on: tuple[int, ...]
-    at: Moment | None
+    at: EventRun | None
     kind: Kind
 
 
@@ -71,33 +71,33 @@ class Findings:
     end the run; else those that are gone, stopped or silent; else those that are waited for and wait for nobody.
     order: of the plan; a walk over its meshes, which is not made twice while a run ends."""
 
-    traces: tuple[Trace, ...]
+    traces: tuple[RankTrace, ...]
     waits: tuple[Wait, ...]
     culprits: tuple[Culprit, ...]
-    order: Order = field(compare=False, repr=False)
+    order: WaitOrder = field(compare=False, repr=False)
 
 
-def traces(world: int, dumps: Mapping[int, Dump], signs: Mapping[int, Sign]) -> tuple[Trace, ...]:
+def rank_traces(world: int, dumps: Mapping[int, RankDump], signs: Mapping[int, Heartbeat]) -> tuple[RankTrace, ...]:
     """Of every rank, from its dump, else from its last sign of life."""
     return tuple(_trace(rank, dumps.get(rank), signs.get(rank)) for rank in range(world))
 
 
-def _trace(rank: int, dump: Dump | None, sign: Sign | None) -> Trace:
+def _trace(rank: int, dump: RankDump | None, sign: Heartbeat | None) -> RankTrace:
     if dump is not None:
         begun = tuple(dict.fromkeys(e.at for e in dump.ring if e.at is not None and e.phase == "begins"))
-        return Trace(rank, dump.stand, True, first=dump.first, code=dump.code, reason=dump.reason, time=dump.time,
+        return RankTrace(rank, dump.stand, True, first=dump.first, code=dump.code, reason=dump.reason, time=dump.time,
                      line=dump.stack[-1] if dump.stack else "", begun=begun if dump.late else ())
     if sign is None:
-        return Trace(rank, silent=-1.0)
-    return Trace(rank, sign.stand, False, sign.silent, sign.process, time=sign.time)
+        return RankTrace(rank, silent=-1.0)
+    return RankTrace(rank, sign.stand, False, sign.silent, sign.process, time=sign.time)
 
 
-def analyse(plan: Plan, found: Sequence[Trace]) -> Findings:
+def analyse(plan: Plan, found: Sequence[RankTrace]) -> Findings:
     """found: of every rank of the plan, in order."""
-    order = Order(plan)
+    order = WaitOrder(plan)
     found = _with_reached(order, found)
     edges = _Waits(order, found).edges()
-    grouped: dict[tuple[tuple[int, ...], Moment | None, Kind], list[int]] = defaultdict(list)
+    grouped: dict[tuple[tuple[int, ...], EventRun | None, Kind], list[int]] = defaultdict(list)
     for edge, ranks in _waiting(edges).items():
         on = tuple(sorted({*edge.on, *ranks})) if edge.kind == "each other" else edge.on
         grouped[on, edge.at, edge.kind] += ranks
@@ -106,7 +106,7 @@ def analyse(plan: Plan, found: Sequence[Trace]) -> Findings:
     return Findings(tuple(found), tuple(waits), tuple(_culprits(found, edges)), order)
 
 
-def where(order: Order, trace: Trace) -> Place:
+def order_key(order: WaitOrder, trace: RankTrace) -> OrderKey:
     """How far a rank has come."""
     stand = trace.stand
     if stand is not None and stand.phase == "over":
@@ -116,33 +116,33 @@ def where(order: Order, trace: Trace) -> Place:
     return order.place(trace.reached) if trace.reached else order.place(stand.at, stand.phase == "ends")
 
 
-def lost(trace: Trace) -> bool:
+def is_lost(trace: RankTrace) -> bool:
     """Whether a rank has no voice any more, as far as anybody can tell."""
     return not trace.dump and (bool(trace.silent) or trace.process in ("gone", "stopped"))
 
 
-def spoke(trace: Trace) -> bool:
+def ended_run(trace: RankTrace) -> bool:
     """Whether the run ended with this rank's own words (not with those of one that lost contact)."""
     return trace.first and trace.code != LOST_CONTACT
 
 
-def _with_reached(order: Order, found: Sequence[Trace]) -> list[Trace]:
+def _with_reached(order: WaitOrder, found: Sequence[RankTrace]) -> list[RankTrace]:
     """Of ranks that are lost, the last event, beyond their own last sign, that others can only have ended with them.
     The step before that of the others counts for a rank that was there; an earlier start of the run may have made
     it."""
-    alone = [t for t in found if lost(t) and t.stand is not None]
-    ended: dict[Moment, frozenset[int]] = {}  # runs of events, and who took part
+    alone = [t for t in found if is_lost(t) and t.stand is not None]
+    ended: dict[EventRun, frozenset[int]] = {}  # runs of events, and who took part
     steps = {t.stand.at.turns[:1] for t in found if t.stand is not None and t.stand.at is not None}
     for t in found if alone else ():
-        if t.stand is not None and t.stand.at is not None and not lost(t):
-            ended |= order.ended(t.stand.at, where(order, t), t.rank)
+        if t.stand is not None and t.stand.at is not None and not is_lost(t):
+            ended |= order.ended(t.stand.at, order_key(order, t), t.rank)
     places = sorted(((order.place(at), at) for at in ended), key=lambda x: x[0])
     reached = {t.rank: at for t in alone for place, at in places
-               if t.rank in ended[at] and place > where(order, t) and (at.turns in steps or _in(t, at.turns))}
+               if t.rank in ended[at] and place > order_key(order, t) and (at.turns in steps or _in(t, at.turns))}
     return [replace(t, reached=reached[t.rank]) if t.rank in reached else t for t in found]
 
 
-def _in(trace: Trace, step: tuple[int, ...]) -> bool:
+def _in(trace: RankTrace, step: tuple[int, ...]) -> bool:
     """Whether a rank was in this step, or in one before it, in this start of the run."""
     turns = trace.stand.at.turns if trace.stand is not None and trace.stand.at is not None else ()
     return bool(turns) and turns[:1] <= step
@@ -157,7 +157,7 @@ class _Edge:
     too much for the moment in which a large run fails."""
 
     on: tuple[int, ...]
-    at: Moment | None
+    at: EventRun | None
     kind: Kind
 
 
@@ -167,28 +167,28 @@ _Edges = Mapping[int, Sequence[_Edge]]  # of each rank
 class _Waits:
     """Whom ranks wait for. found: of every rank, in order."""
 
-    def __init__(self, order: Order, found: Sequence[Trace]):
+    def __init__(self, order: WaitOrder, found: Sequence[RankTrace]):
         self._order, self._found = order, found
-        self._places = [where(order, t) for t in found]
+        self._places = [order_key(order, t) for t in found]
         self._kept: dict[Hashable, _Edge] = {}
 
     def edges(self) -> _Edges:
-        return {t.rank: self._waits(t) or self._behind(t) for t in self._found if not (lost(t) or spoke(t))}
+        return {t.rank: self._waits(t) or self._behind(t) for t in self._found if not (is_lost(t) or ended_run(t))}
 
-    def _edge(self, key: Hashable, at: Moment | None, kind: Kind, ranks: Callable[[], Iterable[int]]) -> list[_Edge]:
+    def _edge(self, key: Hashable, at: EventRun | None, kind: Kind, ranks: Callable[[], Iterable[int]]) -> list[_Edge]:
         """The one with this key; none if it is for no rank."""
         edge = self._kept.get((key, at, kind))
         if edge is None:
             edge = self._kept[key, at, kind] = _Edge(tuple(ranks()), at, kind)
         return [edge] if edge.on else []
 
-    def _short(self, group: Group, at: Moment, rank: int) -> list[_Edge]:
+    def _short(self, group: RankGroup, at: EventRun, rank: int) -> list[_Edge]:
         """For the others of a group that have not come to a run of an event."""
         place = self._order.place(at)
         short = self._edge(group, at, "not reached", lambda: (q for q in group.ranks if self._places[q] < place))
         return self._without(short[0], rank) if short else []
 
-    def _waits(self, trace: Trace) -> list[_Edge]:
+    def _waits(self, trace: RankTrace) -> list[_Edge]:
         stand = trace.stand
         if stand is None or stand.phase in ("start-up", "ends", "calls"):
             return []
@@ -205,12 +205,12 @@ class _Waits:
             return short
         return self._inside(trace, group, at) if stand.call else []
 
-    def _inside(self, trace: Trace, group: Group, at: Moment) -> list[_Edge]:
+    def _inside(self, trace: RankTrace, group: RankGroup, at: EventRun) -> list[_Edge]:
         """For others in the same event: those that have not come so far as they can, else all for each other."""
         place, rank = self._order.place(at), trace.rank
         busy = self._edge(group, at, "inside", lambda: (
             q for q in group.ranks
-            if lost(self._found[q]) or self._places[q] == place and not _stuck(self._found[q])))
+            if is_lost(self._found[q]) or self._places[q] == place and not _stuck(self._found[q])))
         if busy and busy[0].on != (rank,):
             return self._without(busy[0], rank)
         here = self._edge(group, at, "each other", lambda: (q for q in group.ranks if self._places[q] == place))
@@ -224,7 +224,7 @@ class _Waits:
             return [edge]
         return self._edge((edge, rank), edge.at, edge.kind, lambda: (*edge.on[:i], *edge.on[i + 1 :]))
 
-    def _behind(self, trace: Trace) -> list[_Edge]:
+    def _behind(self, trace: RankTrace) -> list[_Edge]:
         """Of a rank that may be ahead of what it has posted: the first event that others have not reached."""
         found: list[_Edge] = []
         for at in () if trace.stand is not None and trace.stand.phase == "calls" else trace.begun:
@@ -240,18 +240,18 @@ def _others(edge: _Edge, before: Sequence[_Edge]) -> Iterable[int]:
     return [q for q in edge.on if q not in seen]
 
 
-def _stuck(trace: Trace) -> bool:
+def _stuck(trace: RankTrace) -> bool:
     """Whether a rank in an event has come as far as it can: it is in an operation between the ranks of this event."""
-    return trace.stand is not None and bool(trace.stand.call) and trace.stand.phase in ("begins", "goes on")
+    return trace.stand is not None and bool(trace.stand.call) and trace.stand.phase in ("begins", "resumes")
 
 
 # ---------------------------------------------------------------------------------------------------- who is to blame
 
 
-def _culprits(found: Sequence[Trace], edges: _Edges) -> Sequence[Culprit]:
-    if spoken := [Culprit(t.rank, "failed") for t in found if spoke(t)]:
+def _culprits(found: Sequence[RankTrace], edges: _Edges) -> Sequence[Culprit]:
+    if spoken := [Culprit(t.rank, "failed") for t in found if ended_run(t)]:
         return spoken
-    silent = [Culprit(t.rank, t.process if t.process in ("gone", "stopped") else "silent") for t in found if lost(t)]
+    silent = [Culprit(t.rank, t.process if t.process in ("gone", "stopped") else "silent") for t in found if is_lost(t)]
     # one that the system says is running may be in a long call that holds Python's lock: it is to blame if waited for
     if sure := [c for c in silent if found[c.rank].process != "running"]:
         return sorted(sure, key=lambda c: (ORDER.index(c.why), c.rank))
@@ -259,7 +259,7 @@ def _culprits(found: Sequence[Trace], edges: _Edges) -> Sequence[Culprit]:
     last = {t.rank for t in found if not edges.get(t.rank)}
     waited = sorted({q for edge in waiting for q in edge.on} & last)
     if waited:
-        return [Culprit(rank, "silent" if lost(found[rank]) else "waited for") for rank in waited]
+        return [Culprit(rank, "silent" if is_lost(found[rank]) else "waited for") for rank in waited]
     return [Culprit(rank, "each other") for rank in sorted(_circle(waiting))] or silent
 
 

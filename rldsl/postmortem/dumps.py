@@ -16,12 +16,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from rldsl.diag import Failure, fail
 
 FORMAT = 1
-FOLDER, SIGNS = "postmortem", "signs.json"  # under the directory of a run
-Phase = Literal["start-up", "begins", "waits", "calls", "goes on", "ends", "over"]
+FOLDER, LAST_HEARTBEATS = "postmortem", "signs.json"  # under the directory of a run
+Phase = Literal["start-up", "begins", "waits", "calls", "resumes", "ends", "over"]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class EventRun:
     """One run of an event. turns: of the loops around it, from 1, the outermost (the step) first."""
 
     event: int
@@ -29,32 +29,32 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class RankPosition:
     """Where a rank is. at: None before its first event. phase: what it last did there: it began or ended it; it waits
     for what the event `awaits` brings; it calls the user's `function`; or it has ended its whole list. seconds: since
     then. call: the operation between ranks that it is inside of ("" when it computes by itself, or nobody knows)."""
 
-    at: Moment | None = None
+    at: EventRun | None = None
     phase: Phase = "start-up"
     seconds: float = 0.0
-    awaits: Moment | None = None
+    awaits: EventRun | None = None
     function: str = ""
     call: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RingEntry:
     """Of a ring: what a rank did, `ago` seconds before its dump."""
 
     ago: float
-    at: Moment | None
+    at: EventRun | None
     phase: Phase
-    awaits: Moment | None = None
+    awaits: EventRun | None = None
     function: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Heartbeat:
     """Of life. beat: a number that grows with each. machine: name of the host and of its space of process numbers.
     time: seconds since the epoch, on that host's clock. silent: seconds for which it stayed the same while others
     watched. process: what the system says of it, where somebody could ask."""
@@ -63,13 +63,13 @@ class Sign:
     machine: str
     pid: int
     time: float
-    stand: Stand
+    stand: RankPosition
     silent: float = 0.0
     process: Literal["", "running", "stopped", "gone"] = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Dump:
+class RankDump:
     """Of one rank. plan: its id. start: a word that all ranks of one start of a run share. first: the run failed with
     this rank; the others follow. code, reason: the message with which this rank ended. stack: the lines that its main
     thread was at, innermost last. late: what ranks post goes on behind Python (on GPUs), so `call` is not known."""
@@ -84,41 +84,41 @@ class Dump:
     first: bool
     code: str
     reason: str
-    stand: Stand
+    stand: RankPosition
     stack: tuple[str, ...] = ()
     late: bool = False
-    ring: tuple[Entry, ...] = ()
+    ring: tuple[RingEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class LastHeartbeats:
     """The last signs of all ranks that gave one, as the first rank that failed (`by`) found them."""
 
     plan: str
     start: str
     by: int
     time: float
-    signs: tuple[tuple[int, Sign], ...]
+    signs: tuple[tuple[int, Heartbeat], ...]
 
 
-def sign_text(sign: Sign) -> str:
+def heartbeat_text(sign: Heartbeat) -> str:
     return json.dumps(_plain(sign), separators=(",", ":"))
 
 
-def dump_text(dump: Dump | Signs) -> str:
+def dump_text(dump: RankDump | LastHeartbeats) -> str:
     return json.dumps({"format": FORMAT, **_plain(dump)}, separators=(",", ":")) + "\n"
 
 
-def read_sign(text: str) -> Sign:
-    return _read(Sign, _object(text, "a heartbeat"), "a heartbeat")
+def read_heartbeat(text: str) -> Heartbeat:
+    return _read(Heartbeat, _object(text, "a heartbeat"), "a heartbeat")
 
 
-def read_dump(text: str, place: str) -> Dump:
-    return _read(Dump, _known(text, place), place)
+def read_dump(text: str, place: str) -> RankDump:
+    return _read(RankDump, _known(text, place), place)
 
 
-def read_signs(text: str, place: str) -> Signs:
-    return _read(Signs, _known(text, place), place)
+def read_last_heartbeats(text: str, place: str) -> LastHeartbeats:
+    return _read(LastHeartbeats, _known(text, place), place)
 
 
 def _plain(value: Any) -> Any:
@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
 def _known(text: str, place: str) -> dict[str, Any]:
     found = _object(text, place)
     if found.pop("format", None) != FORMAT:
-        raise broken(place, f"its format is not {FORMAT}")
+        raise not_a_dump(place, f"its format is not {FORMAT}")
     return found
 
 
@@ -139,19 +139,19 @@ def _object(text: str, place: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise broken(place, "it is not JSON") from None
+        raise not_a_dump(place, "it is not JSON") from None
     if not isinstance(found, dict):
-        raise broken(place, "it is not a JSON object")
+        raise not_a_dump(place, "it is not a JSON object")
     return found
 
 
 def _read(cls: type, found: dict[str, Any], place: str) -> Any:
     hints, known = _hints(cls), {f.name: f for f in fields(cls)}
     if extra := found.keys() - known.keys():
-        raise broken(place, f"it has an unknown field {min(extra)!r}")
+        raise not_a_dump(place, f"it has an unknown field {min(extra)!r}")
     for name, field in known.items():
         if name not in found and field.default is MISSING:
-            raise broken(place, f"it lacks the field {name!r}")
+            raise not_a_dump(place, f"it lacks the field {name!r}")
     return cls(**{name: _value(hints[name], value, place, name) for name, value in found.items()})
 
 
@@ -172,7 +172,7 @@ def _value(hint: Any, value: Any, place: str, name: str) -> Any:
         return float(value)
     elif type(value) is hint and hint in (int, str, bool):
         return value
-    raise broken(place, f"its field {name!r} has the wrong type")
+    raise not_a_dump(place, f"its field {name!r} has the wrong type")
 
 
 @cache
@@ -180,7 +180,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def broken(place: str, why: str) -> Failure:
+def not_a_dump(place: str, why: str) -> Failure:
     """RL0794, for a file that nothing can be concluded from."""
     return fail("RL0794", f"not the dump of a rank: {why}", place=place,
                 help="the file is truncated, or was written by another version of rldsl; delete it to analyze the "

@@ -11,9 +11,9 @@ from rldsl.plan.events import Event
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import ranks_text
-from rldsl.postmortem.analysis import LOST_CONTACT, Findings, Trace, Wait, lost, where
-from rldsl.postmortem.dumps import Moment, Stand
-from rldsl.postmortem.wait_order import Order
+from rldsl.postmortem.analysis import LOST_CONTACT, Findings, RankTrace, Wait, is_lost, order_key
+from rldsl.postmortem.dumps import EventRun, RankPosition
+from rldsl.postmortem.wait_order import WaitOrder
 
 TITLES = {
     "gone": ("exited without an error message", "exited without an error message"),
@@ -52,7 +52,7 @@ def place(findings: Findings) -> str:
 
 def notes(findings: Findings, most: int = 5) -> tuple[str, ...]:
     """Who waits for whom, those who wait for the culprits first; then where the culprits are, if that is not said."""
-    text, blamed = _Text(findings), {c.rank for c in findings.culprits}
+    text, blamed = _Sentences(findings), {c.rank for c in findings.culprits}
     lines = [text.wait(w) for w in sorted(findings.waits, key=lambda w: not blamed & set(w.on))]
     lines += text.places([findings.traces[r] for r in sorted(blamed - text.told)])
     return (*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else []))
@@ -60,7 +60,7 @@ def notes(findings: Findings, most: int = 5) -> tuple[str, ...]:
 
 def report(plan: Plan, findings: Findings) -> str:
     """All of it: who is to blame, who waits, where every rank is, and the words of those that failed."""
-    text, header = _Text(findings), plan.header
+    text, header = _Sentences(findings), plan.header
     lines = [f"{header.program}, flow {header.flow}, {header.world} rank{'s' * (header.world > 1)}", ""]
     lines += [title(findings) or "no rank is known to be at fault", ""]
     lines += [*([text.wait(w) for w in findings.waits] or ["no rank is known to wait for another"]), ""]
@@ -72,7 +72,7 @@ def report(plan: Plan, findings: Findings) -> str:
     return "\n".join(lines) + "\n"
 
 
-class _Text:
+class _Sentences:
     """Sentences about one set of findings. told: the ranks of which it has been said where they are."""
 
     def __init__(self, findings: Findings):
@@ -91,11 +91,11 @@ class _Text:
             return f"{on} wait for each other inside {event}"
         if wait.kind == "inside":
             return f"{ranks} {verb} for {on} inside {event}{self._on(wait)}"
-        sure = not any(lost(self._traces[q]) for q in wait.on)
+        sure = not any(is_lost(self._traces[q]) for q in wait.on)
         behind = f", which {on} {'have' if len(wait.on) > 1 else 'has'} not reached" if sure else ""
         return f"{ranks} {verb} for {on} in {event}{behind}{self._on(wait)}"
 
-    def places(self, traces: Sequence[Trace]) -> list[str]:
+    def places(self, traces: Sequence[RankTrace]) -> list[str]:
         """Where ranks are, those that have come least far first; ranks that are at one place in one line."""
         return [f"{_ranks([t.rank for t in mine])} {self._is(mine)}" for mine in self._groups(traces)]
 
@@ -108,19 +108,19 @@ class _Text:
         said = [f"{who} {self._is(mine)}" for who, mine in zip(subject[:most], groups)]
         return ": " + "; ".join([*said, *(["..."] if len(groups) > most else [])]) if said else ""
 
-    def _groups(self, traces: Sequence[Trace]) -> Iterable[list[Trace]]:
-        found: dict[Any, list[Trace]] = {}
-        for t in sorted(traces, key=lambda t: (where(self._order, t), t.rank)):
+    def _groups(self, traces: Sequence[RankTrace]) -> Iterable[list[RankTrace]]:
+        found: dict[Any, list[RankTrace]] = {}
+        for t in sorted(traces, key=lambda t: (order_key(self._order, t), t.rank)):
             s = t.stand
-            at = (s.at, "begins" if s.phase == "goes on" else s.phase, s.awaits, s.function, s.call) if s else ()
-            found.setdefault((at, t.dump, lost(t), t.process, t.reached), []).append(t)
+            at = (s.at, "begins" if s.phase == "resumes" else s.phase, s.awaits, s.function, s.call) if s else ()
+            found.setdefault((at, t.dump, is_lost(t), t.process, t.reached), []).append(t)
         return found.values()
 
-    def _is(self, mine: Sequence[Trace]) -> str:
+    def _is(self, mine: Sequence[RankTrace]) -> str:
         one, many = mine[0], len(mine) > 1
         if one.stand is None:
             return "left no dump and no heartbeat"
-        if one.dump or not (lost(one) or self._dumped):
+        if one.dump or not (is_lost(one) or self._dumped):
             since = f" for {_seconds(max(t.stand.seconds for t in mine if t.stand))}"
             return f"{'are' if many else 'is'} {self._spot(one.stand, many, since)}"
         said = f"{'were' if many else 'was'} last seen {self._spot(replace(one.stand, call='', awaits=None), many, '')}"
@@ -131,7 +131,7 @@ class _Text:
         of = "their processes are" if many else "its process is"
         return said + (f"; {of} {PROCESS[one.process]}" if one.process else "")
 
-    def _spot(self, stand: Stand, many: bool, since: str) -> str:
+    def _spot(self, stand: RankPosition, many: bool, since: str) -> str:
         if stand.phase == "over":
             return "at the end of the run"
         if stand.at is None:
@@ -146,7 +146,7 @@ class _Text:
             return f"in {event}, where {'they wait' if many else 'it waits'} for the data of {brings}{since}"
         return f"in {event}{f', in {stand.call}' if stand.call else ''}{since}"
 
-    def _event(self, at: Moment | None, why: bool = False, near: Sequence[int] | None = None) -> str:
+    def _event(self, at: EventRun | None, why: bool = False, near: Sequence[int] | None = None) -> str:
         """near: the turns of what has just been named."""
         event = self._order.events.get(at.event) if at else None
         if at is None or event is None:
@@ -154,7 +154,7 @@ class _Text:
         return event_text(event, why) + (f" of {_turns(at.turns)}" if at.turns and at.turns != near else "")
 
 
-def _at(order: Order, at: Moment) -> str:
+def _at(order: WaitOrder, at: EventRun) -> str:
     event = order.events.get(at.event)
     return event_text(event) if event else ""
 

@@ -13,33 +13,34 @@ from typing import assert_never
 from rldsl.plan.events import Event, Every, Item, Loop, split
 from rldsl.plan.model import Layout, Plan
 from rldsl.plan.references import Reference, Role, named
-from rldsl.postmortem.dumps import Moment
+from rldsl.postmortem.dumps import EventRun
 from rldsl.sharding.layout import dp_index
 
-Place = tuple[int, ...]  # index, turn, index, ... of the blocks and the event, and at last 0 in the event, 1 after it
+# index, turn, index, ... of the blocks and the event, and at last 0 in the event, 1 after it
+OrderKey = tuple[int, ...]
 START, END = (-1,), (1 << 62,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class RankGroup:
     """Ranks that need each other, in ascending order. One object for all of them, so that what is found for a group is
     found once: it is equal only to itself."""
 
     ranks: tuple[int, ...]
 
 
-NOBODY = Group(())
+NOBODY = RankGroup(())
 
 
-class Order:
+class WaitOrder:
     """events: by their numbers."""
 
     def __init__(self, plan: Plan):
         self._members = {m.id: m.members() for m in plan.meshes}
         self._sets = {id: frozenset(ranks) for id, ranks in self._members.items()}
         self._layouts, self._spreads = {x.id: x for x in plan.layouts}, {s.id: s for s in plan.spreads}
-        self._groups: dict[Hashable, Group] = {}
-        self._replicas: dict[str, dict[int, Group]] = {}  # layout -> rank -> group
+        self._groups: dict[Hashable, RankGroup] = {}
+        self._replicas: dict[str, dict[int, RankGroup]] = {}  # layout -> rank -> group
         self._ways: dict[int, tuple[tuple[int, bool], ...]] = {}  # to each event: indices, and whether a turn follows
         self.events: dict[int, Event] = {}
         self._note(plan.body, ())
@@ -53,7 +54,7 @@ class Order:
             else:
                 self._ways[item.id], self.events[item.id] = (*way, (i, False)), item
 
-    def place(self, at: Moment | None, after: bool = False) -> Place:
+    def place(self, at: EventRun | None, after: bool = False) -> OrderKey:
         """at: None is the end of the run. What the plan does not have is before everything."""
         if at is None:
             return END
@@ -62,14 +63,14 @@ class Order:
             place += [index, turns.pop(0) if turns else 0] if loop else [index]
         return (*place, int(after)) if place else START
 
-    def ended(self, at: Moment, place: Place, rank: int) -> dict[Moment, frozenset[int]]:
+    def ended(self, at: EventRun, place: OrderKey, rank: int) -> dict[EventRun, frozenset[int]]:
         """What `rank`, which is at `at`, has ended before `place` in this step or the one before, and nobody ends
         before all have begun it; and who takes part."""
         steps = [at.turns[:1], (at.turns[0] - 1,)] if at.turns and at.turns[0] > 1 else [at.turns[:1]]
-        runs = ((Moment(e.id, step), self._sets[e.mesh]) for e in self._together for step in steps)
+        runs = ((EventRun(e.id, step), self._sets[e.mesh]) for e in self._together for step in steps)
         return {run: ranks for run, ranks in runs if rank in ranks and self.place(run) < place}
 
-    def group(self, event: Event, rank: int) -> Group:
+    def group(self, event: Event, rank: int) -> RankGroup:
         """The ranks without which `rank` cannot end the event; it may be one of them."""
         if rank not in self._sets[event.mesh]:
             return NOBODY
@@ -98,22 +99,22 @@ class Order:
         id = split(end.id)[1] if end.role is Role.BUFFER else end.id
         return self._layouts[id].mesh if id in self._layouts else self._spreads[id].mesh
 
-    def _known(self, key: Hashable, ranks: Iterable[int]) -> Group:
+    def _known(self, key: Hashable, ranks: Iterable[int]) -> RankGroup:
         if key not in self._groups:
-            self._groups[key] = Group(tuple(sorted(ranks)))
+            self._groups[key] = RankGroup(tuple(sorted(ranks)))
         return self._groups[key]
 
-    def _replica(self, layout: Layout, rank: int) -> Group:
+    def _replica(self, layout: Layout, rank: int) -> RankGroup:
         """The ranks that work on the same rows, those of one dp shard, and on the same experts."""
         if layout.id not in self._replicas:
             shards: dict[int, list[int]] = defaultdict(list)
             for index, member in enumerate(self._members[layout.mesh]):
                 shards[dp_index(layout, index) // layout.ep].append(member)
-            groups = [Group(tuple(sorted(ranks))) for ranks in shards.values()]
+            groups = [RankGroup(tuple(sorted(ranks))) for ranks in shards.values()]
             self._replicas[layout.id] = {q: group for group in groups for q in group.ranks}
         return self._replicas[layout.id][rank]
 
-    def _across(self, src: str, dst: str, rank: int, passed_on: bool = False) -> Group:
+    def _across(self, src: str, dst: str, rank: int, passed_on: bool = False) -> RankGroup:
         """Who receives needs who sends, and the other way round: a send waits for its receive. passed_on: who receives
         may send it to others that do."""
         gives, takes = rank in self._sets[src], rank in self._sets[dst]
@@ -121,5 +122,5 @@ class Order:
         if key not in self._groups:
             ranks = {*(self._members[src] if takes else ()),
                      *(self._members[dst] if gives or takes and passed_on else ())}
-            self._groups[key] = Group(tuple(sorted(ranks)))
+            self._groups[key] = RankGroup(tuple(sorted(ranks)))
         return self._groups[key]

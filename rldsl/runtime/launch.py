@@ -18,8 +18,8 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    if _forwards():
-        signal.signal(signal.SIGTERM, lambda *_: _tell(os.getpid()))
+    if _can_forward():
+        signal.signal(signal.SIGTERM, lambda *_: _forward_signal(os.getpid()))
         arguments = ["--signals_to_handle", "SIGINT,SIGHUP,SIGQUIT", *arguments]
     logging.disable(logging.CRITICAL)  # of this process alone: the ranks speak for themselves
     try:
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _forwards() -> bool:
+def _can_forward() -> bool:
     """Whether this torchrun leaves SIGTERM to us, and this system tells who our children are."""
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -47,7 +47,7 @@ def _children(pid: int) -> list[int] | None:
     return [int(child) for found in lists for child in found]
 
 
-def _tell(pid: int) -> None:
+def _forward_signal(pid: int) -> None:
     for child in _children(pid) or ():
         try:
             os.kill(child, signal.SIGTERM)

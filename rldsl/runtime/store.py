@@ -36,7 +36,7 @@ class Column:
         assert ids.is_cuda or torch.equal(self.ids[at.clamp(max=self.ids.numel() - 1)], ids), \
             "requested rows are not stored here"
         sizes = self.sizes[at]
-        return Column(ids, sizes, self.data[ragged(self.sizes.cumsum(0) - self.sizes, at, sizes)])
+        return Column(ids, sizes, self.data[ragged_indices(self.sizes.cumsum(0) - self.sizes, at, sizes)])
 
     @staticmethod
     def none(dtype: torch.dtype, device: torch.device) -> Column:
@@ -57,15 +57,15 @@ class Column:
         ids, order = torch.cat([p.ids for p in parts]).sort()
         sizes, data = torch.cat([p.sizes for p in parts]), torch.cat([p.data for p in parts])
         starts = sizes.cumsum(0) - sizes
-        return Column(ids, sizes[order], data[ragged(starts, order, sizes[order])])
+        return Column(ids, sizes[order], data[ragged_indices(starts, order, sizes[order])])
 
 
-def ragged(starts: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+def ragged_indices(starts: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Indices of runs `at` of a flat array: starts[at], starts[at] + 1, ..., sizes[i] of each."""
-    return starts[at].repeat_interleave(sizes) + within(sizes)
+    return starts[at].repeat_interleave(sizes) + offsets_within(sizes)
 
 
-def within(sizes: torch.Tensor) -> torch.Tensor:
+def offsets_within(sizes: torch.Tensor) -> torch.Tensor:
     """[sum(sizes)]: 0, 1, ... in each run."""
     starts = sizes.cumsum(0) - sizes
     return torch.arange(int(sizes.sum()), device=sizes.device) - starts.repeat_interleave(sizes)
@@ -80,7 +80,7 @@ class Pending:
     bytes: int = 0
 
 
-class Store:
+class BufferStore:
     """Buffers of one rank."""
 
     def __init__(self) -> None:

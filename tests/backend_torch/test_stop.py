@@ -11,7 +11,7 @@ import torch
 from rldsl.backends.torch.generate.scheduler import PREFILL, num_to_admit
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
 
-from rldsl.runtime.data.end_tokens import ends
+from rldsl.runtime.data.end_tokens import end_tokens
 from tests.tiny import make_model
 
 MERGES = [(">", "Ċ"), ("Ċ", "Ċ"), (".", "ĊĊ"), (".ĊĊ", "1")]
@@ -72,17 +72,17 @@ def test_every_declared_end_counts(tmp_path: Path) -> None:
 
     directory = make_model(tmp_path / "m")
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
-    assert ends(str(directory), tokenizer) == {1}
+    assert end_tokens(str(directory), tokenizer) == {1}
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 5]}))
     (directory / "generation_config.json").unlink(missing_ok=True)
-    assert ends(str(directory), tokenizer) == {1, 5}
+    assert end_tokens(str(directory), tokenizer) == {1, 5}
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
-    assert ends(str(directory), tokenizer) == {1, 5, 7}
+    assert end_tokens(str(directory), tokenizer) == {1, 5, 7}
 
 
 def test_a_directory_without_configs_has_its_tokenizers_end(tmp_path: Path, tokenizer: Any) -> None:
-    assert ends(str(tmp_path), tokenizer) == {tokenizer.eos_token_id}
+    assert end_tokens(str(tmp_path), tokenizer) == {tokenizer.eos_token_id}
 
 
 @pytest.mark.parametrize("lens, waiting, free, slots, begun", [

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from rldsl.diag import Failure
 from rldsl.plan.events import Checkpoint, Event
-from rldsl.runtime.health.event_ring import Ring
+from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.metrics.names import MEASURED
 from tests.world import _enter, context, run_world
 
 
-class Steps(Ring):
+class Steps(EventRing):
     """Counts the steps that come to their end."""
 
     seen = 0
@@ -34,15 +34,15 @@ class Steps(Ring):
 
 @dataclass
 class Asker:
-    """In the place of a `Watch`: asks the run to stop at the end of a step."""
+    """In the place of a `Watchdog`: asks the run to stop at the end of a step."""
 
     after: int
     ring: Steps = field(default_factory=Steps)
-    waits: bool = False
+    stops_after_step: bool = False
     out: Path | None = None
 
     @property
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.ring.seen >= self.after
 
 
@@ -66,16 +66,16 @@ def _sampling(rank: int, run: Callable[..., str], like: Path, follow: bool, *res
 def _rank(rank: int, plan: bytes, out: str, resume: str | None, stop_after: int, again: bool, cwd: str) -> str:
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
-    from rldsl.runtime.metrics.run_record import claim
+    from rldsl.runtime.metrics.run_record import claim_output
     from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
     last = int(os.environ["WORLD_SIZE"]) - 1
-    watch: Any = Asker(stop_after) if stop_after and rank == last else None
+    watchdog: Any = Asker(stop_after) if stop_after and rank == last else None
     try:
-        claimed = claim(Path(out), Path(resume) if resume else None, again)
-        execute(PlanFile.from_bytes(plan, "test.plan"), out, watch=watch, options=Options(
-            resume=claimed.resume, goes_on=claimed.goes_on, overwrite=not claimed.goes_on))
+        claimed = claim_output(Path(out), Path(resume) if resume else None, again)
+        execute(PlanFile.from_bytes(plan, "test.plan"), out, watchdog=watchdog, options=Options(
+            resume=claimed.resume, continues=claimed.continues, overwrite=not claimed.continues))
     except Failure as failure:
         return " ".join(d.code for d in failure.diagnostics) or "another rank"
     return ""

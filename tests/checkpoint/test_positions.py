@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rldsl.runtime.data.read_positions import Reading, compare
-from rldsl.runtime.persist.run_identity import changes
+from rldsl.runtime.data.read_positions import SourceReading, compare_readings
+from rldsl.runtime.persist.run_identity import program_changes
 from tests.checkpoint.runs import lines, run
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -204,7 +204,7 @@ def _rank_from(rank: int, data: bytes, out: str, name: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------- alone
 
-READING = Reading("jsonl", "a.jsonl", "prompts", 4, True, 20, 1000, "0" * 64)
+READING = SourceReading("jsonl", "a.jsonl", "prompts", 4, True, 20, 1000, "0" * 64)
 
 
 @pytest.mark.parametrize("now, code", [
@@ -215,9 +215,9 @@ READING = Reading("jsonl", "a.jsonl", "prompts", 4, True, 20, 1000, "0" * 64)
     ({"kind": "pairs", "sha256": "1"}, "RL0764"), ({"batch": 8, "sha256": "1"}, "RL0764"),
 ])
 def test_compare(now: dict[str, Any], code: str | None) -> None:
-    found = compare("x", READING, replace(READING, **now), begun=True)
+    found = compare_readings("x", READING, replace(READING, **now), begun=True)
     assert (found and found.code) == code
-    before = compare("x", READING, replace(READING, **now), begun=False)  # nothing was read, so nothing can be lost
+    before = compare_readings("x", READING, replace(READING, **now), begun=False)  # nothing was read, so nothing can be lost
     assert (before and before.code) == ("RL0765" if "sha256" in now else None)
     assert all(d is None or (d.severity == "error") == (d.code == "RL0764") for d in (found, before))
 
@@ -229,19 +229,19 @@ WHOLE = {"format": "jsonl", "path": "a", "kind": "prompts", "batch": 4, "shuffle
 @pytest.mark.parametrize("held", [None, [], "x", {}, {"format": "jsonl"}, *(WHOLE | x for x in (
     {"batch": "4"}, {"rows": True}, {"shuffle": 1}, {"sha256": None}, {"more": 1}))])
 def test_readings_that_are_none(held: Any) -> None:
-    assert Reading.read(WHOLE) == Reading("jsonl", "a", "prompts", 4, True, 2, 3, "0")
+    assert SourceReading.read(WHOLE) == SourceReading("jsonl", "a", "prompts", 4, True, 2, 3, "0")
     with pytest.raises((TypeError, ValueError)):
-        Reading.read(held)
+        SourceReading.read(held)
 
 
 def test_changes() -> None:
     then = {"params": {"a": 1, "b": 2}, "seed": 1, "sources": {"p.rlf": "1" * 64, "q.rlf": "2" * 64},
             "functions": {"r.py": "3" * 64}}
-    assert list(changes(then, then)) == []
-    assert list(changes(then, {**then, "sources": {"./p.rlf": "1" * 64, "q.rlf": "2" * 64}})) == []
-    assert list(changes(then, {**then, "params": {"a": 1.5, "c": [1]}})) == [
+    assert list(program_changes(then, then)) == []
+    assert list(program_changes(then, {**then, "sources": {"./p.rlf": "1" * 64, "q.rlf": "2" * 64}})) == []
+    assert list(program_changes(then, {**then, "params": {"a": 1.5, "c": [1]}})) == [
         "param a: 1 -> 1.5", "param c: none -> [1]", "param b: 2 -> none"]
-    assert list(changes(then, {**then, "functions": {"r.py": "4" * 64}, "sources": {"p.rlf": "5" * 64}})) == [
+    assert list(program_changes(then, {**then, "functions": {"r.py": "4" * 64}, "sources": {"p.rlf": "5" * 64}})) == [
         "p.rlf: 11111111 -> 55555555", "q.rlf: 22222222 -> missing", "r.py: 33333333 -> 44444444"]
     old = {k: v for k, v in then.items() if k != "functions"}
-    assert list(changes(old, then)) == []
+    assert list(program_changes(old, then)) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rldsl.runtime.persist.checkpoint_writer import directory, found
+from rldsl.runtime.persist.checkpoint_writer import checkpoint_directory, checkpoints
 from tests.checkpoint.runs import held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all, make_model
@@ -203,8 +203,8 @@ def test_going_on_from_an_older_one_leaves_the_later_ones_behind(tiny: Path, sto
 
 def test_the_newest_is_that_of_the_last_step(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 8):
-        folder = directory(tmp_path, step)
+        folder = checkpoint_directory(tmp_path, step)
         folder.mkdir(parents=True)
         (folder / "checkpoint.json").write_text("{}")
     (tmp_path / "checkpoints/step-other").mkdir()
-    assert [p.name for p in found(tmp_path)] == ["step-000008", "step-999999", "step-1000000"]
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000008", "step-999999", "step-1000000"]

@@ -35,11 +35,11 @@ def _resume(rank: int, outs: list[str], asked: str) -> Any:
     """Each rank with a directory of its own at the same place."""
     import os
 
-    from rldsl.runtime.persist.checkpoint_reader import resume
+    from rldsl.runtime.persist.checkpoint_reader import load_checkpoint
 
     os.chdir(outs[rank])
     try:
-        return resume(Path(asked), HEADER, torch.device("cpu")).step
+        return load_checkpoint(Path(asked), HEADER, torch.device("cpu")).step
     except Failure as failure:
         return failure.diagnostics[0].code if failure.diagnostics else ""
 

@@ -10,7 +10,7 @@ import torch
 
 from rldsl.diag import Failure
 from rldsl.plan.model import Plan
-from rldsl.runtime.comm.world import check_hosts, hosts
+from rldsl.runtime.comm.world import check_hosts, gather_hosts
 from tests.world import run_world
 
 
@@ -47,4 +47,4 @@ def test_ranks_tell_each_other() -> None:
 
 
 def _tell(rank: int) -> list[str]:
-    return hosts(["höst-0", "long" * 40][rank], torch.device("cpu"))
+    return gather_hosts(["höst-0", "long" * 40][rank], torch.device("cpu"))

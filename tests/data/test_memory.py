@@ -81,8 +81,8 @@ def test_a_large_file_is_not_held(folder: Path, tokenizer: str, format: str, nam
 
 def test_the_index_has_few_bytes_a_row(folder: Path) -> None:
     from rldsl.runtime.data import jsonl
-    from rldsl.runtime.data.row_schema import Needs
+    from rldsl.runtime.data.row_schema import RowNeeds
 
-    table = jsonl.scan(str(folder / "d.jsonl"), Needs({"prompt": "prompt"})).table
+    table = jsonl.scan(str(folder / "d.jsonl"), RowNeeds({"prompt": "prompt"})).table
     assert isinstance(table, jsonl.JsonLines)
     assert sys.getsizeof(table.offsets) + sys.getsizeof(table.blanks) < 10 * ROWS

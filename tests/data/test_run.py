@@ -74,7 +74,7 @@ def _rank(rank: int, data: bytes, out: str, stop_after: int, resume: str | None)
 
     with open(f"{out}/stderr{rank}", "w") as sys.stderr:
         watch: Any = Asker(stop_after) if stop_after and rank == 0 else None
-        execute(PlanFile.from_bytes(data, "d.plan"), out, watch=watch, options=Options(resume=resume))
+        execute(PlanFile.from_bytes(data, "d.plan"), out, watchdog=watch, options=Options(resume=resume))
 
 
 def lines(out: Path) -> list[dict[str, float]]:

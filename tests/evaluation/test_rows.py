@@ -43,7 +43,7 @@ def batches(rows: int, times: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("rows", [3, 4, 5, 6, 8, 9])
 def test_every_row_once_in_the_order_of_the_file(rows: int) -> None:
-    times = eval_loops.turns(reader(rows), Loop("x", 4, (), over="heldout"))
+    times = eval_loops.num_turns(reader(rows), Loop("x", 4, (), over="heldout"))
     assert times == -(-rows // 3)
     assert [r for b in batches(rows, times) for r in b] == list(range(rows))
 
@@ -57,7 +57,7 @@ def test_training_keeps_its_place() -> None:
 def test_the_same_source_in_training_goes_on_by_itself() -> None:
     here, outside = reader(9), step("")
     assert [eval_loops.next_rows(outside, here, FETCH)[1] for _ in range(3)] == [0, 1, 2]
-    assert not isinstance(eval_loops.next_rows(outside, here, FETCH)[0], eval_loops.InOrder)
+    assert not isinstance(eval_loops.next_rows(outside, here, FETCH)[0], eval_loops.InOrderSource)
 
 
 def checked(rows: int, others: list[int], monkeypatch: pytest.MonkeyPatch, trips: int = 4) -> str:

@@ -88,7 +88,7 @@ def measured(data: bytes, folder: Path, world: int, timeout: float = 240.0) -> l
 def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.interpreter.options import Options
-    from rldsl.runtime.persist.checkpoint_writer import Writer
+    from rldsl.runtime.persist.checkpoint_writer import CheckpointWriter
     from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
@@ -108,7 +108,7 @@ def _rank(rank: int, data: bytes, out: str, cwd: str) -> Measured:
 
         return wrapped
 
-    _slow_disk(Writer)
+    _slow_disk(CheckpointWriter)
     interpreter.HANDLERS = {kind: counted(run) for kind, run in interpreter.HANDLERS.items()}
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with storages:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rldsl.runtime.metrics.reporter import Asked
+from rldsl.runtime.metrics.reporter import ReportOptions
 from tests.end_to_end.programs import compile_program
 from tests.world import run_world
 
@@ -41,27 +41,27 @@ def plan(folder: Path, place: str = ALONE, text: str = TEXT, **sets: Any) -> byt
     return compile_program(Path("p.rlf"), sets, place, folder)
 
 
-def run(data: bytes, out: Path, asked: Asked = Asked(), again: bool = False) -> list[str]:
+def run(data: bytes, out: Path, asked: ReportOptions = ReportOptions(), again: bool = False) -> list[str]:
     """What each rank said on stderr."""
     world = json.loads(data.splitlines()[0])["world"]
     return run_world(world, _rank, data, str(out), asked, again, os.getcwd())
 
 
-def _rank(rank: int, data: bytes, out: str, asked: Asked, again: bool, cwd: str) -> str:
+def _rank(rank: int, data: bytes, out: str, asked: ReportOptions, again: bool, cwd: str) -> str:
     import io
     import sys
 
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
-    from rldsl.runtime.metrics.run_record import claim
+    from rldsl.runtime.metrics.run_record import claim_output
     from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(cwd)
     before, sys.stderr = sys.stderr, io.StringIO()
     try:
-        claimed = claim(Path(out), None, again)
+        claimed = claim_output(Path(out), None, again)
         execute(PlanFile.from_bytes(data, "test.plan"), out, options=Options(
-            resume=claimed.resume, goes_on=claimed.goes_on, overwrite=not claimed.goes_on, asked=asked))
+            resume=claimed.resume, continues=claimed.continues, overwrite=not claimed.continues, reporting=asked))
         return sys.stderr.getvalue()
     finally:
         sys.stderr = before

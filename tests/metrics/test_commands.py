@@ -21,7 +21,14 @@ from rldsl.commands import plot as drawing
 from rldsl.commands import run as running
 from rldsl.diag import Failure
 from rldsl.run import main as start
-from rldsl.runtime.metrics.run_record import CONTRADICTION, Claim, claim, clear, read, refuse
+from rldsl.runtime.metrics.run_record import (
+    CONTRADICTION,
+    OutputClaim,
+    claim_output,
+    read_record,
+    refuse_existing_run,
+    remove_earlier_run,
+)
 
 LINES = [{"step": i, "reward": i / 10, "actor/loss": 1 / i, "kl": 0.1, "length": 5.0, "seconds": 1.0, "time/rest": 1.0}
          for i in (1, 2, 3)]
@@ -164,8 +171,8 @@ def test_no_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"state"'])
 def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
     (made(tmp_path / "a") / "run.json").write_text(text)
-    assert read(tmp_path / "a") is None and rlc("runs", tmp_path)[0] == 0
-    refuse(tmp_path / "a")
+    assert read_record(tmp_path / "a") is None and rlc("runs", tmp_path)[0] == 0
+    refuse_existing_run(tmp_path / "a")
 
 
 def test_damaged_metrics_do_not_hide_a_run(tmp_path: Path) -> None:
@@ -187,45 +194,45 @@ def test_a_run_is_not_overwritten(tmp_path: Path, state: str, said: str) -> None
 
 @pytest.mark.parametrize("state", ["failed", "stopped"])
 def test_a_run_that_came_to_nothing_may_be_begun_again(tmp_path: Path, state: str) -> None:
-    refuse(made(tmp_path / "a", state, LINES))
-    refuse(tmp_path / "nothing")
+    refuse_existing_run(made(tmp_path / "a", state, LINES))
+    refuse_existing_run(tmp_path / "nothing")
 
 
 def test_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
     out = made(tmp_path / "a", "failed")
     (out / "checkpoints/step-000001").mkdir(parents=True)
-    refuse(out)  # not whole
+    refuse_existing_run(out)  # not whole
     checkpoint(out, 2)
     checkpoint(out, 10)
     with pytest.raises(Failure) as error:
-        refuse(out)
+        refuse_existing_run(out)
     assert str(error.value) == "RL0763 this directory contains checkpoints (p.rlf, step 10)"
     (out / "run.json").unlink()
     with pytest.raises(Failure, match=r"\(of an unknown program, step 10\)"):
-        refuse(out)
+        refuse_existing_run(out)
 
 
 def test_who_may_write_in_a_directory(tmp_path: Path) -> None:
     out = made(tmp_path / "a", lines=LINES)
     for resume in (out, out / "checkpoints", out / "checkpoints/step-000001"):
-        assert claim(out, resume) == Claim(resume, True)
+        assert claim_output(out, resume) == OutputClaim(resume, True)
     for resume in (None, tmp_path / "b", out / "nested", out / "nested/checkpoints/step-000001"):
         with pytest.raises(Failure, match="RL0781"):
-            claim(out, resume)
-        assert claim(out, resume, overwrite=True) == Claim(resume, False)
+            claim_output(out, resume)
+        assert claim_output(out, resume, overwrite=True) == OutputClaim(resume, False)
     assert (out / "run.json").exists()  # until the new run is sound
     going_on = made(tmp_path / "c", "running", LINES)
     with pytest.raises(Failure, match="RL0781"):
-        claim(going_on, going_on)
+        claim_output(going_on, going_on)
 
 
 def test_a_run_that_torchrun_starts_again_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
     """Also one that began with those of another run."""
     out, other = made(tmp_path / "a"), tmp_path / "other"
-    assert claim(out, None, again=True, overwrite=True) == Claim(None, True)
-    assert claim(out, other, again=True) == Claim(other, True)
+    assert claim_output(out, None, again=True, overwrite=True) == OutputClaim(None, True)
+    assert claim_output(out, other, again=True) == OutputClaim(other, True)
     checkpoint(out, 2)
-    assert claim(out, None, again=True) == claim(out, other, again=True) == Claim(out, True)
+    assert claim_output(out, None, again=True) == claim_output(out, other, again=True) == OutputClaim(out, True)
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
@@ -242,7 +249,7 @@ def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     (out / "log").mkdir()
     for name in ("rank-0.log", "rank-1.log", "rank-2.log", "rank-11.log", "rank-x.log", "mine.log"):
         (out / "log" / name).write_text("")
-    clear(out, world=2)
+    remove_earlier_run(out, world=2)
     assert sorted(p.name for p in out.iterdir()) == ["checkpoints", "log", "notes.txt", "step-3"]
     assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["kept"]
     assert sorted(p.name for p in (out / "log").iterdir()) == ["mine.log", "rank-0.log", "rank-1.log", "rank-x.log"]
@@ -254,7 +261,7 @@ def test_overwriting_where_no_run_was_removes_nothing(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    clear(tmp_path, world=1)
+    remove_earlier_run(tmp_path, world=1)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -309,9 +316,9 @@ def test_other_commands_stay_light(tmp_path: Path, command: str) -> None:
 def test_a_process_with_the_number_of_another_is_another(tmp_path: Path) -> None:
     """In a container that starts again, the first process has the number that the first one had."""
     out = made(tmp_path / "a", state="running", born="1")
-    found = read(out)
+    found = read_record(out)
     assert found is not None and found["state"] == "failed"
-    refuse(out)
+    refuse_existing_run(out)
     born = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     with pytest.raises(Failure, match="active run"):
-        refuse(made(tmp_path / "b", state="running", born=born))
+        refuse_existing_run(made(tmp_path / "b", state="running", born=born))

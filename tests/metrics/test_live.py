@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rldsl.runtime.metrics.live import Seen, View, clock, eta, picture, shares, sparkline, usable
-from rldsl.runtime.metrics.reporter import show
+from rldsl.runtime.metrics.live import LiveView, ViewState, clock, eta, picture, shares, sparkline, usable
+from rldsl.runtime.metrics.reporter import print_line
 from rldsl.runtime.metrics.tee import Tee, tee
 from tests.forked import start
 from tests.metrics.program import plan
@@ -22,14 +22,14 @@ LINE = {"step": 4, "actor/loss": -0.5, "reward": 0.75, "seconds": 4.0, "tokens_p
         "time/generate": 2.0, "time/train": 1.0, "time/rest": 1.0, "memory/peak_bytes": 10**9}
 
 
-def text(seen: Seen, width: int = 100) -> str:
+def text(seen: ViewState, width: int = 100) -> str:
     console = Console(record=True, width=width, file=io.StringIO())
     console.print(picture(seen, width))
     return console.export_text()
 
 
 def test_a_picture_says_how_far_how_long_and_how_well() -> None:
-    seen = Seen("grpo", 10, seconds=8.0, doing="actor train p.rlf:3").with_line(LINE)
+    seen = ViewState("grpo", 10, seconds=8.0, doing="actor train p.rlf:3").with_line(LINE)
     shown = text(seen)
     for part in ("grpo", "step 4/10", "0:08", "ETA 0:12", "1,234 tokens/s", "generate 2.00 s", "reward", "0.75", "-0.5",
                  "now: actor train p.rlf:3"):
@@ -38,12 +38,12 @@ def test_a_picture_says_how_far_how_long_and_how_well() -> None:
 
 
 def test_a_picture_before_the_first_step() -> None:
-    shown = text(Seen("grpo", 10))
+    shown = text(ViewState("grpo", 10))
     assert "step 0/10" in shown and "ETA -:--" in shown and "now:" not in shown
 
 
 def test_the_curve_grows_with_the_lines() -> None:
-    seen = Seen("grpo", 10)
+    seen = ViewState("grpo", 10)
     for step, reward in enumerate((0.0, 0.5, 1.0), 1):
         seen = seen.with_line(LINE | {"step": step, "reward": reward})
     assert sparkline((0.0, 0.5, 1.0)) == "▁▅█" or sparkline((0.0, 0.5, 1.0)) == "▁▄█"
@@ -58,7 +58,7 @@ def test_curves_of_odd_numbers(values: tuple[float, ...], shown: str) -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 200])
 def test_no_line_of_a_picture_is_wider_than_the_terminal(width: int) -> None:
-    seen = Seen("a_flow_with_a_long_name", 10_000, seconds=1e5, doing="x" * 300).with_line(LINE)
+    seen = ViewState("a_flow_with_a_long_name", 10_000, seconds=1e5, doing="x" * 300).with_line(LINE)
     assert all(len(line.rstrip()) <= width for line in text(seen, width).splitlines())
 
 
@@ -73,8 +73,8 @@ def test_no_bar_without_times(line: dict[str, float]) -> None:
 
 
 def test_the_end_is_reckoned_from_the_steps_of_this_start() -> None:
-    assert eta(Seen("f", 100, begun=90, step=95, seconds=10.0)) == pytest.approx(10.0)
-    assert eta(Seen("f", 100, begun=90, step=90, seconds=10.0)) is None
+    assert eta(ViewState("f", 100, begun=90, step=95, seconds=10.0)) == pytest.approx(10.0)
+    assert eta(ViewState("f", 100, begun=90, step=90, seconds=10.0)) is None
 
 
 @pytest.mark.parametrize("seconds, shown", [(None, "-:--"), (0, "0:00"), (61.4, "1:01"), (3661, "1:01:01")])
@@ -91,7 +91,7 @@ def test_what_a_rank_says_stands_above_the_picture(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TERM", "xterm")
     screen = Screen()
     stream = tee(screen, tmp_path, 3, again=False)
-    view = View(stream, "grpo", 10, 0, now=lambda: 0.0)
+    view = LiveView(stream, "grpo", 10, 0, now=lambda: 0.0)
     view.line(LINE)
     print("a warning", file=stream, flush=True)
     view.close()
@@ -122,7 +122,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plain_lines_are_as_ever() -> None:
     stream = io.StringIO()
-    show(stream, LINE, 1000)
+    print_line(stream, LINE, 1000)
     assert stream.getvalue() == "step    4/1000  reward 0.75  actor/loss -0.5  tokens/s 1234\n"
 
 

@@ -15,9 +15,9 @@ from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Realloc
 from rldsl.plan.projection import events
 from rldsl.runtime.metrics.names import MEASURED, computed
-from rldsl.runtime.metrics.reporter import Asked
-from rldsl.runtime.metrics.run_record import read
-from rldsl.runtime.metrics.samples import sources
+from rldsl.runtime.metrics.reporter import ReportOptions
+from rldsl.runtime.metrics.run_record import read_record
+from rldsl.runtime.metrics.samples import sample_sources
 from tests.metrics.program import ALONE, REWARDS, TEXT, TWO, lines, plan, run
 from tests.world import run_world
 
@@ -44,7 +44,7 @@ def test_the_usual_metrics_of_one_rank(place: Path) -> None:
 def test_two_ranks_move_bytes_and_compute_the_same(place: Path) -> None:
     run(plan(place), place / "one")
     data = plan(place, TWO)
-    said = run(data, place / "two", Asked(samples=2))
+    said = run(data, place / "two", ReportOptions(samples=2))
     one, two = lines(place / "one/metrics.jsonl"), lines(place / "two/metrics.jsonl")
     for mine, theirs in zip(two, one, strict=True):
         names = computed(theirs)
@@ -65,7 +65,7 @@ def test_a_step_without_metrics_has_a_line_too(place: Path) -> None:
 
 
 def test_samples_are_text_with_their_values(place: Path) -> None:
-    run(plan(place), place / "out", Asked(samples=3))
+    run(plan(place), place / "out", ReportOptions(samples=3))
     found = lines(place / "out/samples/gen.jsonl")
     assert [(s["step"], s["row"]) for s in found] == [(step, row) for step in (1, 2, 3) for row in range(3)]
     for sample in found:
@@ -93,14 +93,14 @@ def test_no_samples_unless_asked(place: Path) -> None:
 
 
 def test_more_samples_than_rows(place: Path) -> None:
-    run(plan(place, steps=1), place / "out", Asked(samples=100))
+    run(plan(place, steps=1), place / "out", ReportOptions(samples=100))
     assert len(lines(place / "out/samples/gen.jsonl")) == 8
 
 
 def test_the_writer_of_samples_has_the_reward(place: Path) -> None:
     """The same on every rank; where tokens and rewards lie under one spread."""
     made = decode(plan(place, TWO), "p")
-    [source] = sources(made)
+    [source] = sample_sources(made)
     written = {b for e, _ in events(made) for b in e.writes}
     assert source.frame == "gen" and f"reward@{source.spread}" in written and f"gen.tokens@{source.spread}" in written
 
@@ -109,13 +109,13 @@ def test_the_writer_of_samples_has_the_reward(place: Path) -> None:
 def test_what_cannot_be_written_is_found_before_the_first_step(place: Path, blocked: str) -> None:
     (place / "out" / blocked).mkdir(parents=True)
     with pytest.raises(AssertionError, match="RL0708"):
-        run(plan(place), place / "out", Asked(samples=1))
+        run(plan(place), place / "out", ReportOptions(samples=1))
     assert not (place / "out/run.json").exists()
 
 
 def test_the_directory_tells_the_run(place: Path) -> None:
     data = plan(place)
-    run(data, place / "out", Asked(command=("rlc", "run", "p.rlf")))
+    run(data, place / "out", ReportOptions(command=("rlc", "run", "p.rlf")))
     held = json.loads((place / "out/run.json").read_text())
     assert (place / "out/run.plan").read_bytes() == data and held["plan"] == plan_id(data)
     assert (held["state"], held["step"], held["steps"], held["world"]) == ("finished", 3, 3, 1)
@@ -148,13 +148,13 @@ def test_a_failed_run_says_so(place: Path) -> None:
 def test_a_run_that_goes_on_keeps_lines_samples_and_record(place: Path) -> None:
     text = TEXT.replace("metric length", "checkpoint every 2 keep=3\n  metric length")
     whole = plan(place, text=text, steps=4)
-    run(whole, place / "out", Asked(samples=1, tensorboard=True))
-    run(whole, place / "whole", Asked(samples=1))
+    run(whole, place / "out", ReportOptions(samples=1, tensorboard=True))
+    run(whole, place / "whole", ReportOptions(samples=1))
     (place / "out/checkpoints/step-000004/checkpoint.json").unlink()
     started = json.loads((place / "out/run.json").read_text())["started"]
     with (place / "out/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # cut by a crash
-    run(whole, place / "out", Asked(samples=1, tensorboard=True), again=True)
+    run(whole, place / "out", ReportOptions(samples=1, tensorboard=True), again=True)
     for name in ("metrics.jsonl", "samples/gen.jsonl"):
         mine, theirs = ([{k: line[k] for k in line if not k.startswith(MEASURED)} for line in lines(place / x / name)]
                         for x in ("out", "whole"))
@@ -175,7 +175,7 @@ def test_an_earlier_run_stays_until_the_new_one_is_sound(place: Path, tiny: Path
     else:
         (place / "data").unlink()
     assert run_world(1, _overwriting, data, str(out)) == [("RL0772" if broken == "rewards.py" else "RL0741", False)]
-    held = read(out)
+    held = read_record(out)
     assert (out / "metrics.jsonl").read_text() == before and held is not None and held["state"] == "finished"
     if broken == "rewards.py":
         (place / broken).write_text(REWARDS)
@@ -205,7 +205,7 @@ def _overwriting(rank: int, data: bytes, out: str) -> tuple[str, bool]:
 def test_tensorboard_has_every_number(place: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(plan(place, ALONE, steps=2), place / "out", Asked(tensorboard=True))
+    run(plan(place, ALONE, steps=2), place / "out", ReportOptions(tensorboard=True))
     board = EventAccumulator(str(place / "out/tensorboard"))
     board.Reload()
     first, second = lines(place / "out/metrics.jsonl")

@@ -10,7 +10,7 @@ import pytest
 from rldsl.diag import Failure
 from rldsl.graph.build import build
 from rldsl.runtime.data.jsonl import scan
-from rldsl.runtime.data.row_schema import Needs, check_row
+from rldsl.runtime.data.row_schema import RowNeeds, check_row
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.end_to_end.programs import run_program
@@ -96,10 +96,10 @@ def test_declarations() -> None:
     ('{"prompt": "a", "x": [1]}', "RL0747"),
 ])
 def test_rows(row: str, code: str) -> None:
-    (found,) = check_row(json.loads(row), "f:3", Needs({"prompt": "prompt"}, ("x",)))
+    (found,) = check_row(json.loads(row), "f:3", RowNeeds({"prompt": "prompt"}, ("x",)))
     assert found.code == code and found.place == "f:3" and "`x`" in found.title
 
 
 def test_good_rows(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "x": 1}\n{"prompt": "b", "x": true}\n{"prompt": "c", "x": -0.5}\n')
-    assert len(scan(str(tmp_path / "d.jsonl"), Needs({"prompt": "prompt"}, ("x",))).table) == 3
+    assert len(scan(str(tmp_path / "d.jsonl"), RowNeeds({"prompt": "prompt"}, ("x",))).table) == 3

@@ -31,7 +31,7 @@ from rldsl.plan.naming import PlaceTexts, describe_event
 from rldsl.plan.projection import events
 from rldsl.plan.references import LayoutId, ModelName, Role, references, renamed, roles
 from rldsl.plan.traits import Buffers, Traits, event_kind, rule
-from rldsl.postmortem.wait_order import Order
+from rldsl.postmortem.wait_order import WaitOrder
 from rldsl.runtime.interpreter import interpreter
 from rldsl.simulate import program
 from rldsl.simulate.simulate import simulate
@@ -126,7 +126,7 @@ def test_people_see_it(plan: Plan) -> None:
 def test_memory_and_time_are_estimated_with_it(plan: Plan) -> None:
     assert all(the(plan, "audit").id in c.events for c in curves(plan) if 0 in {r for a, b in c.ranks for r in (a,)})
     assert simulate(plan, find("h100x8")).seconds > 0
-    assert Order(plan).group(the(plan, "audit"), 0).ranks == (0, 1, 2, 3)
+    assert WaitOrder(plan).group(the(plan, "audit"), 0).ranks == (0, 1, 2, 3)
 
 
 def test_the_interpreter_runs_it_with_one_handler(plan: Plan, audit: type[Event], monkeypatch: Any) -> None:

@@ -18,8 +18,8 @@ from rldsl.plan.events import (
     Transfer,
 )
 from rldsl.plan.model import Header, Layout, Mesh, Plan, Spread
-from rldsl.postmortem.dumps import Dump, Entry, Moment, Phase, Sign, Stand
-from rldsl.postmortem.wait_order import Order
+from rldsl.postmortem.dumps import EventRun, Heartbeat, Phase, RankDump, RankPosition, RingEntry
+from rldsl.postmortem.wait_order import WaitOrder
 
 # Ranks 0-3 generate in two replicas of two stages, 4-7 score; 0-3 train. An evaluation has turns of its own.
 ALL, LEFT, RIGHT = Mesh("all", ((0, 8),)), Mesh("left", ((0, 4),)), Mesh("right", ((4, 8),))
@@ -51,23 +51,23 @@ PLAN = Plan(
 DATA = encode(PLAN)
 
 
-def partners(order: Order, event: Event, rank: int) -> tuple[int, ...]:
+def partners(order: WaitOrder, event: Event, rank: int) -> tuple[int, ...]:
     """The other ranks without which `rank` cannot end the event."""
     return tuple(q for q in order.group(event, rank).ranks if q != rank)
 
 
 def at(event: int, *turns: int, phase: Phase = "begins", call: str = "all_reduce", seconds: float = 41.0,
-       awaits: Moment | None = None, function: str = "") -> Stand:
-    return Stand(Moment(event, turns), phase, seconds, awaits, function, call)
+       awaits: EventRun | None = None, function: str = "") -> RankPosition:
+    return RankPosition(EventRun(event, turns), phase, seconds, awaits, function, call)
 
 
-def dump(rank: int, stand: Stand, **more: object) -> Dump:
+def dump(rank: int, stand: RankPosition, **more: object) -> RankDump:
     given = dict(plan=plan_id(DATA), start="s", rank=rank, world=8, machine="host/1", pid=100 + rank, time=1000.0,
                  first=False, code="", reason="", stand=stand,
-                 ring=(Entry(stand.seconds, stand.at, stand.phase, stand.awaits, stand.function),))
-    return Dump(**(given | more))  # type: ignore[arg-type]
+                 ring=(RingEntry(stand.seconds, stand.at, stand.phase, stand.awaits, stand.function),))
+    return RankDump(**(given | more))  # type: ignore[arg-type]
 
 
-def sign(rank: int, stand: Stand, **more: object) -> Sign:
+def sign(rank: int, stand: RankPosition, **more: object) -> Heartbeat:
     given = dict(beat=9, machine="host/1", pid=100 + rank, time=960.0, stand=stand, silent=2.5)
-    return Sign(**(given | more))  # type: ignore[arg-type]
+    return Heartbeat(**(given | more))  # type: ignore[arg-type]

@@ -99,9 +99,9 @@ def _rank(rank: int, size: int, port: int, data: bytes, folder: str, timeout: fl
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     watchdog.LAST = last
     file = PlanFile.from_bytes(data, "p.plan")
-    watch = watchdog.Watch(store, rank, size, file, timeout)
+    watch = watchdog.Watchdog(store, rank, size, file, timeout)
     try:
-        execute(file, "out", watch=watch, options=Options(timeout=limit))
+        execute(file, "out", watchdog=watch, options=Options(timeout=limit))
     except BaseException as error:
         watch.fail(error)
     watch.close()

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyse, traces, where
-from rldsl.postmortem.dumps import Dump, Entry, Moment, Sign, Stand
+from rldsl.postmortem.analysis import Culprit, Findings, Wait, analyse, order_key, rank_traces
+from rldsl.postmortem.dumps import EventRun, Heartbeat, RankDump, RankPosition, RingEntry
 from rldsl.postmortem.findings_text import notes, place, report, title
-from rldsl.postmortem.wait_order import END, START, Order
+from rldsl.postmortem.wait_order import END, START, WaitOrder
 from tests.postmortem.hand import (
     FETCH,
     GENERATE,
@@ -28,13 +28,13 @@ from tests.postmortem.hand import (
 )
 
 
-def found(stands: Mapping[int, Stand], signs: Mapping[int, Sign] | None = None, **first: object) -> Findings:
+def found(stands: Mapping[int, RankPosition], signs: Mapping[int, Heartbeat] | None = None, **first: object) -> Findings:
     """stands: of those that left dumps. first: of the dump of the first rank that has one."""
     dumps = {r: dump(r, s, **(first if r == min(stands) else {})) for r, s in stands.items()}
-    return analyse(PLAN, traces(8, dumps, signs or {}))
+    return analyse(PLAN, rank_traces(8, dumps, signs or {}))
 
 
-def everywhere(stand: Stand, **others: Stand) -> dict[int, Stand]:
+def everywhere(stand: RankPosition, **others: RankPosition) -> dict[int, RankPosition]:
     return {r: others.get(f"r{r}", stand) for r in range(8)}
 
 
@@ -46,21 +46,21 @@ def blamed(findings: Findings) -> dict[int, str]:
 
 
 def test_places_are_in_the_order_of_a_run() -> None:
-    order, run = Order(PLAN), []
+    order, run = WaitOrder(PLAN), []
     for step in (1, 2, 10):
         for event in (FETCH, GENERATE, LENGTHS, TRANSFER, SCORE, TRAIN, REALLOC):
-            run.append(Moment(event, (step,)))
-        run += [Moment(TURN, (step, turn)) for turn in (1, 2, 10)]
-        run += [Moment(SAVE, (step,))]
+            run.append(EventRun(event, (step,)))
+        run += [EventRun(TURN, (step, turn)) for turn in (1, 2, 10)]
+        run += [EventRun(SAVE, (step,))]
     places = [place for moment in run for place in (order.place(moment), order.place(moment, after=True))]
     assert places == sorted(places) and len(set(places)) == len(places)
     assert START < places[0] and places[-1] < END == order.place(None)
 
 
 def test_what_the_plan_does_not_have_is_before_everything() -> None:
-    assert Order(PLAN).place(Moment(99, (1,))) == START
-    nothing = analyse(PLAN, traces(8, {}, {}))
-    assert all(where(Order(PLAN), t) == START for t in nothing.traces)
+    assert WaitOrder(PLAN).place(EventRun(99, (1,))) == START
+    nothing = analyse(PLAN, rank_traces(8, {}, {}))
+    assert all(order_key(WaitOrder(PLAN), t) == START for t in nothing.traces)
 
 
 @pytest.mark.parametrize("event, rank, others", [
@@ -68,7 +68,7 @@ def test_what_the_plan_does_not_have_is_before_everything() -> None:
     (TRANSFER, 1, (4, 5, 6, 7)), (TRANSFER, 5, (0, 1, 2, 3)), (SCORE, 4, (5, 6, 7)), (TRAIN, 2, (0, 1, 3)),
     (TRAIN, 6, ()), (REALLOC, 4, (0, 1, 2, 3, 5, 6, 7)), (REALLOC, 1, (4, 5, 6, 7))])
 def test_partners(event: int, rank: int, others: tuple[int, ...]) -> None:
-    order = Order(PLAN)
+    order = WaitOrder(PLAN)
     assert partners(order, order.events[event], rank) == others
 
 
@@ -77,7 +77,7 @@ def test_partners(event: int, rank: int, others: tuple[int, ...]) -> None:
 
 def test_one_rank_has_not_reached_an_event() -> None:
     findings = found(everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call="")))
-    assert findings.waits == (Wait((0, 1, 2, 3, 5, 6, 7), (4,), Moment(LENGTHS, (3,)), "not reached"),)
+    assert findings.waits == (Wait((0, 1, 2, 3, 5, 6, 7), (4,), EventRun(LENGTHS, (3,)), "not reached"),)
     assert blamed(findings) == {4: "waited for"} and title(findings) == "rank 4 blocks other ranks"
     assert notes(findings) == (
         "ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen.lengths, p.rlf:6:3, because the rows of gen are divided by their"
@@ -88,7 +88,7 @@ def test_one_rank_has_not_reached_an_event() -> None:
 
 def test_a_chain_ends_at_the_one_who_waits_for_nobody() -> None:
     """4-7 wait for what 0-3 send; 0, 1 and 3 wait for 2, which generates."""
-    arriving = at(SCORE, 3, phase="waits", awaits=Moment(TRANSFER, (3,)), call="wait")
+    arriving = at(SCORE, 3, phase="waits", awaits=EventRun(TRANSFER, (3,)), call="wait")
     findings = found(everywhere(arriving, r0=at(GENERATE, 3, call="recv"), r1=at(GENERATE, 3, call="recv"),
                                 r2=at(GENERATE, 3, call=""), r3=at(GENERATE, 3, call="")))
     assert {(w.ranks, w.on, w.kind) for w in findings.waits} == {
@@ -105,9 +105,9 @@ def test_a_post_is_not_waited_for_where_it_is_issued() -> None:
 
 
 def test_who_only_sends_waits_for_the_receiver() -> None:
-    sending = at(REALLOC, 1, phase="waits", awaits=Moment(REALLOC, (1,)), call="wait")
+    sending = at(REALLOC, 1, phase="waits", awaits=EventRun(REALLOC, (1,)), call="wait")
     findings = found(everywhere(sending, **{f"r{r}": at(SCORE, 1, call="") for r in range(4, 8)}))
-    assert findings.waits == (Wait((0, 1, 2, 3), (4, 5, 6, 7), Moment(REALLOC, (1,)), "not reached"),)
+    assert findings.waits == (Wait((0, 1, 2, 3), (4, 5, 6, 7), EventRun(REALLOC, (1,)), "not reached"),)
 
 
 def test_a_python_function_keeps_the_others_in_the_same_event() -> None:
@@ -123,14 +123,14 @@ def test_who_is_between_two_events_waits_for_nobody() -> None:
 
 
 def test_the_end_of_the_run() -> None:
-    findings = found(everywhere(Stand(Moment(SAVE, (9,)), "over", 3.0), r6=at(TURN, 9, 1, call="")))
+    findings = found(everywhere(RankPosition(EventRun(SAVE, (9,)), "over", 3.0), r6=at(TURN, 9, 1, call="")))
     assert findings.waits == (Wait((0, 1, 2, 3, 4, 5, 7), (6,), None, "end"),)
     (note,) = notes(findings)
     assert note.startswith("ranks 0-5,7 are at the end of the run and wait for rank 6: it is in event 7")
 
 
 def test_all_at_the_end_wait_for_nobody() -> None:
-    assert found(everywhere(Stand(None, "over"))).waits == ()
+    assert found(everywhere(RankPosition(None, "over"))).waits == ()
 
 
 # ---------------------------------------------------------------------------------------------------- circles
@@ -138,14 +138,14 @@ def test_all_at_the_end_wait_for_nobody() -> None:
 
 def test_ranks_that_wait_for_each_other_inside_one_event() -> None:
     findings = found({r: at(TRAIN, 4) for r in range(4)} | {r: at(TURN, 3, 1, call="") for r in range(4, 8)})
-    assert findings.waits == (Wait((0, 1, 2, 3), (0, 1, 2, 3), Moment(TRAIN, (4,)), "each other"),)
+    assert findings.waits == (Wait((0, 1, 2, 3), (0, 1, 2, 3), EventRun(TRAIN, (4,)), "each other"),)
     assert blamed(findings) == dict.fromkeys(range(4), "each other")
     assert title(findings) == "ranks 0-3 wait for each other"
     assert notes(findings)[0] == "ranks 0-3 wait for each other inside event 5 (actor.train, p.rlf:8:3) of step 4"
 
 
 def test_who_waits_for_a_circle_is_not_part_of_it() -> None:
-    arriving = at(TURN, 4, 1, phase="waits", awaits=Moment(REALLOC, (4,)), call="wait")
+    arriving = at(TURN, 4, 1, phase="waits", awaits=EventRun(REALLOC, (4,)), call="wait")
     findings = found({r: at(TRAIN, 4) for r in range(4)} | {r: arriving for r in range(4, 8)})
     assert blamed(findings) == dict.fromkeys(range(4), "each other")
     assert [w.ranks for w in findings.waits if w.kind == "not reached"] == [(4, 5, 6, 7)]
@@ -159,10 +159,10 @@ def test_two_circles() -> None:
 
 
 @pytest.mark.parametrize("culprit", range(8))
-@pytest.mark.parametrize("behind", [at(GENERATE, 3, call=""), at(TURN, 2, 1, phase="ends", call=""), Stand()])
-def test_no_circle_goes_through_two_events(culprit: int, behind: Stand) -> None:
+@pytest.mark.parametrize("behind", [at(GENERATE, 3, call=""), at(TURN, 2, 1, phase="ends", call=""), RankPosition()])
+def test_no_circle_goes_through_two_events(culprit: int, behind: RankPosition) -> None:
     """Whatever the ranks' stands are, waits for what others have not reached lead to one who waits for none."""
-    stands = [at(LENGTHS, 3), at(SCORE, 3, phase="waits", awaits=Moment(TRANSFER, (3,)), call="wait"), at(TRAIN, 3)]
+    stands = [at(LENGTHS, 3), at(SCORE, 3, phase="waits", awaits=EventRun(TRANSFER, (3,)), call="wait"), at(TRAIN, 3)]
     findings = found({r: behind if r == culprit else stands[(r + culprit) % 3] for r in range(8)})
     assert "each other" not in {c.why for c in findings.culprits} and culprit in blamed(findings)
 
@@ -195,14 +195,14 @@ def test_what_others_have_ended_tells_how_far_a_lost_rank_has_come() -> None:
     stands = everywhere(at(SCORE, 3), **{f"r{r}": at(TRAIN, 3) for r in range(4)})
     del stands[1]
     findings = found(stands, {1: sign(1, at(GENERATE, 2))})
-    assert findings.traces[1].reached == Moment(LENGTHS, (3,))
+    assert findings.traces[1].reached == EventRun(LENGTHS, (3,))
     assert "and has come to event 2 (lengths gen.lengths, p.rlf:6:3) of step 3 since" in " ".join(notes(findings))
     assert place(findings) == "event 2 (lengths gen.lengths, p.rlf:6:3)"
 
 
-@pytest.mark.parametrize("last, reached", [(at(GENERATE, 2), Moment(TRAIN, (2,))), (at(TRAIN, 2, phase="ends"), None),
-                                           (Stand(), None)])
-def test_the_step_before_counts_for_who_was_there(last: Stand, reached: Moment | None) -> None:
+@pytest.mark.parametrize("last, reached", [(at(GENERATE, 2), EventRun(TRAIN, (2,))), (at(TRAIN, 2, phase="ends"), None),
+                                           (RankPosition(), None)])
+def test_the_step_before_counts_for_who_was_there(last: RankPosition, reached: EventRun | None) -> None:
     stands = {r: at(GENERATE, 3) for r in range(8) if r != 1}
     assert found(stands, {1: sign(1, last)}).traces[1].reached == reached
 
@@ -258,13 +258,13 @@ def test_who_lost_contact_first_is_no_culprit() -> None:
 
 def test_where_python_runs_ahead_of_what_it_posts() -> None:
     """On GPUs a rank may be events further than the one whose message it needs."""
-    ring = tuple(Entry(9.0, Moment(e, (3,)), "begins") for e in (LENGTHS, TRANSFER, TRAIN))
+    ring = tuple(RingEntry(9.0, EventRun(e, (3,)), "begins") for e in (LENGTHS, TRANSFER, TRAIN))
     stands = everywhere(at(TRAIN, 3, call=""), **{f"r{r}": at(TURN, 2, 1, call="") for r in range(4, 8)})
     plain = {r: dump(r, s) for r, s in stands.items()}
-    late: dict[int, Dump] = {r: dump(r, s, late=True, ring=ring if r < 4 else ()) for r, s in stands.items()}
-    assert analyse(PLAN, traces(8, plain, {})).waits == ()
-    findings = analyse(PLAN, traces(8, late, {}))
-    assert findings.waits == (Wait((0, 1, 2, 3), (4, 5, 6, 7), Moment(LENGTHS, (3,)), "not reached"),)
+    late: dict[int, RankDump] = {r: dump(r, s, late=True, ring=ring if r < 4 else ()) for r, s in stands.items()}
+    assert analyse(PLAN, rank_traces(8, plain, {})).waits == ()
+    findings = analyse(PLAN, rank_traces(8, late, {}))
+    assert findings.waits == (Wait((0, 1, 2, 3), (4, 5, 6, 7), EventRun(LENGTHS, (3,)), "not reached"),)
     assert blamed(findings) == dict.fromkeys(range(4, 8), "waited for")
 
 

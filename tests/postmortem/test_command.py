@@ -13,30 +13,30 @@ from rldsl.cli import main
 from rldsl.diag import Failure
 from rldsl.plan.codec import encode, plan_id
 from rldsl.postmortem.dumps import (
-    Dump,
-    Entry,
-    Moment,
-    Sign,
-    Signs,
-    Stand,
+    EventRun,
+    Heartbeat,
+    LastHeartbeats,
+    RankDump,
+    RankPosition,
+    RingEntry,
     dump_text,
+    heartbeat_text,
     read_dump,
-    read_sign,
-    read_signs,
-    sign_text,
+    read_heartbeat,
+    read_last_heartbeats,
 )
-from rldsl.runtime.health.dump_files import forget, leave
+from rldsl.runtime.health.dump_files import remove_dumps, write_dump
 from tests.postmortem.hand import DATA, LENGTHS, PLAN, TURN, at, dump, sign
 
-SIGNS = Signs(plan_id(DATA), "s", 0, 1000.0, ((4, sign(4, at(TURN, 2, 3), process="stopped")),))
+SIGNS = LastHeartbeats(plan_id(DATA), "s", 0, 1000.0, ((4, sign(4, at(TURN, 2, 3), process="stopped")),))
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     (tmp_path / "run.plan").write_bytes(DATA)
     for rank in (0, 1, 2, 3, 5, 6, 7):
-        leave(tmp_path, dump(rank, at(LENGTHS, 3), reason="rank 4 is suspended"))
-    leave(tmp_path, SIGNS)
+        write_dump(tmp_path, dump(rank, at(LENGTHS, 3), reason="rank 4 is suspended"))
+    write_dump(tmp_path, SIGNS)
     return tmp_path
 
 
@@ -97,20 +97,20 @@ def test_nothing_there(tmp_path: Path) -> None:
     refused("RL0795", tmp_path)
     (tmp_path / "postmortem").mkdir()
     assert "no dumps" in refused("RL0795", tmp_path)
-    leave(tmp_path, SIGNS)
+    write_dump(tmp_path, SIGNS)
     refused("RL0795", tmp_path)
 
 
 @pytest.mark.parametrize("change, what", [({"plan": "0" * 12}, "plan"), ({"start": "t"}, "start"),
                                           ({"world": 4}, "world")])
 def test_dumps_that_do_not_belong_together(out: Path, change: dict[str, object], what: str) -> None:
-    leave(out, replace(dump(1, at(LENGTHS, 3)), **change))
+    write_dump(out, replace(dump(1, at(LENGTHS, 3)), **change))
     text = refused("RL0796", out)
     assert f"not from the same {what}" in text and "rank-1.json" in text and "rank-0.json, rank-2.json" in text
 
 
 def test_signs_of_another_start(out: Path) -> None:
-    leave(out, replace(SIGNS, start="t"))
+    write_dump(out, replace(SIGNS, start="t"))
     assert "signs.json" in refused("RL0796", out)
 
 
@@ -159,37 +159,37 @@ def test_a_plan_that_is_damaged(out: Path) -> None:
 
 
 def test_what_is_written_is_read() -> None:
-    stand = Stand(Moment(3, (1, 2)), "waits", 0.25, Moment(2, (1,)), "", "wait")
+    stand = RankPosition(EventRun(3, (1, 2)), "waits", 0.25, EventRun(2, (1,)), "", "wait")
     whole = dump(3, stand, first=True, code="RL0709", reason="über", stack=("a.py:1 f",), late=True,
-                 ring=(Entry(1.5, None, "start-up"), Entry(0.5, Moment(3, (1, 2)), "calls", None, "judge")))
+                 ring=(RingEntry(1.5, None, "start-up"), RingEntry(0.5, EventRun(3, (1, 2)), "calls", None, "judge")))
     assert read_dump(dump_text(whole), "x") == whole
-    assert read_signs(dump_text(SIGNS), "x") == SIGNS
-    for one in (sign(0, Stand()), sign(1, stand, process="gone")):
-        assert read_sign(sign_text(one)) == one
+    assert read_last_heartbeats(dump_text(SIGNS), "x") == SIGNS
+    for one in (sign(0, RankPosition()), sign(1, stand, process="gone")):
+        assert read_heartbeat(heartbeat_text(one)) == one
     with pytest.raises(Failure):
-        read_sign('{"beat": 1}')
+        read_heartbeat('{"beat": 1}')
 
 
 def test_a_dump_is_whole_or_not_there(tmp_path: Path) -> None:
-    leave(tmp_path, dump(0, Stand(), reason="a"))
-    leave(tmp_path, dump(0, Stand(), reason="b"))
+    write_dump(tmp_path, dump(0, RankPosition(), reason="a"))
+    write_dump(tmp_path, dump(0, RankPosition(), reason="b"))
     assert [p.name for p in (tmp_path / "postmortem").iterdir()] == ["rank-0.json"]
     assert read_dump((tmp_path / "postmortem/rank-0.json").read_text(), "x").reason == "b"
-    forget(tmp_path)
-    forget(tmp_path)
+    remove_dumps(tmp_path)
+    remove_dumps(tmp_path)
     assert not (tmp_path / "postmortem").exists()
 
 
 def test_what_the_disk_refuses_keeps_nobody_from_ending(tmp_path: Path) -> None:
     (tmp_path / "postmortem").write_text("a file")
-    leave(tmp_path, dump(0, Stand()))
-    leave(tmp_path / "postmortem", dump(0, Stand()))
-    forget(tmp_path)
+    write_dump(tmp_path, dump(0, RankPosition()))
+    write_dump(tmp_path / "postmortem", dump(0, RankPosition()))
+    remove_dumps(tmp_path)
 
 
 def test_dumps_are_small() -> None:
-    ring = tuple(Entry(12.345, Moment(1000, (100000, 20)), "goes on") for _ in range(128))
-    one: Dump = dump(1000, at(LENGTHS, 3), ring=ring, stack=("/a/long/path/of/a/file.py:1000 function",) * 24)
+    ring = tuple(RingEntry(12.345, EventRun(1000, (100000, 20)), "resumes") for _ in range(128))
+    one: RankDump = dump(1000, at(LENGTHS, 3), ring=ring, stack=("/a/long/path/of/a/file.py:1000 function",) * 24)
     assert len(dump_text(one)) < 16_000
-    held: Sign = sign(1000, at(LENGTHS, 100000))
-    assert len(sign_text(held)) < 400  # twice a second, from every rank
+    held: Heartbeat = sign(1000, at(LENGTHS, 100000))
+    assert len(heartbeat_text(held)) < 400  # twice a second, from every rank

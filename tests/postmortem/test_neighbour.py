@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from rldsl.plan.events import Free
-from rldsl.postmortem.dumps import Moment, Phase, Sign, Stand
+from rldsl.postmortem.dumps import EventRun, Heartbeat, Phase, RankPosition
 from rldsl.runtime.health import heartbeats as module
-from rldsl.runtime.health.event_ring import Ring
-from rldsl.runtime.health.heartbeats import Neighbour, Stillness
+from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.health.heartbeats import PeerMonitor, StallDetector
 from tests.postmortem.runs import _store
 from tests.world import context
 
@@ -32,8 +32,8 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(said, 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
-    watch = watchdog.Watch(dist.TCPStore("localhost", port, is_master=False), rank, 3, None, 600.0, late=True)
-    watch.waits = waits
+    watch = watchdog.Watchdog(dist.TCPStore("localhost", port, is_master=False), rank, 3, None, 600.0, late=True)
+    watch.stops_after_step = waits
     watch.ring.begins(Free(id=7, mesh="m", buffers=(), at="p.rlf:1:1"))
     Path(f"{folder}/{rank}").touch()
     threading.Event().wait()
@@ -73,10 +73,10 @@ class Signs:
 
     rank, machine = 0, "here"
 
-    def __init__(self, world: int = 2, at: Sign | None = None):
+    def __init__(self, world: int = 2, at: Heartbeat | None = None):
         self.world, self.at = world, at
 
-    def of(self, rank: int) -> Sign | None:
+    def of(self, rank: int) -> Heartbeat | None:
         assert rank == 1
         return self.at
 
@@ -94,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def looks(clock: list[float], signs: Any, still: float = 1e9, seconds: int = 200, beats: bool = False) -> int | None:
     """The second in which the neighbour counts as gone."""
-    found = Neighbour(signs)
+    found = PeerMonitor(signs)
     for second in range(seconds):
         clock[0] = float(second)
         if beats:
@@ -104,8 +104,8 @@ def looks(clock: list[float], signs: Any, still: float = 1e9, seconds: int = 200
     return None
 
 
-def sign(machine: str, pid: int) -> Sign:
-    return Sign(1, machine, pid, 0.0, Stand())
+def sign(machine: str, pid: int) -> Heartbeat:
+    return Heartbeat(1, machine, pid, 0.0, RankPosition())
 
 
 def test_a_process_of_this_machine(clock: list[float]) -> None:
@@ -137,10 +137,10 @@ def test_who_is_not_gone(clock: list[float], case: str) -> None:
 def stillness(clock: list[float], call: Callable[[int], str], phase: Phase = "begins", late: bool = False) -> float:
     """Of a rank that is in one event for 300 seconds. call: the operation that it is in, in each second."""
     clock[0], still = 0.0, 0.0
-    found = Stillness(late)
+    found = StallDetector(late)
     for second in range(301):
         clock[0] = float(second)
-        still = found.seconds(Stand(Moment(1, (1,)), phase, float(second), call=call(second)))
+        still = found.seconds(RankPosition(EventRun(1, (1,)), phase, float(second), call=call(second)))
     return still
 
 
@@ -159,7 +159,7 @@ def test_who_waits_in_an_event_stands_still(clock: list[float]) -> None:
 
 
 def test_a_rank_walks_between_its_first_event_and_its_end() -> None:
-    ring = Ring()
+    ring = EventRing()
     assert not ring.walks
     ring.begins(Free(id=0, mesh="m", buffers=()))
     assert ring.walks

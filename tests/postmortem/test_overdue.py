@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 import torch.distributed as dist
 
-from rldsl.postmortem.dumps import Sign, Stand
+from rldsl.postmortem.dumps import Heartbeat, RankPosition
 from rldsl.runtime.health import watchdog
-from rldsl.runtime.health.heartbeats import Signs
+from rldsl.runtime.health.heartbeats import Heartbeats
 from rldsl.runtime.plan_file import PlanFile
 from tests.postmortem.hand import DATA, GENERATE, LENGTHS, TRAIN, TURN, at
 
@@ -25,21 +25,21 @@ class World:
     """Eight ranks in one process. looked: how often all signs were read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        store, self.looked, every = dist.HashStore(), 0, Signs.all
+        store, self.looked, every = dist.HashStore(), 0, Heartbeats.all
 
-        def counted(signs: Signs) -> dict[int, Sign]:
+        def counted(signs: Heartbeats) -> dict[int, Heartbeat]:
             self.looked += 1
             return every(signs)
 
-        def blame(watch: watchdog.Watch, otherwise: str, *_: object) -> None:
+        def blame(watch: watchdog.Watchdog, otherwise: str, *_: object) -> None:
             raise Blamed(otherwise)
 
-        monkeypatch.setattr(Signs, "all", counted)
-        monkeypatch.setattr(watchdog.Watch, "_run", lambda watch: None)  # the test says when a rank looks
-        monkeypatch.setattr(watchdog.Watch, "_blame", blame)
-        self.watches = [watchdog.Watch(store, rank, 8, PlanFile.from_bytes(DATA), TIMEOUT) for rank in range(8)]
+        monkeypatch.setattr(Heartbeats, "all", counted)
+        monkeypatch.setattr(watchdog.Watchdog, "_run", lambda watch: None)  # the test says when a rank looks
+        monkeypatch.setattr(watchdog.Watchdog, "_blame", blame)
+        self.watches = [watchdog.Watchdog(store, rank, 8, PlanFile.from_bytes(DATA), TIMEOUT) for rank in range(8)]
 
-    def overdue(self, stands: Mapping[int, Stand], ranks: Sequence[int], turn: int = 0) -> list[str]:
+    def overdue(self, stands: Mapping[int, RankPosition], ranks: Sequence[int], turn: int = 0) -> list[str]:
         """What these ranks say, each in its turn, where all are as `stands` says."""
         for rank, stand in stands.items():
             self.watches[rank].signs.beat(stand)
@@ -109,7 +109,7 @@ def test_a_rank_that_ends_has_a_deadline(world: World, monkeypatch: pytest.Monke
 
 
 def test_each_step_towards_the_end_has_the_whole_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog.Watch, "_ends", lambda watch: None)
+    monkeypatch.setattr(watchdog.Watchdog, "_ends", lambda watch: None)
     watch = world.watches[0]
     watch._limit()
     first = watch._until

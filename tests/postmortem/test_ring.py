@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from rldsl.postmortem.dumps import Moment, Stand
-from rldsl.runtime.health.event_ring import SIZE, Ring
+from rldsl.postmortem.dumps import EventRun, RankPosition
+from rldsl.runtime.health.event_ring import SIZE, EventRing
 from rldsl.runtime.health.failure_messages import lost_contact
-from rldsl.runtime.health.heartbeats import Signs, machine, process
+from rldsl.runtime.health.heartbeats import Heartbeats, machine_name, process_state
 from rldsl.runtime.health.stack_trace import of_error, of_main
 from tests.effort import calls
 from tests.postmortem.hand import PLAN, at
@@ -25,8 +25,8 @@ LOOP = PLAN.body[0]
 GENERATE = LOOP.body[1]
 
 
-def filled(steps: int) -> Ring:
-    ring = Ring()
+def filled(steps: int) -> EventRing:
+    ring = EventRing()
     for step in range(1, steps + 1):
         ring.turn(0, step)
         for turn in (1, 2):
@@ -39,7 +39,7 @@ def filled(steps: int) -> Ring:
 
 
 def test_it_begins_empty() -> None:
-    ring = Ring()
+    ring = EventRing()
     assert ring.stand().at is None and ring.stand().phase == "start-up" and ring.event is None and ring.here() is None
     assert ring.entries() == ()
 
@@ -48,15 +48,15 @@ def test_the_way_of_a_rank() -> None:
     ring = filled(1)
     ring.turn(0, 2)
     ring.begins(GENERATE)
-    assert ring.here() == Moment(1, (2,))
-    ring.waits(Moment(1, (1, 2)))
-    assert ring.stand("wait").awaits == Moment(1, (1, 2)) and ring.stand("wait").call == "wait"
-    ring.goes_on()
+    assert ring.here() == EventRun(1, (2,))
+    ring.waits(EventRun(1, (1, 2)))
+    assert ring.stand("wait").awaits == EventRun(1, (1, 2)) and ring.stand("wait").call == "wait"
+    ring.resume()
     ring.calls("judge")
-    assert (ring.stand().phase, ring.stand().function, ring.stand().at) == ("calls", "judge", Moment(1, (2,)))
+    assert (ring.stand().phase, ring.stand().function, ring.stand().at) == ("calls", "judge", EventRun(1, (2,)))
     assert [(e.at.turns if e.at else (), e.phase) for e in ring.entries()] == [
         ((1, 1), "begins"), ((1, 1), "ends"), ((1, 2), "begins"), ((1, 2), "ends"), ((2,), "begins"), ((2,), "waits"),
-        ((2,), "goes on"), ((2,), "calls")]
+        ((2,), "resumes"), ((2,), "calls")]
     ring.over()
     assert ring.stand().phase == "over"
 
@@ -67,7 +67,7 @@ def test_it_does_not_grow(steps: int) -> None:
     assert len(entries) == min(4 * steps, SIZE)
     assert [e.ago for e in entries] == sorted((e.ago for e in entries), reverse=True)
     if steps:
-        assert entries[-1].at == Moment(1, (steps, 2)) and entries[-1].phase == "ends"
+        assert entries[-1].at == EventRun(1, (steps, 2)) and entries[-1].phase == "ends"
 
 
 def test_it_is_cheap() -> None:
@@ -148,35 +148,35 @@ def test_an_error_that_means_a_lost_peer(error: BaseException, gone: bool) -> No
 
 def test_signs_of_two_ranks() -> None:
     store = dist.HashStore()
-    zero, one = Signs(store, 0, 3), Signs(store, 1, 3)
+    zero, one = Heartbeats(store, 0, 3), Heartbeats(store, 1, 3)
     assert zero.start == one.start and zero.all() == {}
-    zero.beat(Stand())
-    one.beat(Stand(Moment(1, (2,)), "begins"))
-    assert set(zero.all()) == {0, 1} and zero.all()[1].stand.at == Moment(1, (2,))
+    zero.beat(RankPosition())
+    one.beat(RankPosition(EventRun(1, (2,)), "begins"))
+    assert set(zero.all()) == {0, 1} and zero.all()[1].stand.at == EventRun(1, (2,))
     before = zero.all()
-    zero.beat(Stand())
+    zero.beat(RankPosition())
     assert zero.compared(before, 2.5)[1].silent == 2.5 and zero.compared(before, 2.5)[1].process == "running"
-    one.beat(Stand(Moment(1, (2,)), "begins"))
+    one.beat(RankPosition(EventRun(1, (2,)), "begins"))
     assert not zero.compared(before, 2.5)[1].silent
     assert not one.compared({0: replace(before[0], beat=99)}, 2.5)[0].silent
 
 
 def test_each_word_is_claimed_once() -> None:
     store = dist.HashStore()
-    zero, one = Signs(store, 0, 2), Signs(store, 1, 2)
+    zero, one = Heartbeats(store, 0, 2), Heartbeats(store, 1, 2)
     assert zero.failed() == ""
     assert zero.looks() and not one.looks()
     assert one.looks(1) and not zero.looks(1) and zero.looks(2), "if who looked ends too, one other looks"
     here, there = at(GENERATE.id, 3), at(GENERATE.id, 4)
     assert zero.judges(here, 0) and not one.judges(here, 0) and one.judges(here, 1) and one.judges(there, 0)
-    assert zero.judges(Stand(), 0) and not one.judges(Stand(), 0), "before the first event"
+    assert zero.judges(RankPosition(), 0) and not one.judges(RankPosition(), 0), "before the first event"
     assert one.fails("event 3") and not zero.fails("event 4") and zero.failed() == "1|event 3"
     assert zero.says() and not one.says()
 
 
 def test_a_store_that_holds_something_else() -> None:
     store = dist.HashStore()
-    signs = Signs(store, 0, 1)
+    signs = Heartbeats(store, 0, 1)
     store.set("rldsl/alive/0", "not a sign")
     assert signs.all() == {}
 
@@ -185,15 +185,15 @@ def test_a_store_that_holds_something_else() -> None:
 def test_what_became_of_a_process() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert process(child.pid) == "running"
+        assert process_state(child.pid) == "running"
         os.kill(child.pid, signal.SIGSTOP)
         end = time.monotonic() + 20
-        while process(child.pid) != "stopped":
+        while process_state(child.pid) != "stopped":
             assert time.monotonic() < end
     finally:
         child.kill()
-    while process(child.pid) != "gone":  # not yet waited for
+    while process_state(child.pid) != "gone":  # not yet waited for
         assert time.monotonic() < end
     child.wait()
-    assert process(child.pid) == "gone"
-    assert machine() == machine()
+    assert process_state(child.pid) == "gone"
+    assert machine_name() == machine_name()

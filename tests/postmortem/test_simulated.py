@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from rldsl.plan.events import Event, Every, Item, Loop
 from rldsl.plan.projection import schedule
-from rldsl.postmortem.analysis import analyse, traces
-from rldsl.postmortem.dumps import Moment, Stand
-from rldsl.postmortem.wait_order import Order
+from rldsl.postmortem.analysis import analyse, rank_traces
+from rldsl.postmortem.dumps import EventRun, RankPosition
+from rldsl.postmortem.wait_order import WaitOrder
 from tests.postmortem.hand import PLAN, dump, partners, sign
 
-ORDER, WORLD, STEPS = Order(PLAN), 8, 3
+ORDER, WORLD, STEPS = WaitOrder(PLAN), 8, 3
 
 
-def unrolled(items: Sequence[Item], turns: tuple[int, ...] = ()) -> Iterator[tuple[Event, Moment]]:
+def unrolled(items: Sequence[Item], turns: tuple[int, ...] = ()) -> Iterator[tuple[Event, EventRun]]:
     for item in items:
         if isinstance(item, Event):
-            yield item, Moment(item.id, turns)
+            yield item, EventRun(item.id, turns)
         elif isinstance(item, Every):
             if turns[-1] % item.period == 0:
                 yield from unrolled(item.body, turns)
@@ -38,19 +38,19 @@ class Walker:
     """done: events that it has ended; posted: what it has on its way, by buffer."""
 
     rank: int
-    own: list[tuple[Event, Moment]]
+    own: list[tuple[Event, EventRun]]
     done: int = 0
     inside: bool = False
 
     @property
-    def at(self) -> Moment | None:
+    def at(self) -> EventRun | None:
         return self.own[self.done][1] if self.done < len(self.own) else None
 
-    def begun(self) -> set[Moment]:
+    def begun(self) -> set[EventRun]:
         return {moment for _, moment in self.own[: self.done + self.inside]}
 
 
-def awaited(walker: Walker) -> tuple[Event, Moment] | None:
+def awaited(walker: Walker) -> tuple[Event, EventRun] | None:
     """What the event that it is in reads and an earlier one posted, if it has to wait for that."""
     event, _ = walker.own[walker.done]
     for earlier, moment in reversed(walker.own[: walker.done]):
@@ -77,7 +77,7 @@ def stands_still(walkers: list[Walker], still: dict[int, int]) -> list[Walker]:
     return walkers
 
 
-def waits(w: Walker, begun: list[set[Moment]]) -> set[int]:
+def waits(w: Walker, begun: list[set[EventRun]]) -> set[int]:
     """The ranks without which it cannot go on; what it reads must have come before it can do anything with others."""
     event, moment = w.own[w.done]
     needs = [found] if (found := awaited(w)) else []
@@ -86,13 +86,13 @@ def waits(w: Walker, begun: list[set[Moment]]) -> set[int]:
     return next((ranks for ranks in lacks if ranks), set())
 
 
-def stand(w: Walker, begun: list[set[Moment]]) -> Stand:
+def stand(w: Walker, begun: list[set[EventRun]]) -> RankPosition:
     if w.at is None:
-        return Stand(w.own[-1][1], "over", 1.0)
+        return RankPosition(w.own[-1][1], "over", 1.0)
     posted = awaited(w)
     if posted and any(posted[1] not in begun[q] for q in partners(ORDER, posted[0], w.rank)):
-        return Stand(w.at, "waits", 1.0, posted[1], "", "wait")
-    return Stand(w.at, "begins", 1.0, None, "", "all_reduce" if waits(w, begun) else "")
+        return RankPosition(w.at, "waits", 1.0, posted[1], "", "wait")
+    return RankPosition(w.at, "begins", 1.0, None, "", "all_reduce" if waits(w, begun) else "")
 
 
 @settings(max_examples=150, deadline=None)
@@ -105,7 +105,7 @@ def test_whoever_stands_still_is_found(still: dict[int, int], silent: bool) -> N
     stuck = {w.rank for w in walkers if w.at is not None and w.done == still.get(w.rank) and not waits(w, begun)}
     stands = [stand(w, begun) for w in walkers]
     dumps = {r: dump(r, s) for r, s in enumerate(stands) if not (silent and r in stuck)}
-    findings = analyse(PLAN, traces(WORLD, dumps, {r: sign(r, stands[r]) for r in range(WORLD) if r not in dumps}))
+    findings = analyse(PLAN, rank_traces(WORLD, dumps, {r: sign(r, stands[r]) for r in range(WORLD) if r not in dumps}))
     over = any(w.at is None for w in walkers)
     needed = {q for w in walkers for q in (waits(w, begun) if w.at is not None else ())}
     assert {c.rank for c in findings.culprits} == {r for r in stuck if silent or over or r in needed}

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from rldsl.cli import main
-from rldsl.postmortem.dumps import Dump, read_dump, read_signs
+from rldsl.postmortem.dumps import RankDump, read_dump, read_last_heartbeats
 from tests.end_to_end.programs import compile_program
 from tests.postmortem.runs import TIMEOUT, World, world
 from tests.tiny import make_model, make_sums, write_jsonl
@@ -43,7 +43,7 @@ def plan(place: Path) -> bytes:
     return compile_program(Path("p.rlf"), {"base": "model", "rows": "sums.jsonl"}, None, place)
 
 
-def dumps(place: Path) -> dict[int, Dump]:
+def dumps(place: Path) -> dict[int, RankDump]:
     found = (read_dump(p.read_text(), p.name) for p in (place / "out/postmortem").glob("rank-*.json"))
     return {d.rank: d for d in found}
 
@@ -72,7 +72,7 @@ def test_a_rank_that_is_stopped(place: Path) -> None:
         assert run.ranks[1].is_alive()  # as torchrun finds it, and kills it
         left = dumps(place)
         assert set(left) == {0, 2, 3} and len({d.start for d in left.values()}) == 1
-        signs = dict(read_signs(Path("out/postmortem/signs.json").read_text(), "signs").signs)
+        signs = dict(read_last_heartbeats(Path("out/postmortem/signs.json").read_text(), "signs").signs)
         assert signs[1].process == "stopped" and signs[1].silent > 2 and not signs[0].silent
     text = told(place)
     assert "rank 1 is suspended" in text and "rank 1 was last seen" in text and "its process is suspended" in text

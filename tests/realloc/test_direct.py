@@ -17,7 +17,7 @@ from rldsl.reshard.in_place import (
     split_message,
 )
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Message, Round, rank_rounds
-from rldsl.runtime.comm.reshard import _lying, _parts
+from rldsl.runtime.comm.reshard import _in_place_view, _message_parts
 from rldsl.sharding.boxes import cell_of, local_shape
 from tests.realloc.cases import Case, cases
 
@@ -30,12 +30,13 @@ def test_shapes_say_what_tensors_say(case: Case) -> None:
             there = pieces_by_parameter(case.model, at, cell_of(at, on, rank))
             tensors = {name: torch.empty(local_shape(p, pieces)) for name, (p, pieces) in there.items() if pieces}
             for ops in rank_rounds(case.paths(), rank, 2):
-                for part in _parts((*ops.sends, *ops.receives), there):
+                for part in _message_parts((*ops.sends, *ops.receives), there):
                     spot = part.spots[0] if len(part.spots) == 1 else None
                     lies = spot is not None and tensors[spot[0]][spot[1]].is_contiguous()
                     assert is_contiguous(part.message, there) == part.stretch == lies
-                    assert (_lying(part, tensors, torch.float32) is not None) == lies
-                    assert _lying(part, tensors, torch.float64) is None and _lying(part, None, torch.float32) is None
+                    assert (_in_place_view(part, tensors, torch.float32) is not None) == lies
+                    assert _in_place_view(part, tensors, torch.float64) is None
+                    assert _in_place_view(part, None, torch.float32) is None
 
 
 @pytest.mark.parametrize("sizes, parts", [([4], [4]), ([4, 4], [4, 4]), ([1, 5, 2], [5, 3]), ([2, 2, 2], [6]),

@@ -10,7 +10,7 @@ import torch
 
 from rldsl.plan.events import Free, Offload, Realloc, Train
 from rldsl.runtime.comm.reshard import realloc
-from rldsl.runtime.health.event_ring import Ring
+from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter import model_events, train_event, value_events
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.store import Pending
@@ -110,7 +110,7 @@ def test_a_reallocation_says_what_is_on_its_way(rank: int, held: torch.dtype, mo
     monkeypatch.setattr(model_events, "realloc", lambda *_: state.seen.append("posted") or Pending(
         lambda: state.seen.append("here")))
     event = Realloc(id=5, mesh="m", model="actor", src="L1", dst="L2", bytes=0, messages=0, digest="")
-    model_events.reallocate(state, Ring(), event)
+    model_events.reallocate(state, EventRing(), event)
     assert state.seen == {0: ["posted", "here"], 1: ["left", "posted"], 2: ["left", "posted"]}[rank]
     sent = state.leaving.get(("actor", "L1"), {})
     assert sent.keys() == ({5} if rank == 1 and held == torch.bfloat16 else set())

@@ -11,7 +11,7 @@ import torch
 
 from rldsl.reshard.in_place import pieces_by_parameter
 from rldsl.reshard.rounds import kept_boxes
-from rldsl.runtime.comm.reshard import Route, Tensors, realloc, spot
+from rldsl.runtime.comm.reshard import Route, Tensors, local_box, realloc
 from rldsl.sharding.boxes import cell_of, parameters, pieces_of_rank
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, wide
@@ -118,9 +118,9 @@ def test_a_route_that_was_spoiled_is_noticed() -> None:
     case = CASES[0]
     held = pieces_by_parameter(case.model, case.dst, cell_of(case.dst, case.dst_mesh, 0))
     (name, box), *_ = kept_boxes(case.paths(), 0)
-    assert spot(held, name, box)
+    assert local_box(held, name, box)
     with pytest.raises(StopIteration):
-        spot(held, name, ((0, 999), *box[1:]))
+        local_box(held, name, ((0, 999), *box[1:]))
     way = route(case, 0, 1 << 30)
     spoiled = replace(way, copies=((way.copies[0][0], None),))
     sides = (place(case, side, 0, tensors(case, side, 0, torch.float32)) for side in ("src", "dst"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Function
-from rldsl.runtime.rewards.pool import Pool
+from rldsl.runtime.rewards.pool import RewardPool
 
 ROWS = [{"prompt": f"{i}+1=", "completion": str(i), "answer": str(i % 3)} for i in range(40)]
 EACH = """
@@ -28,7 +28,7 @@ def mistake(function: Function, workers: int = 2, limit: float = 30.0, loading: 
             rows: list = ROWS) -> Diagnostic:
     """The one message of a pool that must fail."""
     try:
-        with Pool([function], workers, limit, loading=loading) as pool:
+        with RewardPool([function], workers, limit, loading=loading) as pool:
             pool.call(function, rows, [f"{i} (rows.jsonl:{i + 1})" for i in range(len(rows))])
     except Failure as failure:
         (found,) = failure.diagnostics

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rldsl.plan.model import Function
-from rldsl.runtime.rewards.pool import Pool
+from rldsl.runtime.rewards.pool import RewardPool
 from tests.rewards.functions import EACH, ROWS, gone, lives, mistake, noted, written
 
 ON_17 = "def one(row):\n    if row['completion'] == '17':\n        {}\n    return float(row['completion'])\n" + EACH
@@ -24,14 +24,14 @@ def test_the_same_numbers_for_any_number_of_workers(tmp_path: Path, count: int) 
     rows = [{"prompt": "", "completion": str(i)} for i in range(count)]
     found = []
     for workers in (0, 1, 3):
-        with Pool([function], workers) as pool:
+        with RewardPool([function], workers) as pool:
             found.append(pool.call(function, rows))
     assert found == [[i / 7 for i in range(count)]] * 3
 
 
 def test_several_functions_and_calls(tmp_path: Path) -> None:
     one, two = (written(tmp_path, f"def score(rows):\n    return [{i}] * len(rows)\n", file=f"f{i}.py") for i in (1, 2))
-    with Pool([one, two], 2) as pool:
+    with RewardPool([one, two], 2) as pool:
         assert [pool.call(f, ROWS)[0] for f in (one, two, one, two)] == [1, 2, 1, 2]
 
 
@@ -45,19 +45,19 @@ def test_rows_arrive_as_in_the_process_itself(tmp_path: Path) -> None:
     wanted = repr(row | {"day": "2026-01-02", "t": [1, 2]})
     function = written(tmp_path, f"WANTED = {wanted!r}\n{body}")
     for workers in (0, 2):
-        with Pool([function], workers) as pool:
+        with RewardPool([function], workers) as pool:
             assert pool.call(function, [row, row]) == [1, 1]
 
 
 def test_workers_load_nothing_heavy(tmp_path: Path) -> None:
     body = "import sys\ndef score(rows):\n    return [float('torch' in sys.modules) for r in rows]\n"
     function = written(tmp_path, body)
-    with Pool([function], 1) as pool:
+    with RewardPool([function], 1) as pool:
         assert set(pool.call(function, ROWS)) == {0.0}
 
 
 def test_no_functions_no_workers() -> None:
-    with Pool([], 4) as pool:
+    with RewardPool([], 4) as pool:
         assert pool.workers == []
 
 
@@ -66,7 +66,7 @@ def test_what_is_printed_comes_with_the_worker(tmp_path: Path, capfd: pytest.Cap
             "    print('ü', file=sys.stderr)\n    os.write(1, b'raw\\xff\\n')\n    sys.stdout.write('end')\n"
             "    return [0] * len(rows)\n")
     function = written(tmp_path, body)
-    with Pool([function], 1, rank=3) as pool:
+    with RewardPool([function], 1, rank=3) as pool:
         pool.call(function, ROWS[:2])
     out, err = capfd.readouterr()
     assert out == "" and err.splitlines() == [f"rank 3 worker 0 | {x}" for x in
@@ -75,14 +75,14 @@ def test_what_is_printed_comes_with_the_worker(tmp_path: Path, capfd: pytest.Cap
 
 def test_much_output_blocks_nobody(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     function = written(tmp_path, "def score(rows):\n    print('x' * 1_000_000)\n    return [0] * len(rows)\n")
-    with Pool([function], 2) as pool:
+    with RewardPool([function], 2) as pool:
         assert len(pool.call(function, ROWS)) == 40
     assert capfd.readouterr().err.count("x" * 1_000_000) == 8
 
 
 def test_reading_stdin_finds_it_empty(tmp_path: Path) -> None:
     function = written(tmp_path, "import sys\ndef score(rows):\n    return [len(sys.stdin.read())] * len(rows)\n")
-    with Pool([function], 1) as pool:
+    with RewardPool([function], 1) as pool:
         assert set(pool.call(function, ROWS)) == {0}
 
 
@@ -223,7 +223,7 @@ def test_a_slow_function_is_called_row_by_row(tmp_path: Path) -> None:
     """No row takes too long, though rows together do."""
     body = "import time\ndef score(rows):\n    time.sleep(0.3 * len(rows))\n    return [len(rows)] * len(rows)\n"
     function = written(tmp_path, body)
-    with Pool([function], 1, limit=0.7) as pool:
+    with RewardPool([function], 1, limit=0.7) as pool:
         assert pool.call(function, ROWS[:2]) == [2, 2]
         pool.limit = 0.5
         assert pool.call(function, ROWS[:4]) == [1, 1, 1, 1]
@@ -236,7 +236,7 @@ def test_a_worker_that_is_killed_once_is_replaced(tmp_path: Path, moment: str, c
             "    if row['completion'] == '17' and os.path.exists(mark):\n        os.remove(mark)\n"
             "        os.kill(os.getpid(), 9)\n    return float(row['completion'])\n" + EACH)
     function = written(tmp_path, body)
-    with Pool([function], 2) as pool:
+    with RewardPool([function], 2) as pool:
         wanted = pool.call(function, ROWS)
         if moment == "in a call":
             (tmp_path / "mark").touch()
@@ -256,7 +256,7 @@ def test_nothing_is_left_after_the_end_or_a_mistake(tmp_path: Path) -> None:
             "note(os.getpid())\ndef score(rows):\n    note(subprocess.Popen(['sleep', '100']).pid)\n"
             "    return [int(r['answer']) for r in rows]\n")
     function = written(tmp_path, body)
-    with Pool([function], 2) as pool:
+    with RewardPool([function], 2) as pool:
         pool.call(function, ROWS)
         before = noted(tmp_path / "pids")
         assert len(before) > 2 and all(map(lives, before))
@@ -292,7 +292,7 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path, busy: bool) -> N
 def test_signals_of_the_terminal_are_for_the_rank(tmp_path: Path) -> None:
     body = "import os\ndef score(rows):\n    return [float(os.getpgid(0) == os.getpid()) for _ in rows]\n"
     function = written(tmp_path, body)
-    with Pool([function], 1) as pool:
+    with RewardPool([function], 1) as pool:
         assert set(pool.call(function, ROWS)) == {1.0}
 
 

@@ -129,11 +129,11 @@ def functions(path: str, name: str) -> list:
 
 
 def test_a_shipped_file_is_recorded_with_its_hash(place: Path) -> None:
-    from rldsl.runtime.rewards.user_functions import call, located
+    from rldsl.runtime.rewards.user_functions import call, function_path
 
     (found,) = functions("std/rewards.py", "exact_match")
     assert found.path == "std/rewards.py"
-    assert found.sha256 == hashlib.sha256(located(found.path).read_bytes()).hexdigest()
+    assert found.sha256 == hashlib.sha256(function_path(found.path).read_bytes()).hexdigest()
     assert call(found, [{"completion": "a", "answer": "a"}]) == [1.0]
 
 

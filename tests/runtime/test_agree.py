@@ -7,7 +7,7 @@ import torch
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Layout, Mesh
-from rldsl.runtime.comm.agreement import agree, anywhere, from_all, from_first, others_than_first
+from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, raise_together, ranks_that_differ
 from rldsl.runtime.comm.world import World
 from tests.world import run_world
 
@@ -19,14 +19,14 @@ def _rank(rank: int) -> tuple[object, ...]:
     import torch.distributed as dist
 
     every = dist.group.WORLD
-    flags = anywhere((rank == 1, False, True), every, CPU)
-    alone = anywhere((rank == 1,), None, CPU)
-    texts = [from_first(text if rank == 0 else "another", CPU) for text in TEXTS]
-    texts += [from_all(text * rank, CPU) for text in TEXTS]
-    differ = others_than_first(b"same" if rank != 2 else b"other", CPU), others_than_first(b"", CPU)
-    agree((), every, CPU)
+    flags = any_rank((rank == 1, False, True), every, CPU)
+    alone = any_rank((rank == 1,), None, CPU)
+    texts = [broadcast_text(text if rank == 0 else "another", CPU) for text in TEXTS]
+    texts += [gather_texts(text * rank, CPU) for text in TEXTS]
+    differ = ranks_that_differ(b"same" if rank != 2 else b"other", CPU), ranks_that_differ(b"", CPU)
+    raise_together((), every, CPU)
     try:
-        agree((Diagnostic("RL0706", "no"),) if rank == 1 else (), every, CPU)
+        raise_together((Diagnostic("RL0706", "no"),) if rank == 1 else (), every, CPU)
         said = None
     except Failure as failure:
         said = [d.code for d in failure.diagnostics]

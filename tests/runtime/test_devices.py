@@ -23,9 +23,9 @@ ALLOWED = {
     ("backends/torch/shard.py", ""): "a micro-batch of one token; `pack_inputs` moves it",
     ("backends/torch/kernels/length_buckets.py", "__init__"): "places are worked out by the host, and moved at the end",
     ("backends/torch/kernels/rms_norms.py", "_is_plain_rms_norm"): "a trial of a module on a few numbers of the host",
-    ("rldsl/measure/call_costs.py", "rows"): "tokens from the host's generator, moved at the end",
+    ("rldsl/measure/call_costs.py", "random_batch"): "tokens from the host's generator, moved at the end",
     ("rldsl/measure/call_costs.py", "_loss"): "one zero without dimensions goes with any device",
-    ("rldsl/measure/call_costs.py", "fit"): "least squares of a few timings",
+    ("rldsl/measure/call_costs.py", "fit_costs"): "least squares of a few timings",
 }
 
 

@@ -58,7 +58,7 @@ def test_communicators_know_their_device(monkeypatch: pytest.MonkeyPatch, device
     asked: dict[str, Any] = {}
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda **given: asked.update(given))
-    run._meet(torch.device(device), 0, timedelta(seconds=1))
+    run._join_ranks(torch.device(device), 0, timedelta(seconds=1))
     if device == "cpu":
         assert asked["backend"] == "gloo" and "device_id" not in asked
     else:

@@ -364,11 +364,11 @@ def test_any_cut_gives_the_loss_its_gradient_and_its_metrics(seed):
 def loss_part(rank: int, shares: list[list[list[int]]]) -> tuple[dict[str, float], list[float]]:
     import torch.distributed as dist
 
-    from rldsl.runtime.interpreter.train_event import finish
+    from rldsl.runtime.interpreter.train_event import minibatch_metrics
 
     run, _, gradient = run_cuts(shares[rank], sorted(r for cuts in shares for cut in cuts for r in cut))
     dist.all_reduce(gradient)
-    return finish([run], True, dist.group.WORLD, torch.device("cpu"))[0], gradient.tolist()
+    return minibatch_metrics([run], True, dist.group.WORLD, torch.device("cpu"))[0], gradient.tolist()
 
 
 @pytest.mark.parametrize("shares", [[[[0, 5], [7, 2, 8]], [[1, 3, 4, 6], [9], [10, 11]]],

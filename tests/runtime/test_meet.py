@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from rldsl.runtime.comm.rendezvous import begun, prefix, started_before
+from rldsl.runtime.comm.rendezvous import mark_begun, start_prefix, started_before
 
 LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 
@@ -21,7 +21,7 @@ def meet(store: dist.Store, ranks: dict[int, float], world: int, timeout: timede
     def one(rank: int, after: float) -> None:
         time.sleep(after)
         try:
-            found[rank] = prefix(store, rank, world, timeout)
+            found[rank] = start_prefix(store, rank, world, timeout)
         except TimeoutError as error:
             found[rank] = error
 
@@ -56,12 +56,12 @@ def test_a_rank_that_died_on_its_way_and_came_again(dead: int) -> None:
 
 
 def test_one_rank_meets_itself() -> None:
-    assert isinstance(prefix(dist.HashStore(), 0, 1, LONG), str)
+    assert isinstance(start_prefix(dist.HashStore(), 0, 1, LONG), str)
 
 
 def test_who_never_comes_is_waited_for_no_longer_than_asked() -> None:
     with pytest.raises(TimeoutError, match="2 ranks"):
-        prefix(dist.HashStore(), 0, 2, SHORT)
+        start_prefix(dist.HashStore(), 0, 2, SHORT)
 
 
 def decided(run: dist.Store, start: str, restarted: dict[int, bool]) -> set[bool]:
@@ -93,5 +93,5 @@ def test_what_earlier_starts_left_says_more_than_counts(began: bool, restarted: 
     run = dist.HashStore()
     assert decided(run, "a", {0: False, 1: False}) == {False}
     if began:
-        begun(run)
+        mark_begun(run)
     assert decided(run, "b", dict(enumerate(restarted))) == {began}

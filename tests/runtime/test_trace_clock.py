@@ -7,12 +7,12 @@ import time
 import pytest
 
 from rldsl.plan.events import Free
-from rldsl.runtime.interpreter.timeline import Recorder
+from rldsl.runtime.interpreter.timeline import TimelineRecorder
 
 
 @pytest.mark.parametrize("jump", [-3600.0, 0.0, 3600.0])
 def test_the_clock_is_set_while_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
-    recorder, since = Recorder(0), time.time()
+    recorder, since = TimelineRecorder(0), time.time()
     begin = time.monotonic()
     monkeypatch.setattr(time, "time", lambda: since + jump)
     recorder.add(Free(id=1, mesh="m", buffers=()), 1, begin, begin + 0.25)

@@ -17,7 +17,7 @@ from rldsl.plan.codec import encode
 from rldsl.plan.disk_paths import paths, text
 from rldsl.plan.events import Item, Loop, Save
 from rldsl.plan.model import Function, Plan
-from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign, with_python_as_it_is
+from rldsl.runtime.persist.allowed_paths import MARK, check_writes, is_foreign, with_python_as_it_is
 from rldsl.verify import verify
 from tests.tiny import make_model, make_sums, write_jsonl
 from tests.world import run_world
@@ -101,10 +101,10 @@ def test_what_no_save_has_written_is_not_replaced(plan: Plan, tmp_path: Path) ->
     os.symlink(tmp_path / "saved", tmp_path / "link")
     os.symlink(tmp_path / "nothing", tmp_path / "dangling")
     for name in ("new", "empty", "saved", "new/deeper"):
-        assert not foreign(tmp_path / name)
+        assert not is_foreign(tmp_path / name)
         check_writes(saving(plan, name), Path("runs/out"))
     for name in ("downloaded", "mine", "file", "link", "dangling"):
-        assert foreign(tmp_path / name)
+        assert is_foreign(tmp_path / name)
         with pytest.raises(Failure, match="RL0712 .*no save has written"):
             check_writes(saving(plan, name), Path("runs/out"))
 

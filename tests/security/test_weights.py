@@ -226,7 +226,7 @@ def _resume(rank: int, data: bytes, out: str, texts: list[tuple[bytes | None, by
         file.write_bytes(whole if tensors is None else tensors)
         (held / "checkpoint.json").write_bytes(manifest)
         found.append(code(lambda: execute(PlanFile.from_bytes(data, "p.plan"), out,
-                                          options=Options(resume=held, goes_on=True))))
+                                          options=Options(resume=held, continues=True))))
     return found
 
 

@@ -17,8 +17,8 @@ from rldsl import api, clusters
 from rldsl.cli import main
 from rldsl.clusters.model import PASSES
 from rldsl.commands import profile as command
-from rldsl.measure.call_costs import build, fit, measure
-from rldsl.measure.solo_group import Solo
+from rldsl.measure.call_costs import build, fit_costs, measure_calls
+from rldsl.measure.solo_group import SingleRankGroup
 from rldsl.plan.codec import encode
 from rldsl.plan.events import Sampling
 from rldsl.simulate import simulate
@@ -59,13 +59,13 @@ def test_a_fit_finds_what_is_there(rates: list[float]) -> None:
     names = ("call", "layer", "token")
     counts = [dict(zip(names, (1.0, float(n), float(n * t)))) for n in (1, 2) for t in (8, 64, 512)]
     samples = [(c, sum(c[n] * r for n, r in zip(names, rates)) * 1e-6 + 1e-12) for c in counts]
-    found = fit(samples)
+    found = fit_costs(samples)
     assert all(found[n] == pytest.approx(r, rel=1e-3, abs=1e-2) for n, r in zip(names, rates))
 
 
 def test_no_feature_is_negative() -> None:
     samples = [({"call": 1.0, "token": t}, s) for t, s in ((1.0, 5e-6), (2.0, 4e-6), (4.0, 3.5e-6))]
-    found = fit(samples)
+    found = fit_costs(samples)
     assert found["token"] == 0.0 and found["call"] > 0
 
 
@@ -73,7 +73,7 @@ def test_no_feature_is_negative() -> None:
 
 
 def test_a_solo_group_meets_nobody() -> None:
-    group = Solo(4)
+    group = SingleRankGroup(4)
     x = torch.ones(3)
     dist.all_reduce(x, group=group)
     parts = [torch.zeros(3) for _ in range(4)]
@@ -91,8 +91,8 @@ def test_every_pass_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     torch.set_num_threads(1)
     plan = api.compile("score.rlf")
     models = {m.name: m for m in plan.models}
-    actor = measure(models["actor"], 2, "torch", Sampling(), CPU)
-    judge = measure(models["judge"], 1, "torch", Sampling(), CPU)
+    actor = measure_calls(models["actor"], 2, "torch", Sampling(), CPU)
+    judge = measure_calls(models["judge"], 1, "torch", Sampling(), CPU)
     assert set(actor) == set(PASSES) and set(judge) == set(PASSES) - {"decode", "start"}
     for found in (*actor.values(), *judge.values()):
         assert all(rate >= 0 for rate in found.values())

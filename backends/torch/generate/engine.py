@@ -23,7 +23,7 @@ from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.backends.torch.model.stage import Stage
 
 from rldsl.runtime.backend import PackedBatch
-from rldsl.runtime.store import within
+from rldsl.runtime.store import offsets_within
 
 ScheduledBatch = PrefillBatch | DecodeBatch
 
@@ -134,7 +134,7 @@ class Engine:
         if batch.new_prompts:
             new = torch.tensor(batch.new_prompts, device=device)
             lengths = prompts.prompt_lens[new]
-            tokens = prompts.tokens[self.prompt_starts[new].repeat_interleave(lengths) + within(lengths)]
+            tokens = prompts.tokens[self.prompt_starts[new].repeat_interleave(lengths) + offsets_within(lengths)]
             attention = PrefillAttention(self.state.cache, lengths, slots[shared:], prompt_count[shared:] - 1)
             hidden = self.stage.forward(tokens, attention.positions, attention, received)
             last_hidden = hidden[lengths.cumsum(0) - 1]

@@ -20,7 +20,7 @@ from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer
 from rldsl.diag import fail
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch
-from rldsl.runtime.store import within
+from rldsl.runtime.store import offsets_within
 
 if TYPE_CHECKING:
     from rldsl.backends.torch.model.stage import Stage
@@ -87,9 +87,9 @@ def _output(prompts: PackedBatch, responses: Responses) -> GenerationOutput:
     lens = prompts.prompt_lens + responses.lengths
     starts = lens.cumsum(0) - lens
     tokens = torch.empty(int(lens.sum()), dtype=torch.long, device=lens.device)
-    tokens[starts.repeat_interleave(prompts.prompt_lens) + within(prompts.prompt_lens)] = prompts.tokens
+    tokens[starts.repeat_interleave(prompts.prompt_lens) + offsets_within(prompts.prompt_lens)] = prompts.tokens
     sampled = torch.arange(responses.tokens.shape[1], device=lens.device) < responses.lengths[:, None]
     response_starts = starts + prompts.prompt_lens
-    tokens[response_starts.repeat_interleave(responses.lengths) + within(responses.lengths)] = responses.tokens[sampled]
+    tokens[response_starts.repeat_interleave(responses.lengths) + offsets_within(responses.lengths)] = responses.tokens[sampled]
     batch = PackedBatch(prompts.rows, prompts.prompt_lens, responses.lengths.clone(), tokens)
     return GenerationOutput(batch, responses.logprobs[sampled], responses.finished.clone())

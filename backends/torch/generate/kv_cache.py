@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
 from rldsl.backends.torch.model.attention import VarlenAttention
 
-from rldsl.runtime.store import within
+from rldsl.runtime.store import offsets_within
 
 
 @dataclass
@@ -73,7 +73,7 @@ class PrefillAttention(VarlenAttention):
         """lengths: [U] of the prompts. slots[i] gets the prompt numbered prompt[i]; both [n], n >= U."""
         super().__init__(lengths)
         copied = lengths[prompt]
-        column = within(copied)
+        column = offsets_within(copied)
         self.cache, self.places = cache, cache.slot_offsets[slots].repeat_interleave(copied) + column
         starts = lengths.cumsum(0) - lengths
         repeats = len(prompt) > len(lengths)

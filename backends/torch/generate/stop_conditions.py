@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rldsl.runtime.data.end_tokens import ends
+from rldsl.runtime.data.end_tokens import end_tokens
 
 
 class StopStrings:
@@ -41,4 +41,4 @@ def tokenizer_of(directory: str) -> tuple[Any, list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return tokenizer, sorted(ends(directory, tokenizer))
+    return tokenizer, sorted(end_tokens(directory, tokenizer))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rldsl.memory.decoding import bucket
-from rldsl.runtime.store import within
+from rldsl.runtime.store import offsets_within
 
 MIN_STEP = 16  # tokens by which the lengths in a bucket may differ in any case
 
@@ -44,7 +44,7 @@ class LengthBuckets:
         self.shapes = [(len(run), max(sizes[i] for i in run)) for run in runs]
         order = torch.tensor([i for run in runs for i in run], dtype=torch.long)
         widths = torch.tensor([width for count, width in self.shapes for _ in range(count)], dtype=torch.long)
-        column, length = within(widths), host_lengths[order].repeat_interleave(widths)
+        column, length = offsets_within(widths), host_lengths[order].repeat_interleave(widths)
         tokens = (host_lengths.cumsum(0) - host_lengths)[order].repeat_interleave(widths)
         tokens = tokens + column.clamp(max=length - 1)  # padding repeats the sequence's last token
         real = column < length

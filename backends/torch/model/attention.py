@@ -17,7 +17,7 @@ from rldsl.backends.torch.kernels.optional_packages import flash_attn
 from transformers import AttentionInterface
 
 from rldsl.diag import fail
-from rldsl.runtime.store import within
+from rldsl.runtime.store import offsets_within
 
 NAME = "rldsl"
 
@@ -64,7 +64,7 @@ class VarlenAttention:
         """lengths: [S] int64, on the device of the model."""
         self.lengths = lengths
         self.max_seqlen = int(lengths.max()) if lengths.numel() else 0
-        self.positions = within(lengths)
+        self.positions = offsets_within(lengths)
         self.buckets = LengthBuckets(lengths)  # now, so that no pass waits for the device
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,

@@ -20,7 +20,7 @@ from rldsl.backends.torch.kernels.optional_packages import flash_attn
 from rldsl.backends.torch.model.collectives import gather_from_sequence_parallel_region
 
 from rldsl.runtime.backend import Axis
-from rldsl.runtime.store import within
+from rldsl.runtime.store import offsets_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Partition:
         counts = owner.bincount(minlength=axis.size)
         width = max(1, int(counts.max()))
         local = torch.empty_like(owner)
-        local[owner.argsort(stable=True)] = within(counts)
+        local[owner.argsort(stable=True)] = offsets_within(counts)
         return Partition(axis, (owner == axis.index).nonzero()[:, 0], width, local, owner * width + local)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class ContextParallelAttention:
 
     def __init__(self, lengths: torch.Tensor, cp: Axis):
         """lengths: [S] int64, of the complete sequences."""
-        pieces, at = 2 * cp.size, within(lengths)
+        pieces, at = 2 * cp.size, offsets_within(lengths)
         sequence = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
         chunk = ((at + 1) * pieces - 1) // lengths[sequence]
         self.owner = torch.minimum(chunk, pieces - 1 - chunk)
@@ -81,7 +81,7 @@ class ContextParallelAttention:
         self.query_lens = ends - starts
         self.key_lens = torch.where(self.query_lens > 0, ends, 0)
         sequence_starts = (lengths.cumsum(0) - lengths).repeat_interleave(2)
-        keys = sequence_starts.repeat_interleave(self.key_lens) + within(self.key_lens)
+        keys = sequence_starts.repeat_interleave(self.key_lens) + offsets_within(self.key_lens)
         self.key_index = self.partition.gathered_index[keys]
         self.max_seqlen = max(1, int(self.query_lens.max())), max(1, int(self.key_lens.max()))
         self.query_offsets = starts
@@ -130,7 +130,7 @@ class ContextParallelAttention:
 def _cells(lengths: torch.Tensor, width: int) -> torch.Tensor:
     """[sum(lengths)] the cells of the tokens of packed segments in a batch of `width` columns."""
     rows = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
-    return rows * width + within(lengths)
+    return rows * width + offsets_within(lengths)
 
 
 def _to_batch(x: torch.Tensor, cells: torch.Tensor, count: int, width: int) -> torch.Tensor:

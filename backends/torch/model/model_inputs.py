@@ -17,7 +17,7 @@ from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, Sequen
 
 from rldsl.diag import fail
 from rldsl.runtime.backend import Axis, PackedBatch
-from rldsl.runtime.store import within
+from rldsl.runtime.store import offsets_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _own_part(frames: Sequence[PackedBatch], device: torch.device, cp: Axis) -> 
         raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
     lengths = prompts + responses
     starts = lengths.cumsum(0) - lengths
-    predict_at = (starts + prompts - 1).repeat_interleave(responses) + within(responses)
+    predict_at = (starts + prompts - 1).repeat_interleave(responses) + offsets_within(responses)
     targets, last_at = tokens[predict_at + 1], starts + lengths - 1
     sizes = tuple(int(f.response_lens.sum()) for f in frames), tuple(len(f) for f in frames)
     if cp.size == 1:

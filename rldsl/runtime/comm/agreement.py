@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rldsl.diag import Diagnostic, Failure
 
 
-def anywhere(flags: Sequence[bool], group: Any, device: torch.device) -> tuple[bool, ...]:
+def any_rank(flags: Sequence[bool], group: Any, device: torch.device) -> tuple[bool, ...]:
     """Of each flag, whether it is true on any rank."""
     found = torch.tensor([float(flag) for flag in flags], device=device)
     if group is not None:
@@ -24,13 +24,13 @@ def anywhere(flags: Sequence[bool], group: Any, device: torch.device) -> tuple[b
     return tuple(bool(x) for x in found.tolist())
 
 
-def agree(said: Sequence[Diagnostic], group: Any, device: torch.device) -> None:
+def raise_together(said: Sequence[Diagnostic], group: Any, device: torch.device) -> None:
     """When any rank has something to say, all stop, and those that have it say it. Errors: those of `said`."""
-    if anywhere((bool(said),), group, device)[0]:
+    if any_rank((bool(said),), group, device)[0]:
         raise Failure(tuple(said))
 
 
-def from_first(text: str, device: torch.device) -> str:
+def broadcast_text(text: str, device: torch.device) -> str:
     """The text of rank 0 of the world."""
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     size = torch.tensor(mine.numel(), device=device)
@@ -41,7 +41,7 @@ def from_first(text: str, device: torch.device) -> str:
     return bytes(mine.tolist()).decode()
 
 
-def from_all(text: str, device: torch.device) -> list[str]:
+def gather_texts(text: str, device: torch.device) -> list[str]:
     """The text of every rank of the world, in their order."""
     data = text.encode()
     size = torch.tensor([len(data)], device=device)
@@ -54,7 +54,7 @@ def from_all(text: str, device: torch.device) -> list[str]:
     return [x[: int(n)].cpu().numpy().tobytes().decode() for x, n in zip(every, sizes)]
 
 
-def others_than_first(data: bytes, device: torch.device) -> list[int]:
+def ranks_that_differ(data: bytes, device: torch.device) -> list[int]:
     """The ranks of the world whose data is not that of rank 0: 32 bytes are sent of each."""
     mine = torch.tensor(list(sha256(data).digest()), dtype=torch.uint8, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -22,7 +22,7 @@ DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class PostedMessages:
     """Messages of one event that are on their way. sending keeps the sent tensors alive."""
 
     works: Sequence[Any]
@@ -33,7 +33,7 @@ class Post:
             work.wait()
 
 
-def post(sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int) -> Post:
+def post(sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int) -> PostedMessages:
     """Start every message: peer -> tensor. All ranks post their messages batch by batch
     (`sharding/message_batches.py`), and in a batch in the order of their peers. tag: for who debugs, and NCCL has none;
     between two ranks the order tells messages apart, so events may share one."""
@@ -41,7 +41,7 @@ def post(sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
 
 
 def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], tag: int,
-              most: int) -> Post:
+              most: int) -> PostedMessages:
     """The same for (peer, tensor), at most `most` to and from each peer; between two ranks in their order."""
     sides = [[(peer, t) for peer, t in side if t.numel()] for side in (sends, receives)]
     works: list[Any] = []
@@ -50,7 +50,7 @@ def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tupl
         works += dist.batch_isend_irecv([dist.P2POp(start, t, to, tag=tag) for start, side in
                                          zip((dist.isend, dist.irecv), sides) for peer in batch
                                          for to, t in side if to == peer])
-    return Post(works, tuple(t for _, t in sends))
+    return PostedMessages(works, tuple(t for _, t in sends))
 
 
 # ---------------------------------------------------------------------------------------------------- values

@@ -17,7 +17,7 @@ from typing import Any
 PAUSE, SLOWEST, SLOWER = 0.02, 0.5, 1.3  # seconds between two looks: at first, at most, and how fast they grow
 
 
-def prefix(store: Any, rank: int, world: int, timeout: timedelta) -> str:
+def start_prefix(store: Any, rank: int, world: int, timeout: timedelta) -> str:
     """The same on all ranks of this start, and on no others. TimeoutError: one of them did not come."""
     mine, end, pause = token_hex(8), time.monotonic() + timeout.total_seconds(), PAUSE
     store.set(_word(rank), mine)
@@ -52,7 +52,7 @@ def started_before(run: Any, start: Any, rank: int, world: int, restarted: bool)
     return bool(start.get("again") == b"yes")
 
 
-def begun(run: Any) -> None:
+def mark_begun(run: Any) -> None:
     """Rank 0 says that the run has its directory: later starts go on in it. One that was refused leaves no word."""
     run.set("begun", "yes")
 

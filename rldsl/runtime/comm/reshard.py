@@ -21,27 +21,27 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard.in_place import MAX_PARTS, Held, buffer_elements, is_contiguous, pieces_by_parameter, split_message
 from rldsl.reshard.rounds import BUCKET, ROUNDS_IN_FLIGHT, Message, Round, kept_boxes, num_buckets, rank_rounds
 from rldsl.reshard.routes import plan_routes
-from rldsl.runtime.comm.exchange import Post, post_each
+from rldsl.runtime.comm.exchange import PostedMessages, post_each
 from rldsl.runtime.store import Pending
 from rldsl.sharding.boxes import Box, cell_of, contains, intersect, itemsize, local_slice, slices_within, volume
 
 Tensors = Mapping[str, torch.Tensor]  # the local ones of a shard, by parameter
-Spot = tuple[str, tuple[slice, ...]]  # a box of a parameter: where it lies in its local tensor
+LocalBox = tuple[str, tuple[slice, ...]]  # a box of a parameter: where it lies in its local tensor
 Arrived = dict[str, list[tuple[Box, torch.Tensor]]]  # parameter -> what came of it in a round
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """A message, or a part of one that goes by itself. spots: of its boxes; None where this rank does not hold one, and
     passes it on. stretch: all its elements lie together, in the first of them."""
 
     message: Message
     size: int
-    spots: tuple[Spot | None, ...]
+    spots: tuple[LocalBox | None, ...]
     stretch: bool
 
 
-Laid = tuple[Part, torch.Tensor, bool]  # with its elements; whether they lie in the parameters themselves
+PlacedPart = tuple[MessagePart, torch.Tensor, bool]  # with its elements; whether they lie in the parameters themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Route:
     receives) of each round. relays: whether it passes on what came to it."""
 
     rounds: Sequence[Round]
-    parts: Sequence[tuple[tuple[Part, ...], tuple[Part, ...]]]
-    copies: Sequence[tuple[Spot, Spot]]
+    parts: Sequence[tuple[tuple[MessagePart, ...], tuple[MessagePart, ...]]]
+    copies: Sequence[tuple[LocalBox, LocalBox]]
     relays: bool
 
     @staticmethod
@@ -62,24 +62,24 @@ class Route:
         rounds = rank_rounds(way, rank, num_buckets(way, itemsize(model), bucket))
         have, want = (pieces_by_parameter(model, at, cell_of(at, mesh, rank))
                       for at, mesh in ((src, src_mesh), (dst, dst_mesh)))
-        parts = tuple((_parts(r.sends, have), _parts(r.receives, want)) for r in rounds)
-        return Route(rounds, parts, tuple((spot(have, *box), spot(want, *box)) for box in kept_boxes(way, rank)),
+        parts = tuple((_message_parts(r.sends, have), _message_parts(r.receives, want)) for r in rounds)
+        return Route(rounds, parts, tuple((local_box(have, *box), local_box(want, *box)) for box in kept_boxes(way, rank)),
                      any(x is None for sends, _ in parts for part in sends for x in part.spots))
 
 
-def spot(held: Held, name: str, box: Box) -> Spot:
+def local_box(held: Held, name: str, box: Box) -> LocalBox:
     """Where a box lies that this rank holds."""
     parameter, pieces = held[name]
     piece = next(p for p in pieces if contains(p.box, box))
     return name, local_slice(piece, box, parameter.dim)
 
 
-def _parts(messages: Sequence[Message], held: Held) -> tuple[Part, ...]:
-    def spots(message: Message) -> tuple[Spot | None, ...]:
-        return tuple(spot(held, *x) if any(contains(p.box, x[1]) for p in held[x[0]][1]) else None
+def _message_parts(messages: Sequence[Message], held: Held) -> tuple[MessagePart, ...]:
+    def spots(message: Message) -> tuple[LocalBox | None, ...]:
+        return tuple(local_box(held, *x) if any(contains(p.box, x[1]) for p in held[x[0]][1]) else None
                      for x in message.boxes)
 
-    return tuple(Part(m, m.size(), spots(m), is_contiguous(m, held))
+    return tuple(MessagePart(m, m.size(), spots(m), is_contiguous(m, held))
                  for whole in messages for m in split_message(whole))
 
 
@@ -88,7 +88,7 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
             tag: int, decay: float = 0.0) -> Pending:
     """Parameters along a route. The source may change when the last rounds have been waited for. decay: of what was
     there before, in a mean with what comes; one element's arithmetic is the same wherever it lies."""
-    def put(to: Spot | None, value: torch.Tensor) -> None:
+    def put(to: LocalBox | None, value: torch.Tensor) -> None:
         assert dst is not None and to is not None, "a rank received data that it does not expect"
         target = dst[to[0]][to[1]]
         target.copy_(target.float() * decay + value.float() * (1 - decay) if decay else value)
@@ -96,18 +96,18 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
     for (name, at), to in route.copies:
         assert src is not None
         put(to, src[name][at])
-    sends, receives = ([[(p, _lying(p, held, dtype)) for p in sides[side]] for sides in route.parts]
+    sends, receives = ([[(p, _in_place_view(p, held, dtype)) for p in sides[side]] for sides in route.parts]
                        for side, held in enumerate((src, None if decay else dst)))
     out, into = ([torch.empty(n, dtype=dtype, device=device) for n in buffer_elements(
         [sum(p.size for p, there in each if there is None) for each in side])] for side in (sends, receives))
     under_way: deque[Callable[[], Arrived]] = deque()
     for number in range(len(route.parts)):
         came = under_way.popleft()() if len(under_way) == ROUNDS_IN_FLIGHT else {}
-        going = _laid(sends[number], out[number % ROUNDS_IN_FLIGHT])
+        going = _place_parts(sends[number], out[number % ROUNDS_IN_FLIGHT])
         for part, flat, in_place in going:
             if not in_place:
                 _pack(part, flat, src, came)
-        coming = _laid(receives[number], into[number % ROUNDS_IN_FLIGHT])
+        coming = _place_parts(receives[number], into[number % ROUNDS_IN_FLIGHT])
         posted = post_each(*([(p.message.peer, flat) for p, flat, _ in side] for side in (going, coming)), tag=tag,
                            most=MAX_PARTS)
         under_way.append(partial(_arrive, posted, coming, put, route.relays))
@@ -119,7 +119,7 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
     return Pending(finish)
 
 
-def _lying(part: Part, tensors: Tensors | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _in_place_view(part: MessagePart, tensors: Tensors | None, dtype: torch.dtype) -> torch.Tensor | None:
     """The elements of a part, where they lie in one stretch of a parameter."""
     if tensors is None or not part.stretch or part.spots[0] is None:
         return None
@@ -128,7 +128,7 @@ def _lying(part: Part, tensors: Tensors | None, dtype: torch.dtype) -> torch.Ten
     return view.view(-1) if view.dtype == dtype and view.is_contiguous() else None
 
 
-def _laid(parts: Sequence[tuple[Part, torch.Tensor | None]], room: torch.Tensor) -> list[Laid]:
+def _place_parts(parts: Sequence[tuple[MessagePart, torch.Tensor | None]], room: torch.Tensor) -> list[PlacedPart]:
     """The parts of a round; what does not lie in a parameter, one after the other in `room`."""
     found, at = [], 0
     for part, there in parts:
@@ -137,7 +137,7 @@ def _laid(parts: Sequence[tuple[Part, torch.Tensor | None]], room: torch.Tensor)
     return found
 
 
-def _pack(part: Part, out: torch.Tensor, src: Tensors | None, came: Arrived) -> None:
+def _pack(part: MessagePart, out: torch.Tensor, src: Tensors | None, came: Arrived) -> None:
     """Boxes that this rank holds, and boxes that came two rounds before."""
     for spot, name, box, view in _views(part, out):
         if src is not None and spot is not None:
@@ -149,7 +149,7 @@ def _pack(part: Part, out: torch.Tensor, src: Tensors | None, came: Arrived) -> 
 
 
 @torch.no_grad()
-def _arrive(posted: Post, receives: Sequence[Laid], put: Callable[[Spot | None, torch.Tensor], None],
+def _arrive(posted: PostedMessages, receives: Sequence[PlacedPart], put: Callable[[LocalBox | None, torch.Tensor], None],
             keep: bool) -> Arrived:
     """Wait for a round. keep: what came is passed on."""
     posted.wait()
@@ -163,7 +163,7 @@ def _arrive(posted: Post, receives: Sequence[Laid], put: Callable[[Spot | None, 
     return found
 
 
-def _views(part: Part, flat: torch.Tensor) -> Iterator[tuple[Spot | None, str, Box, torch.Tensor]]:
+def _views(part: MessagePart, flat: torch.Tensor) -> Iterator[tuple[LocalBox | None, str, Box, torch.Tensor]]:
     """Each box of a part with its elements."""
     at = 0
     for spot, (name, box) in zip(part.spots, part.message.boxes):

@@ -18,7 +18,7 @@ from rldsl.sharding.partition import Rows, prompt_space, shard_rows, train_sched
 
 
 @dataclass
-class Lens:
+class RowLengths:
     """Lengths of all rows of a frame: [count] int64 each."""
 
     prompt: torch.Tensor
@@ -38,10 +38,10 @@ class StepRows:
     plan: Plan
     world: World
     step: int
-    lens: dict[str, Lens] = field(default_factory=dict)
+    lens: dict[str, RowLengths] = field(default_factory=dict)
     _shards: dict[str, tuple[dict[str, Rows], ...]] = field(default_factory=dict)
 
-    def know(self, frame: str, lens: Lens) -> None:
+    def know(self, frame: str, lens: RowLengths) -> None:
         """Lengths that every rank knows. Divisions found before used older lengths (of a frame made in a repeat)."""
         self.lens[frame] = lens
         self._shards.clear()

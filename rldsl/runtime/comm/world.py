@@ -20,7 +20,7 @@ from rldsl.diag import fail
 from rldsl.plan.model import Layout, Mesh, Plan, Spread
 from rldsl.plan.notation import ranks_text
 from rldsl.runtime.backend import Axes, Axis
-from rldsl.runtime.comm.agreement import others_than_first
+from rldsl.runtime.comm.agreement import ranks_that_differ
 from rldsl.sharding.layout import axis_ranks
 
 NAME = 64  # bytes of a host's name that ranks compare
@@ -28,12 +28,12 @@ NAME = 64  # bytes of a host's name that ranks compare
 
 def check_same_plan(data: bytes, device: torch.device) -> None:
     """Every rank's digest against every other's: 32 bytes each."""
-    if other := others_than_first(data, device):
+    if other := ranks_that_differ(data, device):
         raise fail("RL0702", f"ranks {other} have a different plan than rank 0",
                    help="use one plan file that every machine can read")
 
 
-def hosts(name: str, device: torch.device) -> list[str]:
+def gather_hosts(name: str, device: torch.device) -> list[str]:
     """The host of every rank, in their order, from the name of this rank's: one small all-gather. What is too long is
     told apart by its digest."""
     text = name.encode()

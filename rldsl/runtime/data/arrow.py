@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from rldsl.diag import Diagnostic, Failure, fail
-from rldsl.runtime.data.data_files import Stamp, changed, open_file, stamp
-from rldsl.runtime.data.row_schema import Check, Needs, Row, missing
+from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, open_file
+from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, missing
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ArrowFile:
     """One file: how many rows it has. stamp: None where the file is not read again."""
 
     path: str
@@ -35,7 +35,7 @@ class ArrowTable:
 
     batches: tuple[Any, ...]
     firsts: np.ndarray
-    parts: tuple[Part, ...]
+    parts: tuple[ArrowFile, ...]
     part_firsts: np.ndarray
 
     def __len__(self) -> int:
@@ -56,12 +56,12 @@ class ArrowTable:
                 found += self.batches[batch].slice(int(run[0] - self.firsts[batch]), len(run)).to_pylist()
         return found
 
-    def _same(self, part: Part) -> None:
+    def _same(self, part: ArrowFile) -> None:
         """To read mapped memory of a file that was cut short would end the process."""
         if part.stamp is not None:
             with open_file(part.path) as file:
-                if stamp(file.fileno()) != part.stamp:
-                    raise changed(part.path)
+                if file_stamp(file.fileno()) != part.stamp:
+                    raise file_changed(part.path)
 
 
 def import_arrow(path: str) -> Any:
@@ -113,19 +113,19 @@ def one_schema(files: Sequence[str], schemas: Sequence[Any]) -> Any:
     return schemas[0].remove_metadata()
 
 
-def check_files(path: str, files: Sequence[str], schema: Any, needs: Needs, batches: Callable[[str], Iterable[Any]],
-                keep: Callable[[Any], None], stamped: bool) -> tuple[Check, tuple[Part, ...]]:
+def check_files(path: str, files: Sequence[str], schema: Any, needs: RowNeeds, batches: Callable[[str], Iterable[Any]],
+                keep: Callable[[Any], None], stamped: bool) -> tuple[RowCheck, tuple[ArrowFile, ...]]:
     """Every row of every file, a batch at a time; each sound batch goes to `keep`. stamped: the files are read again
     during the run."""
     pa = import_arrow(path)
-    check = Check(needs.among(schema.names))
+    check = RowCheck(needs.among(schema.names))
     _check_schema(pa, schema, check, files[0])
     check.errors.stop()
     names = list(dict.fromkeys((*check.needs.roles.values(), *check.needs.numbers)))
-    parts: list[Part] = []
+    parts: list[ArrowFile] = []
     for file in files:
         with open_file(file) as opened:
-            made = stamp(opened.fileno())
+            made = file_stamp(opened.fileno())
         rows = 0
         with readable(file, "file"):
             for batch in batches(file):
@@ -134,14 +134,14 @@ def check_files(path: str, files: Sequence[str], schema: Any, needs: Needs, batc
                     check.row(row, file, number)
                 keep(pa.RecordBatch.from_arrays([batch.column(n) for n in schema.names], schema=schema))
                 rows += batch.num_rows
-        parts.append(Part(file, rows, made if stamped else None))
+        parts.append(ArrowFile(file, rows, made if stamped else None))
     if not any(part.rows for part in parts):
         raise fail("RL0742", "this data has no rows", place=path, help="the file has no rows")
     check.errors.stop()
     return check, tuple(parts)
 
 
-def table_of(batches: Sequence[Any], parts: tuple[Part, ...]) -> ArrowTable:
+def table_of(batches: Sequence[Any], parts: tuple[ArrowFile, ...]) -> ArrowTable:
     full = tuple(b for b in batches if b.num_rows)
     return ArrowTable(full, _firsts([b.num_rows for b in full]), parts, _firsts([p.rows for p in parts]))
 
@@ -150,7 +150,7 @@ def _firsts(counts: list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _check_schema(pa: Any, schema: Any, check: Check, file: str) -> None:
+def _check_schema(pa: Any, schema: Any, check: RowCheck, file: str) -> None:
     """What is wrong with whole columns is said once."""
     types = {f.name: f.type for f in schema}
     for role, name in [*check.needs.roles.items(), *(("", n) for n in check.needs.numbers)]:

@@ -47,11 +47,11 @@ def _reader(folder: Path) -> str:
     return f", or read it with `parquet(\"{folder}\")`" if any(folder.rglob("*.parquet")) else ""
 
 
-def stamp(descriptor: int) -> Stamp:
+def file_stamp(descriptor: int) -> Stamp:
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
-def changed(path: str) -> Failure:
+def file_changed(path: str) -> Failure:
     return fail("RL0752", "this data file changed during the run", place=path,
                 help="do not change it while a run reads it; start the run again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def ends(directory: str, tokenizer: Any) -> frozenset[int]:
+def end_tokens(directory: str, tokenizer: Any) -> frozenset[int]:
     """The end-of-sequence tokens of a model's directory: those of its generation config, of its config, and the
     tokenizer's. A directory need not have the first two."""
     from transformers import AutoConfig, GenerationConfig

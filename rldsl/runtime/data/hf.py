@@ -14,12 +14,12 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.runtime.data.arrow import check_files, import_arrow, one_schema, readable, table_of
 from rldsl.runtime.data.data_files import no_such, open_file
-from rldsl.runtime.data.row_schema import Needs, Scanned
+from rldsl.runtime.data.row_schema import RowNeeds, ScannedFile
 
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 
-def scan(path: str, needs: Needs) -> Scanned:
+def scan(path: str, needs: RowNeeds) -> ScannedFile:
     """Read and check all rows once. Raises a Failure with the first errors, each with its file and row."""
     pa = import_arrow(path)
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from rldsl.diag import Diagnostic, fail
-from rldsl.runtime.data.data_files import Stamp, changed, open_file, stamp
-from rldsl.runtime.data.row_schema import Check, Needs, Row, Scanned, kind_of
+from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, open_file
+from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, ScannedFile, kind_of
 
 BLOCK = 1 << 20  # bytes read at once
 _DECODER = json.JSONDecoder()
@@ -44,8 +44,8 @@ class JsonLines:
 
     def read(self, rows: Sequence[int]) -> list[Row]:
         with open_file(self.path) as file:
-            if stamp(file.fileno()) != self.stamp:
-                raise changed(self.path)
+            if file_stamp(file.fileno()) != self.stamp:
+                raise file_changed(self.path)
             found = []
             for row in rows:
                 file.seek(self.offsets[row])
@@ -53,13 +53,13 @@ class JsonLines:
         return found
 
 
-def scan(path: str, needs: Needs) -> Scanned:
+def scan(path: str, needs: RowNeeds) -> ScannedFile:
     """Read and check the whole file once, in blocks. Raises a Failure with the first errors, each with its line, and
     the number of the others."""
     offsets, blanks = array("q"), array("q")
-    check: Check | None = None
+    check: RowCheck | None = None
     with open_file(path) as file:
-        made = stamp(file.fileno())
+        made = file_stamp(file.fileno())
         number = 0
         for block, starts in _blocks(file):
             lines = block.split(b"\n")
@@ -73,7 +73,7 @@ def scan(path: str, needs: Needs) -> Scanned:
                     continue
                 row = _plain(raw) or parse(raw, f"{path}:{number}")
                 if check is None:
-                    check = Check(needs.among(row) if isinstance(row, dict) else needs)
+                    check = RowCheck(needs.among(row) if isinstance(row, dict) else needs)
                 if isinstance(row, dict):
                     check.row(row, path, number, escapes)
                 else:

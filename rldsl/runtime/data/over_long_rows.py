@@ -14,20 +14,20 @@ import numpy as np
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.model import Data
-from rldsl.runtime.data.row_schema import Errors, Table
-from rldsl.runtime.data.row_views import Kept
+from rldsl.runtime.data.row_schema import RowErrors, Table
+from rldsl.runtime.data.row_views import KeptRows
 from rldsl.runtime.data.tokens import Tokens
 
 AT_ONCE = 256  # rows
 LOOKED = 4096  # rows, drawn at random, that tell how many are truncated
 
 
-def within(data: Data, table: Table, tokens: Tokens, speaks: bool) -> tuple[Table, str]:
+def filter_over_long(data: Data, table: Table, tokens: Tokens, speaks: bool) -> tuple[Table, str]:
     """The rows of the run, and what to tell the user ("": nothing). Which rows are dropped is a function of the file,
     the tokenizer and the limits. speaks: whether to count the truncated rows; in a long file, those among `LOOKED`."""
     if data.over_long == "truncate":
         return table, _truncated(data, table, tokens) if speaks else ""
-    errors, kept = Errors(), array("q")
+    errors, kept = RowErrors(), array("q")
     for row, excess in _excess(data, table, tokens, range(len(table))):
         if not excess:
             kept.append(row)
@@ -38,7 +38,7 @@ def within(data: Data, table: Table, tokens: Tokens, speaks: bool) -> tuple[Tabl
     dropped = len(table) - len(kept)
     if not dropped:
         return table, ""
-    return Kept(table, np.frombuffer(kept, np.int64) if kept else np.empty(0, np.int64)), (
+    return KeptRows(table, np.frombuffer(kept, np.int64) if kept else np.empty(0, np.int64)), (
         f"data {data.name}: {dropped} of {len(table)} rows dropped because they are longer than {_limits(data)}")
 
 

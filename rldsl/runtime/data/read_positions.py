@@ -25,7 +25,7 @@ FILES: Mapping[str, Callable[[str], list[str]]] = {"jsonl": lambda path: [path],
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class SourceReading:
     """How a run reads a source. batch: rows of a step. rows: of an epoch. bytes, sha256: of its file, or of all of
     them."""
 
@@ -39,13 +39,13 @@ class Reading:
     sha256: str
 
     @classmethod
-    def of(cls, source: Source) -> Reading:
+    def of(cls, source: Source) -> SourceReading:
         data, files = source.data, [Path(f) for f in FILES[source.data.format](source.data.path)]
         size = sum(f.stat().st_size for f in files)
         return cls(data.format, data.path, data.kind, data.batch, data.shuffle, len(source.table), size, _digest(files))
 
     @classmethod
-    def read(cls, held: Any) -> Reading:
+    def read(cls, held: Any) -> SourceReading:
         """From JSON. TypeError, ValueError: it is something else."""
         found = cls(**held)
         wrong = [f.name for f in fields(cls) if type(getattr(found, f.name)).__name__ != f.type]
@@ -60,7 +60,7 @@ def _digest(files: list[Path]) -> str:
     return found[0] if len(found) == 1 else sha256("".join(found).encode()).hexdigest()
 
 
-def compare(name: str, then: Reading, now: Reading, begun: bool) -> Diagnostic | None:
+def compare_readings(name: str, then: SourceReading, now: SourceReading, begun: bool) -> Diagnostic | None:
     """What the user must know of a source. begun: the run has read it, so that it has a position. An error where that
     means other rows, a warning where the file is another one."""
     same_rows = (then.sha256, then.rows) == (now.sha256, now.rows)
@@ -83,7 +83,7 @@ def compare(name: str, then: Reading, now: Reading, begun: bool) -> Diagnostic |
                       place=shown(now.path), severity="warning", notes=(sizes,) if sizes else ())
 
 
-def unknown(name: str, now: Reading) -> Diagnostic:
+def unknown_source(name: str, now: SourceReading) -> Diagnostic:
     """A source that the run of the checkpoint did not have."""
     return Diagnostic("RL0765", f"`{name}` is not in the checkpoint: reading starts at its first row",
                       severity="warning",

@@ -39,14 +39,14 @@ class Table(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class RowNeeds:
     """roles: "prompt", "answer", "chosen", "rejected" -> name of the column. numbers: columns with a finite number (or
     true or false) in every row."""
 
     roles: Mapping[str, str]
     numbers: tuple[str, ...] = ()
 
-    def among(self, there: Collection[str]) -> Needs:
+    def among(self, there: Collection[str]) -> RowNeeds:
         """With ReaL's names of the two sides of pairs where a file has these and not ours."""
         if not SIDES.keys() <= self.roles.keys() or not set(SIDES.values()) <= set(there):
             return self
@@ -56,7 +56,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Scanned:
+class ScannedFile:
     """A checked file. counts: the pairs that each row makes; None where each is one row of the run."""
 
     table: Table
@@ -65,7 +65,7 @@ class Scanned:
 
 
 @dataclass(slots=True)
-class Errors:
+class RowErrors:
     """The first errors of many, and the number of the others."""
 
     found: list[Diagnostic] = field(default_factory=list)
@@ -85,11 +85,11 @@ class Errors:
 
 
 @dataclass(slots=True)
-class Check:
+class RowCheck:
     """What is wrong with a file, gathered row by row; and how many pairs each row makes."""
 
-    needs: Needs
-    errors: Errors = field(default_factory=Errors)
+    needs: RowNeeds
+    errors: RowErrors = field(default_factory=RowErrors)
     counts: array[int] = field(default_factory=lambda: array("I"))
     lists: bool = False  # whether a row has lists of answers
 
@@ -103,10 +103,10 @@ class Check:
             self.lists |= several(value)
             self.counts.append(len(value) if several(value) else 1)  # type: ignore[arg-type]
 
-    def finish(self, table: Table) -> Scanned:
+    def finish(self, table: Table) -> ScannedFile:
         """Raises a Failure if there are errors."""
         self.errors.stop()
-        return Scanned(table, self.needs.roles, self.counts if self.lists else None)
+        return ScannedFile(table, self.needs.roles, self.counts if self.lists else None)
 
 
 def _plainly_fits(row: Row, roles: Mapping[str, str]) -> bool:
@@ -135,7 +135,7 @@ def several(value: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------- one row
 
 
-def check_row(row: Row, place: str, needs: Needs) -> list[Diagnostic]:
+def check_row(row: Row, place: str, needs: RowNeeds) -> list[Diagnostic]:
     """What is wrong with a row."""
     found = [_column(row, role, name, place) for role, name in needs.roles.items()]
     found += [_number(row, name, place) for name in needs.numbers]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rldsl.runtime.data.row_schema import SIDES, Row, Scanned, Table, several
+from rldsl.runtime.data.row_schema import SIDES, Row, ScannedFile, Table, several
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class PairRows:
     """Row i of a file with k positive and k negative answers is k rows, one after another: the first answers of both
     sides, the second ones, and so on. firsts: the number of the first pair of each row, and of all pairs at the end."""
 
@@ -42,7 +42,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptRows:
     """rows: numbers of a table's rows, ascending."""
 
     table: Table
@@ -58,10 +58,10 @@ class Kept:
         return self.table.read([int(self.rows[row]) for row in rows])
 
 
-def rows_of(scanned: Scanned) -> Table:
+def rows_of(scanned: ScannedFile) -> Table:
     """The rows of a run."""
     if scanned.counts is None:
         return scanned.table
     counts = np.frombuffer(scanned.counts, np.uint32)
     firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-    return Pairs(scanned.table, scanned.roles, firsts)
+    return PairRows(scanned.table, scanned.roles, firsts)

@@ -23,12 +23,14 @@ from rldsl.diag import fail
 from rldsl.plan.model import ROLES, Data
 from rldsl.runtime.data import hf, jsonl, parquet
 from rldsl.runtime.data.epoch_order import permutation
-from rldsl.runtime.data.over_long_rows import within
-from rldsl.runtime.data.row_schema import Needs, Row, Scanned, Table
+from rldsl.runtime.data.over_long_rows import filter_over_long
+from rldsl.runtime.data.row_schema import Row, RowNeeds, ScannedFile, Table
 from rldsl.runtime.data.row_views import rows_of
 from rldsl.runtime.data.tokens import Tokens, load_tokenizer
 
-SCANS: Mapping[str, Callable[[str, Needs], Scanned]] = {"jsonl": jsonl.scan, "parquet": parquet.scan, "hf": hf.scan}
+SCANS: Mapping[str, Callable[[str, RowNeeds], ScannedFile]] = {
+    "jsonl": jsonl.scan, "parquet": parquet.scan, "hf": hf.scan,
+}
 # kind -> frame (as named after the user's name: "" or ".chosen") -> the role of its responses
 FRAMES: dict[str, dict[str, str | None]] = {
     "prompts": {"": None}, "answers": {"": "answer"}, "pairs": {"chosen": "chosen", "rejected": "rejected"},
@@ -103,7 +105,7 @@ class Source:
         return self._orders[seed, epoch]
 
 
-def column(data: Data, role: str) -> str:
+def column_name(data: Data, role: str) -> str:
     """The declared name of the column that plays `role`."""
     return dict(data.columns).get(role, role)
 
@@ -111,12 +113,12 @@ def column(data: Data, role: str) -> str:
 def open_source(data: Data, steps_needed: int, speaks: bool = False) -> Source:
     """Check the file and load its tokenizer. Raises a Failure when either cannot be used. speaks: this rank tells the
     user about truncated rows."""
-    needs = Needs({role: column(data, role) for role in ROLES[data.kind]}, data.numbers)
+    needs = RowNeeds({role: column_name(data, role) for role in ROLES[data.kind]}, data.numbers)
     scanned = SCANS[data.format](data.path, needs)
     table = rows_of(scanned)
     _enough(data, table, "")
     tokens = Tokens(load_tokenizer(data), data.tokenizer, scanned.roles)
-    table, note = within(data, table, tokens, speaks)
+    table, note = filter_over_long(data, table, tokens, speaks)
     _enough(data, table, note)
     return Source(data, table, tokens, steps_needed / (len(table) // data.batch), note)
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from rldsl.diag import fail
 from rldsl.plan.model import Data
-from rldsl.runtime.data.end_tokens import ends
+from rldsl.runtime.data.end_tokens import end_tokens
 from rldsl.runtime.data.row_schema import Row
 
-Place = Callable[[int], str]  # index in a list of rows -> file and line
+RowLocation = Callable[[int], str]  # index in a list of rows -> file and line
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Tokens:
     @functools.cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end a sequence."""
-        return ends(self.directory, self.tokenizer)
+        return end_tokens(self.directory, self.tokenizer)
 
-    def prompts(self, rows: Sequence[Row], place: Place) -> list[list[int]]:
+    def prompts(self, rows: Sequence[Row], place: RowLocation) -> list[list[int]]:
         """With the special tokens that the tokenizer puts before a text."""
         values = [row[self.roles["prompt"]] for row in rows]
         found = self._each(values, lambda i: self._ids(self._chat(values[i], place(i)), special=False), special=True)
@@ -45,7 +45,7 @@ class Tokens:
                 raise fail("RL0749", "the prompt has no tokens", place=place(i), help="remove the row")
         return found
 
-    def answers(self, rows: Sequence[Row], role: str, place: Place) -> list[list[int]]:
+    def answers(self, rows: Sequence[Row], role: str, place: RowLocation) -> list[list[int]]:
         """With the end of the sequence."""
         name, prompt = self.roles[role], self.roles["prompt"]
         values = [row[name] for row in rows]

@@ -7,12 +7,12 @@ import os
 import shutil
 from pathlib import Path
 
-from rldsl.postmortem.dumps import FOLDER, SIGNS, Dump, Signs, dump_text
+from rldsl.postmortem.dumps import FOLDER, LAST_HEARTBEATS, LastHeartbeats, RankDump, dump_text
 
 
-def leave(out: Path, left: Dump | Signs) -> None:
+def write_dump(out: Path, left: RankDump | LastHeartbeats) -> None:
     """Write it beside its name, then rename."""
-    name = SIGNS if isinstance(left, Signs) else f"rank-{left.rank}.json"
+    name = LAST_HEARTBEATS if isinstance(left, LastHeartbeats) else f"rank-{left.rank}.json"
     partial = out / FOLDER / f".{name}.partial"
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
@@ -22,6 +22,6 @@ def leave(out: Path, left: Dump | Signs) -> None:
         return
 
 
-def forget(out: Path) -> None:
+def remove_dumps(out: Path) -> None:
     """Remove what an earlier start left."""
     shutil.rmtree(out / FOLDER, ignore_errors=True)

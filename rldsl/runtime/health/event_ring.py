@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rldsl.plan.events import Event
-from rldsl.postmortem.dumps import Entry, Moment, Phase, Stand
+from rldsl.postmortem.dumps import EventRun, Phase, RankPosition, RingEntry
 
 SIZE = 128  # entries: some steps of a small program, the last events of a large one
 
 T = TypeVar("T")
-_Slot = tuple[int, float, Event | None, tuple[int, ...], Phase, Moment | str | None]
+_Slot = tuple[int, float, Event | None, tuple[int, ...], Phase, EventRun | str | None]
 
 
-class Ring:
+class EventRing:
     """One rank's."""
 
     def __init__(self, size: int = SIZE):
@@ -50,12 +50,12 @@ class Ring:
     def ends(self) -> None:
         self._add("ends")
 
-    def here(self) -> Moment | None:
+    def here(self) -> EventRun | None:
         """This run of this event, to wait for later."""
-        return None if self._event is None else Moment(self._event.id, self._turns)
+        return None if self._event is None else EventRun(self._event.id, self._turns)
 
-    def waits(self, awaited: Moment | None) -> None:
-        """For what an earlier event has set on its way; until `goes_on`."""
+    def waits(self, awaited: EventRun | None) -> None:
+        """For what an earlier event has set on its way; until `resume`."""
         self._add("waits", awaited)
 
     def wait_tracker(self, finish: Callable[[], T]) -> Callable[[], T]:
@@ -66,39 +66,39 @@ class Ring:
         def tracked() -> T:
             self.waits(posted)
             result = finish()
-            self.goes_on()
+            self.resume()
             return result
 
         return tracked
 
     def calls(self, function: str) -> None:
-        """A user's Python function; until `goes_on`."""
+        """A user's Python function; until `resume`."""
         self._add("calls", function)
 
-    def goes_on(self) -> None:
-        self._add("goes on")
+    def resume(self) -> None:
+        self._add("resumes")
 
     def over(self) -> None:
         """The rank has walked its whole list."""
         self._add("over")
 
-    def _add(self, phase: Phase, what: Moment | str | None = None) -> None:
+    def _add(self, phase: Phase, what: EventRun | str | None = None) -> None:
         count = self._count + 1
         self._slots[count % len(self._slots)] = (count, time.monotonic(), self._event, self._turns, phase, what)
         self._count = count
 
-    def stand(self, call: str = "") -> Stand:
+    def stand(self, call: str = "") -> RankPosition:
         """Where the rank is now. call: the operation between ranks that it is in."""
         return _stand(self._slots[self._count % len(self._slots)], time.monotonic(), call)
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[RingEntry, ...]:
         """All that is held, oldest first."""
         now, held = time.monotonic(), sorted(self._slots[:], key=lambda slot: slot[0])
-        return tuple(Entry(s.seconds, s.at, s.phase, s.awaits, s.function)
+        return tuple(RingEntry(s.seconds, s.at, s.phase, s.awaits, s.function)
                      for s in (_stand(slot, now) for slot in held if slot[0]))
 
 
-def _stand(slot: _Slot, now: float, call: str = "") -> Stand:
+def _stand(slot: _Slot, now: float, call: str = "") -> RankPosition:
     _, when, event, turns, phase, what = slot
-    return Stand(None if event is None else Moment(event.id, turns), phase, round(now - when, 3),
-                 what if isinstance(what, Moment) else None, what if isinstance(what, str) else "", call)
+    return RankPosition(None if event is None else EventRun(event.id, turns), phase, round(now - when, 3),
+                 what if isinstance(what, EventRun) else None, what if isinstance(what, str) else "", call)

@@ -19,7 +19,7 @@ HELP = {
 }
 
 
-def own_words(error: BaseException, rank: int, where: str) -> tuple[Diagnostic, ...]:
+def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Diagnostic, ...]:
     """What a rank says of its own exception; () when others have the words."""
     if isinstance(error, Failure):
         return error.diagnostics
@@ -39,7 +39,7 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)
 
 
-def others(findings: Findings | None, otherwise: str, where: str, said: str, asked: bool,
+def describe_other_ranks(findings: Findings | None, otherwise: str, where: str, said: str, asked: bool,
            more: str) -> Diagnostic:
     """That the run ends because of other ranks. otherwise: the title when none is to blame. said: by the communication
     library. asked: the run was told to stop, and that ranks wait is no reason. more: a last piece of advice."""

@@ -16,54 +16,54 @@ from time import monotonic, time
 from typing import Any, Literal
 
 from rldsl.diag import Failure
-from rldsl.postmortem.dumps import Sign, Stand, read_sign, sign_text
+from rldsl.postmortem.dumps import Heartbeat, RankPosition, heartbeat_text, read_heartbeat
 
 _FAILED, _LOOKS, _SAID = "rldsl/failed", "rldsl/looks", "rldsl/said"  # each is claimed by one rank
 _ALIVE, _START, _OVERDUE = "rldsl/alive/", "rldsl/start", "rldsl/overdue/"
 
 
-class Signs:
+class Heartbeats:
     """One rank's view of the store. start: a word of this start of the run, the same on all ranks."""
 
     def __init__(self, store: Any, rank: int, world: int):
         self.store = store.clone() if hasattr(store, "clone") else store
-        self.rank, self.world, self.machine = rank, world, machine()
+        self.rank, self.world, self.machine = rank, world, machine_name()
         self.start = str(self.store.compare_set(_START, "", token_hex(8)).decode())
         self._beats = 0
 
-    def beat(self, stand: Stand) -> None:
+    def beat(self, stand: RankPosition) -> None:
         self._beats += 1
-        sign = Sign(self._beats, self.machine, os.getpid(), round(time(), 3), stand)
+        sign = Heartbeat(self._beats, self.machine, os.getpid(), round(time(), 3), stand)
         try:
-            self.store.set(f"{_ALIVE}{self.rank}", sign_text(sign))
+            self.store.set(f"{_ALIVE}{self.rank}", heartbeat_text(sign))
         except RuntimeError:  # the store is gone, with the process that held it: the main thread meets the same end
             return
 
-    def all(self) -> dict[int, Sign]:
+    def all(self) -> dict[int, Heartbeat]:
         """The latest sign of each rank that ever gave one."""
         keys = [f"{_ALIVE}{rank}" for rank in range(self.world)]
         try:
             there = range(self.world) if self.store.check(keys) else \
                 [rank for rank, key in enumerate(keys) if self.store.check([key])]
             texts = self.store.multi_get([keys[rank] for rank in there]) if there else []
-            return {rank: read_sign(text.decode()) for rank, text in zip(there, texts)}
+            return {rank: read_heartbeat(text.decode()) for rank, text in zip(there, texts)}
         except (RuntimeError, Failure):  # the store is gone, or holds what is none of ours
             return {}
 
-    def of(self, rank: int) -> Sign | None:
+    def of(self, rank: int) -> Heartbeat | None:
         """The latest sign of one rank."""
         key = f"{_ALIVE}{rank}"
         try:
-            return read_sign(self.store.get(key).decode()) if self.store.check([key]) else None
+            return read_heartbeat(self.store.get(key).decode()) if self.store.check([key]) else None
         except (RuntimeError, Failure):
             return None
 
-    def compared(self, before: Mapping[int, Sign], seconds: float) -> dict[int, Sign]:
+    def compared(self, before: Mapping[int, Heartbeat], seconds: float) -> dict[int, Heartbeat]:
         """The signs now, of which those say so that have not changed in `seconds`."""
         found = self.all()
         for rank, sign in found.items():
             if rank != self.rank and before.get(rank) == sign:
-                known = process(sign.pid) if sign.machine == self.machine else ""
+                known = process_state(sign.pid) if sign.machine == self.machine else ""
                 found[rank] = replace(sign, silent=round(seconds, 1), process=known)
         return found
 
@@ -83,7 +83,7 @@ class Signs:
         would ask too much of the store."""
         return self._claims(f"{_LOOKS}{turn or ''}", str(self.rank))
 
-    def judges(self, stand: Stand, turn: int) -> bool:
+    def judges(self, stand: RankPosition, turn: int) -> bool:
         """The same of who is overdue, among all ranks that are in this run of an event."""
         at = "" if stand.at is None else ".".join(map(str, (stand.at.event, *stand.at.turns)))
         return self._claims(f"{_OVERDUE}{at}/{turn}", str(self.rank))
@@ -100,13 +100,13 @@ class Signs:
             return True
 
 
-class Neighbour:
+class PeerMonitor:
     """The rank after this one, which this rank looks after: every rank that goes has one that notices. A death breaks
     no connection where programs run behind what they post (NCCL), and torchrun tells nobody on other machines."""
 
-    def __init__(self, signs: Signs):
+    def __init__(self, signs: Heartbeats):
         self._signs, self.rank = signs, (signs.rank + 1) % signs.world
-        self._last: Sign | None = None
+        self._last: Heartbeat | None = None
         self._since = self._looked = monotonic()
 
     def gone(self, near: float, far: float, still: float) -> bool:
@@ -122,11 +122,11 @@ class Neighbour:
             return False
         silent = now - self._since
         if sign.machine == self._signs.machine:
-            return silent >= near and process(sign.pid) == "gone"
+            return silent >= near and process_state(sign.pid) == "gone"
         return min(silent, still) >= far
 
 
-class Stillness:
+class StallDetector:
     """How long a rank has come no further. An event can take minutes and note nothing meanwhile, so what counts is the
     time in operations between ranks alone; where programs run behind what they post (`late`, NCCL), nobody sees these,
     and it is the time since the last note."""
@@ -134,14 +134,14 @@ class Stillness:
     def __init__(self, late: bool = False):
         self._late, self._worked = late, monotonic()
 
-    def seconds(self, stand: Stand) -> float:
+    def seconds(self, stand: RankPosition) -> float:
         """stand: where the rank is now; to be asked as often as it gives signs."""
         if stand.phase == "calls" or not stand.call:
             self._worked = monotonic()
         return stand.seconds if self._late else min(stand.seconds, monotonic() - self._worked)
 
 
-def machine() -> str:
+def machine_name() -> str:
     """Where the numbers of processes mean the same."""
     try:
         return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -149,7 +149,7 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def process(pid: int) -> Literal["", "running", "stopped", "gone"]:
+def process_state(pid: int) -> Literal["", "running", "stopped", "gone"]:
     """What the system says of a process of this machine; "": nothing."""
     if not Path("/proc/self/stat").exists():
         return ""

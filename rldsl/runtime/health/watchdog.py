@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyse, traces
-from rldsl.postmortem.dumps import Dump, Sign, Stand
-from rldsl.postmortem.dumps import Signs as LastSigns
+from rldsl.postmortem.analysis import LOST_CONTACT, Findings, analyse, rank_traces
+from rldsl.postmortem.dumps import Heartbeat, RankDump, RankPosition
+from rldsl.postmortem.dumps import LastHeartbeats as LastSigns
 from rldsl.postmortem.findings_text import event_text
 from rldsl.report import render
 from rldsl.runtime.health import stack_trace
-from rldsl.runtime.health.dump_files import leave
-from rldsl.runtime.health.event_ring import Ring
-from rldsl.runtime.health.failure_messages import others, own_words
-from rldsl.runtime.health.heartbeats import Neighbour, Signs, Stillness
+from rldsl.runtime.health.dump_files import write_dump
+from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.health.failure_messages import describe_other_ranks, describe_own_error
+from rldsl.runtime.health.heartbeats import Heartbeats, PeerMonitor, StallDetector
 from rldsl.runtime.plan_file import PlanFile
 
 BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as silent
@@ -40,18 +40,18 @@ FAR_LATE = 300.0  # the same where a rank that works on its device looks like on
 LAST = 20.0  # seconds in which a rank that ends must come further or be gone, whatever the store does
 
 
-class Watch:
+class Watchdog:
     """One rank's watcher. ring: what the rank does. out: the directory of the run, once it may write there."""
 
     def __init__(self, store: Any, rank: int, world: int, plan: PlanFile | None = None, timeout: float = math.inf,
                  late: bool = False):
         """On the main thread only: it takes over SIGTERM. timeout: seconds that a rank waits
         for another. late: posts run behind Python, and the library ends the process when one takes too long."""
-        self.signs, self.rank, self.world = Signs(store, rank, world), rank, world
-        self.ring = Ring()
+        self.signs, self.rank, self.world = Heartbeats(store, rank, world), rank, world
+        self.ring = EventRing()
         self.out: Path | None = None
-        self.waits = False  # a run with checkpoints ends by itself, after the step
-        self.asked = False  # SIGTERM came
+        self.stops_after_step = False  # a run with checkpoints ends by itself, after the step
+        self.stop_requested = False  # SIGTERM came
         self._plan, self._timeout, self._late = plan, timeout, late
         self._fell: stack_trace.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
@@ -76,7 +76,7 @@ class Watch:
     def fail(self, error: BaseException) -> NoReturn:
         """Say what went wrong, once, and end this process."""
         self._fell = stack_trace.of_error(error.__traceback__)
-        said = own_words(error, self.rank, self._where())
+        said = describe_own_error(error, self.rank, self._where())
         if any(d.code == "RL0799" for d in said):
             traceback.print_exception(error)
         if said:
@@ -96,7 +96,7 @@ class Watch:
         signs = self.signs.compared(before, self._pass(SILENCE))
         self._limit("finding out which rank waited for which took too long")
         findings = self._findings(signs)
-        self._stop((others(findings, otherwise, self._where(), said, asked, self._more()),), signs)
+        self._stop((describe_other_ranks(findings, otherwise, self._where(), said, asked, self._more()),), signs)
 
     def _pass(self, seconds: float) -> float:
         """Let so much time pass, alive; stop as soon as another rank has said why. The seconds that it was."""
@@ -110,7 +110,7 @@ class Watch:
         return passed
 
     def _run(self) -> None:
-        due, turn, next_rank, stillness = self._timeout, 0, Neighbour(self.signs), Stillness(self._late)
+        due, turn, next_rank, stillness = self._timeout, 0, PeerMonitor(self.signs), StallDetector(self._late)
         while not self._done.is_set():
             stand = self._stand()
             self.signs.beat(stand)
@@ -126,11 +126,11 @@ class Watch:
                 self._overdue(stand, turn)
                 turn += 1
             if select.select([self._wake_read], [], [], BEAT)[0] and signal.SIGTERM in self._wake_read.recv(64):
-                if not self.waits:
+                if not self.stops_after_step:
                     self._blame("the run was asked to stop (SIGTERM)", asked=True)
-                self.asked = True
+                self.stop_requested = True
 
-    def _overdue(self, stand: Stand, turn: int) -> None:
+    def _overdue(self, stand: RankPosition, turn: int) -> None:
         """This rank has not come further for as long as a rank may wait: stop, if it is others that it waits for. One
         of all ranks that stand here looks, for all that are overdue."""
         if not self.signs.judges(stand, turn):
@@ -182,7 +182,7 @@ class Watch:
                   file=sys.stderr, flush=True)
         _leave()
 
-    def _stop(self, diagnostics: tuple[Diagnostic, ...], signs: dict[int, Sign] | None = None) -> NoReturn:
+    def _stop(self, diagnostics: tuple[Diagnostic, ...], signs: dict[int, Heartbeat] | None = None) -> NoReturn:
         """signs: of all ranks, where they have been looked at."""
         self._ending.acquire()
         self._limit()
@@ -195,7 +195,7 @@ class Watch:
             time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
             held = self.signs.all() if signs is None else signs
             if self.out is not None:
-                leave(self.out, LastSigns(self._plan_id(), self.signs.start, self.rank, round(time.time(), 3),
+                write_dump(self.out, LastSigns(self._plan_id(), self.signs.start, self.rank, round(time.time(), 3),
                                           tuple(sorted(held.items()))))
         _leave()
 
@@ -203,22 +203,22 @@ class Watch:
         if self.out is None:
             return
         lines = (self._fell or stack_trace.of_main()).lines
-        leave(self.out, Dump(self._plan_id(), self.signs.start, self.rank, self.world, self.signs.machine,
+        write_dump(self.out, RankDump(self._plan_id(), self.signs.start, self.rank, self.world, self.signs.machine,
                              os.getpid(), round(time.time(), 3), first, code, reason, self._stand(), lines, self._late,
                              self.ring.entries()))
 
-    def _stand(self) -> Stand:
+    def _stand(self) -> RankPosition:
         """Where this rank is; what it failed in, once it has."""
         return self.ring.stand("" if self._late else (self._fell or stack_trace.of_main(whole=False)).call)
 
     def _plan_id(self) -> str:
         return self._plan.id if self._plan is not None else ""
 
-    def _findings(self, signs: dict[int, Sign]) -> Findings | None:
+    def _findings(self, signs: dict[int, Heartbeat]) -> Findings | None:
         """None: without a plan, or where the store does not even know this rank."""
         if self._plan is None or self.rank not in signs:
             return None
-        return analyse(self._plan.plan, traces(self.world, {}, signs))
+        return analyse(self._plan.plan, rank_traces(self.world, {}, signs))
 
     def _more(self) -> str:
         return f"to see where each rank was, run `rlc postmortem {self.out}`" if self.out is not None else ""

@@ -22,7 +22,7 @@ from rldsl.runtime.state.step import StepState
 
 
 @dataclass(frozen=True)
-class InOrder(Source):
+class InOrderSource(Source):
     """The same data read once from the first row to the last."""
 
     def batch(self, step: int, seed: int) -> list[int]:
@@ -31,7 +31,7 @@ class InOrder(Source):
         return list(range(first, min(first + self.data.batch, len(self.table))))
 
 
-def turns(reader: DataReader, loop: Loop) -> int:
+def num_turns(reader: DataReader, loop: Loop) -> int:
     """How many batches the source has, the last perhaps short."""
     source = reader.source(loop.over)
     return -(-len(source.table) // source.data.batch)
@@ -41,7 +41,7 @@ def next_rows(step: StepState, reader: DataReader, event: Fetch) -> tuple[Source
     """Of what a fetch reads now, and the number of the batch: in an evaluation that of the turn, else the next one."""
     source = reader.source(event.data)
     if step.evaluated_source == event.data:
-        return InOrder(**{f.name: getattr(source, f.name) for f in fields(source)}), step.turn
+        return InOrderSource(**{f.name: getattr(source, f.name) for f in fields(source)}), step.turn
     return source, reader.next_batch(event.data)
 
 

@@ -40,22 +40,22 @@ from rldsl.plan.events import (
     Transfer,
 )
 from rldsl.plan.traits import rule
-from rldsl.runtime.health.event_ring import Ring
-from rldsl.runtime.health.watchdog import Watch
+from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.internal_error import present
 from rldsl.runtime.interpreter import eval_loops, model_events, value_events
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
 from rldsl.runtime.interpreter.rank_state import RankState, Services
-from rldsl.runtime.interpreter.startup import functions, prepare, recorded, settle
-from rldsl.runtime.interpreter.timeline import Recorder, synchronize, write
+from rldsl.runtime.interpreter.startup import begin_run, called_functions, prepare, run_record
+from rldsl.runtime.interpreter.timeline import TimelineRecorder, synchronize, write_timeline
 from rldsl.runtime.interpreter.train_event import train
-from rldsl.runtime.metrics.reporter import Report
+from rldsl.runtime.metrics.reporter import Reporter
 from rldsl.runtime.metrics.summary import summarise, write_summary
 from rldsl.runtime.persist.checkpoint_writer import checkpoint
 from rldsl.runtime.persist.model_export import save
 from rldsl.runtime.plan_file import PlanFile
-from rldsl.runtime.rewards.pool import Pool
+from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state.model_store import ModelStore
 
 
@@ -71,7 +71,7 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Load: lambda s, e: model_events.load(s.models, s.services.resumed, e),
     Fetch: lambda s, e: value_events.fetch(s.step, s.services.data, e),
     Lengths: lambda s, e: value_events.lengths(s.step, e),
-    Transfer: lambda s, e: value_events.move(s.step, s.services.ring, e),
+    Transfer: lambda s, e: value_events.transfer_values(s.step, s.services.ring, e),
     Realloc: lambda s, e: model_events.reallocate(s.models, s.services.ring, e),
     Offload: lambda s, e: model_events.offload(s.models, e),
     Onload: lambda s, e: model_events.onload(s.models, e),
@@ -96,7 +96,7 @@ class Interpreter:
     # the plan's body, filtered to this rank
     own: Sequence[Item]
     # of the timeline, where one is recorded
-    recorder: Recorder | None = None
+    recorder: TimelineRecorder | None = None
     # number of loops around the current item
     depth: int = 0
 
@@ -135,12 +135,12 @@ class Interpreter:
         outermost loop is that of the steps."""
         context, step, services, steps = self.state.context, self.state.step, self.state.services, self.depth == 0
         outer, step.evaluated_source = (step.turn, step.evaluated_source), loop.over
-        trips = eval_loops.turns(services.data, loop) if loop.over else loop.trips
+        trips = eval_loops.num_turns(services.data, loop) if loop.over else loop.trips
         if not steps:
             services.reporter.entered(loop.id)
         for buffer in loop.collects:
             if context.holds(buffer):
-                value_events.empty(step, buffer)
+                value_events.make_empty(step, buffer)
         self.depth += 1
         for i in range(1 + (step.number if steps else 0), trips + 1):
             step.turn = i - 1
@@ -165,7 +165,7 @@ class Interpreter:
 
 
 def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device("cpu"),  # noqa: B008 (a constant)
-            watch: Watch | None = None, options: Options = Options(),  # noqa: B008 (immutable)
+            watchdog: Watchdog | None = None, options: Options = Options(),  # noqa: B008 (immutable)
             run: Callable[[Interpreter], None] = Interpreter.run, begun: Callable[[], None] = lambda: None) -> None:
     """Run a plan as rank dist.get_rank().
 
@@ -174,24 +174,25 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
 
     Everything that can be checked is checked before the first step: the plan, the data, the functions, the files.
     Errors: a Failure, with the codes of everything that is checked."""
-    start = prepare(file, out, device, watch, options)
+    start = prepare(file, out, device, watchdog, options)
     context, step = start.context, start.step
-    ring = Ring() if watch is None else watch.ring
+    ring = EventRing() if watchdog is None else watchdog.ring
     first = step.number
-    recorder = Recorder(context.rank, context.plan.header.devices_per_node) if options.trace else None
-    with Pool(functions(context, start.own), options.reward_workers, options.reward_seconds, context.rank) as rewards:
-        settle(context, start.resumed, options, begun)
-        if watch is not None:  # a dump belongs to a run, and there is one from here on
-            watch.out = context.out
-        with (Report(context, step, start.data, options.asked) as reporter,
-              recorded(context, step, file, options.asked.command, options.goes_on)):
+    recorder = TimelineRecorder(context.rank, context.plan.header.devices_per_node) if options.trace else None
+    functions = called_functions(context, start.own)
+    with RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards:
+        begin_run(context, start.resumed, options, begun)
+        if watchdog is not None:  # a dump belongs to a run, and there is one from here on
+            watchdog.out = context.out
+        with (Reporter(context, step, start.data, options.reporting) as reporter,
+              run_record(context, step, file, options.reporting.command, options.continues)):
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed)
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()
             run(Interpreter(state, start.own, recorder))
             seconds = time.monotonic() - begin
             if recorder is not None:
-                write(recorder, context.plan, Path(str(options.trace)), device)
+                write_timeline(recorder, context.plan, Path(str(options.trace)), device)
             _finish(state)
     if context.rank == 0:
         if step.stopped:

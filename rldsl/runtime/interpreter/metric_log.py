@@ -6,7 +6,7 @@ import torch
 
 from rldsl.plan.events import Log, split
 from rldsl.runtime.comm.exchange import post
-from rldsl.runtime.metrics.reporter import Report
+from rldsl.runtime.metrics.reporter import Reporter
 from rldsl.runtime.state.step import StepState
 
 
@@ -43,7 +43,7 @@ def _optional_number(data: torch.Tensor) -> torch.Tensor:
     return torch.cat([number.new_ones(1), number]) if number.numel() else number.new_zeros(2)
 
 
-def end_step(step: StepState, reporter: Report) -> None:
+def end_step(step: StepState, reporter: Reporter) -> None:
     """Report what was logged in this step, once: a checkpoint comes after its step's line."""
     reporter.end_step(step.logged)
     step.logged.clear()

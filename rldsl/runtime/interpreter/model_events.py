@@ -9,19 +9,19 @@ import torch
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc
-from rldsl.runtime.comm.row_assignment import Lens
-from rldsl.runtime.health.event_ring import Ring
-from rldsl.runtime.persist.checkpoint_reader import Resume
+from rldsl.runtime.comm.row_assignment import RowLengths
+from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
-from rldsl.runtime.store import Column, Pending, ragged
+from rldsl.runtime.store import Column, Pending, ragged_indices
 from rldsl.sharding.dtypes import in_wire_dtype
 from rldsl.sharding.partition import micro_batches, num_micro_batches
 
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load(models: ModelStore, resumed: Resume | None, event: Load) -> None:
+def load(models: ModelStore, resumed: LoadedCheckpoint | None, event: Load) -> None:
     """Fill a shard from the model's directory, or from the checkpoint that the run resumes from; or let it use the
     parameters of another layout."""
     key, context = (event.model, event.layout), models.context
@@ -35,7 +35,7 @@ def load(models: ModelStore, resumed: Resume | None, event: Load) -> None:
     resumed.fill(model, layout, context.world.meshes[layout.mesh], context.rank, models.shard(*key))
 
 
-def reallocate(models: ModelStore, ring: Ring, event: Realloc) -> None:
+def reallocate(models: ModelStore, ring: EventRing, event: Realloc) -> None:
     """Reshard a model. Its last rounds are waited for by the first call that uses the new copy, or changes the old one.
     Earlier movement into either copy is finished first."""
     context = models.context
@@ -90,7 +90,7 @@ def generate(models: ModelStore, step: StepState, event: Generate) -> None:
     shard = models.ready(event.model, event.layout)
     generated = shard.generate(prompts, event.sampling, seed=step.sampling_seed(event), step=step.number - 1,
                                max_num_seqs=event.mbs, max_prompt_len=context.frames[event.prompts].max_prompt_tokens)
-    whole = Lens(*(torch.zeros(record.count, dtype=torch.int64, device=context.device) for _ in range(2)))
+    whole = RowLengths(*(torch.zeros(record.count, dtype=torch.int64, device=context.device) for _ in range(2)))
     whole.prompt[rows], whole.response[rows] = lens, generated.batch.response_lens
     step.rows.lens[event.frame] = whole  # of this rank's rows only, until the lengths are exchanged
     for name, data in (("tokens", generated.batch.tokens), ("logprobs", generated.logprobs),
@@ -102,7 +102,7 @@ def _repeated(tokens: Column, prompts: torch.Tensor) -> torch.Tensor:
     """The tokens of each of `prompts` (ascending prompt numbers, with repetitions)."""
     at = torch.searchsorted(tokens.ids, prompts)
     starts = tokens.sizes.cumsum(0) - tokens.sizes
-    return tokens.data[ragged(starts, at, tokens.sizes[at])]
+    return tokens.data[ragged_indices(starts, at, tokens.sizes[at])]
 
 
 def infer(models: ModelStore, step: StepState, event: Infer) -> None:

@@ -17,11 +17,11 @@ import torch
 
 from rldsl.diag import fail
 from rldsl.plan.events import Train
-from rldsl.runtime.comm.agreement import anywhere
+from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.state.context import RunContext
 
 
-def refuse(context: RunContext, step: int, event: Train, rows: Mapping[str, torch.Tensor], norm: float,
+def refuse_minibatch(context: RunContext, step: int, event: Train, rows: Mapping[str, torch.Tensor], norm: float,
            group: Any) -> NoReturn:
     """rows: of this rank; empty where another one writes them. group: all ranks of the call."""
     folder = context.out / f"failed-batch-step-{step}"
@@ -29,7 +29,7 @@ def refuse(context: RunContext, step: int, event: Train, rows: Mapping[str, torc
     problem = _write(folder / f"rank-{context.rank:05d}.safetensors", rows,
                      {"step": str(step), "model": event.model, "loss": loss, "grad_norm": f"{norm:g}"})
     # also: no rank leaves, and ends the run, before all have written
-    failed = anywhere((bool(problem),), group, context.device)[0]
+    failed = any_rank((bool(problem),), group, context.device)[0]
     kept = f"the minibatch is in {folder}" if not failed else \
         f"the minibatch could not be written to {folder}" + (f": {problem}" if problem else "")
     raise fail("RL0733", f"the gradient of `{event.model}` is not finite ({norm:g})", place=event.at,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from rldsl.runtime.metrics.reporter import Asked
+from rldsl.runtime.metrics.reporter import ReportOptions
 from rldsl.runtime.rewards.pool import LIMIT
 
 
@@ -19,7 +19,7 @@ class Options:
     # a checkpoint, or the directory of a run, to resume from
     resume: str | Path | None = None
     # what is in the run's directory is its own, and the run continues it (`metrics/run_record.py`, `claim`)
-    goes_on: bool = False
+    continues: bool = False
     # what an earlier run left is removed once this one has passed all checks
     overwrite: bool = False
     # processes in which each rank calls users' functions; 0: in its own process, without a time limit
@@ -31,6 +31,6 @@ class Options:
     # run Python functions even if their files have changed since the plan was compiled
     changed_python: bool = False
     # what is shown and written during the run
-    asked: Asked = Asked()  # noqa: RUF009 (immutable)
+    reporting: ReportOptions = ReportOptions()
     # how long a rank waits for another; None: torch's own limit
     timeout: timedelta | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rldsl.runtime.health.event_ring import Ring
-from rldsl.runtime.metrics.reporter import Report
-from rldsl.runtime.persist.checkpoint_reader import Resume
-from rldsl.runtime.persist.checkpoint_writer import Writer
-from rldsl.runtime.rewards.pool import Pool
+from rldsl.runtime.health.event_ring import EventRing
+from rldsl.runtime.metrics.reporter import Reporter
+from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
+from rldsl.runtime.persist.checkpoint_writer import CheckpointWriter
+from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
@@ -22,15 +22,15 @@ class Services:
     # data sources and the run's position in them
     data: DataReader
     # calls users' Python functions
-    rewards: Pool
+    rewards: RewardPool
     # metrics, samples and progress
-    reporter: Report
+    reporter: Reporter
     # what this rank did last, for the watchdog
-    ring: Ring
+    ring: EventRing
     # of checkpoints; None where the plan makes none
-    writer: Writer | None = None
+    writer: CheckpointWriter | None = None
     # the checkpoint that the run resumes from
-    resumed: Resume | None = None
+    resumed: LoadedCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

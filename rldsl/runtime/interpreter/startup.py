@@ -22,21 +22,28 @@ from rldsl.plan.events import Checkpoint, Compute, Event, Fetch, Item
 from rldsl.plan.model import Function, Plan
 from rldsl.plan.projection import schedule
 from rldsl.report import render
-from rldsl.runtime.comm.agreement import agree
-from rldsl.runtime.comm.world import check_hosts, check_same_plan, hosts, join
-from rldsl.runtime.data.read_positions import Reading, compare, unknown
+from rldsl.runtime.comm.agreement import raise_together
+from rldsl.runtime.comm.world import check_hosts, check_same_plan, gather_hosts, join
+from rldsl.runtime.data.read_positions import SourceReading, compare_readings, unknown_source
 from rldsl.runtime.files import check_writable
-from rldsl.runtime.health.dump_files import forget
-from rldsl.runtime.health.watchdog import Watch
+from rldsl.runtime.health.dump_files import remove_dumps
+from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter.eval_loops import check_evaluations
 from rldsl.runtime.interpreter.options import Options
-from rldsl.runtime.metrics.run_record import FAILED, FINISHED, STOPPED, Record, clear, refuse_checkpoints
+from rldsl.runtime.metrics.run_record import (
+    FAILED,
+    FINISHED,
+    STOPPED,
+    RunRecord,
+    refuse_checkpoints,
+    remove_earlier_run,
+)
 from rldsl.runtime.metrics.summary import SUMMARY
 from rldsl.runtime.metrics.writers import check_packages
 from rldsl.runtime.persist.allowed_paths import check_writes, with_python_as_it_is
-from rldsl.runtime.persist.checkpoint_reader import Resume, drop_later, resume
-from rldsl.runtime.persist.checkpoint_writer import Writer, begin, drop_unfinished
-from rldsl.runtime.persist.run_identity import facts
+from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint, drop_later, load_checkpoint
+from rldsl.runtime.persist.checkpoint_writer import CheckpointWriter, drop_unfinished, open_writer
+from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
@@ -55,12 +62,12 @@ class Start:
     step: StepState
     data: DataReader
     # of checkpoints; None where the plan makes none
-    writer: Writer | None
+    writer: CheckpointWriter | None
     # the checkpoint that the run resumes from
-    resumed: Resume | None
+    resumed: LoadedCheckpoint | None
 
 
-def prepare(file: PlanFile, out: str | Path, device: torch.device, watch: Watch | None, options: Options) -> Start:
+def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Watchdog | None, options: Options) -> Start:
     """Check everything that can be checked before the first step. All ranks call it together."""
     verify(file.plan)
     check_same_plan(file.data, device)
@@ -68,7 +75,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watch: Watch 
     world = join(plan, dist.get_rank(), device, options.timeout)
     context = RunContext(plan, world, _writable(out), options.allow_write)
     own = schedule(plan.body, plan.meshes, context.rank)
-    writer = begin(context, file.id, watch) if any(isinstance(e, Checkpoint) for e in _events(own)) else None
+    writer = open_writer(context, file.id, watchdog) if any(isinstance(e, Checkpoint) for e in _events(own)) else None
     resumed = _resumed(context, options)
     step, reader = StepState(context), DataReader(context)
     if resumed is not None:
@@ -84,13 +91,13 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watch: Watch 
     return Start(context, own, step, reader, writer, resumed)
 
 
-def _resumed(context: RunContext, options: Options) -> Resume | None:
+def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
     """The checkpoint that the run resumes from."""
     if options.resume is None:
-        if not (options.overwrite or options.goes_on):
+        if not (options.overwrite or options.continues):
             refuse_checkpoints(context.out)
         return None
-    held = resume(Path(options.resume), facts(context.plan), context.device)
+    held = load_checkpoint(Path(options.resume), program_identity(context.plan), context.device)
     lacking = [m.name for m in context.plan.models if (m.home or m.sources) and not held.has(m.name)]
     lacking += [s.value for s in context.plan.states if s.value not in held.states]
     if lacking:
@@ -100,32 +107,32 @@ def _resumed(context: RunContext, options: Options) -> Resume | None:
     return held
 
 
-def _check_positions(context: RunContext, reader: DataReader, held: Resume | None, writes: bool) -> None:
+def _check_positions(context: RunContext, reader: DataReader, held: LoadedCheckpoint | None, writes: bool) -> None:
     """That the positions of the checkpoint mean what they meant; how each source is read is noted for the next one.
     writes: whether there will be a next one. All ranks call it together."""
     found: list[Diagnostic | None] = []
     for name, source in reader.sources.items():
         if reader.reports(name) and (held or writes):
-            now = reader.readings[name] = Reading.of(source)
+            now = reader.readings[name] = SourceReading.of(source)
             if held and name in held.readings:
-                found.append(compare(name, held.readings[name], now, name in held.data))
+                found.append(compare_readings(name, held.readings[name], now, name in held.data))
             elif held and name not in held.data:
-                found.append(unknown(name, now))
+                found.append(unknown_source(name, now))
     problems = [d for d in found if d is not None]
     errors = [d for d in problems if d.severity == "error"]
     if warnings := [d for d in problems if d not in errors]:
         print(render(warnings, sys.stderr.isatty()), file=sys.stderr, flush=True)
-    agree(errors, dist.group.WORLD, context.device)
+    raise_together(errors, dist.group.WORLD, context.device)
 
 
-def settle(context: RunContext, held: Resume | None, options: Options, begun: Callable[[], None]) -> None:
+def begin_run(context: RunContext, held: LoadedCheckpoint | None, options: Options, begun: Callable[[], None]) -> None:
     """The run is sound: what is in its directory and is not of it goes, and rank 0 says that it has `begun`. All ranks
     call it together."""
     dist.barrier()  # no rank has found a reason not to begin
     if context.rank == 0:
-        forget(context.out)
+        remove_dumps(context.out)
         if options.overwrite:
-            clear(context.out, dist.get_world_size())
+            remove_earlier_run(context.out, dist.get_world_size())
         drop_unfinished(context.out)
         if held is not None:
             drop_later(context.out, held)
@@ -139,7 +146,7 @@ def settle(context: RunContext, held: Resume | None, options: Options, begun: Ca
 def _allowed(plan: Plan, name: str, out: str | Path, device: torch.device, options: Options) -> Plan:
     """The plan as this run executes it, once it is known to fit the machines and to write nowhere else; the first rank
     shows what it touches."""
-    note = check_hosts(plan, hosts(socket.gethostname(), device), name)
+    note = check_hosts(plan, gather_hosts(socket.gethostname(), device), name)
     check_writes(plan, Path(out), options.allow_write)
     changed: tuple[str, ...] = ()
     if options.changed_python:
@@ -169,7 +176,7 @@ def _open_sources(context: RunContext, reader: DataReader, items: Sequence[Item]
                     reader.source(context.frames[str(node.attr("frame"))].data)  # its tokenizer makes the texts
 
 
-def functions(context: RunContext, items: Sequence[Item]) -> list[Function]:
+def called_functions(context: RunContext, items: Sequence[Item]) -> list[Function]:
     """The users' functions that this rank calls."""
     called = [str(node.attr("function")) for event in _events(items) if isinstance(event, Compute)
               for node in context.programs[event.program].nodes if node.op == "py"]
@@ -182,7 +189,7 @@ def _check_files(context: RunContext, options: Options) -> None:
         check_writable(context.out / SUMMARY)
         if options.trace:
             check_writable(Path(options.trace))
-        check_packages(options.asked.tensorboard, options.asked.wandb)
+        check_packages(options.reporting.tensorboard, options.reporting.wandb)
 
 
 def _events(items: Sequence[Item]) -> Iterator[Event]:
@@ -194,15 +201,15 @@ def _events(items: Sequence[Item]) -> Iterator[Event]:
 
 
 @contextmanager
-def recorded(context: RunContext, step: StepState, file: PlanFile, command: Sequence[str],
-             goes_on: bool) -> Iterator[None]:
+def run_record(context: RunContext, step: StepState, file: PlanFile, command: Sequence[str],
+             continues: bool) -> Iterator[None]:
     """Rank 0 keeps the record of the run: how it began, and how it ended."""
     if context.rank != 0:
         yield
         return
     cuda = context.device.type == "cuda"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"]
-    record = Record(context.out, file, context.plan, devices, command, goes_on)
+    record = RunRecord(context.out, file, context.plan, devices, command, continues)
     try:
         yield
     except BaseException as error:

@@ -17,7 +17,7 @@ from rldsl.runtime.files import replace_text, written
 
 
 @dataclass
-class Recorder:
+class TimelineRecorder:
     """Events of one rank, in seconds since the epoch: comparable between the processes of a machine, and between
     machines as far as their clocks agree. zero: when this rank's monotonic clock was 0; read once, since the other one
     may be set while a run goes on. Of each span `args` also say how many seconds the process computed in it (busy)."""
@@ -42,7 +42,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def write(recorder: Recorder, plan: Plan, file: Path, device: torch.device) -> None:
+def write_timeline(recorder: TimelineRecorder, plan: Plan, file: Path, device: torch.device) -> None:
     """Every rank's events into one file, written by rank 0; the first of them begins at 0. All ranks call it."""
     mine = torch.frombuffer(bytearray(json.dumps(recorder.spans).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rldsl.plan.events import Train
 from rldsl.plan.heads import SKIPPED, STOP, UPDATES
 from rldsl.runtime.interpreter.expression_programs import LossRun, View, loss_counts
-from rldsl.runtime.interpreter.nonfinite import refuse
+from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
@@ -46,7 +46,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
     updates: list[Mapping[str, float]] = []
 
     def stop() -> bool:
-        metrics.extend(finish(runs[-1:], own, axes.mesh.group, context.device))
+        metrics.extend(minibatch_metrics(runs[-1:], own, axes.mesh.group, context.device))
         return bool(metrics[-1][STOP])
 
     stopped, skipped, rate = False, 0, 0.0
@@ -64,7 +64,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         elif math.isfinite(update["grad_norm"]):
             updates.append(update)
         elif event.nonfinite == "stop":
-            refuse(context, step.number, event, call.rows(minibatch[axes.dp.index]) if own else {},
+            refuse_minibatch(context, step.number, event, call.rows(minibatch[axes.dp.index]) if own else {},
                    update["grad_norm"], axes.mesh.group)
         else:
             skipped += 1
@@ -72,7 +72,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
             runs.pop()
             del metrics[len(runs):]
     if runs and STOP not in outputs:
-        metrics = finish(runs, own, axes.mesh.group, context.device)
+        metrics = minibatch_metrics(runs, own, axes.mesh.group, context.device)
     found = {"lr": updates[-1]["lr"] if updates else rate, SKIPPED: float(skipped), UPDATES: float(len(updates))}
     found |= {"grad_norm": _mean([u["grad_norm"] for u in updates])} if updates else {}
     found |= {name: _mean([m[name] for m in metrics]) for name in outputs} if metrics else {}
@@ -149,7 +149,8 @@ def _data(context: RunContext, value: str, column: Column, rows: torch.Tensor, p
     return column.pick(rows).data
 
 
-def finish(runs: Sequence[LossRun], own: bool, group: object, device: torch.device) -> list[dict[str, float]]:
+def minibatch_metrics(runs: Sequence[LossRun], own: bool, group: object,
+                      device: torch.device) -> list[dict[str, float]]:
     """The metrics of every minibatch, from one all-reduce of sums and one of maxima over the mesh. own: whether this
     rank's partials count (its rows are on other ranks too)."""
     table = torch.stack([run.partials(device) for run in runs])

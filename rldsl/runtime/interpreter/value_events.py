@@ -10,11 +10,11 @@ import torch.distributed as dist
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Transfer, split
 from rldsl.plan.expr import Node
 from rldsl.runtime.comm.exchange import DTYPES, transfer
-from rldsl.runtime.comm.row_assignment import Lens
-from rldsl.runtime.health.event_ring import Ring
+from rldsl.runtime.comm.row_assignment import RowLengths
+from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter.eval_loops import next_rows
 from rldsl.runtime.interpreter.expression_programs import View, run_compute
-from rldsl.runtime.rewards.pool import Pool
+from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
@@ -32,7 +32,7 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
     for name, fetched in source.step(batch, context.seed).items():
         frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
         absent = [0] * (context.frames[frame].count - len(fetched.tokens))  # the last rows of a short batch
-        lens = Lens(*(torch.tensor([*lengths, *absent], dtype=torch.int64, device=context.device)
+        lens = RowLengths(*(torch.tensor([*lengths, *absent], dtype=torch.int64, device=context.device)
                       for lengths in (fetched.prompt_lens, fetched.response_lens)))
         step.know_lengths(frame, lens)
         if f"{frame}.tokens" in spreads:
@@ -67,10 +67,10 @@ def lengths(step: StepState, event: Lengths) -> None:
     group = world.group(event.mesh)
     if group is not None:
         dist.all_reduce(table, group=group)
-    step.know_lengths(frame.id, Lens(table[:, 0], table[:, 1]))
+    step.know_lengths(frame.id, RowLengths(table[:, 0], table[:, 1]))
 
 
-def move(step: StepState, ring: Ring, event: Transfer) -> None:
+def transfer_values(step: StepState, ring: EventRing, event: Transfer) -> None:
     """Issued here, waited for where it is first read."""
     context = step.context
     src, dst = context.spreads[event.src], context.spreads[event.dst]
@@ -82,7 +82,7 @@ def move(step: StepState, ring: Ring, event: Transfer) -> None:
         step.buffers.put(f"{name}@{dst.id}", Pending(ring.wait_tracker(issued.finish), issued.bytes))
 
 
-def compute(step: StepState, reader: DataReader, rewards: Pool, ring: Ring, event: Compute) -> None:
+def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: EventRing, event: Compute) -> None:
     context = step.context
     spread, program = context.spreads[event.spread], context.programs[event.program]
     views = {frame: _view(step, event, frame) for frame in event.frames}
@@ -98,7 +98,7 @@ def compute(step: StepState, reader: DataReader, rewards: Pool, ring: Ring, even
         function = context.functions[str(node.attr("function"))]
         ring.calls(function.name)
         numbers = rewards.call(function, rows, names)
-        ring.goes_on()
+        ring.resume()
         return torch.tensor(numbers, dtype=torch.float32, device=context.device)
 
     results = run_compute(program, inputs, views, {f: context.frames[f] for f in event.frames},
@@ -119,7 +119,7 @@ def select(step: StepState, event: Select) -> None:
         rows = step.my_rows(spread, frame.of)
         kept = rows[step.read(event.reads, event.condition).pick(rows).data.to(torch.bool)]
         whole = step.rows.lens[frame.of]
-        lens = Lens(torch.zeros_like(whole.prompt), torch.zeros_like(whole.response))
+        lens = RowLengths(torch.zeros_like(whole.prompt), torch.zeros_like(whole.response))
         lens.prompt[kept], lens.response[kept] = whole.prompt[kept], whole.response[kept]
         step.rows.know(frame.id, lens)  # of this rank's rows only, until the lengths are exchanged
     rows = step.my_rows(spread, frame.id)
@@ -148,13 +148,13 @@ def collect(step: StepState, event: Collect) -> None:
             buffers.put(name, buffers.take(name).behind(held, step.turn * size))
 
 
-def empty(step: StepState, buffer: str) -> None:
+def make_empty(step: StepState, buffer: str) -> None:
     """A buffer to which a loop will append."""
     value, _ = split(buffer)
     context, record = step.context, step.context.values[value]
     count = context.frames[record.frame].count
     if record.extent == "lengths":
-        step.rows.know(record.frame, Lens(*(torch.zeros(count, dtype=torch.int64, device=context.device)
+        step.rows.know(record.frame, RowLengths(*(torch.zeros(count, dtype=torch.int64, device=context.device)
                                             for _ in range(2))))
     step.buffers.put(buffer, [] if record.extent == "columns" else Column.none(DTYPES[record.dtype], context.device))
 

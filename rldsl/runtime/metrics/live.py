@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rldsl.runtime.metrics.names import computed, first
+from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.tee import Tee
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -28,7 +28,7 @@ CURVE, SHOWN = 48, 8  # points of the curve; numbers shown
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ViewState:
     """All that the picture shows. begun: step at which this start of the run began. seconds: since then. history: name
     -> values, oldest first."""
 
@@ -41,12 +41,12 @@ class Seen:
     line: Mapping[str, float] | None = None
     history: Mapping[str, Sequence[float]] | None = None
 
-    def with_line(self, line: Mapping[str, float]) -> Seen:
+    def with_line(self, line: Mapping[str, float]) -> ViewState:
         history = {name: [*(self.history or {}).get(name, ()), line[name]][-CURVE:] for name in computed(line)}
         return replace(self, step=int(line["step"]), line=dict(line), history=history)
 
 
-def eta(seen: Seen) -> float | None:
+def eta(seen: ViewState) -> float | None:
     """Seconds to the end, when the steps to come take as long as those of this start did."""
     done = seen.step - seen.begun
     return seen.seconds / done * (seen.steps - seen.step) if done > 0 else None
@@ -83,7 +83,7 @@ def shares(line: Mapping[str, float], width: int) -> list[tuple[str, int]]:
     return [(phase, end - start) for phase, start, end in zip(times, [0, *edges], edges)]
 
 
-def picture(seen: Seen, width: int = 80) -> RenderableType:
+def picture(seen: ViewState, width: int = 80) -> RenderableType:
     """width: columns there are."""
     rate = seen.line.get("tokens_per_second") if seen.line else None
     head = Table.grid(padding=(0, 1))
@@ -107,8 +107,8 @@ def _phases(line: Mapping[str, float], width: int) -> RenderableType:
     return Group(bar, legend)
 
 
-def _numbers(seen: Seen, width: int) -> list[RenderableType]:
-    names = sorted(computed(seen.line or {}), key=first)[:SHOWN]
+def _numbers(seen: ViewState, width: int) -> list[RenderableType]:
+    names = sorted(computed(seen.line or {}), key=display_order)[:SHOWN]
     table = Table.grid(padding=(0, 2))
     for i, name in enumerate(names):
         values = (seen.history or {}).get(name, ())
@@ -123,14 +123,14 @@ def usable(stream: TextIO) -> bool:
     return not Console(file=stream).is_dumb_terminal
 
 
-class View:
+class LiveView:
     """The live view of one rank."""
 
     def __init__(self, stream: TextIO, name: str, steps: int, begun: int, now: Callable[[], float] = time.monotonic):
         """stream: the terminal. now: seconds."""
         self._screen = stream.screen if isinstance(stream, Tee) else stream
         self._stream, self._now, self._since = stream, now, now()
-        self._seen = Seen(name, steps, begun, begun)
+        self._seen = ViewState(name, steps, begun, begun)
         self.console = Console(file=self._screen)
         self._live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4, redirect_stdout=False,
                           redirect_stderr=False)

@@ -9,7 +9,7 @@ FIRST = ("reward", "score", "accuracy", "kl", "loss")  # what a progress line sh
 MEASURED = ("seconds", "tokens_per_second", "time/", "memory/", "moved/", "length/")
 
 
-def first(name: str) -> int:
+def display_order(name: str) -> int:
     """Its place in the order."""
     return next((i for i, end in enumerate(FIRST) if name.endswith(end)), len(FIRST))
 

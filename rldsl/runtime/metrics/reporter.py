@@ -19,19 +19,19 @@ from rldsl.plan.projection import events
 from rldsl.runtime.files import check_writable, written
 from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.json_lines import encoded, truncate
-from rldsl.runtime.metrics.names import computed, first
-from rldsl.runtime.metrics.samples import Samples, path, sources
-from rldsl.runtime.metrics.writers import TensorBoard, Wandb, Writer
+from rldsl.runtime.metrics.names import computed, display_order
+from rldsl.runtime.metrics.samples import Samples, sample_sources, samples_file
+from rldsl.runtime.metrics.writers import MetricWriter, TensorBoard, Wandb
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.step import StepState
 
 if TYPE_CHECKING:
-    from rldsl.runtime.metrics.live import View
+    from rldsl.runtime.metrics.live import LiveView
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReportOptions:
     """What the user wants to see. wandb: "", "offline" or "online". samples: sequences of each step. plain: lines, even
     on a terminal. command: how the run was started, for its record."""
 
@@ -42,10 +42,10 @@ class Asked:
     command: tuple[str, ...] = ()
 
 
-class Report:
+class Reporter:
     """One rank's. `with` ends it: what is open is closed, and the terminal is left in order."""
 
-    def __init__(self, context: RunContext, step: StepState, data: DataReader, asked: Asked,
+    def __init__(self, context: RunContext, step: StepState, data: DataReader, options: ReportOptions,
                  stream: TextIO | None = None):
         """stream: where progress is shown (default: stderr). Everything that can be refused is refused here."""
         header, logs = context.plan.header, {e.to for e, _ in events(context.plan) if isinstance(e, Log)} or {0}
@@ -54,27 +54,27 @@ class Report:
         self.meter = Meter(context.plan) if context.rank in logs else None
         self._since, self._done = time.monotonic(), step.number
         self._begun = False
-        self._view: View | None = None
-        self._writers: list[Writer] = []
-        self._samples = Samples(context, data, asked.samples) if asked.samples else None
+        self._view: LiveView | None = None
+        self._writers: list[MetricWriter] = []
+        self._samples = Samples(context, data, options.samples) if options.samples else None
         if self._samples is not None:
-            for source in sources(context.plan):
+            for source in sample_sources(context.plan):
                 if source.rank == context.rank:
-                    check_writable(path(context.out, source.frame))
+                    check_writable(samples_file(context.out, source.frame))
         if self.meter is None:
             return
         check_writable(context.out / METRICS)
-        if asked.tensorboard:
+        if options.tensorboard:
             self._writers.append(TensorBoard(context.out, step.number + 1))
-        if asked.wandb:
-            self._writers.append(Wandb(context.out, step.number + 1, asked.wandb, header.flow, dict(header.params)))
-        if not asked.plain and self._stream.isatty():
-            from rldsl.runtime.metrics.live import View, usable
+        if options.wandb:
+            self._writers.append(Wandb(context.out, step.number + 1, options.wandb, header.flow, dict(header.params)))
+        if not options.plain and self._stream.isatty():
+            from rldsl.runtime.metrics.live import LiveView, usable
 
             if usable(self._stream):
-                self._view = View(self._stream, header.flow, header.steps, step.number)
+                self._view = LiveView(self._stream, header.flow, header.steps, step.number)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> Reporter:
         self._since = time.monotonic()
         return self
 
@@ -135,12 +135,12 @@ class Report:
         if self._view is not None:
             self._view.line(line)
         else:
-            show(self._stream, line, self._steps)
+            print_line(self._stream, line, self._steps)
 
 
-def show(stream: TextIO, line: Mapping[str, float], steps: int) -> None:
+def print_line(stream: TextIO, line: Mapping[str, float], steps: int) -> None:
     """One line for each step."""
-    names = sorted(computed(line), key=first)
+    names = sorted(computed(line), key=display_order)
     text = f"step {line['step']:>{len(str(steps))}}/{steps}  " + "  ".join(f"{n} {line[n]:.4g}" for n in names[:7])
     if "tokens_per_second" in line:
         text += f"  tokens/s {line['tokens_per_second']:.0f}"

@@ -27,20 +27,20 @@ from rldsl.diag import fail
 from rldsl.plan.model import Plan
 from rldsl.runtime.files import replace_text, written
 from rldsl.runtime.plan_file import PlanFile
-from rldsl.runtime.rewards.user_functions import located
+from rldsl.runtime.rewards.user_functions import function_path
 
 RECORD, PLAN, SOURCES = "run.json", "run.plan", "sources"
 RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
 # what a run writes, besides models, which may lie anywhere and are replaced by the next save, and logs, which each rank
 # begins anew
-OWN = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb",
+RUN_FILES = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb",
        "checkpoints/step-[0-9]*", "checkpoints/.step-[0-9]*.partial", "failed-batch-step-[0-9]*")
 LOG = re.compile(r"rank-(\d+)\.log")
 CONTRADICTION = "--resume continues the existing run and --overwrite deletes it: use one of them"
 PACKAGES = ("rldsl", "torch", "transformers")
 
 
-def read(out: Path) -> dict[str, Any] | None:
+def read_record(out: Path) -> dict[str, Any] | None:
     """The record of the run in a directory; None where there is none. A process that is gone has failed."""
     try:
         held = json.loads((out / RECORD).read_text())
@@ -75,13 +75,13 @@ def _alive(pid: int, born: str | None) -> bool:
     return True
 
 
-def refuse(out: Path) -> None:
+def refuse_existing_run(out: Path) -> None:
     """Where a new run must not begin."""
-    held = read(out)
+    held = read_record(out)
     if held is not None and held["state"] in (RUNNING, FINISHED):
         what = "an active run" if held["state"] == RUNNING else "a finished run"
         ways = "use `--resume` to continue from its last checkpoint" if last_checkpoint(out) is not None else ""
-        raise fail("RL0781", f"this directory contains {what}", place=str(out), notes=(_told(held),), help="; ".join(
+        raise fail("RL0781", f"this directory contains {what}", place=str(out), notes=(_run_description(held),), help="; ".join(
             x for x in ("use `--out` to choose another directory", ways, "use `--overwrite` to delete it") if x))
     refuse_checkpoints(out)
 
@@ -90,13 +90,13 @@ def refuse_checkpoints(out: Path) -> None:
     """Where there are some, and the run does not go on from them."""
     step = last_checkpoint(out)
     if step is not None:
-        program = (read(out) or {}).get("program", "of an unknown program")
+        program = (read_record(out) or {}).get("program", "of an unknown program")
         raise fail("RL0763", f"this directory contains checkpoints ({program}, step {step})", place=str(out),
                    help="use `--resume` to continue from the last one, `--out` to choose another directory, or "
                         "`--overwrite` to delete them")
 
 
-def _told(held: dict[str, Any]) -> str:
+def _run_description(held: dict[str, Any]) -> str:
     return f"{held.get('program', 'unknown')}, started {held.get('started', 'at an unknown time')}"
 
 
@@ -106,14 +106,14 @@ def last_checkpoint(out: Path) -> int | None:
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
-def within(out: Path, resume: Path) -> bool:
+def is_own_checkpoint(out: Path, resume: Path) -> bool:
     """Whether what is gone on from is the run in `out`, or a checkpoint of it."""
     place, own = resume.resolve(), out.resolve()
     return place in (own, own / "checkpoints") or place.parent == own / "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class OutputClaim:
     """resume: what the run goes on from. goes_on: what is in its directory is its own and stays; else it begins anew
     there, and what an earlier run left is removed."""
 
@@ -121,28 +121,28 @@ class Claim:
     goes_on: bool
 
 
-def claim(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False) -> Claim:
+def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False) -> OutputClaim:
     """That a run may write in `out`. resume: what the user wants to go on from. again: torchrun has started the run
     before, and it has had its directory. Errors: RL0763, RL0781."""
     if again:
-        return Claim(resume if last_checkpoint(out) is None else out, True)
-    held = read(out)
-    goes_on = resume is not None and within(out, resume)
+        return OutputClaim(resume if last_checkpoint(out) is None else out, True)
+    held = read_record(out)
+    goes_on = resume is not None and is_own_checkpoint(out, resume)
     if goes_on and held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname():
-        raise fail("RL0781", "this directory contains an active run", place=str(out), notes=(_told(held),),
+        raise fail("RL0781", "this directory contains an active run", place=str(out), notes=(_run_description(held),),
                    help="wait until it has finished; `kill -TERM` stops a run with checkpoints after the current step")
     if not goes_on and not overwrite:
-        refuse(out)
-    return Claim(resume, goes_on)
+        refuse_existing_run(out)
+    return OutputClaim(resume, goes_on)
 
 
-def clear(out: Path, world: int) -> None:
+def remove_earlier_run(out: Path, world: int) -> None:
     """Remove the files of an earlier run, if one was here; models that it saved stay. world: ranks of the run that
     begins; their logs are begun anew by themselves."""
     if not (out / RECORD).exists() and last_checkpoint(out) is None:
         return  # `samples/` or `sources/` may be the user's own
     with written(out):
-        for path in (path for name in OWN for path in out.glob(name)):
+        for path in (path for name in RUN_FILES for path in out.glob(name)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -154,7 +154,7 @@ def clear(out: Path, world: int) -> None:
                 path.unlink(missing_ok=True)
 
 
-class Record:
+class RunRecord:
     """`run.json` of the run under way, kept by rank 0."""
 
     def __init__(self, out: Path, file: PlanFile, plan: Plan, devices: Sequence[str], command: Sequence[str],
@@ -162,7 +162,7 @@ class Record:
         """plan: as it is executed, which `--allow-changed-python` may have changed. devices: of this rank's machine.
         goes_on: the run continues the one that is there."""
         self._file = out / RECORD
-        earlier = (read(out) or {}) if goes_on else {}
+        earlier = (read_record(out) or {}) if goes_on else {}
         header, now = plan.header, _now()
         self._held = {
             "program": header.program, "flow": header.flow, "state": RUNNING, "step": 0, "steps": header.steps,
@@ -204,7 +204,7 @@ def _now() -> str:
 def _files(plan: Plan) -> dict[str, tuple[str, Path]]:
     """Name in the plan -> sha256 and place, of programs and Python files. The library's own come with its version."""
     named = [*plan.header.sources, *((f.path, f.sha256) for f in plan.functions)]
-    return {path: (digest, located(path)) for path, digest in named}
+    return {path: (digest, function_path(path)) for path, digest in named}
 
 
 def _copied(folder: Path, files: dict[str, tuple[str, Path]]) -> list[dict[str, str]]:
@@ -228,5 +228,5 @@ def _copied(folder: Path, files: dict[str, tuple[str, Path]]) -> list[dict[str, 
 
 def runs(folder: Path) -> Iterable[tuple[Path, dict[str, Any]]]:
     """Every run below a directory, the one that began last first."""
-    found = [(file.parent, held) for file in sorted(folder.rglob(RECORD)) if (held := read(file.parent)) is not None]
+    found = [(file.parent, held) for file in sorted(folder.rglob(RECORD)) if (held := read_record(file.parent)) is not None]
     return sorted(found, key=lambda x: str(x[1].get("started", "")), reverse=True)

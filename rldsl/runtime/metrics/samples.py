@@ -30,7 +30,7 @@ ANONYMOUS = re.compile(r"(expr|where)#\d+")  # values that the program gives no 
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SampleSource:
     """Whence the samples of a frame come. rank: who writes them."""
 
     frame: str
@@ -38,7 +38,7 @@ class Source:
     rank: int
 
 
-def sources(plan: Plan) -> tuple[Source, ...]:
+def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
     """One for each frame that the run's loop generates."""
     made = dict.fromkeys(e.frame for e, _ in events(plan) if isinstance(e, Generate))
     buffers = dict.fromkeys(b for e, _ in events(plan) for b in e.writes)
@@ -50,11 +50,11 @@ def sources(plan: Plan) -> tuple[Source, ...]:
         beside = [split(b)[1] for b in buffers if (v := values.get(split(b)[0])) is not None
                   and v.extent == "row" and frames[v.frame].rows == frames[frame].rows]
         best = max(where, key=beside.count)  # the first of those with as many
-        found.append(Source(frame, best, meshes[spreads[best].mesh].members()[0]))
+        found.append(SampleSource(frame, best, meshes[spreads[best].mesh].members()[0]))
     return tuple(found)
 
 
-def names(plan: Plan, spaces: set[str]) -> dict[str, str]:
+def value_names(plan: Plan, spaces: set[str]) -> dict[str, str]:
     """Value of a sequence -> what a line calls it: its name, or the input of the loss that it is. spaces: rows whose
     values are wanted."""
     inputs = {v: f"{e.model}/{name}" for e, _ in reversed(list(events(plan))) if isinstance(e, Train)
@@ -70,11 +70,11 @@ class Samples:
     def __init__(self, context: RunContext, data: DataReader, most: int):
         """most: rows of each frame and step."""
         self._context, self._data, self._most = context, data, most
-        self._mine = [s for s in sources(context.plan) if s.rank == context.rank]
+        self._mine = [s for s in sample_sources(context.plan) if s.rank == context.rank]
         self._tokens: dict[str, tuple[Column, Any]] = {}
         self._values: dict[str, Column] = {}
         self._begun: set[Path] = set()
-        self._names = names(context.plan, {context.frames[s.frame].rows for s in self._mine})
+        self._names = value_names(context.plan, {context.frames[s.frame].rows for s in self._mine})
         for source in self._mine:
             data.source(context.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
 
@@ -114,7 +114,7 @@ class Samples:
             text = {"step": step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
             lines.append(encoded(text | {v: n[row] for v, n in known.items() if row in n}))
-        file = path(self._context.out, frame.id)
+        file = samples_file(self._context.out, frame.id)
         with written(file):
             if file not in self._begun:
                 file.parent.mkdir(exist_ok=True)
@@ -124,7 +124,7 @@ class Samples:
                 opened.writelines(f"{line}\n" for line in lines)
 
 
-def path(out: Path, frame: str) -> Path:
+def samples_file(out: Path, frame: str) -> Path:
     return out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', frame)}.jsonl"
 
 

@@ -21,14 +21,14 @@ TENSORBOARD, WANDB = "tensorboard", "wandb"
 WANDB_MODES = ("offline", "online")
 
 
-class Writer(Protocol):
+class MetricWriter(Protocol):
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def close(self, ok: bool) -> None:
         """ok: the run ended by itself."""
 
 
-def needed(module: str, option: str, extra: str) -> ModuleType:
+def import_optional(module: str, option: str, extra: str) -> ModuleType:
     """An optional package. RL0782: not installed."""
     try:
         return importlib.import_module(module)
@@ -40,9 +40,9 @@ def needed(module: str, option: str, extra: str) -> ModuleType:
 def check_packages(tensorboard: bool, wandb: str) -> None:
     """That what is asked for is installed."""
     if tensorboard:
-        needed("tensorboard", "--tensorboard", TENSORBOARD)
+        import_optional("tensorboard", "--tensorboard", TENSORBOARD)
     if wandb:
-        needed("wandb", "--wandb", WANDB)
+        import_optional("wandb", "--wandb", WANDB)
 
 
 class TensorBoard:
@@ -50,8 +50,8 @@ class TensorBoard:
 
     def __init__(self, out: Path, step: int):
         """step: the first that will be written; what an earlier start wrote from there on is dropped."""
-        needed("tensorboard", "--tensorboard", TENSORBOARD)
-        made = needed("torch.utils.tensorboard", "--tensorboard", TENSORBOARD)
+        import_optional("tensorboard", "--tensorboard", TENSORBOARD)
+        made = import_optional("torch.utils.tensorboard", "--tensorboard", TENSORBOARD)
         self._folder = out / TENSORBOARD
         with written(self._folder):
             self._writer = made.SummaryWriter(str(self._folder), purge_step=step if step > 1 else None)
@@ -71,7 +71,7 @@ class Wandb:
 
     def __init__(self, out: Path, step: int, mode: str, project: str, config: Mapping[str, Any]):
         """step: the first that will be written. project: the flow. config: parameters of the program."""
-        wandb = needed("wandb", "--wandb", WANDB)
+        wandb = import_optional("wandb", "--wandb", WANDB)
         (out / WANDB).mkdir(parents=True, exist_ok=True)
         id = _id(out / WANDB / "id", again=step > 1)
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.disk_paths import OUT, STEP, paths, shown
 from rldsl.plan.model import Plan
-from rldsl.runtime.rewards.user_functions import located
+from rldsl.runtime.rewards.user_functions import function_path
 
 MARK = "rldsl.json"  # in every directory that a save has written
 
@@ -39,7 +39,7 @@ def check_writes(plan: Plan, out: Path, allowed: Sequence[str] = (), only: str =
         elif over := [p for p, real in read.items() if place == real or place in real.parents]:
             problems.append(_refused(path, f"a save would replace {shown(over[0])}, which the plan reads",
                                      "save to another directory"))
-        elif foreign(Path(path.replace(OUT, str(out)).replace(STEP, str(step)))):
+        elif is_foreign(Path(path.replace(OUT, str(out)).replace(STEP, str(step)))):
             problems.append(_refused(path, f"a save would replace {shown(str(place))}, which was not written by a save",
                                      "save to another directory, or delete that one; directories written by a save "
                                      f"contain {MARK}"))
@@ -58,7 +58,7 @@ def _resolved(path: str) -> Path | None:
         return None
 
 
-def foreign(final: Path) -> bool:
+def is_foreign(final: Path) -> bool:
     """Whether something stands at `final` that no save has written, or that cannot be looked at: it would be lost."""
     try:
         if final.is_symlink() or not final.is_dir():
@@ -78,6 +78,6 @@ def with_python_as_it_is(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
 
 def _digest(path: str) -> str:
     try:
-        return hashlib.sha256(located(path).read_bytes()).hexdigest()
+        return hashlib.sha256(function_path(path).read_bytes()).hexdigest()
     except (OSError, ValueError):
         return ""

@@ -27,21 +27,21 @@ from rldsl.plan.disk_paths import shown
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.notation import ranks_text
 from rldsl.runtime.backend import Shard
-from rldsl.runtime.comm.agreement import anywhere, from_all, from_first, others_than_first
-from rldsl.runtime.data.read_positions import Reading
+from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, ranks_that_differ
+from rldsl.runtime.data.read_positions import SourceReading
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.checkpoint_writer import FORMAT, MANIFEST, found, step_of
-from rldsl.runtime.persist.run_identity import changes
+from rldsl.runtime.persist.checkpoint_writer import FORMAT, MANIFEST, checkpoints, step_of
+from rldsl.runtime.persist.run_identity import program_changes
 from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
 
-Stored = list[tuple[Box, Path, str]]  # box, file, key in it
+StoredBoxes = list[tuple[Box, Path, str]]  # box, file, key in it
 FLOATS = ("F64", "F32", "F16", "BF16")
 MOST = 1 << 62  # of counts
 DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
-class Resume:
+class LoadedCheckpoint:
     """step: the last one that the checkpoint contains. states, data, readings, models: as in its manifest. changes:
     what is not as in the program of then."""
 
@@ -49,9 +49,9 @@ class Resume:
     step: int
     states: Mapping[str, float]
     data: Mapping[str, int]
-    readings: Mapping[str, Reading]
+    readings: Mapping[str, SourceReading]
     models: Mapping[str, Mapping[str, int]]
-    stored: Mapping[str, Stored] = field(repr=False)
+    stored: Mapping[str, StoredBoxes] = field(repr=False)
     changes: tuple[str, ...] = ()
 
     @property
@@ -100,26 +100,26 @@ class Resume:
         return found
 
 
-def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resume:
+def load_checkpoint(asked: Path, header: Mapping[str, Any], device: torch.device) -> LoadedCheckpoint:
     """asked: a checkpoint, or a run's directory, of which the newest good one counts. header: what the plan says of its
     program (`facts`). All ranks call it together. Rank 0 alone lists the directory: what machines see of a shared one
     may differ for a while, and ranks that tried other checkpoints, or more of them, would not go on from one."""
-    whole, names = json.loads(from_first(json.dumps(_candidates(asked)), device))
+    whole, names = json.loads(broadcast_text(json.dumps(_candidates(asked)), device))
     if not names:
         raise fail("RL0760", "no checkpoint to resume from", place=str(asked),
                    help="`checkpoint every K` in the flow writes checkpoints; without `--resume` the run starts from "
                         "the beginning")
     notes: list[str] = []
     for path in map(Path, names):
-        if other := others_than_first(_bytes(path / MANIFEST), device):
+        if other := ranks_that_differ(_bytes(path / MANIFEST), device):
             raise fail("RL0766",
                        f"rank{'s' * (len(other) > 1)} {ranks_text(other)} and rank 0 see different checkpoints",
                        place=str(path / MANIFEST),
                        help="the directories of `--out` and `--resume` must be on a file system shared by all "
                             "machines; if they are, try again in a minute: its caches may be outdated")
         problem, keys = _share(path)
-        if not anywhere((bool(problem),), dist.group.WORLD, device)[0]:
-            every = [entry for text in from_all(json.dumps(keys), device) for entry in json.loads(text)]
+        if not any_rank((bool(problem),), dist.group.WORLD, device)[0]:
+            every = [entry for text in gather_texts(json.dumps(keys), device) for entry in json.loads(text)]
             return _read(path, header, every)
         if problem:
             notes.append(f"{path}: {problem}")
@@ -134,7 +134,7 @@ def resume(asked: Path, header: Mapping[str, Any], device: torch.device) -> Resu
 def _candidates(asked: Path) -> tuple[bool, list[str]]:
     """Whether one checkpoint is asked for; those to try, the newest first."""
     whole = (asked / MANIFEST).is_file()
-    return whole, [str(asked)] if whole else [str(path) for path in reversed(found(asked))]
+    return whole, [str(asked)] if whole else [str(path) for path in reversed(checkpoints(asked))]
 
 
 def _bytes(file: Path) -> bytes:
@@ -145,10 +145,10 @@ def _bytes(file: Path) -> bytes:
         return b""
 
 
-def drop_later(out: Path, held: Resume) -> None:
+def drop_later(out: Path, held: LoadedCheckpoint) -> None:
     """The run takes another way from here: what it left behind later on the way before is no checkpoint of it."""
     if held.path.resolve().parent == (out / "checkpoints").resolve():
-        for path in found(out):
+        for path in checkpoints(out):
             if step_of(path) > held.step:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -184,16 +184,16 @@ def _keys(file: Path) -> list[str]:
     return keys
 
 
-def _read(path: Path, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Resume:
+def _read(path: Path, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> LoadedCheckpoint:
     """Its files are as they were written, which says nothing of who wrote them. keys: what is in which."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         states, data, models = (dict(manifest[kind]) for kind in ("states", "data", "models"))
         readings = dict(manifest.get("readings", {}))
-        return Resume(path, _count(manifest["step"]), {k: float(v) for k, v in states.items()},
-                      {k: _count(v) for k, v in data.items()}, {k: Reading.read(v) for k, v in readings.items()},
+        return LoadedCheckpoint(path, _count(manifest["step"]), {k: float(v) for k, v in states.items()},
+                      {k: _count(v) for k, v in data.items()}, {k: SourceReading.read(v) for k, v in readings.items()},
                       {k: {n: _count(v) for n, v in counts.items()} for k, counts in models.items()},
-                      _stored(path, keys), tuple(changes(manifest, json.loads(json.dumps(header)))))
+                      _stored(path, keys), tuple(program_changes(manifest, json.loads(json.dumps(header)))))
     except DAMAGE as error:
         raise _damaged(path, str(error)) from None
 
@@ -203,8 +203,8 @@ def _damaged(path: Path, why: str) -> Failure:
                 help="restore it from a backup, or start from the beginning without `--resume`")
 
 
-def _stored(path: Path, keys: Sequence[tuple[str, str]]) -> Mapping[str, Stored]:
-    stored: dict[str, Stored] = defaultdict(list)
+def _stored(path: Path, keys: Sequence[tuple[str, str]]) -> Mapping[str, StoredBoxes]:
+    stored: dict[str, StoredBoxes] = defaultdict(list)
     for name, key in keys:
         owner, _, text = key.rpartition("|")
         stored[owner].append((_box(text), path / name, key))

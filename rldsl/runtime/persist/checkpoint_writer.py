@@ -30,9 +30,9 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.events import Checkpoint, split
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.projection import events
-from rldsl.runtime.comm.agreement import anywhere
+from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
-from rldsl.runtime.persist.run_identity import facts
+from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
@@ -44,7 +44,7 @@ MANIFEST = "checkpoint.json"
 _KEY = "rldsl/checkpoint"
 
 
-def directory(out: Path, step: int) -> Path:
+def checkpoint_directory(out: Path, step: int) -> Path:
     return out / "checkpoints" / f"step-{step:06d}"
 
 
@@ -52,15 +52,16 @@ def box_text(box: Box) -> str:
     return ",".join(f"{a}:{b}" for a, b in box)
 
 
-def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Writer, event: Checkpoint) -> bool:
+def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: CheckpointWriter,
+               event: Checkpoint) -> bool:
     """Agree with the other ranks whether the run was asked to stop, which is returned; begin to write a checkpoint
     where one is due, and where the run stops."""
     context = models.context
     due = step.number % event.every == 0
     if due:
         writer.join()
-    votes = (writer.stop_asked(), writer.problem is not None)
-    stop, failed = anywhere(votes, context.world.group(event.mesh), context.device)
+    votes = (writer.stop_requested(), writer.problem is not None)
+    stop, failed = any_rank(votes, context.world.group(event.mesh), context.device)
     if failed:
         raise writer.failure()
     if stop and not due:
@@ -70,8 +71,8 @@ def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Wr
     return stop
 
 
-def begin(context: RunContext, plan: str, watch: Any = None) -> Writer:
-    """Before the first step: every rank gets its writer. plan: its id. watch: knows whether this rank was asked to
+def open_writer(context: RunContext, plan: str, watchdog: Any = None) -> CheckpointWriter:
+    """Before the first step: every rank gets its writer. plan: its id. watchdog: knows whether this rank was asked to
     stop."""
     store = dist.distributed_c10d._get_default_store()
     store = store.clone() if hasattr(store, "clone") else store  # a thread of its own uses it
@@ -79,13 +80,14 @@ def begin(context: RunContext, plan: str, watch: Any = None) -> Writer:
     if context.rank == 0:
         store.set("token", token_hex(4))
     token = store.get("token").decode()
-    writer = Writer(context.out, plan, facts(context.plan), store, context.rank, dist.get_world_size(), token)
-    if watch is not None:
-        watch.waits, writer.stop_asked = True, lambda: watch.asked
+    writer = CheckpointWriter(context.out, plan, program_identity(context.plan), store, context.rank,
+                              dist.get_world_size(), token)
+    if watchdog is not None:
+        watchdog.stops_after_step, writer.stop_requested = True, lambda: watchdog.stop_requested
     return writer
 
 
-def _tensors(models: ModelStore, writer: Writer, event: Checkpoint) -> dict[str, torch.Tensor]:
+def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) -> dict[str, torch.Tensor]:
     """Copies of the boxes that this rank writes."""
     context = models.context
     found: dict[str, torch.Tensor] = {}
@@ -99,7 +101,7 @@ def _tensors(models: ModelStore, writer: Writer, event: Checkpoint) -> dict[str,
         shard = models.ready(name, layout)
         parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.home == layout else {})}
         if (name, layout) not in writer.mine:
-            writer.mine[name, layout] = mine(model, where, mesh, rank)
+            writer.mine[name, layout] = owned_pieces(model, where, mesh, rank)
         for parameter, piece in writer.mine[name, layout]:
             for part, tensors in parts.items():
                 view = tensors[parameter.name][local_slice(piece, piece.box, parameter.dim)]
@@ -108,7 +110,7 @@ def _tensors(models: ModelStore, writer: Writer, event: Checkpoint) -> dict[str,
     return found
 
 
-def mine(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
+def owned_pieces(model: Model, layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Parameter, Piece], ...]:
     """The pieces that a rank writes: of those who hold the same, each writes every so many parameters."""
     return tuple((parameter, piece) for i, parameter in enumerate(parameters(model))
                  for share in holdings(parameter, model.layers, layout, mesh)
@@ -127,7 +129,7 @@ def _facts(models: ModelStore, step: StepState, data: DataReader, event: Checkpo
     return {"states": states, "data": dict(data.position), "readings": readings, "models": progress}
 
 
-class Writer:
+class CheckpointWriter:
     """A rank's checkpoints; one at a time is being written. token: of this start of the run, in names of what is not
     finished. problem: why the last one could not be written here."""
 
@@ -136,7 +138,7 @@ class Writer:
         self.rank, self.world, self.token = rank, world, token
         self.problem: str | None = None
         self.mine: dict[tuple[str, str], tuple[tuple[Parameter, Piece], ...]] = {}  # model, layout -> what it writes
-        self.stop_asked: Callable[[], bool] = lambda: False  # whether this rank was asked to end the run (SIGTERM)
+        self.stop_requested: Callable[[], bool] = lambda: False  # whether this rank was asked to end the run (SIGTERM)
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
@@ -153,7 +155,7 @@ class Writer:
         """Wait for the last checkpoint; every rank learns when it could not be written."""
         self.join()
         last = next(e for e, _ in events(context.plan) if isinstance(e, Checkpoint))
-        if anywhere((self.problem is not None,), context.world.group(last.mesh), context.device)[0]:
+        if any_rank((self.problem is not None,), context.world.group(last.mesh), context.device)[0]:
             raise self.failure()
 
     def failure(self) -> Failure:
@@ -166,7 +168,7 @@ class Writer:
 
     def _write(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         """On the thread. Whatever goes wrong is told to the first rank too, which then leaves the directory unnamed."""
-        final = directory(self.out, step)
+        final = checkpoint_directory(self.out, step)
         partial = final.parent / f".{final.name}.{self.token}.partial"
         try:
             report = {"facts": facts, "files": self._file(partial, tensors) if tensors else {}}
@@ -211,11 +213,11 @@ class Writer:
             shutil.rmtree(final)
         os.replace(partial, final)
         sync(final.parent)
-        for old in found(self.out)[:-keep]:
+        for old in checkpoints(self.out)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def found(out: Path) -> Sequence[Path]:
+def checkpoints(out: Path) -> Sequence[Path]:
     """The checkpoints of a run, oldest first."""
     every = (p for p in (out / "checkpoints").glob("step-*") if p.name[5:].isdecimal())
     return sorted((p for p in every if (p / MANIFEST).is_file()), key=step_of)

@@ -25,11 +25,11 @@ from rldsl.plan.events import Save
 from rldsl.plan.model import Model
 from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.in_place import pieces_by_parameter
-from rldsl.runtime.comm.agreement import agree
+from rldsl.runtime.comm.agreement import raise_together
 from rldsl.runtime.comm.exchange import post
-from rldsl.runtime.comm.reshard import Tensors, spot
+from rldsl.runtime.comm.reshard import Tensors, local_box
 from rldsl.runtime.files import sync
-from rldsl.runtime.persist.allowed_paths import MARK, check_writes, foreign
+from rldsl.runtime.persist.allowed_paths import MARK, check_writes, is_foreign
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.sharding.boxes import cell_of, local_slice, parameters, slices
@@ -87,7 +87,7 @@ def _gather(context: RunContext, event: Save, model: Model, mine: Tensors,
         parameter, pieces = held[name]
         for piece in pieces:
             target[slices(piece.box)] = mine[name][local_slice(piece, piece.box, parameter.dim)]
-    spots = {m.peer: [spot(held, *box) for box in m.boxes] for m in sends}
+    spots = {m.peer: [local_box(held, *box) for box in m.boxes] for m in sends}
     out = {peer: torch.cat([mine[name][at].reshape(-1) for name, at in some]) for peer, some in spots.items()}
     into = {m.peer: torch.empty(m.size(), dtype=_dtype(mine), device=context.device) for m in receives}
     post(out, into, event.id * 16).wait()
@@ -127,7 +127,7 @@ def _together(group: Any, context: RunContext, work: Any, final: Path) -> None:
         said = (Diagnostic("RL0706", why, place=str(final),
                            help="check the path, its permissions and the free disk space; earlier checkpoints are "
                                 "intact"),)
-    agree(said, group, context.device)
+    raise_together(said, group, context.device)
 
 
 def _aside(final: Path) -> Path:
@@ -138,7 +138,7 @@ def _fresh(partial: Path, final: Path) -> None:
     """An empty place to write to; and the checkpoint back in its place, when a run ended between the two renames."""
     if _aside(final).exists() and not final.exists():
         os.replace(_aside(final), final)
-    if foreign(final):  # it was not there before the first step
+    if is_foreign(final):  # it was not there before the first step
         raise FileExistsError(17, "the directory exists and was not written by a save")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -11,14 +11,14 @@ from typing import Any
 from rldsl.plan.model import Plan
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def program_identity(plan: Plan) -> dict[str, Any]:
     """What a checkpoint says of its program: a run that goes on from it is told what has changed."""
     header = plan.header
     return {"sources": dict(header.sources), "functions": {f.path: f.sha256 for f in plan.functions},
             "params": dict(header.params), "seed": header.seed}
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def program_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """What of a program (`facts`) is not as it was; a file under another name is the same file."""
     for name, value in now["params"].items():
         before = then["params"].get(name)

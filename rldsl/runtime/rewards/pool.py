@@ -22,7 +22,7 @@ from rldsl.plan.model import Function
 from rldsl.runtime.rewards import user_functions, worker_process
 from rldsl.runtime.rewards.user_functions import Row
 from rldsl.runtime.rewards.worker import encoded
-from rldsl.runtime.rewards.worker_process import LOAD, Chunk, Worker
+from rldsl.runtime.rewards.worker_process import LOAD, RowChunk, Worker
 
 LIMIT = 60.0  # seconds a row
 LOADING = 300.0  # seconds that files may take to be loaded: they may load models
@@ -31,13 +31,13 @@ TRIES = 3  # of starting a worker that dies before it gets a row
 
 
 @dataclass
-class Call:
+class FunctionCall:
     """What is known of one call of a function. todo: in the order of rows."""
 
     function: Function
     rows: list[Row]
     names: Sequence[str]
-    todo: list[Chunk]
+    todo: list[RowChunk]
     values: list[float]
     errors: dict[int, Failure] = field(default_factory=dict)  # by first row
 
@@ -45,15 +45,15 @@ class Call:
         """Whether a chunk waits for a worker; after a mistake only rows before it still matter."""
         return bool(self.todo) and self.todo[0].start < min(self.errors, default=len(self.rows))
 
-    def next(self) -> Chunk | None:
+    def next(self) -> RowChunk | None:
         return self.todo.pop(0) if self.waits() else None
 
-    def again(self, chunks: Iterable[Chunk]) -> None:
+    def again(self, chunks: Iterable[RowChunk]) -> None:
         """These are still to be done."""
         self.todo = sorted([*self.todo, *chunks])
 
 
-class Pool:
+class RewardPool:
     """Workers that have loaded `functions`. With 0 of them functions are called in this process, without a limit.
 
     To be made on the rank's main thread: workers end with the thread that started them."""
@@ -79,7 +79,7 @@ class Pool:
             self.close()
             raise
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> RewardPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,7 +90,7 @@ class Pool:
         names = names or [str(i) for i in range(len(rows))]
         if not self.workers:
             return user_functions.call(function, json.loads(encoded(rows)), names)
-        call = Call(function, rows, names, self._chunks(function, len(rows)), [0.0] * len(rows))
+        call = FunctionCall(function, rows, names, self._chunks(function, len(rows)), [0.0] * len(rows))
         while True:
             for worker in list(self.workers):
                 if worker.work is None and (chunk := call.next()) is not None:
@@ -107,18 +107,18 @@ class Pool:
         worker_process.end(self.workers)
         self.workers.clear()
 
-    def _chunks(self, function: Function, rows: int) -> list[Chunk]:
+    def _chunks(self, function: Function, rows: int) -> list[RowChunk]:
         """Near equal parts of at least two rows: a function that returns one number for any rows must be found out."""
         if function.id in self.slow:
-            return Chunk(0, rows).singles()
+            return RowChunk(0, rows).singles()
         parts = max(-(-rows // MOST), min(rows // 2, SHARES * len(self.workers)), min(rows, 1))
         cuts = [rows * i // parts for i in range(parts + 1)] if parts else []
-        return [Chunk(*ends) for ends in zip(cuts, cuts[1:])]
+        return [RowChunk(*ends) for ends in zip(cuts, cuts[1:])]
 
     def _started(self, name: str) -> Worker:
         return worker_process.start(name, self.functions, self.loading)
 
-    def _give(self, worker: Worker, chunk: Chunk, call: Call) -> None:
+    def _give(self, worker: Worker, chunk: RowChunk, call: FunctionCall) -> None:
         part = slice(chunk.start, chunk.stop)
         request = {"function": call.function.id, "rows": call.rows[part], "names": list(call.names[part])}
         try:
@@ -132,7 +132,7 @@ class Pool:
             call.again([chunk])
             self._replace(worker, call)
 
-    def _wait(self, call: Call | None) -> None:
+    def _wait(self, call: FunctionCall | None) -> None:
         """Until there is something to do for workers; then do it for all of them."""
         worker_process.wait(self.workers)
         for worker in list(self.workers):
@@ -144,7 +144,7 @@ class Pool:
             elif worker.deadline < time.monotonic():
                 self._late(worker, call)
 
-    def _hear(self, worker: Worker, call: Call | None) -> None:
+    def _hear(self, worker: Worker, call: FunctionCall | None) -> None:
         try:
             answer = worker.hear()
         except TimeoutError:
@@ -168,7 +168,7 @@ class Pool:
 
     # what goes wrong
 
-    def _late(self, worker: Worker, call: Call | None) -> None:
+    def _late(self, worker: Worker, call: FunctionCall | None) -> None:
         chunk, lines = worker.work, worker.asked_where()
         assert chunk is not None
         self._replace(worker, call)
@@ -183,7 +183,7 @@ class Pool:
             "RL0777", f"took more than {self.limit:g} s for row {call.names[chunk.start]}", lines, call, chunk,
             help="add a time limit inside the function, or raise `--reward-timeout SECONDS`")
 
-    def _died(self, worker: Worker, call: Call | None) -> None:
+    def _died(self, worker: Worker, call: FunctionCall | None) -> None:
         chunk, lines = worker.work, worker.last_lines()
         assert chunk is not None
         status = self._replace(worker, call)
@@ -199,7 +199,7 @@ class Pool:
         call.errors[chunk.start] = self._blame(
             "RL0778", f"ended its process on row {call.names[chunk.start]} ({how})", lines, call, chunk, help)
 
-    def _replace(self, worker: Worker, call: Call | None) -> int:
+    def _replace(self, worker: Worker, call: FunctionCall | None) -> int:
         """End a worker and start another in its place. The exit status of the first."""
         status = worker.end()
         if call is None:  # the run has not begun, and will not
@@ -208,7 +208,8 @@ class Pool:
             self.workers[self.workers.index(worker)] = self._started(worker.name)
         return status
 
-    def _blame(self, code: str, what: str, lines: str, call: Call | None, chunk: Chunk, help: str) -> Failure:
+    def _blame(self, code: str, what: str, lines: str, call: FunctionCall | None, chunk: RowChunk,
+               help: str) -> Failure:
         functions = [call.function] if call is not None else list(self.functions)
         function, line = _place(functions, lines)
         subject = f"`{function.name}`" if call is not None else "this Python file"
@@ -221,6 +222,6 @@ def _place(functions: Sequence[Function], lines: str) -> tuple[Function, str]:
     """The innermost line of a user's file among those that a process was at; the first file without a line else."""
     for file, line in re.findall(r'File "(.*)", line (\d+) in', lines):
         for function in functions:
-            if file == str(user_functions.located(function.path)):
+            if file == str(user_functions.function_path(function.path)):
                 return function, line
     return functions[0], ""

@@ -29,7 +29,7 @@ LARGEST = 3.4028234663852886e38  # a float32
 SHIPPED, LIBRARY = "std/", "rldsl.stdlib"
 
 
-def located(path: str) -> Path:
+def function_path(path: str) -> Path:
     """Where the file of a Function is: `std/...` are the files of this package, all others as given."""
     if path.startswith(SHIPPED) and "/" not in path[len(SHIPPED):]:
         return Path(str(resources.files(LIBRARY))) / path[len(SHIPPED):]
@@ -39,7 +39,7 @@ def located(path: str) -> Path:
 def load(function: Function) -> Callable[[list[Row]], Any]:
     """Import the file of `function`, as Python runs a script: with its directory first among the places of modules."""
     try:
-        text = located(function.path).read_bytes()
+        text = function_path(function.path).read_bytes()
     except OSError as error:
         raise fail("RL0771", f"the Python file cannot be read: {error.strerror}", place=function.path,
                    help="paths are relative to the working directory") from None
@@ -54,15 +54,15 @@ def load(function: Function) -> Callable[[list[Row]], Any]:
         raise fail("RL0774", f"this file does not define a function `{function.name}`", place=function.path,
                    help=f"did you mean `{near[0]}`?" if near else "define it at the top of the file")
     if not callable(found):
-        raise fail("RL0774", f"`{function.name}` is {_article(found)}, not a function", place=function.path,
+        raise fail("RL0774", f"`{function.name}` is {_type_name(found)}, not a function", place=function.path,
                    help=f"`{function.name}` is called with a list of rows")
-    if (takes := _other(found)) is not None:
+    if (takes := _wrong_signature(found)) is not None:
         raise fail("RL0774", f"`{function.name}{takes}` does not take exactly one list of rows", place=function.path,
                    help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict")
     return found
 
 
-def _other(found: Callable[..., Any]) -> inspect.Signature | None:
+def _wrong_signature(found: Callable[..., Any]) -> inspect.Signature | None:
     """The signature of a function that does not take one list."""
     try:
         takes = inspect.signature(found)
@@ -76,7 +76,7 @@ def _other(found: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _import(function: Function) -> Any:
-    path = located(function.path)
+    path = function_path(function.path)
     name = "rldsl_user_" + hashlib.sha256(f"{path}\n{function.sha256}".encode()).hexdigest()[:16]
     if name in sys.modules:  # several functions of one file share their state
         return sys.modules[name]
@@ -109,17 +109,17 @@ def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list
         return []
     found, names = _loaded(function), names or [str(i) for i in range(len(rows))]
     try:
-        return _judged(function, found, rows, names)
+        return _call_checked(function, found, rows, names)
     except Failure:
         for row, name in zip(rows, names) if len(rows) > 1 else ():
-            _judged(function, found, [row], [name])
+            _call_checked(function, found, [row], [name])
         raise
 
 
 _loaded = functools.lru_cache(maxsize=None)(load)
 
 
-def _judged(function: Function, found: Callable[[list[Row]], Any], rows: list[Row],
+def _call_checked(function: Function, found: Callable[[list[Row]], Any], rows: list[Row],
             names: Sequence[str]) -> list[float]:
     try:
         result = found(rows)
@@ -127,11 +127,11 @@ def _judged(function: Function, found: Callable[[list[Row]], Any], rows: list[Ro
         raise
     except BaseException as error:
         about = describe(rows[0], names[0]) if len(rows) == 1 else ()
-        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, _mend(error, rows[0])) from None
+        raise _raised("RL0775", f"`{function.name}` raised", function, error, about, _advice(error, rows[0])) from None
     return _checked(function, rows, names, result)
 
 
-def _mend(error: BaseException, row: Row) -> str:
+def _advice(error: BaseException, row: Row) -> str:
     """How to mend what raised; of a column that is not there, which there are."""
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
         near = get_close_matches(error.args[0], list(row), n=1)
@@ -151,7 +151,7 @@ def _checked(function: Function, rows: list[Row], names: Sequence[str], result: 
     if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
     if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
-        raise _wrong(function, f"returned {_article(result)}, not one number per row",
+        raise _wrong(function, f"returned {_type_name(result)}, not one number per row",
                      help="it receives a list of rows and must return a list of the same length")
     if len(result) != len(rows):
         many, (first, prompt) = len(rows) > 1, describe(rows[0], names[0])
@@ -168,7 +168,7 @@ def _number(function: Function, row: Row, name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None:
-        raise _wrong(function, f"returned {_article(value)} for row {name}, not a number", notes=about[1:],
+        raise _wrong(function, f"returned {_type_name(value)} for row {name}, not a number", notes=about[1:],
                      help="return a float, an int or a bool for every row")
     if not math.isfinite(number) or abs(number) > LARGEST:
         raise _wrong(function, f"returned {number} for row {name}", notes=about[1:],
@@ -183,18 +183,18 @@ def _wrong(function: Function, what: str, *, help: str = "", notes: tuple[str, .
 def _raised(code: str, title: str, function: Function, error: BaseException, notes: tuple[str, ...] = (),
             help: str = "") -> Failure:
     """The user's own error, at the innermost line of the user's file."""
-    path = located(function.path)
+    path = function_path(function.path)
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None
     step = error.__traceback__
     while step is not None:
         if Path(step.tb_frame.f_code.co_filename).resolve() == path:
             line = step.tb_lineno
         step = step.tb_next
-    return fail(code, f"{title}: {_said(error)}", place=f"{function.path}:{line}" if line else function.path,
+    return fail(code, f"{title}: {_error_text(error)}", place=f"{function.path}:{line}" if line else function.path,
                 notes=notes, help=help)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:  # an exception of the user's own class may fail to say anything
@@ -203,7 +203,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _article(value: Any) -> str:
+def _type_name(value: Any) -> str:
     if value is None:
         return "None"
     name = type(value).__name__

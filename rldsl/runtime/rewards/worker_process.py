@@ -27,19 +27,19 @@ _BOOT = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rldsl.ru
          "main(*map(int, sys.argv[2:]))")
 
 
-class Chunk(NamedTuple):
+class RowChunk(NamedTuple):
     """Rows start .. stop of a call. again: a worker has died with it before."""
 
     start: int
     stop: int
     again: bool = False
 
-    def singles(self, again: bool = False) -> list[Chunk]:
+    def singles(self, again: bool = False) -> list[RowChunk]:
         """The same, row by row."""
-        return [Chunk(i, i + 1, again) for i in range(self.start, self.stop)]
+        return [RowChunk(i, i + 1, again) for i in range(self.start, self.stop)]
 
 
-LOAD = Chunk(-1, -1)  # no rows: the functions are loaded
+LOAD = RowChunk(-1, -1)  # no rows: the functions are loaded
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     peer: socket.socket
     trace: int
-    work: Chunk | None = None
+    work: RowChunk | None = None
     deadline: float = 0.0
     line: bytes = b""  # of its output, not yet ended
 
@@ -63,7 +63,7 @@ class Worker:
     def ended(self) -> bool:
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
-    def ask(self, work: Chunk, request: Any, seconds: float) -> None:
+    def ask(self, work: RowChunk, request: Any, seconds: float) -> None:
         """TimeoutError: it does not take the request. ConnectionError: it has died."""
         self.work, self.deadline = work, time.monotonic() + seconds
         self.peer.settimeout(seconds)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rldsl.plan.events import Fetch
 from rldsl.plan.projection import events
 from rldsl.runtime.data import Source, open_source
-from rldsl.runtime.data.read_positions import Reading
+from rldsl.runtime.data.read_positions import SourceReading
 from rldsl.runtime.state.context import RunContext
 
 
@@ -24,7 +24,7 @@ class DataReader:
     # source -> the batch read last, counted from 0
     position: dict[str, int] = field(default_factory=dict)
     # how the sources that this rank reports on are read, for checkpoints
-    readings: dict[str, Reading] = field(default_factory=dict)
+    readings: dict[str, SourceReading] = field(default_factory=dict)
 
     def source(self, data: str) -> Source:
         """The source, opened and checked at its first use."""

@@ -13,9 +13,9 @@ import torch
 from rldsl.plan.events import Compute, Generate, split
 from rldsl.plan.model import Spread
 from rldsl.runtime.backend import PackedBatch
-from rldsl.runtime.comm.row_assignment import Lens, StepRows
+from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
 from rldsl.runtime.state.context import RunContext
-from rldsl.runtime.store import Column, Store
+from rldsl.runtime.store import BufferStore, Column
 from rldsl.sharding.partition import mix
 
 COMPUTE_SEEDS = 1 << 32  # keeps the seeds of computations apart from those of generated frames
@@ -33,7 +33,7 @@ class StepState:
     # data source that the innermost loop goes over once, in an evaluation; "" in any other loop
     evaluated_source: str = ""
     # values by buffer name (`value@spread`)
-    buffers: Store = field(default_factory=Store)
+    buffers: BufferStore = field(default_factory=BufferStore)
     # metric -> its values so far in this step
     logged: dict[str, list[float]] = field(default_factory=dict)
     # generate or compute event -> how often it has drawn random numbers in this step, less one
@@ -93,7 +93,7 @@ class StepState:
         self.write(value, spread, torch.zeros(1, dtype=torch.int64, device=device),
                    torch.tensor([number], dtype=torch.float64, device=device))
 
-    def know_lengths(self, frame: str, lens: Lens) -> None:
+    def know_lengths(self, frame: str, lens: RowLengths) -> None:
         """The lengths of all rows of a frame are known."""
         self.rows.know(frame, lens)
         if not self.context.frames[frame].of and int(lens.response.sum()):  # a selection's tokens are counted already
