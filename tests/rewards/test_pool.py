@@ -274,8 +274,9 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path, busy: bool) -> N
             "def score(rows):\n    open(f'{os.path.dirname(__file__)}/busy', 'w').close()\n"
             "    re.match('(a+)+b', 'a' * 60)\n")
     function = written(tmp_path, body)
-    program = ("import sys, time\nfrom rldsl.plan.model import Function\nfrom rldsl.runtime.rewards.pool import Pool\n"
-               f"f = Function(*{(function.id, function.path, function.name, function.sha256)!r})\npool = Pool([f], 2)\n"
+    program = ("import sys, time\nfrom rldsl.plan.model import Function\n"
+               "from rldsl.runtime.rewards.pool import RewardPool\n"
+               f"f = Function(*{(function.id, function.path, function.name, function.sha256)!r})\npool = RewardPool([f], 2)\n"
                "print('ready', flush=True)\n" + ("pool.call(f, [{}] * 4)\n" if busy else "") + "time.sleep(100)\n")
     rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert rank.stdout is not None and rank.stdout.readline() == b"ready\n"
