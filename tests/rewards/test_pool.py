@@ -276,7 +276,8 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path, busy: bool) -> N
     function = written(tmp_path, body)
     program = ("import sys, time\nfrom rldsl.plan.model import Function\n"
                "from rldsl.runtime.rewards.pool import RewardPool\n"
-               f"f = Function(*{(function.id, function.path, function.name, function.sha256)!r})\npool = RewardPool([f], 2)\n"
+               f"f = Function(*{(function.id, function.path, function.name, function.sha256)!r})\n"
+               "pool = RewardPool([f], 2)\n"
                "print('ready', flush=True)\n" + ("pool.call(f, [{}] * 4)\n" if busy else "") + "time.sleep(100)\n")
     rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert rank.stdout is not None and rank.stdout.readline() == b"ready\n"
