@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure, fail
 
-FORMAT = 1
+FORMAT = 2
 FOLDER, LAST_HEARTBEATS = "postmortem", "signs.json"  # under the directory of a run
 Phase = Literal["start-up", "begins", "waits", "calls", "resumes", "ends", "over"]
 

@@ -79,7 +79,7 @@ def _rank(rank: int, data: bytes, out: str) -> str:
 
     before, sys.stderr = sys.stderr, io.StringIO()
     try:
-        execute(PlanFile.from_bytes(data, "p.plan"), out, options=Options(resume=Path(out), goes_on=True))
+        execute(PlanFile.from_bytes(data, "p.plan"), out, options=Options(resume=Path(out), continues=True))
         return sys.stderr.getvalue()
     except Failure as failure:
         return sys.stderr.getvalue() + render(failure.diagnostics)
@@ -192,11 +192,12 @@ def _rank_from(rank: int, data: bytes, out: str, name: str) -> str:
     from rldsl.diag import Failure
     from rldsl.runtime.interpreter.interpreter import execute
     from rldsl.runtime.interpreter.options import Options
+    from rldsl.runtime.plan_file import PlanFile
 
     os.chdir(Path(out).parent)
     try:
         execute(PlanFile.from_bytes(data, "p.plan"), out,
-                options=Options(resume=Path(out) / "checkpoints" / name, goes_on=True))
+                options=Options(resume=Path(out) / "checkpoints" / name, continues=True))
     except Failure as failure:
         return str(failure)
     return ""

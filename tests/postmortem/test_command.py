@@ -118,7 +118,7 @@ WHOLE = dump_text(dump(1, at(LENGTHS, 3)))
 
 
 @pytest.mark.parametrize("text", [
-    "", WHOLE[:-20], "[1]", "{}", "null", "\xff", WHOLE.replace('"format":1', '"format":2'),
+    "", WHOLE[:-20], "[1]", "{}", "null", "\xff", WHOLE.replace('"format":2', '"format":1'),
     WHOLE.replace('"rank":1', '"rank":"1"'), WHOLE.replace('"rank":1', '"rank":true'),
     WHOLE.replace('"rank":1', '"rank":2'),
     WHOLE.replace('"rank":1', '"rank":-1'), WHOLE.replace('"rank":1', '"rank":9'), WHOLE.replace('"pid":101,', ""),

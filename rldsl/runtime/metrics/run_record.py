@@ -114,11 +114,11 @@ def is_own_checkpoint(out: Path, resume: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OutputClaim:
-    """resume: what the run goes on from. goes_on: what is in its directory is its own and stays; else it begins anew
+    """resume: what the run goes on from. continues: what is in its directory is its own and stays; else it begins anew
     there, and what an earlier run left is removed."""
 
     resume: Path | None
-    goes_on: bool
+    continues: bool
 
 
 def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False) -> OutputClaim:
@@ -127,13 +127,13 @@ def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite:
     if again:
         return OutputClaim(resume if last_checkpoint(out) is None else out, True)
     held = read_record(out)
-    goes_on = resume is not None and is_own_checkpoint(out, resume)
-    if goes_on and held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname():
+    continues = resume is not None and is_own_checkpoint(out, resume)
+    if continues and held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname():
         raise fail("RL0781", "this directory contains an active run", place=str(out), notes=(_run_description(held),),
                    help="wait until it has finished; `kill -TERM` stops a run with checkpoints after the current step")
-    if not goes_on and not overwrite:
+    if not continues and not overwrite:
         refuse_existing_run(out)
-    return OutputClaim(resume, goes_on)
+    return OutputClaim(resume, continues)
 
 
 def remove_earlier_run(out: Path, world: int) -> None:
@@ -158,11 +158,11 @@ class RunRecord:
     """`run.json` of the run under way, kept by rank 0."""
 
     def __init__(self, out: Path, file: PlanFile, plan: Plan, devices: Sequence[str], command: Sequence[str],
-                 goes_on: bool):
+                 continues: bool):
         """plan: as it is executed, which `--allow-changed-python` may have changed. devices: of this rank's machine.
-        goes_on: the run continues the one that is there."""
+        continues: the run continues the one that is there."""
         self._file = out / RECORD
-        earlier = (read_record(out) or {}) if goes_on else {}
+        earlier = (read_record(out) or {}) if continues else {}
         header, now = plan.header, _now()
         self._held = {
             "program": header.program, "flow": header.flow, "state": RUNNING, "step": 0, "steps": header.steps,
