@@ -2,8 +2,10 @@
 
 transformers compiles its table of conversions, some thousand regular expressions, when a model is first described; the
 hints of a plan's records are read when a plan is first decoded; configurations, tokenizers and decoding fill caches of
-their own when they are first used. This takes a third of a short run's CPU time. What the imports made lives as long as the process: no
-collection of garbage in a rank has to go through it, and copy its pages.
+their own when they are first used. All of it takes a third of the CPU time of a short run.
+
+What the imports made lives as long as the process: no collection of garbage in a rank has to go through it, and copy
+its pages.
 """
 
 import gc
@@ -26,7 +28,7 @@ verify(decode(encode(grpo()), "sample.plan"))
 
 
 def _infer() -> None:
-    """Build a model as a rank does, sample and take log-probs; no backward pass, after which autograd survives no fork."""
+    """Build a model, sample and take log-probs, as ranks do. Autograd would survive no fork after a backward pass."""
     with TemporaryDirectory() as folder:
         shard = make_shard(plan_model(str(make_model(Path(folder) / "model", num_hidden_layers=1))), 0)
         one = PackedBatch(*(torch.tensor([x]) for x in (0, 2, 0)), torch.tensor([2, 3]))
