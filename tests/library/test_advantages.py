@@ -179,6 +179,46 @@ def test_leave_one_out(b: Batch) -> None:
     check("std.rloo", "leave_one_out(r)", b, want, r=r)
 
 
+@pytest.mark.parametrize("b", [*ANY, Batch.random(seed=6, prompts=4, n=2), Batch.random(seed=7, prompts=3, n=5)])
+def test_leave_one_out_over_the_deviation_of_the_others(b: Batch) -> None:
+    """NeMo-RL: divided where the others differ; with fewer than two others there is no deviation."""
+    r = b.seqs(1)
+    want: Floats = []
+    for i in range(b.rows):
+        others = [float(r.data[j]) for j in range(i // b.n * b.n, i // b.n * b.n + b.n) if j != i]
+        centred = float(r.data[i]) - (mean(others) if others else 0.0)
+        want.append(centred / (math.sqrt(var(others)) + 1e-6) if len(others) > 1 else centred)
+    check("std.rloo", "leave_one_out(r, by_std=true)", b, want, r=r)
+
+
+@pytest.mark.parametrize("level", [0.1, 0.0, 100.0, 0.3])
+def test_others_that_are_equal_have_no_deviation(level: float) -> None:
+    """Whatever rounding makes of their variance."""
+    b = Batch({"gen": [1] * 8}, 4)
+    r = b.given("seq", [level, level, level, level + 1, level, level, level, level])
+    third = 1 / 3
+    near = -third / (math.sqrt(third) + 1e-6)
+    check("std.rloo", "leave_one_out(r, by_std=true)", b, [near, near, near, 1.0, 0, 0, 0, 0], r=r)
+
+
+@pytest.mark.parametrize(("module", "call"), [
+    ("std.opo", "optimal_baseline(r, len(gen), alone=true)"), ("std.gpg", "gpg_norm(r, nonzero=true, alone=true)")])
+def test_an_answer_alone_keeps_its_reward(module: str, call: str) -> None:
+    r = ONE.seqs(1)
+    check(module, call, ONE, r.data.tolist(), r=r)
+    check(module, call.replace(", alone=true", ""), ONE, [0.0] * ONE.rows, r=r)
+    grouped = call.replace(", alone=true", "")
+    want = run_fn(module, grouped, RAGGED, r=RAGGED.seqs(1)).tolist()
+    check(module, call, RAGGED, want, r=RAGGED.seqs(1))
+
+
+def test_an_answer_alone_keeps_its_reward_before_it_is_normalised() -> None:
+    r, t = ONE.seqs(1), ONE.tokens(2)
+    each = [x for x, row in zip(r.data.tolist(), rows(ONE, t)) for _ in row]
+    white = [(x - mean(each)) / math.sqrt(var(each) + 1e-8) for x in each]
+    check("std.reinforce_pp", "reinforce_pp_baseline(r, t, alone=true)", ONE, white, r=r, t=t)
+
+
 @pytest.mark.parametrize("b", ANY)
 @pytest.mark.parametrize(("options", "unbiased"), [("", True), (", eps=0, unbiased=false, least=1e-8", False)])
 def test_reinforce_pp(b: Batch, options: str, unbiased: bool) -> None:
@@ -265,6 +305,8 @@ def test_corrections(b: Batch) -> None:
     w = [[math.exp(p - q) for p, q in zip(u, v)] for u, v in zip(rows(b, x), rows(b, y))]
     s = [math.prod(row) for row in w]
     check("std.correction", "truncated(x, y)", b, [min(v, 2) for v in flat(w)], x=x, y=y)
+    bounded = [min(max(v, 0.5), 5) for v in flat(w)]
+    check("std.correction", "truncated(x, y, most=5, least=0.5)", b, bounded, x=x, y=y)
     check("std.correction", "truncated_seq(x, y)", b, [min(v, 2) for v in s], x=x, y=y)
     check("std.correction", "banded(x, y)", b, [v if 0.5 <= v <= 5 else 0 for v in flat(w)], x=x, y=y)
     check("std.correction", "banded_seq(x, y)", b, [v if v <= 3 else 0 for v in s], x=x, y=y)

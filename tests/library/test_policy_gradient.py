@@ -142,13 +142,13 @@ def value_loss(eps: float) -> Reference:
     return loss
 
 
-def gspo(low=3e-4, high=4e-4, most=1e9) -> Reference:
+def gspo(low=3e-4, high=4e-4, most=1e9, agg=seq_mean_token_mean) -> Reference:
     def loss(lp: Rows, old: Rows, adv: Rows) -> Tensor:
-        out = []
+        rows = []
         for x, o, a in zip(lp, old, adv):
             s = clamp((x - o).sum() / max(len(x), 1), -1e9, most).exp()
-            out.append(surrogate(s, a[0], low, high))
-        return sum(out, zero()) / len(out)
+            rows.append([surrogate(s, a[0], low, high)] * len(x))
+        return agg(rows)
     return loss
 
 
@@ -252,8 +252,13 @@ CASES = [
     Case("dr_grpo", "std.grpo", "dr_grpo(old=old, adv=adv, horizon=64)", ppo(horizon(64)), SEQ_ADV),
     Case("dapo", "std.dapo", "dapo(old=old, adv=adv)", ppo(high=0.28), SEQ_ADV),
     Case("dapo_verl", "std.dapo", "dapo(old=old, adv=adv, dual=10)", ppo(high=0.28, dual=10.0), OLD_ADV),
+    Case("dapo_bound", "std.dapo", "dapo(old=old, adv=adv, bound=0.1)", ppo(high=0.28, bound=0.1), OLD_ADV),
     Case("gspo", "std.gspo", "gspo(old=old, adv=adv)", gspo(), SEQ_ADV),
     Case("gspo_verl", "std.gspo", "gspo(old=old, adv=adv, low=0.2, high=0.2, most=10)", gspo(0.2, 0.2, 10), SEQ_ADV),
+    Case("gspo_tokens", "std.gspo", 'gspo(old=old, adv=adv, low=0.2, high=0.2, agg="token-mean")',
+         gspo(0.2, 0.2, agg=token_mean), SEQ_ADV),
+    Case("gspo_sums", "std.gspo", f"gspo(old=old, adv=adv, low=0.2, high=0.2, {SUM_NORM})", gspo(0.2, 0.2, agg=horizon(32)),
+         SEQ_ADV),
     Case("gspo_bounded", "std.gspo", "gspo(old=old, adv=adv, low=0.2, high=0.9, most=0.1)", gspo(0.2, 0.9, 0.1), SEQ_ADV),
     Case("gspo_token", "std.gspo", "gspo_token(old=old, adv=adv)", gspo_token, OLD_ADV),
     Case("cispo", "std.cispo", "cispo(old=old, adv=adv)", cispo(1, 4), OLD_ADV),
@@ -298,6 +303,6 @@ def test_every_objective_has_a_reference() -> None:
     losses = {"ppo_clip", "ppo_stop", "value_clip"}
     for module in ("grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "gpg", "rloo", "covariance"):
         losses |= {n for n in _names(f"std.{module}") if n not in (
-            "group_norm", "gdpo_norm", "overlong", "seq_ratio", "gpg_norm", "leave_one_out", "covariance",
+            "group_norm", "gdpo_norm", "overlong", "seq_ratio", "gpg_norm", "leave_one_out", "others_var", "covariance",
             "clip_cov_tokens", "kl_cov_tokens")}
     assert losses == {c.call.partition("(")[0] for c in CASES}
