@@ -23,7 +23,7 @@ stubs.install("PIL", "accelerate", "aiohttp", "bitsandbytes", "datasets", "deeps
 from openrlhf.models import loss as models  # noqa: E402
 from openrlhf.models.utils import compute_approx_kl, masked_mean  # noqa: E402
 from openrlhf.trainer.dpo_trainer import DPOTrainer  # noqa: E402
-from openrlhf.trainer.ppo_utils import AdaptiveKLController  # noqa: E402
+from openrlhf.trainer.ppo_utils import AdaptiveKLController, Experience  # noqa: E402
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker  # noqa: E402
 from openrlhf.trainer.ppo_utils.length_penalty import apply_overlong_penalty  # noqa: E402
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer  # noqa: E402
@@ -71,7 +71,7 @@ def actor_loss(case: Case) -> Output:
     adv = case.table("adv") if level == "token" else case.seq("r")[:, None] * case.mask()
     trained = "lp" if "lp" in case.levels else "old"
     mask = case.mask()
-    experience = everything(
+    experience = Experience(
         sequences=mask.long(), action_mask=mask, attention_mask=mask, advantages=adv, info={},
         action_log_probs=case.table(trained), rollout_log_probs=case.table("old"),
         base_action_log_probs=case.table("ref") if "ref" in case.levels else None)

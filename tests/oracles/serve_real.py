@@ -81,10 +81,10 @@ def prompts_and(case: Case) -> tuple[list[int], Tensor]:
 
 
 class Recorder:
-    """A model whose training step calls the loss with the case's fresh values, and keeps what the loss was given."""
+    """A model whose training step computes the loss and keeps it."""
 
-    def __init__(self, case: Case):
-        self.case, self.loss, self.data = case, None, None
+    def __init__(self) -> None:
+        self.loss: Tensor | None = None
         self.module = self
         self.device, self.version = "cpu", SimpleNamespace(global_step=0, epoch=0)
 
@@ -95,17 +95,22 @@ class Recorder:
         pass
 
     def train_batch(self, input_: Sample, loss_fn: Any, **rest: Any) -> None:
-        self.data = input_.data
-        if self.case.leaves:
-            self.loss, _ = loss_fn(None, input_)
+        self.loss, _ = loss_fn(torch.zeros(1), input_)
+
+
+_tensor = torch.tensor
+
+
+def _on_cpu(data: Any, device: Any = None, **rest: Any) -> Tensor:
+    return _tensor(data, **rest)
 
 
 def patched(case: Case) -> Any:
-    """One process, no GPU, and log-probabilities of tokens in place of logits."""
-    fresh = next(iter(case.leaves)) if case.leaves else None
-    given = lambda *a, **k: packed(case, fresh)  # noqa: E731
+    """One process, no GPU, and in place of logits the log-probabilities: the fresh ones, or those of sampling."""
+    given = lambda *a, **k: packed(case, next(iter(case.leaves), "old"))  # noqa: E731
     return [mock.patch.multiple(ppo_interface, SequenceSample=Sample, gather_packed_shifted_log_probs=given),
             mock.patch.object(torch.Tensor, "cuda", lambda x: x),
+            mock.patch.object(torch, "tensor", _on_cpu),
             mock.patch.object(functional, "gather_packed_shifted_log_probs", given),
             mock.patch.object(dpo_interface, "gather_packed_shifted_log_probs", given),
             mock.patch.object(grpo_interface, "SequenceSample", Sample),
@@ -120,7 +125,7 @@ def patched(case: Case) -> Any:
 
 def run(case: Case, interface: Any, sample: Sample) -> Recorder:
     """A training step of an interface."""
-    model = Recorder(case)
+    model = Recorder()
     with_patches(case, lambda: interface.train_step(model, sample))
     return model
 
@@ -224,7 +229,7 @@ def grpo_advantage(case: Case) -> Output:
                          packed_ref_logprobs=packed(case, "old"), packed_logits_mask=None,
                          packed_input_ids=torch.zeros(len(prompt), dtype=torch.long)),
                     [lens[i : i + case.n] for i in range(0, len(lens), case.n)])
-    model = Recorder(case)
+    model = Recorder()
     seen: list[Any] = []
     model.train_batch = lambda input_, **rest: seen.append(input_.data["advantages"])  # type: ignore[method-assign]
     with_patches(case, lambda: stopped_after(lambda: grpo(case).train_step(model, sample), seen))
@@ -257,7 +262,7 @@ def remax(case: Case) -> Output:
                          packed_input_ids=torch.zeros(len(prompt), dtype=torch.long), packed_logits_mask=None),
                     [[n] for n in lens])
     me = reinforce_interface.ReinforceInterface(**case.options)
-    model = Recorder(case)
+    model = Recorder()
     with_patches(case, lambda: me.train_step(model, sample))
     return model.loss
 

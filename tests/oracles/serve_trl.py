@@ -72,7 +72,7 @@ def scored(made: Any, case: Case, logps: list[Tensor]) -> dict[str, Tensor]:
     generated = {GRPOTrainer: (prompts, ids, None, texts, sampled, {}, None, None),
                  RLOOTrainer: (prompts, ids, texts)}[type(made)]
     made._generate = lambda *a, **k: generated
-    names = [name for name in ("r", "r2") if name in case.levels]
+    names = ["r", "r2"] if "r2" in case.levels else ["r"]
     made._calculate_rewards = lambda *a, **k: torch.stack([case.seq(name) for name in names], 1)
     tables = iter(logps)
     made._get_per_token_logps_and_entropies = lambda *a, **k: (next(tables), None, None)
@@ -104,6 +104,12 @@ def shifted(mask: Tensor) -> Tensor:
     return torch.cat([torch.zeros(len(mask), 1, dtype=torch.long), mask.long()], 1)
 
 
+def unused(mask: Tensor) -> dict[str, Tensor]:
+    """What a model's output has for the trainer's metrics."""
+    zeros = torch.zeros(mask.shape)
+    return dict(label_mask=mask.bool(), is_top1=mask.bool(), entropy=zeros, mean_logits=zeros)
+
+
 def padded(tables: list[Tensor]) -> Tensor:
     longest = max(t.shape[1] for t in tables)
     return torch.cat([torch.nn.functional.pad(t, (0, longest - t.shape[1])) for t in tables])
@@ -116,10 +122,8 @@ def both(case: Case, chosen: str, rejected: str) -> Tensor:
 def sft(case: Case) -> Output:
     made = SFTTrainer(model=saved_model(), args=SFTConfig(**COMMON, **case.options), processing_class=tokenizer(),
                       train_dataset=Dataset.from_dict({"text": ["a b"] * 4}))
-    mask = case.mask()
-    ids = shifted(mask)
-    zeros = torch.zeros(mask.shape)
-    output = SimpleNamespace(log_probs=case.table("x"), label_mask=mask, entropy=zeros, is_top1=zeros)
+    ids = shifted(case.mask())
+    output = SimpleNamespace(log_probs=case.table("x"), **unused(case.mask()))
     return made.compute_loss(Held(output), {"input_ids": ids, "labels": ids, "attention_mask": ids})
 
 
@@ -128,9 +132,7 @@ def dpo(case: Case) -> Output:
                       train_dataset=PAIRS)
     mask = padded([case.mask(W).long(), case.mask(L).long()])
     made.ref_model = Held(SimpleNamespace(log_probs=both(case, "rw", "rl")))
-    zeros = torch.zeros(mask.shape)
-    output = SimpleNamespace(log_probs=both(case, "chosen", "rejected"), logits=logits_of(torch.zeros(mask.shape) - 1),
-                             entropy=zeros, is_top1=zeros, label_mask=mask.bool(), mean_logits=zeros)
+    output = SimpleNamespace(log_probs=both(case, "chosen", "rejected"), **unused(mask))
     inputs = {"input_ids": shifted(mask), "attention_mask": shifted(mask), "completion_mask": shifted(mask)}
     return made._compute_loss(Held(output), inputs, False)
 
@@ -142,7 +144,7 @@ def kto(case: Case) -> Output:
     made = KTOTrainer(model=saved_model(), args=KTOConfig(**own, **case.options), processing_class=tokenizer(),
                       train_dataset=data)
     ids = shifted(case.mask())
-    out = lambda name: SimpleNamespace(log_probs=case.table(name), logits=torch.zeros(1))  # noqa: E731
+    out = lambda name: SimpleNamespace(log_probs=case.table(name), **unused(case.mask()))  # noqa: E731
     made.ref_model = Held(out("ref"), out("ref"))
     inputs = {"input_ids": ids, "attention_mask": ids, "completion_mask": ids, "KL_input_ids": ids,
               "KL_attention_mask": ids, "KL_completion_mask": ids, "label": case.seq("label").bool()}

@@ -17,7 +17,7 @@ import stubs
 from wire import Case, Oracle, Output, serve
 
 stubs.install("PIL", "accelerate", "aiohttp", "cachetools", "codetiming", "datasets", "fastapi", "pandas", "peft",
-              "pydantic", "pylatexenc", "ray", "torchdata", "tqdm", "transformers", "uvicorn", "wandb")
+              "psutil", "pydantic", "pylatexenc", "ray", "torchdata", "tqdm", "transformers", "uvicorn", "wandb")
 
 import numpy as np  # noqa: E402
 from verl import DataProto  # noqa: E402
@@ -67,6 +67,38 @@ def policy_loss(case: Case) -> Output:
     return loss
 
 
+def clip_cov_loss(case: Case) -> Output:
+    """With a share of 1 nothing is left to chance: every token between the bounds is picked."""
+    return policy_loss(case)
+
+
+def kl_cov_loss(case: Case) -> Output:
+    return policy_loss(case)
+
+
+def kl_cov_choice(case: Case) -> Output:
+    """The tokens whose gradient grows with the coefficient, where the policy is `old` and moved up by 1 throughout."""
+    options = case.options["policy_loss"]
+    config = lambda coef: actor({"policy_loss": options | {"ppo_kl_coef": coef}})  # noqa: E731
+    columns = dict(old_log_probs=case.table("old") - 1, advantages=case.table("adv"))
+    grads = []
+    for coef in (0.1, 0.2):
+        fresh = case.table("old").detach().requires_grad_(True)
+        loss, _ = losses.ppo_loss(config(coef), {"log_probs": fresh}, batch_of(case, **columns))
+        grads.append(torch.autograd.grad(loss, fresh)[0])
+    return (grads[0] != grads[1]).double()
+
+
+def estimated_loss(case: Case) -> Output:
+    """The loss with the advantages that an estimator makes of the rewards."""
+    own = dict(case.options)
+    loss = own.pop("policy_loss")
+    case.options = own
+    adv = estimated(case, scores(case)).batch["advantages"]
+    columns = dict(old_log_probs=torch.zeros(adv.shape), advantages=adv)
+    return losses.ppo_loss(actor({"policy_loss": loss}), {"log_probs": case.table("x")}, batch_of(case, **columns))[0]
+
+
 def corrected_loss(case: Case) -> Output:
     """The loss with importance weights between the sampler (`old`) and the trainer (`lp`)."""
     data = DataProto.from_dict(tensors=dict(old_log_probs=case.table("lp"), rollout_log_probs=case.table("old"),
@@ -89,9 +121,9 @@ def whiten(case: Case) -> Output:
     return masked_whiten(case.table("adv"), case.mask().double())
 
 
-def scores(case: Case, name: str = "r", **columns: Tensor) -> DataProto:
+def scores(case: Case, **columns: Tensor) -> DataProto:
     """A batch whose reward of a sequence is at its last token. columns: what else it has."""
-    tensors = dict(token_level_scores=case.at_last(name), token_level_rewards=case.at_last(name),
+    tensors = dict(token_level_scores=case.at_last("r"), token_level_rewards=case.at_last("r"),
                    response_mask=case.mask().double())
     return DataProto.from_dict(tensors=tensors | columns, non_tensors={"uid": np.array(case.groups(), dtype=object)})
 
@@ -170,7 +202,7 @@ def overlong(case: Case) -> Output:
 
 
 ORACLES: dict[str, Oracle] = {
-    f.__name__: f for f in (policy_loss, corrected_loss, value_loss, whiten, kl_rewards, adaptive_kl, gae, advantage,
+    f.__name__: f for f in (policy_loss, clip_cov_loss, kl_cov_loss, kl_cov_choice, estimated_loss, corrected_loss, value_loss, whiten, kl_rewards, adaptive_kl, gae, advantage,
                             token_advantage, gdpo, reinforce_pp, overlong)}
 
 if __name__ == "__main__":

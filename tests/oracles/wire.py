@@ -72,7 +72,8 @@ class Case:
         return list(self.flat[name].split(self.lens[self.levels[name][1]]))
 
     def seq(self, name: str) -> Tensor:
-        return self.flat[name].clone()
+        """One number for each sequence; zeros where the case does not have the name."""
+        return self.flat[name].clone() if name in self.flat else torch.zeros(self.rows)
 
     def at_last(self, name: str) -> Tensor:
         """[rows, longest], a value of sequences at the last token of each, zero elsewhere."""
