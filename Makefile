@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint test test-isa demo docs vsix clean
+.PHONY: setup lint test test-isa oracles demo docs vsix clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -26,6 +26,19 @@ test: setup
 test-isa: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.isa -n 2 --dist worksteal -m numeric
 
+# The formulas of the systems that docs/algorithms.md names, from the systems themselves: each in an environment of its
+# own. RECORD=--record keeps what they answer for `make test`.
+ORACLES := trl trl112 verl openrlhf real
+oracles: setup $(ORACLES:%=.oracles/%/.installed)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.oracles $(RECORD) .oracles
+
+.oracles/%/.installed: tests/oracles/requirements-torch.txt tests/oracles/requirements-%.txt
+	test -x .oracles/$*/bin/python || $(PYTHON) -m venv .oracles/$*
+	.oracles/$*/bin/pip install --quiet --no-deps -r tests/oracles/requirements-torch.txt
+	PATH="$(CURDIR)/.oracles/$*/bin:$$PATH" pip install --quiet --no-deps --no-build-isolation \
+	  -r tests/oracles/requirements-$*.txt
+	touch $@
+
 demo: setup
 	$(BIN)/python examples/demo.py
 
@@ -37,4 +50,4 @@ vsix: setup
 	$(BIN)/python grammar/editors/vsix.py grammar/editors/vscode dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) .oracles build dist *.egg-info runs

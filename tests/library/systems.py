@@ -1,7 +1,9 @@
-"""What TRL, verl, OpenRLHF, ReaL and the papers compute, for each call under "Policy gradient" of docs/algorithms.md.
+"""Our transcription of what the systems and papers compute, for each call under "Policy gradient" of
+docs/algorithms.md.
 
 In: a batch and its values by the names of the page. Out: the number, advantage or weight, as that system writes it:
-over tables padded to the longest response, with masks. Shares nothing with the library.
+over tables padded to the longest response, with masks. Shares nothing with the library. `tests/oracles` holds the
+library, and these transcriptions, to the systems' own functions.
 """
 
 from __future__ import annotations
@@ -117,6 +119,18 @@ def others(t: Table, r: Tensor) -> Tensor:
     return (r * t.n - r.view(-1, t.n).sum(1).repeat_interleave(t.n)) / (t.n - 1)
 
 
+def others_std(t: Table, r: Tensor) -> Tensor:
+    """NeMo-RL: of the other sequences, unbiased; where it is 0 nothing is divided."""
+    rest = 1 - torch.eye(t.n, dtype=torch.float64)
+    first, second = r.view(-1, t.n) @ rest / (t.n - 1), (r.view(-1, t.n) ** 2) @ rest / (t.n - 1)
+    return ((second - first**2).clamp(min=0) * (t.n - 1) / (t.n - 2)).sqrt().flatten()
+
+
+def nemo_rl(t: Table) -> Tensor:
+    centred, std = others(t, t.r), others_std(t, t.r)
+    return torch.where(std > 1e-7, centred / (std + 1e-6), centred)
+
+
 def ratio(t: Table, old: Tensor, bound: float = 1e9) -> Tensor:
     return torch.clamp(t.x - old, -bound, bound).exp()
 
@@ -134,7 +148,7 @@ def k3(t: Table, inner: float = 1e9, outer: float = 1e9) -> Tensor:
 def k3_plus(t: Table) -> Tensor:
     """verl's straight-through form: the value of k3, the gradient of k2."""
     k2 = 0.5 * (t.x - t.ref) ** 2
-    return k2 - k2.detach() + k3(t).detach()
+    return k2 - k2.detach() + k3(t, 20, 10).detach()
 
 
 def value_loss(t: Table, eps: float) -> Tensor:
@@ -158,15 +172,20 @@ def controller(kl: Tensor, target: float) -> Tensor:
     return 0.1 * (1 + torch.clamp(kl / target - 1, -0.2, 0.2) * 8 / 10_000)
 
 
+def openrlhf_reward(t: Table, score: Tensor) -> Tensor:
+    """By default: score and k1 within ±10."""
+    return kl_reward(t, score.clamp(-10, 10), 0.01, 10)
+
+
 def gspo(t: Table, low: float, high: float, most: float = 1e9) -> Tensor:
-    """verl's form: the ratio of the sequence, with the gradient of each token's log-probability."""
+    """verl's form: the ratio of the sequence, with the gradient of each token's log-probability. Token by token."""
     s = (t.x - t.x.detach() + means(t, t.x - t.old).detach()[:, None]).clamp(max=most).exp()
-    return means(t, clip(s, t.r[:, None], low, high)).mean()
+    return clip(s, t.r[:, None], low, high)
 
 
-def gmpo(t: Table) -> Tensor:
+def gmpo(t: Table, eps: float = 0.4) -> Tensor:
     sign, d = torch.sign(t.r)[:, None], t.x - t.old
-    kept = sign * torch.minimum(sign * d, sign * torch.clamp(d, -0.4, 0.4))
+    kept = sign * torch.minimum(sign * d, sign * torch.clamp(d, -eps, eps))
     return -(t.r * torch.exp(means(t, kept))).mean()
 
 
@@ -184,6 +203,11 @@ def gpg(t: Table, counted: Tensor) -> Tensor:
     return mean(t, -t.x * spread(t, alpha * grouped(t, t.r, 0, std=False)))
 
 
+def by_length(t: Table) -> Tensor:
+    weighed = (t.r * t.lens).view(-1, t.n).sum(1) / t.lens.view(-1, t.n).sum(1)
+    return t.r - weighed.repeat_interleave(t.n)
+
+
 def mixed(t: Table) -> Tensor:
     """Sequences of the groups that have a variance."""
     return (t.r.view(-1, t.n).std(1) > 0).sum() * t.n
@@ -197,9 +221,10 @@ def largest(t: Table, share: float) -> Tensor:
     return torch.zeros_like(t.m).masked_scatter(flat, chosen)
 
 
-def corrected(t: Table, weight: Tensor, by_seq: bool = False) -> Tensor:
-    """The weight multiplies each token's loss, behind the clip."""
-    return mean(t, clip(ratio(t, t.lp), t.adv) * (weight[:, None] if by_seq else weight))
+def corrected(t: Table, weight: Tensor, bound: float = 1e9, dual: float = 0) -> Tensor:
+    """The weight, of tokens or of sequences, multiplies each token's loss, behind the clip."""
+    each = weight[:, None] if weight.dim() == 1 else weight
+    return mean(t, clip(ratio(t, t.lp, bound), t.adv, dual=dual) * each)
 
 
 def mismatch(t: Table) -> Tensor:
@@ -220,6 +245,9 @@ def real_advantage(t: Table, r: Tensor, discount: float) -> Tensor:
 
 
 GROUP = "seq-mean-token-mean"
+BY_DEFAULT = "old, ref, coef=0.01, most=10, kl_most=10"  # of OpenRLHF
+WHITE = "eps=0, unbiased=false, least=1e-8"
+VERL = "dual=3, bound=20, kl_bound=20, kl_most=10"
 SYSTEMS: dict[str, Callable[[Table], Tensor | tuple[Tensor, ...]]] = {
     "ppo_clip(old=old, adv=adv)": lambda t: mean(t, clip(ratio(t, t.old), t.adv)),
     "ppo_clip(old=old, adv=adv, dual=3, bound=20)": lambda t: mean(t, clip(ratio(t, t.old, 20), t.adv, dual=3)),
@@ -242,39 +270,59 @@ SYSTEMS: dict[str, Callable[[Table], Tensor | tuple[Tensor, ...]]] = {
         lambda t: controller(sums(t, t.old - t.ref).mean(), 6),
     "adaptive_kl(beta, mean(mean(old - ref by seq)), n=8, target=0.1, horizon=10000)":
         lambda t: controller(means(t, t.old - t.ref).mean(), 0.1),
+    "adaptive_kl(beta, mean(mean(clip(old - ref, -10, 10) by seq)), n=8, target=6, horizon=10000)":
+        lambda t: controller(means(t, (t.old - t.ref).clamp(-10, 10)).mean(), 6),
+    "adaptive_kl(beta, 0 - beta * mean(old - ref), n=8, target=6, horizon=10000)":
+        lambda t: controller(-0.1 * mean(t, t.old - t.ref), 6),
     "group_norm(r)": lambda t: grouped(t, t.r, 1e-4),
     "group_norm(r, eps=1e-6, alone=true)": lambda t: grouped(t, t.r, 1e-6),
-    "group_norm(r, eps=1e-9)": lambda t: grouped(t, t.r, 1e-9),
+    "clip(group_norm(r, eps=1e-9), -10, 10)": lambda t: grouped(t, t.r, 1e-9).clamp(-10, 10),
+    f"discount(kl_rewards(group_norm(r, eps=1e-9), {BY_DEFAULT}), 1)":
+        lambda t: returns(t, openrlhf_reward(t, grouped(t, t.r, 1e-9)), 1.0),
     "whiten(per_token(clip(group_norm(r, eps=1e-5), -20, 20), old), eps=0, unbiased=false, plus=1e-5)":
         lambda t: real_advantage(t, grouped(t, t.r, 1e-5).clamp(-20, 20), 1.0),
     "group_norm(r, by_std=false)": lambda t: grouped(t, t.r, 0, std=False),
+    "group_norm(r, by_std=false, alone=true)": lambda t: grouped(t, t.r, 0, std=False),
+    "clip(group_norm(r, by_std=false), -10, 10)": lambda t: grouped(t, t.r, 0, std=False).clamp(-10, 10),
+    "leave_one_out(r, by_std=true)": nemo_rl,
     "leave_one_out(r)": lambda t: others(t, t.r),
+    "clip(leave_one_out(r), -10, 10)": lambda t: others(t, t.r).clamp(-10, 10),
+    f"discount(kl_rewards(leave_one_out(r), {BY_DEFAULT}), 1)":
+        lambda t: returns(t, openrlhf_reward(t, others(t, t.r)), 1.0),
     "gdpo_norm(r, r2, wa=1, wb=1)": lambda t: (lambda s: (s - s.mean()) / (s.std() + 1e-4))(
         grouped(t, t.r, 1e-4) + grouped(t, t.r2, 1e-4)),
     "whiten(per_token(group_norm(r, eps=1e-6, alone=true) + group_norm(r2, eps=1e-6, alone=true), old))":
         lambda t: white(t, spread(t, grouped(t, t.r, 1e-6)) + spread(t, grouped(t, t.r2, 1e-6)), "verl"),
     "grpo(old=old, adv=adv, ref=ref, beta=0.04)":
         lambda t: means(t, clip(ratio(t, t.old), t.adv) + 0.04 * k3(t)).mean(),
+    'grpo(old=old, adv=adv, ref=ref, beta=0.04, kl_by_ratio=true, agg="token-mean")':
+        lambda t: mean(t, clip(ratio(t, t.old), t.adv) + 0.04 * ratio(t, t.old) * k3(t)),
     "grpo_free(old=old, adv=adv)": lambda t: means(t, clip(ratio(t, t.old), t.adv)).mean(),
     'grpo_free(old=old, adv=adv, agg="token-mean")': lambda t: mean(t, clip(ratio(t, t.old), t.adv)),
     "grpo_free(old=old, adv=adv, dual=2)": lambda t: means(t, -torch.minimum(
         ratio(t, t.old).clamp(max=2) * t.adv, ratio(t, t.old).clamp(0.8, 1.2) * t.adv)).mean(),
-    'grpo(old=old, adv=adv, ref=ref, beta=0.001, dual=3, bound=20, kl_bound=20, kl_most=10, agg="token-mean")':
+    f'grpo(old=old, adv=adv, ref=ref, beta=0.001, {VERL}, agg="token-mean")':
         lambda t: mean(t, clip(ratio(t, t.old, 20), t.adv, dual=3)) + 0.001 * mean(t, k3(t, 20, 10)),
+    f'grpo(old=old, adv=adv, ref=ref, beta=0.001, {VERL}, kl_through=true, agg="token-mean")':
+        lambda t: mean(t, clip(ratio(t, t.old, 20), t.adv, dual=3)) + 0.001 * mean(t, k3_plus(t)),
+    'grpo(old=old, adv=adv, ref=ref, beta=0.01, bound=20, kl_kind="k1", kl_most=10, agg="token-mean")':
+        lambda t: mean(t, clip(ratio(t, t.old, 20), t.adv)) + 0.01 * mean(t, (t.x - t.ref).clamp(-10, 10)),
     'grpo(old=old, adv=adv, ref=ref, beta=0.01, bound=20, kl_most=10, agg="token-mean")':
         lambda t: mean(t, clip(ratio(t, t.old, 20), t.adv)) + 0.01 * mean(t, k3(t, outer=10)),
     'grpo(old=old, adv=adv, ref=ref, beta=0.1, agg="token-mean")':
         lambda t: mean(t, clip(ratio(t, t.old), t.adv)) + 0.1 * mean(t, k3(t)),
-    "grpo(old=old, adv=adv, ref=ref, beta=0.001, kl_through=true)":
-        lambda t: means(t, clip(ratio(t, t.old), t.adv) + 0.001 * k3_plus(t)).mean(),
     "dr_grpo(old=old, adv=adv, horizon=512)": lambda t: sums(t, clip(ratio(t, t.old), t.adv)).sum() / (len(t.r) * 512),
+    'grpo_free(old=old, adv=adv, dual=3, bound=20, agg="seq-mean-token-sum-norm", horizon=512)':
+        lambda t: sums(t, clip(ratio(t, t.old, 20), t.adv, dual=3)).sum() / (len(t.r) * 512),
     "dapo(old=old, adv=adv)": lambda t: mean(t, clip(ratio(t, t.old), t.adv, high=0.28)),
-    "dapo(old=old, adv=adv, dual=10)": lambda t: mean(t, clip(ratio(t, t.old), t.adv, high=0.28, dual=10)),
+    "dapo(old=old, adv=adv, bound=20)": lambda t: mean(t, clip(ratio(t, t.old, 20), t.adv, high=0.28)),
+    "dapo(old=old, adv=adv, dual=10, bound=20)":
+        lambda t: mean(t, clip(ratio(t, t.old, 20), t.adv, high=0.28, dual=10)),
     "r + overlong(len(gen), most=512, buffer=128)":
         lambda t: t.r + torch.clamp(-(t.lens - (512 - 128)) / 128, max=0),
-    "gspo(old=old, adv=r)": lambda t: gspo(t, 3e-4, 4e-4),
-    "gspo(old=old, adv=r, low=3e-4, high=4e-4, most=10)": lambda t: gspo(t, 3e-4, 4e-4, 10),
-    "gspo(old=old, adv=r, low=0.2, high=0.2)": lambda t: gspo(t, 0.2, 0.2),
+    "gspo(old=old, adv=r)": lambda t: means(t, gspo(t, 3e-4, 4e-4)).mean(),
+    'gspo(old=old, adv=r, low=0.2, high=0.2, most=10, agg="token-mean")': lambda t: mean(t, gspo(t, 0.2, 0.2, 10)),
+    "gspo(old=old, adv=r, low=0.2, high=0.2)": lambda t: means(t, gspo(t, 0.2, 0.2)).mean(),
     "gspo_token(old=old, adv=adv)": lambda t: means(t, clip(
         (means(t, t.x - t.old).detach()[:, None] + t.x - t.x.detach()).exp(), t.adv, 3e-4, 4e-4)).mean(),
     "cispo(old=old, adv=adv)": lambda t: cispo(t, 0, 5),
@@ -285,28 +333,42 @@ SYSTEMS: dict[str, Callable[[Table], Tensor | tuple[Tensor, ...]]] = {
     "reinforce_token(adv=adv)": lambda t: mean(t, -t.adv * t.x),
     "reinforce_pp(kl_rewards(r, old, ref, coef=0.01))":
         lambda t: white(t, returns(t, kl_reward(t, t.r, 0.01), 1.0), "verl"),
-    "reinforce_pp(rt, eps=0, unbiased=false, least=1e-8)": lambda t: white(t, returns(t, t.rt, 1.0), "openrlhf"),
+    f"reinforce_pp(kl_rewards(r, {BY_DEFAULT}), {WHITE})":
+        lambda t: white(t, returns(t, openrlhf_reward(t, t.r), 1.0), "openrlhf"),
     "reinforce_pp_baseline(r, old)": lambda t: white(t, spread(t, grouped(t, t.r, 0, std=False)), "verl"),
-    "reinforce_pp_baseline(r, old, eps=0, unbiased=false, least=1e-8)":
-        lambda t: white(t, spread(t, grouped(t, t.r, 0, std=False)), "openrlhf"),
+    "reinforce_pp_baseline(r, old, alone=true)": lambda t: white(t, spread(t, grouped(t, t.r, 0, std=False)), "verl"),
+    f"reinforce_pp(kl_rewards(r - mean(r by prompt), {BY_DEFAULT}), {WHITE})":
+        lambda t: white(t, returns(t, openrlhf_reward(t, grouped(t, t.r, 0, std=False)), 1.0), "openrlhf"),
     "over_greedy(r, r2)": lambda t: t.r - t.r2.view(-1, t.n).mean(1).repeat_interleave(t.n),
     "reinforce_token(adv=whiten(discount(at_end(over_greedy(r, r2)), 0.99), eps=0, unbiased=false, plus=1e-5))":
         lambda t: mean(t, -t.x * real_advantage(t, t.r - t.r2.view(-1, t.n).mean(1).repeat_interleave(t.n), 0.99)),
-    "optimal_baseline(r, len(gen))": lambda t: t.r - (
-        (t.r * t.lens).view(-1, t.n).sum(1) / t.lens.view(-1, t.n).sum(1)).repeat_interleave(t.n),
+    "optimal_baseline(r, len(gen))": by_length,
+    "optimal_baseline(r, len(gen), alone=true)": by_length,
     "gpg(adv=gpg_norm(r))": lambda t: gpg(t, mixed(t)),
-    "gpg(adv=gpg_norm(r, nonzero=true))": lambda t: gpg(t, torch.count_nonzero(t.r)),
+    "gpg(adv=gpg_norm(r, nonzero=true, alone=true))": lambda t: gpg(t, torch.count_nonzero(t.r)),
     "sapo(old=old, adv=adv)": sapo,
     "sapo(old=old, adv=adv, bound=20)": lambda t: sapo(t, 20),
     "gmpo(old=old, adv=r)": gmpo,
+    "gmpo(old=old, adv=r, low=0.2, high=0.2)": lambda t: gmpo(t, 0.2),
     "kl_cov_tokens(old, adv, share=2e-3)": lambda t: largest(t, 2e-3),
+    "kl_cov_tokens(old, adv, share=2e-4)": lambda t: largest(t, 2e-4),
     "clip_cov(old=old, adv=adv, chosen=chosen)": lambda t: mean(t, clip(ratio(t, t.old), t.adv) * (1 - t.chosen)),
     "kl_cov(old=old, adv=adv, chosen=chosen, coef=1)":
         lambda t: mean(t, -t.adv * ratio(t, t.old) + t.chosen * (t.x - t.old).abs()),
-    "ppo_clip(old=lp, adv=adv * truncated(lp, old, most=2))": lambda t: corrected(t, mismatch(t).clamp(max=2)),
-    "ppo_clip(old=lp, adv=adv * truncated_seq(lp, old, most=2))":
-        lambda t: corrected(t, mismatch_seq(t).clamp(max=2), by_seq=True),
-    "ppo_clip(old=lp, adv=adv * banded(lp, old, low=0.5, high=5))": lambda t: corrected(t, banded(mismatch(t), 0.5, 5)),
+    "kl_cov(old=old, adv=adv, chosen=chosen, coef=0.1)":
+        lambda t: mean(t, -t.adv * ratio(t, t.old) + 0.1 * t.chosen * (t.x - t.old).abs()),
+    "ppo_clip(old=lp, adv=adv * truncated(lp, old, most=2), dual=3, bound=20)":
+        lambda t: corrected(t, mismatch(t).clamp(max=2), 20, 3),
+    "ppo_clip(old=lp, adv=adv * truncated_seq(lp, old, most=2), dual=3, bound=20)":
+        lambda t: corrected(t, mismatch_seq(t).clamp(max=2), 20, 3),
+    "ppo_clip(old=lp, adv=adv * truncated(lp, old, least=0.5, most=5), bound=20)":
+        lambda t: corrected(t, mismatch(t).clamp(0.5, 5), 20),
+    f'ppo_clip(old=lp, adv=adv * truncated(lp, old, most=2), agg="{GROUP}")':
+        lambda t: means(t, clip(ratio(t, t.lp), t.adv) * mismatch(t).clamp(max=2)).mean(),
+    "ppo_clip(old=lp, adv=adv * banded(lp, old, low=0.5, high=5), dual=3, bound=20)":
+        lambda t: corrected(t, banded(mismatch(t), 0.5, 5), 20, 3),
+    "ppo_clip(old=lp, adv=adv * banded(lp, old, low=0.5, high=5), bound=20)":
+        lambda t: corrected(t, banded(mismatch(t), 0.5, 5), 20),
     'grpo_free(old=lp, adv=adv * banded_seq(lp, old, high=3), agg="token-mean")':
-        lambda t: corrected(t, banded(mismatch_seq(t), 0, 3), by_seq=True),
+        lambda t: corrected(t, banded(mismatch_seq(t), 0, 3)),
 }

@@ -371,7 +371,7 @@ def pair_of(seed: int = 4) -> tuple[Batch, dict[str, Given], dict[str, Given | f
     return b, {"chosen": b.logprobs(1, W), "rejected": b.logprobs(2, L)}, refs(b)
 
 
-def trl_dpo(b, f, d):  # DPOTrainer, loss_type="sigmoid", label_smoothing
+def openrlhf_smoothed(b, f, d):  # DPOLoss(label_smoothing)
     logits = (sums(b, f["chosen"]) - sums(b, d["rw"])) - (sums(b, f["rejected"]) - sums(b, d["rl"]))
     ls = torch.nn.functional.logsigmoid
     return (-ls(0.3 * logits) * (1 - 0.2) - ls(-0.3 * logits) * 0.2).mean()
@@ -418,7 +418,7 @@ def trl_orpo(b, f, d):  # beta * log-odds term, likelihood over the tokens of th
 
 
 PEERS = {
-    "TRL dpo": (trl_dpo, "std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=0.3, smoothing=0.2)"),
+    "OpenRLHF smoothed": (openrlhf_smoothed, "std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=0.3, smoothing=0.2)"),
     "TRL ipo": (trl_ipo, "std.ipo", "ipo(ref_chosen=rw, ref_rejected=rl, tau=0.3, average=true)"),
     "OpenRLHF ipo": (openrlhf_ipo, "std.ipo", "ipo(ref_chosen=rw, ref_rejected=rl, tau=0.3)"),
     "OpenRLHF dpo": (openrlhf_dpo, "std.dpo", "dpo(ref_chosen=rw, ref_rejected=rl, beta=0.3, nll=0.7)"),

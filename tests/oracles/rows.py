@@ -47,7 +47,7 @@ SYSTEMS = {
     "OpenRLHF": System("OpenRLHF", "openrlhf", "serve_openrlhf.py", "openrlhf"),
     "ReaL": System("ReaL", "realhf", "serve_real.py", "real"),
 }
-TRANSCRIBED = ("slime", "NeMo-RL", "SimPO", "Thinking Machines")  # no wheel of them has the formula
+TRANSCRIBED = ("slime", "NeMo-RL", "SimPO", "Thinking Machines")  # no wheel on the index has their function
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,16 @@ POLICY: tuple[Row, ...] = (
     # the advantage of GRPO
     Row("group_norm(r)", "TRL", "grpo_advantage", batches=GROUPS),
     Row("group_norm(r, eps=1e-6, alone=true)", "verl", "advantage", {"adv_estimator": "grpo"}, GROUPS),
-    Row("group_norm(r, eps=1e-9)", "OpenRLHF", "plain_advantage",
-        {"algo.advantage.estimator": "group_norm", "reward.clip_range": None}, (*RAGGED, "pairs of answers"),
+    Row("clip(group_norm(r, eps=1e-9), -10, 10)", "OpenRLHF", "plain_advantage",
+        {"algo.advantage.estimator": "group_norm", "algo.kl.use_loss": True}, (*RAGGED, "pairs of answers"),
         because=OPENRLHF_ALONE),
     Row(f"discount(kl_rewards(group_norm(r, eps=1e-9), {OPENRLHF_REWARDS}), 1)", "OpenRLHF", "advantage",
         {"algo.advantage.estimator": "group_norm"}, (*RAGGED, "pairs of answers"), because=OPENRLHF_ALONE),
     Row("whiten(per_token(clip(group_norm(r, eps=1e-5), -20, 20), old), eps=0, unbiased=false, plus=1e-5)", "ReaL",
         "grpo_advantage", batches=(*RAGGED, "pairs of answers"), because="groups of one: its deviation is not a number"),
     Row("group_norm(r, by_std=false)", "TRL", "grpo_advantage", {"scale_rewards": "none"}, GROUPS),
-    Row("group_norm(r, by_std=false)", "OpenRLHF", "plain_advantage",
-        {"algo.advantage.estimator": "dr_grpo", "reward.clip_range": None}, (*RAGGED, "pairs of answers"),
+    Row("clip(group_norm(r, by_std=false), -10, 10)", "OpenRLHF", "plain_advantage",
+        {"algo.advantage.estimator": "dr_grpo", "algo.kl.use_loss": True}, (*RAGGED, "pairs of answers"),
         because=OPENRLHF_ALONE),
     Row("group_norm(r, by_std=false, alone=true)", "verl", "advantage",
         {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, GROUPS),
@@ -176,8 +176,8 @@ POLICY: tuple[Row, ...] = (
         {"policy_loss": {"loss_mode": "cispo"}}, FAR),
     # REINFORCE, RLOO
     Row("leave_one_out(r)", "verl", "advantage", {"adv_estimator": "rloo"}, GROUPS),
-    Row("leave_one_out(r)", "OpenRLHF", "plain_advantage",
-        {"algo.advantage.estimator": "rloo", "reward.clip_range": None}, (*RAGGED, "pairs of answers"),
+    Row("clip(leave_one_out(r), -10, 10)", "OpenRLHF", "plain_advantage",
+        {"algo.advantage.estimator": "rloo", "algo.kl.use_loss": True}, (*RAGGED, "pairs of answers"),
         because=OPENRLHF_ALONE),
     Row(f"discount(kl_rewards(leave_one_out(r), {OPENRLHF_REWARDS}), 1)", "OpenRLHF", "advantage",
         {"algo.advantage.estimator": "rloo"}, (*RAGGED, "pairs of answers"), because=OPENRLHF_ALONE),

@@ -127,12 +127,8 @@ def advantage(case: Case) -> Output:
 
 
 def plain_advantage(case: Case) -> Output:
-    """Of sequences: the advantage without a KL penalty, which every token of the sequence has."""
-    args = args_of(case)
-    args.rollout.n_samples_per_prompt = case.n
-    args.algo.kl.use_loss = True
-    (done,) = RemoteExperienceMaker.compute_advantages_and_returns(maker(case, args), [experience_of(case, args)])
-    return case.per_seq(done.advantages)
+    """Of sequences: the number that every token of a sequence has, without a KL penalty in the reward."""
+    return case.per_seq(advantage(case))
 
 
 def gae(case: Case) -> Output:

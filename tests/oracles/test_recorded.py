@@ -1,0 +1,83 @@
+"""The library, and our transcriptions, against the numbers that the systems themselves computed (`recorded.json`, written
+by `make oracles RECORD=--record`). No system is needed here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.library.harness import Given
+from tests.library.systems import SYSTEMS as FORMULAS
+from tests.library.systems import table
+from tests.library.test_algorithms_page import LOSSES
+from tests.oracles.cases import BATCHES, Numbers, case, case_id, difference, fresh_of, ours, values_of
+from tests.oracles.record import load
+from tests.oracles.rows import POLICY, ROWS, Row
+
+RECORDED = load()
+EACH = [pytest.param(row, id=f"{row.name} {sorted(row.options)}") for row in ROWS]
+TRANSCRIBED = [pytest.param(row, id=row.name) for row in POLICY if row.same and row.call in FORMULAS]
+WHOLE_GROUPS = ("ragged 1", "ragged 2", "far", "long")  # what the transcriptions are written for
+
+
+def test_every_comparison_is_recorded_and_no_other() -> None:
+    assert set(RECORDED) == {case_id(row, name) for row in ROWS for name in row.batches}
+
+
+@pytest.mark.parametrize("row", EACH)
+def test_the_call_gives_the_numbers_of_the_system(row: Row) -> None:
+    for name in row.batches:
+        theirs, mine = RECORDED[case_id(row, name)], ours(row, name)
+        assert set(theirs.grads) == set(mine.grads) == set(fresh_of(row))
+        found = max([*map(difference, mine.values, theirs.values),
+                     *(difference(mine.grads[n], theirs.grads[n]) for n in theirs.grads)])
+        assert len(mine.values) == len(theirs.values)
+        assert (found <= row.tolerance) if row.same else (found > 1e-3), f"{name}: {found}"
+
+
+@pytest.mark.parametrize("row", TRANSCRIBED)
+def test_our_transcription_gives_the_numbers_of_the_system(row: Row) -> None:
+    for name in set(row.batches) & set(WHOLE_GROUPS):
+        b, given = BATCHES[name], values_of(row, name)
+        given.setdefault("chosen", Given("token", "gen", torch.zeros(sum(b.lens["gen"]), dtype=torch.float64)))
+        x = given["x"].data.clone().requires_grad_(True)  # type: ignore[union-attr]
+        found = FORMULAS[row.call](table(b, given, x))
+        parts = found if isinstance(found, tuple) else (found,)
+        flat = [torch.cat([row_[:n] for row_, n in zip(p, b.lens["gen"])]) if p.dim() == 2 else p.reshape(-1) for p in parts]
+        theirs = RECORDED[case_id(row, name)]
+        for mine, values in zip(flat, theirs.values):
+            assert difference(mine.detach().tolist(), values) <= row.tolerance
+        if row.call.partition("(")[0] in LOSSES:
+            (grad,) = torch.autograd.grad(found + 0 * x.sum(), x)
+            assert difference(grad.tolist(), theirs.grads["x"]) <= row.tolerance
+
+
+@pytest.mark.parametrize("row", EACH)
+def test_other_numbers_would_be_seen(row: Row) -> None:
+    """No recorded answer is so flat that everything agrees with it."""
+    found = [RECORDED[case_id(row, name)] for name in row.batches]
+    assert any(v for numbers in found for values in [*numbers.values, *numbers.grads.values()] for v in values)
+
+
+def test_a_case_survives_json() -> None:
+    row = ROWS[0]
+    there = case(row, "far")
+    assert json.loads(json.dumps(there)) == there
+    assert there["values"]["x"]["data"] == values_of(row, "far")["x"].data.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("one", "other", "far"), [
+    ([1.0, 2.0], [1.0, 2.0], 0.0), ([1.0], [1.0, 2.0], float("inf")), ([float("nan")], [1.0], float("inf")),
+    ([2e6], [1e6], 1.0), ([0.0], [1e-3], 1e-3), ([], [], 0.0)])
+def test_difference(one: list[float], other: list[float], far: float) -> None:
+    assert difference(one, other) == pytest.approx(far)
+
+
+def test_a_changed_number_is_a_difference() -> None:
+    row = ROWS[0]
+    mine = ours(row, "far")
+    moved = replace(mine, values=[[mine.values[0][0] * (1 + 1e-8)]])
+    assert isinstance(moved, Numbers) and difference(moved.values[0], mine.values[0]) > row.tolerance
