@@ -210,7 +210,7 @@ REF = {**OLD_ADV, "ref": "token"}
 CHOSEN = {**OLD_ADV, "chosen": "token"}
 SUM_NORM = 'agg="seq-mean-token-sum-norm", horizon=32'
 CASES = [
-    # PPO: the paper's, then what each system computes by default (peers.md 3.2, 4.1, 5, 11, 12; real.md 4.1)
+    # PPO: the paper's, then what each system computes by default
     Case("ppo", "std.ppo", "ppo_clip(old=old, adv=adv)", ppo(), OLD_ADV),
     Case("ppo_verl", "std.ppo", "ppo_clip(old=old, adv=adv, dual=3, bound=20)", ppo(dual=3.0, bound=20), OLD_ADV),
     Case("ppo_openrlhf", "std.ppo", "ppo_clip(old=old, adv=adv, bound=20)", ppo(bound=20), OLD_ADV),
