@@ -166,7 +166,7 @@ POLICY: tuple[Row, ...] = (
                                                      "epsilon": 3e-4, "epsilon_high": 4e-4}, FAR),
     Row('gspo(old=old, adv=r, low=0.2, high=0.2, most=10, agg="token-mean")', "verl", "policy_loss",
         {"policy_loss": {"loss_mode": "gspo"}}, FAR),
-    Row("gspo(old=old, adv=r, low=0.2, high=0.2)", "OpenRLHF", "actor_loss", {"actor.policy_loss_type": "gspo"}, FAR, 1e-8,
+    Row("gspo(old=old, adv=r, low=0.2, high=0.2)", "OpenRLHF", "actor_loss", {"actor.policy_loss_type": "gspo"}, FAR, 1e-7,
         TOKENS),
     Row("gspo_token(old=old, adv=adv)", "TRL 1.12", "gspo_token_loss",
         {"loss_type": "grpo", "importance_sampling_level": "sequence_token", "epsilon": 3e-4, "epsilon_high": 4e-4}, FAR),
