@@ -8,6 +8,7 @@ library, and these transcriptions, to the systems' own functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -140,7 +141,7 @@ def clip(rho: Tensor, adv: Tensor, low: float = 0.2, high: float = 0.2, dual: fl
     return torch.where(adv < 0, torch.minimum(loss, -dual * adv), loss) if dual else loss
 
 
-def k3(t: Table, inner: float = 1e9, outer: float = 1e9) -> Tensor:
+def k3(t: Table, inner: float = math.inf, outer: float = math.inf) -> Tensor:
     d = torch.clamp(t.ref - t.x, -inner, inner)
     return torch.clamp(d.exp() - d - 1, -outer, outer)
 
