@@ -1,6 +1,6 @@
-"""Every one-line call under "Policy gradient" of docs/algorithms.md against our transcription of the system that it names
-(`systems.py`; tests/oracles compares with the systems themselves). Value and gradient, float64, 1e-10, whole and in
-micro-batches of two rows on two shards."""
+"""Every one-line call under "Policy gradient" of docs/algorithms.md against our transcription of the system that it
+names (`systems.py`; tests/oracles compares with the systems themselves). Value and gradient, float64, 1e-10, whole and
+in micro-batches of two rows on two shards."""
 
 from __future__ import annotations
 

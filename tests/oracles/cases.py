@@ -79,7 +79,8 @@ def _policy_values(b: Batch, name: str) -> dict[str, Given | float]:
         at = torch.arange(x.data.numel())
         jumps = torch.tensor(JUMPS, dtype=torch.float64)
         sign = torch.where(at // len(JUMPS) % 2 == 0, 1.0, -1.0).double()
-        given |= {"old": token(x.data - jumps[at % len(JUMPS)]), "ref": token(x.data - jumps[(at * 3 + 1) % len(JUMPS)]),
+        given |= {"old": token(x.data - jumps[at % len(JUMPS)]),
+                  "ref": token(x.data - jumps[(at * 3 + 1) % len(JUMPS)]),
                   "adv": token(sign * (1 + b.tokens(20).data.abs()))}
     else:
         given |= {"old": token(x.data + 0.5 * b.tokens(11).data), "ref": token(x.data + 0.5 * b.tokens(12).data),
@@ -158,7 +159,7 @@ def _flat(x: Tensor) -> list[float]:
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """The largest, absolute below 1 and relative above it; infinite where the numbers are not those of the same call."""
+    """The largest, absolute below 1 and relative above it; infinite where one side has more numbers than the other."""
     if len(one) != len(other):
         return float("inf")
     a, b = torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)

@@ -17,8 +17,8 @@ from torch import Tensor
 import stubs
 from wire import Case, Oracle, Output, everything, serve
 
-stubs.install("PIL", "accelerate", "aiohttp", "bitsandbytes", "datasets", "deepspeed", "flash_attn", "jsonlines", "optree",
-              "peft", "pylatexenc", "ray", "torchdata", "tqdm", "transformers", "vllm")
+stubs.install("PIL", "accelerate", "aiohttp", "bitsandbytes", "datasets", "deepspeed", "flash_attn", "jsonlines",
+              "optree", "peft", "pylatexenc", "ray", "torchdata", "tqdm", "transformers", "vllm")
 
 from openrlhf.models import loss as models  # noqa: E402
 from openrlhf.models.utils import compute_approx_kl, masked_mean  # noqa: E402
@@ -138,7 +138,7 @@ def gae(case: Case) -> Output:
 
 
 def kl_rewards(case: Case) -> Output:
-    """The rewards of tokens, seen where the experience maker sums them up: the discounted return with a discount of 0."""
+    """The rewards of tokens, where the experience maker sums them up: the discounted return with a discount of 0."""
     args = args_of(case)
     args.rollout.n_samples_per_prompt = case.n
     args.algo.advantage.estimator, args.algo.advantage.gamma = "reinforce", 0.0
@@ -184,7 +184,7 @@ def reward_model(case: Case) -> Output:
 
 
 def dpo(case: Case) -> Output:
-    """The loss of one step: preference and likelihood, from log-probabilities of tokens behind a prompt of one token."""
+    """The loss of one step, preference and likelihood: log-probabilities of tokens behind a prompt of one token."""
     args = args_of(case, "train_dpo")
     me = everything(strategy=everything(ring_attn_group=None), tokenizer=everything(pad_token_id=0))
     for name in ("concatenated_inputs", "_get_batch_logps"):

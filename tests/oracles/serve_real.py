@@ -19,15 +19,15 @@ import stubs
 from wire import Case, Oracle, Output, everything, serve
 
 stubs.install("accelerate", "aiohttp", "colorama", "datasets", "deepspeed", "einops", "flash_attn", "huggingface_hub",
-              "matplotlib", "megatron", "ninja", "numba", "orjson", "pandas", "prettytable", "pyarrow", "pynvml", "pytest",
-              "ray", "redis", "safetensors", "scipy", "sentencepiece", "tensorboardX", "tokenizers", "tqdm",
+              "matplotlib", "megatron", "ninja", "numba", "orjson", "pandas", "prettytable", "pyarrow", "pynvml",
+              "pytest", "ray", "redis", "safetensors", "scipy", "sentencepiece", "tensorboardX", "tokenizers", "tqdm",
               "transformer_engine", "transformers", "viztracer", "wandb", "zmq")
 
 _dataclass = dataclasses.dataclass
 
 
 def _hashable(cls: Any = None, /, **options: Any) -> Any:
-    """ReaL has defaults that are instances of its own data classes, which Python 3.11 takes only if they are hashable."""
+    """ReaL has defaults that are instances of its own data classes, which Python 3.11 takes only if they have a hash."""
     if cls is None:
         return lambda found: _hashable(found, **options)
     made = _dataclass(cls, **options)
@@ -144,7 +144,8 @@ def with_patches(case: Case, work: Any) -> Any:
 def ppo_sample(case: Case) -> Sample:
     """What PPO trains on; the value behind the last token is that of a finished sequence."""
     lens, prompt = prompts_and(case)
-    ended = case.seq("gen.finished").bool() if "gen.finished" in case.levels else torch.ones(case.rows, dtype=torch.bool)
+    every = torch.ones(case.rows, dtype=torch.bool)
+    ended = case.seq("gen.finished").bool() if "gen.finished" in case.levels else every
     values = case.split("v") if "v" in case.levels else [torch.zeros(n) for n in case.main]
     return Sample(dict(
         packed_logprobs=packed(case, "old"), packed_ref_logprobs=packed(case, "ref"), prompt_mask=prompt,
@@ -283,8 +284,8 @@ def reward_model(case: Case) -> Output:
 
 
 ORACLES: dict[str, Oracle] = {
-    f.__name__: f for f in (actor_loss, value_loss, gae, whiten, kl_rewards, adaptive_kl, grpo_advantage, grpo_loss, remax,
-                            dpo, reward_model)}
+    f.__name__: f for f in (actor_loss, value_loss, gae, whiten, kl_rewards, adaptive_kl, grpo_advantage, grpo_loss,
+                            remax, dpo, reward_model)}
 
 if __name__ == "__main__":
     serve(ORACLES, ["realhf"])

@@ -163,8 +163,7 @@ def reward_model(case: Case) -> Output:
 
 
 def pairwise(cls: Any, config: Any, case: Case) -> Output:
-    """CPO and ORPO: logits of both sides behind a prompt of one token, which no loss counts but ORPO's likelihood. There
-    it gets a probability of one."""
+    """CPO and ORPO: logits of both sides behind a prompt of one token, which is predicted by nothing."""
     made = cls(model=Qwen2ForCausalLM(TINY), args=config(**COMMON, max_length=16, **case.options),
                processing_class=tokenizer(), train_dataset=PAIRS)
     masks = {"chosen": case.mask(W), "rejected": case.mask(L)}

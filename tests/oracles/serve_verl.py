@@ -1,5 +1,5 @@
-"""verl's own numbers: its losses through `ppo_loss` and `value_loss` as its workers call them, its advantage estimators,
-KL penalty, rollout correction and reward manager, with the defaults of its configuration classes.
+"""verl's own numbers: its losses through `ppo_loss` and `value_loss` as its workers call them, its advantage
+estimators, KL penalty, rollout correction and reward manager, with the defaults of its configuration classes.
 
 A case's options set fields of `ActorConfig` (and `policy_loss`), `CriticConfig` or `AlgoConfig` besides those defaults.
 """
@@ -192,18 +192,20 @@ def overlong(case: Case) -> Output:
     rewards = iter(case.seq("r").tolist())
     buffer = SimpleNamespace(enable=True, log=False, **case.options["buffer"])
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "", eos_token="")
-    manager = DAPORewardManager(tokenizer, 0, lambda **kwargs: next(rewards), "data_source", case.options["most"], buffer)
-    ones = torch.ones(case.rows, 1, dtype=torch.long)
+    score = lambda **kwargs: next(rewards)  # noqa: E731
+    manager = DAPORewardManager(tokenizer, 0, score, "data_source", case.options["most"], buffer)
+    ones, mask = torch.ones(case.rows, 1, dtype=torch.long), case.mask().long()
     data = DataProto.from_dict(
-        tensors=dict(prompts=ones, responses=case.mask().long(), attention_mask=torch.cat([ones, case.mask().long()], 1)),
+        tensors=dict(prompts=ones, responses=mask, attention_mask=torch.cat([ones, mask], 1)),
         non_tensors=dict(reward_model=np.array([{"ground_truth": ""}] * case.rows, dtype=object),
                          data_source=np.array(["x"] * case.rows, dtype=object)))
     return manager(data)[case.mask() & (torch.arange(max(case.main)) == torch.tensor(case.main)[:, None] - 1)]
 
 
 ORACLES: dict[str, Oracle] = {
-    f.__name__: f for f in (policy_loss, clip_cov_loss, kl_cov_loss, kl_cov_choice, estimated_loss, corrected_loss, value_loss, whiten, kl_rewards, adaptive_kl, gae, advantage,
-                            token_advantage, gdpo, reinforce_pp, overlong)}
+    f.__name__: f for f in (policy_loss, clip_cov_loss, kl_cov_loss, kl_cov_choice, estimated_loss, corrected_loss,
+                            value_loss, whiten, kl_rewards, adaptive_kl, gae, advantage, token_advantage, gdpo,
+                            reinforce_pp, overlong)}
 
 if __name__ == "__main__":
     serve(ORACLES, ["verl"])

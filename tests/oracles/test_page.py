@@ -23,7 +23,7 @@ def test_the_column_is_what_the_rows_say() -> None:
 
 @pytest.mark.parametrize(("variant", "call", "found"), LINES)
 def test_a_variant_that_names_a_system_was_compared_with_it(variant: str, call: str, found: str) -> None:
-    """With its own functions, or where it has no wheel with our transcription; and with no system that it does not name."""
+    """With its own functions, or our transcription where it has no wheel; and with no system that it does not name."""
     real = named(variant) - set(TRANSCRIBED)
     assert set(compared(call)) == real
     assert ("transcription" in found) == bool(named(variant) & set(TRANSCRIBED))

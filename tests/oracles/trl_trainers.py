@@ -52,7 +52,8 @@ def policy_trainer(cls: Any, config: Any, case: Case) -> Any:
     args = config(**COMMON, per_device_train_batch_size=case.rows, num_generations=size, steps_per_generation=1,
                   gradient_accumulation_steps=1, **own)
     prompts = Dataset.from_dict({"prompt": ["a", "b"] * 24})
-    made = cls(model=saved_model(), reward_funcs=rewards, args=args, train_dataset=prompts, processing_class=tokenizer())
+    made = cls(model=saved_model(), reward_funcs=rewards, args=args, train_dataset=prompts,
+               processing_class=tokenizer())
     made.num_generations = case.n
     made.use_vllm = vllm
     made.current_gradient_accumulation_steps = 1

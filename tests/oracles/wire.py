@@ -123,7 +123,7 @@ def answer(case: Case, oracle: Oracle) -> dict[str, Any]:
         (loss,) = outputs
         total = loss + sum(0 * leaf.sum() for leaf in case.leaves.values())
         made = torch.autograd.grad(total, list(case.leaves.values()))
-        grads = {name: grad.tolist() for name, grad in zip(case.leaves, made)}
+        grads = {name: grad.tolist() for name, grad in zip(case.leaves, made, strict=True)}
     return {"values": [packed(x.detach().double(), case).tolist() for x in outputs], "grads": grads}
 
 
