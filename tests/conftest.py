@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 NUMERIC = frozenset({
     "backend_torch", "checkpoint", "consistency", "context", "copies", "data", "end_to_end", "evaluation", "generation",
-    "interleaved", "library", "lora", "megatron", "moe", "numbers", "offload", "relabelled", "runtime", "selection",
-    "stop", "sync", "units", "zero"})  # the directories of tests whose numbers come from kernels
+    "interleaved", "library", "lora", "megatron", "moe", "numbers", "offload", "oracles", "relabelled", "runtime",
+    "selection", "stop", "sync", "units", "zero"})  # the directories of tests whose numbers come from kernels
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

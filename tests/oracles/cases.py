@@ -87,7 +87,9 @@ def _policy_values(b: Batch, name: str) -> dict[str, Given | float]:
                   "adv": b.tokens(20)}
     given["lp"] = token(x.data + 0.2 * b.tokens(13).data)
     if name in NEAR:
-        given["ref"] = token(given["old"].data - NEAR[name] * (1 + 0.05 * b.tokens(12).data))  # type: ignore[union-attr]
+        old = given["old"]
+        assert isinstance(old, Given)
+        given["ref"] = token(old.data - NEAR[name] * (1 + 0.05 * b.tokens(12).data))
     given |= {v: b.tokens(21 + i) for i, v in enumerate(("v", "ret", "rt"))}
     drawn = 3 * b.seqs(30).data
     drawn[0] = 0.0
