@@ -37,7 +37,7 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
     from rldsl.commands import compile as work
 
     if (emit or after) and target:
-        raise Usage(f"{'--emit' if emit else '--print-after'} prints a stage and writes no plan: leave -o out")
+        raise Usage(f"{'--emit' if emit else '--print-after'} prints a stage and writes no plan: omit -o")
     if emit and after:
         raise Usage("--emit and --print-after each print a stage: leave one out")
     say(work.after(after, file, sets, place, overrides) if after else

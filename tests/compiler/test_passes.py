@@ -184,10 +184,10 @@ def test_checks_between_passes_notice() -> None:
         frees.check_frees(replace(done, body=tuple(i for i in done.body if not isinstance(i, p.Free))))
     with pytest.raises(InternalError, match="lost"):
         event_order.check_order(done, replace(done, body=done.body[1:]))
-    with pytest.raises(InternalError, match="before what it needs"):
+    with pytest.raises(InternalError, match="before an event that it needs"):
         event_order.check_order(done, replace(done, body=done.body[::-1]))
     train = next(e for e in events(done.body) if isinstance(e, p.Train))
-    with pytest.raises(InternalError, match="away from its home"):
+    with pytest.raises(InternalError, match="outside its training layout"):
         reallocs.check_reallocs(replace(done, body=(replace(train, layout="0:8 dp=8"),)))
 
 

@@ -100,7 +100,7 @@ def test_another_version_is_refused(version: str, refusal: bool, tmp_path: Path,
     assert bool(unfit(DESCRIPTION)) == refusal
     if refusal:
         d = refused(tmp_path, "on mesh(0:2) tp=2 backend=megatron")
-        assert d.code == "RL0326" and f"megatron-core {version} is there, and it needs 0.16 or later" in d.label
+        assert d.code == "RL0326" and f"megatron-core {version} is installed, but version 0.16 or later" in d.label
         assert "`pip install 'rldsl[megatron]'`" in d.help and "backend=megatron" in d.span.text
 
 

@@ -63,7 +63,7 @@ def test_what_is_chosen(there: Any, device: str, half: bool, buffered: bool, bia
     ("__version__ = '2.12.0'", "2.12.0", "megatron-core 0.16 needs 2.9 or later, before 2.12"),
     ("", "", "megatron-core 0.16 needs 2.9 or later, before 2.12"),
     ("raise OSError('libcudnn.so.9: not there\\nmore')", "", "importing it fails (OSError: libcudnn.so.9: not there)"),
-    ("import nothing_of_this_name", "", "its import fails (ModuleNotFoundError: No module named"),
+    ("import nothing_of_this_name", "", "importing it fails (ModuleNotFoundError: No module named"),
     ("__version__ = '2.9'; 1 / 0", "", "importing it fails (ZeroDivisionError: division by zero)")])
 def test_what_is_found(text: str | None, version: str, problem: str, tmp_path: Path,
                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_what_is_found(text: str | None, version: str, problem: str, tmp_path: P
 
 def test_a_line_says_what_is_taken() -> None:
     (line,) = describe_kernels(Kernels(TE, TE, FA), ALL)
-    assert line == ("note: megatron-core computes with Transformer Engine 2.9 (linear layers, gradients of matrices), "
+    assert line == ("note: megatron-core uses Transformer Engine 2.9 (linear layers, gradients of matrices), "
                     "flash-attn 2.9 (attention)")
     assert not list(describe_kernels(Kernels(), ALL)) and not list(describe_kernels(Kernels(), NONE))
 
@@ -251,7 +251,8 @@ def test_broken_and_old_packages_leave_plain_kernels_and_a_line(tmp_path: Path) 
     (plain,) = run_world(1, steps, path, [at()])[0]
     assert state == [repr(Kernels()), "False"] and norms == plain
     assert said.splitlines() == [
-        "note: Transformer Engine is not used; using torch kernels instead: its import fails (OSError: libnvrtc.so: not there)",
+        "note: Transformer Engine is not used; using torch kernels instead: importing it fails (OSError: libnvrtc.so: not "
+        "there)",
         "note: flash-attn 1.0.9 is not used; using torch kernels instead: this backend needs 2.7 or later, before 3"]
 
 

@@ -80,9 +80,9 @@ def test_one_rank_has_not_reached_an_event() -> None:
     assert findings.waits == (Wait((0, 1, 2, 3, 5, 6, 7), (4,), EventRun(LENGTHS, (3,)), "not reached"),)
     assert blamed(findings) == {4: "waited for"} and title(findings) == "rank 4 blocks other ranks"
     assert notes(findings) == (
-        "ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen.lengths, p.rlf:6:3, because the rows of gen are divided by their"
-        " lengths) of step 3, which rank 4 has not reached: it is in event 7 (judge.values, p.rlf:10:5) of step 2, turn"
-        " 3 since 41 s",)
+        "ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen.lengths, p.rlf:6:3, because the rows of gen are divided by"
+        " length) of step 3, which rank 4 has not reached: it is in event 7 (judge.values, p.rlf:10:5) of step 2,"
+        " iteration 3 for 41 s",)
     assert place(findings) == "event 7 (judge.values, p.rlf:10:5)"
 
 
@@ -196,7 +196,7 @@ def test_what_others_have_ended_tells_how_far_a_lost_rank_has_come() -> None:
     del stands[1]
     findings = found(stands, {1: sign(1, at(GENERATE, 2))})
     assert findings.traces[1].reached == EventRun(LENGTHS, (3,))
-    assert "and has come to event 2 (lengths gen.lengths, p.rlf:6:3) of step 3 since" in " ".join(notes(findings))
+    assert "and has reached event 2 (lengths gen.lengths, p.rlf:6:3) of step 3 since then" in " ".join(notes(findings))
     assert place(findings) == "event 2 (lengths gen.lengths, p.rlf:6:3)"
 
 

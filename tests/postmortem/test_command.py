@@ -57,14 +57,14 @@ def test_the_run_or_its_folder(out: Path) -> None:
 
 rank 4 is suspended: its process exists but does not run
 
-ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen.lengths, p.rlf:6:3, because the rows of gen are divided by their lengths\
-) of step 3: it was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its \
-process is stopped
+ranks 0-3,5-7 wait for rank 4 in event 2 (lengths gen.lengths, p.rlf:6:3, because the rows of gen are divided by \
+length) of step 3: it was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, iteration 3, 40 s before the others; its \
+process is suspended
 
-where each rank is, those first that have come least far
-  rank 4 was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, turn 3, 40 s before the others; its process is \
-stopped
-  ranks 0-3,5-7 are in event 2 (lengths gen.lengths, p.rlf:6:3) of step 3, in all_reduce since 41 s
+where each rank is, the furthest behind first
+  rank 4 was last seen in event 7 (judge.values, p.rlf:10:5) of step 2, iteration 3, 40 s before the others; its process is \
+suspended
+  ranks 0-3,5-7 are in event 2 (lengths gen.lengths, p.rlf:6:3) of step 3, in all_reduce for 41 s
 """
 
 
