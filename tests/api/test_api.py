@@ -267,7 +267,7 @@ def test_lengths_that_are_none(plan: rldsl.Plan, name: str, value: float) -> Non
 
 
 def test_lengths_twice(plan: rldsl.Plan) -> None:
-    with pytest.raises(rldsl.DiagnosticError, match=r"RL0205.*`response_tokens` gives others"):
+    with pytest.raises(rldsl.DiagnosticError, match=r"RL0205.*cannot be combined with `response_tokens`"):
         plan.simulate("h100x8", response_tokens=4, like="runs/none")
 
 
@@ -285,7 +285,7 @@ def test_advice_is_for_python(plan: rldsl.Plan, save: Callable) -> None:
     ["sim", "small.rlf", "--cluster", "h100x8", "--trace", "gone/x.json"], "--trace")])
 def test_advice_is_for_the_command_line(args: list[str], option: str) -> None:
     done = CliRunner().invoke(main, args)
-    assert done.exit_code == 1 and "RL0094" in done.output and f"choose another place with {option}" in done.output
+    assert done.exit_code == 1 and "RL0094" in done.output and f"choose another path with {option}" in done.output
 
 
 def test_what_changed(plan: rldsl.Plan) -> None:
