@@ -68,7 +68,7 @@ def test_sigterm_saves_and_ends_well(tiny: Path, tmp_path: Path) -> None:
     assert code == 0, text
     assert "Traceback" not in text and "error" not in text, text
     last = lines(tmp_path / "out")[-1]["step"]
-    assert 1 <= last < 5000 and f"stopped after step {last}, as asked" in text
+    assert 1 <= last < 5000 and f"stopped after step {last} as requested" in text
     assert steps(tmp_path / "out") == [f"step-{last:06d}"]
 
 

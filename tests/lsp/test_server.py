@@ -280,7 +280,7 @@ async def hover(client: LanguageClient, text: str, word: str, nth: int = 1) -> s
 @pytest.mark.parametrize("word, nth, some", [
     ("group_norm", 2, "advantage of a sequence"), ("grpo_free", 1, "loss grpo_free("),
     ("reward +", 1, "seq value of gen"),
-    ("gen.logprobs", 1, "batch of 32 sequences, 4 a prompt"), ("gen    =", 1, "on mesh(0:8) dp=4 pp=2"),
+    ("gen.logprobs", 1, "batch of 32 sequences, 4 per prompt"), ("gen    =", 1, "on mesh(0:8) dp=4 pp=2"),
     ("generate", 1, "completions of each prompt"), ("mean", 1, "The mean"), ("actor.gen", 1, "model actor"),
     ("double", 2, "Twice."), ("generate(", 1, "on mesh(0:8) dp=4 pp=2"),
     ("adamw", 1, "decoupled weight decay"), ("exact", 2, "Python function"),

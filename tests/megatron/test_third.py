@@ -98,9 +98,9 @@ def refused(folder: Path, model: str, call: str) -> Any:
 
 @pytest.mark.parametrize("model, call, words", [
     ('model m = causal_lm("PATH")', "g = m.generate(p) on mesh(0:2) dp=2 backend=plain\n  x = g.logprobs",
-     "no `generate`"),
+     "it does not support `generate`"),
     ('model m = causal_lm("PATH")',
-     "g = m.generate(p) on mesh(0:2) dp=2\n  x = m.logprobs(g) on mesh(0:2) tp=2 backend=plain", "no `tp`"),
+     "g = m.generate(p) on mesh(0:2) dp=2\n  x = m.logprobs(g) on mesh(0:2) tp=2 backend=plain", "it does not support `tp`"),
     ('model m = causal_lm("PATH")\nmodel j = reward_model("RM")',
      "g = m.generate(p)\n  x = j.score(g) on mesh(0:2) dp=2 backend=plain", "the head of a reward_model")])
 def test_what_it_cannot_do_is_refused(model: str, call: str, words: str, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_worker_that_is_killed_once_is_replaced(tmp_path: Path, moment: str, c
                 os.kill(worker.process.pid, signal.SIGKILL)
             gone([w.process.pid for w in pool.workers])
         assert pool.call(function, ROWS) == wanted == [float(i) for i in range(40)]
-    said = "ended this process (killed by SIGKILL); its rows are called again" in capfd.readouterr().err
+    said = "ended this process (killed by SIGKILL); retrying its rows one by one" in capfd.readouterr().err
     assert said == (moment == "in a call")
 
 

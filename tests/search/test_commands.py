@@ -148,7 +148,7 @@ def test_the_gap_is_told_while_it_searches(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_expected_lengths_are_in_the_header(folder: Path) -> None:
     searched("--prompt-tokens", "100", "--response-tokens", "50", "--longest", "200")
-    assert "prompts of 100 tokens, responses of 50, the longest of 200" in (folder / "grpo.place.rlf").read_text()
+    assert "prompts of 100 tokens, responses of 50, longest 200" in (folder / "grpo.place.rlf").read_text()
 
 
 # -------------------------------------------------------------------------------------------------- explain
@@ -212,7 +212,7 @@ def test_mistakes_of_a_search(args: tuple[str, ...], word: str) -> None:
 def test_too_small_a_cluster_says_how_many_nodes_it_would_take() -> None:
     said = rlc("search", "grpo.rlf", "--cluster", "two.yaml", "--memory", "10")
     assert said.exit_code == 1 and "RL0402" in said.output
-    assert "2 devices of" in said.output and "the smallest that would do:" in said.output, said.output
+    assert "2 devices of" in said.output and "the smallest cluster that fits:" in said.output, said.output
 
 
 def test_what_is_kept_may_be_what_does_not_fit() -> None:
@@ -220,4 +220,4 @@ def test_what_is_kept_may_be_what_does_not_fit() -> None:
     said = rlc("search", "grpo.rlf", "--cluster", "two.yaml", "--memory", "30", "--lock", "actor.train",
                "--on", "actor.train on mesh(0:1) dp=1")
     assert said.exit_code == 1 and "RL0402" in said.output
-    assert "leave that to the search" in said.output and "actor.train" in said.output, said.output
+    assert "if the search may also place" in said.output and "actor.train" in said.output, said.output
