@@ -93,4 +93,4 @@ def test_turns_count_and_what_is_not_in_every_step_does_not() -> None:
         plan = api.compile("p.rlf")
     assert [(f.id, f.count, times) for f, times in made(plan)] == [("row", 6, 3)]
     said = text(plan, simulate(plan, ROUND, Lengths()), ROUND, Lengths(), "p.plan")
-    assert "18 x (" in said and "turns     eval heldout: 4 batches, the most" in said
+    assert "18 x (" in said and "loops     eval heldout: 4 batches (the maximum)" in said
