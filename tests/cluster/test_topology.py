@@ -37,7 +37,7 @@ def test_torn_nodes(devices: int, found: str, notes: list[str]) -> None:
 
 
 def test_shared_machines_are_notes() -> None:
-    assert "all 2 nodes of the plan are on one machine, a" in check_hosts(of(2), list("aaaa"), "p")
+    assert "all 2 nodes of the plan run on one machine, a" in check_hosts(of(2), list("aaaa"), "p")
     assert "nodes 0-1 are all on a" in check_hosts(of(1), list("aab"), "p")
 
 

@@ -73,4 +73,4 @@ def test_two_agents_one_of_whose_ranks_dies_compute_what_one_world_does(namespac
         assert run.metrics() == whole
         # a rank whose own torchrun counts no restart goes on with the others, and takes the run for no stranger's
         assert not any(code in run.said() for code in ("RL0763", "RL0781")), run.said()
-        assert ("all 2 nodes of the plan are on one machine" in run.said()) != namespaces
+        assert ("all 2 nodes of the plan run on one machine" in run.said()) != namespaces

@@ -87,7 +87,7 @@ def test_the_verifier_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
     with folder() as here:
         (here / "p.rlf").write_text(text)
         assert of(api.compile("p.rlf"), Realloc)
-        monkeypatch.setattr(alias, "Side", Same)
+        monkeypatch.setattr(alias, "MeshView", Same)
         with pytest.raises(InternalError, match="RL0615.*do not hold the same"):
             api.compile("p.rlf")
 

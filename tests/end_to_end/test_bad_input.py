@@ -177,4 +177,4 @@ def test_resume_before_the_plan_names_no_directory(place: Path) -> None:
     before, after = (message("rldsl.run", *line) for line in (("--resume", "p.plan"), ("p.plan", "--resume")))
     assert before == after and "no checkpoint" in before
     done = command("rldsl.run", "--resume")
-    assert done.returncode == 2 and "name the plan" in done.stderr
+    assert done.returncode == 2 and "pass the plan to run" in done.stderr

@@ -187,7 +187,7 @@ def _claims(plan: Plan, change: int) -> Plan:
 
 @pytest.mark.parametrize("break_, said", [
     (lambda p: _claims(p, -1), "records a peak"), (lambda p: _claims(p, 1), "records a peak"),
-    (lambda p: replace(p, classes=tuple(replace(c, peak_bytes=0) for c in p.classes)), "records a peak 0 bytes"),
+    (lambda p: replace(p, classes=tuple(replace(c, peak_bytes=0) for c in p.classes)), "records a peak of 0 bytes"),
     (lambda p: replace(p, header=replace(p.header, memory=10_000)), "but a device has 9.8 KiB"),
     (lambda p: replace(p, models=tuple(replace(m, sizes=replace(m.sizes, intermediate=8 * m.sizes.intermediate))
                                        for m in p.models)), "records a peak"),

@@ -93,7 +93,7 @@ def test_those_that_work_end_nothing_and_are_looked_at_again(world: World) -> No
 
 
 @pytest.mark.parametrize("slow, says, told", [
-    ("", "the store of the run does not answer", ""), ("thinking took too long", "thinking took too long", "0|")])
+    ("", "the rendezvous store does not respond", ""), ("thinking took too long", "thinking took too long", "0|")])
 def test_a_rank_that_ends_has_a_deadline(world: World, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str], slow: str, says: str, told: str) -> None:
     """With the words for what was slow; where that is not the store, it tells the others."""

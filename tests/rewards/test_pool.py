@@ -303,4 +303,4 @@ def test_workers_that_never_live_long_end_the_run(tmp_path: Path) -> None:
             "threading.Thread(target=end, daemon=True).start()\n"
             "def score(rows):\n    time.sleep(1)\n    return [0] * len(rows)\n")
     found = mistake(written(tmp_path, body), 1)
-    assert (found.code, found.title[-15:]) == ("RL0778", "(exit status 4)") or "was loaded" in found.title
+    assert (found.code, found.title[-15:]) == ("RL0778", "(exit status 4)") or "loading" in found.title

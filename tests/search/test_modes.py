@@ -191,7 +191,7 @@ def test_too_small_a_cluster_names_the_smallest_that_does() -> None:
         find(p, machines, p.placed.memory)
     (d,) = failure.value.diagnostics
     assert d.code == "RL0402" and "nodes" in d.help
-    nodes = int(d.help.split("would do: ")[1].split()[0])
+    nodes = int(d.help.split("that fits: ")[1].split()[0])
     for n, fits in ((nodes, True), (nodes - 1, False)):
         there = cluster(n, 8, 80)
         again = ready("grpo", "70B", there)

@@ -105,7 +105,7 @@ def test_what_no_save_has_written_is_not_replaced(plan: Plan, tmp_path: Path) ->
         check_writes(saving(plan, name), Path("runs/out"))
     for name in ("downloaded", "mine", "file", "link", "dangling"):
         assert is_foreign(tmp_path / name)
-        with pytest.raises(Failure, match="RL0712 .*no save has written"):
+        with pytest.raises(Failure, match="RL0712 .*which was not written by a save"):
             check_writes(saving(plan, name), Path("runs/out"))
 
 

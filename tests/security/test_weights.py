@@ -190,7 +190,7 @@ def test_weights_that_are_no_file(source: Path, tmp_path: Path) -> None:
     weights.unlink()
     for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir)):
         make(weights)
-        with pytest.raises(Failure, match="RL0721 .*no regular file"):
+        with pytest.raises(Failure, match="RL0721 .*not a regular file"):
             open_file(weights)
         (tmp_path / "p.rlf").write_text(PROGRAM.format(folder=tmp_path))
         assert code(lambda: api.compile(str(tmp_path / "p.rlf"), {})) == "RL0302"

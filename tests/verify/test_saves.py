@@ -93,13 +93,13 @@ def test_more_ranks_than_messages_at_once_are_fine():
     x, mesh = placed(dp=256, zero=3)
     model = replace(MODEL, params=tuple(replace(p, shape=(512, 2), split=None) for p in MODEL.params), layers=64)
     assert max(len(sends) + len(receives) for sends, receives in
-               gather_messages(model, x, mesh, owners(model, x, mesh), mesh.members()).values()) > saves.MESSAGES
+               gather_messages(model, x, mesh, owners(model, x, mesh), mesh.members()).values()) > saves.MAX_MESSAGES
     assert not saves.examine_save(model, x, mesh, 256)
 
 
 def test_a_rank_has_a_bounded_number_of_messages_in_a_batch(monkeypatch):
     def many(known: Known) -> Known:
         rank = busy(known, 1)
-        return known | {rank: (known[rank][0], known[rank][1] * (saves.MESSAGES + 1))}
+        return known | {rank: (known[rank][0], known[rank][1] * (saves.MAX_MESSAGES + 1))}
 
     assert "RL0535" in found(monkeypatch, dict(dp=32, tp=2), many)
