@@ -160,10 +160,10 @@ NO_ROOM = """
 import resource, sys
 from rldsl.diag import Failure
 from rldsl.runtime.data import parquet
-from rldsl.runtime.data.row_schema import Needs
+from rldsl.runtime.data.row_schema import RowNeeds
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 try:
-    parquet.scan(sys.argv[1], Needs({"prompt": "prompt"}))
+    parquet.scan(sys.argv[1], RowNeeds({"prompt": "prompt"}))
 except Failure as failure:
     print(failure.diagnostics)
 """
