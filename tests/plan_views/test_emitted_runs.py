@@ -168,12 +168,12 @@ def test_leaving_the_debugger_is_an_interrupt(rank: int, ended: bool) -> None:
         raise BdbQuit
 
     whole: list[int] = []
-    walk: Any = SimpleNamespace(state=SimpleNamespace(world=SimpleNamespace(rank=rank)), own=(),
-                                whole=lambda: whole.append(rank))
+    walk: Any = SimpleNamespace(state=SimpleNamespace(context=SimpleNamespace(rank=rank)), own=(),
+                                run=lambda: whole.append(rank))
     program = Program("id", "a.plan", ((leave, (range(0, 2), range(4, 6))),))
     if ended:
         with pytest.raises(KeyboardInterrupt):
-            program.walk(walk)
+            program.run(walk)
     else:
-        program.walk(walk)
+        program.run(walk)
     assert whole == ([] if ended else [rank])
