@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rldsl.diag import Diagnostic
+from rldsl.diag import Diagnostic, Failure
 from rldsl.memory import curves
 from rldsl.memory.curve import peak
 from rldsl.plan.notation import human
@@ -21,7 +21,12 @@ def check_memory(t: Tables) -> Iterator[Diagnostic]:
     memory = t.plan.header.memory
     if not memory:
         return
-    found = [(Ranks(c.ranks), peak(c)) for c in curves(t.plan)]
+    try:
+        found = [(Ranks(c.ranks), peak(c)) for c in curves(t.plan)]
+    except Failure as failure:  # a cost that is no number of bytes: the plan's records, or the backend, are nonsense
+        for d in failure.diagnostics:
+            yield problem("RL0544", f"the memory of this plan cannot be estimated: {d.label or d.title}", notes=(d.help,))
+        return
     for c in t.plan.classes:
         ranks = class_ranks(c, t.plan.header.world)
         wrong = [(here & ranks, p) for here, p in found if here & ranks and p.bytes != c.peak_bytes]
