@@ -43,6 +43,7 @@ class WaitOrder:
         self._replicas: dict[str, dict[int, RankGroup]] = {}  # layout -> rank -> group
         self._ways: dict[int, tuple[tuple[int, bool], ...]] = {}  # to each event: indices, and whether a turn follows
         self.events: dict[int, Event] = {}
+        self._ends: dict[int, tuple[Reference, ...]] = {}  # event -> what says who takes part in it
         self._note(plan.body, ())
         self._together = [e for id, e in self.events.items()
                           if e.traits.blocking == "together" and len(self._ways[id]) == 2]
@@ -53,6 +54,7 @@ class WaitOrder:
                 self._note(item.body, (*way, (i, isinstance(item, Loop))))
             else:
                 self._ways[item.id], self.events[item.id] = (*way, (i, False)), item
+                self._ends[item.id] = named(item, *item.traits.participants)
 
     def place(self, at: EventRun | None, after: bool = False) -> OrderKey:
         """at: None is the end of the run. What the plan does not have is before everything."""
@@ -78,14 +80,14 @@ class WaitOrder:
             case "alone":
                 return NOBODY
             case "posted":
-                src, dst = (self._mesh(end) for end in named(event, *event.traits.participants))
+                src, dst = (self._mesh(end) for end in self._ends[event.id])
                 return self._across(src, dst, rank, passed_on=event.traits.color == "realloc")
             case "replica":
-                layout, = (r.id for r in named(event, *event.traits.participants))
+                layout, = (end.id for end in self._ends[event.id])
                 return self._replica(self._layouts[layout], rank)
             case "gather":
                 firsts = {self._members[self._mesh(b)][0] for b in named(event, *event.traits.first_ranks)}
-                to, = (r.id for r in named(event, *event.traits.participants))
+                to, = (end.id for end in self._ends[event.id])
                 receives = rank == to
                 return self._known((event.id, receives), firsts if receives else (to,)) if (
                     receives or rank in firsts) else NOBODY

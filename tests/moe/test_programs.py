@@ -171,11 +171,11 @@ def test_the_simulator_knows_experts(tiny, tmp_path):
         found[where] = shard(model, next(x for x in made.layouts if x.id == model.home), 0)
     whole, divided, both = found.values()
     expert = 3 * 24 * 32
-    assert whole.mixed == 8 * expert and divided.mixed == 2 * expert and both.mixed == 4 * expert // 2
+    assert whole.experts == 8 * expert and divided.experts == 2 * expert and both.experts == 4 * expert // 2
     assert whole.active == divided.active == whole.layer - 8 * expert + 3 * expert
-    assert both.active == both.layer - both.mixed + 3 * expert // 2
+    assert both.active == both.layer - both.experts + 3 * expert // 2
     assert whole.read(1) == whole.active and whole.read(1000) == whole.layer and divided.read(1000) == divided.layer
-    assert (whole.apart, divided.apart) == (0, 2 * 2 * expert)
+    assert (whole.local_experts, divided.local_experts) == (0, 2 * 2 * expert)
     assert whole.trained - divided.trained == 2 * 6 * expert
 
 

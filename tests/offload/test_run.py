@@ -93,9 +93,9 @@ def test_the_other_memory_of_these_tests_catches_mistakes() -> None:
     """Who keeps a tensor that went, or takes one before it has come, reads NaN."""
     tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 3)}
     kept = tensors["a"]
-    there = elsewhere.away(None, tensors)
+    there = elsewhere.offload(None, tensors)
     assert kept.isnan().all() and torch.equal(there["a"], torch.arange(4.0))
-    come, finish = elsewhere.back(None, there)
+    come, finish = elsewhere.onload(None, there)
     assert come["b"].isnan().all() and there["b"].isnan().all()
     finish()
     assert torch.equal(come["a"], torch.arange(4.0)) and torch.equal(come["b"], torch.ones(2, 3))

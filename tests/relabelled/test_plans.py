@@ -84,7 +84,7 @@ def test_larger_tp_moves_nothing() -> None:
 
 def test_the_plan_says_why() -> None:
     free, fixed = plan("tp=4", "dp=2 tp=2", "mesh(4)"), plan("tp=4", "dp=2 tp=2", "mesh(0:4)")
-    assert "mesh(4) are free to choose, and " in realloc(free).because and "would go to 0:4" in realloc(free).because
+    assert "mesh(4) are free to choose, and " in realloc(free).because and "would move to 0:4" in realloc(free).because
     assert "free" not in realloc(fixed).because
     assert "ranks 0,2,1,3" in show(free) and "are free to choose" in show(free, event=realloc(free).id)
 

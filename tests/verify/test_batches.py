@@ -40,7 +40,7 @@ def test_few_ranks_have_one_batch_and_many_a_bounded_one() -> None:
 def _everyone(rank: int, world: int) -> None:
     import rldsl.runtime.comm.exchange as exchange
 
-    exchange.batches = lambda rank, peers, world, _: message_batches(rank, peers, world, 2)  # type: ignore[assignment]
+    exchange.message_batches = lambda rank, peers, world, _: message_batches(rank, peers, world, 2)  # type: ignore[assignment]
     asked: list[int] = []
     whole = dist.batch_isend_irecv
     dist.batch_isend_irecv = lambda ops: (asked.append(len(ops)), whole(ops))[1]
