@@ -1,5 +1,6 @@
 """The numbers of TRL, verl, OpenRLHF and ReaL where ratios lie far outside every clip and clamp: log-ratios of up to
-±30, where only the systems' own guards decide. Each formula stands here as the system computes it, token by token."""
+±30, where only the systems' own guards decide. Each formula is our transcription, token by token (tests/oracles
+compares with the systems themselves)."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.library.harness import Given
 from tests.library.systems import SYSTEMS as FORMULAS
 from tests.library.systems import table
 from tests.library.test_algorithms_page import LOSSES
+from tests.oracles.__main__ import compare, stale
 from tests.oracles.cases import BATCHES, Numbers, case, case_id, difference, fresh_of, ours, values_of
 from tests.oracles.record import load
 from tests.oracles.rows import POLICY, ROWS, Row
@@ -64,6 +66,50 @@ def test_other_numbers_would_be_seen(row: Row) -> None:
     """No recorded answer is so flat that everything agrees with it."""
     found = [RECORDED[case_id(row, name)] for name in row.batches]
     assert any(v for numbers in found for values in [*numbers.values, *numbers.grads.values()] for v in values)
+
+
+@pytest.mark.parametrize(("system", "right", "wrong"), [
+    ("verl", 'grpo_free(old=old, adv=adv, dual=3, bound=20, agg="seq-mean-token-sum-norm", horizon=512)',
+     "dr_grpo(old=old, adv=adv, horizon=512)"),
+    ("verl", "grpo(old=old, adv=adv, ref=ref, beta=0.001, dual=3, bound=20, kl_bound=20, kl_most=10, kl_through=true, "
+             'agg="token-mean")', "grpo(old=old, adv=adv, ref=ref, beta=0.001, kl_through=true)"),
+    ("verl", 'gspo(old=old, adv=r, low=0.2, high=0.2, most=10, agg="token-mean")',
+     "gspo(old=old, adv=r, low=0.2, high=0.2, most=10)"),
+    ("verl", "gmpo(old=old, adv=r, low=0.2, high=0.2)", "gmpo(old=old, adv=r)"),
+    ("verl", "group_norm(r, by_std=false, alone=true)", "group_norm(r, by_std=false)"),
+    ("verl", "optimal_baseline(r, len(gen), alone=true)", "optimal_baseline(r, len(gen))"),
+    ("OpenRLHF", "dapo(old=old, adv=adv, bound=20)", "dapo(old=old, adv=adv)"),
+    ("OpenRLHF", "clip(leave_one_out(r), -10, 10)", "leave_one_out(r)"),
+    ("TRL", 'grpo(old=old, adv=adv, ref=ref, beta=0.04, kl_by_ratio=true, agg="token-mean")',
+     'grpo(old=old, adv=adv, ref=ref, beta=0.04, agg="token-mean")')])
+def test_a_call_without_one_of_its_options_is_seen(system: str, right: str, wrong: str) -> None:
+    """Calls that a page once gave for a system differ from its numbers on some batch."""
+    row = next(r for r in ROWS if r.system == system and r.call == right)
+    far = [max(map(difference, ours(replace(row, call=wrong), name).values, RECORDED[case_id(row, name)].values))
+           for name in row.batches]
+    assert max(far) > 1e-4
+
+
+def told(row: Row, **changes: Any) -> dict[str, Any]:
+    """Results as a server gives them, from the recorded numbers."""
+    found = {name: RECORDED[case_id(row, name)] for name in row.batches}
+    return {case_id(row, name): {"values": n.values, "grads": n.grads} | changes for name, n in found.items()}
+
+
+def test_a_comparison_sees_values_gradients_and_errors() -> None:
+    row = next(r for r in ROWS if fresh_of(r))
+    value, grad, problem = compare(row, told(row))
+    assert max(value, grad or 0) < 1e-12 and not problem
+    assert compare(row, told(row, values=[[1e9]]))[0] > 0.5
+    assert compare(row, told(row, grads={"x": [0.0]}))[1] == float("inf")
+    assert compare(row, told(row, values=[[1.0], [2.0]]))[2] and compare(row, told(row, error="no"))[2] == "no"
+
+
+def test_answers_that_changed_are_told() -> None:
+    row = ROWS[0]
+    assert stale(told(row)) == [] and stale(told(row, error="no")) == []
+    assert "RECORD=--record" in stale(told(row, values=[[1e9]]))[0]
+    assert stale({"a new case": {"values": [[1.0]], "grads": {}}})
 
 
 def test_a_case_survives_json() -> None:
