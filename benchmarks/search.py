@@ -37,12 +37,12 @@ from rldsl.clusters import Cluster, preset, read
 from rldsl.passes.pipeline import finish
 from rldsl.placement.families import Family, describe
 from rldsl.plan.codec import encode
-from rldsl.search import Options, Prepared, find, locked, prepared
-from rldsl.search.answer import searched
-from rldsl.search.costs import Entry
-from rldsl.search.exact import proved
-from rldsl.search.instance import Assignment, Instance
-from rldsl.search.problem import problem
+from rldsl.search import Options, PreparedProgram, find_placement, prepare_program, unless_locked
+from rldsl.search.answer import run_search
+from rldsl.search.call_costs import Candidate
+from rldsl.search.compiled_placements import compile_assignment
+from rldsl.search.evaluator import Assignment, Evaluator
+from rldsl.search.problem import build_problem
 from rldsl.search.space import Block
 from rldsl.simulate import Lengths
 from rldsl.source import SourceFile
@@ -75,11 +75,11 @@ class Row:
         return self.seconds / self.bound - 1
 
 
-def ready(cluster: Cluster, batch: int, known: Callable[..., Family]) -> Prepared:
+def ready(cluster: Cluster, batch: int, known: Callable[..., Family]) -> PreparedProgram:
     """PPO as `benchmarks/scale.py` has it, with all calls free."""
     text = PPO.format(nodes=cluster.nodes, half=cluster.nodes // 2, batch=batch)
     graph = api.build_graph(SourceFile("ppo.rlf", text))
-    return prepared(graph, "", cluster, int(cluster.memory_gb * 1e9), locked(graph, ()), known)
+    return prepare_program(graph, "", cluster, int(cluster.memory_gb * 1e9), unless_locked(graph, ()), known)
 
 
 def case(size: str, ranks: int, known: Callable[..., Family]) -> Row | None:
@@ -88,15 +88,15 @@ def case(size: str, ranks: int, known: Callable[..., Family]) -> Row | None:
     assert cluster is not None
     p = ready(cluster, max(512, 4 * ranks), known)
     begin = time.process_time()
-    asked = problem(p.placed, cluster, Lengths(), p.placed.memory, p.fixed)
-    instance, result = searched(asked, p.placed.memory // 100, Options())
+    asked = build_problem(p.placed, cluster, Lengths(), p.placed.memory, p.fixed)
+    instance, result = run_search(asked, p.placed.memory // 100, Options())
     cpu = time.process_time() - begin
     if not result.best:
         return None
-    best = proved(p, instance, result.best[0], cluster, Lengths())
+    best = compile_assignment(p, instance, result.best[0], cluster, Lengths())
     bound = result.bound
     if best.bytes > p.placed.memory:  # more of a device is kept free
-        answer = find(p, cluster, p.placed.memory)
+        answer = find_placement(p, cluster, p.placed.memory)
         best, bound = answer.best[0], answer.result.bound
     finish(best.plan, ())  # the plan is verified
     ways = "; ".join(f"{j.name} {b.size}: {e.strategy.text()}" for j, b, e in zip(
@@ -108,13 +108,13 @@ def case(size: str, ranks: int, known: Callable[..., Family]) -> Row | None:
 # ------------------------------------------------------------------------------------------------ the baseline
 
 
-def options(i: Instance, most: int = 1000) -> list[list[tuple[Block, Entry]]]:
+def options(i: Evaluator, most: int = 1000) -> list[list[tuple[Block, Candidate]]]:
     """Of each call, the fastest first."""
     return [sorted(((b, e) for b in i.tree.every for e in i.table.entries(job, b.size)),
                    key=lambda o: o[1].seconds)[:most] for job in i.calls]
 
 
-def mcmc(i: Instance, seconds: float, beta: float = 100.0) -> float:
+def mcmc(i: Evaluator, seconds: float, beta: float = 100.0) -> float:
     """Seconds of the best step found in so much CPU time, tables not counted. beta: of a loss, as a share of a step."""
     draw, every = random.Random(0), options(i)
     if not all(every):
@@ -157,15 +157,15 @@ def real(folder: Path, count: int = 24, steps: int = 4) -> None:
     subprocess.run([sys.executable, "-m", "rldsl.cli", "profile", str(first), "-o", "profile.yaml", "--device", "cpu",
                     "--fresh", "--tp", "1", "--tp", "4"], check=True, capture_output=True)
     cluster = replace(read("profile.yaml"), nodes=1, gpus=4)
-    p = prepared(graph, "", cluster, 0, locked(graph, ()), describe)
+    p = prepare_program(graph, "", cluster, 0, unless_locked(graph, ()), describe)
     lengths = Lengths(PROMPT, 0.0)
-    i = Instance(problem(p.placed, cluster, lengths, 0, p.fixed))
+    i = Evaluator(build_problem(p.placed, cluster, lengths, 0, p.fixed))
     draw, every, found = random.Random(0), options(i), []
     print(f"{'predicted':>10} {'measured':>10}  placement")
     while len(found) < count:
         picked = [draw.choice(o) for o in every]
         judged = i.judge(Assignment(tuple(b for b, _ in picked), tuple(e for _, e in picked)))
-        one = proved(p, i, judged, cluster, lengths)
+        one = compile_assignment(p, i, judged, cluster, lengths)
         file = Path("case.plan")
         file.write_bytes(encode(one.plan))
         took = measured(file, one.plan.header.world, steps).seconds

@@ -148,9 +148,9 @@ def placed_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, 
 
     graph, name = build_graph(source, sets, place, overrides), place.name if place else ""
     if mode != MANUAL or any(r.clause.auto for r in graph.rules):
-        from rldsl.search.modes import placed
+        from rldsl.search.modes import place_by_mode
 
-        graph, _ = placed(graph, name, mode, describe)
+        graph, _ = place_by_mode(graph, name, mode, describe)
     return place_graph(graph, name)
 
 
@@ -165,14 +165,14 @@ def finish(events: Draft) -> Compiled:
     from importlib.metadata import PackageNotFoundError, version
 
     from rldsl.passes import pipeline
-    from rldsl.search import fit
+    from rldsl.search import memory_check
 
     try:
         compiler = f"rldsl {version('rldsl')}"
     except PackageNotFoundError:
         compiler = "rldsl"
     plan, curves = pipeline.planned(events, compiler)
-    fit.check(events.placed, curves)
+    memory_check.check_memory(events.placed, curves)
     try:
         return pipeline.finish(plan, curves)
     except Failure as failure:

@@ -72,8 +72,8 @@ def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], pl
     """Find the fastest placement of FILE on a cluster, with a proven lower bound."""
     from rldsl.commands import search as work
 
-    asked = work.Asked(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap, lengths)
-    say(work.search(asked, target or work.target_of(file), as_json, lambda text: click.echo(text, err=True)))
+    asked = work.SearchRequest(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap, lengths)
+    say(work.search(asked, target or work.default_target(file), as_json, lambda text: click.echo(text, err=True)))
 
 
 @command
@@ -84,5 +84,5 @@ def explain_placement(settings: Settings, file: str, cluster: str, sets: dict[st
     """Compare the placement in FILE, --place and --on with the best one: time, memory, and why it is slower."""
     from rldsl.commands import search as work
 
-    asked = work.Asked(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)
+    asked = work.SearchRequest(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)
     say(work.explain(asked, as_json, lambda text: click.echo(text, err=True)))

@@ -17,14 +17,14 @@ from rldsl.files import write
 from rldsl.graph.model import Graph
 from rldsl.placement.families import describe
 from rldsl.plan.expr import Scalar
-from rldsl.search import Answer, Options, Prepared, locked, prepared
-from rldsl.search import find as look
-from rldsl.search.branch import Result
+from rldsl.search import Answer, Options, PreparedProgram, prepare_program, unless_locked
+from rldsl.search import find_placement as look
+from rldsl.search.branch_and_bound import Result
 from rldsl.simulate import Lengths
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SearchRequest:
     """Of a search. seconds: of CPU after which it ends; 0: none. memory: GB of a device; 0: as the cluster says."""
 
     file: str
@@ -39,33 +39,33 @@ class Asked:
     lengths: Lengths
 
 
-def search(asked: Asked, target: str, as_json: bool, say: Callable[[str], None]) -> str:
+def search(asked: SearchRequest, target: str, as_json: bool, say: Callable[[str], None]) -> str:
     """Write the placement to `target`. say: how far it is, now and then."""
-    from rldsl.search import report
-    from rldsl.search import write as form
+    from rldsl.search import answer_text
+    from rldsl.search import placement_file as form
 
-    cluster, p = _prepared(asked)
-    answer, cut = _found(p, cluster, asked, say)
-    text = form.source(p, answer, version(), cluster.name, cut)
+    cluster, p = _prepare(asked)
+    answer, cut = _run_search(p, cluster, asked, say)
+    text = form.format_placement_file(p, answer, compiler_version(), cluster.name, cut)
     write(target, text.encode(), "choose another path with -o")
     if as_json:
-        return report.to_json(answer, cluster.name)
-    return report.text(answer, asked.file, cluster.name, profile(cluster)) + (
+        return answer_text.to_json(answer, cluster.name)
+    return answer_text.format_answer(answer, asked.file, cluster.name, cost_source_text(cluster)) + (
         f"\n  wrote {target}; next: rlc compile {asked.file} --place {target}\n")
 
 
-def explain(asked: Asked, as_json: bool, say: Callable[[str], None]) -> str:
+def explain(asked: SearchRequest, as_json: bool, say: Callable[[str], None]) -> str:
     """The placement that the program, the file and the rules say, beside the best one."""
-    from rldsl.search.compare import compared, to_json
+    from rldsl.search.comparison import compare_with_best, to_json
 
-    cluster, p = _prepared(replace(asked, locks=()))
-    own, fixed = _prepared(replace(asked, locks=("*",)))
-    answer, _ = _found(p, cluster, asked, say)
-    found = compared(answer, fixed, cluster, asked.lengths)
+    cluster, p = _prepare(replace(asked, locks=()))
+    own, fixed = _prepare(replace(asked, locks=("*",)))
+    answer, _ = _run_search(p, cluster, asked, say)
+    found = compare_with_best(answer, fixed, cluster, asked.lengths)
     return to_json(found) if as_json else found.text(asked.file, cluster.name)
 
 
-def _prepared(asked: Asked) -> tuple[Cluster, Prepared]:
+def _prepare(asked: SearchRequest) -> tuple[Cluster, PreparedProgram]:
     cluster = find(asked.cluster)
     if missing := cluster.unknown():
         raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.name,
@@ -76,15 +76,15 @@ def _prepared(asked: Asked) -> tuple[Cluster, Prepared]:
         cluster = replace(cluster, memory_gb=asked.memory)
     graph = _graph(asked)
     memory = int(cluster.memory_gb * 1e9)
-    return cluster, prepared(graph, asked.place or "", cluster, memory, locked(graph, asked.locks), describe)
+    return cluster, prepare_program(graph, asked.place or "", cluster, memory, unless_locked(graph, asked.locks), describe)
 
 
-def _graph(asked: Asked) -> Graph:
+def _graph(asked: SearchRequest) -> Graph:
     rules = api.read_source(asked.place) if asked.place else None
     return api.build_graph(api.read_source(asked.file), asked.sets, rules, asked.overrides)
 
 
-def _found(p: Prepared, cluster: Cluster, asked: Asked, say: Callable[[str], None]) -> tuple[Answer, bool]:
+def _run_search(p: PreparedProgram, cluster: Cluster, asked: SearchRequest, say: Callable[[str], None]) -> tuple[Answer, bool]:
     """The answer, and whether time ended the search."""
     begin = time.process_time()
     told = [begin]
@@ -102,13 +102,13 @@ def _found(p: Prepared, cluster: Cluster, asked: Asked, say: Callable[[str], Non
     return answer, cut[0]
 
 
-def profile(cluster: Cluster) -> str:
+def cost_source_text(cluster: Cluster) -> str:
     """Where the times are from."""
     return "measured by `rlc profile`" if cluster.measured else ("a roofline estimate from operation counts and the "
                                                                  "cluster's rates")
 
 
-def version() -> str:
+def compiler_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -117,5 +117,5 @@ def version() -> str:
         return "unknown"
 
 
-def target_of(file: str) -> str:
+def default_target(file: str) -> str:
     return str(Path(file).with_suffix(".place.rlf"))

@@ -14,12 +14,12 @@ from typing import Literal
 from rldsl.clusters import Cluster
 from rldsl.diag import Failure, fail
 from rldsl.plan.notation import human
-from rldsl.search.branch import GAP, MOST, Result, search
-from rldsl.search.exact import Proved, proved
-from rldsl.search.greedy import heuristic
-from rldsl.search.instance import Instance, Judged
-from rldsl.search.prepare import Prepared
-from rldsl.search.problem import Problem, problem
+from rldsl.search.branch_and_bound import GAP, MOST, Result, branch_and_bound
+from rldsl.search.compiled_placements import CompiledPlacement, compile_assignment
+from rldsl.search.evaluator import Evaluation, Evaluator
+from rldsl.search.greedy import greedy_evaluation
+from rldsl.search.prepared_program import PreparedProgram
+from rldsl.search.problem import Problem, build_problem
 from rldsl.simulate import Lengths
 from rldsl.verify import verify
 
@@ -46,9 +46,9 @@ class Answer:
     faster than; 0 for what was not searched for."""
 
     problem: Problem
-    instance: Instance
+    instance: Evaluator
     result: Result
-    best: tuple[Proved, ...]
+    best: tuple[CompiledPlacement, ...]
 
     @property
     def bound(self) -> float:
@@ -59,29 +59,29 @@ class Answer:
         return self.best[0].seconds / self.bound - 1 if self.bound else 0.0
 
 
-def find(p: Prepared, cluster: Cluster, memory: int, options: Options = Options()) -> Answer:
+def find_placement(p: PreparedProgram, cluster: Cluster, memory: int, options: Options = Options()) -> Answer:
     """memory: bytes of a device; 0: not known."""
-    asked = problem(p.placed, cluster, options.lengths, memory, p.fixed)
+    asked = build_problem(p.placed, cluster, options.lengths, memory, p.fixed)
     reserve = memory // 100
     for _ in range(TRIES):
-        instance, result = searched(asked, reserve, options)
+        instance, result = run_search(asked, reserve, options)
         if not result.best:
-            raise too_small(asked, cluster)
-        best, over = _compiled(p, instance, result, cluster, options.lengths)
+            raise nothing_fits_error(asked, cluster)
+        best, over = _compile_best(p, instance, result, cluster, options.lengths)
         if best:
             return Answer(asked, instance, result, tuple(sorted(best, key=lambda b: b.seconds)))
         reserve += over + memory // 200
-    raise too_small(asked, cluster)
+    raise nothing_fits_error(asked, cluster)
 
 
-def searched(asked: Problem, reserve: int, options: Options) -> tuple[Instance, Result]:
+def run_search(asked: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:
     """Offload is tried where nothing fits without."""
-    with _uncollected():
-        return _searched(asked, reserve, options)
+    with _garbage_collection_paused():
+        return _search_with_offload(asked, reserve, options)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _garbage_collection_paused() -> Iterator[None]:
     """Nothing of a search refers to itself, so a collection of garbage finds nothing, and goes through all that torch
     has: a fifth of the time."""
     there = gc.isenabled()
@@ -93,26 +93,26 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _searched(asked: Problem, reserve: int, options: Options) -> tuple[Instance, Result]:
+def _search_with_offload(asked: Problem, reserve: int, options: Options) -> tuple[Evaluator, Result]:
     for offload in (False, True):
-        instance = Instance(asked, reserve, offload)
+        instance = Evaluator(asked, reserve, offload)
         if options.mode == "heuristic":
-            found = heuristic(instance)
+            found = greedy_evaluation(instance)
             result = Result((found,) if found else (), 0.0, 0, False)
         else:
-            result = search(instance, options.gap, options.most, options.going)
+            result = branch_and_bound(instance, options.gap, options.most, options.going)
         if result.best or not asked.memory:
             break
     return instance, result
 
 
-def _compiled(p: Prepared, instance: Instance, result: Result, cluster: Cluster,
-              lengths: Lengths) -> tuple[list[Proved], int]:
+def _compile_best(p: PreparedProgram, instance: Evaluator, result: Result, cluster: Cluster,
+              lengths: Lengths) -> tuple[list[CompiledPlacement], int]:
     """The best that fit, verified, and by how many bytes others did not."""
-    found: list[Proved] = []
+    found: list[CompiledPlacement] = []
     over = 0
-    for judged in different(result.best):
-        one = proved(p, instance, judged, cluster, lengths)
+    for judged in distinct_evaluations(result.best):
+        one = compile_assignment(p, instance, judged, cluster, lengths)
         if p.placed.memory and one.bytes > p.placed.memory:
             over = max(over, one.bytes - p.placed.memory)
             continue
@@ -123,40 +123,40 @@ def _compiled(p: Prepared, instance: Instance, result: Result, cluster: Cluster,
     return found, over
 
 
-def different(best: tuple[Judged, ...]) -> tuple[Judged, ...]:
+def distinct_evaluations(best: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
     """The fastest of those that the estimate cannot tell apart by more than a part in ten thousand, and all others."""
     return tuple(j for k, j in enumerate(best) if not k or j.seconds > best[k - 1].seconds * 1.0001)
 
 
-def too_small(asked: Problem, cluster: Cluster) -> Failure:
+def nothing_fits_error(asked: Problem, cluster: Cluster) -> Failure:
     """With the smallest number of equal nodes on which something fits, or what to do where none does."""
     many = f"{asked.cluster.world} device{'s' * (asked.cluster.world > 1)} of {human(asked.memory)}"
     span = asked.graph.cluster.span if asked.graph.cluster else None
     help = "use larger devices or shorter sequences"
-    if asked.fixed and room(asked, asked.cluster.nodes):
+    if asked.fixed and fits_on_nodes(asked, asked.cluster.nodes):
         names = dict.fromkeys(j.name for j in asked.calls if j.number in asked.fixed)
         help = f"a placement exists if the search may also place {', '.join(names)}"
-    elif nodes := smallest(asked):
+    elif nodes := smallest_num_nodes(asked):
         help = f"the smallest cluster that fits: {nodes} nodes of this type, {nodes * cluster.gpus} devices"
     if span is not None:
         return fail("RL0402", f"no placement fits {many}", span, "every placement needs more memory", help=help)
     return fail("RL0402", f"no placement fits {many}", place=cluster.name, help=help)
 
 
-def room(asked: Problem, nodes: int) -> bool:
+def fits_on_nodes(asked: Problem, nodes: int) -> bool:
     """Whether something fits so many nodes, where the program says nothing of its calls."""
     there = replace(asked, cluster=replace(asked.cluster, nodes=nodes), fixed={})
-    return heuristic(Instance(there, asked.memory // 100, offload=True)) is not None
+    return greedy_evaluation(Evaluator(there, asked.memory // 100, offload=True)) is not None
 
 
-def smallest(asked: Problem) -> int:
+def smallest_num_nodes(asked: Problem) -> int:
     """How many nodes something fits on, more than there are and at most `LARGEST`; 0: on none."""
     low, high = asked.cluster.nodes, 2 * asked.cluster.nodes
-    while not room(asked, high):
+    while not fits_on_nodes(asked, high):
         low, high = high, 2 * high
         if high > LARGEST:
             return 0
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if room(asked, middle) else (middle, high)
+        low, high = (low, middle) if fits_on_nodes(asked, middle) else (middle, high)
     return high

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rldsl.search.costs import Entry
-from rldsl.search.instance import Assignment, Instance, Judged
+from rldsl.search.call_costs import Candidate
+from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
 from rldsl.search.space import Block
 
 
-def chosen(i: Instance, blocks: Sequence[Block]) -> Judged | None:
+def choose_candidates(i: Evaluator, blocks: Sequence[Block]) -> Evaluation | None:
     """Entries for given blocks."""
-    entries: list[Entry] = []
+    entries: list[Candidate] = []
     for job, b in zip(i.calls, blocks, strict=True):
         home = i.homes.get(job.model)
         options = i.table.entries(job, b.size)
@@ -24,18 +24,18 @@ def chosen(i: Instance, blocks: Sequence[Block]) -> Judged | None:
         if not options:
             return None
         entries.append(options[0])
-    picked: tuple[Entry, ...] | None = tuple(entries)
+    picked: tuple[Candidate, ...] | None = tuple(entries)
     while picked is not None:
         if i.fits(i.roughly(blocks, picked)) and i.fits((now := i.judge(Assignment(tuple(blocks), picked))).bytes):
             return now
-        picked = _lighter(i, blocks, picked)
+        picked = _with_cheapest_saving(i, blocks, picked)
     return None
 
 
-def _lighter(i: Instance, blocks: Sequence[Block], entries: tuple[Entry, ...]) -> tuple[Entry, ...] | None:
+def _with_cheapest_saving(i: Evaluator, blocks: Sequence[Block], entries: tuple[Candidate, ...]) -> tuple[Candidate, ...] | None:
     """The change of one call (with all trainings of its model) that saves bytes at the least cost in time for each. All
     bytes together become fewer each time, so there is an end of it."""
-    best: tuple[float, tuple[Entry, ...]] | None = None
+    best: tuple[float, tuple[Candidate, ...]] | None = None
     for c, job in enumerate(i.calls):
         now = entries[c]
         mine = now.resident + now.active
@@ -50,6 +50,6 @@ def _lighter(i: Instance, blocks: Sequence[Block], entries: tuple[Entry, ...]) -
     return best[1] if best else None
 
 
-def heuristic(i: Instance) -> Judged | None:
+def greedy_evaluation(i: Evaluator) -> Evaluation | None:
     """Every call that is free on all ranks."""
-    return chosen(i, [next(i.blocks(job, ())) for job in i.calls])
+    return choose_candidates(i, [next(i.blocks(job, ())) for job in i.calls])

@@ -19,7 +19,7 @@ from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Placed
 from rldsl.placement.rules import names_of
 from rldsl.plan.expr import Scalar
-from rldsl.search.settings import Setting, changed, difference, divided, on_all
+from rldsl.search.settings import Setting, difference_text, on_all_ranks, with_min_degrees, with_options
 from rldsl.search.trials import Trials
 
 MOST = 64  # the largest factor by which nodes are multiplied, and the largest tp or pp degree, that are tried
@@ -51,7 +51,7 @@ class MemoryAdvisor:
         same ranks, which change the communication of every call; (4) every call on all ranks, which gives up the
         user's meshes."""
         for ways in (self._mild(), self._together(), self._divided(lambda: self._hard),
-                     self._divided(lambda: on_all(self._hard, self.placed.world))):
+                     self._divided(lambda: on_all_ranks(self._hard, self.placed.world))):
             for setting in ways:
                 if self._fits(setting):
                     return self._advice(self._pruned(setting))
@@ -60,14 +60,14 @@ class MemoryAdvisor:
     def least(self) -> MemoryAdvice | None:
         """What needs least of everything that can be tried on this cluster; None if nothing can be tried."""
         every = [self.old, *self._together(), *self._degrees(self._hard)[-4:],
-                 *self._degrees(on_all(self._hard, self.placed.world))[-4:]]
+                 *self._degrees(on_all_ranks(self._hard, self.placed.world))[-4:]]
         sizes = [(size, i) for i, s in enumerate(every) if (size := self.bytes(s)) is not None]
         return self._advice(every[min(sizes)[1]]) if sizes else None
 
     def larger(self) -> MemoryAdvice | None:
         """What fits on the smallest multiple of the nodes (a power of two); None if nothing does."""
         for nodes in (self._nodes * 2**k for k in range(1, MOST.bit_length())):
-            for setting in self._degrees(on_all(self._hard, nodes * self.placed.devices_per_node))[-4:]:
+            for setting in self._degrees(on_all_ranks(self._hard, nodes * self.placed.devices_per_node))[-4:]:
                 if self._fits(setting, nodes):
                     return self._advice(setting, nodes)
         return None
@@ -77,10 +77,10 @@ class MemoryAdvisor:
     def _mild(self) -> Iterator[Setting]:
         """One change of one call or model."""
         for n in self._names:
-            if self._fits(changed(self.old, self._of(n), mbs=1)):
-                yield self._loosened(changed(self.old, self._of(n), mbs=1), n)
+            if self._fits(with_options(self.old, self._of(n), mbs=1)):
+                yield self._loosened(with_options(self.old, self._of(n), mbs=1), n)
         for ids, name, value in self._steps():
-            yield changed(self.old, ids, **{name: value})
+            yield with_options(self.old, ids, **{name: value})
 
     def _steps(self) -> Iterator[Step]:
         """The changes besides micro-batches, from mild to hard: by what a step loses.
@@ -97,12 +97,12 @@ class MemoryAdvisor:
 
     def _together(self) -> Iterator[Setting]:
         """The same changes, each on top of those before. A change that cannot be placed, or needs more, is skipped."""
-        setting = changed(self.old, self.old, mbs=1)
+        setting = with_options(self.old, self.old, mbs=1)
         yield setting
         for (name, value), steps in groupby(self._steps(), key=lambda step: step[1:]):
             each = [calls for calls, _, _ in steps]
             for ids in ([i for calls in each for i in calls], *(each if len(each) > 1 else ())):
-                more = changed(setting, ids, **{name: value})
+                more = with_options(setting, ids, **{name: value})
                 if more != setting and self._no_more(more, setting):
                     yield (setting := more)
 
@@ -123,9 +123,9 @@ class MemoryAdvisor:
     def _degrees(self, setting: Setting) -> list[Setting]:
         """Every call with at least tp and pp, as far as a node and its model allow; the smallest degrees first."""
         gpus, families = self.placed.devices_per_node, [self._trials.families[n.model] for n in self.calls]
-        tps = [t for t in _powers(gpus) if gpus % t == 0 and all(_can_tp(f, t) for f in families)]
-        pps = [p for p in _powers(MOST) if all(p == 1 or p <= f.layers and not f.pp_problem for f in families)]
-        return [divided(setting, tp, pp) for tp, pp in sorted(product(tps, pps), key=lambda x: (x[0] * x[1], x[1]))]
+        tps = [t for t in _powers_of_two(gpus) if gpus % t == 0 and all(_can_tp(f, t) for f in families)]
+        pps = [p for p in _powers_of_two(MOST) if all(p == 1 or p <= f.layers and not f.pp_problem for f in families)]
+        return [with_min_degrees(setting, tp, pp) for tp, pp in sorted(product(tps, pps), key=lambda x: (x[0] * x[1], x[1]))]
 
     # --------------------------------------------------------------------------------------------- names
 
@@ -191,7 +191,7 @@ class MemoryAdvisor:
     def _less_zero(self, setting: Setting, ids: list[str]) -> Setting:
         """With the lowest level of `zero` that fits."""
         for level in range(self.old[ids[0]].layout.zero, setting[ids[0]].layout.zero):
-            if self._fits(less := changed(setting, ids, zero=level)):
+            if self._fits(less := with_options(setting, ids, zero=level)):
                 return less
         return setting
 
@@ -199,15 +199,15 @@ class MemoryAdvisor:
         """With the largest micro-batches of one call that fit: a power of two."""
         size, old = 1, self.old[self._of(name)[0]].mbs
         while (not old or 2 * size < old) and size < 1 << 16:
-            if not self._fits(changed(setting, self._of(name), mbs=2 * size)):
+            if not self._fits(with_options(setting, self._of(name), mbs=2 * size)):
                 break
             size *= 2
-        return changed(setting, self._of(name), mbs=size)
+        return with_options(setting, self._of(name), mbs=size)
 
     def _advice(self, setting: Setting, nodes: int = 0) -> MemoryAdvice:
         said: dict[str, str] = {}
         for n in self.calls:
-            if text := difference(self.old[n.id], setting[n.id]):
+            if text := difference_text(self.old[n.id], setting[n.id]):
                 said[_selector(n)] = text
         for model in {n.model for n in self.calls}:  # one rule for all calls of a model that change in the same way
             mine = [_selector(n) for n in self.calls if n.model == model]
@@ -218,7 +218,7 @@ class MemoryAdvisor:
         return MemoryAdvice(rules, self.bytes(setting, nodes) or 0, nodes or self._nodes)
 
 
-def _powers(most: int) -> Iterator[int]:
+def _powers_of_two(most: int) -> Iterator[int]:
     return (2**k for k in range(most.bit_length()) if 2**k <= most)
 
 

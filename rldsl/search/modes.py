@@ -17,9 +17,9 @@ from rldsl.placement.model import Call
 from rldsl.placement.place import Describe
 from rldsl.placement.rules import Choice, names_of, resolve, specificity, tier
 from rldsl.search.answer import Answer, Options
-from rldsl.search.answer import find as look
-from rldsl.search.patterns import degrees, is_pattern
-from rldsl.search.prepare import mapped, prepared, written
+from rldsl.search.answer import find_placement as look
+from rldsl.search.patterns import is_pattern, pattern_degrees
+from rldsl.search.prepared_program import map_nodes, prepare_program, with_places
 
 MANUAL, HEURISTIC, SEARCH = "manual", "heuristic", "search"
 MODES = (MANUAL, HEURISTIC, SEARCH)
@@ -31,7 +31,7 @@ def is_mode(text: str) -> bool:
     return text in MODES or is_pattern(text)
 
 
-def placed(graph: g.Graph, place_file: str, mode: str, describe: Describe) -> tuple[g.Graph, Answer | None]:
+def place_by_mode(graph: g.Graph, place_file: str, mode: str, describe: Describe) -> tuple[g.Graph, Answer | None]:
     """The graph with its free calls placed, and how they were found; as it is where none is free."""
     choices = resolve(graph, place_file)
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
@@ -54,17 +54,17 @@ def placed(graph: g.Graph, place_file: str, mode: str, describe: Describe) -> tu
                    "the number of devices is unknown",
                    help='declare it: `cluster nodes=1 gpus=8`, or `cluster "h100x64"`')
     if is_pattern(mode):
-        said = degrees(mode, graph.cluster.nodes, graph.cluster.gpus)
-        return _alike(graph, choices, {n.id for n in opened}, said), None
-    cluster = speeds(graph.cluster)
+        said = pattern_degrees(mode, graph.cluster.nodes, graph.cluster.gpus)
+        return _all_with_degrees(graph, choices, {n.id for n in opened}, said), None
+    cluster = assumed_cluster(graph.cluster)
     memory = int(graph.cluster.memory_gb * 1e9)
-    p = prepared(graph, place_file, cluster, memory, free, describe)
+    p = prepare_program(graph, place_file, cluster, memory, free, describe)
     answer = look(p, cluster, memory, Options(HEURISTIC if mode == HEURISTIC else SEARCH))
-    found = written(p, answer.best[0].places)
+    found = with_places(p, answer.best[0].places)
     return replace(found, cluster=graph.cluster), answer
 
 
-def speeds(said: g.Cluster) -> Cluster:
+def assumed_cluster(said: g.Cluster) -> Cluster:
     """What is known of the devices of a program's cluster: its file, or else the preset `ASSUMED`."""
     known = None
     if said.path:
@@ -78,7 +78,7 @@ def speeds(said: g.Cluster) -> Cluster:
     return replace(known, nodes=said.nodes, gpus=said.gpus, memory_gb=said.memory_gb)
 
 
-def _alike(graph: g.Graph, choices: dict[str, Choice], free: set[str], said: dict[str, int]) -> g.Graph:
+def _all_with_degrees(graph: g.Graph, choices: dict[str, Choice], free: set[str], said: dict[str, int]) -> g.Graph:
     """The calls that are free on all ranks, with these degrees; a `generate` has dp where others have cp."""
     assert graph.cluster is not None
     world = graph.cluster.nodes * graph.cluster.gpus
@@ -94,4 +94,4 @@ def _alike(graph: g.Graph, choices: dict[str, Choice], free: set[str], said: dic
         options = (*((k, v, n.span) for k, v in own.items()), *more)
         return g.Clause(g.MeshRef(None, (0, world), n.span), options, n.span)
 
-    return replace(graph, rules=(), items=mapped(graph.items, lambda n: replace(n, clause=clause(n))))
+    return replace(graph, rules=(), items=map_nodes(graph.items, lambda n: replace(n, clause=clause(n))))

@@ -17,21 +17,21 @@ NAMED = ("pipe_data", "pipe_model")
 
 
 def is_pattern(text: str) -> bool:
-    return text in NAMED or _read(text) is not None
+    return text in NAMED or _parse_pattern(text) is not None
 
 
-def _read(text: str) -> dict[str, int] | None:
+def _parse_pattern(text: str) -> dict[str, int] | None:
     if FORM.fullmatch(text) is None:
         return None
     found = PART.findall(text)
     return {WORDS[k]: int(n) for k, n in found} if len({k for k, _ in found}) == len(found) else None
 
 
-def degrees(name: str, nodes: int, gpus: int) -> dict[str, int]:
+def pattern_degrees(name: str, nodes: int, gpus: int) -> dict[str, int]:
     """name: for which `is_pattern` holds."""
     if name in NAMED:
         return {"pp": nodes, "dp" if name == "pipe_data" else "tp": gpus}
-    found = _read(name)
+    found = _parse_pattern(name)
     assert found is not None, name
     product = 1
     for value in found.values():

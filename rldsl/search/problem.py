@@ -22,7 +22,7 @@ from rldsl.simulate.lengths import AT_MOST, Lengths
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedCall:
     """What the program says of a call that the search does not change. block: its ranks, None where it chooses them.
     options: those that are given, by name."""
 
@@ -74,7 +74,7 @@ class Problem:
     cluster: Cluster
     memory: int
     lengths: Lengths = Lengths()
-    fixed: Mapping[int, Fixed] = field(default_factory=dict)
+    fixed: Mapping[int, FixedCall] = field(default_factory=dict)
 
     @cached_property
     def tree(self) -> Tree:
@@ -130,19 +130,19 @@ class Problem:
                    default=0)
 
 
-def problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, memory: int = 0,
-            fixed: Mapping[str, Fixed] | None = None) -> Problem:
+def build_problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, memory: int = 0,
+            fixed: Mapping[str, FixedCall] | None = None) -> Problem:
     """placed: the program under any placement at all, for its models. fixed: by node."""
     graph = placed.graph
-    jobs = tuple(_jobs(graph))
+    jobs = tuple(_build_jobs(graph))
     models = {m.name: replace(m, home="home" if m.home else "", mean="") for m in placed.models}
     numbers = {j.node.id: j.number for j in jobs}
     kept = {numbers[i]: f for i, f in (fixed or {}).items() if i in numbers}
     return Problem(graph, jobs, models, dict(placed.families), cluster, memory, lengths, kept)
 
 
-def _jobs(graph: g.Graph) -> Iterator[Job]:
-    every = [(n, t) for n, t in _often(graph.items, 1.0) if isinstance(n, Call | g.Compute)]
+def _build_jobs(graph: g.Graph) -> Iterator[Job]:
+    every = [(n, t) for n, t in _nodes_with_times(graph.items, 1.0) if isinstance(n, Call | g.Compute)]
     flow = Flow({v: n for n in g.nodes(graph.items) for v in n.writes}, tuple(g.nodes(graph.items)))
     numbers = {n.id: i for i, (n, _) in enumerate(every)}
     first = next((i for i, (n, _) in enumerate(every) if isinstance(n, Call)), 0)
@@ -160,15 +160,15 @@ def _jobs(graph: g.Graph) -> Iterator[Job]:
         yield Job(i, node, kind, getattr(node, "model", ""), every[i][1], tuple(sorted(sources)), lead)
 
 
-def _often(items: tuple[g.Item, ...], times: float) -> Iterator[tuple[g.Node, float]]:
+def _nodes_with_times(items: tuple[g.Item, ...], times: float) -> Iterator[tuple[g.Node, float]]:
     """Every node with how often a step runs it, on the average."""
     for item in items:
         match item:
             case g.Every():
-                yield from _often(item.body, times / item.period)
+                yield from _nodes_with_times(item.body, times / item.period)
             case g.Repeat():
-                yield from _often(item.body, times * item.times)
+                yield from _nodes_with_times(item.body, times * item.times)
             case g.Until() | g.Eval():
-                yield from _often(item.body, times * item.most)
+                yield from _nodes_with_times(item.body, times * item.most)
             case _:
                 yield item, times

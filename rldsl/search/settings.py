@@ -25,29 +25,29 @@ def options(p: Place) -> dict[str, Scalar]:
     return {name: getattr(p.layout if name in OF_LAYOUT else p, name) for name in OPTIONS}
 
 
-def changed(setting: Setting, ids: Collection[str], **said: Scalar) -> Setting:
+def with_options(setting: Setting, ids: Collection[str], **said: Scalar) -> Setting:
     """With these options for some calls, and all others as they are."""
-    return {i: _changed(p, said) if i in ids else p for i, p in setting.items()}
+    return {i: _place_with_options(p, said) if i in ids else p for i, p in setting.items()}
 
 
-def _changed(p: Place, said: Mapping[str, Scalar]) -> Place:
+def _place_with_options(p: Place, said: Mapping[str, Scalar]) -> Place:
     of_layout = {name: value for name, value in said.items() if name in OF_LAYOUT}
     own = {name: value for name, value in said.items() if name not in OF_LAYOUT}
-    layout = relaid(p.layout, p.mesh, **of_layout) if of_layout else p.layout
+    layout = with_degrees(p.layout, p.mesh, **of_layout) if of_layout else p.layout
     return replace(p, layout=layout, **own)  # type: ignore[arg-type]
 
 
-def relaid(x: Layout, mesh: Mesh, **said: Scalar) -> Layout:
+def with_degrees(x: Layout, mesh: Mesh, **said: Scalar) -> Layout:
     """On another mesh, or with other degrees; what is not said stays."""
     return layout_of(mesh, **({name: getattr(x, name) for name in OF_LAYOUT} | said))  # type: ignore[arg-type]
 
 
-def divided(setting: Setting, tp: int, pp: int) -> Setting:
+def with_min_degrees(setting: Setting, tp: int, pp: int) -> Setting:
     """At least these degrees on every mesh, or as much of them as it has ranks for, stages going first."""
-    return {i: _divided(p, tp, pp) for i, p in setting.items()}
+    return {i: _place_with_min_degrees(p, tp, pp) for i, p in setting.items()}
 
 
-def _divided(p: Place, tp: int, pp: int) -> Place:
+def _place_with_min_degrees(p: Place, tp: int, pp: int) -> Place:
     size, t, s = len(p.mesh.members()) // p.layout.cp, max(tp, p.layout.tp), max(pp, p.layout.pp)
     while size % (t * s) and s > p.layout.pp:
         s //= 2
@@ -55,13 +55,13 @@ def _divided(p: Place, tp: int, pp: int) -> Place:
         t //= 2
     if size % (t * s) or size // (t * s) % p.layout.ep:
         return p
-    return replace(p, layout=relaid(p.layout, p.mesh, dp=size // (t * s), tp=t, pp=s))
+    return replace(p, layout=with_degrees(p.layout, p.mesh, dp=size // (t * s), tp=t, pp=s))
 
 
-def on_all(setting: Setting, world: int) -> Setting:
+def on_all_ranks(setting: Setting, world: int) -> Setting:
     """Every call on every rank of a cluster."""
     mesh = mesh_of(range(world))
-    return {i: replace(p, mesh=mesh, given=None, layout=relaid(
+    return {i: replace(p, mesh=mesh, given=None, layout=with_degrees(
         p.layout, mesh, dp=world // (p.layout.tp * p.layout.pp * p.layout.cp))) for i, p in setting.items()}
 
 
@@ -74,7 +74,7 @@ def clause(p: Place, span: Span, mesh_only: bool = False) -> g.Clause | None:
     return g.Clause(g.MeshRef(None, mesh.ranks[0], span, p.given is not None), said, span)
 
 
-def difference(old: Place, new: Place) -> str:
+def difference_text(old: Place, new: Place) -> str:
     """The new place as a clause that says what is new of it; with a mesh, all of it."""
     before, after = options(old), options(new)
     moved = old.mesh != new.mesh
@@ -84,8 +84,8 @@ def difference(old: Place, new: Place) -> str:
         said |= {"dp", "tp", "pp"} | {name for name in DEGREES if after[name] != usual[name]}
         said |= {name for name in OF_LAYOUT if name in OPTIONS and after[name] != usual[name]}
     parts = [f"on mesh({new.mesh.id})"] if moved else []
-    return " ".join([*parts, *(f"{name}={_written(after[name])}" for name in OPTIONS if name in said)])
+    return " ".join([*parts, *(f"{name}={_value_text(after[name])}" for name in OPTIONS if name in said)])
 
 
-def _written(value: Scalar) -> str:
+def _value_text(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -138,7 +138,7 @@ class Strategy:
                          *([f"backend={self.backend}"] if self.backend != DEFAULT_BACKEND else [])])
 
 
-def degrees(kind: Kind, size: int, gpus: int, family: Family, tokens: int) -> Iterator[Strategy]:
+def divisions(kind: Kind, size: int, gpus: int, family: Family, tokens: int) -> Iterator[Strategy]:
     """Every division of `size` ranks that the model allows, without micro-batches. tokens: of the longest sequence."""
     long = kind != "generate" and tokens >= LONG
     for tp in _divisors(min(size, gpus)):
@@ -156,14 +156,14 @@ def degrees(kind: Kind, size: int, gpus: int, family: Family, tokens: int) -> It
                     yield replace(plain, ep=ep)
 
 
-def interleaved(kind: Kind, s: Strategy, layers: int, ways: tuple[int, ...]) -> tuple[Strategy, ...]:
+def with_chunks(kind: Kind, s: Strategy, layers: int, ways: tuple[int, ...]) -> tuple[Strategy, ...]:
     """With so many chunks of layers on each rank of a pipeline."""
     if kind != "train" or s.pp == 1:
         return (s,)
     return tuple(replace(s, vpp=v) for v in ways if s.pp * v <= layers)
 
 
-def zeros(kind: Kind, s: Strategy) -> tuple[Strategy, ...]:
+def zero_levels(kind: Kind, s: Strategy) -> tuple[Strategy, ...]:
     return tuple(replace(s, zero=z) for z in range(4)) if kind == "train" and s.dp > 1 else (s,)
 
 
@@ -175,7 +175,7 @@ def can_tp(f: Family, tp: int) -> bool:
     return whole and not f.tp_problem and not (f.experts and tp > f.expert_width)
 
 
-def micro(rows: int, pp: int) -> tuple[int, ...]:
+def micro_batch_sizes(rows: int, pp: int) -> tuple[int, ...]:
     """Sizes of micro-batches that differ for so many rows of a shard: powers of two, and the largest possible (0): all
     rows, or a part of them for each stage of a pipeline."""
     return (*(2**k for k in range(max(rows, 1).bit_length()) if -(-rows // 2**k) > pp), 0)

@@ -10,7 +10,7 @@ from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.graph.build import build
 from rldsl.placement.place import place_graph, places_of
-from rldsl.search import fit
+from rldsl.search import memory_check
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 from tests.checked import check_graph
@@ -94,7 +94,7 @@ def test_a_placement_that_does_not_fit_is_told_to_drop() -> None:
     assert least < most
     x = placed((least + (most - least) / 20) / 1e9)  # less than other mends need
     with pytest.raises(Failure) as caught:
-        fit.check(x, held(x))
+        memory_check.check_memory(x, held(x))
     (d,) = caught.value.diagnostics
     assert d.code == "RL0401" and d.help.startswith('--on "actor.generate keep=false" needs ')
     assert followed(x, d) <= x.memory

@@ -25,7 +25,7 @@ from rldsl.plan import backends
 from rldsl.plan.events import Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.search import Options, find, fit
+from rldsl.search import Options, find_placement, memory_check
 from rldsl.simulate import simulate
 from rldsl.simulate.calls import Passes, TimeCosts
 from rldsl.verify import verify
@@ -158,9 +158,9 @@ def test_the_memory_check_asks_the_backend() -> None:
     tokens, vocab = 4 * (256 + 512), next(m for m in plain.models if m.name == "actor").sizes.vocab
     assert dict(during(curves(plain)[0], train.id))["logits of actor.train"] == 16 * tokens * vocab
     between = (bytes_of(torch) + bytes_of(plain)) / 2e9
-    fit.check(x := placed("torch", between), curves(planned(x)))
+    memory_check.check_memory(x := placed("torch", between), curves(planned(x)))
     with pytest.raises(Failure) as caught:
-        fit.check(y := placed("plain", between), curves(planned(y)))
+        memory_check.check_memory(y := placed("plain", between), curves(planned(y)))
     (d,) = caught.value.diagnostics
     assert d.code == "RL0401" and any(note.startswith("logits of actor.train") for note in d.notes)
     assert "--on" in d.help and "backend" not in d.help  # micro-batches, on the same backend
@@ -185,7 +185,7 @@ def test_the_search_asks_the_backend() -> None:
     answers = {}
     for backend in ("torch", "plain"):
         p = sized.ready("grpo", "0.5B", machines, text=rule.format(backend) + sized.GRPO, batch=64)
-        answers[backend] = find(p, machines, int(80e9), Options("search", most=40))
+        answers[backend] = find_placement(p, machines, int(80e9), Options("search", most=40))
     table = answers["plain"].instance.table
     job = next(j for j in answers["plain"].problem.calls if j.kind == "train")
     plain = table.entries(job, 4)

@@ -17,7 +17,7 @@ from rldsl.passes.emit import emit
 from rldsl.placement.model import Placed
 from rldsl.placement.place import place_graph
 from rldsl.placement.rules import COMMAND_LINE
-from rldsl.search import fit
+from rldsl.search import memory_check
 from rldsl.search.memory_advice import MemoryAdvisor
 from rldsl.source import SourceFile
 from tests.compiler.graphs import at, family, on, ppo
@@ -52,7 +52,7 @@ def placed(share: float, count: int = 16, **options) -> Placed:
 
 def refused(x: Placed) -> Diagnostic:
     with pytest.raises(Failure) as caught:
-        fit.check(x, held(x))
+        memory_check.check_memory(x, held(x))
     (d,) = caught.value.diagnostics
     assert d.code == "RL0401" and d.code in explain.codes() and d.span
     return d
@@ -122,9 +122,9 @@ def test_more_devices_that_would_do() -> None:
 @pytest.mark.parametrize("share", [1.0, 1.1, 100.0])
 def test_what_fits_is_no_mistake(share: float) -> None:
     x = placed(share)
-    fit.check(x, held(x))
+    memory_check.check_memory(x, held(x))
 
 
 def test_without_a_cluster_nothing_is_known() -> None:
     x = replace(placed(0.01), memory=0)
-    fit.check(x, held(x))
+    memory_check.check_memory(x, held(x))

@@ -16,9 +16,9 @@ from rldsl.placement.model import Place, Placed, layout_of, mesh_of
 from rldsl.placement.place import place_graph
 from rldsl.plan.model import Mesh
 from rldsl.preview import preview
-from rldsl.search import fit
+from rldsl.search import memory_check
 from rldsl.search.memory_advice import MemoryAdvisor
-from rldsl.search.settings import changed, clause, difference, options
+from rldsl.search.settings import clause, difference_text, options, with_options
 from rldsl.search.trials import Trials
 from tests.compiler.graphs import at, family, on, ppo
 from tests.memory.test_fit import followed, held, needs, rows, wide
@@ -69,7 +69,7 @@ def test_zero_is_proposed_for_the_state_of_replicated_models() -> None:
     x = placed(count=8)
     x = placed(memory=needs(x) * 0.7 / 1e9, count=8)
     with pytest.raises(Failure) as caught:
-        fit.check(x, held(x))
+        memory_check.check_memory(x, held(x))
     (d,) = caught.value.diagnostics
     assert re.search(r"\.train (dp=8 tp=1 pp=1 )?zero=[12]\b", d.help), d.help
     assert "offload" not in d.help and followed(x, d) <= x.memory
@@ -110,13 +110,13 @@ def place(**said: object) -> Place:
     (dict(dp=8, ep=2), dict(dp=4, pp=2, ep=2), "dp=4 tp=1 pp=2 ep=2"),
 ])
 def test_a_difference_says_what_is_new(old: dict, new: dict, said: str) -> None:
-    assert difference(place(**old), place(**new)) == said
+    assert difference_text(place(**old), place(**new)) == said
 
 
 def test_with_a_mesh_all_is_said() -> None:
     x = Place(mesh_of(range(4)), layout_of(mesh_of(range(4)), dp=4), mbs=2, keep=False)
     y = Place(mesh_of(range(8)), layout_of(mesh_of(range(8)), dp=8), mbs=2, keep=False)
-    assert difference(x, y) == "on mesh(0:8) dp=8 tp=1 pp=1 mbs=2 keep=false"
+    assert difference_text(x, y) == "on mesh(0:8) dp=8 tp=1 pp=1 mbs=2 keep=false"
 
 
 def test_a_clause_has_every_option() -> None:
@@ -141,13 +141,13 @@ def test_nothing_can_be_tried_is_said_without_a_traceback(monkeypatch: pytest.Mo
     monkeypatch.setattr(Trials, "_graph", lambda self, setting, nodes: None)
     assert MemoryAdvisor(x).least() is None and MemoryAdvisor(x).larger() is None
     with pytest.raises(Failure) as caught:
-        fit.check(x, held(x))
+        memory_check.check_memory(x, held(x))
     assert caught.value.diagnostics[0].code == "RL0401" and "--on" not in caught.value.diagnostics[0].help
 
 
 def test_changes_name_places_and_layouts() -> None:
     setting = {"a": place(dp=8), "b": place(dp=8)}
-    made = changed(setting, ["a"], zero=2, mbs=4)
+    made = with_options(setting, ["a"], zero=2, mbs=4)
     assert (made["a"].layout.zero, made["a"].mbs) == (2, 4) and made["b"] == setting["b"]
     assert family().path  # the families of the tests have a path, by which they are found again
 

@@ -9,9 +9,9 @@ from rldsl.clusters import Cluster, preset
 from rldsl.graph.model import Graph
 from rldsl.placement.families import Family
 from rldsl.plan.model import ParamSpec, Split
-from rldsl.search import Prepared, locked, prepared
-from rldsl.search.instance import Instance
-from rldsl.search.problem import problem
+from rldsl.search import PreparedProgram, prepare_program, unless_locked
+from rldsl.search.evaluator import Evaluator
+from rldsl.search.problem import build_problem
 from rldsl.simulate import Lengths
 from rldsl.source import SourceFile
 
@@ -113,12 +113,12 @@ def cluster(nodes: int, gpus: int, memory_gb: float = 80.0, **other) -> Cluster:
 
 
 def ready(name: str, size: str, machines: Cluster, locks: tuple[str, ...] = (), text: str = "",
-          **sets) -> Prepared:
+          **sets) -> PreparedProgram:
     made = graph(name, text, **sets)
-    return prepared(made, "", machines, int(machines.memory_gb * 1e9), locked(made, locks), describe(size))
+    return prepare_program(made, "", machines, int(machines.memory_gb * 1e9), unless_locked(made, locks), describe(size))
 
 
 def instance(name: str, size: str, machines: Cluster, lengths: Lengths = Lengths(), offload: bool = False,
-             **sets) -> Instance:
+             **sets) -> Evaluator:
     p = ready(name, size, machines, **sets)
-    return Instance(problem(p.placed, machines, lengths, p.placed.memory, p.fixed), 0, offload)
+    return Evaluator(build_problem(p.placed, machines, lengths, p.placed.memory, p.fixed), 0, offload)

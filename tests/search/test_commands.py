@@ -139,7 +139,7 @@ def test_the_gap_is_told_while_it_searches(monkeypatch: pytest.MonkeyPatch) -> N
     clock = iter(range(0, 10**6, 2))
     monkeypatch.setattr("rldsl.commands.search.time.process_time", lambda: next(clock))
     said: list[str] = []
-    asked = work.Asked("grpo.rlf", "two.yaml", {}, None, (), (), 0.0, 0.0, 0.0, Lengths())
+    asked = work.SearchRequest("grpo.rlf", "two.yaml", {}, None, (), (), 0.0, 0.0, 0.0, Lengths())
     work.search(asked, "p.rlf", True, said.append)
     assert said and all("found" in s and "bound" in s and "gap" in s for s in said)
     gaps = [float(s.rsplit("gap ", 1)[1].rstrip("%")) for s in said]

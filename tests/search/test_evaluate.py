@@ -9,17 +9,17 @@ from statistics import median
 
 import pytest
 
-from rldsl.search.exact import Proved, proved
-from rldsl.search.greedy import chosen
-from rldsl.search.instance import Assignment, Instance, Judged
-from rldsl.search.problem import problem
+from rldsl.search.compiled_placements import CompiledPlacement, compile_assignment
+from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
+from rldsl.search.greedy import choose_candidates
+from rldsl.search.problem import build_problem
 from rldsl.simulate import Lengths
 from tests.search.programs import cluster, ready
 
 DRAWN = [("ppo", "1B", 1, 8), ("ppo", "7B", 2, 8), ("grpo", "7B", 2, 4), ("remax", "1B", 1, 4), ("dpo", "7B", 1, 8)]
 
 
-def drawn(i: Instance, count: int, seed: int) -> Iterator[Judged]:
+def drawn(i: Evaluator, count: int, seed: int) -> Iterator[Evaluation]:
     """Assignments that fit: blocks at random, entries among the fastest few."""
     draw = random.Random(seed)
     tries = 0
@@ -27,34 +27,34 @@ def drawn(i: Instance, count: int, seed: int) -> Iterator[Judged]:
         tries += 1
         blocks = tuple(draw.choice([b for b in i.tree.every if i.table.entries(j, b.size)]) for j in i.calls)
         entries = tuple(draw.choice(i.table.entries(j, b.size)[:12]) for j, b in zip(i.calls, blocks))
-        found: Judged | None = i.judge(Assignment(blocks, entries))
+        found: Evaluation | None = i.judge(Assignment(blocks, entries))
         if found is not None and not i.fits(found.bytes):
-            found = chosen(i, blocks)
+            found = choose_candidates(i, blocks)
         if found is not None:
             count -= 1
             yield found
 
 
 @pytest.fixture(scope="module")
-def pairs() -> list[tuple[Judged, Proved]]:
+def pairs() -> list[tuple[Evaluation, CompiledPlacement]]:
     """Assignments as they are evaluated, and compiled and simulated."""
     found = []
     for name, size, nodes, gpus in DRAWN:
         machines = cluster(nodes, gpus)
         p = ready(name, size, machines)
-        i = Instance(problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed), offload=nodes == 1)
-        found += [(judged, proved(p, i, judged, machines, Lengths())) for judged in drawn(i, 4, 1)]
+        i = Evaluator(build_problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed), offload=nodes == 1)
+        found += [(judged, compile_assignment(p, i, judged, machines, Lengths())) for judged in drawn(i, 4, 1)]
     assert len(found) == 4 * len(DRAWN)
     return found
 
 
-def test_a_step_is_what_the_simulator_finds(pairs: list[tuple[Judged, Proved]]) -> None:
+def test_a_step_is_what_the_simulator_finds(pairs: list[tuple[Evaluation, CompiledPlacement]]) -> None:
     off = sorted(abs(judged.seconds / one.seconds - 1) for judged, one in pairs)
     assert median(off) < 0.005 and off[-1] < 0.06, off
     assert sum(x > 0.02 for x in off) <= len(off) // 10, off
 
 
-def test_memory_is_what_the_compiler_counts(pairs: list[tuple[Judged, Proved]]) -> None:
+def test_memory_is_what_the_compiler_counts(pairs: list[tuple[Evaluation, CompiledPlacement]]) -> None:
     """Values and messages are left out; what does not fit with them is found out when it is compiled."""
     off = sorted(judged.bytes / one.bytes - 1 for judged, one in pairs)
     assert abs(median(off)) < 0.001 and off[0] > -0.005 and off[-1] < 0.02, off
@@ -63,7 +63,7 @@ def test_memory_is_what_the_compiler_counts(pairs: list[tuple[Judged, Proved]]) 
 def test_a_call_that_takes_longer_never_makes_a_step_shorter() -> None:
     machines = cluster(2, 2)
     p = ready("ppo", "1B", machines)
-    i = Instance(problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed))
+    i = Evaluator(build_problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed))
     draw = random.Random(3)
     for judged in drawn(i, 6, 2):
         a = judged.assignment

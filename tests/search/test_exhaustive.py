@@ -7,9 +7,9 @@ from math import inf
 
 import pytest
 
-from rldsl.search.branch import search
-from rldsl.search.costs import Entry
-from rldsl.search.instance import Instance
+from rldsl.search.branch_and_bound import branch_and_bound
+from rldsl.search.call_costs import Candidate
+from rldsl.search.evaluator import Evaluator
 from rldsl.search.problem import Job
 from rldsl.simulate import Lengths
 from tests.search.brute import assignments, best
@@ -22,12 +22,12 @@ SMALL = [(name, size, nodes, gpus, memory, few) for name, few, shapes in (
     for nodes, gpus in shapes for size in ("0.5B", "1B") for memory in (14, 24, 80)]
 
 
-def few_entries(i: Instance, few: int, seed: int) -> Instance:
+def few_entries(i: Evaluator, few: int, seed: int) -> Evaluator:
     """The same with few entries: some of the fastest, some of the leanest, so that memory matters."""
     draw, entries = random.Random(seed), i.table.entries
-    known: dict[tuple[int, int], tuple[Entry, ...]] = {}
+    known: dict[tuple[int, int], tuple[Candidate, ...]] = {}
 
-    def some(job: Job, size: int) -> tuple[Entry, ...]:
+    def some(job: Job, size: int) -> tuple[Candidate, ...]:
         if (job.number, size) not in known:
             every = entries(job, size)
             lean = sorted(every, key=lambda e: (e.resident + e.active, e.strategy))
@@ -50,7 +50,7 @@ def test_the_gap_is_nothing(name: str, size: str, nodes: int, gpus: int, memory:
     machines = cluster(nodes, gpus, memory, network_gb_s=draw.choice((5.0, 50.0)))
     i = few_entries(instance(name, size, machines, lengths, memory < 20,
                              batch=draw.choice((16, 64, 256))), few, 0)
-    found, known = search(i, gap=0.0, most=10**6), best(i, few)
+    found, known = branch_and_bound(i, gap=0.0, most=10**6), best(i, few)
     assert found.complete
     if known == inf:
         assert not found.best
@@ -74,17 +74,17 @@ def test_no_assignment_is_below_a_bound(name: str, few: int) -> None:
 
 def test_what_is_looked_at_least_is_still_bounded() -> None:
     i = instance("ppo", "1B", cluster(2, 4))
-    short, long = search(i, most=1), search(i, gap=0.0, most=3000)
+    short, long = branch_and_bound(i, most=1), branch_and_bound(i, gap=0.0, most=3000)
     assert not short.complete
     assert short.bound <= long.best[0].seconds <= short.best[0].seconds
     assert short.bound <= long.bound * (1 + 1e-9)
 
 
 def test_twice_the_same() -> None:
-    first, second = (search(instance("grpo", "1B", cluster(2, 4))) for _ in range(2))
+    first, second = (branch_and_bound(instance("grpo", "1B", cluster(2, 4))) for _ in range(2))
     assert first == second
 
 
 def test_where_nothing_fits_nothing_is_found() -> None:
-    found = search(instance("ppo", "7B", cluster(1, 2, 24)))
+    found = branch_and_bound(instance("ppo", "7B", cluster(1, 2, 24)))
     assert found.best == () and found.bound == inf

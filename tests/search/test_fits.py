@@ -8,8 +8,8 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.place import place_graph
-from rldsl.search import Options, find, fit
-from rldsl.search.write import source
+from rldsl.search import Options, find_placement, memory_check
+from rldsl.search.placement_file import format_placement_file
 from rldsl.source import SourceFile
 from tests.search.programs import PROGRAMS, cluster, describe, ready
 
@@ -22,15 +22,15 @@ def outcome(name: str, memory: float, mode: str) -> str:
     machines = cluster(1, 2, memory)
     p = ready(name, "1B", machines, text=SAVING[name])
     try:
-        answer = find(p, machines, p.placed.memory, Options(mode, most=200))  # type: ignore[arg-type]
+        answer = find_placement(p, machines, p.placed.memory, Options(mode, most=200))  # type: ignore[arg-type]
     except Failure as failure:
         return ", ".join(d.code for d in failure.diagnostics)
     for one in answer.best:
         assert one.bytes <= p.placed.memory == int(memory * 1e9)
-    rules = SourceFile("p.place.rlf", source(p, answer, "0", machines.name, False))
+    rules = SourceFile("p.place.rlf", format_placement_file(p, answer, "0", machines.name, False))
     graph = api.build_graph(SourceFile("p.rlf", SAVING[name]), {}, rules)
     draft = run(place_graph(graph, "p.place.rlf", describe("1B")))
-    fit.check(draft.placed, planned(draft, "")[1])
+    memory_check.check_memory(draft.placed, planned(draft, "")[1])
     return "fits"
 
 

@@ -10,15 +10,15 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.graph.model import Graph
 from rldsl.placement.place import place_graph
-from rldsl.search import Options, Prepared, find, locked, prepared
-from rldsl.search.branch import search
-from rldsl.search.greedy import chosen, heuristic
-from rldsl.search.instance import Assignment, Instance
-from rldsl.search.modes import placed
-from rldsl.search.problem import problem
-from rldsl.search.report import lines
+from rldsl.search import Options, PreparedProgram, find_placement, prepare_program, unless_locked
+from rldsl.search.answer_text import call_rows
+from rldsl.search.branch_and_bound import branch_and_bound
+from rldsl.search.evaluator import Assignment, Evaluator
+from rldsl.search.greedy import choose_candidates, greedy_evaluation
+from rldsl.search.modes import place_by_mode
+from rldsl.search.placement_file import place_rules
+from rldsl.search.problem import build_problem
 from rldsl.search.space import Block
-from rldsl.search.write import rules
 from rldsl.simulate import Lengths
 from rldsl.source import SourceFile
 from tests.search.brute import assignments
@@ -49,13 +49,13 @@ def read(text: str, rules: str = "", **sets: int) -> Graph:
     return api.build_graph(SourceFile("p.rlf", text + rules), sets)
 
 
-def ready(text: str, machines, rules: str = "", locks: tuple[str, ...] = (), size: str = "1B", **sets: int) -> Prepared:
+def ready(text: str, machines, rules: str = "", locks: tuple[str, ...] = (), size: str = "1B", **sets: int) -> PreparedProgram:
     graph = read(text, rules, **sets)
-    return prepared(graph, "", machines, int(machines.memory_gb * 1e9), locked(graph, locks), describe(size))
+    return prepare_program(graph, "", machines, int(machines.memory_gb * 1e9), unless_locked(graph, locks), describe(size))
 
 
-def instance(p: Prepared, machines) -> Instance:
-    return Instance(problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed))
+def instance(p: PreparedProgram, machines) -> Evaluator:
+    return Evaluator(build_problem(p.placed, machines, Lengths(), p.placed.memory, p.fixed))
 
 
 # ------------------------------------------------------------------------------------------------- symmetry
@@ -76,7 +76,7 @@ def test_beside_a_call_that_stays_the_gap_is_nothing(name: str, few: int, lock: 
     selector = lock.split(" ")[0]
     p = ready(PROGRAMS[name], machines, f"place {lock} mbs=4\n", (selector,), "0.5B", batch=32)
     i = few_entries(instance(p, machines), few, 0)
-    found = search(i, gap=0.0, most=10**6)
+    found = branch_and_bound(i, gap=0.0, most=10**6)
     known = min((j.seconds for a in assignments(i, few) if i.fits((j := i.judge(a)).bytes)), default=inf)
     assert found.complete and found.best[0].seconds == pytest.approx(known, rel=1e-9)
     assert found.bound == pytest.approx(known, rel=1e-9)
@@ -95,18 +95,18 @@ def test_a_call_that_follows_another_stays_where_that_puts_it() -> None:
 def test_a_number_of_ranks_stays_one() -> None:
     machines = cluster(1, 4)
     p = ready(GRPO, machines, "place ref.* on mesh(2) tp=2\n", ("ref.*",))
-    answer = find(p, machines, p.placed.memory, Options("heuristic"))
+    answer = find_placement(p, machines, p.placed.memory, Options("heuristic"))
     assert any(r.split() == ["ref.logprobs", "on", "mesh(2)", "dp=1", "tp=2"]
-               for r in rules(p.placed.graph, {**p.kept, **answer.best[0].places}))
+               for r in place_rules(p.placed.graph, {**p.kept, **answer.best[0].places}))
 
 
 @pytest.mark.parametrize("said, how", [("mbt=1536", "mbt=1536"), ("pp=2 vpp=2 mbs=1", "vpp=2")])
 def test_what_is_not_searched_for_is_costed_where_it_is_said(said: str, how: str) -> None:
     machines = cluster(1, 4)
     p = ready(GRPO, machines, f"place actor.train on mesh(0:4) {said} recompute=full\n", ("actor.train",))
-    found = heuristic(instance(p, machines))
+    found = greedy_evaluation(instance(p, machines))
     assert found is not None and how in found.assignment.entries[-1].strategy.text()
-    answer = find(p, machines, p.placed.memory, Options("heuristic"))
+    answer = find_placement(p, machines, p.placed.memory, Options("heuristic"))
     assert abs(answer.best[0].judged.seconds / answer.best[0].seconds - 1) < 0.03
     assert abs(answer.best[0].judged.bytes / answer.best[0].bytes - 1) < 0.05
 
@@ -115,10 +115,10 @@ def test_what_is_not_searched_for_is_costed_where_it_is_said(said: str, how: str
                                           ("actor.train mbs=3", "mbs=3"), ("actor.train pp=2 vpp=4", "vpp=4")])
 def test_options_without_ranks_bind_the_search(rule: str, option: str) -> None:
     text = GRPO.replace("cluster nodes=1 gpus=1\n", "cluster nodes=1 gpus=4\n") + f"place * auto\nplace {rule}\n"
-    graph, answer = placed(read(text), "", "manual", describe("1B"))
+    graph, answer = place_by_mode(read(text), "", "manual", describe("1B"))
     assert answer is not None
     call = rule.split(" ")[0]
-    (found,) = [r for r in rules(graph, answer.best[0].places) if r.startswith(call)]
+    (found,) = [r for r in place_rules(graph, answer.best[0].places) if r.startswith(call)]
     assert option in found, found
     place_graph(graph, describe=describe("1B"))
 
@@ -127,21 +127,21 @@ def test_a_row_longer_than_a_micro_batch() -> None:
     text = GRPO.replace("cluster nodes=1 gpus=1\n", "cluster nodes=1 gpus=4\n")
     text += "place * auto\nplace actor.train mbt=7\n"
     with pytest.raises(Failure) as failure:
-        placed(read(text), "", "manual", describe("1B"))
+        place_by_mode(read(text), "", "manual", describe("1B"))
     assert {d.code for d in failure.value.diagnostics} == {"RL0328"}
 
 
 def test_what_follows_an_automatic_call_is_automatic() -> None:
     text = GRPO.replace("cluster nodes=1 gpus=1\n", "cluster nodes=1 gpus=2\n") + (
         "place actor.train auto\nplace ref.* on mesh(0:2) tp=2 mbs=8\nplace judge.* on mesh(0:2) tp=2 mbs=8\n")
-    _, answer = placed(read(text), "", "manual", describe("1B"))
+    _, answer = place_by_mode(read(text), "", "manual", describe("1B"))
     assert answer is not None and set(answer.best[0].places) == {"gen", "actor.train"}
 
 
 @pytest.mark.parametrize("said", ["mbt=1536", "zero=2", "recompute=full"])
 def test_a_pattern_keeps_options(said: str) -> None:
     text = GRPO.replace("cluster nodes=1 gpus=1\n", "cluster nodes=1 gpus=2\n") + f"place actor.train {said}\n"
-    graph, _ = placed(read(text), "", "d2", describe("1B"))
+    graph, _ = place_by_mode(read(text), "", "d2", describe("1B"))
     (train,) = [p for i, p in place_graph(graph, describe=describe("1B")).places if i == "actor.train"]
     name, value = said.split("=")
     assert str(getattr(train.layout if name == "zero" else train, name)) == value
@@ -153,16 +153,16 @@ def test_a_pattern_keeps_options(said: str) -> None:
 def test_trainings_of_one_model_stand_alike() -> None:
     machines = cluster(1, 4)
     p = ready(TWICE, machines)
-    answer = find(p, machines, p.placed.memory)
+    answer = find_placement(p, machines, p.placed.memory)
     assert len({p.layout for p in answer.best[0].places.values()}) == 1
-    list(lines(answer.instance, answer.best[0].judged.assignment))
+    list(call_rows(answer.instance, answer.best[0].judged.assignment))
 
 
 @pytest.mark.parametrize("memory", [22, 26, 30, 40])
 def test_making_room_for_two_trainings_ends(memory: float) -> None:
     machines = cluster(1, 2, memory)
     i = instance(ready(TWICE, machines), machines)
-    found = chosen(i, 2 * [i.tree.root])
+    found = choose_candidates(i, 2 * [i.tree.root])
     assert found is None or i.fits(found.bytes)
 
 

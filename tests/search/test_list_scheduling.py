@@ -6,11 +6,11 @@ import pytest
 
 from rldsl.passes import event_order
 from rldsl.passes.list_scheduling import Task, list_schedule
-from rldsl.search import evaluate
+from rldsl.search import step_time
 
 
 def test_both_use_it() -> None:
-    assert event_order.list_schedule is evaluate.list_schedule is list_schedule
+    assert event_order.list_schedule is step_time.list_schedule is list_schedule
 
 
 def test_what_can_start_first_comes_first() -> None:

@@ -11,10 +11,10 @@ from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.place import place_graph
-from rldsl.search import Options, find, locked, prepared
-from rldsl.search.modes import is_mode, placed, speeds
-from rldsl.search.patterns import degrees, is_pattern
-from rldsl.search.write import source
+from rldsl.search import Options, find_placement, prepare_program, unless_locked
+from rldsl.search.modes import assumed_cluster, is_mode, place_by_mode
+from rldsl.search.patterns import is_pattern, pattern_degrees
+from rldsl.search.placement_file import format_placement_file
 from rldsl.simulate import Lengths, simulate
 from rldsl.source import SourceFile
 from rldsl.syntax.format import format
@@ -29,7 +29,7 @@ def made(text: str, rules: str = "", on: tuple[str, ...] = (), size: str = "1B",
     """Call -> mesh and degrees, as the compiler places them."""
     text = text.replace("cluster nodes=1 gpus=1\n", EIGHT) + rules
     graph = api.build_graph(SourceFile("p.rlf", text), {}, None, on)
-    graph, _ = placed(graph, "", mode, describe(size))
+    graph, _ = place_by_mode(graph, "", mode, describe(size))
     return {i: p.layout.id for i, p in place_graph(graph, describe=describe(size)).places}
 
 
@@ -61,7 +61,7 @@ def test_a_stronger_rule_wins_over_auto() -> None:
 def test_auto_without_a_cluster() -> None:
     with pytest.raises(Failure) as failure:
         graph = api.build_graph(SourceFile("p.rlf", GRPO.replace("cluster nodes=1 gpus=1\n", "") + "place * auto\n"))
-        placed(graph, "", "manual", describe("1B"))
+        place_by_mode(graph, "", "manual", describe("1B"))
     (d,) = failure.value.diagnostics
     assert d.code == "RL0329" and d.span is not None and d.span.text == "auto"
 
@@ -102,7 +102,7 @@ def test_the_formatter_keeps_it() -> None:
     ("d2p2t2", 1, 8, {"dp": 2, "pp": 2, "tp": 2}), ("t8", 1, 8, {"tp": 8}), ("pipe_data", 2, 8, {"pp": 2, "dp": 8}),
     ("pipe_model", 4, 8, {"pp": 4, "tp": 8}), ("c2d4", 1, 8, {"cp": 2, "dp": 4})])
 def test_patterns(name: str, nodes: int, gpus: int, found: dict[str, int]) -> None:
-    assert is_pattern(name) and is_mode(name) and degrees(name, nodes, gpus) == found
+    assert is_pattern(name) and is_mode(name) and pattern_degrees(name, nodes, gpus) == found
 
 
 @pytest.mark.parametrize("name", ["", "d", "d0", "2d", "d2d2", "x2", "d2 t2", "pipe", "d2p2t2e2", "D2"])
@@ -112,7 +112,7 @@ def test_what_is_no_pattern(name: str) -> None:
 
 def test_a_pattern_that_does_not_fill_the_cluster() -> None:
     with pytest.raises(Failure) as failure:
-        degrees("d2t2", 1, 8)
+        pattern_degrees("d2t2", 1, 8)
     (d,) = failure.value.diagnostics
     assert d.code == "RL0304" and "d4t2" in d.help
 
@@ -139,12 +139,12 @@ def test_heuristic_is_one_mesh_for_all() -> None:
 
 def test_manual_is_what_the_program_says() -> None:
     graph = api.build_graph(SourceFile("p.rlf", GRPO))
-    assert placed(graph, "", "manual", describe("1B")) == (graph, None)
+    assert place_by_mode(graph, "", "manual", describe("1B")) == (graph, None)
 
 
 def test_speeds_of_a_named_cluster_and_of_one_that_is_only_counted() -> None:
-    assert speeds(g.Cluster(2, 8, 80.0, path="a100x16")).bfloat16_tflops == 312
-    assert speeds(g.Cluster(2, 4, 40.0)).gpus == 4 and speeds(g.Cluster(2, 4, 40.0)).bfloat16_tflops == 989
+    assert assumed_cluster(g.Cluster(2, 8, 80.0, path="a100x16")).bfloat16_tflops == 312
+    assert assumed_cluster(g.Cluster(2, 4, 40.0)).gpus == 4 and assumed_cluster(g.Cluster(2, 4, 40.0)).bfloat16_tflops == 989
 
 
 # ------------------------------------------------------------------------------------------- placement files
@@ -153,9 +153,9 @@ def test_speeds_of_a_named_cluster_and_of_one_that_is_only_counted() -> None:
 def test_the_file_compiles_to_the_plan_that_was_promised(tmp_path: Path) -> None:
     machines = cluster(2, 4)
     p = ready("grpo", "7B", machines)
-    answer = find(p, machines, p.placed.memory)
-    text = source(p, answer, "0", machines.name, False)
-    assert text == source(p, find(p, machines, p.placed.memory), "0", machines.name, False), "the same again"
+    answer = find_placement(p, machines, p.placed.memory)
+    text = format_placement_file(p, answer, "0", machines.name, False)
+    assert text == format_placement_file(p, find_placement(p, machines, p.placed.memory), "0", machines.name, False), "the same again"
     rules = SourceFile("p.place.rlf", text)
     graph = api.build_graph(SourceFile("grpo.rlf", GRPO), {}, rules)
     plan, _ = planned(run(place_graph(graph, "p.place.rlf", describe("7B"))), "")
@@ -169,17 +169,17 @@ def test_a_locked_call_is_where_it_was() -> None:
     machines = cluster(1, 8)
     text = GRPO.replace("cluster nodes=1 gpus=1\n", EIGHT) + "place actor.generate on mesh(0:4) dp=4\n"
     graph = api.build_graph(SourceFile("p.rlf", text))
-    p = prepared(graph, "", machines, 80 * 10**9, locked(graph, ("actor.generate",)), describe("1B"))
-    answer = find(p, machines, 80 * 10**9)
+    p = prepare_program(graph, "", machines, 80 * 10**9, unless_locked(graph, ("actor.generate",)), describe("1B"))
+    answer = find_placement(p, machines, 80 * 10**9)
     assert "gen" not in answer.best[0].places
     assert answer.best[0].judged.assignment.blocks[0] == (0, 4)
-    kept = next(x for x in source(p, answer, "0", "c", False).splitlines() if x.startswith("place actor.generate"))
+    kept = next(x for x in format_placement_file(p, answer, "0", "c", False).splitlines() if x.startswith("place actor.generate"))
     assert kept.split() == ["place", "actor.generate", "on", "mesh(0:4)", "dp=4"], "the file stands by itself"
 
 
 def test_a_lock_that_matches_nothing() -> None:
     with pytest.raises(Failure) as failure:
-        locked(api.build_graph(SourceFile("p.rlf", GRPO)), ("critic.*",))
+        unless_locked(api.build_graph(SourceFile("p.rlf", GRPO)), ("critic.*",))
     (d,) = failure.value.diagnostics
     assert d.code == "RL0313" and "actor.generate" in d.help
 
@@ -188,7 +188,7 @@ def test_too_small_a_cluster_names_the_smallest_that_does() -> None:
     machines = cluster(1, 8, 80)
     p = ready("grpo", "70B", machines)
     with pytest.raises(Failure) as failure:
-        find(p, machines, p.placed.memory)
+        find_placement(p, machines, p.placed.memory)
     (d,) = failure.value.diagnostics
     assert d.code == "RL0402" and "nodes" in d.help
     nodes = int(d.help.split("that fits: ")[1].split()[0])
@@ -196,15 +196,15 @@ def test_too_small_a_cluster_names_the_smallest_that_does() -> None:
         there = cluster(n, 8, 80)
         again = ready("grpo", "70B", there)
         if fits:
-            assert find(again, there, again.placed.memory, Options("heuristic")).best
+            assert find_placement(again, there, again.placed.memory, Options("heuristic")).best
         else:
             with pytest.raises(Failure):
-                find(again, there, again.placed.memory, Options("heuristic"))
+                find_placement(again, there, again.placed.memory, Options("heuristic"))
 
 
 def test_lengths_change_what_is_best_and_are_told() -> None:
     machines = cluster(1, 4)
     p = ready("grpo", "1B", machines)
-    short = find(p, machines, p.placed.memory, Options("heuristic", lengths=Lengths(64, 16, 32)))
-    long = find(p, machines, p.placed.memory, Options("heuristic"))
+    short = find_placement(p, machines, p.placed.memory, Options("heuristic", lengths=Lengths(64, 16, 32)))
+    long = find_placement(p, machines, p.placed.memory, Options("heuristic"))
     assert short.best[0].seconds < long.best[0].seconds

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from rldsl.search.space import Block, Strategy, Tree, can_tp, degrees, micro, zeros
+from rldsl.search.space import Block, Strategy, Tree, can_tp, divisions, micro_batch_sizes, zero_levels
 from tests.search.programs import family
 
 
@@ -44,28 +44,28 @@ def test_every_block_is_alike_to_one_that_is_tried() -> None:
 
 
 def test_degrees_fill_the_block_and_suit_the_model() -> None:
-    found = list(degrees("train", 16, 8, family("0.5B", "m", "causal_lm"), 1024))
+    found = list(divisions("train", 16, 8, family("0.5B", "m", "causal_lm"), 1024))
     assert found and all(s.dp * s.tp * s.pp * s.cp == 16 for s in found)
     assert {s.tp for s in found} == {1, 2}, "14 heads"
     assert all(s.cp == 1 for s in found)
-    assert any(s.cp == 4 for s in degrees("infer", 16, 8, family("7B", "m", "causal_lm"), 16384))
-    assert all(s.cp == 1 for s in degrees("generate", 16, 8, family("7B", "m", "causal_lm"), 16384))
+    assert any(s.cp == 4 for s in divisions("infer", 16, 8, family("7B", "m", "causal_lm"), 16384))
+    assert all(s.cp == 1 for s in divisions("generate", 16, 8, family("7B", "m", "causal_lm"), 16384))
 
 
 def test_what_a_model_does_not_allow_is_no_degree() -> None:
     assert not can_tp(family("0.5B", "m", "causal_lm"), 4)
     assert can_tp(family("7B", "m", "causal_lm"), 8)
-    assert not any(s.pp > 24 for s in degrees("train", 64, 8, family("0.5B", "m", "causal_lm"), 64))
-    assert not any(s.tp > 4 for s in degrees("train", 8, 4, family("7B", "m", "causal_lm"), 64)), "inside a node"
+    assert not any(s.pp > 24 for s in divisions("train", 64, 8, family("0.5B", "m", "causal_lm"), 64))
+    assert not any(s.tp > 4 for s in divisions("train", 8, 4, family("7B", "m", "causal_lm"), 64)), "inside a node"
 
 
 def test_zero_is_for_training_over_several_ranks() -> None:
-    assert len(zeros("train", Strategy(dp=2))) == 4
-    assert zeros("train", Strategy(tp=2)) == (Strategy(tp=2),)
-    assert zeros("infer", Strategy(dp=2)) == (Strategy(dp=2),)
+    assert len(zero_levels("train", Strategy(dp=2))) == 4
+    assert zero_levels("train", Strategy(tp=2)) == (Strategy(tp=2),)
+    assert zero_levels("infer", Strategy(dp=2)) == (Strategy(dp=2),)
 
 
 @pytest.mark.parametrize("rows, pp, found", [(8, 1, (1, 2, 4, 0)), (8, 4, (1, 0)), (1, 1, (0,)), (6, 1, (1, 2, 4, 0)),
                                              (3, 4, (0,))])
 def test_micro_batches_differ(rows: int, pp: int, found: tuple[int, ...]) -> None:
-    assert micro(rows, pp) == found
+    assert micro_batch_sizes(rows, pp) == found

@@ -31,7 +31,7 @@ from rldsl.simulate.times import Machine
 from rldsl.simulate.world import World
 
 
-class Alone(World):
+class IsolatedCall(World):
     """As `World`, of one call. own: the call runs on the copy that is trained (float32), or trains it."""
 
     def __init__(self, problem: Problem, job: Job, s: Strategy, size: int, own: bool):
@@ -39,17 +39,17 @@ class Alone(World):
         layout = s.layout(mesh)
         spread = spread_of(job.node, Place(mesh, layout))
         self.cluster, self.lengths, self.per_node = problem.cluster, problem.lengths, problem.cluster.gpus
-        self.machine = machine(problem)
+        self.machine = machine_of(problem)
         self.meshes, self.layouts, self.spreads = {mesh.id: mesh}, {layout.id: layout}, {spread.id: spread}
-        self.model = at_home(problem.models[job.model], layout, own)
+        self.model = with_home(problem.models[job.model], layout, own)
         self.models, self.frames = {job.model: self.model}, dict(problem.frames)
         self.programs = problem.programs
         self.layout, self.spread, self.mesh = layout, spread, mesh
-        self.groups = {layout.id: stages(layout, size, self.per_node)}  # in place of the property of that name
+        self.groups = {layout.id: stage_groups(layout, size, self.per_node)}  # in place of the property of that name
         self.node = job.node
 
     def event(self, s: Strategy) -> AnyCall:
-        return event(self.node, self.layout, self.spread.id, s)
+        return call_event(self.node, self.layout, self.spread.id, s)
 
     @cached_property
     def fullest(self) -> tuple[Copy, ...]:
@@ -65,17 +65,17 @@ class Alone(World):
         return Tables(self.frames, {}, self.spreads, self.layouts)
 
 
-def machine(problem: Problem) -> Machine:
+def machine_of(problem: Problem) -> Machine:
     c = problem.cluster
     return Machine(c, c.threads or max(1, c.cores // min(c.gpus, problem.world)))
 
 
-def at_home(model: Model, layout: Layout, own: bool) -> Model:
+def with_home(model: Model, layout: Layout, own: bool) -> Model:
     """The model as a plan has it in which it is trained under this layout (own), under another, or not at all."""
     return replace(model, home=layout.id if own and model.home else model.home)
 
 
-def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCall:
+def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCall:
     common: dict[str, Any] = {"id": 0, "mesh": layout.mesh, "layout": layout.id, "spread": spread, "mbs": s.mbs}
     match node:
         case g.Generate():
@@ -88,31 +88,31 @@ def event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCall:
             raise internal_error(f"{node.id} is not a call", "search")
 
 
-def stages(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
+def stage_groups(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
     """The groups of each stage, of a layout on ranks 0 to size - 1."""
     block, inner = x.dp * x.cp * x.tp, x.cp * x.tp
-    shards, rows = _starts(size, inner, gpus), _starts(size, block, gpus)
+    shards, rows = _distinct_starts(size, inner, gpus), _distinct_starts(size, block, gpus)
     sizes = {"pp": x.pp, "tp": x.tp, "cp": x.cp, "dp": x.dp, "mesh": size, "shard": x.pp * inner}
-    crosses = {"pp": _crosses(range(block), block, x.pp, gpus), "mesh": size > gpus, "shard": False,
-               "tp": _crosses(_starts(size, x.tp, gpus), 1, x.tp, gpus),
-               "cp": _crosses((s + t for s in shards for t in range(x.tp)), x.tp, x.cp, gpus),
-               "dp": _crosses((s + i for s in rows for i in range(inner)), inner, x.dp, gpus)}
+    crosses = {"pp": _crosses_nodes(range(block), block, x.pp, gpus), "mesh": size > gpus, "shard": False,
+               "tp": _crosses_nodes(_distinct_starts(size, x.tp, gpus), 1, x.tp, gpus),
+               "cp": _crosses_nodes((s + t for s in shards for t in range(x.tp)), x.tp, x.cp, gpus),
+               "dp": _crosses_nodes((s + i for s in rows for i in range(inner)), inner, x.dp, gpus)}
     if x.ep > 1:
         sizes |= {"ep": x.ep, "copies": x.dp // x.ep}
         runs = [s + d * inner + i for s in rows for d in range(0, x.dp, x.ep) for i in range(inner)]
         places = [s + i for s in rows for i in range(x.ep * inner)]
-        crosses |= {"ep": _crosses(runs, inner, x.ep, gpus),
-                    "copies": _crosses(places, x.ep * inner, x.dp // x.ep, gpus)}
+        crosses |= {"ep": _crosses_nodes(runs, inner, x.ep, gpus),
+                    "copies": _crosses_nodes(places, x.ep * inner, x.dp // x.ep, gpus)}
     line = tuple(range(x.pp))
     return {s: Groups({a: line if a in ("pp", "mesh", "shard") else (s,) for a in sizes}, sizes, crosses, s)
             for s in line}
 
 
-def _starts(size: int, step: int, gpus: int) -> range:
+def _distinct_starts(size: int, step: int, gpus: int) -> range:
     """0, step, ... below `size`, as far as they differ in where they lie in a node."""
     return range(0, min(size, lcm(step, gpus)), step)
 
 
-def _crosses(firsts: Iterable[int], stride: int, count: int, gpus: int) -> bool:
+def _crosses_nodes(firsts: Iterable[int], stride: int, count: int, gpus: int) -> bool:
     """Whether one of the groups first, first + stride, ... (so many ranks) lies on several nodes."""
     return count > 1 and any(f // gpus != (f + (count - 1) * stride) // gpus for f in firsts)

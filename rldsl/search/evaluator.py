@@ -13,15 +13,15 @@ from functools import cached_property
 
 from rldsl.memory.parameters import resting
 from rldsl.reshard.rounds import BUCKET
-from rldsl.search.alone import machine
-from rldsl.search.bound import Bound
-from rldsl.search.costs import Entry
-from rldsl.search.evaluate import Orders, Script, script, step
-from rldsl.search.moves import Move, Moves
+from rldsl.search.call_costs import Candidate
+from rldsl.search.candidates import CandidateTable
+from rldsl.search.isolated_call import machine_of
+from rldsl.search.lower_bound import LowerBound
 from rldsl.search.overheads import Overheads
-from rldsl.search.problem import Fixed, Job, Problem
+from rldsl.search.problem import FixedCall, Job, Problem
+from rldsl.search.reshard_costs import ReshardCost, ReshardCosts
 from rldsl.search.space import Block
-from rldsl.search.table import Table
+from rldsl.search.step_time import Orders, StepSchedule, schedule_step, step_seconds
 
 KEPT = 1 << 14  # scripts that are remembered
 
@@ -29,11 +29,11 @@ KEPT = 1 << 14  # scripts that are remembered
 @dataclass(frozen=True, slots=True)
 class Assignment:
     blocks: tuple[Block, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Evaluation:
     """seconds: of a steady step. bytes: of the fullest rank. keep: copies of trained models stay from step to step,
     which needs more memory and fits."""
 
@@ -43,18 +43,18 @@ class Judged:
     keep: bool
 
 
-class Instance:
+class Evaluator:
     def __init__(self, problem: Problem, reserve: int = 0, offload: bool = False):
         """reserve: bytes of a device that are kept free. offload: whether it is tried."""
         self.problem, self.calls, self.tree = problem, problem.calls, problem.tree
-        self.table = Table(problem, reserve, offload)
-        self.machine = machine(problem)
-        self.moves, self.overheads = Moves(problem, self.machine), Overheads(problem, self.machine)
+        self.table = CandidateTable(problem, reserve, offload)
+        self.machine = machine_of(problem)
+        self.moves, self.overheads = ReshardCosts(problem, self.machine), Overheads(problem, self.machine)
         self.place = {j.number: i for i, j in enumerate(self.calls)}
-        self._scripts: dict[tuple[Block, ...], Script] = {}
+        self._scripts: dict[tuple[Block, ...], StepSchedule] = {}
         self._orders: Orders = {}
         self._held: dict[tuple[object, ...], int] = {}
-        self.bound = Bound(self)
+        self.bound = LowerBound(self)
 
     @cached_property
     def homes(self) -> Mapping[str, int]:
@@ -68,7 +68,7 @@ class Instance:
 
     def blocks(self, job: Job, used: Sequence[Block]) -> Iterator[Block]:
         """Where a call may run, but for what is alike: given blocks are in use before anything is placed."""
-        fixed = self.problem.fixed.get(job.number, Fixed()).block
+        fixed = self.problem.fixed.get(job.number, FixedCall()).block
         return iter([fixed]) if fixed is not None else self.tree.different((*self.given, *used))
 
     def alike(self, c: int) -> tuple[int, ...]:
@@ -77,19 +77,19 @@ class Instance:
         return tuple(k for k, o in enumerate(self.calls) if k == c or job.kind == o.kind == "train"
                      and job.model == o.model)
 
-    def script(self, blocks: Sequence[Block]) -> Script:
+    def script(self, blocks: Sequence[Block]) -> StepSchedule:
         key = tuple(blocks)
         if key not in self._scripts:
             if len(self._scripts) >= KEPT:
                 self._scripts.clear()
                 self._orders.clear()
             lead = [key[self.place[j.lead]] for j in self.problem.jobs]
-            self._scripts[key] = script(self.problem, self.overheads, lead, self._orders)
+            self._scripts[key] = schedule_step(self.problem, self.overheads, lead, self._orders)
         return self._scripts[key]
 
     # ------------------------------------------------------------------------------------------- entries
 
-    def resolved(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    def resolved(self, blocks: Sequence[Block], entries: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """With calls that stand as their model is trained on what is trained, and others on a copy."""
         out = []
         for job, block, e in zip(self.calls, blocks, entries, strict=True):
@@ -102,7 +102,7 @@ class Instance:
             out.append(e)
         return tuple(out)
 
-    def changed(self, entries: Sequence[Entry], c: int, e: Entry) -> tuple[Entry, ...] | None:
+    def changed(self, entries: Sequence[Candidate], c: int, e: Candidate) -> tuple[Candidate, ...] | None:
         """With another entry of one call; other trainings of its model follow under its layout, if they can."""
         out = list(entries)
         for k in self.alike(c):
@@ -116,9 +116,9 @@ class Instance:
                 out[k] = same[0]
         return tuple(out)
 
-    def copies(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> dict[int, tuple[Move, int]]:
+    def copies(self, blocks: Sequence[Block], entries: Sequence[Candidate]) -> dict[int, tuple[ReshardCost, int]]:
         """Place of the first call that uses a copy -> its move, and the place of its model's train call."""
-        found: dict[int, tuple[Move, int]] = {}
+        found: dict[int, tuple[ReshardCost, int]] = {}
         seen: set[tuple[object, ...]] = set()
         for i, (job, block, e) in enumerate(zip(self.calls, blocks, entries, strict=True)):
             home = self.homes.get(job.model)
@@ -131,7 +131,7 @@ class Instance:
                 found[i] = move, home
         return found
 
-    def least_move(self, home: int, src: Block, mine: Entry, c: int, dst: Block, e: Entry) -> Move:
+    def least_move(self, home: int, src: Block, mine: Candidate, c: int, dst: Block, e: Candidate) -> ReshardCost:
         """Of bringing a copy up to date no more than it takes, without working out its paths. home, mine: the training.
         The fullest rank of the copy lacks at least what no rank holds so much of; and what the devices of a node do not
         hold together enters it over the network, by all of them at best."""
@@ -144,7 +144,7 @@ class Instance:
         there = gpus if same_node else 0
         return self.moves.least(model, need - (have if src.meets(dst) else 0), (need - there * have) // gpus)
 
-    def _fullest(self, c: int, e: Entry) -> int:
+    def _fullest(self, c: int, e: Candidate) -> int:
         """Elements of its model that a rank holds between calls, at the most."""
         key = self.calls[c].model, e.size, e.strategy.degrees
         if key not in self._held:
@@ -154,7 +154,7 @@ class Instance:
 
     # ------------------------------------------------------------------------------------------- judging
 
-    def judge(self, a: Assignment) -> Judged:
+    def judge(self, a: Assignment) -> Evaluation:
         entries = self.resolved(a.blocks, a.entries)
         moves = self.copies(a.blocks, entries)
         every = range(len(entries))  # three steps may be too few to see what holds a long run up
@@ -163,20 +163,20 @@ class Instance:
         kept = self.bytes(a.blocks, entries, moves, keep=True)
         keep = self.fits(kept)
         bytes = kept if keep else self.bytes(a.blocks, entries, moves)
-        return Judged(Assignment(a.blocks, entries), found, bytes, keep)
+        return Evaluation(Assignment(a.blocks, entries), found, bytes, keep)
 
-    def seconds(self, blocks: Sequence[Block], entries: Sequence[Entry],
-                moves: Mapping[int, tuple[Move, int]]) -> float:
+    def seconds(self, blocks: Sequence[Block], entries: Sequence[Candidate],
+                moves: Mapping[int, tuple[ReshardCost, int]]) -> float:
         numbers = [j.number for j in self.calls]
         seconds, units = [0.0] * len(self.problem.jobs), [0] * len(self.problem.jobs)
         for n, e in zip(numbers, entries, strict=True):
             seconds[n], units[n] = e.seconds, 0 if e.unit == e.size else e.unit
-        return step(self.problem, self.script(blocks), seconds, units,
+        return step_seconds(self.problem, self.script(blocks), seconds, units,
                     {numbers[i]: (m, numbers[home]) for i, (m, home) in moves.items()},
                     {n: e.away for n, e in zip(numbers, entries, strict=True) if e.away})
 
-    def bytes(self, blocks: Sequence[Block], entries: Sequence[Entry],
-              moves: Mapping[int, tuple[Move, int]], keep: bool = False) -> int:
+    def bytes(self, blocks: Sequence[Block], entries: Sequence[Candidate],
+              moves: Mapping[int, tuple[ReshardCost, int]], keep: bool = False) -> int:
         """Of the fullest atom: what is always there, and at each call what it needs with the copies that are still used
         later in the step. keep: copies stay to the end of the step."""
         s = self.script(blocks)
@@ -202,13 +202,13 @@ class Instance:
                     most = max(most, static + entries[i].active + sum(size for end, size in copies if end >= at))
         return most
 
-    def roughly(self, blocks: Sequence[Block], entries: Sequence[Entry]) -> int:
+    def roughly(self, blocks: Sequence[Block], entries: Sequence[Candidate]) -> int:
         """Bytes as if every copy came over the network, without working out how."""
         found = self.resolved(blocks, entries)
-        moves = {i: (Move(room=BUCKET // 2), self.homes[self.calls[i].model]) for i, e in enumerate(found) if e.copy}
+        moves = {i: (ReshardCost(room=BUCKET // 2), self.homes[self.calls[i].model]) for i, e in enumerate(found) if e.copy}
         return self.bytes(blocks, found, moves)
 
-    def sharing(self, i: int, block: Block, e: Entry) -> tuple[object, ...]:
+    def sharing(self, i: int, block: Block, e: Candidate) -> tuple[object, ...]:
         """Equal for calls that hold the same slices of a directory, or of a model that others write. Where tensor
         parallelism alone divides a model, a rank has the same part on every block."""
         model, s = self.problem.models[self.calls[i].model], e.strategy
@@ -216,8 +216,8 @@ class Instance:
         where = (block,) if s.pp > 1 or s.ep > 1 else (block.start % s.tp,)
         return *what, *where, s.tp, s.pp, s.ep, s.backend
 
-    def _again(self, i: int, blocks: Sequence[Block], entries: Sequence[Entry],
-               moves: Mapping[int, tuple[Move, int]]) -> bool:
+    def _again(self, i: int, blocks: Sequence[Block], entries: Sequence[Candidate],
+               moves: Mapping[int, tuple[ReshardCost, int]]) -> bool:
         """Whether the copy of a call is one that an earlier call brought."""
         mine = (self.calls[i].model, blocks[i], entries[i].strategy.degrees)
         return any((self.calls[k].model, blocks[k], entries[k].strategy.degrees) == mine for k in moves)

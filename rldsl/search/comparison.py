@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from rldsl.clusters import Cluster
 from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
-from rldsl.search.exact import compiled
-from rldsl.search.instance import Assignment, Instance
-from rldsl.search.prepare import Prepared, described
+from rldsl.search.compiled_placements import compile_program
+from rldsl.search.evaluator import Assignment, Evaluator
+from rldsl.search.prepared_program import PreparedProgram, known_families
 from rldsl.search.space import Block
 from rldsl.simulate import Lengths, simulate
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PlacedCall:
     """A call as one placement has it."""
 
     block: Block
@@ -34,8 +34,8 @@ class Change:
     best."""
 
     call: str
-    mine: Side
-    best: Side
+    mine: PlacedCall
+    best: PlacedCall
     gain: float
     fits: bool
 
@@ -68,34 +68,34 @@ class Comparison:
         width = max(len(c.call) for c in changed)
         out.append("  if one call were placed as in the best")
         for c in sorted(changed, key=lambda c: (-c.gain, c.call)):
-            out.append(f"  {c.call:<{width}}  {_where(c.mine)} -> {_where(c.best)}: {_effect(c)}")
+            out.append(f"  {c.call:<{width}}  {_placed_call_text(c.mine)} -> {_placed_call_text(c.best)}: {_gain_text(c)}")
             before, after = seconds_text(c.mine.seconds), seconds_text(c.best.seconds)
             out.append(f"  {'':<{width}}  the call itself: {before} -> {after}")
         return "\n".join(out) + "\n"
 
 
-def _effect(c: Change) -> str:
+def _gain_text(c: Change) -> str:
     if not c.fits:
         return "does not fit with the rest"
     return f"{seconds_text(abs(c.gain))} {'faster' if c.gain > 0 else 'slower'}" if c.gain else "no difference"
 
 
-def _where(s: Side) -> str:
+def _placed_call_text(s: PlacedCall) -> str:
     return f"{s.block.start}:{s.block.stop} {s.how}"
 
 
-def compared(answer: Answer, fixed: Prepared, cluster: Cluster, lengths: Lengths) -> Comparison:
+def compare_with_best(answer: Answer, fixed: PreparedProgram, cluster: Cluster, lengths: Lengths) -> Comparison:
     """fixed: the program with no call left free."""
-    plan, bytes = compiled(fixed.placed.graph, described(fixed.placed))
+    plan, bytes = compile_program(fixed.placed.graph, known_families(fixed.placed))
     i, best = answer.instance, answer.best[0]
     mine = _assignment(i, fixed)
     now = i.judge(mine)
     there = best.judged.assignment
     return Comparison(simulate(plan, cluster, lengths).seconds, bytes, fixed.placed.memory, best.seconds, best.bytes,
-                      answer.bound, tuple(_change(i, mine, there, c, now.seconds) for c in range(len(i.calls))))
+                      answer.bound, tuple(_call_change(i, mine, there, c, now.seconds) for c in range(len(i.calls))))
 
 
-def _assignment(i: Instance, fixed: Prepared) -> Assignment:
+def _assignment(i: Evaluator, fixed: PreparedProgram) -> Assignment:
     asked = [fixed.fixed[j.node.id] for j in i.calls]
     blocks = tuple(f.block for f in asked if f.block is not None)
     entries = tuple(i.table.cost(j, f.strategy, b.size)
@@ -103,14 +103,14 @@ def _assignment(i: Instance, fixed: Prepared) -> Assignment:
     return Assignment(blocks, i.resolved(blocks, entries))
 
 
-def _change(i: Instance, mine: Assignment, best: Assignment, c: int, now: float) -> Change:
+def _call_change(i: Evaluator, mine: Assignment, best: Assignment, c: int, now: float) -> Change:
     job, alike = i.calls[c], i.alike(c)
     entries = tuple(best.entries[k] if k in alike else e for k, e in enumerate(mine.entries))
     blocks = tuple(best.blocks[k] if k in alike else b for k, b in enumerate(mine.blocks))
     then = i.judge(Assignment(blocks, entries))
     a, b = mine.entries[c], best.entries[c]
-    return Change(job.name, Side(mine.blocks[c], a.strategy.text(), a.seconds),
-                  Side(best.blocks[c], b.strategy.text(), b.seconds), now - then.seconds, i.fits(then.bytes))
+    return Change(job.name, PlacedCall(mine.blocks[c], a.strategy.text(), a.seconds),
+                  PlacedCall(best.blocks[c], b.strategy.text(), b.seconds), now - then.seconds, i.fits(then.bytes))
 
 
 def to_json(c: Comparison) -> str:

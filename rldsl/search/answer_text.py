@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
-from rldsl.search.costs import Entry
-from rldsl.search.exact import Proved
-from rldsl.search.instance import Assignment, Instance
+from rldsl.search.call_costs import Candidate
+from rldsl.search.compiled_placements import CompiledPlacement
+from rldsl.search.evaluator import Assignment, Evaluator
 from rldsl.search.space import Block
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CallRow:
     """One call of a placement. because: what the nearest other strategy on the same ranks would make of the step."""
 
     call: str
@@ -29,18 +29,18 @@ class Line:
     because: str
 
 
-def lines(i: Instance, a: Assignment) -> Iterator[Line]:
+def call_rows(i: Evaluator, a: Assignment) -> Iterator[CallRow]:
     now = i.judge(a)
     for c, (job, block, e) in enumerate(zip(i.calls, a.blocks, a.entries, strict=True)):
-        yield Line(job.name, block, e.strategy.text(), e.seconds, e.resident + e.active, _because(i, a, c, now.seconds))
+        yield CallRow(job.name, block, e.strategy.text(), e.seconds, e.resident + e.active, _next_best_text(i, a, c, now.seconds))
 
 
-def _because(i: Instance, a: Assignment, c: int, now: float) -> str:
+def _next_best_text(i: Evaluator, a: Assignment, c: int, now: float) -> str:
     """What the best of the other layouts would do instead."""
     job, mine = i.calls[c], a.entries[c]
     if job.number in i.problem.fixed and i.problem.fixed[job.number].strategy is not None:
         return "as in the program"
-    others: list[tuple[float, Entry]] = []
+    others: list[tuple[float, Candidate]] = []
     full = 0
     for e in i.table.entries(job, a.blocks[c].size):
         if e.strategy.degrees == mine.strategy.degrees:
@@ -60,7 +60,7 @@ def _because(i: Instance, a: Assignment, c: int, now: float) -> str:
     return f"next: {e.strategy.text()}, {'+' if longer >= 0 else '-'}{seconds_text(abs(longer))}"
 
 
-def text(answer: Answer, name: str, cluster: str, profile: str) -> str:
+def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
     """profile: from where the times are."""
     best, i = answer.best[0], answer.instance
     memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
@@ -71,7 +71,7 @@ def text(answer: Answer, name: str, cluster: str, profile: str) -> str:
         end = "" if answer.result.complete else ", search stopped early"
         parts = f"{answer.result.parts} parts of the space{end}"
         out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      {parts}")
-    out += [f"  times  {profile}", "", *table(i, best), ""]
+    out += [f"  times  {profile}", "", *table_lines(i, best), ""]
     if len(answer.best) > 1:
         out.append("  next best")
         for other in answer.best[1:]:
@@ -79,8 +79,8 @@ def text(answer: Answer, name: str, cluster: str, profile: str) -> str:
     return "\n".join(line.rstrip() for line in out) + "\n"
 
 
-def table(i: Instance, one: Proved) -> Iterator[str]:
-    found = list(lines(i, one.judged.assignment))
+def table_lines(i: Evaluator, one: CompiledPlacement) -> Iterator[str]:
+    found = list(call_rows(i, one.judged.assignment))
     width = max(len(x.call) for x in found)
     how = max(len(x.how) for x in found)
     yield f"  {'call':<{width}}  {'ranks':<11}  {'how':<{how}}  {'seconds':>9}  {'memory':>9}  why"
@@ -94,7 +94,7 @@ def table(i: Instance, one: Proved) -> Iterator[str]:
                f"{seconds_text(move.before + move.seconds + move.after)}")
 
 
-def differences(best: Proved, other: Proved, i: Instance) -> list[str]:
+def differences(best: CompiledPlacement, other: CompiledPlacement, i: Evaluator) -> list[str]:
     """The calls that stand elsewhere, or otherwise."""
     a, b = best.judged.assignment, other.judged.assignment
     return [f"{job.name} on {y.start}:{y.stop} {f.strategy.text()}"
@@ -109,5 +109,5 @@ def to_json(answer: Answer, cluster: str) -> str:
         "complete": answer.result.complete,
         "best": [{"seconds": one.seconds, "bytes": one.bytes, "calls": [
             {"call": x.call, "ranks": [x.block.start, x.block.stop], "how": x.how, "seconds": x.seconds,
-             "bytes": x.bytes, "why": x.because} for x in lines(i, one.judged.assignment)]} for one in answer.best],
+             "bytes": x.bytes, "why": x.because} for x in call_rows(i, one.judged.assignment)]} for one in answer.best],
     }, indent=1)

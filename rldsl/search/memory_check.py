@@ -15,7 +15,7 @@ from rldsl.plan.projection import to_ranges
 from rldsl.search.memory_advice import MemoryAdvice, MemoryAdvisor
 
 
-def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
+def check_memory(placed: Placed, curves: tuple[Curve, ...]) -> None:
     """RL0401 when a device's memory is known and too small, for the ranks that need most."""
     if not placed.memory:
         return
@@ -26,36 +26,36 @@ def check(placed: Placed, curves: tuple[Curve, ...]) -> None:
     over = to_ranges(sorted(rank for p, x in peaks if p.bytes > placed.memory for a, b in x for rank in range(a, b)))
     cluster = placed.graph.cluster
     three = tuple(f"{what}: {human(size)}" for what, size in worst.holders[:3])
-    help, notes = advice(placed)
+    help, notes = memory_advice_text(placed)
     raise Failure([Diagnostic(
         "RL0401", f"a rank needs {human(worst.bytes)}, but a device has {human(placed.memory)}",
-        cluster.span if cluster else None, f"{_who(over)} too much",
+        cluster.span if cluster else None, f"{_ranks_text(over)} too much",
         notes=(*three, *notes), help=help)])
 
 
-def advice(placed: Placed) -> tuple[str, tuple[str, ...]]:
+def memory_advice_text(placed: Placed) -> tuple[str, tuple[str, ...]]:
     """(a fix that fits, no notes); where there is none on this cluster, (the smallest device and the number of devices
     that would do, how); where nothing can be tried, (what to do, no notes)."""
     search = MemoryAdvisor(placed)
     fix = search.best()
     if fix is not None:
-        return f"{_rules(fix)} needs {human(fix.bytes)}", ()
+        return f"{_rules_text(fix)} needs {human(fix.bytes)}", ()
     least, more = search.least(), search.larger()
     if least is None:  # not even what is there can be written as clauses, so nothing can be tried
         return "use larger devices, or fewer rows at a time", ()
     help = f"nothing that was tried fits; devices with {human(least.bytes)} would be large enough"
-    notes = [f"{human(least.bytes)}: {_rules(least)}"] if least.rules else []
+    notes = [f"{human(least.bytes)}: {_rules_text(least)}"] if least.rules else []
     if more is not None:
         count = more.nodes * placed.devices_per_node
         help += f", or {count} devices of this size"
-        notes.append(f"{count} devices: {_rules(more)} needs {human(more.bytes)}")
+        notes.append(f"{count} devices: {_rules_text(more)} needs {human(more.bytes)}")
     return help, tuple(notes)
 
 
-def _who(ranks: Ranges) -> str:
+def _ranks_text(ranks: Ranges) -> str:
     return f"rank {ranges_text(ranks)} needs" if ranks == ((ranks[0][0], ranks[0][0] + 1),) else \
         f"ranks {ranges_text(ranks)} need"
 
 
-def _rules(found: MemoryAdvice) -> str:
+def _rules_text(found: MemoryAdvice) -> str:
     return " ".join(f'--on "{rule}"' for rule in found.rules)

@@ -13,10 +13,10 @@ from heapq import heappop, heappush
 from itertools import islice
 from math import inf
 
-from rldsl.search.costs import Entry
-from rldsl.search.greedy import chosen, heuristic
-from rldsl.search.instance import Assignment, Instance, Judged
-from rldsl.search.moves import Move
+from rldsl.search.call_costs import Candidate
+from rldsl.search.evaluator import Assignment, Evaluation, Evaluator
+from rldsl.search.greedy import choose_candidates, greedy_evaluation
+from rldsl.search.reshard_costs import ReshardCost
 from rldsl.search.space import Block, Strategy
 
 GAP = 0.01  # that is good enough, unless another one is asked for
@@ -30,7 +30,7 @@ class Result:
     """best: different assignments, the fastest first; none where nothing fits. bound: seconds that no assignment of the
     space is faster than. parts: of the space looked at. complete: whether the search ended by itself."""
 
-    best: tuple[Judged, ...]
+    best: tuple[Evaluation, ...]
     bound: float
     parts: int
     complete: bool
@@ -41,12 +41,12 @@ class Result:
 
 
 Blocks = tuple[Block, ...]
-Entries = tuple[Entry, ...]
+Entries = tuple[Candidate, ...]
 Going = Callable[["Result"], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SearchNode:
     """Of the space: the first calls (in the order of the search) on these blocks, and when all have one, the first
     calls with these entries, and the next with its `rest`-th fastest or a slower one. rough: its bound is a quick one,
     and it is evaluated when no other part promises more."""
@@ -57,18 +57,18 @@ class Part:
     rough: bool = False
 
 
-def search(instance: Instance, gap: float = GAP, most: int = MOST, going: Going = lambda _: True) -> Result:
+def branch_and_bound(instance: Evaluator, gap: float = GAP, most: int = MOST, going: Going = lambda _: True) -> Result:
     """gap: 0 for the best there is. going: asked now and then; false ends the search."""
-    return _Search(instance, gap, most, going).run()
+    return _BranchAndBound(instance, gap, most, going).run()
 
 
-class _Search:
-    def __init__(self, instance: Instance, gap: float, most: int, going: Going):
+class _BranchAndBound:
+    def __init__(self, instance: Evaluator, gap: float, most: int, going: Going):
         self.i, self.gap, self.most, self.going = instance, gap, most, going
         self.bound = instance.bound
-        self.best: list[Judged] = []
+        self.best: list[Evaluation] = []
         self.left_out = inf  # the least bound of what was left out for the gap
-        self.heap: list[tuple[float, int, int, Part]] = []  # bound, how much of it is open, number
+        self.heap: list[tuple[float, int, int, SearchNode]] = []  # bound, how much of it is open, number
         self.number = 0
         order = sorted(range(len(instance.calls)), key=lambda c: (-self._weight(c), c))
         homes = instance.homes
@@ -86,10 +86,10 @@ class _Search:
         return job.kind == "train" and self.i.homes[job.model] != c
 
     def run(self) -> Result:
-        start = heuristic(self.i)
+        start = greedy_evaluation(self.i)
         if start is not None:
             self.keep(start)
-        self.push(self.bound({}), Part())
+        self.push(self.bound({}), SearchNode())
         parts, ended = 0, True
         while self.heap and self.heap[0][0] < self.enough():
             if parts >= self.most or self.best and not self.going(self.result(parts, False)):
@@ -126,7 +126,7 @@ class _Search:
         """What a bound must be below to be looked at."""
         return self.best[0].seconds / (1 + self.gap) if self.best else inf
 
-    def push(self, least: float, part: Part) -> None:
+    def push(self, least: float, part: SearchNode) -> None:
         if least == inf:
             return
         if least >= self.enough():
@@ -135,13 +135,13 @@ class _Search:
         self.number += 1
         heappush(self.heap, (least, -len(part.blocks) - len(part.entries), self.number, part))
 
-    def keep(self, found: Judged) -> None:
+    def keep(self, found: Evaluation) -> None:
         if all(found.assignment != other.assignment for other in self.best):
             self.best = sorted([*self.best, found], key=lambda j: (j.seconds, j.bytes))[:KEPT]
 
     # ------------------------------------------------------------------------------------------ branching
 
-    def place(self, part: Part) -> None:
+    def place(self, part: SearchNode) -> None:
         """The next call on every block that differs."""
         c = self.order[len(part.blocks)]
         before, alike = self.given(part.blocks), self.i.alike(c)
@@ -149,20 +149,20 @@ class _Search:
             now, given = (*part.blocks, b), before | dict.fromkeys(alike, b)
             if not self.i.fits(self.bound.bytes(given, b)):
                 continue
-            self.push(self.bound(given), Part(now, rough=len(now) == len(self.order)))
+            self.push(self.bound(given), SearchNode(now, rough=len(now) == len(self.order)))
 
-    def choose(self, part: Part, least: float) -> None:
+    def choose(self, part: SearchNode, least: float) -> None:
         """The next call with its fastest entry that is left, or with a slower one."""
         blocks, entries = part.blocks, part.entries
-        if not entries and not part.rest and (quick := chosen(self.i, self.every(blocks))) is not None:
+        if not entries and not part.rest and (quick := choose_candidates(self.i, self.every(blocks))) is not None:
             self.keep(quick)
         option, another = self.options(blocks, entries, part.rest)
         if another:
-            self.push(max(least, self.relaxed(blocks, entries, part.rest + 1)), Part(blocks, entries, part.rest + 1))
+            self.push(max(least, self.relaxed(blocks, entries, part.rest + 1)), SearchNode(blocks, entries, part.rest + 1))
         now = (*entries, option)
         least = max(least, self.relaxed(blocks, now))
         if len(now) < len(self.order) or least >= self.enough():
-            self.push(least, Part(blocks, now))
+            self.push(least, SearchNode(blocks, now))
             return
         for full in self.followed(blocks, now):
             judged = self.i.judge(full)
@@ -196,23 +196,23 @@ class _Search:
             quickest = next(islice(self.fitting(c, every[c], left[c]), rest if c == next_ else 0, None), None)
             if quickest is None:
                 return inf
-            optimistic.append(_free(quickest.seconds, job.kind, every[c].size))
+            optimistic.append(_optimistic_candidate(quickest.seconds, job.kind, every[c].size))
         return self.i.seconds(every, optimistic, self.moves(every, known))
 
-    def options(self, blocks: Blocks, entries: Entries, rest: int) -> tuple[Entry, bool]:
+    def options(self, blocks: Blocks, entries: Entries, rest: int) -> tuple[Candidate, bool]:
         """What the next call chooses, and whether there are slower ones."""
         known, every, c = dict(zip(self.order, entries, strict=False)), self.every(blocks), self.order[len(entries)]
         first, *more = islice(self.fitting(c, every[c], self.room(every, known)[c]), rest, rest + 2)
         return first, bool(more)
 
-    def fitting(self, c: int, block: Block, left: tuple[int, int]) -> Iterator[Entry]:
+    def fitting(self, c: int, block: Block, left: tuple[int, int]) -> Iterator[Candidate]:
         """The entries of a call that leave others their least, the fastest first."""
         mine = self.i.table.entries(self.i.calls[c], block.size)
         if not self.i.table.memory:
             return iter(mine)
         return (e for e in mine if e.least <= left[1] and e.static + e.shared <= left[0])
 
-    def moves(self, every: Blocks, known: Mapping[int, Entry]) -> dict[int, tuple[Move, int]]:
+    def moves(self, every: Blocks, known: Mapping[int, Candidate]) -> dict[int, tuple[ReshardCost, int]]:
         """Of copies: at the least what they take where all that may share one are chosen, else no time; but a copy on
         other ranks than its model's training waits for that."""
         found, seen = {}, set[tuple[object, ...]]()
@@ -220,20 +220,20 @@ class _Search:
             home = self.i.homes.get(job.model)
             if home is None or job.kind == "train":
                 continue
-            move = Move()
+            move = ReshardCost()
             if home in known and all(k in known for k, o in enumerate(self.i.calls) if (
                     o.model, every[k]) == (job.model, every[c])):
                 e = known[c]
                 key = job.model, every[c], e.strategy.degrees
                 own = every[c] == every[home] and e.strategy.degrees == known[home].strategy.degrees
-                move = Move() if key in seen or own else self.i.least_move(
+                move = ReshardCost() if key in seen or own else self.i.least_move(
                     home, every[home], known[home], c, every[c], e)
                 seen.add(key)
             if move.bytes or every[c] != every[home]:
                 found[c] = move, home
         return found
 
-    def room(self, every: Blocks, known: Mapping[int, Entry]) -> list[tuple[int, int]]:
+    def room(self, every: Blocks, known: Mapping[int, Candidate]) -> list[tuple[int, int]]:
         """For each call, the bytes that it may take for good, and in all while it runs, when all others take their
         least; those of one model directory count as one."""
         if not self.i.table.memory:
@@ -283,6 +283,6 @@ class _Search:
         return (Assignment(every, out) for out in fill(0, ()))
 
 
-def _free(seconds: float, kind: str, size: int) -> Entry:
+def _optimistic_candidate(seconds: float, kind: str, size: int) -> Candidate:
     """An entry that waits for as few ranks as its call ever does."""
-    return Entry(Strategy(), size, seconds, size if kind == "train" else 1, 0, 0, 0, 0)
+    return Candidate(Strategy(), size, seconds, size if kind == "train" else 1, 0, 0, 0, 0)

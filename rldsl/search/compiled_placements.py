@@ -16,16 +16,16 @@ from rldsl.passes.pipeline import planned, run
 from rldsl.placement.model import Place
 from rldsl.placement.place import place_graph
 from rldsl.plan.model import Plan
-from rldsl.search.instance import Instance, Judged
-from rldsl.search.prepare import Prepared, described, places, written
+from rldsl.search.evaluator import Evaluation, Evaluator
+from rldsl.search.prepared_program import PreparedProgram, known_families, places_of_assignment, with_places
 from rldsl.simulate import Lengths, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)
-class Proved:
+class CompiledPlacement:
     """A placement and its plan. seconds: simulated. bytes: of the fullest rank, as the compiler counts."""
 
-    judged: Judged
+    judged: Evaluation
     places: dict[str, Place]
     plan: Plan
     timeline: Timeline
@@ -36,16 +36,16 @@ class Proved:
         return self.timeline.seconds
 
 
-def proved(p: Prepared, instance: Instance, judged: Judged, cluster: Cluster, lengths: Lengths) -> Proved:
+def compile_assignment(p: PreparedProgram, instance: Evaluator, judged: Evaluation, cluster: Cluster, lengths: Lengths) -> CompiledPlacement:
     """Raises Failure where the compiler refuses the placement."""
     a = judged.assignment
     names = [j.node.id for j in instance.calls]
-    found = places(p, dict(zip(names, a.blocks, strict=True)), dict(zip(names, a.entries, strict=True)), judged.keep)
-    plan, bytes = compiled(written(p, found), described(p.placed))
-    return Proved(judged, found, plan, simulate(plan, cluster, lengths), bytes)
+    found = places_of_assignment(p, dict(zip(names, a.blocks, strict=True)), dict(zip(names, a.entries, strict=True)), judged.keep)
+    plan, bytes = compile_program(with_places(p, found), known_families(p.placed))
+    return CompiledPlacement(judged, found, plan, simulate(plan, cluster, lengths), bytes)
 
 
-def compiled(graph: g.Graph, describe: Callable[..., object]) -> tuple[Plan, int]:
+def compile_program(graph: g.Graph, describe: Callable[..., object]) -> tuple[Plan, int]:
     """The plan of a placed program, and bytes of its fullest rank."""
     plan, curves = planned(run(place_graph(graph, describe=describe)), "")  # type: ignore[arg-type]
     return plan, max(peak(c).bytes for c in curves)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 from rldsl.search.space import Block
 
 if TYPE_CHECKING:
-    from rldsl.search.instance import Instance
+    from rldsl.search.evaluator import Evaluator
 
 
-class Bound:
-    def __init__(self, instance: Instance):
+class LowerBound:
+    def __init__(self, instance: Evaluator):
         self.i = instance
         self.best: dict[tuple[int, int], float] = {}
         self.smallest: dict[tuple[int, int], tuple[int, int, int]] = {}

@@ -18,8 +18,8 @@ from rldsl.placement.model import Call, Place, Placed
 from rldsl.placement.place import Describe, place_graph, places_of
 from rldsl.placement.rules import Choice, Option, names_of, resolve, specificity
 from rldsl.plan.model import Frame
-from rldsl.search.costs import Entry
-from rldsl.search.problem import Fixed
+from rldsl.search.call_costs import Candidate
+from rldsl.search.problem import FixedCall
 from rldsl.search.settings import clause
 from rldsl.search.space import Block, Strategy
 
@@ -27,20 +27,20 @@ OF_STRATEGY = ("dp", "tp", "pp", "vpp", "cp", "ep", "zero", "mbs", "mbt", "recom
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedProgram:
     """placed: the program with every call that is free on all ranks, for its models. fixed: by node. more: options of
     free calls, given without a mesh, that are none of a strategy. kept: the places of all other nodes that something is
     said of."""
 
     placed: Placed
-    fixed: Mapping[str, Fixed]
+    fixed: Mapping[str, FixedCall]
     free: frozenset[str]
     more: Mapping[str, tuple[Option, ...]]
     kept: Mapping[str, Place]
 
 
-def prepared(graph: g.Graph, place_file: str, cluster: Cluster, memory: int,
-             free: Callable[[g.Node, Choice | None], bool], describe: Describe) -> Prepared:
+def prepare_program(graph: g.Graph, place_file: str, cluster: Cluster, memory: int,
+             free: Callable[[g.Node, Choice | None], bool], describe: Describe) -> PreparedProgram:
     """free: whether the search is to place a call. Errors: those of placing the others."""
     choices = resolve(graph, place_file)
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
@@ -50,19 +50,19 @@ def prepared(graph: g.Graph, place_file: str, cluster: Cluster, memory: int,
     machine = g.Cluster(cluster.nodes, cluster.gpus, memory / 1e9)
     if graph.cluster is not None and replace(graph.cluster, span=None, path="") == machine:
         machine = graph.cluster
-    clauses = _standing(replace(graph, rules=(), cluster=machine), choices, open_)
+    clauses = _fixed_clauses(replace(graph, rules=(), cluster=machine), choices, open_)
     bare = replace(graph, rules=(), cluster=machine,
-                   items=mapped(graph.items, lambda n: replace(n, clause=clauses.get(n.id))))
+                   items=map_nodes(graph.items, lambda n: replace(n, clause=clauses.get(n.id))))
     placed = place_graph(bare, describe=describe)
     places, frames = dict(placed.places), {f.id: f for f in graph.frames}
-    fixed = {i: Fixed(options=tuple((name, value) for name, value, _ in options)) for i, options in own.items()
+    fixed = {i: FixedCall(options=tuple((name, value) for name, value, _ in options)) for i, options in own.items()
              if options}
-    fixed |= {n.id: _fixed(n, places[n.id], frames) for n in calls if n.id not in open_}
+    fixed |= {n.id: _fixed_call(n, places[n.id], frames) for n in calls if n.id not in open_}
     more = {i: tuple(o for o in options if o[0] not in OF_STRATEGY) for i, options in said.items()}
-    return Prepared(placed, fixed, open_, more, {i: places[i] for i in clauses if i in places})
+    return PreparedProgram(placed, fixed, open_, more, {i: places[i] for i in clauses if i in places})
 
 
-def _standing(graph: g.Graph, choices: Mapping[str, Choice], free: Collection[str]) -> dict[str, g.Clause]:
+def _fixed_clauses(graph: g.Graph, choices: Mapping[str, Choice], free: Collection[str]) -> dict[str, g.Clause]:
     """Of what is not free, a clause for where it stands: its own, or for a call without a mesh what the program places
     it by, another call of its model perhaps, which may be free."""
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
@@ -73,20 +73,20 @@ def _standing(graph: g.Graph, choices: Mapping[str, Choice], free: Collection[st
     models = {n.model for n in late}
     near = {n.id for n in calls if n.model in models and n.id in choices and not choices[n.id].auto}
     shown = own | {i: g.Clause(choices[i].mesh, choices[i].options, choices[i].span) for i in near}
-    there = places_of(replace(graph, items=mapped(graph.items, lambda n: replace(n, clause=shown.get(n.id)))))
+    there = places_of(replace(graph, items=map_nodes(graph.items, lambda n: replace(n, clause=shown.get(n.id)))))
     made = {n.id: clause(there[n.id], n.span) for n in late}
     return own | {i: c for i, c in made.items() if c is not None}
 
 
-def _fixed(node: g.Node, p: Place, frames: Mapping[str, Frame]) -> Fixed:
+def _fixed_call(node: g.Node, p: Place, frames: Mapping[str, Frame]) -> FixedCall:
     """Ranks of which the program says only how many count as the first."""
     ranks = (p.given or p.mesh).ranks
     if isinstance(node, g.Generate):
         p = replace(p, mbs=decoded(frames[node.frame], p), mbt=0)
-    return Fixed(Block(ranks[0][0], ranks[-1][1]), Strategy.of(p))
+    return FixedCall(Block(ranks[0][0], ranks[-1][1]), Strategy.of(p))
 
 
-def locked(graph: g.Graph, selectors: Collection[str]) -> Callable[[g.Node, Choice | None], bool]:
+def unless_locked(graph: g.Graph, selectors: Collection[str]) -> Callable[[g.Node, Choice | None], bool]:
     """All calls are free but those that a selector of `--lock` names. Errors: RL0313 one that matches nothing."""
     every = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
     for selector in selectors:
@@ -100,7 +100,7 @@ def locked(graph: g.Graph, selectors: Collection[str]) -> Callable[[g.Node, Choi
 # --------------------------------------------------------------------------------------------------- back again
 
 
-def places(prepared: Prepared, blocks: Mapping[str, Block], entries: Mapping[str, Entry],
+def places_of_assignment(prepared: PreparedProgram, blocks: Mapping[str, Block], entries: Mapping[str, Candidate],
            keep: bool) -> dict[str, Place]:
     """Call -> its place, of those that are free. keep: copies of trained models stay from step to step."""
     adapted = {m.name for m in prepared.placed.graph.models if m.lora is not None}
@@ -114,16 +114,16 @@ def places(prepared: Prepared, blocks: Mapping[str, Block], entries: Mapping[str
                                    why="search", recompute="full" if e.strategy.recompute else "none",
                                    keep=not copied, mbt=e.strategy.mbt)
     first: dict[object, Place] = {}  # no rule tells calls without a name apart
-    return {n.id: found[n.id] if named(n) else first.setdefault(names_of(n), found[n.id])
+    return {n.id: found[n.id] if can_be_named(n) else first.setdefault(names_of(n), found[n.id])
             for n in g.nodes(prepared.placed.graph.items) if n.id in found}
 
 
-def named(node: g.Node) -> bool:
+def can_be_named(node: g.Node) -> bool:
     """Whether a rule can name it: not a call inside an expression, behind another one of the same method."""
     return "#" not in node.id
 
 
-def written(prepared: Prepared, found: Mapping[str, Place]) -> g.Graph:
+def with_places(prepared: PreparedProgram, found: Mapping[str, Place]) -> g.Graph:
     """The program with these places at its calls."""
     graph = prepared.placed.graph
 
@@ -134,15 +134,15 @@ def written(prepared: Prepared, found: Mapping[str, Place]) -> g.Graph:
         kept = tuple(o for o in made.options if o[0] not in {name for name, _, _ in more})
         return replace(n, clause=replace(made, options=(*kept, *more)))
 
-    return replace(graph, items=mapped(graph.items, placed))
+    return replace(graph, items=map_nodes(graph.items, placed))
 
 
-def mapped(items: tuple[g.Item, ...], change: Callable[[g.Node], g.Node]) -> tuple[g.Item, ...]:
+def map_nodes(items: tuple[g.Item, ...], change: Callable[[g.Node], g.Node]) -> tuple[g.Item, ...]:
     """The same items with every node changed."""
-    return tuple(change(i) if isinstance(i, g.Node) else replace(i, body=mapped(i.body, change)) for i in items)
+    return tuple(change(i) if isinstance(i, g.Node) else replace(i, body=map_nodes(i.body, change)) for i in items)
 
 
-def described(placed: Placed) -> Describe:
+def known_families(placed: Placed) -> Describe:
     """What has been read of the models' directories, as `place_graph` asks for it."""
     families = dict(placed.families)
 

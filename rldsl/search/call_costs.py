@@ -13,7 +13,7 @@ from typing import assert_never
 from rldsl.memory.calls import gradient_bytes, needs, optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
-from rldsl.search.alone import Alone
+from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy
 from rldsl.sharding.layout import own_layers
@@ -32,7 +32,7 @@ from rldsl.simulate.engine import Compute, Op, Pool
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Candidate:
     """The cost of a strategy of a call."""
 
     strategy: Strategy
@@ -58,7 +58,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class CallMemory:
     static: int
     shared: int
     copy: int
@@ -69,39 +69,39 @@ class Bytes:
         return self.static + self.shared + self.active
 
 
-def cost(world: Alone, problem: Problem, job: Job, s: Strategy, size: int, found: Bytes, own: bool) -> Entry:
+def candidate_cost(world: IsolatedCall, problem: Problem, job: Job, s: Strategy, size: int, found: CallMemory, own: bool) -> Candidate:
     """world: of the call alone. found: its memory. own: on the copy that is trained; always so of a train call."""
-    back = away(world) if s.offload else 0.0
+    back = onload_seconds(world) if s.offload else 0.0
     alone = job.kind != "train" and s.pp == 1
     unit = s.cp * s.tp * s.ep if alone else size
-    return Entry(s, size, duration(world, world.event(s)) * job.times, unit, found.static, found.shared, found.copy,
+    return Candidate(s, size, call_seconds(world, world.event(s)) * job.times, unit, found.static, found.shared, found.copy,
                  found.active, own and problem.models[job.model].home != "", back * job.times)
 
 
 # ---------------------------------------------------------------------------------------------------- memory
 
 
-def memory(problem: Problem, world: Alone, job: Job, s: Strategy) -> Bytes:
+def call_memory(problem: Problem, world: IsolatedCall, job: Job, s: Strategy) -> CallMemory:
     """Bytes of the fullest rank. What is offloaded is on the device while the call runs."""
     event = world.event(s)
-    each = [_bytes(problem, world, job, s, event, copy) for copy in world.fullest]
+    each = [_memory_of_stage(problem, world, job, s, event, copy) for copy in world.fullest]
     static, shared, copy, active = (max(getattr(b, n) for b in each) for n in ("static", "shared", "copy", "active"))
-    return Bytes(0, 0, copy, active + static + shared) if s.offload else Bytes(static, shared, copy, active)
+    return CallMemory(0, 0, copy, active + static + shared) if s.offload else CallMemory(static, shared, copy, active)
 
 
-def _bytes(problem: Problem, world: Alone, job: Job, s: Strategy, event: AnyCall, copy: Copy) -> Bytes:
+def _memory_of_stage(problem: Problem, world: IsolatedCall, job: Job, s: Strategy, event: AnyCall, copy: Copy) -> CallMemory:
     held = copy.stored * resting(copy)
     base = copy.compute * elements(copy.model.base, copy)
     active = sum(needs(world.tables, event, copy, "cuda").values())
     if isinstance(event, Train):
         mine = held + gradient_bytes(copy) + optimizer_bytes(copy)
-        return Bytes(mine if problem.homes[job.model] == job.number else 0, base, 0, active)
+        return CallMemory(mine if problem.homes[job.model] == job.number else 0, base, 0, active)
     if copy.model.home == world.layout.id:
-        return Bytes(0, base, 0, active + (held if s.offload else 0))
-    return Bytes(0, base, held, active) if copy.model.home else Bytes(0, base + held, 0, active)
+        return CallMemory(0, base, 0, active + (held if s.offload else 0))
+    return CallMemory(0, base, held, active) if copy.model.home else CallMemory(0, base + held, 0, active)
 
 
-def away(world: Alone) -> float:
+def onload_seconds(world: IsolatedCall) -> float:
     """Seconds of the onload of parameters and optimizer state, at the same time."""
     copy = world.fullest[0]
     parts = copy.stored * resting(copy) + copy.compute * elements(world.model.base, copy)
@@ -111,27 +111,27 @@ def away(world: Alone) -> float:
 # -------------------------------------------------------------------------------------------------- duration
 
 
-def duration(world: Alone, event: AnyCall) -> float:
+def call_seconds(world: IsolatedCall, event: AnyCall) -> float:
     """Seconds of the call, once."""
     match event:
         case Generate():
-            return _slowed(world, _work(generate(world, event, 0, 0)))
+            return _with_shared_cores(world, _compute_seconds(generate(world, event, 0, 0)))
         case Infer():
-            each = _stages(world)
-            line = _line(each, [infer_passes(world, event, stage) for stage, _ in each])
-            return _slowed(world, inference(line) + result_seconds(world, event, each[-1][0])) if line.count else 0.0
+            each = _distinct_stages(world)
+            line = _pipeline_times(each, [infer_passes(world, event, stage) for stage, _ in each])
+            return _with_shared_cores(world, inference_seconds(line) + result_seconds(world, event, each[-1][0])) if line.count else 0.0
         case Train():
-            each = _stages(world)
+            each = _distinct_stages(world)
             times = world.spread.minibatches * world.spread.epochs
-            line = _line(each, [train_passes(world, event, stage) for stage, _ in each])
-            ends = max(_work(update(stage, world.layout.zero)) for stage, _ in each)
-            seconds = times * (training(line) + ends) + metrics_seconds(each[-1][0])
-            return _slowed(world, seconds) if line.count else 0.0
+            line = _pipeline_times(each, [train_passes(world, event, stage) for stage, _ in each])
+            ends = max(_compute_seconds(update(stage, world.layout.zero)) for stage, _ in each)
+            seconds = times * (training_seconds(line) + ends) + metrics_seconds(each[-1][0])
+            return _with_shared_cores(world, seconds) if line.count else 0.0
         case _:
             assert_never(event)
 
 
-def _stages(world: Alone) -> list[tuple[Stage, int]]:
+def _distinct_stages(world: IsolatedCall) -> list[tuple[Stage, int]]:
     """(a stage, how many are like it): the first, the last, and the ones between them by number of layers."""
     pp = world.layout.pp
     kinds: dict[tuple[int, bool, bool], list[int]] = {}
@@ -142,7 +142,7 @@ def _stages(world: Alone) -> list[tuple[Stage, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PipelineTimes:
     """A pipeline."""
 
     stages: int
@@ -153,24 +153,24 @@ class Line:
     chunks: int = 1  # of layers per stage
 
 
-def _line(each: list[tuple[Stage, int]], found: list[Passes]) -> Line:
+def _pipeline_times(each: list[tuple[Stage, int]], found: list[Passes]) -> PipelineTimes:
     me, stages = each[0][0], sum(n for _, n in each)
     if not found[0].count:
-        return Line(stages, 0, 0.0, 0.0, 0.0)
+        return PipelineTimes(stages, 0, 0.0, 0.0, 0.0)
     way = me.machine.message(found[0].message, me.groups.crosses["pp"]) if stages > 1 else 0.0
     both = [sum(map(sum, p.durations)) for p in found]
-    return Line(stages, found[0].count, sum(t * n for t, (_, n) in zip(both, each, strict=True)), max(both), way,
+    return PipelineTimes(stages, found[0].count, sum(t * n for t, (_, n) in zip(both, each, strict=True)), max(both), way,
                 len(found[0].durations))
 
 
-def inference(line: Line) -> float:
+def inference_seconds(line: PipelineTimes) -> float:
     """Micro-batches follow each other through the stages: a flow shop with equal jobs, which takes the sum of all
     stages, plus the slowest once more for each further job."""
     return line.total + (line.stages - 1) * line.message + (line.count - 1) * (line.slowest + line.message * (
         line.stages > 1))
 
 
-def training(line: Line) -> float:
+def training_seconds(line: PipelineTimes) -> float:
     """1F1B (Narayanan et al. 2021): one micro-batch through all stages and back, and for each further one the slowest
     stage and a message. With chunks of layers the fill is divided by the chunks, and each chunk has its messages. The
     full simulation finds up to 1 % more, since messages also delay each other while a pipeline fills."""
@@ -180,11 +180,11 @@ def training(line: Line) -> float:
             + (fill + further) * line.message)
 
 
-def _work(ops: list[Op]) -> float:
+def _compute_seconds(ops: list[Op]) -> float:
     return sum(a.seconds for a in ops if isinstance(a, Compute))
 
 
-def _slowed(world: Alone, seconds: float) -> float:
+def _with_shared_cores(world: IsolatedCall, seconds: float) -> float:
     """Seconds where ranks share the cores of a machine: at least as if no other ranks were there."""
     if not world.machine.shared:
         return seconds

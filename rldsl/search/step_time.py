@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from rldsl.passes.list_scheduling import Task, list_schedule
 from rldsl.plan.events import Compute, Generate, Infer, Train
-from rldsl.search.moves import Move
 from rldsl.search.overheads import Overheads
 from rldsl.search.problem import Problem
+from rldsl.search.reshard_costs import ReshardCost
 from rldsl.search.space import Block
 
 ROUGH = {"": Compute.traits.order_cost} | {e.kind: e.traits.order_cost for e in (Generate, Infer, Train)}
@@ -24,7 +24,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ScheduledItem:
     """Of the order: a job, or when `job` is -1 a moment at which ranks meet. on: atoms. after: the items that come
     before it, for the compiler. tells: the `generate` whose lengths are told then."""
 
@@ -37,13 +37,13 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class StepSchedule:
     """What of an assignment depends on blocks alone. atoms: (start, stop). on: job -> its atoms. small: job -> seconds
     of what it does besides its work. told: `generate` -> seconds of telling its lengths. fetch: seconds of reading
     data, at the top of a step."""
 
     atoms: tuple[tuple[int, int], ...]
-    order: tuple[Item, ...]
+    order: tuple[ScheduledItem, ...]
     on: tuple[tuple[int, ...], ...]
     small: tuple[float, ...]
     told: Mapping[int, float]
@@ -56,10 +56,10 @@ class Script:
 
 
 On = tuple[tuple[int, ...], ...]  # job -> its atoms
-Orders = dict[tuple[On, bool], tuple[Item, ...]]  # known already; whether the first atom begins with rank 0
+Orders = dict[tuple[On, bool], tuple[ScheduledItem, ...]]  # known already; whether the first atom begins with rank 0
 
 
-def script(problem: Problem, overheads: Overheads, blocks: Sequence[Block], orders: Orders) -> Script:
+def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block], orders: Orders) -> StepSchedule:
     """blocks: of every job; a computation's is that of its lead."""
     ends = sorted({e for b in blocks for e in b})
     atoms = [(a, b) for a, b in pairwise(ends) if any(x.start <= a and b <= x.stop for x in blocks)]
@@ -67,35 +67,35 @@ def script(problem: Problem, overheads: Overheads, blocks: Sequence[Block], orde
     small = tuple([overheads.job(j, blocks[j.number].size) for j in problem.jobs])
     key = on, atoms[0][0] == 0
     if key not in orders:
-        items = _items(problem, *key)
+        items = _step_items(problem, *key)
         tasks = [Task(item.on, item.after, item.cost, item.rank) for item in items]
         orders[key] = tuple(items[i] for i in list_schedule(tasks))
     told = {item.tells: overheads.lengths(problem.jobs[item.tells], sum([atoms[a][1] - atoms[a][0] for a in item.on]))
             for item in orders[key] if item.tells >= 0}
-    return Script(tuple(atoms), orders[key], on, small, told, overheads.fetch)
+    return StepSchedule(tuple(atoms), orders[key], on, small, told, overheads.fetch)
 
 
-def _items(problem: Problem, on: On, from_zero: bool) -> list[Item]:
+def _step_items(problem: Problem, on: On, from_zero: bool) -> list[ScheduledItem]:
     """Jobs in program order; behind a `generate` the telling of lengths, to all that work on its rows; at the end the
     metrics, from the first rank of each mesh to rank 0."""
-    items: list[Item] = []
+    items: list[ScheduledItem] = []
     place: dict[int, int] = {}
     for j in problem.jobs:
         place[j.number] = len(items)
         before = tuple(place[b] for b in problem.before[j.number])
-        items.append(Item(j.number, on[j.number], before, ROUGH[j.kind], 1))
+        items.append(ScheduledItem(j.number, on[j.number], before, ROUGH[j.kind], 1))
         if j.kind == "generate":
             there = sorted({a for o in problem.told[j.number] for a in on[o]})
-            items.append(Item(-1, tuple(there), (place[j.number],), 1, 0, j.number))
+            items.append(ScheduledItem(-1, tuple(there), (place[j.number],), 1, 0, j.number))
     told = [j for j in problem.jobs if j.number in problem.logged]
     firsts = sorted({on[j.number][0] for j in told} | ({0} if from_zero else set()))
     if told:
-        items.append(Item(-1, tuple(firsts), tuple(place[j.number] for j in told), 1, 3))
+        items.append(ScheduledItem(-1, tuple(firsts), tuple(place[j.number] for j in told), 1, 3))
     return items
 
 
-def step(problem: Problem, s: Script, seconds: Sequence[float], units: Sequence[int],
-         moves: Mapping[int, tuple[Move, int]], away: Mapping[int, float]) -> float:
+def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], units: Sequence[int],
+         moves: Mapping[int, tuple[ReshardCost, int]], away: Mapping[int, float]) -> float:
     """seconds: of every job. units: ranks of each that wait for each other; 0: all. moves: job whose copy is brought up
     to date at the top of the step -> how, and the train call that it comes from. away: of a job, until what is
     offloaded is there, from the call before on."""
