@@ -17,11 +17,13 @@ OUT, STEP = "{out}", "{step}"
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """reads: (what it is, path). python: (path, its functions, sha256). writes: where models are saved, as the plan has
-    it: `{out}` and `{step}` still stand in it. Each once, in the order of the plan."""
+    """Each path once, in the order of the plan."""
 
+    # (what it is, path)
     reads: tuple[tuple[str, str], ...]
+    # (path, its functions, sha256); a module that such files import has no functions
     python: tuple[tuple[str, tuple[str, ...], str], ...]
+    # where models are saved, as the plan has it, with `{out}` and `{step}` not replaced
     writes: tuple[str, ...]
 
     def outside(self) -> tuple[str, ...]:
@@ -37,6 +39,8 @@ def paths(plan: Plan) -> Paths:
     files = dict.fromkeys((f.path, f.sha256) for f in plan.functions)
     python = tuple((path, tuple(f.name for f in plan.functions if (f.path, f.sha256) == (path, digest)), digest)
                    for path, digest in files)
+    modules = dict.fromkeys((path, digest) for f in plan.functions for _, path, digest in f.modules)
+    python += tuple((path, (), digest) for path, digest in modules)
     saved = dict.fromkeys(e.path for e, _ in events(plan) if isinstance(e, Save))
     return Paths(_once(reads), python, tuple(saved))
 
@@ -52,10 +56,14 @@ def _once(reads: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 def text(found: Paths, out: str = "OUT") -> str:
     """For people. out: the run's own directory."""
     lines = [*_part("reads", [f"{shown(path)} ({what})" for what, path in found.reads]),
-             *_part("runs", [f"{shown(path)} ({', '.join(map(shown, names))}; sha256 {shown(digest[:12])})"
+             *_part("runs", [f"{shown(path)} ({_called(names)}; sha256 {shown(digest[:12])})"
                              for path, names, digest in found.python]),
              *_part("writes", [shown(out), *map(shown, found.outside())])]
     return "\n".join(lines)
+
+
+def _called(names: Sequence[str]) -> str:
+    return ", ".join(map(shown, names)) or "imported"
 
 
 def _part(word: str, entries: Sequence[str]) -> Iterable[str]:

@@ -17,6 +17,7 @@ from typing import cast
 from rldsl.diag import Failure, Label
 from rldsl.plan.expr import Level
 from rldsl.plan.function import Function
+from rldsl.plan.local_modules import local_modules
 from rldsl.plan.operators import BUILTINS
 from rldsl.semantics.errors import BAD, Errors, suggest
 from rldsl.semantics.values import FnRef, LossRef, Meaning, Module, PyRef
@@ -204,7 +205,8 @@ class Modules:
                 key = fn.name.name
                 if key in self.functions and self.functions[key].path != path:
                     key = f"{path}:{key}"
-                self.functions[key] = Function(key, path, fn.name.name, digest, cast(Level, level))
+                modules = () if path.startswith(SHIPPED) else local_modules(path, tree)
+                self.functions[key] = Function(key, path, fn.name.name, digest, cast(Level, level), modules)
                 self.bind(module, fn.name, PyRef(key, tuple(p.name for p in fn.params), cast(Level, level)))
 
 

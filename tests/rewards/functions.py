@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import time
 from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
+from rldsl.plan.local_modules import local_modules
 from rldsl.plan.model import Function
 from rldsl.runtime.rewards.pool import RewardPool
 
@@ -21,7 +23,17 @@ def score(rows):
 def written(folder: Path, body: str, name: str = "score", file: str = "rewards.py") -> Function:
     path = folder / file
     path.write_text(body)
-    return Function(f"{file}:{name}", str(path), name, hashlib.sha256(path.read_bytes()).hexdigest())
+    return recorded(path, name)
+
+
+def recorded(path: Path, name: str = "score") -> Function:
+    """A function as the compiler records it."""
+    data = path.read_bytes()
+    try:
+        modules = local_modules(str(path), ast.parse(data))
+    except (SyntaxError, ValueError):
+        modules = ()
+    return Function(f"{path.name}:{name}", str(path), name, hashlib.sha256(data).hexdigest(), modules=modules)
 
 
 def mistake(function: Function, workers: int = 2, limit: float = 30.0, loading: float = 30.0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Function
 from rldsl.runtime.rewards.user_functions import call, load
+from tests.rewards.functions import recorded
 
 ROWS = [{"prompt": "1+1=", "completion": "2", "answer": "2"}, {"prompt": "2+3=", "completion": "4", "answer": "5"}]
 
@@ -17,7 +17,7 @@ ROWS = [{"prompt": "1+1=", "completion": "2", "answer": "2"}, {"prompt": "2+3=",
 def written(tmp_path: Path, body: str, name: str = "score") -> Function:
     path = tmp_path / "rewards.py"
     path.write_text(body)
-    return Function("f", str(path), name, hashlib.sha256(path.read_bytes()).hexdigest())
+    return recorded(path, name)
 
 
 def error(function: Function, rows: list = ROWS) -> Diagnostic:

@@ -204,7 +204,8 @@ def _now() -> str:
 def _files(plan: Plan) -> dict[str, tuple[str, Path]]:
     """Name in the plan -> sha256 and place, of programs and Python files. The library's own come with its version."""
     named = [*plan.header.sources, *((f.path, f.sha256) for f in plan.functions)]
-    return {path: (digest, function_path(path)) for path, digest in named}
+    modules = {path: (digest, Path(path).resolve()) for f in plan.functions for _, path, digest in f.modules}
+    return {path: (digest, function_path(path)) for path, digest in named} | modules
 
 
 def _copied(folder: Path, files: dict[str, tuple[str, Path]]) -> list[dict[str, str]]:

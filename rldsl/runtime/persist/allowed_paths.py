@@ -8,15 +8,18 @@ Errors: RL0712 a save outside of these, over what the plan reads, or over what n
 
 from __future__ import annotations
 
+import ast
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.disk_paths import OUT, STEP, paths, shown
+from rldsl.plan.function import Function
+from rldsl.plan.local_modules import local_modules
 from rldsl.plan.model import Plan
-from rldsl.runtime.rewards.user_functions import function_path
+from rldsl.runtime.rewards.user_functions import SHIPPED, function_path
 
 MARK = "rldsl.json"  # in every directory that a save has written
 
@@ -71,13 +74,28 @@ def is_foreign(final: Path) -> bool:
 def with_python_as_it_is(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     """`--allow-changed-python`: the plan with the hashes of the files that are there, and the paths that changed. A
     file that cannot be read keeps its hash, and is reported by who loads it."""
-    functions = tuple(replace(f, sha256=_digest(f.path) or f.sha256) for f in plan.functions)
-    changed = dict.fromkeys(new.path for new, old in zip(functions, plan.functions) if new.sha256 != old.sha256)
+    functions = tuple(_as_it_is(f) for f in plan.functions)
+    changed = dict.fromkeys(path for new, old in zip(functions, plan.functions, strict=True)
+                            for path in _changed(old, new))
     return replace(plan, functions=functions), tuple(changed)
 
 
-def _digest(path: str) -> str:
+def _as_it_is(function: Function) -> Function:
     try:
-        return hashlib.sha256(function_path(path).read_bytes()).hexdigest()
+        data = function_path(function.path).read_bytes()
     except (OSError, ValueError):
-        return ""
+        return function
+    function = replace(function, sha256=hashlib.sha256(data).hexdigest())
+    try:
+        return function if function.path.startswith(SHIPPED) else \
+            replace(function, modules=local_modules(function.path, ast.parse(data)))
+    except (SyntaxError, ValueError):
+        return function
+
+
+def _changed(old: Function, new: Function) -> Iterator[str]:
+    """The files of a function that are not as they were."""
+    if new.sha256 != old.sha256:
+        yield new.path
+    before = {path: digest for _, path, digest in old.modules}
+    yield from (path for _, path, digest in new.modules if before.get(path) != digest)

@@ -68,7 +68,7 @@ class RewardPool:
         self.lost = 0  # workers that died between calls, since the last answer
         if not workers:
             for function in self.functions:
-                user_functions.load(function)
+                user_functions.loaded(function)
             return
         try:
             if self.functions:

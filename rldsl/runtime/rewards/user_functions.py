@@ -3,8 +3,9 @@
 In: a plan's Function record and rows (dicts with "prompt", "completion" and all data columns). Out: one float a row.
 Runs in a rank or in a worker of its pool (`runtime/rewards/pool.py`), so it imports nothing heavy.
 Invariant: a mistake of the user's code is a Failure that names the line in it and the row, never a traceback.
-Codes: RL0771 the file cannot be read, RL0772 it changed, RL0773 it fails on import, RL0774 no such function,
-RL0775 the function raised, RL0776 it returned the wrong thing.
+Codes: RL0770 it imports a local module that the plan does not contain, RL0771 the file cannot be read, RL0772 it
+changed, RL0773 it fails on import, RL0774 no such function, RL0775 the function raised, RL0776 it returned the wrong
+thing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.function import Function
+from rldsl.runtime.rewards.hashed_modules import MainSource, installed, raise_refused, read_hashed
 
 Row = dict[str, Any]
 LARGEST = 3.4028234663852886e38  # a float32
@@ -37,17 +39,14 @@ def function_path(path: str) -> Path:
 
 
 def load(function: Function) -> Callable[[list[Row]], Any]:
-    """Import the file of `function`, as Python runs a script: with its directory first among the places of modules."""
-    try:
-        text = function_path(function.path).read_bytes()
-    except OSError as error:
-        raise fail("RL0771", f"the Python file cannot be read: {error.strerror}", place=function.path,
-                   help="paths are relative to the working directory") from None
-    if hashlib.sha256(text).hexdigest() != function.sha256:
-        raise fail("RL0772", "this Python file changed since the plan was compiled", place=function.path,
-                   help="compile the program again")
-    module = _import(function)
-    found = getattr(module, function.name, None)
+    """Execute the bytes of `function`'s file that were compared with its hash. The local modules that it imports are
+    those of the plan (`hashed_modules.py`)."""
+    path = function_path(function.path)
+    data = read_hashed(path, function.path, function.sha256)
+    if not function.path.startswith(SHIPPED):
+        installed().add(function, path)
+    module = _import(function, path, data)
+    found: Any = getattr(module, function.name, None)
     if found is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(function.name, names, n=1)
@@ -59,7 +58,8 @@ def load(function: Function) -> Callable[[list[Row]], Any]:
     if (takes := _wrong_signature(found)) is not None:
         raise fail("RL0774", f"`{function.name}{takes}` does not take exactly one list of rows", place=function.path,
                    help=f"write `def {function.name}(rows): return [... for row in rows]`; a row is a dict")
-    return found
+    checked: Callable[[list[Row]], Any] = found
+    return checked
 
 
 def _wrong_signature(found: Callable[..., Any]) -> inspect.Signature | None:
@@ -75,28 +75,30 @@ def _wrong_signature(found: Callable[..., Any]) -> inspect.Signature | None:
     return None
 
 
-def _import(function: Function) -> Any:
-    path = function_path(function.path)
+def _import(function: Function, path: Path, data: bytes) -> Any:
+    """data: the bytes of the file, which are executed."""
     name = "rldsl_user_" + hashlib.sha256(f"{path}\n{function.sha256}".encode()).hexdigest()[:16]
     if name in sys.modules:  # several functions of one file share their state
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise fail("RL0771", "this is not a Python file", place=function.path, help="the file name must end in .py")
+    loader = MainSource(name, str(path), data)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None  # it has a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    if not function.path.startswith(SHIPPED) and str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         del sys.modules[name]
+        raise_refused()
         missing = isinstance(error, ImportError)
         raise _raised("RL0773", "this Python file fails on import", function, error,
                       help="install the missing module in the Python environment of the run" if missing else
                       "`python FILE` shows the full traceback") from None
+    raise_refused()
     return module
 
 
@@ -107,7 +109,7 @@ def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list
     that fails alone is told, so that it does not matter which rows were called together; all of them when none does."""
     if not rows:
         return []
-    found, names = _loaded(function), names or [str(i) for i in range(len(rows))]
+    found, names = loaded(function), names or [str(i) for i in range(len(rows))]
     try:
         return _call_checked(function, found, rows, names)
     except Failure:
@@ -116,7 +118,7 @@ def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list
         raise
 
 
-_loaded = functools.lru_cache(maxsize=None)(load)
+loaded = functools.cache(load)
 
 
 def _call_checked(function: Function, found: Callable[[list[Row]], Any], rows: list[Row],
@@ -126,8 +128,10 @@ def _call_checked(function: Function, found: Callable[[list[Row]], Any], rows: l
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        raise_refused()
         about = describe(rows[0], names[0]) if len(rows) == 1 else ()
         raise _raised("RL0775", f"`{function.name}` raised", function, error, about, _advice(error, rows[0])) from None
+    raise_refused()
     return _checked(function, rows, names, result)
 
 

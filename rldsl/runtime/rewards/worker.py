@@ -48,14 +48,19 @@ def main(channel: int, trace: int, rank: int) -> None:
 def _answer(request: dict[str, Any], functions: dict[str, Function]) -> dict[str, Any]:
     try:
         if "load" in request:
-            functions.update((f["id"], Function(**f)) for f in request["load"])
+            functions.update((f["id"], _function(f)) for f in request["load"])
             for function in functions.values():
-                user_functions.load(function)
+                user_functions.loaded(function)
             return {}
         return {"values": user_functions.call(functions[request["function"]], request["rows"], request["names"])}
     except Failure as failure:
         (said,) = failure.diagnostics
         return {"error": {k: v for k, v in asdict(said).items() if k in ("code", "title", "place", "notes", "help")}}
+
+
+def _function(fields: dict[str, Any]) -> Function:
+    """A record that has been JSON, which has no tuples."""
+    return Function(**{**fields, "modules": tuple(map(tuple, fields["modules"]))})
 
 
 def end_with(parent: int) -> None:

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from rldsl.plan.model import Function
 from rldsl.runtime.rewards.worker import WHERE, encoded, receive, send
 
-_BOOT = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rldsl.runtime.rewards.worker import main; "
-         "main(*map(int, sys.argv[2:]))")
+# `__spec__` names what multiprocessing runs first in processes that users' code spawns
+_BOOT = ("import json, sys; from importlib.machinery import ModuleSpec; sys.path[:] = json.loads(sys.argv[1]); "
+         "__spec__ = ModuleSpec('rldsl.runtime.rewards.spawned_modules', None); "
+         "from rldsl.runtime.rewards.worker import main; main(*map(int, sys.argv[2:]))")
 
 
 class RowChunk(NamedTuple):
