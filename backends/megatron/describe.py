@@ -12,8 +12,8 @@ from typing import Any
 
 from rldsl.backends.megatron.names import FAMILIES, mapped_parameters
 
-from rldsl.plan.adapter_names import HEAD
 from rldsl.plan.backends import Description, Facts
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout
 
 ROPES = ("default", "linear", "llama3", "yarn")  # angles that depend only on the position
@@ -35,7 +35,7 @@ def problem(facts: Facts, layout: Layout) -> str:
         return "rotary embeddings on only part of each head"
     if any(re.search(r"\.\d+\.", name) for name in names):
         return "layers that are not all the same"
-    if others := sorted(names - mapped_parameters(FAMILIES[facts.name]) - {HEAD}):
+    if others := sorted(names - mapped_parameters(FAMILIES[facts.name]) - {SCORE_WEIGHT}):
         return f"the parameter {others[0]}"
     width = config.get("moe_intermediate_size") or config.get("intermediate_size") or layout.tp
     if width % layout.tp:

@@ -32,7 +32,7 @@ from rldsl.backends.torch.model.zero import ZeroSharding
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rldsl.plan.adapter_names import HEAD
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, WeightCache
 from rldsl.sharding.boxes import Parameter, parameters, pieces_of_rank
@@ -89,7 +89,7 @@ class MegatronStage(ActivationCheckpointing):
         pieces = ((p, pieces_of_rank(p, model.layers, without_zero, mesh, rank)) for p in parameters(model))
         self.unsharded_held = {p.name: (p, found) for p, found in pieces if found}
         read_only = not (model.home or model.sources)
-        self.tied = OUTPUT not in {spec.name for spec in model.params} and model.kind == "causal_lm"
+        self.tied = OUTPUT not in {spec.name for spec in model.params} and model.head.vocabulary
         self.blocks, unread = build_blocks(
             table_of(self.config.model_type, bool(self.kernels.linear)), self.unsharded_held, model.path,
             self._dtype_of(dtype, layout.zero), device, weight_cache if read_only else None, self._module_tensors)
@@ -182,7 +182,7 @@ class MegatronStage(ActivationCheckpointing):
 
     def _install_ends(self, model: Model, tp: Axis) -> None:
         """The embedding's rows of the vocabulary, and the head."""
-        self.head, self.score = None, self.unsharded.get(HEAD)
+        self.head, self.score = None, self.unsharded.get(SCORE_WEIGHT)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         if self.first:
             table = self.chunks[0].model.embedding.word_embeddings
@@ -190,7 +190,7 @@ class MegatronStage(ActivationCheckpointing):
         if not self.last:
             return
         name = EMBEDDING if self.tied else OUTPUT
-        if model.kind != "causal_lm":
+        if not model.head.vocabulary:
             self.chunks[-1].model.output_layer = None
             return
         self.head, self.vocab_start = self.unsharded[name], self.unsharded_held[name][1][0].box[0][0]

@@ -21,6 +21,7 @@ from rldsl.backends.torch.train.optimizer import Trainer
 from rldsl.backends.torch.train.pipeline import pipeline_forward, pipeline_forward_backward
 
 from rldsl.plan.events import CopyPart, Sampling
+from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, GenerationOutput, LossFn, MicroBatch, PackedBatch, Shard, WeightCache
 from rldsl.sharding.dtypes import storage_dtype
@@ -75,7 +76,8 @@ class TorchShard:
 
         with self._numerics(), self.stage.sequence_parallel.region():
             pipeline_forward(self.stage, self.axes.pp, inputs, read)
-        size = sum(x.sequences[0] if output == "scores" else x.responses[0]
+        by_seq = OUTPUTS[output].level == "seq"
+        size = sum(x.sequences[0] if by_seq else x.responses[0]
                    for x, batch in zip(inputs, batches, strict=True) if len(batch))
         result = torch.cat(results) if results else torch.empty(size, device=self.device)
         if self.axes.pp.size > 1:

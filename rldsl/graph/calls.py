@@ -9,7 +9,7 @@ from rldsl.diag import Label
 from rldsl.graph import model as g
 from rldsl.graph.minibatch import minibatches
 from rldsl.plan.events import Sampling
-from rldsl.plan.heads import CALLS, OUTPUTS, SKIPPED
+from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
 from rldsl.plan.model import Frame
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, suggest
@@ -31,10 +31,10 @@ class CallsOfFlow:
     def nested(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope) -> Meaning:
         """A call inside an expression: an inference is anonymous, anything else needs a statement of its own."""
         what = cast(ast.Attribute, call.func).name.name
-        if isinstance(owner, DataRef) or what in ("generate", "train"):
+        if isinstance(owner, DataRef) or what in (GENERATE, TRAIN):
             return self.errors.add("RL0212", f"`{what}` inside an expression", call.func.span,
                                    help=f"write it as a separate statement: `name = {call.func.span.text}(...)`"
-                                   if what != "train" else "write it as a separate statement")
+                                   if what != TRAIN else "write it as a separate statement")
         return self.make(owner, call, scope, None, None, call.span)
 
     def make(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope, target: str | None,
@@ -44,22 +44,21 @@ class CallsOfFlow:
         what = func.name
         if isinstance(owner, DataRef):
             return self._next(owner, what, call, target, span)
-        legal = CALLS[owner.kind]
+        legal = owner.head.calls
         if what.name not in legal:
-            known = {c for calls in CALLS.values() for c in calls}
-            code = "RL0206" if what.name in known else "RL0112"
-            other = [h for h, calls in CALLS.items() if what.name in calls]
+            code = "RL0206" if what.name in CALLS else "RL0112"
+            other = heads_with(what.name)
             return self.errors.add(code, f"a {owner.kind} has no call `{what.name}`", what.span,
                                    f"`{owner.name}` is a {owner.kind}", labels=self._declared(owner),
                                    help=f"`{what.name}` needs a {other[0]}" if other else suggest(what.name, legal))
         refs = self._refs(call, what.name, scope)
         if isinstance(refs, Bad):
             return BAD
-        if what.name == "train":
+        if what.name == TRAIN:
             return self._train(owner, call, refs, scope, target, clause, span)
         if len(refs) != 1:
             return self.errors.add("RL0204", f"`{what.name}` takes one batch, not {len(refs)}", call.span)
-        if what.name == "generate":
+        if what.name == GENERATE:
             return self._generate(owner, call, refs[0], scope, target, clause, span)
         return self._infer(owner, what.name, call, refs[0], scope, target, clause, span)
 
@@ -79,7 +78,7 @@ class CallsOfFlow:
                 continue
             bad = True
             if not isinstance(value, Bad):
-                takes, side = ("prompts", "load the data with `kind=\"prompts\"`") if what == "generate" else \
+                takes, side = ("prompts", "load the data with `kind=\"prompts\"`") if what == GENERATE else \
                     ("sequences", "use one side: `.chosen` or `.rejected`")
                 self.errors.add("RL0203", f"`{what}` takes {takes}, not {describe(value)}", arg.span,
                                 help=side if isinstance(value, Pairs) else "")
@@ -174,7 +173,7 @@ class CallsOfFlow:
         given = self._options({}, call, name, scope)
         if not self._responses(ref, name, call.args[0].span) or isinstance(given, Bad):
             return BAD
-        output = next(o for o in OUTPUTS[owner.kind] if o.call == name)
+        output = owner.head.output_of(name)
         frame = ref.frame
         if target is None:
             target = self.flow.anonymous("expr")
@@ -225,7 +224,7 @@ class CallsOfFlow:
             return self.errors.add("RL0212", "`train` returns nothing", span, help="remove the name before `=`")
         node = self.flow.unique(f"{owner.name}.train")
         frames = tuple(r.frame for r in refs)
-        made = lower_loss(use, owner.kind, frames, f"{node}/{use.ref.decl.name.name}", self.flow.lower)
+        made = lower_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.lower)
         if isinstance(made, Bad):
             return BAD
         data = tuple((n, self.flow.held(t, "expr", use.spans[n]).name) for n, t in made.data)

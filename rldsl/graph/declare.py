@@ -14,7 +14,7 @@ from rldsl.diag import Failure, internal_error
 from rldsl.graph import lora as adapters
 from rldsl.graph import model as g
 from rldsl.plan.expr import Scalar
-from rldsl.plan.heads import OUTPUTS
+from rldsl.plan.heads import HEADS
 from rldsl.plan.model import Optimizer
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
@@ -75,7 +75,7 @@ def _source(call: ast.Expr, allowed: tuple[str, ...], word: str, lower: Lower, s
 
 
 def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
-    source = _source(decl.value, tuple(OUTPUTS), "model", lower, scope)
+    source = _source(decl.value, tuple(HEADS), "model", lower, scope)
     if isinstance(source, Bad):
         return BAD
     if not isinstance(decl.value, ast.Call):

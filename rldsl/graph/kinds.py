@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rldsl.graph import model as g
+from rldsl.plan.heads import CALLS, GENERATE
 from rldsl.syntax import ast
 
-ON_ROWS = ("train", "logprobs", "entropy", "values", "score")
 SIDES = ("chosen", "rejected")
 ROWS = {"prompts": "prompts", "answers": "sequences", "pairs": "pairs"}  # kind -> the unit of its rows
 
@@ -28,10 +28,10 @@ def kinds(flow: ast.Flow, data: Mapping[str, g.Data]) -> dict[str, str]:
             case ast.Attribute(value=ast.Name(name=batch), name=ast.Ident(name=side)) if batch in batches:
                 if side in SIDES:
                     seen[batches[batch]].add("pairs")
-            case ast.Call(func=ast.Attribute(name=ast.Ident(name=what)), args=args) if what in (*ON_ROWS, "generate"):
+            case ast.Call(func=ast.Attribute(name=ast.Ident(name=what)), args=args) if what in CALLS:
                 for arg in args:
                     if arg.name is None and isinstance(arg.value, ast.Name) and arg.value.name in batches:
-                        seen[batches[arg.value.name]].add("answers" if what in ON_ROWS else "prompts")
+                        seen[batches[arg.value.name]].add("prompts" if what == GENERATE else "answers")
     strongest = ("pairs", "prompts", "answers")
     return {name: d.kind or next((k for k in strongest if k in seen[name]), "prompts") for name, d in data.items()}
 

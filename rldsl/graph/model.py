@@ -32,18 +32,17 @@ from rldsl.source import Span
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """kind: "causal_lm", "value_model" or "reward_model". path: as given; relative to the working directory. lora: its
-    adapter, where lora_span is. invariant: as of `plan.Model`."""
+    """A `model` of the program."""
 
     name: str
-    kind: str
-    path: str
+    kind: str  # the name of its head
+    path: str  # as given; relative to the working directory
     optimizer: Optimizer | None
     dtype: str
     span: Span
-    lora: Lora | None = None
-    lora_span: Span | None = None
-    invariant: bool = False
+    lora: Lora | None = None  # its adapter
+    lora_span: Span | None = None  # where the program says so
+    invariant: bool = False  # as of `plan.Model`
 
 
 @dataclass(frozen=True, slots=True)

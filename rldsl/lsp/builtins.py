@@ -1,8 +1,10 @@
 """The names that the compiler knows, with what an editor shows of them. Built-in functions come from
-`plan/operators.py`; a test compares the other names with the compiler's tables."""
+`plan/operators.py`, models and their calls from `plan/heads.py`; a test compares the other names with the compiler's
+tables."""
 
 from __future__ import annotations
 
+from rldsl.plan.heads import HEADS, OUTPUTS
 from rldsl.plan.operators import BUILTINS
 
 # name -> (signature, meaning)
@@ -15,19 +17,13 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
 CALLS: dict[str, tuple[str, str]] = {
     "next": ("next()", "The next batch of rows from a data source."),
     "generate": ("generate(prompt, n=1, max_new_tokens=256, ...)", "n completions of each prompt."),
-    "logprobs": ("logprobs(batch)", "token: log-probabilities of the responses, at the sampling temperature."),
-    "entropy": ("entropy(batch)", "token: the entropy of the model's distribution at each token."),
-    "values": ("values(batch)", "token: the value of the state before each token."),
-    "score": ("score(batch)", "seq: the reward model's score at the last token."),
+    **{o.call: (f"{o.call}(batch)", f"{o.level}: {o.meaning}.") for o in OUTPUTS.values()},
     "train": ("train(batch, loss=..., minibatches=1, epochs=1, shuffle=true)",
               "Train on a batch: one optimizer step per minibatch and epoch."),
 }
 
 CONSTRUCTORS: dict[str, tuple[str, str]] = {
-    "causal_lm": ("causal_lm(path, dtype=\"float32\", invariant=false)",
-                  "A language model from a HuggingFace directory."),
-    "value_model": ("value_model(path)", "A model with one value per token."),
-    "reward_model": ("reward_model(path)", "A model with one score per sequence."),
+    **{h.name: (f"{h.name}(path, dtype=\"float32\", invariant=false)", h.meaning) for h in HEADS.values()},
     "lora": ("lora(r=8, alpha=16, targets=[]) or lora(path)", "Low-rank adapters; only the adapters are trained."),
     "jsonl": ("jsonl(path, batch=, ...)", "Rows of a file with one JSON object per line."),
     "parquet": ("parquet(path, batch=, ...)", "Rows of a Parquet file, or of all Parquet files in a directory."),

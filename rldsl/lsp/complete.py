@@ -15,8 +15,8 @@ from rldsl.lsp.facts import Facts
 from rldsl.lsp.index import Index, Symbol
 from rldsl.lsp.library import Library
 from rldsl.placement.degrees import OPTIONS
-from rldsl.plan import heads
 from rldsl.plan.expr import LEVELS
+from rldsl.plan.heads import HEADS, TRAIN
 from rldsl.semantics import options
 from rldsl.semantics.modules import library
 from rldsl.syntax import ast
@@ -37,7 +37,7 @@ PLACED = {"dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "p
                                                                                       "call"}
 TABLES = {"generate": options.GENERATE, "train": options.TRAIN, "adamw": options.ADAMW, "lora": options.LORA,
           "jsonl": options.DATA, "parquet": options.DATA, "hf": options.DATA,
-          "causal_lm": options.MODEL, "value_model": options.MODEL, "reward_model": options.MODEL}
+          **dict.fromkeys(HEADS, options.MODEL)}
 FIELDS = {"generated": {"logprobs": "token: log-probabilities of the sampled tokens",
                         "finished": "seq: the response ended with an "
                                                                                 "end-of-sequence token or stop string"},
@@ -101,8 +101,9 @@ def _members(name: str, index: Index, facts: Facts, offset: int) -> Iterator[Ite
     if symbol is None:
         return
     if isinstance(symbol.tree, ast.ModelDecl) and isinstance(symbol.tree.value.func, ast.Name):
-        for call in heads.CALLS.get(symbol.tree.value.func.name, ()):
-            if call != "train" or symbol.tree.optimizer is not None:
+        head = HEADS.get(symbol.tree.value.func.name)
+        for call in head.calls if head is not None else ():
+            if call != TRAIN or symbol.tree.optimizer is not None:
                 yield Item(call, "method", *CALLS[call])
     elif symbol.kind == "data":
         yield Item("next", "method", *CALLS["next"])

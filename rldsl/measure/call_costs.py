@@ -24,7 +24,6 @@ from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
 LEAST, MOST = 3, 7  # timings of one thing
 ENOUGH = 0.15  # seconds of them
 SMALL = 600  # tokens of a batch that is also trained on in several micro-batches
-OUTPUT = {"causal_lm": "logprobs", "value_model": "values", "reward_model": "scores"}
 # (layers, sequences, tokens of each, of these in the response)
 SHAPES = ((2, 1, 32, 16), (2, 4, 32, 16), (2, 16, 32, 31), (2, 16, 32, 4), (2, 48, 48, 24), (2, 4, 192, 96),
           (1, 4, 32, 16), (1, 16, 48, 24))
@@ -90,23 +89,23 @@ def random_batch(vocab: int, count: int, prompt: int, response: int, device: tor
 def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
             device: torch.device) -> dict[str, dict[str, float]]:
     """Microseconds by pass and feature (`clusters/model.py`)."""
-    what, vocab = OUTPUT[model.kind], model.sizes.vocab or 64
+    output, vocab = model.head.main, model.sizes.vocab or 64
     found: dict[str, list[tuple[dict[str, float], float]]] = {"forward": [], "train": [], "decode": [], "start": []}
     for layers in sorted({s[0] for s in SHAPES}):
         frozen, trained = (build(model, layers, tp, backend, device, t) for t in (False, True))
         for _, count, length, response in (s for s in SHAPES if s[0] == layers):
             batch = random_batch(vocab, count, length - response, response, device)
-            tokens, outputs = count * length, count if what == "scores" else count * response
+            tokens, outputs = count * length, count if output.level == "seq" else count * response
             once = {"call": 1.0, "layer": layers, "token": layers * tokens, "pair": layers * tokens * length,
                     "output": outputs}
-            found["forward"].append((once, median_seconds(lambda: frozen.infer([batch], what, 1.0), device)))
+            found["forward"].append((once, median_seconds(lambda: frozen.infer([batch], output.what, 1.0), device)))
             for times in (1, 3) if tokens < SMALL else (1,):
                 counts = {k: times * n for k, n in once.items()}
                 counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.state_dict().values())}
                 parts = [(batch,)] * times
-                seconds = median_seconds(lambda: trained.train(parts, [[what]], 1.0, _loss), device)
+                seconds = median_seconds(lambda: trained.train(parts, [[output.what]], 1.0, _loss), device)
                 found["train"].append((counts, seconds))
-        if model.kind == "causal_lm":
+        if model.head.generates:
             for _, count, length in (s for s in DECODES if s[0] == layers):
                 prompts = random_batch(vocab, count, length, 0, device)
                 start, decode = _decode(frozen, layers, prompts, length, sampling, device)
@@ -168,4 +167,4 @@ def training_step(model: Model, tp: int, backend: str, device: torch.device) -> 
     """A small training step, to see how much slower the cores of a machine are together."""
     shard = build(model, 2, tp, backend, device, True)
     batch = random_batch(model.sizes.vocab or 64, 16, 16, 16, device)
-    return lambda: shard.train([(batch,)], [[OUTPUT[model.kind]]], 1.0, _loss)
+    return lambda: shard.train([(batch,)], [[model.head.main.what]], 1.0, _loss)

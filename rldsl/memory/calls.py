@@ -21,7 +21,7 @@ from rldsl.memory.parameters import FLOAT, Copy, gathered, largest_weight, linea
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
-from rldsl.plan.heads import HEAD_OF
+from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout
 from rldsl.sharding.partition import micro_batch_count
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
@@ -176,8 +176,8 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: Block, device: str) -> Needs:
     head = 0
     if copy.last:
         head = (m.tokens + m.responses) * b.hidden
-        if HEAD_OF[e.what] == "causal_lm":
-            head += logits.forward(_head(copy), m.responses, e.what == "entropy", device)
+        if OUTPUTS[e.what].logits:
+            head += logits.forward(_head(copy), m.responses, OUTPUTS[e.what].reads == "distribution", device)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
     most = max(m.tokens * b.forward + 3 * m.whole * b.seen, head)
     return {"activations": passed + most, "half-precision weights": _half(copy),
@@ -236,9 +236,10 @@ def _waiting(pp: int, chunks: int, count: int, rank: int) -> int:
 def _loss(e: Train, copy: Copy, b: Block, m: Micro, device: str) -> int:
     """The last hidden states, those of response tokens, their gradient, and logits."""
     hidden = (m.tokens + 2 * m.responses) * b.hidden
-    if copy.model.kind != "causal_lm":
+    read = {OUTPUTS[what] for _, _, what in e.fresh}
+    if not any(output.logits for output in read):
         return hidden
-    entropy = any(what == "entropy" for _, _, what in e.fresh)
+    entropy = any(output.reads == "distribution" for output in read)
     head = _head(copy)
     return hidden + max(logits.forward(head, m.responses, entropy, device),
                         logits.backward(head, m.responses, not copy.model.base, entropy, device))

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
+from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.source import Span
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-HEAD = "score.weight"
 MOST_HEADER = 100_000_000  # bytes that the library takes, too
 
 
@@ -34,8 +34,8 @@ def check(directory: Path, path: str, kind: str, span: Span | None, trained: boo
     if not names:
         raise fail("RL0302", f'the model directory "{path}" has no weights', span, "no *.safetensors file",
                    help="save the model with `save_pretrained`, which writes safetensors")
-    if kind == "reward_model" and not trained and HEAD not in names:
-        raise fail("RL0302", f'the reward model "{path}" has no score head', span, f"no tensor {HEAD!r}",
+    if HEADS[kind].needs_trained_head and not trained and SCORE_WEIGHT not in names:
+        raise fail("RL0302", f'the reward model "{path}" has no score head', span, f"no tensor {SCORE_WEIGHT!r}",
                    help="a reward model is an AutoModelForSequenceClassification with one label; only a reward model "
                         "that the program trains can start with a new head")
     return names

@@ -17,7 +17,7 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.placement import arithmetic, experts
 from rldsl.placement import directory as files
-from rldsl.placement.directory import HEAD
+from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.plan.model import ParamSpec, Split
 from rldsl.source import Span
 
@@ -69,7 +69,7 @@ class Family:
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
-    """The family of the model in directory `path`; kind: "causal_lm", "value_model" or "reward_model". trained: a model
+    """The family of the model in directory `path`; kind: the name of its head. trained: a model
     that is trained may begin with a new head."""
     directory = Path(path)
     there = files.check(directory, path, kind, span, trained)
@@ -119,7 +119,7 @@ def _check_head(config: Any, path: str, kind: str, span: Span | None) -> None:
     """Value and reward models are saved as sequence classifiers, so the family must have one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
-    if kind != "causal_lm" and config.model_type not in CLASSIFIERS:
+    if not HEADS[kind].vocabulary and config.model_type not in CLASSIFIERS:
         raise fail("RL0303", f'"{path}" cannot be a {kind}', span,
                    f"transformers has no sequence classifier for {config.model_type}",
                    help="use another family for critics and reward models")
@@ -157,8 +157,8 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, 
     base = [(n, tuple(p.shape)) for n, p in skeleton.named_parameters() if n.startswith(prefix + ".")]
     head = [(n, tuple(p.shape)) for n, p in skeleton.named_parameters() if not n.startswith(prefix + ".")]
     tied = bool(getattr(config, "tie_word_embeddings", False)) and not head
-    if kind != "causal_lm":
-        head, styles = [(HEAD, (1, sizes["hidden"]))], {k: v for k, v in styles.items() if k != "lm_head"}
+    if not HEADS[kind].vocabulary:
+        head, styles = [(SCORE_WEIGHT, (1, sizes["hidden"]))], {k: v for k, v in styles.items() if k != "lm_head"}
     elif tied and styles.get("lm_head") == "colwise_gather_output":  # the embedding is the head: divide it as such
         styles[_embedding(skeleton).rpartition(".")[0]] = "embedding_rowwise"
     names, uniform = _fold(base, layers)
@@ -174,7 +174,7 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, 
             stage = "layer"
         elif not uniform and re.search(r"\.\d+\.", name):
             stage = "all"
-        elif tied and kind == "causal_lm" and name == _embedding(skeleton):
+        elif tied and HEADS[kind].vocabulary and name == _embedding(skeleton):
             stage = "ends"
         else:
             late = pipeline.index(module) > pipeline.index("layers") if {module, "layers"} <= {*pipeline} else behind

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from rldsl.diag import fail
 from rldsl.graph.model import Model
-from rldsl.placement.families import HEAD, Family, Linear
+from rldsl.placement.families import Family, Linear
 from rldsl.placement.peft import adapter
 from rldsl.plan.adapter_names import A, B
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora, ParamSpec
 from rldsl.source import Span
 
@@ -36,7 +37,7 @@ def parts(model: Model, family: Family, seed: int) -> Parts:
     wanted = adapter(model.lora.path, model.lora_span) if model.lora.path else model.lora
     chosen = _chosen(wanted.targets, family, model.lora_span)
     weights = {s.name: s for s in family.params}
-    heads = tuple(s for s in family.params if s.name == HEAD)  # small, and of this task alone: trained whole
+    heads = tuple(s for s in family.params if s.name == SCORE_WEIGHT)  # small, and of this task alone: trained whole
     adapters = tuple(spec for m in chosen for spec in _factors(weights[f"{m.name}.weight"], m, wanted.r))
     targets = wanted.targets or tuple(dict.fromkeys(_last(m.name) for m in chosen))
     return Parts((*adapters, *heads), tuple(s for s in family.params if s not in heads),

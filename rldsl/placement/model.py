@@ -12,7 +12,7 @@ from typing import Literal
 
 from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Select, Train
 from rldsl.placement.families import Family
-from rldsl.plan.heads import CALL_OF
+from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
 from rldsl.plan.notation import degrees_text
 from rldsl.plan.projection import to_ranges
@@ -77,7 +77,7 @@ def label(node: Node) -> str:
         case Generate():
             return f"{node.model}.generate"
         case Infer():
-            return f"{node.model}.{CALL_OF.get(node.what, node.what)}"
+            return f"{node.model}.{OUTPUTS[node.what].call}"
         case Train():
             return node.id
         case Compute():

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.plan.adapter_names import CONFIG, HEAD
+from rldsl.plan.adapter_names import CONFIG
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora
 from rldsl.source import Span
 
@@ -62,6 +63,6 @@ def _odd(options: dict[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         unset = value is None or value is False or value in ([], {}, "")
         if name == "modules_to_save":
-            yield from (f"{name}={x}" for x in value or () if x != HEAD.partition(".")[0])
+            yield from (f"{name}={x}" for x in value or () if x != SCORE_WEIGHT.partition(".")[0])
         elif not unset and name not in (*READ, *ABOUT, *IDLE) and value not in HARMLESS.get(name, ()):
             yield f"{name}={value if isinstance(value, str) else json.dumps(value)}"[:60]

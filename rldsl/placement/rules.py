@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from rldsl.diag import Diagnostic, Failure, Fix, Label
 from rldsl.graph.model import Clause, Generate, Graph, Infer, MeshRef, Node, Rule, Train, nodes
 from rldsl.plan.expr import Scalar
-from rldsl.plan.heads import CALL_OF
+from rldsl.plan.heads import OUTPUTS
 from rldsl.source import Span
 
 COMMAND_LINE = "<command line>"  # the name of the SourceFile that holds `--on` rules
@@ -63,7 +63,7 @@ def names_of(node: Node) -> tuple[str, tuple[str, ...]]:
         case Generate():
             return node.model, ("generate",)
         case Infer():
-            return node.model, tuple(dict.fromkeys((CALL_OF[node.what], node.what)))
+            return node.model, tuple(dict.fromkeys((OUTPUTS[node.what].call, node.what)))
         case Train():
             return node.model, ("train",)
         case _:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from rldsl.diag import internal_error
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Model
 
 A, B = "lora_A.weight", "lora_B.weight"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-HEAD = "score.weight"
 _WRAPPER = "base_model.model."
 
 
@@ -32,9 +32,9 @@ def config(model: Model) -> dict[str, Any]:
     if model.lora is None:
         raise internal_error(f"model {model.name} has no adapters")
     return {
-        "peft_type": "LORA", "task_type": "SEQ_CLS" if model.kind != "causal_lm" else "CAUSAL_LM",
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if model.head.vocabulary else "SEQ_CLS",
         "base_model_name_or_path": model.path, "r": model.lora.r, "lora_alpha": model.lora.alpha, "lora_dropout": 0.0,
         "target_modules": list(model.lora.targets), "bias": "none", "fan_in_fan_out": model.lora.transposed,
-        "modules_to_save": ["score"] if any(p.name == HEAD for p in model.params) else None,
+        "modules_to_save": ["score"] if any(p.name == SCORE_WEIGHT for p in model.params) else None,
         "init_lora_weights": True, "inference_mode": True,
     }

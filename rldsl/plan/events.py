@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rldsl.plan.heads import CALL_OF
+from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.payloads import (
     CollectSpec,
     ComputeSpec,
@@ -275,7 +275,7 @@ class Infer(InferSpec, ModelCall):
 
     @property
     def called(self) -> str:
-        return f"{self.model}.{CALL_OF.get(self.what, self.what)}"
+        return f"{self.model}.{OUTPUTS[self.what].call}"
 
     @property
     def makes(self) -> tuple[str, ...]:

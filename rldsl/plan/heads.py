@@ -1,40 +1,96 @@
-"""What a model can do by its head: one table for the compiler, the verifier and the editor."""
+"""The heads of models: one record per head, from which everything else derives.
+
+A head decides which calls a model supports, what each call returns, what a loss can read of the model in training, and
+which tensor ends the model. Compiler, verifier, memory estimate, simulator, backends and editor ask these records; how
+a backend computes an output is in its own table by `Output.what` (`backends/torch/model/outputs.py`).
+docs/howto/add-a-call.md adds an output.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rldsl.plan.expr import Level
 
-Head = Literal["causal_lm", "value_model", "reward_model"]
-What = Literal["logprobs", "entropy", "values", "scores"]
+GENERATE, TRAIN = "generate", "train"  # the calls that compute no output
+
+SCORE_WEIGHT = "score.weight"  # [1, H], the last tensor of a model without output embedding, as HuggingFace names it
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of a head: the call that computes it, its name in a loss and in the plan, its level."""
+    """What a forward pass returns: one float32 number per position."""
 
-    call: str
-    what: What
-    level: Level
+    call: str  # the call that computes it: "score"
+    what: str  # its name in a loss, in the plan and in a backend: "scores"
+    level: Level  # token: one per token of the response, seq: one per sequence, read at its last token
+    reads: Literal["hidden", "token", "distribution"]  # last hidden states; or logits: of the tokens drawn, or all
+    meaning: str  # for editors
+
+    @property
+    def logits(self) -> bool:
+        """Whether it needs logits. They depend on the sampling temperature, and their memory counts."""
+        return self.reads != "hidden"
 
 
-OUTPUTS: Mapping[str, tuple[Output, ...]] = {  # the main one first
-    "causal_lm": (Output("logprobs", "logprobs", "token"), Output("entropy", "entropy", "token")),
-    "value_model": (Output("values", "values", "token"),),
-    "reward_model": (Output("score", "scores", "seq"),),
-}
-HEAD_OF: Mapping[str, str] = {o.what: head for head, outputs in OUTPUTS.items() for o in outputs}
-CALL_OF: Mapping[str, str] = {o.what: o.call for outputs in OUTPUTS.values() for o in outputs}
-LEVEL_OF: Mapping[str, Level] = {o.what: o.level for outputs in OUTPUTS.values() for o in outputs}
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a model can do."""
+
+    name: str  # its constructor in the language, and `Model.kind` in a plan
+    meaning: str  # for editors
+    outputs: tuple[Output, ...]  # the main one first: a loss on pairs reads it under names of its own
+    vocabulary: bool  # ends in the output embedding (a CausalLM), else in SCORE_WEIGHT (a SequenceClassification)
+    generates: bool = False  # supports `generate`
+    needs_trained_head: bool = False  # a frozen one whose directory lacks SCORE_WEIGHT is an error; else it starts at 0
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The calls that it supports; `train` needs an optimizer besides."""
+        return (*((GENERATE,) if self.generates else ()), *(o.call for o in self.outputs), TRAIN)
+
+    @property
+    def main(self) -> Output:
+        return self.outputs[0]
+
+    def output_of(self, call: str) -> Output:
+        """The output that `call` computes. Errors: KeyError, if it has no such call."""
+        return {o.call: o for o in self.outputs}[call]
+
+
+_HEADS = (
+    Head("causal_lm", "A language model from a HuggingFace directory.", (
+        Output("logprobs", "logprobs", "token", "token", "log-probabilities of the responses, at the sampling "
+               "temperature"),
+        Output("entropy", "entropy", "token", "distribution", "the entropy of the model's distribution at each token"),
+    ), vocabulary=True, generates=True),
+    Head("value_model", "A model with one value per token.", (
+        Output("values", "values", "token", "hidden", "the value of the state before each token"),
+    ), vocabulary=False),
+    Head("reward_model", "A model with one score per sequence.", (
+        Output("score", "scores", "seq", "hidden", "the reward model's score at the last token"),
+    ), vocabulary=False, needs_trained_head=True),
+)
+HEADS: Mapping[str, Head] = {h.name: h for h in _HEADS}
+OUTPUTS: Mapping[str, Output] = {o.what: o for h in _HEADS for o in h.outputs}
+INFERENCE_CALLS = tuple(dict.fromkeys(o.call for o in OUTPUTS.values()))
+CALLS = tuple(dict.fromkeys(call for h in _HEADS for call in h.calls))
+
+
+def heads_with(call: str) -> tuple[str, ...]:
+    """The heads that support a call."""
+    return tuple(h.name for h in _HEADS if call in h.calls)
+
+
+if TYPE_CHECKING:
+    HeadName = str
+    What = str
+else:  # for the codec, which refuses any other name in a plan file
+    HeadName = Literal[tuple(HEADS)]
+    What = Literal[tuple(OUTPUTS)]
 
 STOP = "stop"  # the output of a loss's program that tells whether training ends here
 SKIPPED = "skipped"  # the metric of a train call that may skip minibatches: how many it skipped
 UPDATES = "updates"  # the metric of a train call that may end early: how many optimizer steps it made
-
-CALLS: Mapping[str, tuple[str, ...]] = {
-    head: (*(("generate",) if head == "causal_lm" else ()), *(o.call for o in outputs), "train")
-    for head, outputs in OUTPUTS.items()
-}

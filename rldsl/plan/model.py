@@ -20,7 +20,8 @@ from typing import Literal
 from rldsl.plan.events import Item
 from rldsl.plan.expr import Level, Program, Scalar
 from rldsl.plan.function import Function
-from rldsl.plan.heads import Head
+from rldsl.plan import heads
+from rldsl.plan.heads import HeadName
 
 FORMAT = 1
 MOST_RANKS = 16_384 * 256  # nodes, devices of each: beyond it a number is a slip
@@ -205,7 +206,7 @@ class Model:
     invariant: the numbers of a token are the same, bit by bit, whatever is computed beside it."""
 
     name: str
-    kind: Head
+    kind: HeadName
     path: str
     dtype: str
     params: tuple[ParamSpec, ...]
@@ -220,6 +221,11 @@ class Model:
     lora: Lora | None = None
     sizes: Sizes = Sizes()
     invariant: bool = False
+
+    @property
+    def head(self) -> heads.Head:
+        """What it can do."""
+        return heads.HEADS[self.kind]
 
     def __hash__(self) -> int:
         """Quickly, as of a layout."""

@@ -55,7 +55,7 @@ class InferSpec:
     __slots__ = ()
     model: ModelName
     frame: FrameId
-    what: What  # "logprobs", "entropy" and "values" are of tokens, "scores" of sequences
+    what: What  # the output that it computes
     output: ValueId
     temperature: float = 1.0
 
@@ -68,7 +68,7 @@ class TrainSpec:
     model: ModelName
     frames: tuple[FrameId, ...]
     loss: ProgramId
-    fresh: tuple[tuple[str, FrameId, str], ...]  # program input -> (frame, what): this model's differentiable outputs
+    fresh: tuple[tuple[str, FrameId, What], ...]  # program input -> (frame, what): this model's differentiable outputs
     data: tuple[tuple[str, ValueId], ...]  # program input -> value
     outputs: tuple[tuple[str, ValueId], ...]  # metric -> the value that it is written to
     nonfinite: Literal["stop", "skip"] = "stop"  # of a minibatch whose gradient is not finite: stop the run, or skip it

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rldsl.diag import Label
 from rldsl.plan.expr import Program
-from rldsl.plan.heads import LEVEL_OF, OUTPUTS, SKIPPED, STOP, UPDATES
+from rldsl.plan.heads import OUTPUTS, SKIPPED, STOP, UPDATES, Head
 from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
 from rldsl.semantics.arguments import accept
@@ -34,7 +34,7 @@ class Lowered:
     metrics: tuple[str, ...]
 
 
-def lower_loss(use: LossUse, head: str, frames: tuple[Frame, ...], id_: str, lower: Lower) -> Lowered | Bad:
+def lower_loss(use: LossUse, head: Head, frames: tuple[Frame, ...], id_: str, lower: Lower) -> Lowered | Bad:
     """The loss of one train call."""
     decl, errors = use.ref.decl, lower.errors
     fresh = _fresh(decl, head, frames, use, errors)
@@ -53,7 +53,7 @@ def lower_loss(use: LossUse, head: str, frames: tuple[Frame, ...], id_: str, low
     spaces_of = {f.id: f for f in frames}
     scope = Scope(use.ref.module, names=dict(data))
     for name, frame, what in fresh:
-        level = LEVEL_OF[what]
+        level = OUTPUTS[what].level
         f = spaces_of[frame]
         scope.names[name] = input_(name, level, lower.spaces.of(f, level), decl.span)
     errors.trail.append(use.span)
@@ -128,9 +128,9 @@ def _stop(conditions: list[Term], lower: Lower) -> Term | None:
     return found
 
 
-def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUse,
+def _fresh(decl: ast.LossDecl, head: Head, frames: tuple[Frame, ...], use: LossUse,
            errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
-    has = {o.what: o.level for o in OUTPUTS[head]}
+    has = {o.what: o.level for o in head.outputs}
     if not decl.fresh:
         return errors.add("RL0204", f"the loss `{decl.name.name}` uses no output of the model", use.span,
                           labels=(Label(decl.span, "declared here"),),
@@ -138,7 +138,7 @@ def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUs
     if len(frames) == 1:
         pairs = [(p, frames[0], p.name.name) for p in decl.fresh]
     elif len(frames) == len(decl.fresh):
-        pairs = [(p, f, next(iter(has))) for p, f in zip(decl.fresh, frames, strict=True)]
+        pairs = [(p, f, head.main.what) for p, f in zip(decl.fresh, frames, strict=True)]
     else:
         return errors.add("RL0204",
                           f"the loss `{decl.name.name}` takes {len(decl.fresh)} outputs of the model, but "
@@ -148,11 +148,11 @@ def _fresh(decl: ast.LossDecl, head: str, frames: tuple[Frame, ...], use: LossUs
     for param, _, what in pairs:
         declared = param.level.name if param.level else "batch"
         if what not in has:
-            errors.add("RL0206", f"a {head} has no output `{what}`", use.span, f"required by `{decl.name.name}`",
+            errors.add("RL0206", f"a {head.name} has no output `{what}`", use.span, f"required by `{decl.name.name}`",
                        labels=(Label(param.span, "declared here"),), help=f"its outputs: {', '.join(has)}")
             bad = True
         elif declared != has[what]:
-            errors.add("RL0201", f"`{what}` of a {head} is a {has[what]} value, not a {declared} value", param.span,
+            errors.add("RL0201", f"`{what}` of a {head.name} is a {has[what]} value, not a {declared} value", param.span,
                        help=f"declare `{param.name.name}: {has[what]}`")
             bad = True
     return BAD if bad else tuple((p.name.name, f.id, what) for p, f, what in pairs)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rldsl.plan.expr import LEVELS, Level, Scalar
-from rldsl.plan.heads import OUTPUTS
+from rldsl.plan.heads import CALLS, INFERENCE_CALLS, TRAIN
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
 from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
@@ -40,8 +40,7 @@ from rldsl.semantics.values import (
 from rldsl.source import Span
 from rldsl.syntax import ast
 
-Calls = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
-VALUES = frozenset(o.call for outputs in OUTPUTS.values() for o in outputs)  # what a call of a model gives
+CallOfModel = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
 
 
 class Lower:
@@ -54,7 +53,7 @@ class Lower:
         self.ops = Operators(spaces, errors)
         self.builtins = Builtins(self)
         self.functions = Functions(self)
-        self.calls: Calls | None = None
+        self.calls: CallOfModel | None = None
         self.elsewhere: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
 
     # ------------------------------------------------------------------------------------------ expressions
@@ -186,7 +185,7 @@ class Lower:
                 return BAD
             what = expr.func.name.name
             help_ = (f"call it on a model: `model.{what}({expr.func.value.span.text})`"
-                     if what in VALUES | {"generate"} and isinstance(owner, (FrameRef, Pairs)) else "")
+                     if what in CALLS and what != TRAIN and isinstance(owner, (FrameRef, Pairs)) else "")
             has = "have" if isinstance(owner, (FrameRef, Several)) else "has"
             return self.errors.add("RL0112", f"{describe(owner)} {has} no call `{what}`", expr.func.name.span,
                                    help=help_)
@@ -263,8 +262,8 @@ class Lower:
 
 def _made_by_a_call(ref: FrameRef, what: str, name: str) -> str:
     """Advice where `name.what` is what a call of a model gives; "" for any other word."""
-    if ref.kind == "prompts" and what in VALUES | {"finished"}:
+    if ref.kind == "prompts" and what in (*INFERENCE_CALLS, "finished"):
         return f"prompts have no responses yet: generate them with `gen = model.generate({name})`"
-    if what in VALUES:
+    if what in INFERENCE_CALLS:
         return f"compute it with a model: `x = model.{what}({name})`"
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rldsl.plan.expr import Level
+from rldsl.plan.heads import HEADS, Head
 from rldsl.plan.model import Frame
 from rldsl.semantics.errors import Bad
 from rldsl.semantics.terms import Term
@@ -40,8 +41,12 @@ class Pairs:
 @dataclass(frozen=True, slots=True)
 class ModelRef:
     name: str
-    kind: str
+    kind: str  # the name of its head
     trainable: bool
+
+    @property
+    def head(self) -> Head:
+        return HEADS[self.kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from math import ceil, isfinite
 
 from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import Generate, Infer, Train
+from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout
 from rldsl.sharding.boxes import itemsize
 from rldsl.sharding.layout import stage_layers
@@ -340,7 +341,7 @@ def _infer_passes(world: World, event: Infer, me: Stage) -> Passes:
     count = _micro_batches(event, rows, row.tokens, layout.pp)
     if not count:
         return Passes(0, (), 0.0)
-    one = micro(me.shard, rows / count, row, 1.0 if event.what == "scores" else row.response, layout.cp)
+    one = micro(me.shard, rows / count, row, 1.0 if OUTPUTS[event.what].level == "seq" else row.response, layout.cp)
     tokens = rows / count * row.tokens / layout.cp
     seconds = (world.machine.forward(me.shard, one) + me.tensor_parallel(tokens, one.outputs, me.shard.layers)
                + me.context_parallel(tokens, me.shard.layers) + me.expert_parallel(tokens, me.shard.layers))
@@ -353,13 +354,13 @@ def _train_passes(world: World, event: Train, me: Stage) -> Passes:
     count = _micro_batches(event, rows, sum(world.row(f).tokens for f in event.frames), layout.pp)
     if not count:
         return Passes(0, (), 0.0)
-    scores = all(what == "scores" for _, _, what in event.fresh)
+    by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.fresh)
     tokens = sum(rows / count * world.row(f).tokens for f in event.frames) / layout.cp
     operators = len(world.programs[event.loss].nodes)
     durations: list[tuple[float, float]] = []
     for chunk in _chunks(me, layout):
         held = chunk.shard
-        parts = [micro(held, rows / count, world.row(f), 1.0 if scores else world.row(f).response, layout.cp)
+        parts = [micro(held, rows / count, world.row(f), 1.0 if by_seq else world.row(f).response, layout.cp)
                  for f in event.frames]
         one = Counts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
         forward, backward = world.machine.train(held, one, event.recompute == "full")

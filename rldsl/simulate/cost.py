@@ -61,7 +61,7 @@ def shard(model: Model, layout: Layout, stage: int) -> Shard:
     kv = max(1, ceil((sizes.kv_heads or sizes.heads or 1) / layout.tp))
     vocabulary = max((_local(s, layout) for s in specs if s.style in ("vocab", "head") and len(s.shape) > 1),
                      default=0)
-    head = (vocabulary if model.kind == "causal_lm" else sizes.hidden) if last else 0
+    head = (vocabulary if model.head.vocabulary else sizes.hidden) if last else 0
     outside = tuple(s for s in model.params if s.stage != "layer")
 
     def held(of: tuple[ParamSpec, ...]) -> int:

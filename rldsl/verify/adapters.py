@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora, Model, ParamSpec
 from rldsl.verify.tables import problem
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-HEAD = "score.weight"
 
 
 def check_adapters(m: Model, lora: Lora) -> Iterator[Diagnostic]:
@@ -27,11 +27,11 @@ def check_adapters(m: Model, lora: Lora) -> Iterator[Diagnostic]:
     named = {x for x in weights if any(f".{x}".endswith(f".{t}") for t in lora.targets) and len(weights[x].shape) == 2}
     for x in sorted(named - set(modules)):
         yield _bad(m, f"has no adapter on {x}, although it is a target")
-    allowed = {*(x + end for x in modules for end in (A, B)), HEAD}
+    allowed = {*(x + end for x in modules for end in (A, B)), SCORE_WEIGHT}
     for x in sorted(own.keys() - allowed):
         yield _bad(m, f"trains {x}, which is not an adapter")
-    if m.kind == "causal_lm" and HEAD in own:
-        yield _bad(m, f"trains {HEAD}, which it does not have")
+    if m.head.vocabulary and SCORE_WEIGHT in own:
+        yield _bad(m, f"trains {SCORE_WEIGHT}, which it does not have")
     for x in modules:
         a, b = own[x + A], own.get(x + B)
         if x not in named or b is None:

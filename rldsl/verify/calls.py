@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
 from rldsl.plan.events import AnyCall, Compute, Event, Generate, Infer, Train, split
-from rldsl.plan.heads import HEAD_OF
+from rldsl.plan.heads import OUTPUTS, heads_with
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.verify import selections
 from rldsl.verify.tables import Tables, name, problem
@@ -122,27 +122,26 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         yield problem(
             "RL0615", f"{name(e)}: frame {e.frame} records another temperature or fewer tokens than it samples", e
         )
-    if t.models[e.model].kind != "causal_lm" or t.spreads[e.spread].unit != "prompt":
-        yield problem("RL0615", f"{name(e)} needs a causal_lm and a spread by prompts", e)
+    if not t.models[e.model].head.generates or t.spreads[e.spread].unit != "prompt":
+        yield problem("RL0615", f"{name(e)} needs a model that generates, and a spread by prompts", e)
 
 
 def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     yield from reads(t, e, {f"{e.frame}.tokens"}, own(e.frame), e.spread, f"{e.model}@{e.layout}")
     yield from writes(t, e, {e.output}, set(), e.spread)
-    v = t.values[e.output]
-    extent = "row" if e.what == "scores" else "response"
+    v, output, head = t.values[e.output], OUTPUTS[e.what], t.models[e.model].head
+    extent = "row" if output.level == "seq" else "response"
     if v.frame != e.frame or v.extent != extent or v.dtype != "f32":
         yield problem(
             "RL0615",
             f"{name(e)}: {e.what} of frame {e.frame} do not match value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
             e,
         )
-    if t.models[e.model].kind != HEAD_OF[e.what]:
-        yield problem(
-            "RL0615", f"{name(e)}: {e.what} need a {HEAD_OF[e.what]}, but {e.model} is a {t.models[e.model].kind}", e
-        )
-    if HEAD_OF[e.what] == "causal_lm" and e.temperature != t.frames[e.frame].temperature:
+    if output not in head.outputs:
+        yield problem("RL0615", f"{name(e)}: {e.what} need a {' or a '.join(heads_with(output.call))}, but {e.model} "
+                      f"is a {head.name}", e)
+    if output.logits and e.temperature != t.frames[e.frame].temperature:
         yield problem(
             "RL0615",
             f"{name(e)} uses temperature {e.temperature}, but frame {e.frame} was sampled at "
@@ -158,7 +157,7 @@ def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     yield from reads(t, e, must, own(*e.frames), e.spread, copy)
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
     for _, frame, what in e.fresh:
-        if frame not in e.frames or HEAD_OF.get(what) != t.models[e.model].kind:
+        if frame not in e.frames or OUTPUTS.get(what) not in t.models[e.model].head.outputs:
             yield problem("RL0615", f"{name(e)}: {e.model} has no fresh {what} of frame {frame}", e)
     if not e.frames or any((t.values[v].level, t.values[v].dtype) != ("batch", "f32") for _, v in e.outputs):
         yield problem("RL0615", f"{name(e)} needs a frame, and outputs at the batch level", e)

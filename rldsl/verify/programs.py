@@ -13,7 +13,7 @@ from typing import Any, assert_never
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Compute, Event, Train
 from rldsl.plan.expr import LEVELS, Node, Program
-from rldsl.plan.heads import LEVEL_OF, SKIPPED, STOP, UPDATES
+from rldsl.plan.heads import OUTPUTS, SKIPPED, STOP, UPDATES
 from rldsl.plan.model import Value
 from rldsl.plan.operators import OPERATORS, Operator
 from rldsl.plan.references import Role, references
@@ -159,11 +159,12 @@ def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
         yield from _fits(t, e, program, input, t.values[value])
     for node in program.nodes:
         for input, frame, what in e.fresh:
-            space = t.frames[frame].rows if LEVEL_OF.get(what) == "seq" else frame
+            level = OUTPUTS[what].level
+            space = t.frames[frame].rows if level == "seq" else frame
             if (
                 node.op == "input"
                 and node.attr("name") == input
-                and (node.level, node.space) != (LEVEL_OF.get(what), space)
+                and (node.level, node.space) != (level, space)
             ):
                 yield problem(
                     "RL0617",

@@ -13,7 +13,7 @@ from rldsl.cli import main
 from rldsl.placement.degrees import OPTIONS
 from rldsl.placement.place import places_of
 from rldsl.plan.events import EVENTS
-from rldsl.plan.heads import CALLS, OUTPUTS
+from rldsl.plan.heads import CALLS, HEADS, heads_with
 from rldsl.plan.operators import BUILTINS
 from rldsl.semantics import options as known
 from rldsl.semantics.operators import INFIX
@@ -166,10 +166,10 @@ def test_every_operator_is_there() -> None:
 def test_calls_are_those_of_the_heads() -> None:
     page = {(words(row[0])[0].partition(".")[2].partition("(")[0], (words(row[1]) or [""])[0], row[2].partition(":")[0])
             for row in table(LANGUAGE, "calls") if "`d.next()`" != row[0]}
-    heads = {(o.call, head, o.level) for head, outputs in OUTPUTS.items() for o in outputs}
+    heads = {(o.call, h.name, o.level) for h in HEADS.values() for o in h.outputs}
     assert {p for p in page if p[0] not in ("generate", "train")} == heads
-    assert {c for calls in CALLS.values() for c in calls} == {p[0] for p in page}
-    assert [h for h, calls in CALLS.items() if "generate" in calls] == [p[1] for p in page if p[0] == "generate"]
+    assert {*CALLS} == {p[0] for p in page}
+    assert [*heads_with("generate")] == [p[1] for p in page if p[0] == "generate"]
 
 
 def test_the_prelude_is_there() -> None:

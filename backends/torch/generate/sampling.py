@@ -131,7 +131,7 @@ class Sampler:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, V] float32, gathered over the vocabulary's shards."""
         if self.head is None:
-            raise ValueError("only the last stage of a causal_lm samples")
+            raise ValueError("only the last stage of a model with an output embedding samples")
         logits = (hidden @ self.head.T).float()
         tp, vocab = self.stage.head_axis, self.stage.vocab
         if tp.size == 1:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from rldsl.diag import fail
-from rldsl.plan.adapter_names import HEAD
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Model
 from rldsl.runtime.backend import WeightCache
 from rldsl.sharding.boxes import Parameter, Piece, intersect, local_shape, local_slice, slices, slices_within
@@ -56,7 +56,7 @@ def load(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor]) ->
                 _load_from_parts(tensors[name], parameter, pieces, where, open_files, stack)
                 continue
             if key is None:
-                if name == HEAD and (model.kind == "value_model" or model.optimizer is not None):
+                if name == SCORE_WEIGHT and (model.optimizer is not None or not model.head.needs_trained_head):
                     tensors[name].zero_()  # a new head starts at zero
                     continue
                 raise fail("RL0722", f"parameter {name} is missing from the checkpoint", place=model.path,

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from rldsl.backends.torch.model.load_weights import HeldPieces, copy_pieces, load, open_file, tensor_slice
 
 from rldsl.diag import fail
-from rldsl.plan.adapter_names import HEAD, WEIGHTS, A, module_of, stored_name
+from rldsl.plan.adapter_names import WEIGHTS, A, module_of, stored_name
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Model
 from rldsl.runtime.draws import uniform
 from rldsl.sharding.boxes import Piece, expand_specs, local_slice
@@ -56,7 +57,7 @@ def init_lora(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor
     if model.lora.path:
         _read_adapter(Path(model.lora.path) / WEIGHTS, model, held, tensors)
         return
-    load(model, {name: held[name] for name in held if name == HEAD}, tensors)
+    load(model, {name: held[name] for name in held if name == SCORE_WEIGHT}, tensors)
     for name, (parameter, pieces) in held.items():
         if name.endswith(A):
             for piece in pieces:
@@ -85,7 +86,7 @@ def _read_adapter(file: Path, model: Model, held: HeldPieces, tensors: Mapping[s
                        help="the adapter has biases, embeddings or a head besides the LoRA factors, or belongs to "
                             "another model")
         for name, (parameter, pieces) in held.items():
-            if name == HEAD and stored_name(name) not in known:  # an adapter of another task
+            if name == SCORE_WEIGHT and stored_name(name) not in known:  # an adapter of another task
                 load(model, {name: held[name]}, tensors)
                 continue
             if stored_name(name) not in known:

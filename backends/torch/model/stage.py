@@ -34,7 +34,8 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from rldsl.diag import fail
-from rldsl.plan.adapter_names import HEAD, module_of
+from rldsl.plan.adapter_names import module_of
+from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, WeightCache
 from rldsl.sharding.boxes import Parameter, chunks, expand_specs, local_shape, parameters, pieces_of_rank
@@ -76,10 +77,10 @@ class Stage(ActivationCheckpointing):
     last: bool
     hidden: int                  # H
     vocab: int                   # V, of the whole model
-    head: torch.Tensor | None    # [V_local, H] rows of the output embedding, on the last stage of a causal_lm
+    head: torch.Tensor | None    # [V_local, H] rows of the output embedding on the last stage, if the model has one
     vocab_start: int             # the first of these rows
     head_axis: Axis              # over which ranks the head's rows are divided
-    score: torch.Tensor | None   # [1, H] on the last stage of a value or reward model
+    score: torch.Tensor | None   # [1, H] the score row on the last stage, if the model has one
     compute_dtype: torch.dtype   # of hidden states between layers and stages: float32 whatever the weights are
     head_dtype: torch.dtype      # in which matrices are multiplied: the model's
     parameters: dict[str, nn.Parameter]      # HuggingFace name -> local tensor, of parameters that have versions
@@ -195,7 +196,7 @@ class Stage(ActivationCheckpointing):
 
     def _install_parameters(self, whole: Any, model: Model, tp: Axis, ep: Axis) -> None:
         """Put local parameters into the modules of the whole model, with their collectives."""
-        self.head, self.score = None, self.unsharded.get(HEAD)
+        self.head, self.score = None, self.unsharded.get(SCORE_WEIGHT)
         self.vocab_start, self.head_axis = 0, Axis((tp.ranks[tp.index],), 0, None)
         output = whole.get_output_embeddings()
         embedding = whole.get_input_embeddings()
@@ -204,7 +205,7 @@ class Stage(ActivationCheckpointing):
         adapters = lora_adapters(model, self.unsharded)
         local = {**self.base, **self.unsharded}
         for name, (parameter, held) in {**self.base_held, **self.unsharded_held}.items():
-            if name == HEAD or module_of(name):
+            if name == SCORE_WEIGHT or module_of(name):
                 continue
             path, _, attribute = name.rpartition(".")
             module = whole.get_submodule(path)
@@ -248,14 +249,14 @@ class Stage(ActivationCheckpointing):
 def _only_multiplied(name: str, parameter: Parameter, whole: nn.Module) -> bool:
     """Whether a parameter is read only by matrix products, for which autocast casts it: weights of experts, adapters,
     linear layers and the head."""
-    return parameter.spec.experts > 0 or module_of(name) != "" or name == HEAD or isinstance(
+    return parameter.spec.experts > 0 or module_of(name) != "" or name == SCORE_WEIGHT or isinstance(
         whole.get_submodule(name.rpartition(".")[0]), nn.Linear | Conv1D)
 
 
 def _check_head(whole: Any, model: Model) -> None:
     """RL0725 for an output embedding with a bias: log-probs are computed from its weight alone."""
     output = whole.get_output_embeddings()
-    if model.kind == "causal_lm" and getattr(output, "bias", None) is not None:
+    if model.head.vocabulary and getattr(output, "bias", None) is not None:
         raise fail("RL0725", "the output embedding of this family has a bias", place=model.path,
                    help="this is not supported yet; families without one (Llama, Qwen, Mistral, Gemma, ...) are")
 
@@ -265,7 +266,7 @@ def _check_logits(config: Any, model: Model) -> None:
     text = config.get_text_config()
     changed = [n for n in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(text, n, None) not in
                (None, 1)]
-    if changed and model.kind == "causal_lm":
+    if changed and model.head.vocabulary:
         raise fail("RL0725", f"the family {config.model_type} modifies its logits after the head", place=model.path,
                    label=f"{changed[0]}={getattr(text, changed[0])}", help="such heads are not supported yet")
 

@@ -194,7 +194,7 @@ def _config(config: Any, model: Model, dtype: str) -> Any:
 
     config = copy.deepcopy(config)
     config.dtype = getattr(torch, dtype)
-    if model.kind != "causal_lm":
+    if not model.head.vocabulary:
         config.num_labels = 1
         config.architectures = [CLASSIFIERS[config.model_type]]
     return config
