@@ -1,0 +1,47 @@
+"""What a command is doing, from the code that does it to whoever waits for it.
+
+In: calls of `stage` wherever work may take a second. Out: the newest `Stage`, which a terminal shows and an interrupted
+command names. Without a listener a call costs a lookup, so the library needs no flag for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A piece of work."""
+
+    text: str  # what is done: "pass reallocs"
+    done: int = 0  # parts of it that are done
+    total: int = 0  # parts in all; 0 where that is not known
+    detail: str = ""  # how far it is, where parts do not say
+
+    def __str__(self) -> str:
+        share = f" {min(self.done, self.total) * 100 // self.total} %" if self.total else ""
+        return f"{self.text}{share}" + (f", {self.detail}" if self.detail else "")
+
+
+Listener = Callable[[Stage], None]
+_LISTENER: ContextVar[Listener | None] = ContextVar("rldsl progress", default=None)
+
+
+def stage(text: str, done: int = 0, total: int = 0, detail: str = "") -> None:
+    """Say what is done from now on."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(Stage(text, done, total, detail))
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """`listener` hears every stage inside the block."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
