@@ -16,14 +16,18 @@ from dataclasses import dataclass
 class Stage:
     """A piece of work."""
 
-    text: str  # what is done: "pass reallocs"
+    text: str  # what is done: "pass reallocs"; "" where somebody else reports from now on
     done: int = 0  # parts of it that are done
     total: int = 0  # parts in all; 0 where that is not known
     detail: str = ""  # how far it is, where parts do not say
 
     def __str__(self) -> str:
-        share = f" {min(self.done, self.total) * 100 // self.total} %" if self.total else ""
-        return f"{self.text}{share}" + (f", {self.detail}" if self.detail else "")
+        part = f" ({min(self.done + 1, self.total)} of {self.total})" if self.total else ""
+        return f"{self.text}{part}" + (f", {self.detail}" if self.detail else "")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with the line that says where the command stopped and how to go on; "" where that has been said."""
 
 
 Listener = Callable[[Stage], None]

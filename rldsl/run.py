@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rldsl.diag import Failure, fail
 from rldsl.report import render
+from rldsl.runtime.health.failure_messages import tell_torchrun
 from rldsl.runtime.metrics.run_record import CONTRADICTION, OutputClaim, claim_output, is_own_checkpoint
 
 if TYPE_CHECKING:
@@ -30,6 +32,13 @@ GRACE = 20.0  # seconds in which a rank says what all of them have found
 
 def main(program: Program | None = None) -> None:
     """program: one that `rlc emit` wrote; its schedules are walked."""
+    try:
+        _main(program)
+    except KeyboardInterrupt:  # before the watchdog is there; whoever launched the ranks says so
+        os._exit(128 + signal.SIGINT)
+
+
+def _main(program: Program | None) -> None:
     arguments = _arguments(program)
     # transfers run beside the collectives of calls; with it a GPU starts them in the order in which a rank posts them,
     # which is the plan's, so that no two wait for each other's room. Set before torch is imported
@@ -47,6 +56,7 @@ def main(program: Program | None = None) -> None:
 def _exit_with(failure: Failure, say: bool) -> NoReturn:
     if say:
         print(render(failure.diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
+        tell_torchrun(render(failure.diagnostics))
     else:  # torchrun ends all ranks as soon as one has failed: the one that speaks must be the first
         time.sleep(GRACE)
     sys.exit(1)
@@ -224,8 +234,6 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
             changed_python=arguments.allow_changed_python, reporting=reporting, timeout=limit)
         execute(file, arguments.out, device, watchdog, options, program.run if program else Interpreter.run,
                 lambda: mark_begun(run))
-    except KeyboardInterrupt:
-        os._exit(130)
     except BaseException as error:
         watchdog.fail(error)
     watchdog.close()

@@ -73,7 +73,7 @@ def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], pl
     from rldsl.commands import search as work
 
     asked = work.SearchRequest(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap, lengths)
-    say(work.search(asked, target or work.default_target(file), as_json, lambda text: click.echo(text, err=True)))
+    say(work.search(asked, target or work.default_target(file), as_json))
 
 
 @command
@@ -85,4 +85,4 @@ def explain_placement(settings: Settings, file: str, cluster: str, sets: dict[st
     from rldsl.commands import search as work
 
     asked = work.SearchRequest(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)
-    say(work.explain(asked, as_json, lambda text: click.echo(text, err=True)))
+    say(work.explain(asked, as_json))

@@ -1,6 +1,6 @@
 """What every command of `rlc` shares: how it says things, what becomes of what it raises, and its exit status.
 
-0 ok, 1 errors in the program or the run, 2 usage, 3 a mistake of the compiler. Warnings do not count, except with
+0 ok, 1 errors in the program or the run, 2 usage, 3 a mistake of the compiler, 130 interrupted (Ctrl-C). Warnings do not count, except with
 `rlc check --strict`.
 """
 
@@ -17,9 +17,12 @@ from typing import Any
 
 import click
 
+from rldsl.cli.status_line import StatusLine
 from rldsl.commands import Usage
 from rldsl.diag import Diagnostic, Failure, InternalError
+from rldsl.progress import Interrupted, listening
 
+INTERRUPTED = 130  # as a shell reports SIGINT
 BUG = "this is a bug in the compiler, not in your program: please report it, with the program or plan and this message"
 
 
@@ -54,16 +57,24 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     """Run a command; turn what it raises into messages and the exit status."""
 
     start = time.process_time()
+    status = StatusLine(sys.stderr, sys.stderr.isatty() and settings.output == "human")
     try:
-        code = body() or 0
+        with status, listening(status):
+            code = body() or 0
     except Failure as failure:
         report_diagnostics(failure.diagnostics, settings)
         code = 1
     except InternalError as error:
         report_diagnostics((error.diagnostic,), settings)
         code = 3
+    except Interrupted as stop:  # whoever raises it knows how to go on, and may have said so
+        if str(stop):
+            click.echo(str(stop), err=True)
+        code = INTERRUPTED
     except KeyboardInterrupt:
-        code = 130
+        where = f" in: {status.stage}" if status.stage and status.stage.text else ""
+        click.echo(f"interrupted{where}; to start again, repeat the command", err=True)
+        code = INTERRUPTED
     except Usage as error:
         raise click.UsageError(str(error)) from None
     except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):

@@ -31,6 +31,8 @@ class StatusLine:
 
     def __call__(self, stage: Stage) -> None:
         self.stage = stage
+        if not stage.text:
+            self.clear()
 
     def __enter__(self) -> StatusLine:
         if self._drawn:
@@ -58,8 +60,8 @@ class StatusLine:
         self._ended.wait(DELAY)
         while not self._ended.is_set():
             with self._lock:
-                if self.stage is not None and not self._ended.is_set():
-                    text = f"{self.stage} ({time.monotonic() - self._begun:.0f} s)"
+                if self.stage is not None and self.stage.text and not self._ended.is_set():
+                    text = f"{self.stage}, {time.monotonic() - self._begun:.0f} s"
                     self._stream.write(ERASE + text[: shutil.get_terminal_size().columns - 1])
                     self._stream.flush()
                     self._visible = True

@@ -29,6 +29,7 @@ from rldsl.plan.events import ModelCall
 from rldsl.plan.expr import Scalar
 from rldsl.plan.model import DEFAULT_BACKEND, Plan
 from rldsl.plan.projection import events
+from rldsl.progress import stage
 from rldsl.search.space import can_tp
 
 FORMAT = 2  # of what is kept; it grows with every change of what is measured
@@ -113,6 +114,7 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
             model = models[w[0]]
             firsts.setdefault((model.config_digest, model.kind, model.dtype, w[1]), w)
         asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine}))
+        stage("measuring", detail=f"{len(firsts)} model shard{'s' * (len(firsts) != 1)}")
         _run([sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "-m",
               "rldsl.measure.profile", str(file), str(asked), str(found), "--device",
               "cuda" if facts.devices else "cpu"], os.environ | {"OMP_NUM_THREADS": str(facts.threads)})

@@ -15,7 +15,10 @@ from rldsl.commands import Usage
 from rldsl.commands.inputs import ENDING, plan_or_program
 from rldsl.diag import fail
 from rldsl.plan.expr import Scalar
-from rldsl.runtime.metrics.run_record import CONTRADICTION, claim_output, is_own_checkpoint
+from rldsl.progress import Interrupted, stage
+from rldsl.runtime.metrics.run_record import CONTRADICTION, STOPPED, claim_output, is_own_checkpoint, read_record
+
+PATIENCE = 8.0  # seconds that the ranks have to end after Ctrl-C
 
 
 def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str,
@@ -51,14 +54,26 @@ def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequenc
     command = [sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(world), "-m",
                "rldsl.run", plan, "--out", out, *(["--trace", trace] if trace else []),
                "--command", shlex.join(["rlc", *sys.argv[1:]]), *options]
+    stage("")  # the ranks report
+    earlier = read_record(Path(out))
     process = subprocess.Popen(command, env=environment)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     try:
         return process.wait()
     except KeyboardInterrupt:
+        _end_interrupted(process)
+        held = read_record(Path(out))
+        if held is not None and held != earlier and held["state"] == STOPPED:  # rank 0 has said where
+            raise Interrupted from None
+        raise Interrupted("interrupted before the first step; to start again, repeat the command") from None
+
+
+def _end_interrupted(process: subprocess.Popen[bytes]) -> None:
+    """A terminal sends Ctrl-C to every process; a signal to this one alone is passed on."""
+    for end in (lambda: None, lambda: process.send_signal(signal.SIGINT), process.kill):
+        end()
         try:
-            process.wait(timeout=15)
+            process.wait(timeout=PATIENCE)
+            return
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.kill()
-            process.wait()
-        return 130
+            continue

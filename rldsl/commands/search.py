@@ -6,7 +6,7 @@ In: a program, a cluster's file or preset. Out: text or JSON; a placement file.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rldsl.files import write
 from rldsl.graph.model import Graph
 from rldsl.placement.families import describe
 from rldsl.plan.expr import Scalar
+from rldsl.progress import Interrupted
 from rldsl.search import Answer, Options, PreparedProgram, prepare_program, unless_locked
 from rldsl.search import find_placement as look
 from rldsl.search.branch_and_bound import Result
@@ -39,13 +40,13 @@ class SearchRequest:
     lengths: Lengths
 
 
-def search(asked: SearchRequest, target: str, as_json: bool, say: Callable[[str], None]) -> str:
-    """Write the placement to `target`. say: how far it is, now and then."""
+def search(asked: SearchRequest, target: str, as_json: bool) -> str:
+    """Write the placement to `target`; returns what it is, as text or JSON."""
     from rldsl.search import answer_text
     from rldsl.search import placement_file as form
 
     cluster, p = _prepare(asked)
-    answer, cut = _run_search(p, cluster, asked, say)
+    answer, cut = _run_search(p, cluster, asked)
     text = form.format_placement_file(p, answer, compiler_version(), cluster.name, cut)
     write(target, text.encode(), "choose another path with -o")
     if as_json:
@@ -54,13 +55,13 @@ def search(asked: SearchRequest, target: str, as_json: bool, say: Callable[[str]
         f"\n  wrote {target}; next: rlc compile {asked.file} --place {target}\n")
 
 
-def explain(asked: SearchRequest, as_json: bool, say: Callable[[str], None]) -> str:
+def explain(asked: SearchRequest, as_json: bool) -> str:
     """The placement that the program, the file and the rules say, beside the best one."""
     from rldsl.search.comparison import compare_with_best, to_json
 
     cluster, p = _prepare(replace(asked, locks=()))
     own, fixed = _prepare(replace(asked, locks=("*",)))
-    answer, _ = _run_search(p, cluster, asked, say)
+    answer, _ = _run_search(p, cluster, asked)
     found = compare_with_best(answer, fixed, cluster, asked.lengths)
     return to_json(found) if as_json else found.text(asked.file, cluster.name)
 
@@ -84,21 +85,21 @@ def _graph(asked: SearchRequest) -> Graph:
     return api.build_graph(api.read_source(asked.file), asked.sets, rules, asked.overrides)
 
 
-def _run_search(p: PreparedProgram, cluster: Cluster, asked: SearchRequest, say: Callable[[str], None]) -> tuple[Answer, bool]:
+def _run_search(p: PreparedProgram, cluster: Cluster, asked: SearchRequest) -> tuple[Answer, bool]:
     """The answer, and whether time ended the search."""
     begin = time.process_time()
-    told = [begin]
     cut = [False]
 
-    def going(result: Result) -> bool:
-        now = time.process_time()
-        if result.best and now - told[0] > 1:
-            told[0] = now
-            say(f"found {result.best[0].seconds:.4g} s, bound {result.bound:.4g} s, gap {result.gap:.2%}")
-        cut[0] = bool(asked.seconds) and now - begin > asked.seconds
+    def going(_: Result) -> bool:
+        cut[0] = bool(asked.seconds) and time.process_time() - begin > asked.seconds
         return not cut[0]
 
-    answer = look(p, cluster, p.placed.memory, Options(gap=asked.gap, lengths=asked.lengths, going=going))
+    try:
+        answer = look(p, cluster, p.placed.memory, Options(gap=asked.gap, lengths=asked.lengths, going=going))
+    except KeyboardInterrupt:
+        took = time.process_time() - begin
+        raise Interrupted(f"interrupted after {took:.0f} s of CPU, nothing was written; with `--seconds "
+                          f"{max(took, 1):.0f}` the search stops by then with the best placement found") from None
     return answer, cut[0]
 
 

@@ -20,6 +20,7 @@ from rldsl.passes.lower import lower
 from rldsl.placement.model import Placed
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import rank_classes
+from rldsl.progress import stage
 from rldsl.verify import Proof, verify
 
 
@@ -76,7 +77,8 @@ NAMES = tuple(p.name for p in PASSES)
 def run(placed: Placed) -> Draft:
     """From calls in places to ordered events."""
     draft = Draft(placed)
-    for step in PASSES:
+    for i, step in enumerate(PASSES):
+        stage(f"pass {step.name}", i, len(PASSES))
         before, draft = draft, step.run(draft)
         check_pass(step, before, draft)
     return draft
@@ -104,6 +106,7 @@ def after(placed: Placed, name: str) -> Draft:
 
 def planned(draft: Draft, compiler: str) -> tuple[Plan, tuple[Curve, ...]]:
     """The plan, its classes with their peaks of memory, and what its ranks hold when."""
+    stage("estimating memory")
     plan = emit(draft, compiler)
     found = curves(plan)
     bytes = {rank: p.bytes for rank, p in peaks(found).items()}

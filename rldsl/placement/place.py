@@ -20,6 +20,7 @@ from rldsl.placement.lora import parts
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
 from rldsl.placement.rules import Choice, choose, option_span, resolve
 from rldsl.plan.model import Layout, Mesh, Model, Sizes
+from rldsl.progress import stage
 
 Describe = Callable[..., Family]
 
@@ -91,8 +92,9 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
     found: dict[str, Family] = {}
     problems: list[Diagnostic] = []
     same: dict[tuple[str, str, bool], Family] = {}
-    for m in graph.models:
+    for i, m in enumerate(graph.models):
         key = (m.path, m.kind, m.optimizer is not None)
+        stage(f"reading the config of {m.path}", i, len(graph.models))
         try:
             if key not in same:
                 same[key] = describe(m.path, m.kind, m.span, m.optimizer is not None)

@@ -1,7 +1,8 @@
-"""torchrun on this machine, without its traceback when a rank fails: the rank itself has said what went wrong.
+"""torchrun, without its tracebacks: a rank that fails reports what went wrong, and so does this launcher.
 
-In: the arguments of torchrun. Out: the exit status of the first rank that failed, else 0. SIGTERM goes to the ranks,
-which end by themselves (a run with checkpoints after writing one), instead of ending torchrun first.
+In: the arguments of torchrun. Out: the exit status of the first rank that failed, else 0; 130 after Ctrl-C. SIGTERM
+goes to the ranks, which end by themselves (a run with checkpoints after writing one), instead of ending torchrun first.
+Errors: RL0704 where the launchers of the machines cannot meet.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from rldsl.diag import Diagnostic
+from rldsl.report import render
+
 
 def main(arguments: list[str]) -> int:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
     if _can_forward():
@@ -27,9 +34,41 @@ def main(arguments: list[str]) -> int:
     except ChildFailedError as error:
         code = min(error.failures.values(), key=lambda f: f.timestamp).exitcode
         return code if code > 0 else 1
+    except SignalException as stop:
+        return 128 + stop.sigval
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except (RendezvousError, DistError, TimeoutError, ConnectionError) as error:
+        print(render((_cannot_meet(arguments, error),), sys.stderr.isatty()), file=sys.stderr, flush=True)
+        return 1
     return 0
+
+
+def _cannot_meet(arguments: list[str], error: Exception) -> Diagnostic:
+    """Why the launchers of a run do not find each other."""
+    text = " ".join(str(error).split())
+    place = next((end for name in ("--rdzv-endpoint", "--rdzv_endpoint", "--master-port", "--master_port")
+                  if (end := _value(arguments, name))), "")
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return Diagnostic("RL0704", "the port of the rendezvous is in use", place=place,
+                          help="another run or program on this machine has it: choose another port, or `--standalone` "
+                               "for a run on one machine")
+    machines = _value(arguments, "--nnodes") or "1"
+    return Diagnostic("RL0704", f"the launchers of the {machines} machines did not meet", place=place,
+                      notes=(f"message of the library: {text[:300] or type(error).__name__}",),
+                      help="start the same command on every machine within the time limit "
+                           "(`--rdzv-conf join_timeout=600`), and check that each can reach the address of "
+                           "`--rdzv-endpoint`")
+
+
+def _value(arguments: list[str], name: str) -> str:
+    """Of an option, given as `--name value` or `--name=value`."""
+    for i, argument in enumerate(arguments):
+        if argument == name:
+            return "".join(arguments[i + 1 : i + 2])
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return ""
 
 
 def _can_forward() -> bool:

@@ -14,6 +14,7 @@ from typing import Literal
 from rldsl.clusters import Cluster
 from rldsl.diag import Failure, fail
 from rldsl.plan.notation import human
+from rldsl.progress import stage
 from rldsl.search.branch_and_bound import GAP, MOST, Result, branch_and_bound
 from rldsl.search.compiled_placements import CompiledPlacement, compile_assignment
 from rldsl.search.evaluator import Evaluation, Evaluator
@@ -63,6 +64,7 @@ def find_placement(p: PreparedProgram, cluster: Cluster, memory: int, options: O
     """memory: bytes of a device; 0: not known."""
     asked = build_problem(p.placed, cluster, options.lengths, memory, p.fixed)
     reserve = memory // 100
+    stage("searching placements")
     for _ in range(TRIES):
         instance, result = run_search(asked, reserve, options)
         if not result.best:
@@ -100,10 +102,21 @@ def _search_with_offload(asked: Problem, reserve: int, options: Options) -> tupl
             found = greedy_evaluation(instance)
             result = Result((found,) if found else (), 0.0, 0, False)
         else:
-            result = branch_and_bound(instance, options.gap, options.most, options.going)
+            result = branch_and_bound(instance, options.gap, options.most, _reporting(options.going))
         if result.best or not asked.memory:
             break
     return instance, result
+
+
+def _reporting(going: Callable[[Result], bool]) -> Callable[[Result], bool]:
+    """`going`, and the state of the search for whoever waits."""
+    def report_and_ask(result: Result) -> bool:
+        if result.best:
+            stage("searching placements", detail=f"best {result.best[0].seconds:.4g} s, bound {result.bound:.4g} s, "
+                                                 f"gap {result.gap:.2%}")
+        return going(result)
+
+    return report_and_ask
 
 
 def _compile_best(p: PreparedProgram, instance: Evaluator, result: Result, cluster: Cluster,
@@ -112,6 +125,7 @@ def _compile_best(p: PreparedProgram, instance: Evaluator, result: Result, clust
     found: list[CompiledPlacement] = []
     over = 0
     for judged in distinct_evaluations(result.best):
+        stage("compiling the best placements", len(found), FEW)
         one = compile_assignment(p, instance, judged, cluster, lengths)
         if p.placed.memory and one.bytes > p.placed.memory:
             over = max(over, one.bytes - p.placed.memory)

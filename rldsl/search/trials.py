@@ -18,6 +18,7 @@ from rldsl.passes.pipeline import run
 from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Placed
 from rldsl.placement.place import place_graph
+from rldsl.progress import listening, stage
 from rldsl.search.settings import Setting, clause
 from rldsl.source import Span
 
@@ -36,7 +37,9 @@ class Trials:
         """What a rank needs at most; None where the placement is not possible. nodes: of a cluster; 0: as it is."""
         key = (nodes, *((i, replace(p, span=None, why="")) for i, p in setting.items()))
         if key not in self._known:
-            self._known[key] = self._bytes(setting, nodes)
+            stage("trying placements that need less memory", detail=f"{len(self._known)} tried")
+            with listening(lambda _: None):  # the passes of a trial are no stages of the command
+                self._known[key] = self._bytes(setting, nodes)
         return self._known[key]
 
     def _bytes(self, setting: Setting, nodes: int) -> int | None:

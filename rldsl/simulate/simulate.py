@@ -17,6 +17,7 @@ from rldsl.diag import fail
 from rldsl.plan.events import Every, Loop, ModelCall, Offload, Onload, Save
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, events, walk
+from rldsl.progress import stage
 from rldsl.simulate.critical import critical
 from rldsl.simulate.engine import Pool, Timelines, run_programs
 from rldsl.simulate.lengths import AT_MOST, Lengths, made
@@ -31,6 +32,7 @@ def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = AT_MOST) -> Timeli
     """Time one step. Errors: RL0096 the cluster has too few nodes, or too few devices in each, RL0215 its file says too
     little."""
     check_cluster(plan, cluster)
+    stage("simulating a step")
     return run(World(plan, cluster, lengths))
 
 

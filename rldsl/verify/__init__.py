@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.plan.model import Plan
+from rldsl.progress import stage
 from rldsl.verify import (
     class_schedules,
     dataflow,
@@ -66,8 +67,14 @@ class Proof:
 def verify(plan: Plan) -> Proof:
     """Every check on `plan`. Raises Failure with all diagnostics of the first stage that finds any."""
     t = tables(plan)
-    for stage in STAGES:
-        if found := [d for _, check in stage for d in check(t)]:
+    total, done = sum(map(len, STAGES)), 0
+    for checks in STAGES:
+        found: list[Diagnostic] = []
+        for name, check in checks:
+            stage(f"verifying {name}", done, total)
+            found += check(t)
+            done += 1
+        if found:
             raise Failure(found)
     entries = sum(len(class_ranks(c, plan.header.world)) * len(c.events) for c in plan.classes)
-    return Proof(len(t.events), entries, tuple(name for stage in STAGES for name, _ in stage))
+    return Proof(len(t.events), entries, tuple(name for checks in STAGES for name, _ in checks))

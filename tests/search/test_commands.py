@@ -13,6 +13,7 @@ from rldsl.cli import main
 from rldsl.commands import search as work
 from rldsl.placement.place import place_graph
 from rldsl.plan.codec import decode
+from rldsl.progress import listening
 from rldsl.simulate import Lengths
 from tests.search.programs import GRPO, describe
 
@@ -135,15 +136,23 @@ def test_time_ends_a_search_which_says_so(folder: Path) -> None:
     assert "ended by --seconds" in (folder / "grpo.place.rlf").read_text()
 
 
-def test_the_gap_is_told_while_it_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10**6, 2))
-    monkeypatch.setattr("rldsl.commands.search.time.process_time", lambda: next(clock))
+def test_the_gap_is_shown_while_it_searches() -> None:
     said: list[str] = []
     asked = work.SearchRequest("grpo.rlf", "two.yaml", {}, None, (), (), 0.0, 0.0, 0.0, Lengths())
-    work.search(asked, "p.rlf", True, said.append)
-    assert said and all("found" in s and "bound" in s and "gap" in s for s in said)
-    gaps = [float(s.rsplit("gap ", 1)[1].rstrip("%")) for s in said]
-    assert gaps == sorted(gaps, reverse=True), "it only shrinks"
+    with listening(lambda stage: said.append(str(stage))):
+        work.search(asked, "p.rlf", True)
+    gaps = [float(s.rsplit("gap ", 1)[1].rstrip("%")) for s in said if "gap" in s]
+    assert gaps and gaps == sorted(gaps, reverse=True), "it only shrinks"
+    assert all("best" in s and "bound" in s for s in said if "gap" in s)
+
+
+def test_ctrl_c_names_the_option_that_keeps_the_best_so_far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rldsl.commands.search.look", interrupt)
+    done = rlc("search", "grpo.rlf", "--cluster", "two.yaml")
+    assert done.exit_code == 130 and "nothing was written" in done.output and "--seconds" in done.output
 
 
 def test_expected_lengths_are_in_the_header(folder: Path) -> None:

@@ -5,6 +5,12 @@ Codes: RL0707 out of memory, RL0709 another rank is gone, stopped, or does not c
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
 from rldsl.diag import Diagnostic, Failure
 from rldsl.postmortem.analysis import Findings
 from rldsl.postmortem.findings_text import notes, place, title
@@ -17,6 +23,15 @@ HELP = {
               "interpreter lock",
     "waited for": "a Python function does not return, or the work takes longer than `--timeout`",
 }
+
+
+def tell_torchrun(text: str) -> None:
+    """Leave the message of this process where torchrun looks for it: its own report, which follows a failure, then ends
+    with these words instead of a hint to look elsewhere."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def describe_own_error(error: BaseException, rank: int, where: str) -> tuple[Diagnostic, ...]:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,13 +31,14 @@ from rldsl.report import render
 from rldsl.runtime.health import stack_trace
 from rldsl.runtime.health.dump_files import write_dump
 from rldsl.runtime.health.event_ring import EventRing
-from rldsl.runtime.health.failure_messages import describe_other_ranks, describe_own_error
+from rldsl.runtime.health.failure_messages import describe_other_ranks, describe_own_error, tell_torchrun
 from rldsl.runtime.health.heartbeats import Heartbeats, PeerMonitor, StallDetector
 from rldsl.runtime.plan_file import PlanFile
 
 BEAT, SILENCE = 0.5, 2.5  # seconds between signs of life; without one for so long a rank counts as silent
 FAR = 60.0  # seconds for which ranks of several machines stand still before a silent one counts as gone
 FAR_LATE = 300.0  # the same where a rank that works on its device looks like one that stands still
+INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
 LAST = 20.0  # seconds in which a rank that ends must come further or be gone, whatever the store does
 
 
@@ -52,6 +54,8 @@ class Watchdog:
         self.out: Path | None = None
         self.stops_after_step = False  # a run with checkpoints ends by itself, after the step
         self.stop_requested = False  # SIGTERM came
+        self.interruption: Callable[[], str] | None = None  # ends the run's record; the line that says how to resume
+        self._interrupted = False  # SIGINT came
         self._plan, self._timeout, self._late = plan, timeout, late
         self._fell: stack_trace.Stack | None = None  # where the main thread was when it failed
         self._done, self._ending = threading.Event(), threading.Lock()
@@ -75,6 +79,8 @@ class Watchdog:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say what went wrong, once, and end this process."""
+        if self._interrupted or isinstance(error, KeyboardInterrupt):
+            self.interrupt()
         self._fell = stack_trace.of_error(error.__traceback__)
         said = describe_own_error(error, self.rank, self._where())
         if any(d.code == "RL0799" for d in said):
@@ -84,6 +90,17 @@ class Watchdog:
         if isinstance(error, Failure):  # another rank has the words
             self._blame("a rank failed")
         self._blame("another rank exited without an error message", " ".join(str(error).split())[:300])
+
+    def interrupt(self) -> NoReturn:
+        """End this process after Ctrl-C, which every rank gets; rank 0 says where the run was."""
+        self._ending.acquire()
+        self._limit()
+        if self.rank == 0:
+            line = self.interruption() if self.interruption is not None else ""
+            print(line or "interrupted before the first step", file=sys.stderr, flush=True)
+        else:
+            time.sleep(3 * BEAT)  # the others shall have seen their own signal before they miss this rank
+        _leave(INTERRUPTED)
 
     def _blame(self, otherwise: str, said: str = "", asked: bool = False) -> NoReturn:
         """Name the ranks that are silent, or those that the others wait for; stop (`blame.others`)."""
@@ -125,7 +142,12 @@ class Watchdog:
                 due += max(4 * BEAT, self._timeout / 8)
                 self._overdue(stand, turn)
                 turn += 1
-            if select.select([self._wake_read], [], [], BEAT)[0] and signal.SIGTERM in self._wake_read.recv(64):
+            signals = self._wake_read.recv(64) if select.select([self._wake_read], [], [], BEAT)[0] else b""
+            if signal.SIGINT in signals:
+                self._interrupted = True
+                time.sleep(2 * BEAT)  # the main thread ends by its KeyboardInterrupt, unless it waits in C++
+                self.interrupt()
+            if signal.SIGTERM in signals:
                 if not self.stops_after_step:
                     self._blame("the run was asked to stop (SIGTERM)", asked=True)
                 self.stop_requested = True
@@ -190,6 +212,7 @@ class Watchdog:
         first = self.signs.fails("" if said.code == LOST_CONTACT else self._where())
         if first:
             print(render(diagnostics, sys.stderr.isatty()), file=sys.stderr, flush=True)
+            tell_torchrun(render(diagnostics))
         self._dump(said.code, said.title, first)
         if first and self.world > 1:
             time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
@@ -227,8 +250,8 @@ class Watchdog:
         return "start-up" if self.ring.event is None else event_text(self.ring.event)
 
 
-def _leave() -> NoReturn:
+def _leave(status: int = 1) -> NoReturn:
     """Communication threads may hang in a dead peer, so the process ends without them."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)

@@ -185,7 +185,9 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
         if watchdog is not None:  # a dump belongs to a run, and there is one from here on
             watchdog.out = context.out
         with (Reporter(context, step, start.data, options.reporting) as reporter,
-              run_record(context, step, file, options.reporting.command, options.continues)):
+              run_record(context, step, file, options.reporting.command, options.continues) as interruption):
+            if watchdog is not None:
+                watchdog.interruption = interruption
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed)
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()

@@ -35,6 +35,7 @@ from rldsl.runtime.metrics.run_record import (
     FINISHED,
     STOPPED,
     RunRecord,
+    interruption_text,
     refuse_checkpoints,
     remove_earlier_run,
 )
@@ -202,16 +203,23 @@ def _events(items: Sequence[Item]) -> Iterator[Event]:
 
 @contextmanager
 def run_record(context: RunContext, step: StepState, file: PlanFile, command: Sequence[str],
-             continues: bool) -> Iterator[None]:
-    """Rank 0 keeps the record of the run: how it began, and how it ended."""
+               continues: bool) -> Iterator[Callable[[], str] | None]:
+    """Rank 0 keeps the record of the run: how it began, and how it ended. Yields, on rank 0, what ends the record after
+    Ctrl-C and returns the line that says how to resume."""
     if context.rank != 0:
-        yield
+        yield None
         return
     cuda = context.device.type == "cuda"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"]
     record = RunRecord(context.out, file, context.plan, devices, command, continues)
+
+    def interruption() -> str:
+        with suppress(Failure):
+            record.end(STOPPED, step.number)
+        return interruption_text(context.out, step.number, context.plan.header.steps, command)
+
     try:
-        yield
+        yield interruption
     except BaseException as error:
         with suppress(Failure):  # a full disk has been told already: the first error is the one that counts
             record.end(STOPPED if isinstance(error, KeyboardInterrupt) else FAILED, step.number)

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 from collections.abc import Iterable, Sequence
@@ -104,6 +105,33 @@ def last_checkpoint(out: Path) -> int | None:
     """The step of the newest one."""
     names = (file.parent.name[5:] for file in (out / "checkpoints").glob("step-*/checkpoint.json"))
     return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def interruption_text(out: Path, step: int, steps: int, command: Sequence[str]) -> str:
+    """Where a run was when the user stopped it, and the command that resumes it. command: what the user typed; of
+    several words where that is not known, as under torchrun."""
+    where, saved = f"interrupted in step {max(step, 1)} of {steps}", last_checkpoint(out)
+    if saved is None:
+        return (f"{where}; there is no checkpoint to resume from (`checkpoint every K` writes them): start again with "
+                "--overwrite")
+    again = resume_command(command[0], out) if len(command) == 1 else "the same command with --resume"
+    return f"{where}; to resume after step {saved}: {again}"
+
+
+def resume_command(typed: str, out: Path) -> str:
+    """`rlc run ...` as typed, resuming the run in `out`."""
+    kept: list[str] = []
+    before = ""
+    for word in shlex.split(typed):
+        value = before == "--out" or before == "--resume" and not word.startswith("-") and not is_program(word)
+        if not value and not word.startswith(("--out", "--resume", "--overwrite")):
+            kept.append(word)
+        before = word
+    return shlex.join([*kept, "--out", str(out), "--resume"])
+
+
+def is_program(word: str) -> bool:
+    return word.endswith((".rlf", ".plan"))
 
 
 def is_own_checkpoint(out: Path, resume: Path) -> bool:

@@ -1,0 +1,153 @@
+"""Ctrl-C ends a run with one line: where it was, and how to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rldsl.runtime.launch import main as launch
+from rldsl.runtime.metrics.run_record import interruption_text, read_record, resume_command
+from tests.end_to_end.programs import compile_program
+from tests.tiny import make_model, make_sums, write_jsonl
+from tests.torchrun import Agent, begun, until
+
+PROGRAM = """
+use std.sft (sft)
+data sums = jsonl("sums.jsonl", batch=4, answer="answer")
+model actor = causal_lm("model") train adamw(lr=1e-4)
+flow tuning(steps=100000, seed=1) {
+  checkpoint every 2
+  batch = sums.next()
+  actor.train(batch, loss=sft()) on mesh(0:2) dp=2
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupt")
+    make_model(folder / "model", num_hidden_layers=2)
+    write_jsonl(folder / "sums.jsonl", make_sums(16))
+    return folder
+
+
+def plan(place: Path, text: str) -> None:
+    Path("p.rlf").write_text(text)
+    Path("p.plan").write_bytes(compile_program(Path("p.rlf"), {}, None, place))
+
+
+def started(out: str, typed: str = "") -> tuple[str, ...]:
+    return ("--nproc-per-node", "2", "-m", "rldsl.run", "p.plan", "--out", out, "--device", "cpu",
+            *(("--command", typed) if typed else ()))
+
+
+def lines(agent: Agent) -> list[str]:
+    """What it says about its end."""
+    return [x for x in agent.said().splitlines() if "interrupted" in x or "Traceback" in x or "error" in x.lower()]
+
+
+def test_a_run_with_checkpoints(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches every process of a terminal."""
+    monkeypatch.chdir(place)
+    plan(place, PROGRAM)
+    with begun(tmp_path, *started("kept", "rlc run p.rlf --overwrite --out kept")) as agent:
+        until(lambda: any(Path("kept/checkpoints").glob("step-*/checkpoint.json")), agent)
+        for pid in (agent.process.pid, *agent.ranks()):
+            os.kill(pid, signal.SIGINT)
+        assert agent.wait(60) == 130, agent.said()
+        [line] = lines(agent)
+    last = json.loads(Path("kept/metrics.jsonl").read_text().splitlines()[-1])["step"]
+    words = line.split()
+    assert words[:3] == ["interrupted", "in", "step"] and int(words[3]) in (last, last + 1)
+    assert line.endswith(": rlc run p.rlf --out kept --resume"), line
+    saved = int(line.split("to resume after step ")[1].split(":")[0])
+    assert Path(f"kept/checkpoints/step-{saved}/checkpoint.json").is_file() or saved < last
+    held = read_record(Path("kept"))
+    assert held is not None and held["state"] == "stopped" and held["step"] == int(words[3])
+
+
+def test_a_signal_to_the_launcher_alone(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run without checkpoints."""
+    monkeypatch.chdir(place)
+    plan(place, PROGRAM.replace("  checkpoint every 2\n", ""))
+    with begun(tmp_path, *started("lost")) as agent:
+        until(Path("lost/metrics.jsonl").exists, agent)
+        os.kill(agent.process.pid, signal.SIGINT)
+        assert agent.wait(60) == 130, agent.said()
+        [line] = lines(agent)
+    assert "there is no checkpoint to resume from" in line and "--overwrite" in line
+
+
+def test_a_rank_that_waits_in_a_collective(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its main thread runs no Python, so no handler either; the watchdog ends it."""
+    monkeypatch.chdir(place)
+    plan(place, PROGRAM)
+    with begun(tmp_path, *started("waits")) as agent:
+        until(Path("waits/metrics.jsonl").exists, agent)
+        first, second = agent.ranks()
+        os.kill(second, signal.SIGSTOP)  # rank 0 waits for it
+        for pid in (first, second, agent.process.pid):
+            os.kill(pid, signal.SIGINT)
+        until(lambda: "interrupted" in agent.said(), agent, 30)
+        os.kill(second, signal.SIGCONT)
+        assert agent.wait(60) == 130, agent.said()
+        assert len(lines(agent)) == 1, agent.said()
+
+
+@pytest.mark.parametrize(("typed", "again"), [
+    ("rlc run p.rlf", "rlc run p.rlf --out o --resume"),
+    ("rlc run p.rlf --out=a --set lr=1 --overwrite", "rlc run p.rlf --set lr=1 --out o --resume"),
+    ("rlc run --resume p.rlf --out a", "rlc run p.rlf --out o --resume"),
+    ("rlc run p.rlf --resume other/run --plain", "rlc run p.rlf --plain --out o --resume"),
+    ("rlc run p.rlf --resume=other --on 'a.b on mesh(2)'", "rlc run p.rlf --on 'a.b on mesh(2)' --out o --resume"),
+])
+def test_the_command_that_resumes(typed: str, again: str) -> None:
+    assert resume_command(typed, Path("o")) == again
+
+
+def test_under_torchrun_the_command_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step-4").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-4/checkpoint.json").write_text("{}")
+    line = interruption_text(tmp_path, 5, 9, ["run.py", "p.plan"])
+    assert line == "interrupted in step 5 of 9; to resume after step 4: the same command with --resume"
+
+
+# ----------------------------------------------------------------------------------------- launchers that do not meet
+
+
+def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        status = launch(["--nnodes", "1", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
+                         "-m", "rldsl.run", "p.plan"])
+    text = capfd.readouterr().err
+    assert status == 1 and text.count("error[RL0704]") == 1 and "port of the rendezvous is in use" in text, text
+    assert str(port) in text and "Traceback" not in text
+
+
+def test_a_missing_machine(capfd: pytest.CaptureFixture[str]) -> None:
+    status = launch(["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+                     "127.0.0.1:0", "--rdzv-id", "x", "--rdzv-conf", "join_timeout=1,timeout=1", "-m", "rldsl.run", "p.plan"])
+    text = capfd.readouterr().err
+    assert status == 1 and text.count("error[RL0704]") == 1 and "2 machines did not meet" in text, text
+    assert "join_timeout" in text and "Traceback" not in text
+
+
+def test_torchrun_ends_with_our_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own report, which nothing can prevent, repeats the message of the rank."""
+    from rldsl.runtime.health.failure_messages import tell_torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    tell_torchrun("error[RL0701]: the plan needs 4 ranks")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert "error[RL0701]: the plan needs 4 ranks" in str(ChildFailedError("rldsl.run", {0: failure}))
