@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "search": PLACED | {"graph", "placement", "passes", "memory", "verify", "clusters", "simulate"},
     # the runtime
     "runtime": PLAN | {"sharding"},
+    "runtime.launch": LEAVES | {"report"},
     "runtime.comm": PLACED | {"runtime"},
     "runtime.data": PLAN | {"sharding", "runtime"},
     "runtime.rewards": PLAN,

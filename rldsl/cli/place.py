@@ -72,7 +72,8 @@ def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], pl
     """Find the fastest placement of FILE on a cluster, with a proven lower bound."""
     from rldsl.commands import search as work
 
-    asked = work.SearchRequest(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap, lengths)
+    asked = work.SearchRequest(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap,
+                               lengths)
     say(work.search(asked, target or work.default_target(file), as_json))
 
 

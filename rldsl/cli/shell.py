@@ -1,7 +1,7 @@
 """What every command of `rlc` shares: how it says things, what becomes of what it raises, and its exit status.
 
-0 ok, 1 errors in the program or the run, 2 usage, 3 a mistake of the compiler, 130 interrupted (Ctrl-C). Warnings do not count, except with
-`rlc check --strict`.
+0 ok, 1 errors in the program or the run, 2 usage, 3 an internal compiler error, 130 Ctrl-C. Warnings do not count,
+except with `rlc check --strict`.
 """
 
 from __future__ import annotations
