@@ -13,6 +13,7 @@ from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
 from rldsl.plan.model import Frame
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, suggest
+from rldsl.semantics.levels import source_name
 from rldsl.semantics.losses import lower_loss
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import input_
@@ -165,7 +166,8 @@ class CallsOfFlow:
     def _responses(self, ref: FrameRef, what: str, span: Span) -> bool:
         if ref.kind == "prompts":
             self.errors.add("RL0213", f"`{what}` needs sequences with a response", span,
-                            f"`{ref.frame.id}` contains only prompts", help="generate responses first, or load answers")
+                            f"`{source_name(ref.frame)}` contains only prompts",
+                            help="generate responses first, or load answers")
         return ref.kind != "prompts"
 
     def _infer(self, owner: ModelRef, name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
@@ -211,11 +213,12 @@ class CallsOfFlow:
             return BAD
         if refs[0].frame.rows != refs[-1].frame.rows:
             return self.errors.add("RL0202",
-                                   f"`{refs[0].frame.id}` and `{refs[1].frame.id}` are not the two sides of a pair",
+                                   f"`{source_name(refs[0].frame)}` and `{source_name(refs[1].frame)}` are not the two "
+                                   "sides of a pair",
                                    call.span, help="train on `pair.chosen` and `pair.rejected`")
         if len(refs) == 2 and refs[0].frame.id == refs[1].frame.id:
             second = [a for a in call.args if a.name is None][1]
-            return self.errors.add("RL0215", f"`{refs[1].frame.id}` is passed twice", second.span,
+            return self.errors.add("RL0215", f"`{source_name(refs[1].frame)}` is passed twice", second.span,
                                    "both sides are the same", help="train on `pair.chosen` and `pair.rejected`")
         parts = minibatches(call, given, refs[0], self.flow.lower, scope)
         if isinstance(parts, Bad):

@@ -11,6 +11,7 @@ from math import isqrt
 from typing import cast
 
 from rldsl.semantics.errors import Bad
+from rldsl.semantics.levels import source_name
 from rldsl.semantics.lower import Lower
 from rldsl.semantics.options import Value, unit_of
 from rldsl.semantics.scope import Scope
@@ -29,7 +30,7 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, low
     if size is None:
         count = cast(int, given["minibatches"])
         if count > frame.count and not frame.partial:
-            return add("RL0205", f"`{frame.id}` has {frame.count} rows, too few for {count} minibatches",
+            return add("RL0205", f"`{source_name(frame)}` has {frame.count} rows, too few for {count} minibatches",
                        args["minibatches"].value.span, help=f"`minibatches` is at most {frame.count} here")
         return count
     tree = args["minibatch"]
@@ -39,15 +40,16 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, low
     legal = UNITS[batch.kind]
     unit = unit_of(tree.value, lower, scope) or legal[0]
     if all(differ(unit, u) for u in legal):
-        return add("RL0218", f"`minibatch` of `{frame.id}` counts {' or '.join(legal)}, not {unit}", tree.value.span,
-                   f"this is in {unit}", help=f"give it in {legal[0]}")
+        return add("RL0218", f"`minibatch` of `{source_name(frame)}` counts {' or '.join(legal)}, not {unit}",
+                   tree.value.span, f"this is in {unit}", help=f"give it in {legal[0]}")
     if frame.partial:
         return add("RL0213", "`minibatch` needs a batch of known size", tree.value.span,
-                   f"the number of sequences in `{frame.id}` is known only at run time",
+                   f"the number of sequences in `{source_name(frame)}` is known only at run time",
                    help="give the number of minibatches instead: `minibatches=4`")
     rows = frame.count // frame.per_prompt if unit == "prompts" else frame.count
     if rows % size:
-        return add("RL0205", f"a minibatch of {size} {unit} does not divide the {rows} {unit} of `{frame.id}`",
+        return add("RL0205",
+                   f"a minibatch of {size} {unit} does not divide the {rows} {unit} of `{source_name(frame)}`",
                    tree.value.span, help=f"nearest divisors: {' or '.join(map(str, _nearest(rows, size)))}")
     return rows // size
 

@@ -16,7 +16,7 @@ from rldsl.semantics.lower import Lower
 from rldsl.semantics.options import shown
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
-from rldsl.semantics.units import UNITS, differ
+from rldsl.semantics.units import UNITS, Unit, differ
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
@@ -90,12 +90,12 @@ def _given(decl: ast.Param, given: Scalar, kind: type | None, default: Term | No
             f"declared as `{decl.type.name}`" if decl.type is not None else ""
         return lower.errors.add("RL0205", f"--set {name}={given} is not {SHOWN[like]}", _typed(name, given),
                                 labels=(Label(decl.span, because),))
-    usual = default.unit if default is not None else ""
+    usual = default.unit.word if default is not None else ""
     if unit and usual and differ(unit, usual):
         return lower.errors.add("RL0218", f"--set {name}={given} counts {unit}, and `{name}` counts {usual}",
                                 _typed(name, given), f"this is in {unit}",
                                 labels=(Label(decl.span, f"the default is in {usual}"),), help=f"give it in {usual}")
-    return const(converted, decl.span, unit or usual)
+    return const(converted, decl.span, Unit(unit or usual))
 
 
 def fit(kind: type, value: Scalar) -> Scalar | None:

@@ -16,6 +16,7 @@ from rldsl.diag import internal_error
 from rldsl.graph import model as g
 from rldsl.plan.model import Frame, Value
 from rldsl.semantics.errors import BAD, Bad
+from rldsl.semantics.levels import source_name
 from rldsl.semantics.options import whole
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
@@ -86,9 +87,9 @@ class Selections:
         else:
             here = self.flow.lower.ops.to_space(term, self.spaces.of(frame, term.level))
             if here is None:
-                self.errors.add("RL0202", f"the condition belongs to {self.spaces.shown(term)}, not to `{frame.id}`",
-                                tree.span,
-                                help=f"compute it from `{frame.id}`, for example `len({frame.id}) > 8`")
+                name = source_name(frame)
+                self.errors.add("RL0202", f"the condition belongs to {self.spaces.shown(term)}, not to `{name}`",
+                                tree.span, help=f"compute it from `{name}`, for example `len({name}) > 8`")
                 return None
             wide = here if here.level == "seq" else self.flow.lower.ops.widen(here, "seq", frame)
             return self.flow.held(wide, "where", tree.span)

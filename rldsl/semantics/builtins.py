@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from rldsl.plan.model import MOST_RANKS
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
 from rldsl.semantics.errors import BAD, Bad, suggest
+from rldsl.semantics.levels import source_name
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import FrameRef, Meaning, MeshValue, Pairs, describe
 from rldsl.syntax import ast
@@ -54,7 +55,7 @@ class Builtins:
         size = self.lower.constant(arg.value, scope)
         if isinstance(size, Bad):
             return BAD
-        if type(size.value) is not int or size.unit or not 1 <= size.value <= MOST_RANKS:
+        if type(size.value) is not int or size.unit.word or not 1 <= size.value <= MOST_RANKS:
             return self.errors.add("RL0205", "`mesh` takes ranges, or a number of ranks", arg.span,
                                    f"must be 1 to {MOST_RANKS:_}",
                                    help="write `mesh(0:8)`, or `mesh(8)` for any 8 ranks, chosen by the compiler")
@@ -84,7 +85,7 @@ class Builtins:
                                    help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
         if name == "len" and isinstance(args[0], FrameRef) and args[0].kind == "prompts":
             return self.errors.add("RL0213", "`len` counts response tokens", expr.args[0].span,
-                                   f"`{args[0].frame.id}` contains only prompts",
+                                   f"`{source_name(args[0].frame)}` contains only prompts",
                                    help="generate responses first, or load answers")
         if builtin.form == "sequence":
             return self.lower.ops.sequence(name, args, expr.span)

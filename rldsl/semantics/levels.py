@@ -13,6 +13,11 @@ from rldsl.semantics.terms import Term
 ANY = "any"  # a parameter or result of a fn that takes every level
 
 
+def source_name(frame: Frame) -> str:
+    """What a program calls the sequences of `frame`: after `repeat until`, `gen` stands for all that was collected."""
+    return frame.id.removesuffix(".all")
+
+
 def depth(level: Level) -> int:
     return LEVELS.index(level)
 
@@ -57,6 +62,13 @@ class Spaces:
         above = self.above(level, space)
         return above is not None and (above == of or self.selected(level, above, of))
 
+    def source(self, frame: Frame, other: Frame) -> bool:
+        """Whether the rows of `frame` come from those of `other`: its prompts, or what either was selected from."""
+        above = self.frames.get(frame.of or frame.prompts)
+        if above is None or above.id == frame.id:
+            return False
+        return above.id == other.id or self.source(above, other)
+
     def counted(self, term: Term) -> str:
         """What `count` counts in a value: its tokens, its prompts, or its rows, which are pairs where two frames share
         them and prompts where they have no response. "" for the rows of a function checked by itself."""
@@ -70,4 +82,4 @@ class Spaces:
     def shown(self, term: Term) -> str:
         """The frame or frames that a value ranges over, for messages."""
         frames = self.over(term.level, term.space)
-        return " or ".join(f"`{f.id}`" for f in frames) if frames else "the whole batch"
+        return " or ".join(f"`{source_name(f)}`" for f in frames) if frames else "the whole batch"

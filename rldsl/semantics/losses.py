@@ -15,10 +15,10 @@ from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
+from rldsl.semantics.levels import source_name
 from rldsl.semantics.lower import Lower
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program, walk
-from rldsl.semantics.units import WHOLE
 from rldsl.semantics.values import LossUse, describe
 from rldsl.syntax import ast
 
@@ -43,10 +43,11 @@ def lower_loss(use: LossUse, head: Head, frames: tuple[Frame, ...], id_: str, lo
         here = next((t for f in frames for t in [lower.ops.to_space(term, lower.spaces.of(f, term.level))] if t), None)
         if here is None:
             errors.add("RL0202", f"`{name}` ranges over {lower.spaces.shown(term)}, and the loss over "
-                       + " and ".join(f"`{f.id}`" for f in frames), use.spans[name])
+                       + " and ".join(f"`{source_name(f)}`" for f in frames), use.spans[name])
             return BAD
         args[name] = here
-    inputs = {name: t if t.constant else _given(name, t) for name, t in args.items()}
+    inputs = {name: t if t.constant else input_(name, t.level, t.space, t.span, t.dtype, t.unit)
+              for name, t in args.items()}
     data = accept(decl.data, inputs, use.spans, lower.ops, widen=True, frames=frames)
     if isinstance(fresh, Bad) or isinstance(data, Bad):
         return BAD
@@ -67,12 +68,6 @@ def lower_loss(use: LossUse, head: Head, frames: tuple[Frame, ...], id_: str, lo
     read = set(made.inputs())
     return Lowered(made, fresh, tuple((n, t) for n, t in args.items() if n in read),
                    tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]))
-
-
-def _given(name: str, term: Term) -> Term:
-    """The input that stands for data of the flow: a count of it is one of the whole batch, not of a minibatch."""
-    unit = term.unit + WHOLE if term.unit and term.level == "batch" else term.unit
-    return input_(name, term.level, term.space, term.span, term.dtype, unit)
 
 
 def check_body(decl: ast.LossDecl, scope: Scope, fresh: set[str], lower: Lower) -> list[tuple[str, Term]] | Bad:
@@ -223,7 +218,9 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
             return None
         if to == "batch" and worst == PURE:
             errors.add("RL0210", "a reduction of data over the whole batch inside a loss", term.span,
-                       "it uses no output of the model", help="compute it in the flow and pass the result")
+                       "it uses no output of the model",
+                       help="compute it in the flow and pass the result; a mean, as a total of the whole batch does "
+                            "not fit one of a minibatch")
             return None
         if to == "batch":
             return AFFINE if term.op in ("sum", "mean", "count") else NONLINEAR

@@ -10,17 +10,20 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from rldsl.diag import Label
 from rldsl.plan.expr import LEVELS, Level, Scalar
 from rldsl.plan.heads import CALLS, INFERENCE_CALLS, TRAIN
+from rldsl.plan.model import Frame
 from rldsl.plan.operators import BUILTINS, REDUCTIONS
 from rldsl.semantics.builtins import Builtins
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
 from rldsl.semantics.functions import Functions
-from rldsl.semantics.levels import Spaces
+from rldsl.semantics.levels import Spaces, source_name
 from rldsl.semantics.modules import homes
 from rldsl.semantics.operators import INFIX, Operators
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
+from rldsl.semantics.units import Unit
 from rldsl.semantics.values import (
     DataRef,
     FnRef,
@@ -63,7 +66,7 @@ class Lower:
             case ast.Number(value=value) if value == math.inf:
                 return self.errors.add("RL0214", "this number is too large", expr.span)
             case ast.Number(value=value, unit=unit):
-                return const(value, expr.span, unit)
+                return const(value, expr.span, Unit(unit))
             case ast.String(value=value) | ast.Bool(value=value):
                 return const(value, expr.span)
             case ast.ListOf(items=items):
@@ -234,22 +237,33 @@ class Lower:
                 return self.errors.add("RL0203", f"a Python function takes sequences, not {describe(arg)}",
                                        tree.span, help="pass the generated batch and its prompts")
         frames = [a.frame for a in args if isinstance(a, FrameRef)]
-        for other, tree in zip(frames[1:], expr.args[1:], strict=True):
-            if other.prompts != frames[0].prompts and not self.spaces.selected("prompt", frames[0].prompts,
-                                                                              other.prompts):
-                return self.errors.add("RL0202", f"`{other.id}` is not the source of `{frames[0].id}`", tree.span)
+        for name, other, tree in zip(ref.params[1:], frames[1:], expr.args[1:], strict=True):
+            if not self.spaces.source(frames[0], other):
+                return self._no_source(ref, name, other, frames[0], tree.span)
         first = args[0]
         if isinstance(first, FrameRef) and ref.returns == "prompt" and first.kind != "prompts":
             return self.errors.add("RL0201",
-                                   f"`{ref.id}` returns one number per prompt, but `{frames[0].id}` has several "
-                                   "sequences per prompt", expr.args[0].span,
+                                   f"`{ref.id}` returns one number per prompt, but `{source_name(frames[0])}` has "
+                                   "several sequences per prompt", expr.args[0].span,
                                    help=f"declare `-> seq` and reduce: `mean({ref.id}(...) by prompt)`")
         if isinstance(first, FrameRef) and ref.returns == "seq" and first.kind == "prompts":
             return self.errors.add("RL0213", f"`{ref.id}` returns one number per sequence", expr.args[0].span,
-                                   f"`{frames[0].id}` contains only prompts",
+                                   f"`{source_name(frames[0])}` contains only prompts",
                                    help="generate responses first, or declare `-> prompt` for one number per prompt")
         space = self.spaces.of(frames[0], ref.returns)
         return Term("py", (), ref.returns, space, "f32", expr.span, (("function", ref.id), ("frame", frames[0].id)))
+
+    def _no_source(self, ref: PyRef, name: str, other: Frame, first: Frame, span: Span) -> Bad:
+        """RL0202 for an argument of a Python function after the first that is not where the first comes from."""
+        given = "the same sequences" if other.id == first.id else "other sequences" \
+            if other.max_response_tokens else "other prompts"
+        return self.errors.add(
+            "RL0202", f"`{source_name(other)}` is not the source of `{source_name(first)}`", span,
+            f"declared as `{name}`, from which `{ref.params[0]}` comes; this is {given}",
+            labels=(Label(ref.span, "declared here"),),
+            help=f"`{ref.id}` gets the rows of `{source_name(first)}` only; the other arguments are the batches that "
+                 "these rows come from, such as their prompts. To compare two batches, reduce values of each, for "
+                 "example `mean(x by prompt)`")
 
     def scalar(self, expr: ast.Expr, scope: Scope) -> Scalar | tuple[Scalar, ...] | Bad:
         """The value of a constant expression, or of a list of them."""

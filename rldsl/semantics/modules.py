@@ -207,7 +207,7 @@ class Modules:
                     key = f"{path}:{key}"
                 modules = () if path.startswith(SHIPPED) else local_modules(path, tree)
                 self.functions[key] = Function(key, path, fn.name.name, digest, cast(Level, level), modules)
-                self.bind(module, fn.name, PyRef(key, tuple(p.name for p in fn.params), cast(Level, level)))
+                self.bind(module, fn.name, PyRef(key, tuple(p.name for p in fn.params), cast(Level, level), fn.span))
 
 
 def _path(use: Span) -> Span:

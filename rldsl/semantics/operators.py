@@ -6,6 +6,7 @@ In: typed arguments. Out: a Term made of exactly the operators of plan/expr.py, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from rldsl.diag import Label
 from rldsl.plan.expr import Level
@@ -13,7 +14,7 @@ from rldsl.plan.model import Frame
 from rldsl.plan.operators import BUILTINS, OPERATORS
 from rldsl.semantics import units
 from rldsl.semantics.errors import BAD, Bad, Errors
-from rldsl.semantics.levels import Spaces, depth
+from rldsl.semantics.levels import Spaces, depth, source_name
 from rldsl.semantics.terms import Term, const, fold
 from rldsl.semantics.values import FrameRef, Meaning, describe
 from rldsl.source import Span
@@ -129,10 +130,15 @@ class Operators:
                                    help="a reduction goes from a finer level to a coarser one; from coarse to fine: "
                                         "batch, prompt, seq, token")
         if name in ("std", "var"):
-            return self._variance(name, x, to, span, unbiased)
+            made = self._variance(name, replace(x, unit=units.PLAIN), to, span, unbiased)
+            if isinstance(made, Bad):
+                return BAD
+            return replace(made, unit=units.squared(x.unit) if name == "var" else replace(x.unit, word=""))
         op = BUILTINS[name].operator
         space = self.spaces.coarser(x.level, x.space, to)
         unit = units.reduced(op, x.unit, self.spaces.counted(x), to == "batch", self.in_loss)
+        if unit.minibatch != 0 and unit.whole != 0:
+            return units.report_sum(x, span, self.errors)
         return Term(op, (x,), to, space, "f32", span, (("to", to),), unit=unit)
 
     def _variance(self, name: str, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
@@ -180,7 +186,8 @@ class Operators:
             ref = args[0]
             if not isinstance(ref, FrameRef):
                 return self._kind("len", "sequences, such as a generated batch", ref, span)
-            return Term("len", (), "seq", ref.frame.rows, "f32", span, (("frame", ref.frame.id),), unit="tokens")
+            return Term("len", (), "seq", ref.frame.rows, "f32", span, (("frame", ref.frame.id),),
+                        unit=units.Unit("tokens"))
         x = args[0]
         if not isinstance(x, Term):
             return self._kind(name, "a value", x, span)
@@ -199,7 +206,10 @@ class Operators:
             if g.level != "batch":
                 return self.errors.add("RL0201", "the factor of `discount` must be one number", g.at,
                                        f"this is {describe(g)}")
-            return Term("discount", (x, g), "token", x.space, "f32", span)
+            pair = units.clash("discount", (x, g))
+            if pair is not None:
+                return units.report(pair, span, self.errors)
+            return Term("discount", (x, g), "token", x.space, "f32", span, unit=units.result("discount", (x, g)))
         if name == "last":
             return Term("last", (x,), "seq", self.spaces.coarser("token", x.space, "seq"), x.dtype, span, unit=x.unit)
         return Term(name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span, unit=x.unit)
@@ -214,7 +224,7 @@ class Operators:
                 return self._kind("at_end", "sequences as its second argument", rest[0], span)
             frames = tuple(f for f in frames if f.id == rest[0].frame.id)
         if len(frames) != 1:
-            names = ", ".join(f"`{f.id}`" for f in self.spaces.over("seq", x.space))
+            names = ", ".join(f"`{source_name(f)}`" for f in self.spaces.over("seq", x.space))
             return self.errors.add("RL0202", f"`at_end` is ambiguous: {names}", span,
                                    help="specify the sequences: `at_end(x, pair.chosen)`")
         return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
@@ -225,10 +235,11 @@ class Operators:
             return self._kind("over", "sequences as its second argument", ref, span)
         here = self.to_space(x, self.spaces.of(ref.frame, x.level))
         if here is None or x.level == "batch":
-            return self.errors.add("RL0202", f"this {x.level} value does not belong to `{ref.frame.id}`", x.at,
+            name = source_name(ref.frame)
+            return self.errors.add("RL0202", f"this {x.level} value does not belong to `{name}`", x.at,
                                    f"it belongs to {self.spaces.shown(x)}",
-                                   help=f"`over(x, {ref.frame.id})` takes a value of the batch from which "
-                                        f"`{ref.frame.id}` was selected")
+                                   help=f"`over(x, {name})` takes a value of the batch from which `{name}` was "
+                                        "selected")
         return here
 
     def _kind(self, name: str, wanted: str, got: Meaning, span: Span) -> Bad:

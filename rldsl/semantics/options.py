@@ -117,7 +117,7 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
 def unit_of(expr: ast.Expr, lower: Lower, scope: Scope) -> str:
     """The unit of a sound constant expression."""
     terms = [lower.eval(e, scope) for e in (expr.items if isinstance(expr, ast.ListOf) else (expr,))]
-    return next((t.unit for t in terms if isinstance(t, Term) and t.unit), "")
+    return next((t.unit.word for t in terms if isinstance(t, Term) and t.unit.word), "")
 
 
 def given_unit(name: str, given: list[tuple[ast.Ident, ast.Expr]], lower: Lower,
@@ -141,7 +141,7 @@ def counts(name: str, unit: str, given: str, span: Span, lower: Lower) -> Bad | 
 def whole(word: str, tree: ast.Expr, lower: Lower, scope: Scope) -> int | None:
     """The number after `every`, `repeat` or `max`: whole, at least 1, in no unit; None after an error."""
     value = lower.constant(tree, scope)
-    if isinstance(value, Bad) or counts(word, "", value.unit, tree.span, lower):
+    if isinstance(value, Bad) or counts(word, "", value.unit.word, tree.span, lower):
         return None
     if type(value.value) is not int or value.value < 1:
         lower.errors.add("RL0205", f"`{word}` must be an integer of at least 1", tree.span,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rldsl.diag import Label
 from rldsl.plan.expr import Level, Node, Program, Scalar
+from rldsl.semantics.units import PLAIN, Unit
 from rldsl.source import Span
 
 
@@ -28,7 +29,7 @@ class Term:
     span: Span
     attrs: tuple[tuple[str, Scalar], ...] = ()
     used: Span | None = None
-    unit: str = ""  # what it counts, as in semantics/units.py
+    unit: Unit = PLAIN  # what it counts, and how it grows with the rows
 
     @property
     def at(self) -> Span:
@@ -55,12 +56,13 @@ class Term:
         return str(dict(self.attrs)["name"])
 
 
-def const(value: Scalar, span: Span, unit: str = "") -> Term:
+def const(value: Scalar, span: Span, unit: Unit = PLAIN) -> Term:
     dtype = "bool" if isinstance(value, bool) else "text" if isinstance(value, str) else "f32"
     return Term("const", (), "batch", "", dtype, span, (("value", value),), unit=unit)
 
 
-def input_(name: str, level: Level, space: str, span: Span, dtype: str = "f32", unit: str = "") -> Term:
+def input_(name: str, level: Level, space: str, span: Span, dtype: str = "f32",
+           unit: Unit = PLAIN) -> Term:
     return Term("input", (), level, space, dtype, span, (("name", name),), unit=unit)
 
 

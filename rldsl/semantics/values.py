@@ -8,6 +8,7 @@ from rldsl.plan.expr import Level
 from rldsl.plan.heads import HEADS, Head
 from rldsl.plan.model import Frame
 from rldsl.semantics.errors import Bad
+from rldsl.semantics.levels import source_name
 from rldsl.semantics.terms import Term
 from rldsl.source import Span
 from rldsl.syntax import ast
@@ -102,11 +103,12 @@ class LossUse:
 
 @dataclass(frozen=True, slots=True)
 class PyRef:
-    """id: the key in Plan.functions."""
+    """A user's Python function."""
 
-    id: str
-    params: tuple[str, ...]
+    id: str  # the key in Plan.functions
+    params: tuple[str, ...]  # the names that its declaration gives its arguments
     returns: Level
+    span: Span  # the declaration, `f: gen, prompt -> seq`
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ def describe(value: Meaning) -> str:
         case Items():
             return "a list"
         case FrameRef(frame=frame, kind=kind):
-            return f"the {'prompts' if kind == 'prompts' else 'sequences'} `{frame.id}`"
+            return f"the {'prompts' if kind == 'prompts' else 'sequences'} `{source_name(frame)}`"
         case Pairs():
             return "a batch of pairs"
         case ModelRef(name=name):

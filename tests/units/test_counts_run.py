@@ -12,8 +12,8 @@ from tests.tiny import make_all
 
 PROGRAM = """
 use std.sft (sft)
-loss counted(logprobs: token; n = 1.0) {{
-  metric share = count(logprobs) / n
+loss counted(logprobs: token) {{
+  metric tokens = count(logprobs)
   return -mean(logprobs)
 }}
 data prompts = jsonl("data/prompts.jsonl", batch=4 prompts, max_prompt_tokens=16 tokens)
@@ -27,7 +27,8 @@ flow counts(steps=1, seed=3) {{
   metric kept      = count(kept)
   metric long      = sum(where(len(gen) > 1 tokens, 1, 0))
   metric tokens    = count(gen.logprobs) - sum(len(gen))
-  actor.train(gen, loss=counted(n=count(gen.logprobs)), {division})
+  metric all       = count(gen.logprobs)
+  actor.train(gen, loss=counted(), {division})
 }}
 """
 
@@ -69,4 +70,4 @@ def test_counts_are_what_they_say(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
     [step] = run_program(program(tiny, "minibatch=2 prompts"), {}, tiny / "run", place=place)
     assert step["prompts"] == 4 and step["sequences"] == 16 and step["tokens"] == 0
     assert step["kept"] == step["long"]
-    assert 0 < step["actor/share"] < 1
+    assert step["actor/tokens"] * 2 == step["all"]  # the mean over two minibatches

@@ -10,7 +10,7 @@ from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.graph.build import build
 from rldsl.plan.expr import Scalar
-from rldsl.semantics.units import UNITS, differ, reduced, word
+from rldsl.semantics.units import PLAIN, UNITS, Unit, differ, reduced
 from rldsl.source import SourceFile
 from rldsl.syntax.parse import parse
 
@@ -156,7 +156,7 @@ def test_a_clash_in_an_until_condition() -> None:
 
 
 @pytest.mark.parametrize("line", [
-    "metric m = count(logprobs) - 3 tokens", "metric m = count(logprobs) / n", "metric m = count(logprobs) * n",
+    "metric m = count(logprobs) - 3 tokens",
     "metric m = mean(where(count(logprobs by seq) > 4 tokens, 1, 0))", "metric m = mean(logprobs) * n",
 ])
 def test_counts_of_a_minibatch(line: str) -> None:
@@ -172,11 +172,18 @@ def test_counts_of_a_minibatch(line: str) -> None:
      "tokens of a minibatch and tokens of the whole batch are different units"),
     ("metric m = sum(count(logprobs by seq)) - n",
      "tokens of a minibatch and tokens of the whole batch are different units"),
+    ("metric m = count(logprobs) / n", "tokens of a minibatch and tokens of the whole batch are different units"),
+    ("metric m = n * count(logprobs)", "tokens of the whole batch and tokens of a minibatch are different units"),
+    ("metric m = count(logprobs) ** n", "tokens of a minibatch and tokens of the whole batch are different units"),
+    ("metric m = sum(logprobs) / n", "a total of a minibatch and tokens of the whole batch are different units"),
+    ("metric m = exp(-sum(logprobs)) * sqrt(n)",
+     "a total of a minibatch and a total of the whole batch are different units"),
+    ("metric m = max(sum(logprobs), n)", "a total of a minibatch and tokens of the whole batch are different units"),
 ])
 def test_a_count_of_the_flow_does_not_fit_one_of_the_loss(line: str, title: str) -> None:
     [d] = errors("actor.train(gen, loss=l(n=count(gen.logprobs)))", LOSS % line)
     assert d.code == "RL0218" and d.title == title
-    assert "of one minibatch" in d.help and "`n" in d.help
+    assert "of one minibatch" in d.help and "`mean(x)`" in d.help and "n" in d.help
 
 
 @pytest.mark.parametrize(("line", "title"), [
@@ -210,7 +217,8 @@ def test_after_a_loss_counts_are_of_the_whole_batch_again() -> None:
     'data e = jsonl("d.jsonl", batch=8 sequences, kind=answers)',
     'param b = 4 prompts\ndata e = jsonl("d.jsonl", batch=2 * b)',
     'data e = jsonl("d.jsonl", batch=8, max_prompt_tokens=64 tokens, max_answer_tokens=64 tokens)',
-    "place actor.* on mesh(0:2) mbs=4 sequences", "place actor.* on mesh(0:2) mbt=4096 tokens", "model z = causal_lm(\"m\") train adamw(lr=1 tokens / 1k tokens)",
+    "place actor.* on mesh(0:2) mbs=4 sequences", "place actor.* on mesh(0:2) mbt=4096 tokens",
+    "model z = causal_lm(\"m\") train adamw(lr=1 tokens / 1k tokens)",
 ])
 def test_options_in_their_unit(top: str) -> None:
     graph("actor.train(gen, loss=sft(), minibatches=2)", top + "\n")
@@ -334,9 +342,15 @@ def test_divisors_of_a_huge_batch_are_found_at_once() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_bare_word_fits_both_scopes_and_they_do_not_fit_each_other(unit: str) -> None:
-    mine = reduced("count", "", unit, True, True)
-    whole = f"{unit} of the whole batch"
-    assert word(mine) == word(whole) == unit
-    assert not differ(unit, mine) and not differ(unit, whole) and not differ("", mine) and differ(mine, whole)
+def test_words_differ_from_one_another_only(unit: str) -> None:
+    assert not differ(unit, unit) and not differ("", unit) and not differ(unit, "")
     assert all(differ(unit, u) for u in UNITS if u != unit)
+
+
+def test_totals_grow_with_the_rows_that_they_cover() -> None:
+    assert reduced("count", PLAIN, "tokens", True, True) == Unit("tokens", minibatch=1.0)
+    assert reduced("count", PLAIN, "tokens", True, False) == Unit("tokens", whole=1.0)
+    assert reduced("count", PLAIN, "tokens", False, True) == Unit("tokens")  # by seq
+    assert reduced("sum", Unit("", whole=-1.0), "tokens", True, True) == Unit("", 1.0, -1.0)
+    assert reduced("mean", Unit("", whole=-1.0), "tokens", True, True) == Unit("", 0.0, -1.0)
+    assert reduced("sum", Unit("", minibatch=None), "tokens", True, True).minibatch is None
