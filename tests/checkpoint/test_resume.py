@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rldsl.runtime.persist.checkpoint_writer import checkpoint_directory, checkpoints
+from rldsl.runtime.persist.manifest import DIGEST, manifest_text, read_manifest
 from tests.checkpoint.runs import held, lines, run, steps
 from tests.end_to_end.programs import compile_program
 from tests.tiny import make_all, make_model
@@ -137,7 +138,8 @@ def test_all_are_damaged(tiny: Path, stopped: Path, how: str) -> None:
             (checkpoint / "checkpoint.json").write_text('{"format": 1, "step":')
         else:
             file = checkpoint / "checkpoint.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
+            file.write_text(manifest_text({k: v for k, v in json.loads(file.read_text()).items() if k != DIGEST}
+                                          | {"format": 99}))
     codes = set(run(plan(tiny, stopped / "plan", TWO), stopped, resume=stopped))
     assert "RL0761" in codes and codes <= {"RL0761", "another rank"}
 
@@ -152,7 +154,7 @@ def test_a_rank_opens_what_it_reads(tiny: Path, stopped: Path, monkeypatch: pyte
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
     last = max((stopped / "checkpoints").iterdir())
-    problem, keys = module._share(last)
+    problem, keys = module._share(last, read_manifest((last / "checkpoint.json").read_bytes()))
     every = sorted(file.name for file in last.glob("*.safetensors"))
     assert problem == "" and opened == every[::2] and {name for name, _ in keys} == set(every[::2])
 

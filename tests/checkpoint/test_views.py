@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from rldsl.diag import Failure
-from rldsl.runtime.persist.checkpoint_writer import FORMAT
+from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, manifest_text
 from tests.world import run_world
 
 HEADER: dict[str, Any] = {"sources": {}, "functions": {}, "params": {}, "seed": 1}
@@ -27,7 +26,7 @@ def checkpoint(out: Path, step: int, mark: float = 0.0) -> Path:
     said = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
     manifest = {"format": FORMAT, "step": step, "plan": "", "states": {}, "data": {}, "models": {}, "readings": {},
                 "files": {file.name: said}, **HEADER}
-    (folder / "checkpoint.json").write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_text(manifest_text(manifest))
     return folder
 
 

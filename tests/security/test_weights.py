@@ -18,6 +18,7 @@ from rldsl.backends.torch.model.load_weights import open_file, weight_files
 
 from rldsl import api
 from rldsl.diag import Failure
+from rldsl.runtime.persist.manifest import DIGEST, manifest_text
 from tests.backend_torch.shards import plan_model
 from tests.checkpoint.runs import run
 from tests.end_to_end.programs import compile_program
@@ -242,21 +243,27 @@ def test_the_tensors_of_a_checkpoint(source: Path, out: Path) -> None:
     edits, texts = FILES | HOLDS | BOXES, []
     for text in edited(file, edits):
         manifest["files"] = {file.name: {"bytes": len(text), "sha256": sha256(text).hexdigest()}}
-        texts.append((text, json.dumps(manifest).encode()))
+        texts.append((text, signed(manifest)))
     found = run_world(1, _resume, (source / "p.plan").read_bytes(), str(out), texts)[0]
     for name, told in zip(edits, found, strict=True):
         assert (name, told) == (name, "RL0762" if name in OTHERS else "RL0761")
 
 
+def signed(manifest: dict[str, Any]) -> bytes:
+    """With the digest that fits, so that what is tested is everything else."""
+    return manifest_text({k: v for k, v in manifest.items() if k != DIGEST}).encode()
+
+
 MANIFESTS: dict[str, Any] = {
-    "step": [-1, 1e400, 1 << 70, "1", None, [], True], "format": [2, None, "1", []],
+    "step": [-1, 1e400, 1 << 70, "1", None, [], True], "format": [1, 3, None, "1", []],
     "files": [[], None, "x", {"": {}}, {"..": {}}, {"../x": {"bytes": 0, "sha256": ""}}],
     "states": [[1], {"a": []}, {"a": 10**400}],
     "data": [{"sums": -5}, {"sums": 1 << 70}, {"sums": "1"}, {"sums": 0.5}, 3],
     "readings": [{"sums": 1}, {"sums": {}}, [1], {"sums": {"batch": 4}}],
     "models": [{"actor": {"done": -1, "made": 0}}, {"actor": {}}, {"actor": []}, {},
                {"actor": {"done": 1 << 70, "made": 1}}],
-    "params": [[], None, 3], "sources": [None, 3, [1]], "seed": [...],
+    "params": [[], None, 3], "sources": [None, 3, [1], {"p.rlf": 3}], "functions": [None, {"r.py": []}],
+    "plan": [None, 3, {}], "seed": [..., None, "1", 1.0, True], "other": [1],
 }
 
 
@@ -264,7 +271,7 @@ def test_the_manifest_of_a_checkpoint(source: Path, out: Path) -> None:
     true = json.loads(next(out.glob("checkpoints/*/checkpoint.json")).read_text())
     cases = [(name, value) for name, values in MANIFESTS.items() for value in values]
     edits = [{k: v for k, v in (true | dict([case])).items() if v is not ...} for case in cases]
-    texts = [json.dumps(edit).encode() for edit in edits]
+    texts = [signed(edit) for edit in edits]
     texts += [b"", b"[]", b"{}", b"null", b'"x"', b"\xff\xfe", b"[" * 200_000, b"1" * 10_000, texts[0][:-9]]
     found = run_world(1, _resume, (source / "p.plan").read_bytes(), str(out), [(None, text) for text in texts])[0]
     told = dict(zip(map(repr, [*cases, *texts[len(cases):]]), found, strict=True))

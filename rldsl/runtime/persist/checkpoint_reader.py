@@ -30,28 +30,29 @@ from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.agreement import any_rank, broadcast_text, gather_texts, ranks_that_differ
 from rldsl.runtime.data.read_positions import SourceReading
 from rldsl.runtime.files import digest
-from rldsl.runtime.persist.checkpoint_writer import FORMAT, MANIFEST, checkpoints, step_of
+from rldsl.runtime.persist.checkpoint_writer import checkpoints, step_of
+from rldsl.runtime.persist.manifest import MANIFEST, Manifest, read_manifest
 from rldsl.runtime.persist.run_identity import program_changes
 from rldsl.sharding.boxes import Box, intersect, local_slice, parameters, pieces_of_rank, slices_within, subtract
 
 StoredBoxes = list[tuple[Box, Path, str]]  # box, file, key in it
 FLOATS = ("F64", "F32", "F16", "BF16")
-MOST = 1 << 62  # of counts
 DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """step: the last one that the checkpoint contains. states, data, readings, models: as in its manifest. changes:
-    what is not as in the program of then."""
+    """One whose files are all as they were written. states, data, readings and models are those of its manifest."""
 
     path: Path
+    # the last one that the checkpoint contains
     step: int
     states: Mapping[str, float]
     data: Mapping[str, int]
     readings: Mapping[str, SourceReading]
     models: Mapping[str, Mapping[str, int]]
     stored: Mapping[str, StoredBoxes] = field(repr=False)
+    # what the program has changed since
     changes: tuple[str, ...] = ()
 
     @property
@@ -110,21 +111,28 @@ def load_checkpoint(asked: Path, header: Mapping[str, Any], device: torch.device
                    help="`checkpoint every K` in the flow writes checkpoints; without `--resume` the run starts from "
                         "the beginning")
     notes: list[str] = []
-    for path in map(Path, names):
-        if other := ranks_that_differ(_bytes(path / MANIFEST), device):
+    for path, before in zip(map(Path, names), [*names[1:], ""], strict=True):
+        data = _bytes(path / MANIFEST)
+        if other := ranks_that_differ(data, device):
             raise fail("RL0766",
                        f"rank{'s' * (len(other) > 1)} {ranks_text(other)} and rank 0 see different checkpoints",
                        place=str(path / MANIFEST),
                        help="the directories of `--out` and `--resume` must be on a file system shared by all "
                             "machines; if they are, try again in a minute: its caches may be outdated")
-        problem, keys = _share(path)
+        manifest, problem = _manifest(path, data)
+        keys: list[tuple[str, str]] = []
+        if manifest is not None:
+            problem, keys = _share(path, manifest)
         if not any_rank((bool(problem),), dist.group.WORLD, device)[0]:
+            assert manifest is not None  # or there is a problem
             every = [entry for text in gather_texts(json.dumps(keys), device) for entry in json.loads(text)]
-            return _read(path, header, every)
+            return _loaded(path, manifest, header, every)
         if problem:
             notes.append(f"{path}: {problem}")
-            print(f"warning: the checkpoint {path} is corrupted ({problem})"
-                  + ("" if whole else "; using the previous one"), file=sys.stderr, flush=True)
+            # all ranks read the same manifest, and each its share of the files
+            if manifest is not None or dist.get_rank() == 0:
+                print(f"warning: the checkpoint {path} is corrupted ({problem})"
+                      + (f"; trying the previous one, {before}" if before else ""), file=sys.stderr, flush=True)
     if not notes:
         raise Failure([])  # another rank has the words
     raise fail("RL0761", "all checkpoints are corrupted", place=str(asked), notes=tuple(notes),
@@ -153,21 +161,30 @@ def drop_later(out: Path, held: LoadedCheckpoint) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _share(path: Path) -> tuple[str, list[tuple[str, str]]]:
+def _manifest(path: Path, data: bytes) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint, or what is wrong with it."""
+    try:
+        manifest = read_manifest(data)
+        name = path.name.removeprefix("step-")
+        if name != path.name and name.isdecimal() and int(name) != manifest.step:
+            raise ValueError(f"it is of step {manifest.step}")
+    except ValueError as error:  # of JSON and of text that is not UTF-8, too
+        return None, f"{MANIFEST}: {shown(str(error)[:300])}"
+    return manifest, ""
+
+
+def _share(path: Path, manifest: Manifest) -> tuple[str, list[tuple[str, str]]]:
     """What is wrong with this rank's share of the files; "" if nothing. And what they hold, as (file, key): so that a
     file is opened by one rank and by those that need what is in it, and not by all."""
     keys: list[tuple[str, str]] = []
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            return f"format {manifest['format']}, expected {FORMAT}", []
-        for name, said in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
+        for name, (size, said) in list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]:
             file = path / Path(name).name
-            if not file.is_file() or file.stat().st_size != said["bytes"] or digest(file) != said["sha256"]:
-                return f"{name} has changed since it was written", []
+            if not file.is_file() or file.stat().st_size != size or digest(file) != said:
+                return f"{shown(name)} has changed since it was written", []
             keys += [(file.name, key) for key in _keys(file)]
     except DAMAGE as error:
-        return f"{MANIFEST} cannot be read: {shown(str(error)[:300])}", []
+        return f"a file cannot be read: {shown(str(error)[:300])}", []
     return "", keys
 
 
@@ -184,16 +201,13 @@ def _keys(file: Path) -> list[str]:
     return keys
 
 
-def _read(path: Path, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> LoadedCheckpoint:
+def _loaded(path: Path, manifest: Manifest, header: Mapping[str, Any], keys: Sequence[tuple[str, str]]
+            ) -> LoadedCheckpoint:
     """Its files are as they were written, which says nothing of who wrote them. keys: what is in which."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        states, data, models = (dict(manifest[kind]) for kind in ("states", "data", "models"))
-        readings = dict(manifest.get("readings", {}))
-        return LoadedCheckpoint(path, _count(manifest["step"]), {k: float(v) for k, v in states.items()},
-                      {k: _count(v) for k, v in data.items()}, {k: SourceReading.read(v) for k, v in readings.items()},
-                      {k: {n: _count(v) for n, v in counts.items()} for k, counts in models.items()},
-                      _stored(path, keys), tuple(program_changes(manifest, json.loads(json.dumps(header)))))
+        changes = tuple(program_changes(manifest.program, json.loads(json.dumps(header))))
+        return LoadedCheckpoint(path, manifest.step, manifest.states, manifest.data, manifest.readings,
+                                manifest.models, _stored(path, keys), changes)
     except DAMAGE as error:
         raise _damaged(path, str(error)) from None
 
@@ -209,12 +223,6 @@ def _stored(path: Path, keys: Sequence[tuple[str, str]]) -> Mapping[str, StoredB
         owner, _, text = key.rpartition("|")
         stored[owner].append((_box(text), path / name, key))
     return stored
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < MOST:
-        raise ValueError(f"{value!r} is not a count")
-    return value
 
 
 def _box(text: str) -> Box:

@@ -3,8 +3,8 @@
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
 `checkpoint.json`, written last: step, plan, states, data positions and what they mean
-(`runtime/data/read_positions.py`), schedules, and the size and sha256 of every file. So it can be read under any layout
-(`checkpoint_reader.py`). Each box is written by one of the ranks that hold it, and nothing is gathered.
+(`runtime/data/read_positions.py`), schedules, the size and sha256 of every file, and a digest of all this
+(`manifest.py`). So it can be read under any layout (`checkpoint_reader.py`). Each box is written by one of the ranks that hold it, and nothing is gathered.
 
 A step waits only for the copy to host memory; a thread writes. The first rank gives the directory its name when every
 rank has reported to the store of the process group, in a directory next to it that no other run uses.
@@ -32,6 +32,7 @@ from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.projection import events
 from rldsl.runtime.comm.agreement import any_rank
 from rldsl.runtime.files import digest, sync
+from rldsl.runtime.persist.manifest import FORMAT, MANIFEST, manifest_text
 from rldsl.runtime.persist.run_identity import program_identity
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
@@ -39,8 +40,6 @@ from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
 from rldsl.sharding.boxes import Box, Parameter, Piece, holdings, local_slice, parameters
 
-FORMAT = 1
-MANIFEST = "checkpoint.json"
 _KEY = "rldsl/checkpoint"
 
 
@@ -199,14 +198,14 @@ class CheckpointWriter:
         if any("problem" in r for r in reports):
             shutil.rmtree(partial, ignore_errors=True)
             return
-        merged: dict[str, Any] = {"files": {}, "states": {}, "data": {}, "readings": {}, "models": {}}
+        merged: dict[str, dict[str, Any]] = {"files": {}, "states": {}, "data": {}, "readings": {}, "models": {}}
         for report in reports:
             merged["files"] |= report["files"]
             for kind, more in report["facts"].items():
                 merged[kind] |= more
         partial.mkdir(parents=True, exist_ok=True)
-        manifest = {"format": FORMAT, "step": step, "plan": self.plan, **self.header, **merged}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        manifest: dict[str, Any] = {"format": FORMAT, "step": step, "plan": self.plan, **self.header, **merged}
+        (partial / MANIFEST).write_text(manifest_text(manifest))
         sync(partial / MANIFEST)
         sync(partial)
         if final.exists():  # of an earlier run that went further; this one has passed the same step again

@@ -1,0 +1,137 @@
+"""`checkpoint.json`: what a checkpoint holds besides tensors, under a digest of its own.
+
+In: facts of a run. Out: text whose last field, `sha256`, covers all others (of their canonical JSON: sorted keys, no
+spaces); and from the bytes of a file, the same facts, each of the type that it was written with.
+Invariant: a manifest with any byte of a value changed, a key missing or a wrong type is damaged, and is never read in
+part. The digest detects damage; whoever can edit the file can also compute another one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from rldsl.runtime.data.read_positions import SourceReading
+
+FORMAT = 2
+MANIFEST = "checkpoint.json"
+DIGEST = "sha256"
+EARLIER = "written by an earlier version, without a digest of its contents"
+MOST = 1 << 62  # of counts
+KEYS = frozenset({"format", "step", "plan", "sources", "functions", "params", "seed", "files", "states", "data",
+                  "readings", "models", DIGEST})
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest that is as it was written."""
+
+    # the last step that the checkpoint contains
+    step: int
+    # id of the plan that wrote it
+    plan: str
+    # sources, functions, params and seed of the program (`run_identity.py`)
+    program: Mapping[str, Any]
+    # file -> its size in bytes and its sha256
+    files: Mapping[str, tuple[int, str]]
+    # state -> its value
+    states: Mapping[str, float]
+    # data source -> the batch read last, from 0
+    data: Mapping[str, int]
+    # data source -> what its position means
+    readings: Mapping[str, SourceReading]
+    # trained model -> counts of its schedule
+    models: Mapping[str, Mapping[str, int]]
+
+
+def manifest_text(facts: Mapping[str, Any]) -> str:
+    """The text of a manifest. facts: all its fields but the digest."""
+    return json.dumps({**facts, DIGEST: _digest(facts)}, indent=1) + "\n"
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """ValueError: it is damaged; the message says what is wrong."""
+    try:
+        held = json.loads(data, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(held, dict):
+        raise ValueError("not an object")
+    if held.get("format") == 1 and DIGEST not in held:
+        raise ValueError(EARLIER)
+    if type(held.get("format")) is not int or held["format"] != FORMAT:
+        raise ValueError(f"format {held.get('format')!r}, expected {FORMAT}")
+    if held.keys() != KEYS:
+        names = sorted(KEYS ^ held.keys())
+        raise ValueError(f"{'missing' if names[0] in KEYS else 'unexpected'} key {names[0]!r}")
+    digest = held.pop(DIGEST)
+    if digest != _digest(held):
+        raise ValueError("it has changed since it was written: its digest does not match")
+    program: dict[str, Any] = {"sources": _texts(held, "sources"), "functions": _texts(held, "functions"),
+               "params": _object(held, "params"), "seed": held["seed"]}
+    if type(held["seed"]) is not int or not isinstance(held["plan"], str):
+        raise ValueError("the seed or the plan has a wrong type")
+    if not all(isinstance(value, bool | int | float | str | list) for value in program["params"].values()):
+        raise ValueError("a parameter has a wrong type")
+    models = _object(held, "models")
+    return Manifest(
+        _count(held["step"]), held["plan"], program,
+        {name: _file(value) for name, value in _object(held, "files").items()},
+        {name: _number(value) for name, value in _object(held, "states").items()},
+        {name: _count(value) for name, value in _object(held, "data").items()},
+        {name: _reading(value) for name, value in _object(held, "readings").items()},
+        {name: {key: _count(count) for key, count in _object(models, name).items()} for name in models})
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _object(held: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = held[name]
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is not an object")
+    return found
+
+
+def _texts(held: Mapping[str, Any], name: str) -> dict[str, str]:
+    found = _object(held, name)
+    if not all(isinstance(value, str) for value in found.values()):
+        raise ValueError(f"{name} has a value that is not text")
+    return found
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MOST:
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) is not float and (type(value) is not int or abs(value) >= MOST):  # a state may be infinite
+        raise ValueError(f"{str(value)[:40]!r} is not a number")
+    return float(value)
+
+
+def _file(value: Any) -> tuple[int, str]:
+    if not isinstance(value, dict) or value.keys() != {"bytes", "sha256"} or not isinstance(value["sha256"], str):
+        raise ValueError("a file has no size or no digest")
+    return _count(value["bytes"]), value["sha256"]
+
+
+def _reading(value: Any) -> SourceReading:
+    try:
+        return SourceReading.read(value)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
