@@ -29,7 +29,8 @@ class RlfLexer(RegexLexer):
         "line": [
             (r"\s+", Whitespace),
             (r"#[^\n]*", Comment.Single),
-            (r"(use)(\s+)(py)?(?=\s|\")", bygroups(Keyword.Namespace, Whitespace, Keyword.Namespace), "inside"),
+            (r"(use)([ \t]+)(py)\b(?=[ \t]*\")", bygroups(Keyword.Namespace, Whitespace, Keyword.Namespace), "inside"),
+            (r"use\b(?=[ \t]+[A-Za-z_\"])", Keyword.Namespace, "inside"),
             (rf"(fn|loss|flow)(\s+)({NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Function), "inside"),
             (rf"(param|state|mesh|data|model)(\s+)({NAME})",
              bygroups(Keyword.Declaration, Whitespace, Name.Variable), "inside"),

@@ -6,8 +6,9 @@ In: an answer. Out: a table of what is found: each call with what it costs and w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
@@ -15,6 +16,8 @@ from rldsl.search.call_costs import Candidate
 from rldsl.search.compiled_placements import CompiledPlacement
 from rldsl.search.evaluator import Assignment, Evaluator
 from rldsl.search.space import Block
+
+LISTED = 3  # placements, the best among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,35 +32,31 @@ class CallRow:
     because: str
 
 
-def call_rows(i: Evaluator, a: Assignment) -> Iterator[CallRow]:
+def call_rows(i: Evaluator, a: Assignment, outcomes: Mapping[Assignment, str] = MappingProxyType({})
+              ) -> Iterator[CallRow]:
+    """outcomes: of `Answer`."""
     now = i.judge(a)
     for c, (job, block, e) in enumerate(zip(i.calls, a.blocks, a.entries, strict=True)):
-        yield CallRow(job.name, block, e.strategy.text(), e.seconds, e.resident + e.active, _next_best_text(i, a, c, now.seconds))
+        yield CallRow(job.name, block, e.strategy.text(), e.seconds, e.resident + e.active, 
+                      _next_best_text(i, a, c, now.seconds, outcomes))
 
 
-def _next_best_text(i: Evaluator, a: Assignment, c: int, now: float) -> str:
+def _next_best_text(i: Evaluator, a: Assignment, c: int, now: float, outcomes: Mapping[Assignment, str]) -> str:
     """What the best of the other layouts would do instead."""
-    job, mine = i.calls[c], a.entries[c]
+    job = i.calls[c]
     if job.number in i.problem.fixed and i.problem.fixed[job.number].strategy is not None:
         return "as in the program"
-    others: list[tuple[float, Candidate]] = []
-    full = 0
-    for e in i.table.entries(job, a.blocks[c].size):
-        if e.strategy.degrees == mine.strategy.degrees:
-            continue
-        entries = i.changed(a.entries, c, e)
-        then = i.judge(Assignment(a.blocks, entries)) if entries is not None else None
-        if then is None:
-            continue
-        if i.fits(then.bytes):
-            others.append((then.seconds, e))
-        else:
-            full += 1
+    neighbors = list(i.neighbors(a, c))
+    others = [(then.seconds, e, then.assignment) for e, then in neighbors if i.fits(then.bytes)]
     if not others:
+        full = len(neighbors)
         return f"{full} other layouts do not fit with the rest" if full else "the only layout that fits"
-    least, e = min(others, key=lambda x: (x[0], x[1].strategy))
+    least, e, assignment = min(others, key=lambda x: (x[0], x[1].strategy))
     longer = least - now
-    return f"next: {e.strategy.text()}, {'+' if longer >= 0 else '-'}{seconds_text(abs(longer))}"
+    if longer >= 0:
+        return f"next: {e.strategy.text()}, +{seconds_text(longer)}"
+    return (f"next: {e.strategy.text()}, estimated {seconds_text(-longer)} faster, but "
+            f"{outcomes.get(assignment, 'not simulated')}")
 
 
 def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
@@ -68,19 +67,29 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
            f"  step   {seconds_text(best.seconds):>10}      {best.timeline.tokens_per_second:,.0f} tokens/s      "
            f"{human(best.bytes)}{memory} peak per rank"]
     if answer.result.bound:
-        end = "" if answer.result.complete else ", search stopped early"
-        parts = f"{answer.result.parts} parts of the space{end}"
-        out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      {parts}")
-    out += [f"  times  {profile}", "", *table_lines(i, best), ""]
+        out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      "
+                   f"{answer.result.parts} parts of the space: {end_text(answer)}")
+    out += [f"  times  {profile}", "", *table_lines(i, best, answer.outcomes), ""]
     if len(answer.best) > 1:
         out.append("  next best")
-        for other in answer.best[1:]:
+        for other in answer.best[1:LISTED]:
             out.append(f"  {seconds_text(other.seconds):>10}  {'; '.join(differences(best, other, i))}")
     return "\n".join(line.rstrip() for line in out) + "\n"
 
 
-def table_lines(i: Evaluator, one: CompiledPlacement) -> Iterator[str]:
-    found = list(call_rows(i, one.judged.assignment))
+def end_text(answer: Answer) -> str:
+    """Why the search ended, and why the gap may be larger than the one that was asked for."""
+    if not answer.result.complete:
+        return "stopped by --seconds or after the most parts that are searched"
+    if answer.gap <= answer.accepted_gap:
+        return f"within the accepted gap of {answer.accepted_gap:.2%}"
+    return (f"within the accepted gap of {answer.accepted_gap:.2%} before simulation, which adds "
+            f"{answer.gap - answer.result.gap:.2%}")
+
+
+def table_lines(i: Evaluator, one: CompiledPlacement, outcomes: Mapping[Assignment, str] = MappingProxyType({})
+                ) -> Iterator[str]:
+    found = list(call_rows(i, one.judged.assignment, outcomes))
     width = max(len(x.call) for x in found)
     how = max(len(x.how) for x in found)
     yield f"  {'call':<{width}}  {'ranks':<11}  {'how':<{how}}  {'seconds':>9}  {'memory':>9}  why"
@@ -109,5 +118,6 @@ def to_json(answer: Answer, cluster: str) -> str:
         "complete": answer.result.complete,
         "best": [{"seconds": one.seconds, "bytes": one.bytes, "calls": [
             {"call": x.call, "ranks": [x.block.start, x.block.stop], "how": x.how, "seconds": x.seconds,
-             "bytes": x.bytes, "why": x.because} for x in call_rows(i, one.judged.assignment)]} for one in answer.best],
+             "bytes": x.bytes, "why": x.because} for x in call_rows(
+                i, one.judged.assignment, answer.outcomes if one is answer.best[0] else {})]} for one in answer.best[:LISTED]],
     }, indent=1)

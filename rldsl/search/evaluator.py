@@ -116,6 +116,21 @@ class Evaluator:
                 out[k] = same[0]
         return tuple(out)
 
+    def neighbors(self, a: Assignment, c: int) -> Iterator[tuple[Candidate, Evaluation]]:
+        """The assignment with each other layout of call `c` on the same ranks, whether it fits or not."""
+        for e in self.table.entries(self.calls[c], a.blocks[c].size):
+            if e.strategy.degrees != a.entries[c].strategy.degrees:
+                entries = self.changed(a.entries, c, e)
+                if entries is not None:
+                    yield e, self.judge(Assignment(a.blocks, entries))
+
+    def faster_neighbors(self, a: Assignment, seconds: float) -> Iterator[Evaluation]:
+        """Those that fit and take less time, of every call whose layout is free."""
+        for c, job in enumerate(self.calls):
+            if self.problem.fixed.get(job.number, FixedCall()).strategy is None:
+                yield from (found for _, found in self.neighbors(a, c)
+                            if found.seconds < seconds and self.fits(found.bytes))
+
     def copies(self, blocks: Sequence[Block], entries: Sequence[Candidate]) -> dict[int, tuple[ReshardCost, int]]:
         """Place of the first call that uses a copy -> its move, and the place of its model's train call."""
         found: dict[int, tuple[ReshardCost, int]] = {}

@@ -40,6 +40,20 @@ def test_pygments_knows_words_by_their_place() -> None:
     assert kinds("flow f() {\n x = mean(r by prompt)\n}")["by"] is Operator.Word
 
 
+@pytest.mark.parametrize(("text", "words"), [
+    ("use std.sft (sft)", ["use"]),
+    ("use  std.sft (sft)", ["use"]),
+    ('use "mine.rlf" (half)', ["use"]),
+    ('use py "judge.py" (judge: gen -> seq)', ["use", "py"]),
+    ("use python (x)", ["use"]),
+    ("use = 1", []),
+    ("py = 1", []),
+])
+def test_pygments_knows_imports(text: str, words: list[str]) -> None:
+    found = [value for kind, value in RlfLexer().get_tokens(text) if kind is Keyword.Namespace]
+    assert found == words
+
+
 def test_pygments_finds_the_lexer_itself() -> None:
     assert get_lexer_for_filename("ppo.rlf").name == get_lexer_by_name("rlf").name == "rlf"
 
