@@ -136,6 +136,25 @@ def test_time_ends_a_search_which_says_so(folder: Path) -> None:
     assert "ended by --seconds" in (folder / "grpo.place.rlf").read_text()
 
 
+def test_a_result_has_one_gap_and_says_why_the_search_ended(folder: Path) -> None:
+    text = searched("--gap", "0.5")
+    assert text.count("gap ") == 2 and "parts of the space: within the accepted gap of 50.00%" in text, text
+    assert "stopped by --seconds" in searched("--gap", "0", "--seconds", "0.000001")
+
+
+def test_what_a_simulation_adds_to_the_gap_is_named(folder: Path) -> None:
+    text = searched("--gap", "0")
+    gap = float(text.split("gap ")[1].split("%")[0])
+    assert gap == 0 or f"which adds {gap:.2f}%" in text
+
+
+def test_no_listed_alternative_is_faster_without_a_reason(folder: Path) -> None:
+    for gap in ("0", "0.3"):
+        for line in searched("--gap", gap).splitlines():
+            if "estimated" in line:
+                assert line.endswith(("slower when simulated", "needs too much memory once compiled")), line
+
+
 def test_the_gap_is_shown_while_it_searches() -> None:
     said: list[str] = []
     asked = work.SearchRequest("grpo.rlf", "two.yaml", {}, None, (), (), 0.0, 0.0, 0.0, Lengths())

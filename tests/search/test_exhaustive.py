@@ -80,6 +80,16 @@ def test_what_is_looked_at_least_is_still_bounded() -> None:
     assert short.bound <= long.bound * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name, nodes, gap", [("ppo", 1, 0.5), ("ppo", 2, 0.05), ("grpo", 1, 0.3), ("dpo", 2, 0.3)])
+def test_a_search_that_ends_early_has_no_faster_neighbor(name: str, nodes: int, gap: float) -> None:
+    """Or the report would list a change of one call that makes the step shorter."""
+    i = instance(name, "1B", cluster(nodes, 4), Lengths(0.0, 200.0))
+    found = branch_and_bound(i, gap=gap)
+    now = found.best[0]
+    assert not list(i.faster_neighbors(now.assignment, now.seconds))
+    assert found.bound <= now.seconds
+
+
 def test_twice_the_same() -> None:
     first, second = (branch_and_bound(instance("grpo", "1B", cluster(2, 4))) for _ in range(2))
     assert first == second
