@@ -114,7 +114,7 @@ def model(s: Setup, size: str, dtype: str = "bfloat16") -> Model:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from examples.tiny import make_tokenizer
-    from rldsl.placement.families import describe
+    from rldsl.models.families import describe
 
     hidden, inner, layers, heads, groups, words = s.shapes[size]
     folder = s.folder / size

@@ -34,8 +34,8 @@ from benchmarks.scale import LLAMA, PPO, directory
 from benchmarks.simulate import PROMPT, make, measured, tau
 from rldsl import api
 from rldsl.clusters import Cluster, preset, read
+from rldsl.models.families import Family, describe
 from rldsl.passes.pipeline import finish
-from rldsl.placement.families import Family, describe
 from rldsl.plan.codec import encode
 from rldsl.search import Options, PreparedProgram, find_placement, prepare_program, unless_locked
 from rldsl.search.answer import run_search

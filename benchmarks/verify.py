@@ -15,8 +15,8 @@ from dataclasses import replace
 from benchmarks.layouts import LLAMA_70B
 from rldsl import api
 from rldsl.graph import model as g
+from rldsl.models.families import Family
 from rldsl.passes import pipeline
-from rldsl.placement.families import Family
 from rldsl.placement.place import place_graph
 from rldsl.plan.events import Fetch, Free, Item, Loop
 from rldsl.plan.model import Mesh, ParamSpec, Plan, Spread

@@ -143,7 +143,7 @@ def draft_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, p
 def placed_source(source: SourceFile, sets: Mapping[str, Scalar] | None = None, place: SourceFile | None = None,
                   overrides: Sequence[str] = (), mode: str = MANUAL) -> Placed:
     """The calls of a program in their places, before any pass."""
-    from rldsl.placement.families import describe
+    from rldsl.models.families import describe
     from rldsl.placement.place import place_graph
 
     graph, name = build_graph(source, sets, place, overrides), place.name if place else ""

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LEAVES = {"source", "diag", "progress"}
 PLAN = LEAVES | {"plan"}
 PLACED = PLAN | {"sharding", "reshard"}
-COMPILER = {"syntax", "semantics", "graph", "placement", "passes"}
+COMPILER = {"syntax", "semantics", "graph", "models", "placement", "passes"}
 RUNTIME = {"runtime", "runtime.comm", "runtime.data", "runtime.state", "runtime.rewards", "runtime.persist",
            "runtime.health", "runtime.metrics", "runtime.interpreter"}
 TORCH_BACKEND = {"backends", "backends.torch", "backends.torch.kernels", "backends.torch.model",
@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": PLAN,
     "reshard": PLAN | {"sharding"},
     "memory": PLACED,
-    "verify": PLACED | {"memory"},
+    "models": PLAN,
+    "verify": PLACED | {"memory", "models"},
     "inspect": PLAN,
     "postmortem": PLAN | {"sharding"},
     "clusters": LEAVES,
@@ -36,9 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "syntax": LEAVES,
     "semantics": PLAN | {"syntax"},
     "graph": PLAN | {"syntax", "semantics", "clusters"},
-    "placement": PLACED | {"graph"},
+    "placement": PLACED | {"graph", "models"},
     "passes": PLACED | {"graph", "placement", "memory", "verify"},
-    "search": PLACED | {"graph", "placement", "passes", "memory", "verify", "clusters", "simulate"},
+    "search": PLACED | {"graph", "models", "placement", "passes", "memory", "verify", "clusters", "simulate"},
     # the runtime
     "runtime": PLAN | {"sharding"},
     "runtime.launch": LEAVES | {"report"},
@@ -49,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.health": PLAN | {"postmortem", "report", "runtime"},
     "runtime.persist": PLACED | {"runtime", "runtime.comm", "runtime.data", "runtime.rewards", "runtime.state"},
     "runtime.metrics": PLAN | {"runtime", "runtime.rewards", "runtime.state"},
-    "runtime.interpreter": PLACED | {"report", "verify"} | RUNTIME,
+    "runtime.interpreter": PLACED | {"models", "report", "verify"} | RUNTIME,
     "run": PLAN | {"report"} | RUNTIME,
     "measure": PLAN | {"sharding"} | RUNTIME,
     "backends.torch.kernels": PLAN | {"memory", "runtime"},
@@ -72,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 TORCH = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "flash_attn"}
 MAY_TORCH = {"runtime", "backends", "run", "measure"}
-LAZY_TORCH = {"placement"}
+LAZY_TORCH = {"models"}
 NOT_CODE = {"grammar", "stdlib"}  # packages of files that anything may read
 
 

@@ -69,14 +69,24 @@ def emit(settings: Settings, plan: str, rank: int | None, target: str | None) ->
 @command
 @click.argument("plan")
 def verify(settings: Settings, plan: str) -> None:
-    """Verify PLAN: no deadlock, sound data flow, memory within the limit."""
+    """Verify PLAN: no deadlock, sound data flow, memory within the limit, and models that are what it records."""
     from rldsl import api
     from rldsl.plan.codec import decode, plan_id
     from rldsl.verify import verify as prove
+    from rldsl.verify.model_tables import check_model_tables
 
     data = api.read_bytes(plan)
-    proof = prove(decode(data, plan))
+    decoded = decode(data, plan)
+    proof = prove(decoded)
+    models = check_model_tables(decoded)
+    if models.faults:
+        raise Failure(models.faults)
     say(f"ok {plan}  plan {plan_id(data)}  {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}")
+    if models.compared:
+        say(f"   models compared with their directories: {', '.join(models.compared)}")
+    for name, path in models.unreadable:
+        say(f"   model {name} not compared: {path} cannot be read here; each rank that holds it compares it at its "
+            "start")
 
 
 @command

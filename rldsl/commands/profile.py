@@ -23,7 +23,7 @@ from rldsl.clusters.model import FIELDS, PASSES
 from rldsl.commands.inputs import plan_or_program
 from rldsl.diag import fail
 from rldsl.files import write
-from rldsl.placement.families import describe
+from rldsl.models.families import describe
 from rldsl.plan.codec import encode
 from rldsl.plan.events import ModelCall
 from rldsl.plan.expr import Scalar

@@ -15,7 +15,7 @@ from rldsl.clusters import Cluster, find
 from rldsl.diag import fail
 from rldsl.files import write
 from rldsl.graph.model import Graph
-from rldsl.placement.families import describe
+from rldsl.models.families import describe
 from rldsl.plan.expr import Scalar
 from rldsl.progress import Interrupted
 from rldsl.search import Answer, Options, PreparedProgram, prepare_program, unless_locked

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 
 from rldsl.diag import Diagnostic, Failure, Fix
 from rldsl.graph import model as g
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described, lacking, names, unable, unfit

@@ -13,8 +13,8 @@ from math import gcd, prod
 
 from rldsl.diag import Diagnostic, Failure, Fix, Label, fail
 from rldsl.graph.model import MeshRef
+from rldsl.models.families import Family
 from rldsl.placement.backends import check_name
-from rldsl.placement.families import Family
 from rldsl.placement.model import Place, layout_of, mesh_of
 from rldsl.placement.rules import Choice, Option
 from rldsl.plan.expr import Scalar

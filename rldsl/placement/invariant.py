@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from rldsl.diag import fail
 from rldsl.graph import model as g
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
 from rldsl.plan.backends import described

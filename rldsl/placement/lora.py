@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rldsl.diag import fail
 from rldsl.graph.model import Model
-from rldsl.placement.families import Family, Linear
+from rldsl.models.families import Family, Linear
 from rldsl.placement.peft import adapter
 from rldsl.plan.adapter_names import A, B
 from rldsl.plan.heads import SCORE_WEIGHT

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rldsl.graph.model import Collect, Compute, Generate, Graph, Infer, Node, Select, Train
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
 from rldsl.plan.notation import degrees_text

@@ -7,19 +7,18 @@ trained under one layout; a computation's layout is dp=|mesh|.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
+from rldsl.models.families import Family, describe, sizes_of
 from rldsl.placement import backends, budget, free, invariant, positions, resident, sync, tokenizers
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
-from rldsl.placement.families import Family, describe
 from rldsl.placement.lora import parts
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
 from rldsl.placement.rules import Choice, choose, option_span, resolve
-from rldsl.plan.model import Layout, Mesh, Model, Sizes
+from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.progress import stage
 
 Describe = Callable[..., Family]
@@ -114,15 +113,7 @@ def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed
     own = parts(m, family, seed)
     return Model(m.name, m.kind, m.path, dtype, own.params, family.layers, family.config_digest, home,
                  m.optimizer if home else None, sources=sources, base=own.base, lora=own.lora,
-                 sizes=_sizes(family), invariant=m.invariant)
-
-
-def _sizes(f: Family) -> Sizes:
-    said = dict(f.config)
-    activation = next((json.loads(said[k]) for k in ("hidden_activation", "hidden_act", "activation_function")
-                       if said.get(k, "null") != "null"), "")
-    return Sizes(f.hidden, f.expert_width or f.intermediate, f.heads, f.kv_heads, f.head_dim, f.vocab, str(activation),
-                 f.chosen)
+                 sizes=sizes_of(family), invariant=m.invariant)
 
 
 # ------------------------------------------------------------------------------------------------ calls

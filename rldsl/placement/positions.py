@@ -13,8 +13,8 @@ from typing import Any
 
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
+from rldsl.models.families import Family
 from rldsl.placement.budget import longest
-from rldsl.placement.families import Family
 from rldsl.placement.model import Call, label
 
 CHANGING = ("dynamic", "longrope")  # in transformers' names; the others are one function of the position

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.placement.model import Call, Place
 from rldsl.plan.model import Model
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from rldsl.diag import Diagnostic, Failure, Label
 from rldsl.graph import model as g
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 
 
 def _readers(graph: g.Graph) -> dict[str, list[str]]:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from posixpath import normpath
 
 from rldsl.plan.events import Save
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
 
 OUT, STEP = "{out}", "{step}"
+KERNEL = ("/proc", "/sys", "/dev")  # file systems whose files are views of the kernel and of its devices
+SHARED_MEMORY = "/dev/shm"  # an ordinary file system in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,17 @@ def _once(reads: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     for what, path in reads:
         found.setdefault(path, []).append(what)
     return tuple((", ".join(dict.fromkeys(what)), path) for path, what in found.items())
+
+
+def in_kernel_files(path: str) -> bool:
+    """Whether an absolute path lies among the kernel's own files. They are not data, and reading one may block, never
+    end, or change something, although some of them say that they are regular files."""
+    normal = normpath(path)
+    return not _below(normal, SHARED_MEMORY) and any(_below(normal, top) for top in KERNEL)
+
+
+def _below(path: str, top: str) -> bool:
+    return path.lstrip("/").split("/")[: top.count("/")] == top.lstrip("/").split("/") and path.startswith("/")
 
 
 def text(found: Paths, out: str = "OUT") -> str:

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby, product
 
 from rldsl.graph import model as g
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.placement.model import Call, Placed
 from rldsl.placement.rules import names_of
 from rldsl.plan.expr import Scalar

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from rldsl.clusters import Cluster
 from rldsl.graph import model as g
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.placement.model import Call, Placed, label
 from rldsl.placement.place import Flow
 from rldsl.plan.expr import Program

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from math import gcd
 from typing import Literal, NamedTuple
 
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.placement.model import Place, layout_of
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
 

@@ -13,9 +13,9 @@ from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.memory import curves
 from rldsl.memory.curve import peak
+from rldsl.models.families import Family
 from rldsl.passes.emit import emit
 from rldsl.passes.pipeline import run
-from rldsl.placement.families import Family
 from rldsl.placement.model import Call, Placed
 from rldsl.placement.place import place_graph
 from rldsl.progress import listening, stage

@@ -46,6 +46,8 @@ def _fits(weight: ParamSpec, a: ParamSpec, b: ParamSpec, lora: Lora) -> bool:
         return False
     if any((x.stage, x.layers) != (weight.stage, weight.layers) for x in (a, b)):
         return False
+    if any((x.style, x.experts, x.stored) != ("replicated", 0, ()) for x in (a, b)):
+        return False
     split = weight.split
     side = None if split is None else (split.dim == 0) != lora.transposed  # whether the output is divided
     divided, whole = (b, a) if side else (a, b)

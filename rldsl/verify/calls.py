@@ -124,6 +124,8 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         )
     if not t.models[e.model].head.generates or t.spreads[e.spread].unit != "prompt":
         yield problem("RL0615", f"{name(e)} needs a model that generates, and a spread by prompts", e)
+    if t.data[p.data].kind != "prompts" or p.max_response_tokens:
+        yield problem("RL0615", f"{name(e)} continues {e.prompts}, whose rows have responses already", e)
 
 
 def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:

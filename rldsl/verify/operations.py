@@ -226,13 +226,17 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
         for b in e.writes
     ):
         yield problem("RL0614", f"{name(e)} must write all rows on every rank of its mesh", e)
-    ends = ("chosen", "rejected") if t.data[e.data].kind == "pairs" else ("",)
+    data = t.data[e.data]
+    ends = ("chosen", "rejected") if data.kind == "pairs" else ("",)
     if len(e.frames) != len(ends) or not all(any(f.endswith(end) for f in e.frames) for end in ends):
         yield problem("RL0615", f"{name(e)}: {e.data} has no frames {', '.join(e.frames)}", e)
     for f in e.frames:
         frame = t.frames[f]
-        if (frame.partial, frame.data, frame.count) != (f if once else "", e.data, t.data[e.data].batch):
+        shape = (frame.partial, frame.of, frame.data, frame.count, frame.per_prompt)
+        if shape != (f if once else "", "", e.data, t.data[e.data].batch, 1):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
+        if (frame.max_prompt_tokens, frame.max_response_tokens) != (data.max_prompt_tokens, data.max_answer_tokens):
+            yield problem("RL0615", f"{name(e)} fetches frame {f}, whose limits are not those of {e.data}", e)
         for part in ("tokens", "lengths", "columns"):
             v = t.values.get(f"{f}.{part}")
             if v is not None and (v.frame, v.extent) != (f, part):

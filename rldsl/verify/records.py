@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.backends import described
+from rldsl.plan.disk_paths import in_kernel_files
 from rldsl.plan.events import Generate, Sampling
 from rldsl.plan.expr import LEVELS
 from rldsl.plan.model import ROLES, Data, Layout, Model, Optimizer, ParamSpec, Value
@@ -35,6 +36,7 @@ def check_records(t: Tables) -> Iterator[Diagnostic]:
     for f in t.plan.functions:
         if f.returns not in ("seq", "prompt"):
             yield from _bad(f"function {f.id}", f"returns level {f.returns}")
+        yield from _bad(f"function {f.id}", _reads(f.path))
     for e, _ in t.events:
         if isinstance(e, Generate) and (fault := _sampling(e.sampling)):
             yield problem("RL0612", f"{name(e)} {fault}", e)
@@ -72,6 +74,8 @@ def _model(m: Model) -> str:
         return f"has dtype {m.dtype}; expected float32 or bfloat16"
     if m.layers < 1:
         return f"has {m.layers} layers"
+    if fault := _reads(m.path, *((m.lora.path,) if m.lora else ())):
+        return fault
     return _optimizer(m.optimizer) if m.optimizer else ""
 
 
@@ -112,10 +116,16 @@ def _parameter(p: ParamSpec, layers: int) -> str:
 def _data(d: Data) -> str:
     if d.batch < 1 or d.max_prompt_tokens < 0 or d.max_answer_tokens < 0:
         return f"has batch {d.batch} and limits {d.max_prompt_tokens}, {d.max_answer_tokens}"
-    roles = [role for role, _ in d.columns]
-    if len(set(roles)) != len(roles) or not set(roles) <= set(ROLES[d.kind]):
-        return f"of kind {d.kind} has columns for {', '.join(roles)}"
-    return ""
+    if tuple(role for role, _ in d.columns) != ROLES[d.kind] or not all(column for _, column in d.columns):
+        return f"of kind {d.kind} has columns for {', '.join(role for role, _ in d.columns) or 'nothing'}"
+    if d.kind == "prompts" and d.max_answer_tokens:
+        return f"of kind prompts has answers of up to {d.max_answer_tokens} tokens"
+    return _reads(d.path, d.tokenizer)
+
+
+def _reads(*paths: str) -> str:
+    """What a record names to be read."""
+    return next((f"reads {path}, which is not data" for path in paths if "\0" in path or in_kernel_files(path)), "")
 
 
 def _value(v: Value) -> str:

@@ -67,7 +67,7 @@ def _unique(t: Tables) -> Iterator[Diagnostic]:
 
 def _header(t: Tables) -> Iterator[Diagnostic]:
     h = t.plan.header
-    if not 1 <= h.world <= MOST_RANKS or h.devices_per_node < 1 or h.steps < 0:
+    if not 1 <= h.world <= MOST_RANKS or not 1 <= h.devices_per_node <= h.world or h.steps < 0:
         yield _bad("RL0612", f"the header has world {h.world}, devices per node {h.devices_per_node}, steps {h.steps}")
 
 

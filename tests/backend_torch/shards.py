@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from rldsl.placement.families import describe
+from rldsl.models.families import describe
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard, WeightCache
 from rldsl.sharding.layout import axis_ranks, coordinate, degree_product

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rldsl.graph import model as g
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.plan.events import Sampling
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Frame, Optimizer, ParamSpec, Split, Value

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.placement.families import describe
+from rldsl.models.families import describe
 from rldsl.plan.model import ParamSpec, Split
 from tests.tiny import make_model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rldsl.placement.directory import tokenizer
+from rldsl.models.directory import tokenizer
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
 BOS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},

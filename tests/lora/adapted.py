@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from rldsl.graph import model as g
-from rldsl.placement.families import describe
+from rldsl.models.families import describe
 from rldsl.placement.lora import parts
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.model import Lora, Model, Optimizer

@@ -10,7 +10,7 @@ import pytest
 
 from rldsl import api
 from rldsl.diag import Failure
-from rldsl.placement.families import describe
+from rldsl.models.families import describe
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Item, Load, Loop, Realloc
 from rldsl.plan.model import Model, Plan

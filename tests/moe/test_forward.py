@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rldsl.diag import Failure
-from rldsl.placement.families import describe
+from rldsl.models.families import describe
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Optimizer
 from tests.backend_torch.shards import layout_of as at

@@ -306,7 +306,7 @@ def grpo() -> Plan:
         layouts,
         spreads,
         models,
-        (Data("tasks", "jsonl", "t.jsonl", "answers", 8, (("prompt", "q"),), "models/a"),),
+        (Data("tasks", "jsonl", "t.jsonl", "prompts", 8, (("prompt", "q"),), "models/a", max_prompt_tokens=16),),
         frames,
         values,
         (Function("exact", "rewards.py", "exact", "cd"),),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rldsl import api
 from rldsl.clusters import Cluster, preset
 from rldsl.graph.model import Graph
-from rldsl.placement.families import Family
+from rldsl.models.families import Family
 from rldsl.plan.model import ParamSpec, Split
 from rldsl.search import PreparedProgram, prepare_program, unless_locked
 from rldsl.search.evaluator import Evaluator

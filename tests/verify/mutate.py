@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure
 from rldsl.plan.events import Event, Every, Item, Loop, Realloc
-from rldsl.plan.model import Plan
+from rldsl.plan.model import ROLES, ParamSpec, Plan, Split
 from rldsl.plan.projection import rank_classes, walk
 from rldsl.reshard import routes, summary
 from rldsl.sharding import dtypes
@@ -244,3 +244,69 @@ def repaired(plan: Plan) -> Plan:
 @cache
 def hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
+
+
+# ------------------------------------------------------------------------------------------- tables of models and data
+
+
+def parameter_mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Every model with another parameter table, of the kind that is consistent with itself: only the model's directory
+    can tell. Each parameter is changed in each way that fits it."""
+    for i, m in enumerate(plan.models):
+        yield f"{m.name}: layers", _row(plan, "models", i, layers=1 if m.layers > 1 else 2)
+        yield f"{m.name}: sizes", _row(plan, "models", i, sizes=replace(m.sizes, kv_heads=m.sizes.kv_heads + 1))
+        yield f"{m.name}: config", _row(plan, "models", i, config_digest="0" * 64)
+        if m.lora is not None:
+            yield f"{m.name}: transposed", _row(plan, "models", i, lora=replace(m.lora, transposed=True))
+        for table in ("params", "base"):
+            specs = getattr(m, table)
+            if len(specs) > 1:
+                yield f"{m.name}.{table}: order", _row(plan, "models", i, **{table: specs[::-1]})
+            for j, spec in enumerate(specs):
+                yield (f"{m.name}.{table} without {spec.name}",
+                       _row(plan, "models", i, **{table: (*specs[:j], *specs[j + 1 :])}))
+                for what, other in _other_specs(spec):
+                    yield (f"{m.name}.{table} {spec.name}: {what}",
+                           _row(plan, "models", i, **{table: (*specs[:j], other, *specs[j + 1 :])}))
+
+
+def _other_specs(spec: ParamSpec) -> Iterator[tuple[str, ParamSpec]]:
+    yield "name", replace(spec, name=f"../../{spec.name}")
+    yield "stage", replace(spec, stage="ends" if spec.stage != "ends" else "first")
+    yield "shape", replace(spec, shape=(*spec.shape[:-1], spec.shape[-1] + 1))
+    yield "stored", replace(spec, stored=("model.norm.weight",))
+    yield "partial", replace(spec, partial=not spec.partial)
+    if spec.layers:
+        yield "layers", replace(spec, layers=spec.layers - 1)
+    if spec.split is None:
+        yield "split", replace(spec, split=Split(0, ((spec.shape[0], 1),)), style="colwise")
+        return
+    yield "whole", replace(spec, split=None, style="replicated")
+    for factor in (2, 3):
+        coarser = tuple((u // factor, n * factor) for u, n in spec.split.parts if u % factor == 0)
+        finer = tuple((u * factor, n // factor) for u, n in spec.split.parts if n % factor == 0)
+        for what, parts in (("coarser", coarser), ("finer", finer)):
+            if len(parts) == len(spec.split.parts):
+                yield f"units {what} by {factor}", replace(spec, split=replace(spec.split, parts=parts))
+
+
+def data_mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Every data source with another kind, other columns or limits, or a path that is no file of rows."""
+    for i, d in enumerate(plan.data):
+        for kind, roles in ROLES.items():
+            if kind != d.kind:
+                yield f"{d.name}: kind {kind}", _row(plan, "data", i, kind=kind)
+                columns = tuple((role, role) for role in roles)
+                yield f"{d.name}: kind {kind} with its columns", _row(plan, "data", i, kind=kind, columns=columns)
+        for path in ("/proc/self/mem", "/proc/self/../self/environ", "/dev/zero", "/sys/kernel/notes", "x\0y"):
+            yield f"{d.name}: path {path!r}", _row(plan, "data", i, path=path)
+            yield f"{d.name}: tokenizer {path!r}", _row(plan, "data", i, tokenizer=path)
+        yield f"{d.name}: columns", _row(plan, "data", i, columns=d.columns[1:])
+        yield f"{d.name}: limit", _row(plan, "data", i, max_prompt_tokens=d.max_prompt_tokens + 1)
+        yield f"{d.name}: answers", _row(plan, "data", i, max_answer_tokens=d.max_answer_tokens + 1)
+
+
+def _row(plan: Plan, table: str, number: int, **new: object) -> Plan:
+    rows = list(getattr(plan, table))
+    rows[number] = replace(rows[number], **new)
+    return replace(plan, **{table: tuple(rows)})

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rldsl.diag import Failure, fail
+from rldsl.plan.disk_paths import in_kernel_files
 
 Stamp = tuple[int, int]  # size and time of a file
 
@@ -31,14 +34,30 @@ def open_file(path: str) -> Any:
         if stat.S_ISDIR(mode):
             raise fail("RL0741", "this data file cannot be opened: it is a directory", place=path,
                        help=f"give a file in it{_reader(Path(path))}")
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(mode) or in_kernel_files(os.path.realpath(path)):
             raise fail("RL0741", "this data file cannot be opened: it is not a regular file", place=path,
                        help="rows are read by byte offset; save them to a regular file first")
         return open(path, "rb")
     except FileNotFoundError:
         raise no_such(path) from None
-    except OSError as error:
-        raise fail("RL0741", f"this data file cannot be opened: {error.strerror}", place=path) from None
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+        raise fail("RL0741", f"this data file cannot be opened: {_reason(error)}", place=path) from None
+
+
+@contextmanager
+def read_file(path: str) -> Iterator[Any]:
+    """The same, for a block that reads it: an error of the disk has a code, too. What Arrow reads is another matter,
+    because it reports damaged data as errors of the system."""
+    with open_file(path) as file:
+        try:
+            yield file
+        except OSError as error:
+            raise fail("RL0741", f"this data file cannot be read: {_reason(error)}", place=path,
+                       help="check the disk, or copy the file to another one") from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _reader(folder: Path) -> str:

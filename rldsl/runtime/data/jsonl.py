@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rldsl.diag import Diagnostic, fail
-from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, open_file
+from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, read_file
 from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, ScannedFile, kind_of
 
 BLOCK = 1 << 20  # bytes read at once
@@ -43,7 +43,7 @@ class JsonLines:
         return f"{self.path}:{row + 1 + bisect_right(self.blanks, row)}"
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        with open_file(self.path) as file:
+        with read_file(self.path) as file:
             if file_stamp(file.fileno()) != self.stamp:
                 raise file_changed(self.path)
             found = []
@@ -58,7 +58,7 @@ def scan(path: str, needs: RowNeeds) -> ScannedFile:
     the number of the others."""
     offsets, blanks = array("q"), array("q")
     check: RowCheck | None = None
-    with open_file(path) as file:
+    with read_file(path) as file:
         made = file_stamp(file.fileno())
         number = 0
         for block, starts in _blocks(file):

@@ -21,6 +21,7 @@ from rldsl.plan.disk_paths import paths, shown, text
 from rldsl.plan.events import Checkpoint, Compute, Event, Fetch, Item
 from rldsl.plan.model import Function, Plan
 from rldsl.plan.projection import schedule
+from rldsl.plan.references import Role, references
 from rldsl.report import render
 from rldsl.runtime.comm.agreement import raise_together
 from rldsl.runtime.comm.world import check_hosts, check_same_plan, gather_hosts, join
@@ -50,6 +51,7 @@ from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.step import StepState
 from rldsl.verify import verify
+from rldsl.verify.model_tables import check_model_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     world = join(plan, dist.get_rank(), device, options.timeout)
     context = RunContext(plan, world, _writable(out), options.allow_write)
     own = schedule(plan.body, plan.meshes, context.rank)
+    _check_models(plan, own)
     writer = open_writer(context, file.id, watchdog) if any(isinstance(e, Checkpoint) for e in _events(own)) else None
     resumed = _resumed(context, options)
     step, reader = StepState(context), DataReader(context)
@@ -90,6 +93,14 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     check_evaluations(context, reader, own)
     _check_files(context, options)
     return Start(context, own, step, reader, writer, resumed)
+
+
+def _check_models(plan: Plan, own: Sequence[Item]) -> None:
+    """That the models which this rank holds are what the plan says, before any of their weights is read. A directory
+    that is not there is left to the loader, which may not need it."""
+    held = {r.id for event in _events(own) for r in references(event) if r.role is Role.MODEL}
+    if faults := check_model_tables(plan, held).faults:
+        raise Failure(faults)
 
 
 def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:

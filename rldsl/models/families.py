@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
-from rldsl.placement import arithmetic, experts
-from rldsl.placement import directory as files
+from rldsl.models import arithmetic, experts
+from rldsl.models import directory as files
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
-from rldsl.plan.model import ParamSpec, Split
+from rldsl.plan.model import ParamSpec, Sizes, Split
 from rldsl.source import Span
 
 ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
@@ -38,15 +38,11 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """layers, heads, kv_heads: counts. hidden, head_dim, intermediate: sizes. tp_problem, pp_problem: why tensor or
-    pipeline parallelism cannot divide this model, "" if it can. tokenizer: sha256 of what decides token ids.
-    itemsize: bytes of a parameter in the directory's own dtype. config: (key, JSON) of what says how the parameters are
-    used, sorted. linears: what can have an adapter. experts: of a layer, 0 without any; chosen: of them, for a token;
-    expert_width: of one."""
+    """A model as its directory describes it."""
 
-    name: str
+    name: str  # the model_type of its config, "qwen3"
     path: str
-    kind: str
+    kind: str  # its head
     params: tuple[ParamSpec, ...]
     layers: int
     heads: int
@@ -56,23 +52,30 @@ class Family:
     intermediate: int
     vocab: int
     max_positions: int
-    itemsize: int
-    config_digest: str
-    tokenizer: str
-    tp_problem: str = ""
-    pp_problem: str = ""
-    config: tuple[tuple[str, str], ...] = ()
-    linears: tuple[Linear, ...] = ()
-    experts: int = 0
-    chosen: int = 0
-    expert_width: int = 0
+    itemsize: int  # bytes of a parameter in the directory's own dtype
+    config_digest: str  # sha256 of config.json
+    tokenizer: str  # sha256 of what decides token ids
+    tp_problem: str = ""  # why tensor parallelism cannot divide this model; "" if it can
+    pp_problem: str = ""  # the same for pipeline parallelism
+    config: tuple[tuple[str, str], ...] = ()  # (key, JSON) of what says how the parameters are used, sorted
+    linears: tuple[Linear, ...] = ()  # what can have an adapter
+    experts: int = 0  # of a layer; 0 without any
+    chosen: int = 0  # experts that work on a token
+    expert_width: int = 0  # of one expert
 
 
 def describe(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
     """The family of the model in directory `path`; kind: the name of its head. trained: a model
     that is trained may begin with a new head."""
     directory = Path(path)
-    there = files.check(directory, path, kind, span, trained)
+    names = files.check(directory, path, kind, span, trained)
+    return replace(describe_architecture(path, kind, names, span), tokenizer=files.tokenizer(directory))
+
+
+def describe_architecture(path: str, kind: str, names: frozenset[str], span: Span | None = None) -> Family:
+    """What follows from config.json, the names of the tensors of the directory, and the installed transformers; the
+    rest of the directory is not looked at, and `tokenizer` is "". Errors: RL0303."""
+    directory = Path(path)
     config = _config(directory, path, span)
     _check_head(config, path, kind, span)
     skeleton = _skeleton(config, path, span)
@@ -83,17 +86,26 @@ def describe(path: str, kind: str, span: Span | None = None, trained: bool = Fal
     sizes = dict(heads=heads, kv_heads=int(getattr(text, "num_key_value_heads", None) or heads), hidden=hidden,
                  head_dim=int(getattr(text, "head_dim", None) or hidden // heads))
     layers = int(text.num_hidden_layers)
-    params, tp_problem, pp_problem = _specs(skeleton, config, layers, kind, sizes, there)
+    params, tp_problem, pp_problem = _specs(skeleton, config, layers, kind, sizes, names)
     mixed = [s for s in params if s.experts]
     itemsize = {"bfloat16": 2, "float16": 2}.get(str(getattr(config, "dtype", "float32")).removeprefix("torch."), 4)
     return Family(name=str(config.model_type), path=path, kind=kind, params=params, layers=layers,
                   intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden), vocab=int(text.vocab_size),
                   max_positions=int(getattr(text, "max_position_embeddings", 0) or 0), itemsize=itemsize,
                   config_digest=sha256((directory / "config.json").read_bytes()).hexdigest(),
-                  tokenizer=files.tokenizer(directory), tp_problem=tp_problem, pp_problem=pp_problem,
+                  tokenizer="", tp_problem=tp_problem, pp_problem=pp_problem,
                   config=_meaning(config), linears=_linears(skeleton, params),
                   experts=min((s.experts for s in mixed), default=0), chosen=experts.chosen(text) if mixed else 0,
                   expert_width=min((s.shape[2] for s in mixed if s.name.endswith("down_proj")), default=0), **sizes)
+
+
+def sizes_of(family: Family) -> Sizes:
+    """As a plan's model record has them."""
+    config = dict(family.config)
+    activation = next((json.loads(config[k]) for k in ("hidden_activation", "hidden_act", "activation_function")
+                       if config.get(k, "null") != "null"), "")
+    return Sizes(family.hidden, family.expert_width or family.intermediate, family.heads, family.kv_heads,
+                 family.head_dim, family.vocab, str(activation), family.chosen)
 
 
 def _meaning(config: Any) -> tuple[tuple[str, str], ...]:

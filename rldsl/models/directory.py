@@ -30,7 +30,7 @@ def check(directory: Path, path: str, kind: str, span: Span | None, trained: boo
     if not any((directory / name).is_file() for name in TOKENIZERS):
         raise fail("RL0302", f'the model directory "{path}" has no tokenizer', span, "tokenizer.json is missing",
                    help="save one to the directory: `AutoTokenizer.from_pretrained(...).save_pretrained(directory)`")
-    names = _tensor_names(directory, path, span)
+    names = tensor_names(directory, path, span)
     if not names:
         raise fail("RL0302", f'the model directory "{path}" has no weights', span, "no *.safetensors file",
                    help="save the model with `save_pretrained`, which writes safetensors")
@@ -41,7 +41,7 @@ def check(directory: Path, path: str, kind: str, span: Span | None, trained: boo
     return names
 
 
-def _tensor_names(directory: Path, path: str, span: Span | None) -> frozenset[str]:
+def tensor_names(directory: Path, path: str, span: Span | None = None) -> frozenset[str]:
     """Names in the index, or in the headers of the safetensors files (8 bytes of length, then JSON)."""
     index = directory / "model.safetensors.index.json"
     try:
