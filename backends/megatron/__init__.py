@@ -11,7 +11,6 @@ import warnings
 from typing import TYPE_CHECKING
 
 from rldsl.backends.megatron.describe import DESCRIPTION
-
 from rldsl.diag import fail
 from rldsl.plan.backends import lacking, unfit
 from rldsl.plan.model import Layout, Mesh, Model

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rldsl.backends.megatron.names import LAYER, Table
-from rldsl.backends.torch.model.load_weights import HeldPieces
 from torch import nn
 
+from rldsl.backends.megatron.names import LAYER, Table
+from rldsl.backends.torch.model.load_weights import HeldPieces
 from rldsl.runtime.backend import WeightCache
 from rldsl.sharding.boxes import Parameter, local_shape
 

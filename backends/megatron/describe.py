@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 from rldsl.backends.megatron.names import FAMILIES, mapped_parameters
-
 from rldsl.plan.backends import Description, Facts
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout

@@ -24,6 +24,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
 from rldsl.backends.megatron.kernels import Kernels
 from rldsl.backends.torch.model.collectives import (
     all_gather,
@@ -31,8 +33,6 @@ from rldsl.backends.torch.model.collectives import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from rldsl.backends.torch.model.experts import TokenDispatcher
-from torch import nn
-
 from rldsl.runtime.backend import Axis
 
 

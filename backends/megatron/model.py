@@ -30,11 +30,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import nn
+
 from rldsl.backends.megatron.experts import experts_class
 from rldsl.backends.megatron.kernels import Kernels
 from rldsl.backends.torch.model.attention import PackedAttention
-from torch import nn
-
 from rldsl.runtime.backend import Axis
 
 ProductAndBias = tuple[torch.Tensor, torch.Tensor | None]  # what a linear layer returns; the bias is still to be added

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+
 from rldsl.backends.megatron.blocks import Block
 from rldsl.backends.megatron.stage import MegatronStage
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.shard import TorchShard
 from rldsl.backends.torch.train.optimizer import Trainer
-
 from rldsl.runtime.backend import Shard
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
 from rldsl.backends.megatron.blocks import Block, ModuleTensor, build_blocks
 from rldsl.backends.megatron.kernels import Kernels, kernels_here
 from rldsl.backends.megatron.model import HeadNorm, PackedSequences, gpt
@@ -29,9 +32,6 @@ from rldsl.backends.torch.model.load_weights import HeldPieces, allocate_paramet
 from rldsl.backends.torch.model.recompute import ActivationCheckpointing
 from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, SequenceParallel, pad_rows
 from rldsl.backends.torch.model.zero import ZeroSharding
-from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.runtime.backend import Axes, Axis, WeightCache

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from rldsl.backends.megatron.blocks import Block, ModuleTensor
-from rldsl.backends.torch.model.zero import Unit
 from torch import nn
 
+from rldsl.backends.megatron.blocks import Block, ModuleTensor
+from rldsl.backends.torch.model.zero import Unit
 from rldsl.runtime.backend import Axis
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.generate import generate
 from rldsl.backends.torch.model.invariant import Invariant
@@ -19,7 +20,6 @@ from rldsl.backends.torch.model.outputs import model_outputs
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.backends.torch.train.optimizer import Trainer
 from rldsl.backends.torch.train.pipeline import pipeline_forward, pipeline_forward_backward
-
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout, Mesh, Model

@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rldsl.plan import heads
 from rldsl.plan.events import Item
 from rldsl.plan.expr import Level, Program, Scalar
 from rldsl.plan.function import Function
-from rldsl.plan import heads
 from rldsl.plan.heads import HeadName
 
 FORMAT = 1

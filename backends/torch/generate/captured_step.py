@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
-from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Outputs, trace
 
+from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Outputs, trace
 from rldsl.memory.decoding import KEPT
 
 CALLS_BEFORE_CAPTURE = 1  # a capture takes as long as a few calls

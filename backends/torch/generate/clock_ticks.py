@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from rldsl.backends.torch.generate.engine import Engine, ScheduledBatch
 from rldsl.backends.torch.generate.scheduler import MicroBatchGroup
-
 from rldsl.runtime.backend import Axes, Axis
 
 

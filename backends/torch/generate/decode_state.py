@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from rldsl.backends.torch.generate.captured_step import CapturedSteps
 from rldsl.backends.torch.generate.kv_cache import KVCache
 from rldsl.backends.torch.generate.storage_parking import StorageParking

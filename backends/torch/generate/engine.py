@@ -14,6 +14,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
+
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, PrefillAttention
 from rldsl.backends.torch.generate.sampling import Sampler
@@ -21,7 +22,6 @@ from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup
 from rldsl.backends.torch.generate.stop_conditions import StopStrings
 from rldsl.backends.torch.model.attention import VarlenAttention
 from rldsl.backends.torch.model.stage import Stage
-
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.store import offsets_within
 

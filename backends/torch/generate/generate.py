@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
 from rldsl.backends.torch.generate.clock_ticks import run_to_completion
 from rldsl.backends.torch.generate.decode_state import DecodeState, DecodeStates, Responses, keep_parked
 from rldsl.backends.torch.generate.engine import Engine
 from rldsl.backends.torch.generate.sampling import Sampler
 from rldsl.backends.torch.generate.scheduler import Scheduler
 from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
-
 from rldsl.diag import fail
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch
@@ -89,7 +89,7 @@ def _output(prompts: PackedBatch, responses: Responses) -> GenerationOutput:
     tokens = torch.empty(int(lens.sum()), dtype=torch.long, device=lens.device)
     tokens[starts.repeat_interleave(prompts.prompt_lens) + offsets_within(prompts.prompt_lens)] = prompts.tokens
     sampled = torch.arange(responses.tokens.shape[1], device=lens.device) < responses.lengths[:, None]
-    response_starts = starts + prompts.prompt_lens
-    tokens[response_starts.repeat_interleave(responses.lengths) + offsets_within(responses.lengths)] = responses.tokens[sampled]
+    response_starts = (starts + prompts.prompt_lens).repeat_interleave(responses.lengths)
+    tokens[response_starts + offsets_within(responses.lengths)] = responses.tokens[sampled]
     batch = PackedBatch(prompts.rows, prompts.prompt_lens, responses.lengths.clone(), tokens)
     return GenerationOutput(batch, responses.logprobs[sampled], responses.finished.clone())

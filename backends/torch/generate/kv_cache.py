@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
 from rldsl.backends.torch.model.attention import VarlenAttention
-
 from rldsl.runtime.store import offsets_within
 
 

@@ -20,8 +20,9 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from rldsl.backends.torch.generate.storage_parking import StorageParking
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from rldsl.backends.torch.generate.storage_parking import StorageParking
 
 Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
@@ -67,7 +68,7 @@ def trace(function: Callable[[], Outputs], verify: bool = True) -> tuple[Outputs
 
 class _Tracer(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares it without types
         self.ops: list[Callable[[], Any]] = []
         self.made: dict[int, torch.Tensor] = {}  # by storage: a tensor of each storage that an operator made
         self.inputs: set[int] = set()            # storages that existed before

@@ -19,6 +19,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+
 from rldsl.backends.torch.kernels.optional_packages import flash_attn
 
 MAX_HEAD_DIM = 256  # of the packed-sequence kernels

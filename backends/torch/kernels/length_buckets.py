@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.memory.decoding import bucket
 from rldsl.runtime.store import offsets_within
 
@@ -75,7 +76,7 @@ def _join_cells(batches: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-class _Pad(torch.autograd.Function):
+class _Pad(Function):
     """The gradient of a token is that of its own cell: nothing that is read depends on padding."""
 
     @staticmethod
@@ -88,7 +89,7 @@ class _Pad(torch.autograd.Function):
         return _join_cells(grads).index_select(0, ctx.buckets.cell_of_token), None
 
 
-class _Unpad(torch.autograd.Function):
+class _Unpad(Function):
     @staticmethod
     def forward(ctx: Any, buckets: LengthBuckets, *batches: torch.Tensor) -> torch.Tensor:
         ctx.buckets = buckets

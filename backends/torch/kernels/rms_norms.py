@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rldsl.backends.torch.kernels.autograd import Function
 
-class RMSNormFunction(torch.autograd.Function):
+
+class RMSNormFunction(Function):
     """(x [..., H], weight [H], eps [] tensor) -> x / sqrt(mean(x^2) + eps) * weight [..., H]."""
 
     @staticmethod

@@ -10,6 +10,8 @@ all lengths; a part behind a sequence's end reads nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +21,9 @@ TARGET_PROGRAMS = 512  # enough to keep a GPU busy
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
-def _part(queries, keys, values, positions, sums, stats, first, scale, window, slot, token, head,
-          HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-          PART: tl.constexpr, BLOCK: tl.constexpr):
+def _part(queries: Any, keys: Any, values: Any, positions: Any, sums: Any, stats: Any, first: Any, scale: Any,
+          window: Any, slot: Any, token: Any, head: Any, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
+          ROWS: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """One part of the keys of sequence s and KV head h.
 
     slot, token, head: strides of keys and values. EACH query heads of SIZE elements share a KV head; ROWS and WIDE are
@@ -59,8 +61,8 @@ def _part(queries, keys, values, positions, sums, stats, first, scale, window, s
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no type hints
-def _join(sums, stats, out, parts, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-          WIDE: tl.constexpr):
+def _join(sums: Any, stats: Any, out: Any, parts: Any, HEADS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
+          ROWS: tl.constexpr, WIDE: tl.constexpr) -> None:
     """Combines the parts of sequence s and KV head h. At least one of them has a finite largest score: a query sees its
     own position."""
     s, h = tl.program_id(0), tl.program_id(1)

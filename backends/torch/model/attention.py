@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from transformers import AttentionInterface
+
 from rldsl.backends.torch.kernels.attention_kernels import flash_varlen_attention, has_varlen_kernel
 from rldsl.backends.torch.kernels.length_buckets import LengthBuckets
 from rldsl.backends.torch.kernels.optional_packages import flash_attn
-from transformers import AttentionInterface
-
 from rldsl.diag import fail
 from rldsl.runtime.store import offsets_within
 

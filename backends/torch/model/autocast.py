@@ -8,15 +8,16 @@ master copy. Gradients pass the rounding unchanged (a straight-through estimator
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from rldsl.backends.torch.kernels.autograd import Function
 
-class _RoundToBfloat16(torch.autograd.Function):
+
+class _RoundToBfloat16(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().float()
@@ -43,26 +44,24 @@ def round_parameter(module: nn.Module, attribute: str) -> None:
     """Make `module` compute with its parameter `attribute` rounded. The parameter itself stays as it is, in
     `module._parameters`."""
     if not isinstance(module, nn.Embedding):
-        module.__class__ = _with_property(type(module), attribute)
+        plain: type = type(module)
+        module.__class__ = _with_property(plain, attribute)
         return
-    module.__class__ = _with_rounded_lookup(type(module))
+    embedding: type = type(module)
+    module.__class__ = _with_rounded_lookup(embedding)
     for name, buffer in module.named_buffers(recurse=False):  # a scale, which families cast to the table's dtype
         setattr(module, name, buffer.bfloat16().float() if buffer.is_floating_point() else buffer)
 
 
 @cache
-def _with_property(kind: Hashable, attribute: str) -> Any:
+def _with_property(kind: type, attribute: str) -> Any:
     """The class with the parameter as a property. kind: a class of modules."""
-    if not isinstance(kind, type):
-        raise TypeError(kind)
     return type(kind.__name__, (kind,),
                 {attribute: property(lambda self: round_to_bfloat16(self._parameters[attribute]))})
 
 
 @cache
-def _with_rounded_lookup(kind: Hashable) -> Any:
+def _with_rounded_lookup(kind: type) -> Any:
     """The class with `_RoundedEmbedding` between a family's own embedding and torch's, so that what the family does to
     the rows comes after the rounding."""
-    if not isinstance(kind, type):
-        raise TypeError(kind)
     return _RoundedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, _RoundedEmbedding), {})

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.runtime.backend import Axis
 
 
@@ -78,7 +79,8 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _own_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return x.unflatten(0, (axis.size, -1))[axis.index]
+    rows: torch.Tensor = x.unflatten(0, (axis.size, -1))[axis.index]
+    return rows
 
 
 def _exchange(rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], axis: Axis) -> torch.Tensor:
@@ -87,7 +89,7 @@ def _exchange(rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Seque
     return out
 
 
-class _CopyToRegion(torch.autograd.Function):
+class _CopyToRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
@@ -100,7 +102,7 @@ class _CopyToRegion(torch.autograd.Function):
         return grad, None
 
 
-class _ReduceFromRegion(torch.autograd.Function):
+class _ReduceFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         x = x.contiguous()
@@ -112,7 +114,7 @@ class _ReduceFromRegion(torch.autograd.Function):
         return grad, None
 
 
-class _GatherReduceScatter(torch.autograd.Function):
+class _GatherReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
@@ -123,7 +125,7 @@ class _GatherReduceScatter(torch.autograd.Function):
         return reduce_scatter(grad, ctx.axis), None
 
 
-class _GatherSlice(torch.autograd.Function):
+class _GatherSlice(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
@@ -134,7 +136,7 @@ class _GatherSlice(torch.autograd.Function):
         return _own_rows(grad, ctx.axis), None
 
 
-class _Slice(torch.autograd.Function):
+class _Slice(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
@@ -145,7 +147,7 @@ class _Slice(torch.autograd.Function):
         return all_gather(grad, ctx.axis), None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
@@ -156,7 +158,7 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.axis), None
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], axis: Axis
                 ) -> torch.Tensor:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
 from rldsl.backends.torch.kernels.attention_kernels import flash_varlen_attention, has_varlen_kernel
 from rldsl.backends.torch.kernels.optional_packages import flash_attn
 from rldsl.backends.torch.model.collectives import gather_from_sequence_parallel_region
-
 from rldsl.runtime.backend import Axis
 from rldsl.runtime.store import offsets_within
 
@@ -135,5 +135,5 @@ def _cells(lengths: torch.Tensor, width: int) -> torch.Tensor:
 
 def _to_batch(x: torch.Tensor, cells: torch.Tensor, count: int, width: int) -> torch.Tensor:
     """[n, heads, D] -> [count, heads, width, D]."""
-    batch = x.new_zeros(count * width, *x.shape[1:]).index_copy(0, cells, x)
-    return batch.unflatten(0, (count, width)).transpose(1, 2)
+    batch: torch.Tensor = x.new_zeros(count * width, *x.shape[1:]).index_copy(0, cells, x).unflatten(0, (count, width))
+    return batch.transpose(1, 2)

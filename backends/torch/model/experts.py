@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+
 from rldsl.backends.torch.model.collectives import (
     all_to_all,
     copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
 )
-from torch import nn
-
 from rldsl.runtime.backend import Axis
 
 

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from rldsl.backends.torch.kernels.autograd import Function
+
 ROWS = 16  # of a matrix product at a time
 KEYS = 64  # of a block of attention
 
@@ -31,7 +33,7 @@ class Invariant(TorchFunctionMode):
         return REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
-class _BlockedProduct(torch.autograd.Function):
+class _BlockedProduct(Function):
     """x [n, k] @ right [k, m], one block of rows after another."""
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rldsl.backends.torch.kernels.autograd import Function
 from rldsl.runtime.backend import Axis
 
 
@@ -29,7 +30,7 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
     return logprobs, entropy if want_entropy else None
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenLogprobs(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
                 tp: Axis, vocab_start: int, want_entropy: bool, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:

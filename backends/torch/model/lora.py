@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rldsl.backends.torch.model.load_weights import HeldPieces, copy_pieces, load, open_file, tensor_slice
 
+from rldsl.backends.torch.model.load_weights import HeldPieces, copy_pieces, load, open_file, tensor_slice
 from rldsl.diag import fail
 from rldsl.plan.adapter_names import WEIGHTS, A, module_of, stored_name
 from rldsl.plan.heads import SCORE_WEIGHT

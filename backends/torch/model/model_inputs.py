@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
 from rldsl.backends.torch.model.attention import PackedAttention, VarlenAttention
 from rldsl.backends.torch.model.context_parallel import ContextParallelAttention, Partition
 from rldsl.backends.torch.model.sequence_parallel import PaddedAttention, SequenceParallel, pad_rows
-
 from rldsl.diag import fail
 from rldsl.runtime.backend import Axis, PackedBatch
 from rldsl.runtime.store import offsets_within

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 import torch
+
 from rldsl.backends.torch.model.logprobs import token_logprobs
 from rldsl.backends.torch.model.model_inputs import ModelInputs
 from rldsl.backends.torch.model.stage import Stage
-
 from rldsl.memory.logits import rows_at_once
 from rldsl.plan.heads import OUTPUTS
 

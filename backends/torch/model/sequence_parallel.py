@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+
 from rldsl.backends.torch.model.attention import PackedAttention
 from rldsl.backends.torch.model.collectives import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from torch import nn
-
 from rldsl.plan.model import ParamSpec
 from rldsl.runtime.backend import Axis
 

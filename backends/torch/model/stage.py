@@ -16,6 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
 from rldsl.backends.torch.kernels.rms_norms import fuse_norms
 from rldsl.backends.torch.model import attention
 from rldsl.backends.torch.model.attention import PackedAttention
@@ -28,11 +33,6 @@ from rldsl.backends.torch.model.recompute import ActivationCheckpointing
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathered_children
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
 from rldsl.backends.torch.model.zero import Unit, UnitGroup, ZeroSharding
-from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.initialization import no_init_weights
-from transformers.pytorch_utils import Conv1D
-
 from rldsl.diag import fail
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
@@ -283,10 +283,10 @@ def _skeleton(config: Any) -> Any:
 def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
+        register(self, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]  # only while the model is constructed
     try:

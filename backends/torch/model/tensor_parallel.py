@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from rldsl.backends.torch.model.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from rldsl.backends.torch.model.lora import LoraAdapter
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel
-from torch import nn
-
 from rldsl.runtime.backend import Axis
 
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.stage import Stage
-
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes
 from rldsl.sharding.boxes import local_slice, pieces_at, replicas, slices, volume

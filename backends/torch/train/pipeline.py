@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+
 from rldsl.backends.torch.model.model_inputs import ModelInputs
 from rldsl.backends.torch.model.stage import Stage
-
 from rldsl.runtime.backend import Axis
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
 
