@@ -67,7 +67,7 @@ class Row:
     cpu: float
     mcmc: float
     off: float
-    parts: int
+    num_nodes: int
     how: str
 
     @property
@@ -100,9 +100,10 @@ def case(size: str, ranks: int, known: Callable[..., Family]) -> Row | None:
         best, bound = answer.best[0], answer.result.bound
     finish(best.plan, ())  # the plan is verified
     ways = "; ".join(f"{j.name} {b.size}: {e.strategy.text()}" for j, b, e in zip(
-        instance.calls, best.judged.assignment.blocks, best.judged.assignment.entries))
-    off = best.judged.seconds / best.seconds - 1
-    return Row(size, ranks, best.seconds, min(bound, best.seconds), cpu, mcmc(instance, cpu), off, result.parts, ways)
+        instance.calls, best.evaluation.assignment.blocks, best.evaluation.assignment.candidates))
+    off = best.evaluation.seconds / best.seconds - 1
+    return Row(size, ranks, best.seconds, min(bound, best.seconds), cpu, mcmc(instance, cpu), off, result.num_nodes,
+               ways)
 
 
 # ------------------------------------------------------------------------------------------------ the baseline
@@ -110,7 +111,7 @@ def case(size: str, ranks: int, known: Callable[..., Family]) -> Row | None:
 
 def options(i: Evaluator, most: int = 1000) -> list[list[tuple[Block, Candidate]]]:
     """Of each call, the fastest first."""
-    return [sorted(((b, e) for b in i.tree.every for e in i.table.entries(job, b.size)),
+    return [sorted(((b, e) for b in i.tree.all_blocks for e in i.table.candidates(job, b.size)),
                    key=lambda o: o[1].seconds)[:most] for job in i.calls]
 
 
@@ -122,7 +123,7 @@ def mcmc(i: Evaluator, seconds: float, beta: float = 100.0) -> float:
 
     def cost(at: list[int]) -> tuple[float, bool]:
         picked = [every[c][k] for c, k in enumerate(at)]
-        judged = i.judge(Assignment(tuple(b for b, _ in picked), tuple(e for _, e in picked)))
+        judged = i.evaluate(Assignment(tuple(b for b, _ in picked), tuple(e for _, e in picked)))
         return judged.seconds * (1 if i.fits(judged.bytes) else 3), i.fits(judged.bytes)
 
     at = [0] * len(every)
@@ -164,11 +165,11 @@ def real(folder: Path, count: int = 24, steps: int = 4) -> None:
     print(f"{'predicted':>10} {'measured':>10}  placement")
     while len(found) < count:
         picked = [draw.choice(o) for o in every]
-        judged = i.judge(Assignment(tuple(b for b, _ in picked), tuple(e for _, e in picked)))
+        judged = i.evaluate(Assignment(tuple(b for b, _ in picked), tuple(e for _, e in picked)))
         one = compile_assignment(p, i, judged, cluster, lengths)
         file = Path("case.plan")
         file.write_bytes(encode(one.plan))
-        took = measured(file, one.plan.header.world, steps).seconds
+        took = measured(file, one.plan.header.isolated_call, steps).seconds
         found.append((one.seconds, took))
         print(f"{one.seconds:>9.3f}s {took:>9.3f}s  " + "; ".join(
             f"{j.name} {b.start}:{b.stop} {e.strategy.text()}" for j, (b, e) in zip(i.calls, picked)), flush=True)
@@ -181,7 +182,7 @@ def table(rows: list[Row]) -> Iterator[str]:
     yield "  model  ranks      step     bound    gap   CPU s    parts  MCMC/found  evaluated/simulated"
     for r in rows:
         yield (f"  {r.size:>5}  {r.ranks:5,} {r.seconds:>8.2f}s {r.bound:>8.2f}s {r.gap:>6.2%} {r.cpu:>7.2f} "
-               f"{r.parts:>8,} {r.mcmc / r.seconds:>11.3f} {1 + r.off:>12.4f}")
+               f"{r.num_nodes:>8,} {r.mcmc / r.seconds:>11.3f} {1 + r.off:>12.4f}")
     (gate, goal), gap = GATES["gap"], max(r.gap for r in rows)
     yield f"  largest gap {gap:.2%}: / gate ({gate:.0%}) {gap / gate:.2f}, / goal ({goal:.0%}) {gap / goal:.2f}"
     slow = [r.cpu for r in rows if r.ranks == 128]

@@ -18,93 +18,94 @@ from rldsl.graph.model import Graph
 from rldsl.models.families import describe
 from rldsl.plan.expr import Scalar
 from rldsl.progress import Interrupted
-from rldsl.search import Answer, Options, PreparedProgram, prepare_program, unless_locked
-from rldsl.search import find_placement as look
+from rldsl.search import Answer, Options, PreparedProgram, find_placement, prepare_program, unless_locked
 from rldsl.search.branch_and_bound import Result
 from rldsl.simulate import Lengths
 
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """Of a search. seconds: of CPU after which it ends; 0: none. memory: GB of a device; 0: as the cluster says."""
+    """The arguments of a search."""
 
-    file: str
-    cluster: str
-    sets: Mapping[str, Scalar]
-    place: str | None
-    overrides: Sequence[str]
-    locks: Sequence[str]
-    seconds: float
-    memory: float
-    gap: float
-    lengths: Lengths
+    file: str  # of the program
+    cluster: str  # file or preset
+    sets: Mapping[str, Scalar]  # parameters of the program
+    place: str | None  # placement file
+    overrides: Sequence[str]  # rules, as of `--on`
+    locks: Sequence[str]  # selectors of calls that stay as the program has them
+    seconds: float  # of CPU time, after which the search ends; 0: no limit
+    memory: float  # GB per device; 0: as the cluster has it
+    gap: float  # relative, at which the search ends
+    lengths: Lengths  # expected tokens per prompt and response
 
 
-def search(asked: SearchRequest, target: str, as_json: bool) -> str:
-    """Write the placement to `target`; returns what it is, as text or JSON."""
-    from rldsl.search import answer_text
-    from rldsl.search import placement_file as form
+def search(request: SearchRequest, target: str, as_json: bool) -> str:
+    """Write the placement to `target`; returns its description, as text or JSON."""
+    from rldsl.search import answer_text, placement_file
 
-    cluster, p = _prepare(asked)
-    answer, cut = _run_search(p, cluster, asked)
-    text = form.format_placement_file(p, answer, compiler_version(), cluster.name, cut)
+    cluster, p = _prepare(request)
+    answer, timed_out = _run_search(p, cluster, request)
+    text = placement_file.format_placement_file(p, answer, compiler_version(), cluster.name, timed_out)
     write(target, text.encode(), "choose another path with -o")
     if as_json:
         return answer_text.to_json(answer, cluster.name)
-    return answer_text.format_answer(answer, asked.file, cluster.name, cost_source_text(cluster)) + (
-        f"\n  wrote {target}; next: rlc compile {asked.file} --place {target}\n")
+    return answer_text.format_answer(answer, request.file, cluster.name, cost_source_text(cluster)) + (
+        f"\n  wrote {target}; next: rlc compile {request.file} --place {target}\n")
 
 
-def explain(asked: SearchRequest, as_json: bool) -> str:
-    """The placement that the program, the file and the rules say, beside the best one."""
+def explain(request: SearchRequest, as_json: bool) -> str:
+    """The placement of the program, the file and the rules, compared with the best one."""
     from rldsl.search.comparison import compare_with_best, to_json
 
-    cluster, p = _prepare(replace(asked, locks=()))
-    own, fixed = _prepare(replace(asked, locks=("*",)))
-    answer, _ = _run_search(p, cluster, asked)
-    found = compare_with_best(answer, fixed, cluster, asked.lengths)
-    return to_json(found) if as_json else found.text(asked.file, cluster.name)
+    cluster, p = _prepare(replace(request, locks=()))
+    _, fixed = _prepare(replace(request, locks=("*",)))
+    answer, _ = _run_search(p, cluster, request)
+    found = compare_with_best(answer, fixed, cluster, request.lengths)
+    return to_json(found) if as_json else found.text(request.file, cluster.name)
 
 
-def _prepare(asked: SearchRequest) -> tuple[Cluster, PreparedProgram]:
-    cluster = find(asked.cluster)
+def _prepare(request: SearchRequest) -> tuple[Cluster, PreparedProgram]:
+    cluster = find(request.cluster)
     if missing := cluster.unknown():
         raise fail("RL0215", f"`{cluster.name}` does not give the speed of its devices", place=cluster.name,
                    notes=(f"missing: {', '.join(missing)}",),
                    help="start the file with a preset (`preset: h100x8`), add the numbers, or measure this machine "
                         "with `rlc profile`")
-    if asked.memory:
-        cluster = replace(cluster, memory_gb=asked.memory)
-    graph = _graph(asked)
+    if request.memory:
+        cluster = replace(cluster, memory_gb=request.memory)
+    graph = _graph(request)
     memory = int(cluster.memory_gb * 1e9)
-    return cluster, prepare_program(graph, asked.place or "", cluster, memory, unless_locked(graph, asked.locks), describe)
+    free = unless_locked(graph, request.locks)
+    return cluster, prepare_program(graph, request.place or "", cluster, memory, free, describe)
 
 
-def _graph(asked: SearchRequest) -> Graph:
-    rules = api.read_source(asked.place) if asked.place else None
-    return api.build_graph(api.read_source(asked.file), asked.sets, rules, asked.overrides)
+def _graph(request: SearchRequest) -> Graph:
+    rules = api.read_source(request.place) if request.place else None
+    return api.build_graph(api.read_source(request.file), request.sets, rules, request.overrides)
 
 
-def _run_search(p: PreparedProgram, cluster: Cluster, asked: SearchRequest) -> tuple[Answer, bool]:
-    """The answer, and whether time ended the search."""
+def _run_search(p: PreparedProgram, cluster: Cluster, request: SearchRequest) -> tuple[Answer, bool]:
+    """(the answer, whether the time limit ended the search)."""
     begin = time.process_time()
-    cut = [False]
+    timed_out = False
 
-    def going(_: Result) -> bool:
-        cut[0] = bool(asked.seconds) and time.process_time() - begin > asked.seconds
-        return not cut[0]
+    def should_continue(_: Result) -> bool:
+        nonlocal timed_out
+        timed_out = bool(request.seconds) and time.process_time() - begin > request.seconds
+        return not timed_out
 
+    options = Options(gap=request.gap, lengths=request.lengths, should_continue=should_continue)
     try:
-        answer = look(p, cluster, p.placed.memory, Options(gap=asked.gap, lengths=asked.lengths, going=going))
+        answer = find_placement(p, cluster, p.placed.memory, options)
     except KeyboardInterrupt:
         took = time.process_time() - begin
         raise Interrupted(f"interrupted after {took:.0f} s of CPU, nothing was written; with `--seconds "
                           f"{max(took, 1):.0f}` the search stops by then with the best placement found") from None
-    return answer, cut[0]
+    return answer, timed_out
 
 
 def cost_source_text(cluster: Cluster) -> str:
-    """Where the times are from."""
+    """Where the times come from."""
     return "measured by `rlc profile`" if cluster.measured else ("a roofline estimate from operation counts and the "
                                                                  "cluster's rates")
 

@@ -1,7 +1,7 @@
-"""An answer as text for a person, and as JSON for a program.
+"""An answer as text, and as JSON.
 
-In: an answer. Out: a table of what is found: each call with what it costs and why it stands so; then the next best.
-"""
+In: an answer. Out: a table of the best placement, each call with its cost and the reason for its strategy; then the
+next best placements. """
 
 from __future__ import annotations
 
@@ -12,73 +12,71 @@ from types import MappingProxyType
 
 from rldsl.plan.notation import human, seconds_text
 from rldsl.search.answer import Answer
-from rldsl.search.call_costs import Candidate
 from rldsl.search.compiled_placements import CompiledPlacement
 from rldsl.search.evaluator import Assignment, Evaluator
 from rldsl.search.space import Block
 
-LISTED = 3  # placements, the best among them
+NUM_LISTED = 3  # placements, the best among them
+NO_OUTCOMES: Mapping[Assignment, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """One call of a placement. because: what the nearest other strategy on the same ranks would make of the step."""
+    """One call of a placement."""
 
-    call: str
+    call: str  # its name
     block: Block
-    how: str
-    seconds: float
-    bytes: int
-    because: str
+    strategy: str  # as in a clause
+    seconds: float  # of the call, per step
+    bytes: int  # resident and active
+    reason: str  # what the step would take with the next best strategy on the same ranks
 
 
-def call_rows(i: Evaluator, a: Assignment, outcomes: Mapping[Assignment, str] = MappingProxyType({})
-              ) -> Iterator[CallRow]:
-    """outcomes: of `Answer`."""
-    now = i.judge(a)
-    for c, (job, block, e) in enumerate(zip(i.calls, a.blocks, a.entries, strict=True)):
-        yield CallRow(job.name, block, e.strategy.text(), e.seconds, e.resident + e.active, 
+def call_rows(i: Evaluator, a: Assignment, outcomes: Mapping[Assignment, str] = NO_OUTCOMES) -> Iterator[CallRow]:
+    """outcomes: as `Answer.outcomes`."""
+    now = i.evaluate(a)
+    for c, (job, block, e) in enumerate(zip(i.calls, a.blocks, a.candidates, strict=True)):
+        yield CallRow(job.name, block, e.strategy.text(), e.seconds, e.resident_bytes + e.active_bytes,
                       _next_best_text(i, a, c, now.seconds, outcomes))
 
 
 def _next_best_text(i: Evaluator, a: Assignment, c: int, now: float, outcomes: Mapping[Assignment, str]) -> str:
-    """What the best of the other layouts would do instead."""
+    """The step with the best of the other layouts of one call. now: seconds of the step as it is."""
     job = i.calls[c]
     if job.number in i.problem.fixed and i.problem.fixed[job.number].strategy is not None:
         return "as in the program"
     neighbors = list(i.neighbors(a, c))
-    others = [(then.seconds, e, then.assignment) for e, then in neighbors if i.fits(then.bytes)]
-    if not others:
-        full = len(neighbors)
-        return f"{full} other layouts do not fit with the rest" if full else "the only layout that fits"
-    least, e, assignment = min(others, key=lambda x: (x[0], x[1].strategy))
-    longer = least - now
+    fitting = [(e, found) for e, found in neighbors if i.fits(found.bytes)]
+    if not fitting:
+        return f"{len(neighbors)} other layouts do not fit with the rest" if neighbors else "the only layout that fits"
+    e, found = min(fitting, key=lambda x: (x[1].seconds, x[0].strategy))
+    longer = found.seconds - now
     if longer >= 0:
         return f"next: {e.strategy.text()}, +{seconds_text(longer)}"
     return (f"next: {e.strategy.text()}, estimated {seconds_text(-longer)} faster, but "
-            f"{outcomes.get(assignment, 'not simulated')}")
+            f"{outcomes.get(found.assignment, 'not simulated')}")
 
 
 def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
-    """profile: from where the times are."""
-    best, i = answer.best[0], answer.instance
+    """name, cluster: of the program and the cluster. profile: where the times come from."""
+    best, i = answer.best[0], answer.evaluator
     memory = f" of {human(answer.problem.memory)}" if answer.problem.memory else ""
     out = [f"{name} on {cluster}: {answer.problem.world} ranks", "",
            f"  step   {seconds_text(best.seconds):>10}      {best.timeline.tokens_per_second:,.0f} tokens/s      "
            f"{human(best.bytes)}{memory} peak per rank"]
     if answer.result.bound:
         out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      "
-                   f"{answer.result.parts} parts of the space: {end_text(answer)}")
+                   f"{answer.result.num_nodes} parts of the space: {end_text(answer)}")
     out += [f"  times  {profile}", "", *table_lines(i, best, answer.outcomes), ""]
     if len(answer.best) > 1:
         out.append("  next best")
-        for other in answer.best[1:LISTED]:
+        for other in answer.best[1:NUM_LISTED]:
             out.append(f"  {seconds_text(other.seconds):>10}  {'; '.join(differences(best, other, i))}")
     return "\n".join(line.rstrip() for line in out) + "\n"
 
 
 def end_text(answer: Answer) -> str:
-    """Why the search ended, and why the gap may be larger than the one that was asked for."""
+    """Why the search ended, and why the gap may be larger than the accepted one."""
     if not answer.result.complete:
         return "stopped by --seconds or after the most parts that are searched"
     if answer.gap <= answer.accepted_gap:
@@ -87,37 +85,39 @@ def end_text(answer: Answer) -> str:
             f"{answer.gap - answer.result.gap:.2%}")
 
 
-def table_lines(i: Evaluator, one: CompiledPlacement, outcomes: Mapping[Assignment, str] = MappingProxyType({})
-                ) -> Iterator[str]:
-    found = list(call_rows(i, one.judged.assignment, outcomes))
+def table_lines(i: Evaluator, one: CompiledPlacement,
+                outcomes: Mapping[Assignment, str] = NO_OUTCOMES) -> Iterator[str]:
+    """outcomes: as `Answer.outcomes`."""
+    found = list(call_rows(i, one.evaluation.assignment, outcomes))
     width = max(len(x.call) for x in found)
-    how = max(len(x.how) for x in found)
+    how = max(len(x.strategy) for x in found)
     yield f"  {'call':<{width}}  {'ranks':<11}  {'how':<{how}}  {'seconds':>9}  {'memory':>9}  why"
     for x in found:
         ranks = f"{x.block.start}:{x.block.stop}"
-        yield (f"  {x.call:<{width}}  {ranks:<11}  {x.how:<{how}}  {seconds_text(x.seconds):>9}  {human(x.bytes):>9}  "
-               f"{x.because}")
-    moves = i.copies(one.judged.assignment.blocks, one.judged.assignment.entries)
-    for c, move in ((c, m) for c, (m, _) in sorted(moves.items()) if m.bytes):
-        yield (f"  {i.calls[c].name:<{width}}  new parameters: {human(move.bytes)} to the busiest rank in "
-               f"{seconds_text(move.before + move.seconds + move.after)}")
+        yield (f"  {x.call:<{width}}  {ranks:<11}  {x.strategy:<{how}}  {seconds_text(x.seconds):>9}  "
+               f"{human(x.bytes):>9}  {x.reason}")
+    reshards = i.reshards_of_copies(one.evaluation.assignment.blocks, one.evaluation.assignment.candidates)
+    for c, (cost, _) in sorted(reshards.items()):
+        if cost.received_bytes:
+            seconds = cost.pack_seconds + cost.transfer_seconds + cost.unpack_seconds
+            yield (f"  {i.calls[c].name:<{width}}  new parameters: {human(cost.received_bytes)} to the busiest rank in "
+                   f"{seconds_text(seconds)}")
 
 
 def differences(best: CompiledPlacement, other: CompiledPlacement, i: Evaluator) -> list[str]:
-    """The calls that stand elsewhere, or otherwise."""
-    a, b = best.judged.assignment, other.judged.assignment
+    """The calls with another block or strategy."""
+    a, b = best.evaluation.assignment, other.evaluation.assignment
     return [f"{job.name} on {y.start}:{y.stop} {f.strategy.text()}"
-            for job, x, e, y, f in zip(i.calls, a.blocks, a.entries, b.blocks, b.entries, strict=True)
+            for job, x, e, y, f in zip(i.calls, a.blocks, a.candidates, b.blocks, b.candidates, strict=True)
             if (x, e.strategy) != (y, f.strategy)]
 
 
 def to_json(answer: Answer, cluster: str) -> str:
-    i = answer.instance
-    return json.dumps({
-        "format": 1, "cluster": cluster, "bound": answer.bound, "gap": answer.gap, "parts": answer.result.parts,
-        "complete": answer.result.complete,
-        "best": [{"seconds": one.seconds, "bytes": one.bytes, "calls": [
-            {"call": x.call, "ranks": [x.block.start, x.block.stop], "how": x.how, "seconds": x.seconds,
-             "bytes": x.bytes, "why": x.because} for x in call_rows(
-                i, one.judged.assignment, answer.outcomes if one is answer.best[0] else {})]} for one in answer.best[:LISTED]],
-    }, indent=1)
+    i, best = answer.evaluator, []
+    for n, one in enumerate(answer.best[:NUM_LISTED]):
+        rows = call_rows(i, one.evaluation.assignment, answer.outcomes if n == 0 else NO_OUTCOMES)
+        best.append({"seconds": one.seconds, "bytes": one.bytes, "calls": [
+            {"call": x.call, "ranks": [x.block.start, x.block.stop], "how": x.strategy, "seconds": x.seconds,
+             "bytes": x.bytes, "why": x.reason} for x in rows]})
+    return json.dumps({"format": 1, "cluster": cluster, "bound": answer.bound, "gap": answer.gap,
+                       "parts": answer.result.num_nodes, "complete": answer.result.complete, "best": best}, indent=1)

@@ -1,8 +1,8 @@
-"""The best assignment, and a proof of how good it is: branch and bound, the most promising part of the space first.
+"""The best assignment, and a proof of how good it is: branch and bound, best bound first.
 
-In: an instance. Out: a `Result`. First every call gets a block, the largest calls first, then every call an entry; a
-part of the space is left out when its bound shows that nothing in it is better, or better by more than the gap that is
-asked for. What is found depends on nothing but the instance and the number of parts looked at.
+In: an evaluator. Out: a `Result`. First every call gets a block, the calls with most work first, then every call a
+candidate. A subspace is pruned when its bound shows that nothing in it is better by more than the gap. The result
+depends on nothing but the evaluator and the number of search nodes explored.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from rldsl.search.greedy import choose_candidates, greedy_evaluation
 from rldsl.search.reshard_costs import ReshardCost
 from rldsl.search.space import Block, Strategy
 
-GAP = 0.01  # that is good enough, unless another one is asked for
-MOST = 2_000  # parts of the space that are looked at
-KEPT = 16  # of the best assignments
-OTHERS = 3  # strategies of a call, beside the one that was found
+GAP = 0.01  # relative gap at which the search ends, by default
+MAX_NODES = 2_000  # search nodes explored, by default
+NUM_KEPT = 16  # best evaluations kept
+NUM_NEIGHBORS = 3  # other strategies tried per call
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """best: different assignments, the fastest first; none where nothing fits. bound: seconds that no assignment of the
-    space is faster than. parts: of the space looked at. complete: whether the search ended by itself."""
+    """What a search found, so far or at its end."""
 
-    best: tuple[Evaluation, ...]
-    bound: float
-    parts: int
-    complete: bool
+    best: tuple[Evaluation, ...]  # different assignments, the fastest first; empty where nothing fits
+    bound: float  # seconds that no assignment of the space is faster than
+    num_nodes: int  # search nodes explored
+    complete: bool  # whether the gap was reached or the space exhausted
 
     @property
     def gap(self) -> float:
@@ -41,259 +40,276 @@ class Result:
 
 
 Blocks = tuple[Block, ...]
-Entries = tuple[Candidate, ...]
-Going = Callable[["Result"], bool]
+Candidates = tuple[Candidate, ...]
+ShouldContinue = Callable[["Result"], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchNode:
-    """Of the space: the first calls (in the order of the search) on these blocks, and when all have one, the first
-    calls with these entries, and the next with its `rest`-th fastest or a slower one. rough: its bound is a quick one,
-    and it is evaluated when no other part promises more."""
+    """A subspace: the first calls, in the order of the search, on `blocks`; once all calls have a block, the first
+    calls with `candidates`, and the next call with its `num_skipped`-th fastest candidate or a slower one."""
 
     blocks: Blocks = ()
-    entries: Entries = ()
-    rest: int = 0
-    rough: bool = False
+    candidates: Candidates = ()
+    num_skipped: int = 0
+    quick_bound: bool = False  # its bound is that of `LowerBound`, to be replaced by a tighter one when it is popped
 
 
-def branch_and_bound(instance: Evaluator, gap: float = GAP, most: int = MOST, going: Going = lambda _: True) -> Result:
-    """gap: 0 for the best there is. going: asked now and then; false ends the search."""
-    return _BranchAndBound(instance, gap, most, going).run()
+def branch_and_bound(evaluator: Evaluator, gap: float = GAP, max_nodes: int = MAX_NODES,
+                     should_continue: ShouldContinue = lambda _: True) -> Result:
+    """gap: 0 for the optimum. should_continue: called at every search node; false ends the search."""
+    return _BranchAndBound(evaluator, gap, max_nodes, should_continue).run()
 
 
 class _BranchAndBound:
-    def __init__(self, instance: Evaluator, gap: float, most: int, going: Going):
-        self.i, self.gap, self.most, self.going = instance, gap, most, going
-        self.bound = instance.bound
-        self.best: list[Evaluation] = []
-        self.left_out = inf  # the least bound of what was left out for the gap
-        self.heap: list[tuple[float, int, int, SearchNode]] = []  # bound, how much of it is open, number
-        self.number = 0
-        order = sorted(range(len(instance.calls)), key=lambda c: (-self._weight(c), c))
-        homes = instance.homes
-        self.order = [c for k, c in enumerate(order) if not self._follows(c)]
-        self.homes = homes
-        self.paths = [instance.problem.models[j.model].path for j in instance.calls]
+    """Calls are named by their index in `evaluator.calls`."""
 
-    def _weight(self, c: int) -> float:
-        work = self.bound.work[c]
+    def __init__(self, evaluator: Evaluator, gap: float, max_nodes: int, should_continue: ShouldContinue):
+        self.evaluator, self.gap, self.max_nodes, self.should_continue = evaluator, gap, max_nodes, should_continue
+        self.calls, self.table, self.bound = evaluator.calls, evaluator.table, evaluator.bound
+        self.best: list[Evaluation] = []
+        self.pruned_bound = inf  # the smallest bound of a subspace that was pruned within the gap
+        self.heap: list[tuple[float, int, int, SearchNode]] = []  # bound, minus the decisions made, serial number, node
+        self.number = 0
+        self.train_index = evaluator.problem.train_index
+        order = sorted(range(len(self.calls)), key=lambda c: (-self._work(c), c))
+        self.order = [c for c in order if not self._is_tied(c)]
+        self.paths = [evaluator.problem.models[j.model].path for j in self.calls]
+
+    def _work(self, c: int) -> float:
+        work = self.bound.min_work[c]
         return work if work < inf else 0.0
 
-    def _follows(self, c: int) -> bool:
-        """Whether a call is a further training of its model, which runs where the first one does."""
-        job = self.i.calls[c]
-        return job.kind == "train" and self.i.homes[job.model] != c
+    def _is_tied(self, c: int) -> bool:
+        """Whether a call is a further training of its model, which has the block and layout of the first one."""
+        job = self.calls[c]
+        return job.kind == "train" and self.train_index[job.model] != c
 
     def run(self) -> Result:
-        start = greedy_evaluation(self.i)
+        start = greedy_evaluation(self.evaluator)
         if start is not None:
-            self.keep(start)
-        self.push(self.bound({}), SearchNode())
-        parts, ended = 0, True
-        while self.heap and self.heap[0][0] < self.enough():
-            if parts >= self.most or self.best and not self.going(self.result(parts, False)):
-                ended = False
+            self.record(start)
+        self.push(self.bound.step_seconds({}), SearchNode())
+        num_nodes, complete = 0, True
+        while self.heap and self.heap[0][0] < self.cutoff():
+            if num_nodes >= self.max_nodes or self.best and not self.should_continue(self.result(num_nodes, False)):
+                complete = False
                 break
-            least, _, _, part = heappop(self.heap)
-            if part.rough:
-                self.push(max(least, self.relaxed(part.blocks, ())), replace(part, rough=False))
+            bound, _, _, node = heappop(self.heap)
+            if node.quick_bound:
+                self.push(max(bound, self.relaxed_seconds(node.blocks, ())), replace(node, quick_bound=False))
                 continue
-            parts += 1
-            if len(part.blocks) < len(self.order):
-                self.place(part)
+            num_nodes += 1
+            if len(node.blocks) < len(self.order):
+                self.branch_on_block(node)
             else:
-                self.choose(part, least)
+                self.branch_on_candidate(node, bound)
         self.improve()
         if len(self.best) == 1:
-            self.compare(self.best[0].assignment)
-        return self.result(parts, ended)
+            self.add_neighbors(self.best[0].assignment)
+        return self.result(num_nodes, complete)
 
     def improve(self) -> None:
-        """Until no other layout of one call alone makes the best faster: a search that ends at the accepted gap must not
-        leave out what its own report lists."""
+        """Until no other layout of one call alone makes the best faster: a search that ends at the accepted gap must
+        not leave out what its own report lists."""
         while self.best:
             now = self.best[0]
-            faster = min(self.i.faster_neighbors(now.assignment, now.seconds), key=lambda j: j.seconds, default=None)
+            faster = min(self.evaluator.faster_neighbors(now.assignment, now.seconds), key=lambda j: j.seconds,
+                         default=None)
             if faster is None:
                 break
-            self.keep(faster)
+            self.record(faster)
 
-    def compare(self, a: Assignment) -> None:
-        """Where the first guess was the best, with what it would be with one call otherwise."""
-        for c, job in enumerate(self.i.calls):
-            others = (e for e in self.i.table.entries(job, a.blocks[c].size) if e.strategy != a.entries[c].strategy)
-            for e in islice(others, OTHERS):
-                entries = self.i.changed(a.entries, c, e)
-                if entries is not None and self.i.fits((judged := self.i.judge(Assignment(a.blocks, entries))).bytes):
-                    self.keep(judged)
+    def add_neighbors(self, a: Assignment) -> None:
+        """Where the greedy assignment was the best: the assignments that differ from it in one call."""
+        for c, job in enumerate(self.calls):
+            others = (e for e in self.table.candidates(job, a.blocks[c].size) if e.strategy != a.candidates[c].strategy)
+            for e in islice(others, NUM_NEIGHBORS):
+                candidates = self.evaluator.with_candidate(a.candidates, c, e)
+                if candidates is None:
+                    continue
+                evaluation = self.evaluator.evaluate(Assignment(a.blocks, candidates))
+                if self.evaluator.fits(evaluation.bytes):
+                    self.record(evaluation)
 
-    def result(self, parts: int, complete: bool) -> Result:
-        found = self.best[0].seconds if self.best else inf
-        top = self.heap[0][0] if self.heap else inf
-        return Result(tuple(self.best), min(found, self.left_out, top), parts, complete)
+    def result(self, num_nodes: int, complete: bool) -> Result:
+        best = self.best[0].seconds if self.best else inf
+        open_bound = self.heap[0][0] if self.heap else inf
+        return Result(tuple(self.best), min(best, self.pruned_bound, open_bound), num_nodes, complete)
 
-    def enough(self) -> float:
-        """What a bound must be below to be looked at."""
+    def cutoff(self) -> float:
+        """A subspace with this bound or a larger one is pruned."""
         return self.best[0].seconds / (1 + self.gap) if self.best else inf
 
-    def push(self, least: float, part: SearchNode) -> None:
-        if least == inf:
+    def push(self, bound: float, node: SearchNode) -> None:
+        if bound == inf:
             return
-        if least >= self.enough():
-            self.left_out = min(self.left_out, least)
+        if bound >= self.cutoff():
+            self.pruned_bound = min(self.pruned_bound, bound)
             return
         self.number += 1
-        heappush(self.heap, (least, -len(part.blocks) - len(part.entries), self.number, part))
+        heappush(self.heap, (bound, -len(node.blocks) - len(node.candidates), self.number, node))
 
-    def keep(self, found: Evaluation) -> None:
+    def record(self, found: Evaluation) -> None:
         if all(found.assignment != other.assignment for other in self.best):
-            self.best = sorted([*self.best, found], key=lambda j: (j.seconds, j.bytes))[:KEPT]
+            self.best = sorted([*self.best, found], key=lambda j: (j.seconds, j.bytes))[:NUM_KEPT]
 
     # ------------------------------------------------------------------------------------------ branching
 
-    def place(self, part: SearchNode) -> None:
-        """The next call on every block that differs."""
-        c = self.order[len(part.blocks)]
-        before, alike = self.given(part.blocks), self.i.alike(c)
-        for b in self.i.blocks(self.i.calls[c], part.blocks):
-            now, given = (*part.blocks, b), before | dict.fromkeys(alike, b)
-            if not self.i.fits(self.bound.bytes(given, b)):
+    def branch_on_block(self, node: SearchNode) -> None:
+        """The next call on every block, up to symmetry."""
+        c = self.order[len(node.blocks)]
+        placed, tied = self.blocks_by_call(node.blocks), self.evaluator.tied_calls(c)
+        for b in self.evaluator.problem.blocks(self.calls[c], node.blocks):
+            blocks, by_call = (*node.blocks, b), placed | dict.fromkeys(tied, b)
+            if not self.evaluator.fits(self.bound.peak_bytes(by_call, b)):
                 continue
-            self.push(self.bound(given), SearchNode(now, rough=len(now) == len(self.order)))
+            self.push(self.bound.step_seconds(by_call), SearchNode(blocks, quick_bound=len(blocks) == len(self.order)))
 
-    def choose(self, part: SearchNode, least: float) -> None:
-        """The next call with its fastest entry that is left, or with a slower one."""
-        blocks, entries = part.blocks, part.entries
-        if not entries and not part.rest and (quick := choose_candidates(self.i, self.every(blocks))) is not None:
-            self.keep(quick)
-        option, another = self.options(blocks, entries, part.rest)
-        if another:
-            self.push(max(least, self.relaxed(blocks, entries, part.rest + 1)), SearchNode(blocks, entries, part.rest + 1))
-        now = (*entries, option)
-        least = max(least, self.relaxed(blocks, now))
-        if len(now) < len(self.order) or least >= self.enough():
-            self.push(least, SearchNode(blocks, now))
+    def branch_on_candidate(self, node: SearchNode, bound: float) -> None:
+        """Two subspaces: the next call with its fastest candidate that is left, and with a slower one."""
+        blocks, candidates = node.blocks, node.candidates
+        if not candidates and not node.num_skipped:
+            greedy = choose_candidates(self.evaluator, self.blocks_in_program_order(blocks))
+            if greedy is not None:
+                self.record(greedy)
+        option, has_slower = self.next_candidate(blocks, candidates, node.num_skipped)
+        if has_slower:
+            skipped = node.num_skipped + 1
+            self.push(max(bound, self.relaxed_seconds(blocks, candidates, skipped)),
+                      SearchNode(blocks, candidates, skipped))
+        chosen = (*candidates, option)
+        bound = max(bound, self.relaxed_seconds(blocks, chosen))
+        if len(chosen) < len(self.order) or bound >= self.cutoff():
+            self.push(bound, SearchNode(blocks, chosen))
             return
-        for full in self.followed(blocks, now):
-            judged = self.i.judge(full)
-            if self.i.fits(judged.bytes):
-                self.keep(judged)
+        for assignment in self.complete_assignments(blocks, chosen):
+            evaluation = self.evaluator.evaluate(assignment)
+            if self.evaluator.fits(evaluation.bytes):
+                self.record(evaluation)
 
-    def given(self, blocks: Blocks) -> dict[int, Block]:
-        """Call -> block, with the calls that follow another."""
-        found = dict(zip(self.order, blocks, strict=False))
-        for c, job in enumerate(self.i.calls):
-            if self._follows(c) and self.i.homes[job.model] in found:
-                found[c] = found[self.i.homes[job.model]]
-        return found
+    def blocks_by_call(self, blocks: Blocks) -> dict[int, Block]:
+        """Call -> block of the calls placed so far, tied calls included."""
+        by_call = dict(zip(self.order, blocks, strict=False))
+        for c, job in enumerate(self.calls):
+            if self._is_tied(c) and self.train_index[job.model] in by_call:
+                by_call[c] = by_call[self.train_index[job.model]]
+        return by_call
 
-    def every(self, blocks: Blocks) -> Blocks:
-        """Of all calls in program order, when each has one."""
-        given = self.given(blocks)
-        return tuple(given[c] for c in range(len(self.i.calls)))
+    def blocks_in_program_order(self, blocks: Blocks) -> Blocks:
+        """The blocks of all calls; `blocks` must place all of them."""
+        by_call = self.blocks_by_call(blocks)
+        return tuple(by_call[c] for c in range(len(self.calls)))
 
-    def relaxed(self, blocks: Blocks, entries: Entries, rest: int = 0) -> float:
-        """Seconds with all blocks placed, some entries chosen, the others the fastest that fit beside the least of all
-        others (of the next call, all but the first `rest`), and parameters that move in no time where that is open."""
-        known, every = dict(zip(self.order, entries, strict=False)), self.every(blocks)
-        left = self.room(every, known)
+    def relaxed_seconds(self, blocks: Blocks, candidates: Candidates, num_skipped: int = 0) -> float:
+        """A lower bound with all blocks placed and some candidates chosen: the other calls take their fastest
+        candidate that fits next to the least memory of all others (the next call without its first `num_skipped`), and
+        reshards that still depend on a choice take no time."""
+        chosen, every = dict(zip(self.order, candidates, strict=False)), self.blocks_in_program_order(blocks)
+        remaining = self.remaining_bytes(every, chosen)
         optimistic = []
-        next_ = self.order[len(entries)] if len(entries) < len(self.order) else -1
-        for c, job in enumerate(self.i.calls):
-            if c in known:
-                optimistic.append(known[c])
+        next_call = self.order[len(candidates)] if len(candidates) < len(self.order) else -1
+        for c, job in enumerate(self.calls):
+            if c in chosen:
+                optimistic.append(chosen[c])
                 continue
-            quickest = next(islice(self.fitting(c, every[c], left[c]), rest if c == next_ else 0, None), None)
-            if quickest is None:
+            fitting = self.fitting_candidates(c, every[c], remaining[c])
+            fastest = next(islice(fitting, num_skipped if c == next_call else 0, None), None)
+            if fastest is None:
                 return inf
-            optimistic.append(_optimistic_candidate(quickest.seconds, job.kind, every[c].size))
-        return self.i.seconds(every, optimistic, self.moves(every, known))
+            optimistic.append(_optimistic_candidate(fastest.seconds, job.kind, every[c].size))
+        return self.evaluator.seconds(every, optimistic, self.optimistic_reshards(every, chosen))
 
-    def options(self, blocks: Blocks, entries: Entries, rest: int) -> tuple[Candidate, bool]:
-        """What the next call chooses, and whether there are slower ones."""
-        known, every, c = dict(zip(self.order, entries, strict=False)), self.every(blocks), self.order[len(entries)]
-        first, *more = islice(self.fitting(c, every[c], self.room(every, known)[c]), rest, rest + 2)
-        return first, bool(more)
+    def next_candidate(self, blocks: Blocks, candidates: Candidates, num_skipped: int) -> tuple[Candidate, bool]:
+        """(the candidate that the next call gets, whether it has slower ones)."""
+        chosen, every = dict(zip(self.order, candidates, strict=False)), self.blocks_in_program_order(blocks)
+        c = self.order[len(candidates)]
+        fitting = self.fitting_candidates(c, every[c], self.remaining_bytes(every, chosen)[c])
+        first, *slower = islice(fitting, num_skipped, num_skipped + 2)
+        return first, bool(slower)
 
-    def fitting(self, c: int, block: Block, left: tuple[int, int]) -> Iterator[Candidate]:
-        """The entries of a call that leave others their least, the fastest first."""
-        mine = self.i.table.entries(self.i.calls[c], block.size)
-        if not self.i.table.memory:
-            return iter(mine)
-        return (e for e in mine if e.least <= left[1] and e.static + e.shared <= left[0])
+    def fitting_candidates(self, c: int, block: Block, remaining: tuple[int, int]) -> Iterator[Candidate]:
+        """The candidates of a call that leave the others their least memory, the fastest first. remaining: as
+        `remaining_bytes` has it."""
+        candidates = self.table.candidates(self.calls[c], block.size)
+        if not self.table.memory:
+            return iter(candidates)
+        resting, running = remaining
+        return (e for e in candidates if e.min_bytes <= running and e.static_bytes + e.shared_bytes <= resting)
 
-    def moves(self, every: Blocks, known: Mapping[int, Candidate]) -> dict[int, tuple[ReshardCost, int]]:
-        """Of copies: at the least what they take where all that may share one are chosen, else no time; but a copy on
-        other ranks than its model's training waits for that."""
-        found, seen = {}, set[tuple[object, ...]]()
-        for c, job in enumerate(self.i.calls):
-            home = self.i.homes.get(job.model)
-            if home is None or job.kind == "train":
+    def optimistic_reshards(self, every: Blocks,
+                            chosen: Mapping[int, Candidate]) -> dict[int, tuple[ReshardCost, int]]:
+        """A lower bound on the reshards of copies: their least cost where all calls that may share the copy are chosen,
+        else no time. A copy on other ranks than its model's training waits for the training in any case."""
+        reshards, seen = {}, set[tuple[object, ...]]()
+        for c, job in enumerate(self.calls):
+            train = self.train_index.get(job.model)
+            if train is None or job.kind == "train":
                 continue
-            move = ReshardCost()
-            if home in known and all(k in known for k, o in enumerate(self.i.calls) if (
+            cost = ReshardCost()
+            if train in chosen and all(k in chosen for k, o in enumerate(self.calls) if (
                     o.model, every[k]) == (job.model, every[c])):
-                e = known[c]
+                e = chosen[c]
                 key = job.model, every[c], e.strategy.degrees
-                own = every[c] == every[home] and e.strategy.degrees == known[home].strategy.degrees
-                move = ReshardCost() if key in seen or own else self.i.least_move(
-                    home, every[home], known[home], c, every[c], e)
+                own = every[c] == every[train] and e.strategy.degrees == chosen[train].strategy.degrees
+                cost = ReshardCost() if key in seen or own else self.evaluator.min_reshard_cost(
+                    train, every[train], chosen[train], c, every[c], e)
                 seen.add(key)
-            if move.bytes or every[c] != every[home]:
-                found[c] = move, home
-        return found
+            if cost.received_bytes or every[c] != every[train]:
+                reshards[c] = cost, train
+        return reshards
 
-    def room(self, every: Blocks, known: Mapping[int, Candidate]) -> list[tuple[int, int]]:
-        """For each call, the bytes that it may take for good, and in all while it runs, when all others take their
-        least; those of one model directory count as one."""
-        if not self.i.table.memory:
+    def remaining_bytes(self, every: Blocks, chosen: Mapping[int, Candidate]) -> list[tuple[int, int]]:
+        """For each call, (the bytes that it may hold all the time, the bytes that it may use while it runs), when all
+        other calls take their least. Read-only parameters of one model directory count once."""
+        if not self.table.memory:
             return [(0, 0)] * len(every)
-        least = []
-        for c in range(len(every)):
-            e = known.get(c)
-            least.append((e.static, e.shared, e.active) if e is not None else self.bound.least(c, every[c].size))
-        there = {b: [k for k, (start, stop) in enumerate(every) if start <= b[0] and b[1] <= stop] for b in set(every)}
+        least = []  # (static, shared, active) of each call
+        for c, block in enumerate(every):
+            e = chosen.get(c)
+            least.append((e.static_bytes, e.shared_bytes, e.active_bytes) if e is not None
+                         else self.bound.call_bytes(c, block.size))
+        covering = {b: [k for k, (start, stop) in enumerate(every) if start <= b[0] and b[1] <= stop]
+                    for b in set(every)}
         out = []
         for c in range(len(every)):
-            path = self.paths[c]
-            kept = active = 0
-            for calls in there.values():
+            others_static = others_peak = 0
+            for calls in covering.values():
                 if c not in calls:
                     continue
                 shared: dict[str, int] = {}
-                static = most = 0
+                static = active = 0
                 for k in calls:
                     if k == c:
                         continue
-                    own, common, runs = least[k]
-                    static += own
-                    most = max(most, runs)
-                    if common and (other := self.paths[k]) != path:
-                        shared[other] = max(shared.get(other, 0), common)
+                    own_static, own_shared, own_active = least[k]
+                    static += own_static
+                    active = max(active, own_active)
+                    if own_shared and (other := self.paths[k]) != self.paths[c]:
+                        shared[other] = max(shared.get(other, 0), own_shared)
                 static += sum(shared.values())
-                kept, active = max(kept, static), max(active, static + most)
-            out.append((self.i.table.memory - active, self.i.table.memory - kept))
+                others_static, others_peak = max(others_static, static), max(others_peak, static + active)
+            out.append((self.table.memory - others_peak, self.table.memory - others_static))
         return out
 
-    def followed(self, blocks: Blocks, entries: Entries) -> Iterator[Assignment]:
-        """Whole assignments: further trainings of a model with every entry under the layout of the first."""
-        known, every = dict(zip(self.order, entries, strict=False)), self.every(blocks)
+    def complete_assignments(self, blocks: Blocks, candidates: Candidates) -> Iterator[Assignment]:
+        """Assignments of all calls: further trainings of a model with every candidate of the first one's layout."""
+        chosen, every = dict(zip(self.order, candidates, strict=False)), self.blocks_in_program_order(blocks)
 
-        def fill(c: int, out: Entries) -> Iterator[Entries]:
-            if c == len(self.i.calls):
+        def extend(c: int, out: Candidates) -> Iterator[Candidates]:
+            if c == len(self.calls):
                 yield out
-            elif c in known:
-                yield from fill(c + 1, (*out, known[c]))
+            elif c in chosen:
+                yield from extend(c + 1, (*out, chosen[c]))
             else:
-                home = known[self.i.homes[self.i.calls[c].model]]
-                for e in self.i.table.entries(self.i.calls[c], every[c].size):
-                    if e.strategy.degrees == home.strategy.degrees:
-                        yield from fill(c + 1, (*out, e))
+                first = chosen[self.train_index[self.calls[c].model]]
+                for e in self.table.candidates(self.calls[c], every[c].size):
+                    if e.strategy.degrees == first.strategy.degrees:
+                        yield from extend(c + 1, (*out, e))
 
-        return (Assignment(every, out) for out in fill(0, ()))
+        return (Assignment(every, out) for out in extend(0, ()))
 
 
 def _optimistic_candidate(seconds: float, kind: str, size: int) -> Candidate:
-    """An entry that waits for as few ranks as its call ever does."""
+    """A candidate whose ranks wait for each other as little as those of its call ever do."""
     return Candidate(Strategy(), size, seconds, size if kind == "train" else 1, 0, 0, 0, 0)

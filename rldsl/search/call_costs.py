@@ -1,8 +1,8 @@
 """The cost of a call under a strategy: seconds per step, and bytes per device.
 
-In: a job, a strategy, a number of ranks. Out: an `Entry`. Seconds come from the simulator's functions
+In: a job, a strategy, a number of ranks. Out: a `Candidate`. Seconds come from the simulator's functions
 (`simulate/calls.py`) and bytes from the memory estimate (`memory/`), both through the backend's description, for the
-call alone on its ranks. Pipelines are summed in closed form instead of simulated.
+call alone on its ranks. Pipelines are computed in closed form instead of simulated.
 """
 
 from __future__ import annotations
@@ -33,161 +33,167 @@ from rldsl.simulate.engine import Compute, Op, Pool
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The cost of a strategy of a call."""
+    """A strategy for a call, with its cost."""
 
     strategy: Strategy
     size: int  # ranks
     seconds: float  # per step
-    unit: int  # how many ranks wait for each other: all, or those of a shard
-    static: int  # bytes of trained state, held all the time
-    shared: int  # bytes of read-only parameters, held once for all calls that use the same
-    copy: int  # bytes of a copy of a trained model, held until its last use in a step
-    active: int  # bytes while the call runs
-    own: bool = False  # whether it runs on the trained parameters themselves, without a copy
-    away: float = 0.0  # seconds of the onload, which overlaps with other work
+    sync_ranks: int  # how many ranks wait for each other: all, or those of one shard
+    static_bytes: int  # trained state, held all the time
+    shared_bytes: int  # read-only parameters, held once for all calls that use the same
+    copy_bytes: int  # a copy of a trained model, held until its last use in a step
+    active_bytes: int  # while the call runs
+    on_trained_params: bool = False  # whether it uses the trained parameters themselves, without a copy
+    onload_seconds: float = 0.0  # of the onload, which overlaps with other work
 
     @property
-    def resident(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes that other calls cannot use."""
-        return self.static + self.shared + self.copy
+        return self.static_bytes + self.shared_bytes + self.copy_bytes
 
     @property
-    def least(self) -> int:
+    def min_bytes(self) -> int:
         """The fewest bytes with which it can run: without a copy of its own."""
-        return self.static + self.shared + self.active
+        return self.static_bytes + self.shared_bytes + self.active_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CallMemory:
-    static: int
-    shared: int
-    copy: int
-    active: int
+    """As `Candidate`."""
+
+    static_bytes: int
+    shared_bytes: int
+    copy_bytes: int
+    active_bytes: int
 
     @property
-    def least(self) -> int:
-        return self.static + self.shared + self.active
+    def min_bytes(self) -> int:
+        return self.static_bytes + self.shared_bytes + self.active_bytes
 
 
-def candidate_cost(world: IsolatedCall, problem: Problem, job: Job, s: Strategy, size: int, found: CallMemory, own: bool) -> Candidate:
-    """world: of the call alone. found: its memory. own: on the copy that is trained; always so of a train call."""
-    back = onload_seconds(world) if s.offload else 0.0
-    alone = job.kind != "train" and s.pp == 1
-    unit = s.cp * s.tp * s.ep if alone else size
-    return Candidate(s, size, call_seconds(world, world.event(s)) * job.times, unit, found.static, found.shared, found.copy,
-                 found.active, own and problem.models[job.model].home != "", back * job.times)
+def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strategy, size: int, memory: CallMemory,
+                    own: bool) -> Candidate:
+    """own: whether it uses the trained parameters; always true for a train call."""
+    onload = onload_seconds(isolated) if s.offload else 0.0
+    independent = job.kind != "train" and s.pp == 1
+    sync_ranks = s.cp * s.tp * s.ep if independent else size
+    seconds = call_seconds(isolated, isolated.event(s)) * job.times_per_step
+    return Candidate(s, size, seconds, sync_ranks, memory.static_bytes, memory.shared_bytes, memory.copy_bytes,
+                     memory.active_bytes, own and problem.models[job.model].home != "", onload * job.times_per_step)
 
 
 # ---------------------------------------------------------------------------------------------------- memory
 
 
-def call_memory(problem: Problem, world: IsolatedCall, job: Job, s: Strategy) -> CallMemory:
-    """Bytes of the fullest rank. What is offloaded is on the device while the call runs."""
-    event = world.event(s)
-    each = [_memory_of_stage(problem, world, job, s, event, copy) for copy in world.fullest]
-    static, shared, copy, active = (max(getattr(b, n) for b in each) for n in ("static", "shared", "copy", "active"))
+def call_memory(problem: Problem, isolated: IsolatedCall, job: Job, s: Strategy) -> CallMemory:
+    """Bytes of the fullest rank. Offloaded state is on the device while the call runs."""
+    event = isolated.event(s)
+    each = [_memory_of_stage(problem, isolated, job, s, event, copy) for copy in isolated.fullest_stages]
+    static, shared = max(b.static_bytes for b in each), max(b.shared_bytes for b in each)
+    copy, active = max(b.copy_bytes for b in each), max(b.active_bytes for b in each)
     return CallMemory(0, 0, copy, active + static + shared) if s.offload else CallMemory(static, shared, copy, active)
 
 
-def _memory_of_stage(problem: Problem, world: IsolatedCall, job: Job, s: Strategy, event: AnyCall, copy: Copy) -> CallMemory:
+def _memory_of_stage(problem: Problem, isolated: IsolatedCall, job: Job, s: Strategy, event: AnyCall,
+                     copy: Copy) -> CallMemory:
     held = copy.stored * resting(copy)
     base = copy.compute * elements(copy.model.base, copy)
-    active = sum(needs(world.tables, event, copy, "cuda").values())
+    active = sum(needs(isolated.tables, event, copy, "cuda").values())
     if isinstance(event, Train):
-        mine = held + gradient_bytes(copy) + optimizer_bytes(copy)
-        return CallMemory(mine if problem.homes[job.model] == job.number else 0, base, 0, active)
-    if copy.model.home == world.layout.id:
+        trained = held + gradient_bytes(copy) + optimizer_bytes(copy)
+        return CallMemory(trained if problem.first_train[job.model] == job.number else 0, base, 0, active)
+    if copy.model.home == isolated.layout.id:
         return CallMemory(0, base, 0, active + (held if s.offload else 0))
     return CallMemory(0, base, held, active) if copy.model.home else CallMemory(0, base + held, 0, active)
 
 
-def onload_seconds(world: IsolatedCall) -> float:
-    """Seconds of the onload of parameters and optimizer state, at the same time."""
-    copy = world.fullest[0]
-    parts = copy.stored * resting(copy) + copy.compute * elements(world.model.base, copy)
-    return world.machine.host(max(parts, optimizer_bytes(copy) if copy.trained else 0))
+def onload_seconds(isolated: IsolatedCall) -> float:
+    """Seconds of onloading parameters and optimizer state, which overlap."""
+    copy = isolated.fullest_stages[0]
+    parts = copy.stored * resting(copy) + copy.compute * elements(isolated.model.base, copy)
+    return isolated.machine.host(max(parts, optimizer_bytes(copy) if copy.trained else 0))
 
 
 # -------------------------------------------------------------------------------------------------- duration
 
 
-def call_seconds(world: IsolatedCall, event: AnyCall) -> float:
+def call_seconds(isolated: IsolatedCall, event: AnyCall) -> float:
     """Seconds of the call, once."""
     match event:
         case Generate():
-            return _with_shared_cores(world, _compute_seconds(generate(world, event, 0, 0)))
+            return _with_shared_cores(isolated, _compute_seconds(generate(isolated, event, 0, 0)))
         case Infer():
-            each = _distinct_stages(world)
-            line = _pipeline_times(each, [infer_passes(world, event, stage) for stage, _ in each])
-            return _with_shared_cores(world, inference_seconds(line) + result_seconds(world, event, each[-1][0])) if line.count else 0.0
+            each = _distinct_stages(isolated)
+            times = _pipeline_times(each, [infer_passes(isolated, event, stage) for stage, _ in each])
+            if not times.count:
+                return 0.0
+            return _with_shared_cores(isolated, inference_seconds(times) + result_seconds(isolated, event, each[-1][0]))
         case Train():
-            each = _distinct_stages(world)
-            times = world.spread.minibatches * world.spread.epochs
-            line = _pipeline_times(each, [train_passes(world, event, stage) for stage, _ in each])
-            ends = max(_compute_seconds(update(stage, world.layout.zero)) for stage, _ in each)
-            seconds = times * (training_seconds(line) + ends) + metrics_seconds(each[-1][0])
-            return _with_shared_cores(world, seconds) if line.count else 0.0
+            each = _distinct_stages(isolated)
+            updates = isolated.spread.minibatches * isolated.spread.epochs
+            times = _pipeline_times(each, [train_passes(isolated, event, stage) for stage, _ in each])
+            update_seconds = max(_compute_seconds(update(stage, isolated.layout.zero)) for stage, _ in each)
+            seconds = updates * (training_seconds(times) + update_seconds) + metrics_seconds(each[-1][0])
+            return _with_shared_cores(isolated, seconds) if times.count else 0.0
         case _:
             assert_never(event)
 
 
-def _distinct_stages(world: IsolatedCall) -> list[tuple[Stage, int]]:
-    """(a stage, how many are like it): the first, the last, and the ones between them by number of layers."""
-    pp = world.layout.pp
+def _distinct_stages(isolated: IsolatedCall) -> list[tuple[Stage, int]]:
+    """(a stage, how many are equal to it): the first, the last, and those between them by number of layers."""
+    pp = isolated.layout.pp
     kinds: dict[tuple[int, bool, bool], list[int]] = {}
     for s in range(pp):
-        layers = len(own_layers(world.model.layers, world.layout, s))
+        layers = len(own_layers(isolated.model.layers, isolated.layout, s))
         kinds.setdefault((layers, s == 0, s == pp - 1), []).append(s)
-    return [(stage(world, world.model.name, world.layout.id, of[0], 0), len(of)) for of in kinds.values()]
+    return [(stage(isolated, isolated.model.name, isolated.layout.id, of[0], 0), len(of)) for of in kinds.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """A pipeline."""
+    """The times of a pipeline, in seconds; of forward and backward for one micro-batch."""
 
     stages: int
     count: int  # micro-batches
-    total: float  # seconds of all stages together for one micro-batch, forward and backward
-    slowest: float  # seconds of the slowest stage for one micro-batch, forward and backward
-    message: float  # seconds
-    chunks: int = 1  # of layers per stage
+    total: float  # of all stages together
+    slowest: float  # of the slowest stage
+    message: float  # between two stages
+    chunks: int = 1  # of layers per stage (vpp)
 
 
 def _pipeline_times(each: list[tuple[Stage, int]], found: list[Passes]) -> PipelineTimes:
-    me, stages = each[0][0], sum(n for _, n in each)
+    first, stages = each[0][0], sum(n for _, n in each)
     if not found[0].count:
         return PipelineTimes(stages, 0, 0.0, 0.0, 0.0)
-    way = me.machine.message(found[0].message, me.groups.crosses["pp"]) if stages > 1 else 0.0
+    message = first.machine.message(found[0].message, first.groups.crosses["pp"]) if stages > 1 else 0.0
     both = [sum(map(sum, p.durations)) for p in found]
-    return PipelineTimes(stages, found[0].count, sum(t * n for t, (_, n) in zip(both, each, strict=True)), max(both), way,
-                len(found[0].durations))
+    total = sum(t * n for t, (_, n) in zip(both, each, strict=True))
+    return PipelineTimes(stages, found[0].count, total, max(both), message, len(found[0].durations))
 
 
-def inference_seconds(line: PipelineTimes) -> float:
+def inference_seconds(p: PipelineTimes) -> float:
     """Micro-batches follow each other through the stages: a flow shop with equal jobs, which takes the sum of all
-    stages, plus the slowest once more for each further job."""
-    return line.total + (line.stages - 1) * line.message + (line.count - 1) * (line.slowest + line.message * (
-        line.stages > 1))
+    stages, plus the slowest stage once for each further job."""
+    return p.total + (p.stages - 1) * p.message + (p.count - 1) * (p.slowest + p.message * (p.stages > 1))
 
 
-def training_seconds(line: PipelineTimes) -> float:
-    """1F1B (Narayanan et al. 2021): one micro-batch through all stages and back, and for each further one the slowest
-    stage and a message. With chunks of layers the fill is divided by the chunks, and each chunk has its messages. The
-    full simulation finds up to 1 % more, since messages also delay each other while a pipeline fills."""
-    fill = (line.stages - 1) * (2 if line.stages > 2 else 1)
-    further = line.count * line.chunks - 1 if line.stages > 1 else 0
-    return (line.count * line.slowest + (line.total - line.slowest) / line.chunks
-            + (fill + further) * line.message)
+def training_seconds(p: PipelineTimes) -> float:
+    """1F1B (Narayanan et al. 2021): one micro-batch through all stages and back, plus the slowest stage and a message
+    for each further one. With chunks of layers the fill is divided by their number, and each chunk has its messages.
+    The full simulation takes up to 1 % longer, since messages also delay each other while a pipeline fills."""
+    fill = (p.stages - 1) * (2 if p.stages > 2 else 1)
+    further = p.count * p.chunks - 1 if p.stages > 1 else 0
+    return p.count * p.slowest + (p.total - p.slowest) / p.chunks + (fill + further) * p.message
 
 
 def _compute_seconds(ops: list[Op]) -> float:
     return sum(a.seconds for a in ops if isinstance(a, Compute))
 
 
-def _with_shared_cores(world: IsolatedCall, seconds: float) -> float:
-    """Seconds where ranks share the cores of a machine: at least as if no other ranks were there."""
-    if not world.machine.shared:
+def _with_shared_cores(isolated: IsolatedCall, seconds: float) -> float:
+    """Seconds of a call whose ranks share the cores of a machine with each other."""
+    if not isolated.machine.shared:
         return seconds
-    cores = max(1, world.cluster.cores // world.machine.threads)
-    here = min(world.layout.dp * world.layout.tp * world.layout.cp, world.per_node)
-    return seconds / Pool(cores, world.cluster.core_speed).rate(here)
+    cores = max(1, isolated.cluster.cores // isolated.machine.threads)
+    here = min(isolated.layout.dp * isolated.layout.tp * isolated.layout.cp, isolated.per_node)
+    return seconds / Pool(cores, isolated.cluster.core_speed).rate(here)

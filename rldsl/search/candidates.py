@@ -1,8 +1,8 @@
-"""Which strategies of a call on so many ranks are worth a look, with their costs.
+"""The strategies of a call that the search considers, with their costs.
 
-In: a problem. Out: entries by call and number of ranks, the fastest first. Left out is what cannot fit a device even
-alone, and what another strategy beats in time and memory; where parameters move between calls of a model, or several
-calls share a directory, only one under the same layout beats another.
+In: a problem. Out: candidates by call and number of ranks, the fastest first. Strategies that do not fit a device even
+alone are left out, and so are those that another one dominates in time and memory. Where parameters move between calls
+of a model, or several calls share a directory, a strategy dominates only others with the same layout.
 """
 
 from __future__ import annotations
@@ -12,96 +12,101 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
+from rldsl.graph import model as g
 from rldsl.plan.backends import described, unable
 from rldsl.plan.model import DEFAULT_BACKEND
-from rldsl.search.call_costs import CallMemory, Candidate, call_memory, candidate_cost
+from rldsl.search.call_costs import CallMemory, Candidate, build_candidate, call_memory
 from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import FixedCall, Job, Problem
 from rldsl.search.space import Block, Kind, Strategy, divisions, micro_batch_sizes, with_chunks, zero_levels
 
-CHUNKS = (1,)  # of layers on each rank of a pipeline, where the program does not say
-BOUNDS = ("mbs", "mbt", "vpp", "backend")  # options that say themselves what is tried
-FEW, MORE = 3, 6  # sizes of micro-batches that are kept for a layout, the largest that fit; of a pipeline
+DEFAULT_VPP = (1,)  # chunks of layers per stage, where the program does not say
+GENERATED = ("mbs", "mbt", "vpp", "backend")  # options whose given value is the only one that is generated
+NUM_SIZES, NUM_PIPELINE_SIZES = 3, 6  # micro-batch sizes kept per layout: the largest that fit
 
 
 class CandidateTable:
-    """Costs are worked out when they are asked for, once."""
+    """Candidates are computed on demand, and cached."""
 
     def __init__(self, problem: Problem, reserve: int = 0, offload: bool = False):
-        """reserve: bytes of a device that are kept free. offload: whether it is tried."""
+        """reserve: bytes per device that are kept free. offload: whether offloading is tried."""
         self.problem, self.memory = problem, max(problem.memory - reserve, 1) if problem.memory else 0
         self.offload = offload
-        self._entries: dict[tuple[int, int], tuple[Candidate, ...]] = {}
-        self._costs: dict[tuple[int, Strategy, int, bool], Candidate] = {}
+        self._candidates: dict[tuple[int, int], tuple[Candidate, ...]] = {}
+        self._by_strategy: dict[tuple[int, Strategy, int, bool], Candidate] = {}
         self._memory: dict[tuple[int, Strategy, int, bool], CallMemory] = {}
-        self._worlds: dict[tuple[object, ...], IsolatedCall] = {}
+        self._isolated: dict[tuple[object, ...], IsolatedCall] = {}
 
-    def entries(self, job: Job, size: int) -> tuple[Candidate, ...]:
+    def candidates(self, job: Job, size: int) -> tuple[Candidate, ...]:
         key = (job.number, size)
-        if key not in self._entries:
-            self._entries[key] = tuple(sorted(self._worth(job, size), key=lambda e: (e.seconds, e.least, e.strategy)))
-        return self._entries[key]
+        if key not in self._candidates:
+            self._candidates[key] = tuple(sorted(self._worthwhile(job, size),
+                                                 key=lambda e: (e.seconds, e.min_bytes, e.strategy)))
+        return self._candidates[key]
 
-    def cost(self, job: Job, s: Strategy, size: int, own: bool = False) -> Candidate:
+    def candidate(self, job: Job, s: Strategy, size: int, own: bool = False) -> Candidate:
         key = (job.number, s, size, own or job.kind == "train")
-        if key not in self._costs:
-            world, found = self.world(job, s, size, key[3]), self._bytes(job, s, size, key[3])
-            self._costs[key] = candidate_cost(world, self.problem, job, s, size, found, key[3])
-        return self._costs[key]
+        if key not in self._by_strategy:
+            isolated, memory = self.isolated_call(job, s, size, key[3]), self._memory_of(job, s, size, key[3])
+            self._by_strategy[key] = build_candidate(isolated, self.problem, job, s, size, memory, key[3])
+        return self._by_strategy[key]
 
-    def world(self, job: Job, s: Strategy, size: int, own: bool) -> IsolatedCall:
+    def isolated_call(self, job: Job, s: Strategy, size: int, own: bool) -> IsolatedCall:
         key = (job.number, s.degrees, size, own)
-        if key not in self._worlds:
-            self._worlds[key] = IsolatedCall(self.problem, job, s, size, own)
-        return self._worlds[key]
+        if key not in self._isolated:
+            self._isolated[key] = IsolatedCall(self.problem, job, s, size, own)
+        return self._isolated[key]
 
-    def _bytes(self, job: Job, s: Strategy, size: int, own: bool) -> CallMemory:
+    def _memory_of(self, job: Job, s: Strategy, size: int, own: bool) -> CallMemory:
         key = (job.number, s, size, own)
         if key not in self._memory:
-            self._memory[key] = call_memory(self.problem, self.world(job, s, size, own), job, s)
+            self._memory[key] = call_memory(self.problem, self.isolated_call(job, s, size, own), job, s)
         return self._memory[key]
 
     def fits(self, size: int) -> bool:
         return not self.memory or size <= self.memory
 
-    def _worth(self, job: Job, size: int) -> Iterator[Candidate]:
+    def _worthwhile(self, job: Job, size: int) -> Iterator[Candidate]:
         fixed = self.problem.fixed.get(job.number, FixedCall())
         if fixed.strategy is not None:
             if fixed.block is None or fixed.block.size == size:
-                yield self.cost(job, fixed.strategy, size)
+                yield self.candidate(job, fixed.strategy, size)
             return
         layouts: dict[tuple[int | str, ...], list[Candidate]] = {}
-        for e in self._all(job, size, dict(fixed.options)):
-            layouts.setdefault(self._kind(job, e.strategy), []).append(e)
-        for alike in layouts.values():
-            yield from undominated(alike)
+        for e in self._all_candidates(job, size, dict(fixed.options)):
+            layouts.setdefault(self._comparison_key(job, e.strategy), []).append(e)
+        for comparable in layouts.values():
+            yield from undominated(comparable)
 
-    def _kind(self, job: Job, s: Strategy) -> tuple[int | str, ...]:
-        """Strategies of different kinds do not compare: what moves differs, or what others have there already."""
+    def _comparison_key(self, job: Job, s: Strategy) -> tuple[int | str, ...]:
+        """Strategies with different keys do not dominate each other: their reshards differ, or the parameters that
+        other calls share with them."""
         model = self.problem.models[job.model]
         if model.home:
             return s.degrees
-        others = (self.problem.models[j.model] for j in self.problem.calls)
-        same = sum(m.path == model.path and (not m.home or bool(m.base)) for m in others)
-        return (s.tp, s.pp, s.ep) if same > 1 else ()
+        models = (self.problem.models[j.model] for j in self.problem.calls)
+        sharing = sum(m.path == model.path and (not m.home or bool(m.base)) for m in models)
+        return (s.tp, s.pp, s.ep) if sharing > 1 else ()
 
-    def _all(self, job: Job, size: int, given: Mapping[str, object]) -> Iterator[Candidate]:
+    def _all_candidates(self, job: Job, size: int, given: Mapping[str, object]) -> Iterator[Candidate]:
         problem, family = self.problem, self.problem.families[job.model]
-        kind, tokens = cast(Kind, job.kind), problem.tokens(job)
-        chunks = (cast(int, given["vpp"]),) if "vpp" in given else CHUNKS
+        kind, tokens = cast(Kind, job.kind), problem.max_tokens(job)
+        chunks = (cast(int, given["vpp"]),) if "vpp" in given else DEFAULT_VPP
         backend = cast(str, given.get("backend", DEFAULT_BACKEND))
         for division in divisions(kind, size, problem.cluster.gpus, family, tokens):
             plain = replace(division, backend=backend)
             for s in (x for c in with_chunks(kind, plain, family.layers, chunks) for z in zero_levels(kind, c)
-                      for x in self._variants(job, z)):
-                as_given = all(_option_value(s, name) == value for name, value in given.items() if name not in BOUNDS)
-                if as_given and self._able(job, s):
-                    few = self._largest(self._sizes(job, s, given), job, size, FEW if s.pp == 1 else MORE)
-                    yield from (self.cost(job, x, size) for x in few)
+                      for x in self._with_recompute_and_offload(job, z)):
+                as_given = all(_option_value(s, name) == value for name, value in given.items()
+                               if name not in GENERATED)
+                if as_given and self._backend_supports(job, s):
+                    sizes = self._largest_that_fit(self._with_micro_batches(job, s, given), job, size,
+                                                   NUM_SIZES if s.pp == 1 else NUM_PIPELINE_SIZES)
+                    yield from (self.candidate(job, x, size) for x in sizes)
 
-    def _able(self, job: Job, s: Strategy) -> bool:
+    def _backend_supports(self, job: Job, s: Strategy) -> bool:
         """Whether the backend can run the call under this strategy. A call that it cannot run at all is left to the
-        compiler, which says why (RL0327)."""
+        compiler, which explains why (RL0327)."""
         description, layout = described(s.backend), s.layout(Block(0, s.dp * s.tp * s.pp * s.cp).mesh())
         if description is None or job.kind not in description.calls:
             return True
@@ -109,54 +114,55 @@ class CandidateTable:
         return not (unable(description, job.kind, layout, adapters)
                     or description.problem(self.problem.families[job.model], layout))
 
-    def _sizes(self, job: Job, s: Strategy, given: Mapping[str, object]) -> list[Strategy]:
-        """With all sizes of micro-batches, or as the program says. A `generate` decodes as many sequences as fit a
-        number of tokens (`placement/budget.py`)."""
+    def _with_micro_batches(self, job: Job, s: Strategy, given: Mapping[str, object]) -> list[Strategy]:
+        """With every micro-batch size, or as the program says. A `generate` with a token budget decodes as many
+        sequences as fit it (`placement/budget.py`)."""
         tokens, mbs = cast(int, given.get("mbt", 0)), cast(int, given.get("mbs", 0))
         if job.kind == "generate" and tokens:
-            fit = max(tokens // self.problem.tokens(job), 1)
+            fit = max(tokens // self.problem.max_tokens(job), 1)
             return [replace(s, mbs=min(mbs or fit, fit))]
-        some = (mbs,) if tokens or "mbs" in given else micro_batch_sizes(self._rows(job, s.dp), s.pp)
-        return [replace(s, mbs=m, mbt=tokens) for m in some]
+        sizes = (mbs,) if tokens or "mbs" in given else micro_batch_sizes(self._max_rows(job, s.dp), s.pp)
+        return [replace(s, mbs=m, mbt=tokens) for m in sizes]
 
-    def _largest(self, ways: Sequence[Strategy], job: Job, size: int, few: int) -> Sequence[Strategy]:
-        """Of strategies that need more and more memory, the last few that fit."""
+    def _largest_that_fit(self, strategies: Sequence[Strategy], job: Job, size: int,
+                          count: int) -> Sequence[Strategy]:
+        """The last `count` strategies that fit, of a sequence that needs more and more memory."""
         own = job.kind == "train"
 
-        def over(s: Strategy) -> bool:
-            return not self.fits(self._bytes(job, s, size, own).least)
+        def too_large(s: Strategy) -> bool:
+            return not self.fits(self._memory_of(job, s, size, own).min_bytes)
 
-        end = bisect_left(ways, True, key=over) if self.memory else len(ways)
-        return ways[max(0, end - few) : end]
+        end = bisect_left(strategies, True, key=too_large) if self.memory else len(strategies)
+        return strategies[max(0, end - count) : end]
 
-    def _variants(self, job: Job, s: Strategy) -> tuple[Strategy, ...]:
-        """With recomputation, and offloaded. A copy of a trained model is not offloaded: it goes, and comes anew.
-        Neither is what several copies come from: each would bring it in anew."""
-        ways = (s, replace(s, recompute=True)) if job.kind == "train" else (s,)
+    def _with_recompute_and_offload(self, job: Job, s: Strategy) -> tuple[Strategy, ...]:
+        """With and without recomputation and offloading. A copy of a trained model is not offloaded, because it is
+        freed and sent again; nor is a training that feeds several copies, because each would onload it again."""
+        variants = (s, replace(s, recompute=True)) if job.kind == "train" else (s,)
         uses = sum(j.model == job.model and j.kind != "train" for j in self.problem.calls)
-        may = uses < 2 if job.kind == "train" else not self.problem.models[job.model].home
-        return (*ways, *(replace(x, offload=True) for x in ways)) if may and self.offload else ways
+        can_offload = uses < 2 if job.kind == "train" else not self.problem.models[job.model].home
+        return (*variants, *(replace(x, offload=True) for x in variants)) if can_offload and self.offload else variants
 
-    def _rows(self, job: Job, dp: int) -> int:
-        """The most rows of a shard: of a minibatch, of training."""
+    def _max_rows(self, job: Job, dp: int) -> int:
+        """Rows of the largest data-parallel shard; for training, of one minibatch."""
         node, frame = job.node, self.problem.frames[job.frames[0]]
         if job.kind == "generate":
             return -(-frame.count // frame.per_prompt // dp) * frame.per_prompt
-        count = -(-frame.count // node.minibatches) if job.kind == "train" else frame.count  # type: ignore[union-attr]
+        count = -(-frame.count // node.minibatches) if isinstance(node, g.Train) else frame.count
         return -(-count // dp)
 
 
 def undominated(entries: list[Candidate]) -> list[Candidate]:
-    """Those that no other beats or equals in seconds, in how many ranks wait for each other, in bytes that stay and in
-    bytes while it runs."""
+    """The Pareto front: the candidates that no other one equals or beats in seconds, in the number of ranks that wait
+    for each other, in resident bytes and in active bytes."""
     kept: list[Candidate] = []
-    for e in sorted(entries, key=lambda e: (e.seconds, e.resident, e.active, e.strategy)):
-        if not any(k.resident <= e.resident and k.active <= e.active and k.away <= e.away and k.unit <= e.unit
-                   for k in kept):
+    for e in sorted(entries, key=lambda e: (e.seconds, e.resident_bytes, e.active_bytes, e.strategy)):
+        if not any(k.resident_bytes <= e.resident_bytes and k.active_bytes <= e.active_bytes
+                   and k.onload_seconds <= e.onload_seconds and k.sync_ranks <= e.sync_ranks for k in kept):
             kept.append(e)
     return kept
 
 
 def _option_value(s: Strategy, name: str) -> object:
-    """An option as a program says it."""
+    """The value of an option, as a program writes it."""
     return ("full" if s.recompute else "none") if name == "recompute" else getattr(s, name)

@@ -1,51 +1,105 @@
-"""An assignment compiled and simulated: what its step takes and its ranks need, by the whole compiler.
+"""Placements that are compiled: their plan, the memory of their ranks, and the simulated time of their step.
 
-In: a program and an assignment of its free calls. Out: a `Proved`. What is written to a file, and what a certificate
-says, is this and no estimate.
+In: a program and a setting, or an assignment of its free calls. Out: bytes, or a `CompiledPlacement`. What a placement
+file, its certificate and a piece of advice claim comes from here, through all of placement and passes, and not from an
+estimate; so a user who follows advice gets what it says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rldsl.clusters import Cluster
+from rldsl.diag import Failure
 from rldsl.graph import model as g
 from rldsl.memory.curve import peak
 from rldsl.passes.pipeline import planned, run
-from rldsl.placement.model import Place
-from rldsl.placement.place import place_graph
+from rldsl.placement.model import Call, Place, Placed
+from rldsl.placement.place import Describe, place_graph
 from rldsl.plan.model import Plan
+from rldsl.progress import listening, stage
 from rldsl.search.evaluator import Evaluation, Evaluator
-from rldsl.search.prepared_program import PreparedProgram, known_families, places_of_assignment, with_places
+from rldsl.search.prepared_program import PreparedProgram, places_of_assignment, with_places
+from rldsl.search.settings import Setting, clause, known_families, with_clauses
 from rldsl.simulate import Lengths, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlacement:
-    """A placement and its plan. seconds: simulated. bytes: of the fullest rank, as the compiler counts."""
+    """A placement that the search found, compiled."""
 
-    judged: Evaluation
-    places: dict[str, Place]
+    evaluation: Evaluation  # the estimate that the search chose it by
+    places: dict[str, Place]  # of the calls that were free, by node id
     plan: Plan
-    timeline: Timeline
-    bytes: int
+    timeline: Timeline  # simulated
+    bytes: int  # peak of the fullest rank, as the compiler counts
 
     @property
     def seconds(self) -> float:
+        """Of a step, simulated."""
         return self.timeline.seconds
 
 
-def compile_assignment(p: PreparedProgram, instance: Evaluator, judged: Evaluation, cluster: Cluster, lengths: Lengths) -> CompiledPlacement:
-    """Raises Failure where the compiler refuses the placement."""
-    a = judged.assignment
-    names = [j.node.id for j in instance.calls]
-    found = places_of_assignment(p, dict(zip(names, a.blocks, strict=True)), dict(zip(names, a.entries, strict=True)), judged.keep)
-    plan, bytes = compile_program(with_places(p, found), known_families(p.placed))
-    return CompiledPlacement(judged, found, plan, simulate(plan, cluster, lengths), bytes)
-
-
-def compile_program(graph: g.Graph, describe: Callable[..., object]) -> tuple[Plan, int]:
-    """The plan of a placed program, and bytes of its fullest rank."""
-    plan, curves = planned(run(place_graph(graph, describe=describe)), "")  # type: ignore[arg-type]
+def compile_program(graph: g.Graph, describe: Describe) -> tuple[Plan, int]:
+    """(plan, peak bytes of its fullest rank) of a program with a clause at every call. Raises Failure where the
+    compiler refuses the placement."""
+    plan, curves = planned(run(place_graph(graph, describe=describe)), "")
     return plan, max(peak(c).bytes for c in curves)
+
+
+def compile_assignment(p: PreparedProgram, evaluator: Evaluator, found: Evaluation, cluster: Cluster,
+                       lengths: Lengths) -> CompiledPlacement:
+    """Raises Failure where the compiler refuses the placement."""
+    a = found.assignment
+    ids = [j.node.id for j in evaluator.calls]
+    places = places_of_assignment(p, dict(zip(ids, a.blocks, strict=True)), dict(zip(ids, a.candidates, strict=True)),
+                                  found.keeps_copies)
+    plan, bytes = compile_program(with_places(p, places), known_families(p.placed))
+    return CompiledPlacement(found, places, plan, simulate(plan, cluster, lengths), bytes)
+
+
+class SettingCompiler:
+    """The memory that settings of one program need, cached."""
+
+    def __init__(self, placed: Placed):
+        """placed: the program under its first placement."""
+        self._placed, self._places = placed, dict(placed.places)
+        self.families = dict(placed.families)
+        self.calls = [n for n in g.nodes(placed.graph.items) if isinstance(n, Call)]
+        self.first: Setting = {n.id: self._places[n.id] for n in self.calls}
+        self._bytes: dict[tuple[object, ...], int | None] = {}
+
+    def bytes(self, setting: Setting, nodes: int = 0) -> int | None:
+        """Peak bytes of the fullest rank; None where the placement is impossible. nodes: of the cluster; 0: as it
+        is."""
+        key = (nodes, *((i, replace(p, span=None, why="")) for i, p in setting.items()))
+        if key not in self._bytes:
+            stage("trying placements that need less memory", detail=f"{len(self._bytes)} tried")
+            with listening(lambda _: None):  # the passes of a trial are no stages of the command
+                self._bytes[key] = self._compile(setting, nodes)
+        return self._bytes[key]
+
+    def _compile(self, setting: Setting, nodes: int) -> int | None:
+        graph = self._graph(setting, nodes)
+        if graph is None:
+            return None
+        try:
+            return compile_program(graph, known_families(self._placed))[1]
+        except Failure:
+            return None
+
+    def _graph(self, setting: Setting, nodes: int) -> g.Graph | None:
+        """The program with a clause at every node that does not follow another; None where no clause can name its
+        ranks."""
+        graph = self._placed.graph
+        clauses: dict[str, g.Clause | None] = {}
+        for n in g.nodes(graph.items):
+            place = setting.get(n.id, self._places.get(n.id))
+            if place is None or n.id not in setting and place.why.startswith("default"):
+                clauses[n.id] = None
+                continue
+            clauses[n.id] = clause(place, n.span, mesh_only=n.id not in setting)
+            if clauses[n.id] is None:
+                return None
+        cluster = replace(graph.cluster, nodes=nodes) if nodes and graph.cluster else graph.cluster
+        return replace(with_clauses(graph, clauses), cluster=cluster)

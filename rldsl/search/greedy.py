@@ -1,7 +1,7 @@
-"""Good assignments, found quickly: what `heuristic` answers, and what the search begins with.
+"""Good assignments, found quickly: the result of mode `heuristic`, and the start of the search.
 
-In: an instance, blocks for its calls. Out: an assignment that fits, or None. Every call begins with its fastest
-strategy; while a device is too small, the change that costs least time for the bytes that it saves is made.
+In: an evaluator, blocks for its calls. Out: an evaluated assignment that fits, or None. Every call starts with its
+fastest strategy; while it does not fit, the change that costs the least time per byte saved is made.
 """
 
 from __future__ import annotations
@@ -14,42 +14,47 @@ from rldsl.search.space import Block
 
 
 def choose_candidates(i: Evaluator, blocks: Sequence[Block]) -> Evaluation | None:
-    """Entries for given blocks."""
-    entries: list[Candidate] = []
+    """The assignment on these blocks."""
+    candidates: list[Candidate] = []
     for job, b in zip(i.calls, blocks, strict=True):
-        home = i.homes.get(job.model)
-        options = i.table.entries(job, b.size)
-        if home is not None and job.kind == "train" and home < len(entries):  # as the first one trains
-            options = tuple(e for e in options if e.strategy.degrees == entries[home].strategy.degrees)
+        train = i.problem.train_index.get(job.model)
+        options = i.table.candidates(job, b.size)
+        if train is not None and job.kind == "train" and train < len(candidates):  # the layout of the first training
+            options = tuple(e for e in options if e.strategy.degrees == candidates[train].strategy.degrees)
         if not options:
             return None
-        entries.append(options[0])
-    picked: tuple[Candidate, ...] | None = tuple(entries)
-    while picked is not None:
-        if i.fits(i.roughly(blocks, picked)) and i.fits((now := i.judge(Assignment(tuple(blocks), picked))).bytes):
-            return now
-        picked = _with_cheapest_saving(i, blocks, picked)
+        candidates.append(options[0])
+    chosen: tuple[Candidate, ...] | None = tuple(candidates)
+    while chosen is not None:
+        if i.fits(i.estimate_bytes(blocks, chosen)):
+            evaluation = i.evaluate(Assignment(tuple(blocks), chosen))
+            if i.fits(evaluation.bytes):
+                return evaluation
+        chosen = _with_cheapest_saving(i, blocks, chosen)
     return None
 
 
-def _with_cheapest_saving(i: Evaluator, blocks: Sequence[Block], entries: tuple[Candidate, ...]) -> tuple[Candidate, ...] | None:
-    """The change of one call (with all trainings of its model) that saves bytes at the least cost in time for each. All
-    bytes together become fewer each time, so there is an end of it."""
+def _with_cheapest_saving(i: Evaluator, blocks: Sequence[Block],
+                          candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...] | None:
+    """The change of one call (with all trainings of its model) that saves bytes at the least time per byte; None if no
+    change saves any. The total of bytes falls with each change, so a sequence of changes ends."""
     best: tuple[float, tuple[Candidate, ...]] | None = None
     for c, job in enumerate(i.calls):
-        now = entries[c]
-        mine = now.resident + now.active
-        for e in i.table.entries(job, blocks[c].size):
-            if (least := mine - e.resident - e.active) <= 0:
+        now = candidates[c]
+        for e in i.table.candidates(job, blocks[c].size):
+            saved = now.resident_bytes + now.active_bytes - e.resident_bytes - e.active_bytes
+            if saved <= 0:
                 continue
-            price = max(e.seconds + e.away - now.seconds - now.away, 0.0) / least
-            if best is not None and price >= best[0] or (then := i.changed(entries, c, e)) is None:
+            price = max(e.seconds + e.onload_seconds - now.seconds - now.onload_seconds, 0.0) / saved
+            if best is not None and price >= best[0] or (changed := i.with_candidate(candidates, c, e)) is None:
                 continue
-            if sum(a.resident + a.active - b.resident - b.active for a, b in zip(entries, then, strict=True)) > 0:
-                best = price, then
+            total = sum(a.resident_bytes + a.active_bytes - b.resident_bytes - b.active_bytes
+                        for a, b in zip(candidates, changed, strict=True))
+            if total > 0:
+                best = price, changed
     return best[1] if best else None
 
 
 def greedy_evaluation(i: Evaluator) -> Evaluation | None:
-    """Every call that is free on all ranks."""
-    return choose_candidates(i, [next(i.blocks(job, ())) for job in i.calls])
+    """Every free call on all ranks."""
+    return choose_candidates(i, [next(i.problem.blocks(job, ())) for job in i.calls])

@@ -1,7 +1,7 @@
-"""One call on ranks of its own, as the simulator and the memory estimate see it, without a plan around it.
+"""One call on its own ranks, as the simulator and the memory estimate see it, without a plan.
 
-In: a job, the degrees of a strategy, a number of ranks. Out: the `World` of the simulator with that call alone, and its
-event under all strategies of these degrees. Ranks at one stage of a pipeline do the same, so each stage is one class,
+In: a job, the degrees of a strategy, a number of ranks. Out: the `World` of the simulator with only that call, and its
+event under every strategy of these degrees. The ranks of a pipeline stage do the same work, so each stage is one class,
 and its groups follow in closed form.
 """
 
@@ -32,9 +32,10 @@ from rldsl.simulate.world import World
 
 
 class IsolatedCall(World):
-    """As `World`, of one call. own: the call runs on the copy that is trained (float32), or trains it."""
+    """A `World` with one call."""
 
     def __init__(self, problem: Problem, job: Job, s: Strategy, size: int, own: bool):
+        """own: whether the call trains its model, or uses the trained parameters (float32) without a copy."""
         mesh = Block(0, size).mesh()
         layout = s.layout(mesh)
         spread = spread_of(job.node, Place(mesh, layout))
@@ -52,9 +53,9 @@ class IsolatedCall(World):
         return call_event(self.node, self.layout, self.spread.id, s)
 
     @cached_property
-    def fullest(self) -> tuple[Copy, ...]:
-        """The model at the stages one of which has most: the first, the last, and the first of those between them that
-        have most layers."""
+    def fullest_stages(self) -> tuple[Copy, ...]:
+        """The model at the stages that may hold most: the first, the last, and between them the first one that has the
+        most layers."""
         pp, layers = self.layout.pp, self.model.layers
         full = (s for s in range(1, pp - 1) if len(own_layers(layers, self.layout, s)) * pp >= layers)
         stages = sorted({0, *([next(full, 1)] if pp > 2 else []), pp - 1})
@@ -71,7 +72,7 @@ def machine_of(problem: Problem) -> Machine:
 
 
 def with_home(model: Model, layout: Layout, own: bool) -> Model:
-    """The model as a plan has it in which it is trained under this layout (own), under another, or not at all."""
+    """The model as in a plan that trains it under this layout (own), under another one, or not at all."""
     return replace(model, home=layout.id if own and model.home else model.home)
 
 
@@ -89,7 +90,7 @@ def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCal
 
 
 def stage_groups(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
-    """The groups of each stage, of a layout on ranks 0 to size - 1."""
+    """The groups of each stage of a layout on ranks 0 to size - 1."""
     block, inner = x.dp * x.cp * x.tp, x.cp * x.tp
     shards, rows = _distinct_starts(size, inner, gpus), _distinct_starts(size, block, gpus)
     sizes = {"pp": x.pp, "tp": x.tp, "cp": x.cp, "dp": x.dp, "mesh": size, "shard": x.pp * inner}
@@ -103,16 +104,16 @@ def stage_groups(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
         places = [s + i for s in rows for i in range(x.ep * inner)]
         crosses |= {"ep": _crosses_nodes(runs, inner, x.ep, gpus),
                     "copies": _crosses_nodes(places, x.ep * inner, x.dp // x.ep, gpus)}
-    line = tuple(range(x.pp))
-    return {s: Groups({a: line if a in ("pp", "mesh", "shard") else (s,) for a in sizes}, sizes, crosses, s)
-            for s in line}
+    pipeline = tuple(range(x.pp))
+    return {s: Groups({a: pipeline if a in ("pp", "mesh", "shard") else (s,) for a in sizes}, sizes, crosses, s)
+            for s in pipeline}
 
 
 def _distinct_starts(size: int, step: int, gpus: int) -> range:
-    """0, step, ... below `size`, as far as they differ in where they lie in a node."""
+    """0, step, ... below `size`, up to the first one with the same position in its node as an earlier one."""
     return range(0, min(size, lcm(step, gpus)), step)
 
 
 def _crosses_nodes(firsts: Iterable[int], stride: int, count: int, gpus: int) -> bool:
-    """Whether one of the groups first, first + stride, ... (so many ranks) lies on several nodes."""
+    """Whether one of the groups first, first + stride, ... (`count` ranks) spans several nodes."""
     return count > 1 and any(f // gpus != (f + (count - 1) * stride) // gpus for f in firsts)

@@ -1,14 +1,14 @@
-"""What no assignment can be faster than, when some of its calls are placed already.
+"""A lower bound on the time of a step, when only some of its calls are placed.
 
-In: an instance, blocks of some calls. Out: seconds. A step takes at least
+In: a problem, its candidates, blocks of some calls. Out: seconds. A step takes at least
 
-- the longest way from a call that uses a model's version to the training that ends it, since the next version is used
-  one step later (the cycles of the steady state);
-- of each block, the work of all calls that cover it, and of those inside it their work spread over its ranks.
+- the longest chain from a call that reads a version of a model to the training that ends this version, since the next
+  version is read one step later (the cycles of the steady state);
+- for each block, the time of all calls that cover it, plus the work of the calls inside it divided by its ranks.
 
-Training on all ranks leaves no time for any other call, and neither does a `generate` on all of them for those that
-need what it makes: such calls lengthen every way. A call that is not placed yet counts with its best time, and its
-least work, anywhere.
+A training on all ranks leaves no time for any other call, and a `generate` on all ranks leaves none for the calls that
+depend on it: such calls lengthen every chain. A call without a block counts with its shortest time, and its least work,
+on any block.
 """
 
 from __future__ import annotations
@@ -16,125 +16,128 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING
 
+from rldsl.search.candidates import CandidateTable
+from rldsl.search.problem import Problem
 from rldsl.search.space import Block
-
-if TYPE_CHECKING:
-    from rldsl.search.evaluator import Evaluator
 
 
 class LowerBound:
-    def __init__(self, instance: Evaluator):
-        self.i = instance
-        self.best: dict[tuple[int, int], float] = {}
-        self.smallest: dict[tuple[int, int], tuple[int, int, int]] = {}
+    """Calls are named by their index in `problem.calls`."""
 
-    def seconds(self, call: int, size: int) -> float:
-        """The fastest that a call can be on so many ranks; inf where it does not fit."""
+    def __init__(self, problem: Problem, table: CandidateTable):
+        self.problem, self.calls, self.table = problem, problem.calls, table
+        self._seconds: dict[tuple[int, int], float] = {}
+        self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def call_seconds(self, call: int, size: int) -> float:
+        """The shortest time of a call on `size` ranks; inf where it does not fit."""
         key = (call, size)
-        if key not in self.best:
-            entries = self.i.table.entries(self.i.calls[call], size)
-            self.best[key] = entries[0].seconds if entries else inf
-        return self.best[key]
+        if key not in self._seconds:
+            candidates = self.table.candidates(self.calls[call], size)
+            self._seconds[key] = candidates[0].seconds if candidates else inf
+        return self._seconds[key]
 
     @cached_property
-    def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each call, the sizes of the blocks that it may have."""
-        return tuple(tuple(dict.fromkeys(b.size for b in self.i.blocks(job, ()))) for job in self.i.calls)
+    def block_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the blocks that each call may have."""
+        return tuple(tuple(dict.fromkeys(b.size for b in self.problem.blocks(job, ()))) for job in self.calls)
 
     @cached_property
-    def fastest(self) -> tuple[float, ...]:
-        return tuple(min(self.seconds(c, n) for n in sizes) for c, sizes in enumerate(self.sizes))
+    def min_seconds(self) -> tuple[float, ...]:
+        """The shortest time of each call on any block."""
+        return tuple(min(self.call_seconds(c, n) for n in sizes) for c, sizes in enumerate(self.block_sizes))
 
     @cached_property
-    def work(self) -> tuple[float, ...]:
-        """Seconds times ranks, the least."""
-        return tuple(min(self.seconds(c, n) * n for n in sizes) for c, sizes in enumerate(self.sizes))
+    def min_work(self) -> tuple[float, ...]:
+        """The least work of each call, in seconds times ranks, on any block."""
+        return tuple(min(self.call_seconds(c, n) * n for n in sizes) for c, sizes in enumerate(self.block_sizes))
 
     @cached_property
-    def cycles(self) -> tuple[frozenset[int], ...]:
-        """Every way, as its calls, from a use of a trained model to its training."""
-        jobs, place = self.i.problem.jobs, self.i.place
-        found: set[frozenset[int]] = set()
+    def version_cycles(self) -> tuple[frozenset[int], ...]:
+        """The calls of every chain from a read of a trained model to its training, without the chains that another one
+        contains."""
+        jobs, index = self.problem.jobs, self.problem.call_index
+        cycles: set[frozenset[int]] = set()
 
-        def back(n: int, way: frozenset[int], model: str) -> None:
-            way = way | {place[n]} if n in place else way
+        def walk_back(n: int, chain: frozenset[int], model: str) -> None:
+            chain = chain | {index[n]} if n in index else chain
             if jobs[n].model == model:
-                found.add(way)
-            for b in jobs[n].after:
-                back(b, way, model)
+                cycles.add(chain)
+            for b in jobs[n].depends_on:
+                walk_back(b, chain, model)
 
-        for model, home in self.i.problem.homes.items():
-            back(home, frozenset(), model)
-        return tuple(w for w in sorted(found, key=sorted) if not any(w < o for o in found))
+        for model, train in self.problem.first_train.items():
+            walk_back(train, frozenset(), model)
+        return tuple(w for w in sorted(cycles, key=sorted) if not any(w < o for o in cycles))
 
-    def __call__(self, blocks: Mapping[int, Block], known: Mapping[int, float] | None = None) -> float:
-        """blocks: of some calls. known: seconds of those whose entries are chosen."""
-        root, calls = self.i.tree.root, self.i.calls
-        open_ = len(blocks) < len(calls)
-        seconds = list(self.fastest) if open_ else [0.0] * len(calls)
-        work = list(self.work) if open_ else seconds[:]
+    @cached_property
+    def dependents(self) -> tuple[frozenset[int], ...]:
+        """For each call, the calls that depend on its outputs."""
+        jobs, index = self.problem.jobs, self.problem.call_index
+        ancestors: list[frozenset[int]] = []
+        for j in jobs:
+            ancestors.append(frozenset(j.depends_on).union(*(ancestors[b] for b in j.depends_on)))
+        return tuple(frozenset(index[j.number] for j in jobs if j.is_call and c.number in ancestors[j.number])
+                     for c in self.calls)
+
+    def step_seconds(self, blocks: Mapping[int, Block], known: Mapping[int, float] | None = None) -> float:
+        """blocks: of some calls. known: the seconds of calls whose strategy is chosen."""
+        root, calls = self.problem.tree.root, self.calls
+        partial = len(blocks) < len(calls)
+        seconds = list(self.min_seconds) if partial else [0.0] * len(calls)
+        work = list(self.min_work) if partial else seconds[:]
         for c, (start, stop) in blocks.items():
-            seconds[c] = known[c] if known and c in known else self.seconds(c, stop - start)
+            seconds[c] = known[c] if known and c in known else self.call_seconds(c, stop - start)
             work[c] = seconds[c] * (stop - start)
-        most = sum(work) / root.size
-        whole = {c for c, b in blocks.items() if b == root}
-        trains = {c for c in whole if calls[c].kind == "train"}
-        for way in self.cycles:
-            others = {c for c in whole if calls[c].kind == "generate" and self.below[c] >= way - {c} - trains}
-            along = sum([seconds[c] for c in trains | others | way])
-            if along > most:
-                most = along
+        bound = sum(work) / root.size
+        on_all_ranks = {c for c, b in blocks.items() if b == root}
+        trains = {c for c in on_all_ranks if calls[c].kind == "train"}
+        for cycle in self.version_cycles:
+            generates = {c for c in on_all_ranks
+                         if calls[c].kind == "generate" and self.dependents[c] >= cycle - {c} - trains}
+            chain = sum([seconds[c] for c in trains | generates | cycle])
+            if chain > bound:
+                bound = chain
         placed = [(start, stop, seconds[c], work[c]) for c, (start, stop) in blocks.items()]
         for start, stop in set(blocks.values()):
-            over = under = 0.0
-            for first, last, took, all_ in placed:
+            covering = inside = 0.0
+            for first, last, call_seconds, call_work in placed:
                 if first <= start and stop <= last:
-                    over += took
+                    covering += call_seconds
                 elif start <= first and last <= stop:
-                    under += all_
-            if (there := over + under / (stop - start)) > most:
-                most = there
-        return most
+                    inside += call_work
+            if (busy := covering + inside / (stop - start)) > bound:
+                bound = busy
+        return bound
 
-    @cached_property
-    def below(self) -> tuple[frozenset[int], ...]:
-        """Of each call, the calls that wait for what it makes."""
-        jobs, place = self.i.problem.jobs, self.i.place
-        above: list[frozenset[int]] = []
-        for j in jobs:
-            above.append(frozenset(j.after).union(*(above[b] for b in j.after)))
-        return tuple(frozenset(place[j.number] for j in jobs if j.call and c.number in above[j.number])
-                     for c in self.i.calls)
-
-    def least(self, call: int, size: int) -> tuple[int, int, int]:
-        """Static, shared and active bytes that a call takes at the least, each by itself."""
+    def call_bytes(self, call: int, size: int) -> tuple[int, int, int]:
+        """(static, shared, active) bytes that a call on `size` ranks takes at least, each minimized separately."""
         key = (call, size)
-        if key not in self.smallest:
-            entries = self.i.table.entries(self.i.calls[call], size)
+        if key not in self._bytes:
+            candidates = self.table.candidates(self.calls[call], size)
             none = 1 << 62
-            self.smallest[key] = (min((e.static for e in entries), default=none),
-                                  min((e.shared for e in entries), default=none),
-                                  min((e.active for e in entries), default=none))
-        return self.smallest[key]
+            self._bytes[key] = (min((e.static_bytes for e in candidates), default=none),
+                                min((e.shared_bytes for e in candidates), default=none),
+                                min((e.active_bytes for e in candidates), default=none))
+        return self._bytes[key]
 
-    def bytes(self, blocks: Mapping[int, Block], inside: Block | None = None) -> int:
-        """Bytes that some rank (inside a block) needs at least."""
-        among = {b for b in blocks.values() if inside is None or inside.holds(b)}
-        return max((self._bytes(b, blocks) for b in among), default=0)
+    def peak_bytes(self, blocks: Mapping[int, Block], inside: Block | None = None) -> int:
+        """Bytes that some rank (of `inside`, if given) needs at least."""
+        among = {b for b in blocks.values() if inside is None or inside.contains(b)}
+        return max((self._peak_bytes(b, blocks) for b in among), default=0)
 
-    def _bytes(self, at: Block, blocks: Mapping[int, Block]) -> int:
+    def _peak_bytes(self, at: Block, blocks: Mapping[int, Block]) -> int:
         static, active = 0, 0
-        shared: dict[str, int] = {}
+        shared: dict[str, int] = {}  # by model directory
         for c, b in blocks.items():
             if not b[0] <= at[0] or not at[1] <= b[1]:
                 continue
-            job = self.i.calls[c]
-            path, (mine, common, runs) = self.i.problem.models[job.model].path, self.least(c, b.size)
-            static += mine
-            if runs > active:
-                active = runs
-            if common > shared.get(path, 0):
-                shared[path] = common
+            path = self.problem.models[self.calls[c].model].path
+            own_static, own_shared, own_active = self.call_bytes(c, b.size)
+            static += own_static
+            if own_active > active:
+                active = own_active
+            if own_shared > shared.get(path, 0):
+                shared[path] = own_shared
         return static + active + sum(shared.values())

@@ -1,7 +1,7 @@
 """Whether a plan fits its devices.
 
-In: a `Placed` and what the ranks of its plan hold when. Out: nothing, or RL0401 with the three largest holders and a
-fix that has been tried.
+In: a `Placed` and the memory curves of its plan. Out: nothing, or RL0401 with the three largest holders and a fix that
+was compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rldsl.search.memory_advice import MemoryAdvice, MemoryAdvisor
 
 
 def check_memory(placed: Placed, curves: tuple[Curve, ...]) -> None:
-    """RL0401 when a device's memory is known and too small, for the ranks that need most."""
+    """Raises RL0401 if the memory of a device is known and too small for some rank."""
     if not placed.memory:
         return
     peaks = [(peak(c), c.ranks) for c in curves]
@@ -25,23 +25,23 @@ def check_memory(placed: Placed, curves: tuple[Curve, ...]) -> None:
         return
     over = to_ranges(sorted(rank for p, x in peaks if p.bytes > placed.memory for a, b in x for rank in range(a, b)))
     cluster = placed.graph.cluster
-    three = tuple(f"{what}: {human(size)}" for what, size in worst.holders[:3])
+    largest = tuple(f"{what}: {human(size)}" for what, size in worst.holders[:3])
     help, notes = memory_advice_text(placed)
     raise Failure([Diagnostic(
         "RL0401", f"a rank needs {human(worst.bytes)}, but a device has {human(placed.memory)}",
         cluster.span if cluster else None, f"{_ranks_text(over)} too much",
-        notes=(*three, *notes), help=help)])
+        notes=(*largest, *notes), help=help)])
 
 
 def memory_advice_text(placed: Placed) -> tuple[str, tuple[str, ...]]:
-    """(a fix that fits, no notes); where there is none on this cluster, (the smallest device and the number of devices
-    that would do, how); where nothing can be tried, (what to do, no notes)."""
-    search = MemoryAdvisor(placed)
-    fix = search.best()
+    """(help, notes): a fix that fits; or where there is none on this cluster, the smallest device and the number of
+    devices that would be enough, with their rules; or where nothing can be tried, what to do."""
+    advisor = MemoryAdvisor(placed)
+    fix = advisor.best()
     if fix is not None:
         return f"{_rules_text(fix)} needs {human(fix.bytes)}", ()
-    least, more = search.least(), search.larger()
-    if least is None:  # not even what is there can be written as clauses, so nothing can be tried
+    least, more = advisor.least(), advisor.larger()
+    if least is None:  # the placement itself cannot be written as clauses, so no change of it can be tried
         return "use larger devices, or fewer rows at a time", ()
     help = f"nothing that was tried fits; devices with {human(least.bytes)} would be large enough"
     notes = [f"{human(least.bytes)}: {_rules_text(least)}"] if least.rules else []

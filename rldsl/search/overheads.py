@@ -1,4 +1,4 @@
-"""The small things of a step: reading data, dividing rows, computations, telling lengths.
+"""The overheads of a step: reading data, dividing rows, computations, exchanging lengths.
 
 In: a problem. Out: seconds, by the constants of the simulator (`simulate/program.py`).
 """
@@ -13,33 +13,34 @@ from rldsl.simulate.times import Machine
 
 
 class Overheads:
-    """fetch: of a step, on every rank that takes part."""
+    """All in seconds per step, on every rank that takes part."""
 
     def __init__(self, problem: Problem, machine: Machine):
         self.problem, self.machine = problem, machine
-        self.known: dict[tuple[int, int], float] = {}
+        self._cache: dict[tuple[int, int], float] = {}
         fetches = [n for n in g.nodes(problem.graph.items) if isinstance(n, g.Fetch)][:1]
-        self.fetch = sum(machine.event() + machine.rows(FETCH_ROWS * problem.frames[n.frames[0]].count)
-                         + machine.kernels(FETCH_KERNELS) for n in fetches)
+        self.fetch_seconds = sum(machine.event() + machine.rows(FETCH_ROWS * problem.frames[n.frames[0]].count)
+                                 + machine.kernels(FETCH_KERNELS) for n in fetches)
         fetched = {v for n in g.nodes(problem.graph.items) if isinstance(n, g.Fetch) for v in n.writes}
-        models = {v.id for v in problem.graph.values}
-        self.moved = {j.number: len([v for v in dict.fromkeys(j.node.reads) if v in models - fetched])
-                      for j in problem.jobs}
+        values = {v.id for v in problem.graph.values}
+        self.num_moved_values = {j.number: len([v for v in dict.fromkeys(j.node.reads) if v in values - fetched])
+                                 for j in problem.jobs}
 
-    def job(self, job: Job, size: int) -> float:
-        """Of a job besides its work: rows that come to it, and what a computation does."""
+    def job_seconds(self, job: Job, size: int) -> float:
+        """A job on `size` ranks, besides the work of a call: moving its rows, and running a computation."""
         key = (job.number, size)
-        if key not in self.known:
-            self.known[key] = self._job(job, size)
-        return self.known[key]
+        if key not in self._cache:
+            self._cache[key] = self._job(job, size)
+        return self._cache[key]
 
     def _job(self, job: Job, size: int) -> float:
         machine = self.machine
         rows = max((self.problem.frames[f].count / size for f in job.frames), default=1.0)
-        moved = self.moved[job.number] * machine.kernels(MOVE_KERNELS) + 2 * machine.event() + machine.rows(rows)
-        return (moved + (self.compute(job, size) if not job.call else 0.0)) * job.times
+        kernels = self.num_moved_values[job.number] * machine.kernels(MOVE_KERNELS)
+        moved = kernels + 2 * machine.event() + machine.rows(rows)
+        return (moved + (self._compute_seconds(job, size) if not job.is_call else 0.0)) * job.times_per_step
 
-    def compute(self, job: Job, size: int) -> float:
+    def _compute_seconds(self, job: Job, size: int) -> float:
         """As `simulate/program._Walk.compute`."""
         assert isinstance(job.node, g.Compute)
         machine, program = self.machine, self.problem.programs[job.node.program]
@@ -52,8 +53,8 @@ class Overheads:
         return (own + calls * machine.rows(CALL_ROWS * rows)
                 + summed * machine.all_reduce(16.0, size, size > self.problem.cluster.gpus))
 
-    def lengths(self, job: Job, ranks: int) -> float:
-        """Of telling everyone how long the rows are that a `generate` has made."""
+    def length_exchange_seconds(self, job: Job, ranks: int) -> float:
+        """Exchanging the lengths of the rows that a `generate` made, among `ranks` ranks."""
         count = self.problem.frames[job.frames[0]].count
         return (self.machine.event() + self.machine.rows(count)
-                + self.machine.all_reduce(16.0 * count, ranks, ranks > self.problem.cluster.gpus)) * job.times
+                + self.machine.all_reduce(16.0 * count, ranks, ranks > self.problem.cluster.gpus)) * job.times_per_step

@@ -1,14 +1,15 @@
-"""What is to be placed: the calls of a step, who waits for whom, and what there is to run them on.
+"""The placement problem: the calls of a step, their dependencies, and the cluster that they run on.
 
 In: a graph and its models' families, a cluster, expected lengths. Out: a `Problem`. Calls and computations are jobs, in
-program order; a job inside blocks runs as often in a step as these say.
+program order; a job inside `every`, `repeat` or `until` blocks counts with its runs per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from rldsl.clusters import Cluster
 from rldsl.graph import model as g
@@ -17,44 +18,44 @@ from rldsl.placement.model import Call, Placed, label
 from rldsl.placement.place import Flow
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Model
-from rldsl.search.space import Block, Kind, Strategy, Tree
+from rldsl.search.space import Block, BlockTree, Kind, Strategy
 from rldsl.simulate.lengths import AT_MOST, Lengths
+
+KINDS: Mapping[type[g.Node], Kind] = {g.Generate: "generate", g.Infer: "infer", g.Train: "train"}
 
 
 @dataclass(frozen=True, slots=True)
 class FixedCall:
-    """What the program says of a call that the search does not change. block: its ranks, None where it chooses them.
-    options: those that are given, by name."""
+    """What the program fixes of a call, and the search does not change."""
 
-    block: Block | None = None
-    strategy: Strategy | None = None
-    options: tuple[tuple[str, object], ...] = ()
+    block: Block | None = None  # its ranks; None: the search chooses them
+    strategy: Strategy | None = None  # None: the search chooses it, within `options`
+    options: tuple[tuple[str, object], ...] = ()  # (name, value) of the options that the program sets
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """kind: "" of a computation. times: of a step. after: the jobs that write what this one reads, of the same step.
-    lead: of a computation, the call whose ranks it takes; of another, itself."""
+    """A call or a computation of one step."""
 
-    number: int
+    number: int  # position in program order
     node: g.Node
-    kind: Kind | str
-    model: str
-    times: float
-    after: tuple[int, ...]
-    lead: int
+    kind: Kind | Literal[""]  # "": a computation
+    model: str  # name; "" of a computation
+    times_per_step: float  # runs per step, on average
+    depends_on: tuple[int, ...]  # the jobs of the same step that write what this one reads
+    placed_with: int  # the call whose ranks it uses: itself, unless it is a computation
 
     @property
     def name(self) -> str:
         return label(self.node)
 
     @property
-    def call(self) -> bool:
+    def is_call(self) -> bool:
         return self.kind != ""
 
     @property
     def frames(self) -> tuple[str, ...]:
-        """Whose rows it works on."""
+        """The frames whose rows it works on."""
         match self.node:
             case g.Generate() | g.Infer():
                 return (self.node.frame,)
@@ -65,20 +66,25 @@ class Job:
 
 @dataclass(frozen=True)
 class Problem:
-    """models: without layouts; `home` is "home" where it is trained. memory: bytes of a device, 0: unknown."""
+    """What to place, on what, and what is fixed."""
 
     graph: g.Graph
-    jobs: tuple[Job, ...]
-    models: Mapping[str, Model]
-    families: Mapping[str, Family]
+    jobs: tuple[Job, ...]  # in program order
+    models: Mapping[str, Model]  # by name, without layouts; `home` is "home" for trained models
+    families: Mapping[str, Family]  # by model name
     cluster: Cluster
-    memory: int
-    lengths: Lengths = Lengths()
-    fixed: Mapping[int, FixedCall] = field(default_factory=dict)
+    memory: int  # bytes per device; 0: unknown
+    lengths: Lengths = Lengths()  # expected tokens per prompt and response
+    fixed: Mapping[int, FixedCall] = field(default_factory=dict)  # by job number
 
     @cached_property
-    def tree(self) -> Tree:
-        return Tree(self.cluster.nodes, self.cluster.gpus)
+    def tree(self) -> BlockTree:
+        return BlockTree(self.cluster.nodes, self.cluster.gpus)
+
+    @cached_property
+    def train_index(self) -> Mapping[str, int]:
+        """Model -> the index in `calls` of its first train call."""
+        return {m: self.call_index[n] for m, n in self.first_train.items()}
 
     @property
     def world(self) -> int:
@@ -86,13 +92,29 @@ class Problem:
 
     @cached_property
     def calls(self) -> tuple[Job, ...]:
-        return tuple(j for j in self.jobs if j.call)
+        return tuple(j for j in self.jobs if j.is_call)
 
     @cached_property
-    def logged(self) -> frozenset[int]:
-        """The jobs that make what a step logs."""
-        shown = {v for _, v in self.graph.metrics}
-        return frozenset(j.number for j in self.jobs if shown.intersection(j.node.writes))
+    def call_index(self) -> Mapping[int, int]:
+        """Job number of a call -> its index in `calls`."""
+        return {j.number: i for i, j in enumerate(self.calls)}
+
+    @cached_property
+    def fixed_blocks(self) -> tuple[Block, ...]:
+        """The blocks of calls whose ranks the program fixes."""
+        return tuple(f.block for _, f in sorted(self.fixed.items()) if f.block is not None)
+
+    def blocks(self, job: Job, used: Sequence[Block]) -> Iterator[Block]:
+        """Where a call may run, up to symmetry. used: the blocks of calls that are placed already; fixed blocks count
+        as used before anything is placed."""
+        fixed = self.fixed.get(job.number, FixedCall()).block
+        return iter([fixed]) if fixed is not None else self.tree.distinct_blocks((*self.fixed_blocks, *used))
+
+    @cached_property
+    def logged_jobs(self) -> frozenset[int]:
+        """The jobs that write the metrics of a step."""
+        metrics = {v for _, v in self.graph.metrics}
+        return frozenset(j.number for j in self.jobs if metrics.intersection(j.node.writes))
 
     @cached_property
     def frames(self) -> Mapping[str, Frame]:
@@ -103,8 +125,8 @@ class Problem:
         return {p.id: p for p in self.graph.programs}
 
     @cached_property
-    def homes(self) -> Mapping[str, int]:
-        """Model -> the first of its train calls; the others run under its layout."""
+    def first_train(self) -> Mapping[str, int]:
+        """Model -> the job number of its first train call, whose layout its other train calls share."""
         found: dict[str, int] = {}
         for j in self.calls:
             if j.kind == "train":
@@ -112,40 +134,43 @@ class Problem:
         return found
 
     @cached_property
-    def before(self) -> tuple[tuple[int, ...], ...]:
-        """Of each job, the jobs that come before it: those that write what it reads, and of the calls of its model
-        those that use the version that it ends, or make the one that it uses."""
-        return tuple(tuple(sorted({*j.after, *(i.number for i in self.jobs[: j.number] if i.call and i.model == j.model
-                                               and "train" in (i.kind, j.kind))})) for j in self.jobs)
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """Of each job, the jobs that precede it: those that write what it reads, and the earlier calls of its model
+        that read the parameter version it replaces or write the version it reads."""
+        def conflicts(i: Job, j: Job) -> bool:
+            return i.is_call and i.model == j.model and "train" in (i.kind, j.kind)
+
+        return tuple(tuple(sorted({*j.depends_on, *(i.number for i in self.jobs[: j.number] if conflicts(i, j))}))
+                     for j in self.jobs)
 
     @cached_property
-    def told(self) -> Mapping[int, tuple[int, ...]]:
-        """Of each `generate`, the jobs that work on its rows, which are told their lengths."""
+    def length_readers(self) -> Mapping[int, tuple[int, ...]]:
+        """Of each `generate`, the jobs that work on its rows, and so take part in the exchange of their lengths."""
         return {j.number: tuple(o.number for o in self.jobs if {*j.frames} & {*o.frames}) for j in self.jobs
                 if j.kind == "generate"}
 
-    def tokens(self, job: Job) -> int:
-        """Of the longest sequence."""
+    def max_tokens(self, job: Job) -> int:
+        """Tokens of its longest sequence, prompt and response."""
         return max((f.max_prompt_tokens + f.max_response_tokens for n in job.frames for f in (self.frames[n],)),
                    default=0)
 
 
 def build_problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, memory: int = 0,
             fixed: Mapping[str, FixedCall] | None = None) -> Problem:
-    """placed: the program under any placement at all, for its models. fixed: by node."""
+    """placed: the program under any placement, for its models. fixed: by node id."""
     graph = placed.graph
     jobs = tuple(_build_jobs(graph))
     models = {m.name: replace(m, home="home" if m.home else "", mean="") for m in placed.models}
     numbers = {j.node.id: j.number for j in jobs}
-    kept = {numbers[i]: f for i, f in (fixed or {}).items() if i in numbers}
-    return Problem(graph, jobs, models, dict(placed.families), cluster, memory, lengths, kept)
+    by_number = {numbers[i]: f for i, f in (fixed or {}).items() if i in numbers}
+    return Problem(graph, jobs, models, dict(placed.families), cluster, memory, lengths, by_number)
 
 
 def _build_jobs(graph: g.Graph) -> Iterator[Job]:
-    every = [(n, t) for n, t in _nodes_with_times(graph.items, 1.0) if isinstance(n, Call | g.Compute)]
+    jobs = [(n, t) for n, t in _nodes_with_times(graph.items, 1.0) if isinstance(n, Call | g.Compute)]
     flow = Flow({v: n for n in g.nodes(graph.items) for v in n.writes}, tuple(g.nodes(graph.items)))
-    numbers = {n.id: i for i, (n, _) in enumerate(every)}
-    first = next((i for i, (n, _) in enumerate(every) if isinstance(n, Call)), 0)
+    numbers = {n.id: i for i, (n, _) in enumerate(jobs)}
+    first = next((i for i, (n, _) in enumerate(jobs) if isinstance(n, Call)), 0)
     writers: dict[str, set[int]] = {}
     for node in g.nodes(graph.items):
         sources = set().union(*(writers.get(v, set()) for v in node.reads))
@@ -154,14 +179,14 @@ def _build_jobs(graph: g.Graph) -> Iterator[Job]:
             writers[v] = {i} if i is not None else sources
         if i is None:
             continue
-        near = flow.first_train(node) or flow.source(node) if isinstance(node, g.Compute) else node
-        lead = numbers[near.id] if near is not None else first
-        kind = {g.Generate: "generate", g.Infer: "infer", g.Train: "train"}.get(type(node), "")
-        yield Job(i, node, kind, getattr(node, "model", ""), every[i][1], tuple(sorted(sources)), lead)
+        anchor = flow.first_train(node) or flow.source(node) if isinstance(node, g.Compute) else node
+        placed_with = numbers[anchor.id] if anchor is not None else first
+        yield Job(i, node, KINDS.get(type(node), ""), getattr(node, "model", ""), jobs[i][1], tuple(sorted(sources)),
+                  placed_with)
 
 
 def _nodes_with_times(items: tuple[g.Item, ...], times: float) -> Iterator[tuple[g.Node, float]]:
-    """Every node with how often a step runs it, on the average."""
+    """(node, its runs per step on average) of all nodes."""
     for item in items:
         match item:
             case g.Every():

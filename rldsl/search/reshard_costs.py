@@ -1,9 +1,8 @@
-"""What it costs to bring a trained model's new version to a copy under another layout.
+"""The cost of bringing a trained model's new version to a copy under another layout.
 
-In: a model, where and how it is trained, where and how the copy is used. Out: a `Move`. The paths are those that the
-plan would have (`reshard/`), the seconds those that the simulator gives them. Blocks count by how they lie to each
-other: the same, one inside the other, or apart.
-"""
+In: a model, the block and strategy of its training, those of the call that uses the copy. Out: a `ReshardCost`. The
+routes are those of the plan (`reshard/`), the seconds those of the simulator. Of the blocks only their relative
+position counts: the same, nested, overlapping or disjoint. """
 
 from __future__ import annotations
 
@@ -20,77 +19,76 @@ from rldsl.simulate.times import Machine
 from rldsl.simulate.traffic import Loads
 
 Key = tuple[str, Block, Strategy, Block, Strategy]
-ITEM = {"float32": 4, "bfloat16": 2}  # bytes of an element
+ITEM_SIZE = {"float32": 4, "bfloat16": 2}  # bytes per element
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardCost:
-    """before: seconds of putting together what is sent. seconds: on the way, beside other work. after: of putting what
-    has come into its place. bytes: that the busiest rank gets. room: of buffers, until the copy is used.
-    copied: whether there is a copy, and the call does not read what is trained."""
+    """One reshard, on its busiest rank."""
 
-    before: float = 0.0
-    seconds: float = 0.0
-    after: float = 0.0
-    bytes: int = 0
-    room: int = 0
-    copied: bool = False
+    pack_seconds: float = 0.0  # copying slices into send buffers
+    transfer_seconds: float = 0.0  # on the wire, overlapping with other work
+    unpack_seconds: float = 0.0  # copying received slices to their places
+    received_bytes: int = 0
+    buffer_bytes: int = 0  # receive buffers, until the copy is used
+    has_copy: bool = False  # false: the call reads the trained parameters themselves
 
 
 class ReshardCosts:
-    """Of one problem; what has been worked out is kept."""
+    """The reshards of one problem, cached."""
 
     def __init__(self, problem: Problem, machine: Machine):
         self.problem, self.machine = problem, machine
-        self.known: dict[Key, ReshardCost] = {}
+        self._costs: dict[Key, ReshardCost] = {}
 
-    def seen(self, model: str, src: Block, mine: Strategy, dst: Block, other: Strategy) -> ReshardCost | None:
-        """What is known already."""
-        return self.known.get(self._key(model, src, mine, dst, other))
+    def cached(self, model: str, src: Block, trained: Strategy, dst: Block, used: Strategy) -> ReshardCost | None:
+        """The cost, if it has been computed."""
+        return self._costs.get(self._key(model, src, trained, dst, used))
 
-    def least(self, model: str, lacks: int, far: int) -> ReshardCost:
-        """Where some rank gets at least so many elements, and so many over the network. What comes by both links at
-        once takes what both together would."""
-        if lacks <= 0:
+    def lower_bound(self, model: str, received: int, over_network: int) -> ReshardCost:
+        """A lower bound, where some rank receives at least `received` elements, `over_network` of them from other
+        nodes. Elements that arrive over both links at the same time take as long as their combined bandwidth needs."""
+        if received <= 0:
             return ReshardCost()
-        machine, item = self.machine, ITEM[self.problem.models[model].dtype]
-        near, network = machine.link(item * lacks, False), machine.link(item * lacks, True)
-        both = near * network / (near + network) if near and network else 0.0
-        seconds = near if self.problem.cluster.nodes == 1 else max(both, machine.link(item * max(far, 0), True))
-        return ReshardCost(seconds=machine.latency(False) + seconds, after=machine.memory(2 * item * lacks),
-                    bytes=item * lacks, copied=True)
+        machine, item_size = self.machine, ITEM_SIZE[self.problem.models[model].dtype]
+        size = item_size * received
+        local, network = machine.link(size, False), machine.link(size, True)
+        both = local * network / (local + network) if local and network else 0.0
+        seconds = local if self.problem.cluster.nodes == 1 else max(
+            both, machine.link(item_size * max(over_network, 0), True))
+        return ReshardCost(transfer_seconds=machine.latency(False) + seconds, unpack_seconds=machine.memory(2 * size),
+                           received_bytes=size, has_copy=True)
 
-    def __call__(self, model: str, src: Block, mine: Strategy, dst: Block, other: Strategy) -> ReshardCost:
-        """mine, other: strategies of the train call and of the call that uses the copy."""
-        key = self._key(model, src, mine, dst, other)
-        if key not in self.known:
-            _, a, mine, b, other = key
-            here, there = mine.layout(a.mesh()), other.layout(b.mesh())
-            self.known[key] = self._move(replace(self.problem.models[model], home=here.id), here, a, there, b)
-        return self.known[key]
+    def cost(self, model: str, src: Block, trained: Strategy, dst: Block, used: Strategy) -> ReshardCost:
+        """trained, used: the strategies of the train call on `src`, and of the call on `dst` that uses the copy."""
+        key = self._key(model, src, trained, dst, used)
+        if key not in self._costs:
+            _, a, trained, b, used = key
+            source, target = trained.layout(a.mesh()), used.layout(b.mesh())
+            self._costs[key] = self._compute(replace(self.problem.models[model], home=source.id), source, a, target, b)
+        return self._costs[key]
 
-    def _key(self, model: str, src: Block, mine: Strategy, dst: Block, other: Strategy) -> Key:
-        """What a movement depends on. With any degree of `zero` parameters lie alike."""
+    def _key(self, model: str, src: Block, trained: Strategy, dst: Block, used: Strategy) -> Key:
+        """What the cost depends on. All levels of `zero` above 0 shard the parameters in the same way."""
         a, b = canonical_blocks(src, dst, self.problem.cluster.gpus)
-        return model, a, _layout_only(mine), b, _layout_only(other)
+        return model, a, _layout_only(trained), b, _layout_only(used)
 
-    def _move(self, model: Model, src: Layout, a: Block, dst: Layout, b: Block) -> ReshardCost:
+    def _compute(self, model: Model, src: Layout, a: Block, dst: Layout, b: Block) -> ReshardCost:
         machine, gpus = self.machine, self.problem.cluster.gpus
         if src == dst or share_one_copy(model, src, a.mesh(), dst, b.mesh()):
             return ReshardCost()
-        travels = in_wire_dtype(model, src.id, model, dst.id, 0.0)
-        item = ITEM[travels.dtype]
-        way = plan_routes(model, src, a.mesh(), dst, b.mesh(), gpus)
-        seen = Loads.of(way).every()
-        most = max((t.received for t in seen), default=0)
-        if not most:
-            return ReshardCost(copied=True)
-        parts = num_buckets(way, item)
-        longest = max(max(t.receiving(machine, item), t.sending(machine, item)) for t in seen)
-        crosses = any(t.crosses for t in seen)
-        return ReshardCost(machine.memory(2 * item * max(t.sent for t in seen)),
-                    num_rounds(way, parts) * (machine.latency(crosses) + longest / parts),
-                    machine.memory(2 * item * most), item * most, min(2 * item * most, BUCKET), True)
+        item_size = ITEM_SIZE[in_wire_dtype(model, src.id, model, dst.id, 0.0).dtype]
+        routes = plan_routes(model, src, a.mesh(), dst, b.mesh(), gpus)
+        loads = Loads.of(routes).every()
+        received = item_size * max((t.received for t in loads), default=0)
+        if not received:
+            return ReshardCost(has_copy=True)
+        buckets = num_buckets(routes, item_size)
+        longest = max(max(t.receiving(machine, item_size), t.sending(machine, item_size)) for t in loads)
+        crosses = any(t.crosses for t in loads)
+        return ReshardCost(machine.memory(2 * item_size * max(t.sent for t in loads)),
+                           num_rounds(routes, buckets) * (machine.latency(crosses) + longest / buckets),
+                           machine.memory(2 * received), received, min(2 * received, BUCKET), True)
 
 
 def _layout_only(s: Strategy) -> Strategy:
@@ -98,12 +96,10 @@ def _layout_only(s: Strategy) -> Strategy:
 
 
 def canonical_blocks(src: Block, dst: Block, gpus: int) -> tuple[Block, Block]:
-    """Two blocks that lie to each other as these, at the beginning of the cluster."""
-    if src.holds(dst):
+    """Two blocks of the same relative position, at the beginning of the cluster."""
+    if src.contains(dst) or dst.contains(src):
         return Block(0, src.size), Block(0, dst.size)
-    if dst.holds(src):
-        return Block(0, src.size), Block(0, dst.size)
-    if src.meets(dst):
+    if src.overlaps(dst):
         first = min(src.start, dst.start) // gpus * gpus
         return Block(src.start - first, src.stop - first), Block(dst.start - first, dst.stop - first)
     same = src.start // gpus == dst.start // gpus and src.size < gpus and dst.size < gpus

@@ -1,8 +1,8 @@
-"""Where a call may run: blocks of ranks, and how it may divide its model and rows over one.
+"""The search space: blocks of ranks that a call may run on, and strategies that divide its model and rows over one.
 
-In: the shape of a cluster, a model's family, what a call is. Out: blocks in a tree, and strategies.
-Blocks are the whole cluster, halves of its nodes again and again down to one node, then even parts of a node: any two
-are disjoint, or one lies in the other, and each is a mesh that a program can name.
+In: the shape of a cluster, a model's family, the kind of a call. Out: blocks in a tree, and strategies.
+Blocks are the whole cluster, its nodes halved repeatedly down to one node, then even parts of a node. Any two are
+disjoint or nested, and each is a mesh that a program can name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rldsl.placement.model import Place, layout_of
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh
 
 Kind = Literal["generate", "infer", "train"]
-LONG = 8192  # tokens from which on dividing sequences (cp) is tried
+LONG = 8192  # tokens per sequence from which context parallelism is tried
 
 
 class Block(NamedTuple):
@@ -31,10 +31,10 @@ class Block(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
-    def holds(self, other: Block) -> bool:
+    def contains(self, other: Block) -> bool:
         return self.start <= other.start and other.stop <= self.stop
 
-    def meets(self, other: Block) -> bool:
+    def overlaps(self, other: Block) -> bool:
         return self.start < other.stop and other.start < self.stop
 
     def mesh(self) -> Mesh:
@@ -54,8 +54,8 @@ def _children(b: Block, gpus: int) -> tuple[Block, ...]:
 
 
 @dataclass(frozen=True)
-class Tree:
-    """All blocks of `nodes` machines of `gpus` devices. `Tree(2, 4)`: 0:8, 0:4, 0:2, 0:1, ..."""
+class BlockTree:
+    """All blocks of `nodes` machines with `gpus` devices each. `BlockTree(2, 4)`: 0:8, 0:4, 0:2, 0:1, ..."""
 
     nodes: int
     gpus: int
@@ -68,7 +68,7 @@ class Tree:
         return _children(b, self.gpus)
 
     @cached_property
-    def every(self) -> tuple[Block, ...]:
+    def all_blocks(self) -> tuple[Block, ...]:
         """The largest first."""
         found, todo = [], [self.root]
         while todo:
@@ -78,17 +78,17 @@ class Tree:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(b.size for b in self.every))
+        return tuple(dict.fromkeys(b.size for b in self.all_blocks))
 
-    def different(self, used: Collection[Block]) -> Iterator[Block]:
-        """One of all blocks that are alike, given those that are in use: of brothers in which nothing is, and of one
-        size, only the first matters, because nodes are equal and so are the devices of a node."""
+    def distinct_blocks(self, used: Collection[Block]) -> Iterator[Block]:
+        """The blocks, up to symmetry: of siblings of one size that no used block meets only the first is listed,
+        because all nodes are equal and so are the devices of a node."""
         def visit(b: Block) -> Iterator[Block]:
             yield b
             seen: set[int] = set()
-            mine = [u for u in used if u.meets(b) and not u.holds(b)]
+            inside = [u for u in used if u.overlaps(b) and not u.contains(b)]
             for c in self.children(b):
-                if not any(u.meets(c) for u in mine):
+                if not any(u.overlaps(c) for u in inside):
                     if c.size in seen:
                         continue
                     seen.add(c.size)
@@ -99,19 +99,19 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Strategy:
-    """How a call runs on its ranks; the words are those of a placement. recompute: full. mbt is not searched for."""
+    """How a call runs on its ranks. The fields are the options of a `place` rule."""
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    zero: int = 0
-    mbs: int = 0
-    recompute: bool = False
-    offload: bool = False
-    vpp: int = 1
-    mbt: int = 0
+    dp: int = 1  # data parallelism
+    tp: int = 1  # tensor parallelism
+    pp: int = 1  # pipeline stages
+    cp: int = 1  # context parallelism
+    ep: int = 1  # expert parallelism
+    zero: int = 0  # ZeRO level, 0 to 3
+    mbs: int = 0  # sequences per micro-batch; 0: all
+    recompute: bool = False  # full activation recomputation
+    offload: bool = False  # parameters and optimizer state in host memory between calls
+    vpp: int = 1  # chunks of layers per stage
+    mbt: int = 0  # tokens per micro-batch; 0: no limit. Not searched for
     backend: str = DEFAULT_BACKEND
 
     @staticmethod
@@ -125,21 +125,22 @@ class Strategy:
 
     @property
     def degrees(self) -> tuple[int | str, ...]:
-        """What tells layouts on one mesh apart."""
+        """Equal for equal layouts on one mesh."""
         return self.dp, self.tp, self.pp, self.cp, self.ep, self.zero, self.vpp, self.backend
 
     def text(self) -> str:
-        """As a clause says it: "dp=4 tp=2"."""
-        said = [f"{k}={v}" for k, v, usual in (
+        """As in a clause: "dp=4 tp=2"."""
+        degrees = [f"{k}={v}" for k, v, usual in (
             ("dp", self.dp, 0), ("tp", self.tp, 1), ("pp", self.pp, 1), ("vpp", self.vpp, 1), ("cp", self.cp, 1),
             ("ep", self.ep, 1), ("zero", self.zero, 0), ("mbs", self.mbs, 0), ("mbt", self.mbt, 0)) if v != usual]
-        return " ".join([*said, *(["recompute=full"] if self.recompute else []),
+        return " ".join([*degrees, *(["recompute=full"] if self.recompute else []),
                          *(["offload=true"] if self.offload else []),
                          *([f"backend={self.backend}"] if self.backend != DEFAULT_BACKEND else [])])
 
 
 def divisions(kind: Kind, size: int, gpus: int, family: Family, tokens: int) -> Iterator[Strategy]:
-    """Every division of `size` ranks that the model allows, without micro-batches. tokens: of the longest sequence."""
+    """Every division of `size` ranks that the model allows, with the other options at their defaults. tokens: of the
+    longest sequence."""
     long = kind != "generate" and tokens >= LONG
     for tp in _divisors(min(size, gpus)):
         if size % tp or gpus % tp or not can_tp(family, tp):
@@ -156,11 +157,11 @@ def divisions(kind: Kind, size: int, gpus: int, family: Family, tokens: int) -> 
                     yield replace(plain, ep=ep)
 
 
-def with_chunks(kind: Kind, s: Strategy, layers: int, ways: tuple[int, ...]) -> tuple[Strategy, ...]:
-    """With so many chunks of layers on each rank of a pipeline."""
+def with_chunks(kind: Kind, s: Strategy, layers: int, chunks: tuple[int, ...]) -> tuple[Strategy, ...]:
+    """With these numbers of layer chunks per pipeline stage (vpp)."""
     if kind != "train" or s.pp == 1:
         return (s,)
-    return tuple(replace(s, vpp=v) for v in ways if s.pp * v <= layers)
+    return tuple(replace(s, vpp=v) for v in chunks if s.pp * v <= layers)
 
 
 def zero_levels(kind: Kind, s: Strategy) -> tuple[Strategy, ...]:
@@ -168,16 +169,16 @@ def zero_levels(kind: Kind, s: Strategy) -> tuple[Strategy, ...]:
 
 
 def can_tp(f: Family, tp: int) -> bool:
-    """As `placement/degrees.check_family` has it."""
+    """Whether a family can be divided by `tp`, as `placement/degrees.check_family` decides."""
     if tp == 1:
         return True
-    whole = not f.heads % tp and (not f.kv_heads % tp or not tp % f.kv_heads)
-    return whole and not f.tp_problem and not (f.experts and tp > f.expert_width)
+    divides = not f.heads % tp and (not f.kv_heads % tp or not tp % f.kv_heads)
+    return divides and not f.tp_problem and not (f.experts and tp > f.expert_width)
 
 
 def micro_batch_sizes(rows: int, pp: int) -> tuple[int, ...]:
-    """Sizes of micro-batches that differ for so many rows of a shard: powers of two, and the largest possible (0): all
-    rows, or a part of them for each stage of a pipeline."""
+    """The distinct micro-batch sizes for `rows` rows of a shard: powers of two, then 0 for the largest possible: all
+    rows, or with a pipeline the rows divided by its stages."""
     return (*(2**k for k in range(max(rows, 1).bit_length()) if -(-rows // 2**k) > pp), 0)
 
 

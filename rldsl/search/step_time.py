@@ -1,10 +1,10 @@
-"""How long a step takes under an assignment, without compiling it: what the simulator finds of the compiled plan.
+"""The time of a step under an assignment, without compiling it: an estimate of what the simulator computes.
 
-In: a block for every call, entries with their seconds, moves of parameters. Out: seconds of a steady step. Jobs are
-ordered as the compiler orders them (`passes/event_order.py`), then three steps are gone through on *atoms*, the
-stretches of ranks that no block divides, and the last one counts, as in `simulate/simulate.py`; so what of a step can
-run beside the one before does. All that is waited for stands earlier in the order, so one walk along it is enough; and
-the order depends on blocks alone, so no call that takes longer makes a step shorter. """
+In: a block for every call, the seconds of every job, the reshards of parameters. Out: seconds of a step in the steady
+state. Jobs are ordered as the compiler orders them (`passes/event_order.py`). Three steps are then played on *atoms*,
+the ranges of ranks that no block divides, and the last one counts, as in `simulate/simulate.py`; so work of one step
+may overlap with the step before. Everything that a job waits for comes earlier in the order, so one pass over it is
+enough; and the order depends on the blocks alone, so a call that takes longer never makes a step shorter. """
 
 from __future__ import annotations
 
@@ -19,115 +19,116 @@ from rldsl.search.problem import Problem
 from rldsl.search.reshard_costs import ReshardCost
 from rldsl.search.space import Block
 
-ROUGH = {"": Compute.traits.order_cost} | {e.kind: e.traits.order_cost for e in (Generate, Infer, Train)}
-STEPS = 3
+ORDER_COST = {"": Compute.traits.order_cost} | {e.kind: e.traits.order_cost for e in (Generate, Infer, Train)}
+NUM_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledItem:
-    """Of the order: a job, or when `job` is -1 a moment at which ranks meet. on: atoms. after: the items that come
-    before it, for the compiler. tells: the `generate` whose lengths are told then."""
+    """A job, or a point at which ranks wait for each other, in the order of a step."""
 
-    job: int
-    on: tuple[int, ...]
-    after: tuple[int, ...]
-    cost: int
-    rank: int
-    tells: int = -1
+    job: int  # its number; -1: a synchronization point
+    atoms: tuple[int, ...]  # that take part
+    predecessors: tuple[int, ...]  # items that the list scheduler puts before it
+    cost: int  # `EventTraits.order_cost`
+    priority: int  # as `Task.rank`: the smaller goes first
+    lengths_of: int = -1  # the `generate` whose lengths are exchanged here; -1: none
 
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule:
-    """What of an assignment depends on blocks alone. atoms: (start, stop). on: job -> its atoms. small: job -> seconds
-    of what it does besides its work. told: `generate` -> seconds of telling its lengths. fetch: seconds of reading
-    data, at the top of a step."""
+    """The part of an assignment's evaluation that depends on its blocks alone."""
 
-    atoms: tuple[tuple[int, int], ...]
+    atoms: tuple[tuple[int, int], ...]  # ranks (start, stop)
     order: tuple[ScheduledItem, ...]
-    on: tuple[tuple[int, ...], ...]
-    small: tuple[float, ...]
-    told: Mapping[int, float]
-    fetch: float
+    job_atoms: tuple[tuple[int, ...], ...]  # by job number
+    overhead_seconds: tuple[float, ...]  # by job number, besides the work of the job
+    length_exchange_seconds: Mapping[int, float]  # `generate` -> seconds of exchanging the lengths of its rows
+    fetch_seconds: float  # reading data, at the start of a step
 
     @property
     def jobs(self) -> tuple[int, ...]:
-        """In order."""
+        """Their numbers, in order."""
         return tuple(i.job for i in self.order if i.job >= 0)
 
 
-On = tuple[tuple[int, ...], ...]  # job -> its atoms
-Orders = dict[tuple[On, bool], tuple[ScheduledItem, ...]]  # known already; whether the first atom begins with rank 0
+JobAtoms = tuple[tuple[int, ...], ...]  # by job number
+# A cache. Key: (job atoms, whether the first atom begins with rank 0).
+Orders = dict[tuple[JobAtoms, bool], tuple[ScheduledItem, ...]]
 
 
 def schedule_step(problem: Problem, overheads: Overheads, blocks: Sequence[Block], orders: Orders) -> StepSchedule:
-    """blocks: of every job; a computation's is that of its lead."""
+    """blocks: by job number; a computation has the block of the call that it is placed with."""
     ends = sorted({e for b in blocks for e in b})
     atoms = [(a, b) for a, b in pairwise(ends) if any(x.start <= a and b <= x.stop for x in blocks)]
-    on = tuple([tuple([i for i, (a, z) in enumerate(atoms) if b.start <= a and z <= b.stop]) for b in blocks])
-    small = tuple([overheads.job(j, blocks[j.number].size) for j in problem.jobs])
-    key = on, atoms[0][0] == 0
+    job_atoms = tuple([tuple([i for i, (a, z) in enumerate(atoms) if b.start <= a and z <= b.stop]) for b in blocks])
+    overhead = tuple([overheads.job_seconds(j, blocks[j.number].size) for j in problem.jobs])
+    key = job_atoms, atoms[0][0] == 0
     if key not in orders:
         items = _step_items(problem, *key)
-        tasks = [Task(item.on, item.after, item.cost, item.rank) for item in items]
+        tasks = [Task(item.atoms, item.predecessors, item.cost, item.priority) for item in items]
         orders[key] = tuple(items[i] for i in list_schedule(tasks))
-    told = {item.tells: overheads.lengths(problem.jobs[item.tells], sum([atoms[a][1] - atoms[a][0] for a in item.on]))
-            for item in orders[key] if item.tells >= 0}
-    return StepSchedule(tuple(atoms), orders[key], on, small, told, overheads.fetch)
+    exchanges = {}
+    for item in orders[key]:
+        if item.lengths_of >= 0:
+            ranks = sum([atoms[a][1] - atoms[a][0] for a in item.atoms])
+            exchanges[item.lengths_of] = overheads.length_exchange_seconds(problem.jobs[item.lengths_of], ranks)
+    return StepSchedule(tuple(atoms), orders[key], job_atoms, overhead, exchanges, overheads.fetch_seconds)
 
 
-def _step_items(problem: Problem, on: On, from_zero: bool) -> list[ScheduledItem]:
-    """Jobs in program order; behind a `generate` the telling of lengths, to all that work on its rows; at the end the
-    metrics, from the first rank of each mesh to rank 0."""
+def _step_items(problem: Problem, job_atoms: JobAtoms, from_zero: bool) -> list[ScheduledItem]:
+    """Jobs in program order; after each `generate` the exchange of lengths among all jobs that work on its rows; at the
+    end the metrics, from the first rank of each mesh to rank 0."""
     items: list[ScheduledItem] = []
-    place: dict[int, int] = {}
+    position: dict[int, int] = {}  # job number -> index in `items`
     for j in problem.jobs:
-        place[j.number] = len(items)
-        before = tuple(place[b] for b in problem.before[j.number])
-        items.append(ScheduledItem(j.number, on[j.number], before, ROUGH[j.kind], 1))
+        position[j.number] = len(items)
+        predecessors = tuple(position[b] for b in problem.predecessors[j.number])
+        items.append(ScheduledItem(j.number, job_atoms[j.number], predecessors, ORDER_COST[j.kind], 1))
         if j.kind == "generate":
-            there = sorted({a for o in problem.told[j.number] for a in on[o]})
-            items.append(ScheduledItem(-1, tuple(there), (place[j.number],), 1, 0, j.number))
-    told = [j for j in problem.jobs if j.number in problem.logged]
-    firsts = sorted({on[j.number][0] for j in told} | ({0} if from_zero else set()))
-    if told:
-        items.append(ScheduledItem(-1, tuple(firsts), tuple(place[j.number] for j in told), 1, 3))
+            atoms = sorted({a for o in problem.length_readers[j.number] for a in job_atoms[o]})
+            items.append(ScheduledItem(-1, tuple(atoms), (position[j.number],), 1, 0, j.number))
+    logged = [j for j in problem.jobs if j.number in problem.logged_jobs]
+    firsts = sorted({job_atoms[j.number][0] for j in logged} | ({0} if from_zero else set()))
+    if logged:
+        items.append(ScheduledItem(-1, tuple(firsts), tuple(position[j.number] for j in logged), 1, 3))
     return items
 
 
-def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], units: Sequence[int],
-         moves: Mapping[int, tuple[ReshardCost, int]], away: Mapping[int, float]) -> float:
-    """seconds: of every job. units: ranks of each that wait for each other; 0: all. moves: job whose copy is brought up
-    to date at the top of the step -> how, and the train call that it comes from. away: of a job, until what is
-    offloaded is there, from the call before on."""
-    free = [0.0] * len(s.atoms)
-    jobs, on, small = problem.jobs, s.on, s.small
+def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sync_ranks: Sequence[int],
+                 reshards: Mapping[int, tuple[ReshardCost, int]], onloads: Mapping[int, float]) -> float:
+    """seconds: of every job. sync_ranks: how many ranks of each job wait for each other; 0: all. reshards: the job
+    whose copy is updated at the start of the step -> (its cost, the train call that it comes from). onloads: a job ->
+    seconds of its onload, which begins when the ranks are done with the job before."""
+    free = [0.0] * len(s.atoms)  # the time until which each atom is busy
+    jobs, job_atoms, overhead = problem.jobs, s.job_atoms, s.overhead_seconds
     ends: list[float] = [0.0]
     sizes = [stop - start for start, stop in s.atoms]
-    apart = [bool(u) and min([sizes[a] for a in on[n]]) >= u for n, u in enumerate(units)]
-    for _ in range(STEPS):
-        came: dict[int, float] = {}
+    independent = [bool(u) and min([sizes[a] for a in job_atoms[n]]) >= u for n, u in enumerate(sync_ranks)]
+    for _ in range(NUM_STEPS):
+        arrived: dict[int, float] = {}  # job -> when its copy is there
         done: dict[int, float] = {}
-        for n, (move, home) in moves.items():
-            for a in on[home]:
-                free[a] += move.before
-            came[n] = max(free[a] for a in (*on[home], *on[n])) + move.seconds
-        free = [f + s.fetch for f in free]
+        for n, (cost, train) in reshards.items():
+            for a in job_atoms[train]:
+                free[a] += cost.pack_seconds
+            arrived[n] = max(free[a] for a in (*job_atoms[train], *job_atoms[n])) + cost.transfer_seconds
+        free = [f + s.fetch_seconds for f in free]
         for item in s.order:
-            n, mine = item.job, item.on
+            n, mine = item.job, item.atoms
             if n < 0:
-                together = max([free[a] for a in mine]) + s.told.get(item.tells, 0.0)
+                met = max([free[a] for a in mine]) + s.length_exchange_seconds.get(item.lengths_of, 0.0)
                 for a in mine:
-                    free[a] = together
+                    free[a] = met
                 continue
-            start, took = 0.0, seconds[n] + small[n]
-            for b in jobs[n].after:
+            start, took = 0.0, seconds[n] + overhead[n]
+            for b in jobs[n].depends_on:
                 if done[b] > start:
                     start = done[b]
-            if n in moves:
-                start, took = max(start, came[n]), took + moves[n][0].after
-            if n in away:
-                start = max(start, max([free[a] for a in mine]) + away[n])
-            if apart[n]:
+            if n in reshards:
+                start, took = max(start, arrived[n]), took + reshards[n][0].unpack_seconds
+            if n in onloads:
+                start = max(start, max([free[a] for a in mine]) + onloads[n])
+            if independent[n]:
                 last = 0.0
                 for a in mine:
                     free[a] = max(start, free[a]) + took

@@ -188,9 +188,9 @@ def test_the_search_asks_the_backend() -> None:
         answers[backend] = find_placement(p, machines, int(80e9), Options("search", most=40))
     table = answers["plain"].instance.table
     job = next(j for j in answers["plain"].problem.calls if j.kind == "train")
-    plain = table.entries(job, 4)
+    plain = table.candidates(job, 4)
     assert plain and {(e.strategy.backend, e.strategy.tp, e.strategy.pp, e.strategy.zero) for e in plain} == {("plain", 1, 1, 0)}
-    torch = next(e for e in answers["torch"].instance.table.entries(job, 4) if e.strategy.dp == 4)
+    torch = next(e for e in answers["torch"].instance.table.candidates(job, 4) if e.strategy.dp == 4)
     assert plain[0].seconds > torch.seconds
     best = answers["plain"].best[0]
     train = next(e for e, _ in events(best.plan) if isinstance(e, Train))

@@ -17,9 +17,9 @@ from rldsl.placement.place import place_graph
 from rldsl.plan.model import Mesh
 from rldsl.preview import preview
 from rldsl.search import memory_check
+from rldsl.search.compiled_placements import SettingCompiler
 from rldsl.search.memory_advice import MemoryAdvisor
 from rldsl.search.settings import clause, difference_text, options, with_options
-from rldsl.search.trials import Trials
 from tests.compiler.graphs import at, family, on, ppo
 from tests.memory.test_fit import followed, held, needs, rows, wide
 
@@ -78,8 +78,9 @@ def test_zero_is_proposed_for_the_state_of_replicated_models() -> None:
 def test_a_program_with_zero_is_not_accused_of_what_it_does_not_need() -> None:
     with_zero = {"critic.train": on(7, 0, 8, dp=8, zero=3), "actor.train": on(8, 0, 8, dp=8, zero=3)}
     x, without = placed(**with_zero), placed()
-    assert MemoryAdvisor(x).bytes(MemoryAdvisor(x).old) == needs(x) < MemoryAdvisor(without).bytes(MemoryAdvisor(without).old)
-    for setting in (MemoryAdvisor(x)._hard, *MemoryAdvisor(x)._degrees(MemoryAdvisor(x)._hard)):
+    advisor, other = MemoryAdvisor(x), MemoryAdvisor(without)
+    assert advisor.bytes(advisor.old) == needs(x) < other.bytes(other.old)
+    for setting in (MemoryAdvisor(x)._all_changes, *MemoryAdvisor(x)._degrees(MemoryAdvisor(x)._all_changes)):
         zeros = {p.layout.zero for i, p in setting.items() if i.endswith(".train") and p.layout.dp > 1}
         assert zeros <= {3}
 
@@ -132,13 +133,13 @@ def test_ranks_that_are_not_one_run_cannot_be_written() -> None:
     assert clause(p, at(1)) is None
     x = placed(memory=0.0001)
     broken = replace(x, places=tuple((i, p if i == "actor.train" else q) for i, q in x.places))
-    assert Trials(broken).bytes(Trials(broken).old) is None
+    assert SettingCompiler(broken).bytes(SettingCompiler(broken).first) is None
     assert MemoryAdvisor(broken).best() is None
 
 
 def test_nothing_can_be_tried_is_said_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     x = placed(memory=0.0001)
-    monkeypatch.setattr(Trials, "_graph", lambda self, setting, nodes: None)
+    monkeypatch.setattr(SettingCompiler, "_graph", lambda self, setting, nodes: None)
     assert MemoryAdvisor(x).least() is None and MemoryAdvisor(x).larger() is None
     with pytest.raises(Failure) as caught:
         memory_check.check_memory(x, held(x))

@@ -1,4 +1,4 @@
-"""Every assignment of an instance, one by one: what the search must find, found without it."""
+"""Every assignment of a problem, one by one: what the search must find, found without it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rldsl.search.space import Block
 def assignments(i: Evaluator, few: int) -> Iterator[Assignment]:
     """All blocks, without regard to symmetry, and the first `few` entries of each call on each."""
     options: list[list[tuple[Block, Candidate]]] = [
-        [(b, e) for b in _blocks(i, job) for e in i.table.entries(job, b.size)[:few]] for job in i.calls]
+        [(b, e) for b in _blocks(i, job) for e in i.table.candidates(job, b.size)[:few]] for job in i.calls]
     for picked in product(*options):
         yield Assignment(tuple(b for b, _ in picked), tuple(e for _, e in picked))
 
 
 def _blocks(i: Evaluator, job: Job) -> tuple[Block, ...]:
     fixed = i.problem.fixed.get(job.number)
-    return (fixed.block,) if fixed is not None and fixed.block is not None else i.tree.every
+    return (fixed.block,) if fixed is not None and fixed.block is not None else i.tree.all_blocks
 
 
 def best(i: Evaluator, few: int) -> float:
     """Seconds of the best that fits; inf where nothing does."""
     found = inf
     for a in assignments(i, few):
-        judged = i.judge(a)
+        judged = i.evaluate(a)
         if judged.seconds < found and i.fits(judged.bytes):
             found = judged.seconds
     return found

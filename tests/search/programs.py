@@ -115,7 +115,8 @@ def cluster(nodes: int, gpus: int, memory_gb: float = 80.0, **other) -> Cluster:
 def ready(name: str, size: str, machines: Cluster, locks: tuple[str, ...] = (), text: str = "",
           **sets) -> PreparedProgram:
     made = graph(name, text, **sets)
-    return prepare_program(made, "", machines, int(machines.memory_gb * 1e9), unless_locked(made, locks), describe(size))
+    memory = int(machines.memory_gb * 1e9)
+    return prepare_program(made, "", machines, memory, unless_locked(made, locks), describe(size))
 
 
 def instance(name: str, size: str, machines: Cluster, lengths: Lengths = Lengths(), offload: bool = False,

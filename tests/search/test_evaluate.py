@@ -25,9 +25,9 @@ def drawn(i: Evaluator, count: int, seed: int) -> Iterator[Evaluation]:
     tries = 0
     while count and tries < 200:
         tries += 1
-        blocks = tuple(draw.choice([b for b in i.tree.every if i.table.entries(j, b.size)]) for j in i.calls)
-        entries = tuple(draw.choice(i.table.entries(j, b.size)[:12]) for j, b in zip(i.calls, blocks))
-        found: Evaluation | None = i.judge(Assignment(blocks, entries))
+        blocks = tuple(draw.choice([b for b in i.tree.all_blocks if i.table.candidates(j, b.size)]) for j in i.calls)
+        entries = tuple(draw.choice(i.table.candidates(j, b.size)[:12]) for j, b in zip(i.calls, blocks))
+        found: Evaluation | None = i.evaluate(Assignment(blocks, entries))
         if found is not None and not i.fits(found.bytes):
             found = choose_candidates(i, blocks)
         if found is not None:
@@ -67,9 +67,9 @@ def test_a_call_that_takes_longer_never_makes_a_step_shorter() -> None:
     draw = random.Random(3)
     for judged in drawn(i, 6, 2):
         a = judged.assignment
-        moves = i.copies(a.blocks, a.entries)
-        before = i.seconds(a.blocks, a.entries, moves)
-        for c in range(len(a.entries)):
-            longer = replace(a.entries[c], seconds=a.entries[c].seconds * draw.uniform(1, 3))
-            entries = [longer if k == c else e for k, e in enumerate(a.entries)]
+        moves = i.reshards_of_copies(a.blocks, a.candidates)
+        before = i.seconds(a.blocks, a.candidates, moves)
+        for c in range(len(a.candidates)):
+            longer = replace(a.candidates[c], seconds=a.candidates[c].seconds * draw.uniform(1, 3))
+            entries = [longer if k == c else e for k, e in enumerate(a.candidates)]
             assert i.seconds(a.blocks, entries, moves) >= before - 1e-9

@@ -24,18 +24,18 @@ SMALL = [(name, size, nodes, gpus, memory, few) for name, few, shapes in (
 
 def few_entries(i: Evaluator, few: int, seed: int) -> Evaluator:
     """The same with few entries: some of the fastest, some of the leanest, so that memory matters."""
-    draw, entries = random.Random(seed), i.table.entries
+    draw, entries = random.Random(seed), i.table.candidates
     known: dict[tuple[int, int], tuple[Candidate, ...]] = {}
 
     def some(job: Job, size: int) -> tuple[Candidate, ...]:
         if (job.number, size) not in known:
             every = entries(job, size)
-            lean = sorted(every, key=lambda e: (e.resident + e.active, e.strategy))
+            lean = sorted(every, key=lambda e: (e.resident_bytes + e.active_bytes, e.strategy))
             picked = {*every[: few - few // 2], *lean[: few // 2], *draw.sample(every, min(1, len(every)))}
             known[job.number, size] = tuple(sorted(picked, key=lambda e: (e.seconds, e.strategy))[:few])
         return known[job.number, size]
 
-    i.table.entries = some  # type: ignore[method-assign]
+    i.table.candidates = some  # type: ignore[method-assign]
     return i
 
 
@@ -50,7 +50,7 @@ def test_the_gap_is_nothing(name: str, size: str, nodes: int, gpus: int, memory:
     machines = cluster(nodes, gpus, memory, network_gb_s=draw.choice((5.0, 50.0)))
     i = few_entries(instance(name, size, machines, lengths, memory < 20,
                              batch=draw.choice((16, 64, 256))), few, 0)
-    found, known = branch_and_bound(i, gap=0.0, most=10**6), best(i, few)
+    found, known = branch_and_bound(i, gap=0.0, max_nodes=10**6), best(i, few)
     assert found.complete
     if known == inf:
         assert not found.best
@@ -65,16 +65,16 @@ def test_no_assignment_is_below_a_bound(name: str, few: int) -> None:
     i = few_entries(instance(name, "1B", cluster(1, 2), batch=64), few, 1)
     draw = random.Random(0)
     for a in draw.sample(list(assignments(i, few)), 60):
-        judged = i.judge(a)
+        judged = i.evaluate(a)
         for k in range(len(a.blocks) + 1):
             placed = dict(enumerate(a.blocks[:k]))
-            assert i.bound(placed) <= judged.seconds * (1 + 1e-9)
-            assert i.bound.bytes(placed) <= judged.bytes
+            assert i.bound.step_seconds(placed) <= judged.seconds * (1 + 1e-9)
+            assert i.bound.peak_bytes(placed) <= judged.bytes
 
 
 def test_what_is_looked_at_least_is_still_bounded() -> None:
     i = instance("ppo", "1B", cluster(2, 4))
-    short, long = branch_and_bound(i, most=1), branch_and_bound(i, gap=0.0, most=3000)
+    short, long = branch_and_bound(i, max_nodes=1), branch_and_bound(i, gap=0.0, max_nodes=3000)
     assert not short.complete
     assert short.bound <= long.best[0].seconds <= short.best[0].seconds
     assert short.bound <= long.bound * (1 + 1e-9)

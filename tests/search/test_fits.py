@@ -22,7 +22,7 @@ def outcome(name: str, memory: float, mode: str) -> str:
     machines = cluster(1, 2, memory)
     p = ready(name, "1B", machines, text=SAVING[name])
     try:
-        answer = find_placement(p, machines, p.placed.memory, Options(mode, most=200))  # type: ignore[arg-type]
+        answer = find_placement(p, machines, p.placed.memory, Options(mode, max_nodes=200))  # type: ignore[arg-type]
     except Failure as failure:
         return ", ".join(d.code for d in failure.diagnostics)
     for one in answer.best:

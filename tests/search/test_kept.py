@@ -49,9 +49,11 @@ def read(text: str, rules: str = "", **sets: int) -> Graph:
     return api.build_graph(SourceFile("p.rlf", text + rules), sets)
 
 
-def ready(text: str, machines, rules: str = "", locks: tuple[str, ...] = (), size: str = "1B", **sets: int) -> PreparedProgram:
+def ready(text: str, machines, rules: str = "", locks: tuple[str, ...] = (), size: str = "1B",
+          **sets: int) -> PreparedProgram:
     graph = read(text, rules, **sets)
-    return prepare_program(graph, "", machines, int(machines.memory_gb * 1e9), unless_locked(graph, locks), describe(size))
+    memory = int(machines.memory_gb * 1e9)
+    return prepare_program(graph, "", machines, memory, unless_locked(graph, locks), describe(size))
 
 
 def instance(p: PreparedProgram, machines) -> Evaluator:
@@ -65,7 +67,7 @@ def test_a_call_that_stays_makes_devices_differ() -> None:
     machines = cluster(1, 2)
     i = instance(ready(PROGRAMS["dpo"], machines, "place @ref_chosen on mesh(1:2)\n", ("@ref_chosen",)), machines)
     free = [j for j in i.calls if j.number not in i.problem.fixed]
-    assert [set(i.blocks(j, ())) for j in free] == 2 * [{(0, 2), (0, 1), (1, 2)}]
+    assert [set(i.problem.blocks(j, ())) for j in free] == 2 * [{(0, 2), (0, 1), (1, 2)}]
 
 
 @pytest.mark.parametrize("name, few, lock", [
@@ -76,8 +78,8 @@ def test_beside_a_call_that_stays_the_gap_is_nothing(name: str, few: int, lock: 
     selector = lock.split(" ")[0]
     p = ready(PROGRAMS[name], machines, f"place {lock} mbs=4\n", (selector,), "0.5B", batch=32)
     i = few_entries(instance(p, machines), few, 0)
-    found = branch_and_bound(i, gap=0.0, most=10**6)
-    known = min((j.seconds for a in assignments(i, few) if i.fits((j := i.judge(a)).bytes)), default=inf)
+    found = branch_and_bound(i, gap=0.0, max_nodes=10**6)
+    known = min((j.seconds for a in assignments(i, few) if i.fits((j := i.evaluate(a)).bytes)), default=inf)
     assert found.complete and found.best[0].seconds == pytest.approx(known, rel=1e-9)
     assert found.bound == pytest.approx(known, rel=1e-9)
 
@@ -97,7 +99,7 @@ def test_a_number_of_ranks_stays_one() -> None:
     p = ready(GRPO, machines, "place ref.* on mesh(2) tp=2\n", ("ref.*",))
     answer = find_placement(p, machines, p.placed.memory, Options("heuristic"))
     assert any(r.split() == ["ref.logprobs", "on", "mesh(2)", "dp=1", "tp=2"]
-               for r in place_rules(p.placed.graph, {**p.kept, **answer.best[0].places}))
+               for r in place_rules(p.placed.graph, {**p.fixed_places, **answer.best[0].places}))
 
 
 @pytest.mark.parametrize("said, how", [("mbt=1536", "mbt=1536"), ("pp=2 vpp=2 mbs=1", "vpp=2")])
@@ -105,10 +107,10 @@ def test_what_is_not_searched_for_is_costed_where_it_is_said(said: str, how: str
     machines = cluster(1, 4)
     p = ready(GRPO, machines, f"place actor.train on mesh(0:4) {said} recompute=full\n", ("actor.train",))
     found = greedy_evaluation(instance(p, machines))
-    assert found is not None and how in found.assignment.entries[-1].strategy.text()
+    assert found is not None and how in found.assignment.candidates[-1].strategy.text()
     answer = find_placement(p, machines, p.placed.memory, Options("heuristic"))
-    assert abs(answer.best[0].judged.seconds / answer.best[0].seconds - 1) < 0.03
-    assert abs(answer.best[0].judged.bytes / answer.best[0].bytes - 1) < 0.05
+    assert abs(answer.best[0].evaluation.seconds / answer.best[0].seconds - 1) < 0.03
+    assert abs(answer.best[0].evaluation.bytes / answer.best[0].bytes - 1) < 0.05
 
 
 @pytest.mark.parametrize("rule, option", [("actor.train mbt=1536", "mbt=1536"), ("actor.generate mbt=7680", "mbs=10"),
@@ -155,7 +157,7 @@ def test_trainings_of_one_model_stand_alike() -> None:
     p = ready(TWICE, machines)
     answer = find_placement(p, machines, p.placed.memory)
     assert len({p.layout for p in answer.best[0].places.values()}) == 1
-    list(call_rows(answer.instance, answer.best[0].judged.assignment))
+    list(call_rows(answer.evaluator, answer.best[0].evaluation.assignment))
 
 
 @pytest.mark.parametrize("memory", [22, 26, 30, 40])
@@ -175,18 +177,19 @@ def test_what_runs_on_the_trained_copy_gets_its_own_when_training_moves() -> Non
     job = {j.name: c for c, j in enumerate(i.calls)}
     gen, train = job["actor.generate"], job["actor.train"]
     root = i.tree.root
-    entries = [i.table.entries(j, 4)[0] for j in i.calls]
-    same = next(e for e in i.table.entries(i.calls[gen], 4) if any(
-        t.strategy.degrees == e.strategy.degrees for t in i.table.entries(i.calls[train], 4)))
+    entries = [i.table.candidates(j, 4)[0] for j in i.calls]
+    same = next(e for e in i.table.candidates(i.calls[gen], 4) if any(
+        t.strategy.degrees == e.strategy.degrees for t in i.table.candidates(i.calls[train], 4)))
     entries[gen] = same
-    entries[train] = next(t for t in i.table.entries(i.calls[train], 4) if t.strategy.degrees == same.strategy.degrees)
-    own = i.judge(Assignment((root,) * 4, tuple(entries))).assignment.entries
-    assert own[gen].own
-    other = next(t for t in i.table.entries(i.calls[train], 4) if t.strategy.degrees != same.strategy.degrees)
-    changed = i.changed(own, train, other)
+    entries[train] = next(t for t in i.table.candidates(i.calls[train], 4)
+                          if t.strategy.degrees == same.strategy.degrees)
+    own = i.evaluate(Assignment((root,) * 4, tuple(entries))).assignment.candidates
+    assert own[gen].on_trained_params
+    other = next(t for t in i.table.candidates(i.calls[train], 4) if t.strategy.degrees != same.strategy.degrees)
+    changed = i.with_candidate(own, train, other)
     assert changed is not None
-    then = i.judge(Assignment((root,) * 4, changed)).assignment.entries
-    assert not then[gen].own and then[gen].copy > 0
+    then = i.evaluate(Assignment((root,) * 4, changed)).assignment.candidates
+    assert not then[gen].on_trained_params and then[gen].copy_bytes > 0
 
 
 @pytest.mark.parametrize("first, second, same", [
@@ -197,7 +200,7 @@ def test_slices_of_one_directory_count_once(first: tuple[int, int], second: tupl
     i = instance(ready(SHARED, machines), machines)
     calls = [c for c, j in enumerate(i.calls) if j.name == "ref.logprobs"]
     blocks = [Block(*first), Block(*second)]
-    entries = [next(e for e in i.table.entries(i.calls[c], b.size) if e.strategy.tp == min(2, b.size)
+    entries = [next(e for e in i.table.candidates(i.calls[c], b.size) if e.strategy.tp == min(2, b.size)
                     and e.strategy.pp == 1) for c, b in zip(calls, blocks)]
-    keys = [i.sharing(c, b, e) for c, b, e in zip(calls, blocks, entries)]
+    keys = [i.sharing_key(c, b, e) for c, b, e in zip(calls, blocks, entries)]
     assert (keys[0] == keys[1]) == same

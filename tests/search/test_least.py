@@ -19,15 +19,15 @@ def test_no_movement_takes_less(name: str, size: str) -> None:
     (used,) = [c for c, j in enumerate(i.calls) if j.kind == "generate"]
     close = looked = 0
     for src, dst in product(ON, ON):
-        for mine, e in product(i.table.entries(i.calls[home], src.size)[::7][:5],
-                               i.table.entries(i.calls[used], dst.size)[::3][:4]):
+        for mine, e in product(i.table.candidates(i.calls[home], src.size)[::7][:5],
+                               i.table.candidates(i.calls[used], dst.size)[::3][:4]):
             if src == dst and mine.strategy.degrees == e.strategy.degrees:
                 continue
-            least = i.least_move(home, src, mine, used, dst, e)
-            found = i.moves("actor", src, mine.strategy, dst, e.strategy)
+            least = i.min_reshard_cost(home, src, mine, used, dst, e)
+            found = i.reshard_costs.cost("actor", src, mine.strategy, dst, e.strategy)
             looked += 1
-            close += found.seconds <= 4 * least.seconds
-            assert least.seconds <= found.seconds and least.after <= found.after and least.bytes <= found.bytes, (
-                src, mine.strategy, dst, e.strategy)
-            assert i.least_move(home, src, mine, used, dst, e) == found  # from now on it is known
+            close += found.transfer_seconds <= 4 * least.transfer_seconds
+            assert (least.transfer_seconds <= found.transfer_seconds and least.unpack_seconds <= found.unpack_seconds
+                    and least.received_bytes <= found.received_bytes), (src, mine.strategy, dst, e.strategy)
+            assert i.min_reshard_cost(home, src, mine, used, dst, e) == found  # it is cached from now on
     assert looked > 50 and close > looked / 2

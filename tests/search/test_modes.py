@@ -12,8 +12,7 @@ from rldsl.graph import model as g
 from rldsl.passes.pipeline import planned, run
 from rldsl.placement.place import place_graph
 from rldsl.search import Options, find_placement, prepare_program, unless_locked
-from rldsl.search.modes import assumed_cluster, is_mode, place_by_mode
-from rldsl.search.patterns import is_pattern, pattern_degrees
+from rldsl.search.modes import assumed_cluster, is_mode, is_pattern, pattern_degrees, place_by_mode
 from rldsl.search.placement_file import format_placement_file
 from rldsl.simulate import Lengths, simulate
 from rldsl.source import SourceFile
@@ -144,7 +143,8 @@ def test_manual_is_what_the_program_says() -> None:
 
 def test_speeds_of_a_named_cluster_and_of_one_that_is_only_counted() -> None:
     assert assumed_cluster(g.Cluster(2, 8, 80.0, path="a100x16")).bfloat16_tflops == 312
-    assert assumed_cluster(g.Cluster(2, 4, 40.0)).gpus == 4 and assumed_cluster(g.Cluster(2, 4, 40.0)).bfloat16_tflops == 989
+    assumed = assumed_cluster(g.Cluster(2, 4, 40.0))
+    assert assumed.gpus == 4 and assumed.bfloat16_tflops == 989
 
 
 # ------------------------------------------------------------------------------------------- placement files
@@ -155,7 +155,8 @@ def test_the_file_compiles_to_the_plan_that_was_promised(tmp_path: Path) -> None
     p = ready("grpo", "7B", machines)
     answer = find_placement(p, machines, p.placed.memory)
     text = format_placement_file(p, answer, "0", machines.name, False)
-    assert text == format_placement_file(p, find_placement(p, machines, p.placed.memory), "0", machines.name, False), "the same again"
+    again = find_placement(p, machines, p.placed.memory)
+    assert text == format_placement_file(p, again, "0", machines.name, False), "the same again"
     rules = SourceFile("p.place.rlf", text)
     graph = api.build_graph(SourceFile("grpo.rlf", GRPO), {}, rules)
     plan, _ = planned(run(place_graph(graph, "p.place.rlf", describe("7B"))), "")
@@ -172,8 +173,9 @@ def test_a_locked_call_is_where_it_was() -> None:
     p = prepare_program(graph, "", machines, 80 * 10**9, unless_locked(graph, ("actor.generate",)), describe("1B"))
     answer = find_placement(p, machines, 80 * 10**9)
     assert "gen" not in answer.best[0].places
-    assert answer.best[0].judged.assignment.blocks[0] == (0, 4)
-    kept = next(x for x in format_placement_file(p, answer, "0", "c", False).splitlines() if x.startswith("place actor.generate"))
+    assert answer.best[0].evaluation.assignment.blocks[0] == (0, 4)
+    lines = format_placement_file(p, answer, "0", "c", False).splitlines()
+    kept = next(x for x in lines if x.startswith("place actor.generate"))
     assert kept.split() == ["place", "actor.generate", "on", "mesh(0:4)", "dp=4"], "the file stands by itself"
 
 

@@ -6,40 +6,42 @@ from itertools import combinations
 
 import pytest
 
-from rldsl.search.space import Block, Strategy, Tree, can_tp, divisions, micro_batch_sizes, zero_levels
+from rldsl.search.space import Block, BlockTree, Strategy, can_tp, divisions, micro_batch_sizes, zero_levels
 from tests.search.programs import family
 
 
 @pytest.mark.parametrize("nodes, gpus", [(1, 1), (1, 8), (2, 4), (3, 8), (5, 6), (4, 3), (16, 8)])
 def test_blocks_are_meshes_that_can_be_named_and_nest(nodes: int, gpus: int) -> None:
-    tree = Tree(nodes, gpus)
-    assert tree.every[0] == Block(0, nodes * gpus) and len(set(tree.every)) == len(tree.every)
-    for b in tree.every:
+    tree = BlockTree(nodes, gpus)
+    assert tree.all_blocks[0] == Block(0, nodes * gpus) and len(set(tree.all_blocks)) == len(tree.all_blocks)
+    for b in tree.all_blocks:
         whole = b.start % gpus == 0 and b.size % gpus == 0
         assert whole or b.start // gpus == (b.stop - 1) // gpus and gpus % b.size == 0, b
-    for a, b in combinations(tree.every, 2):
-        assert a.holds(b) or b.holds(a) or not a.meets(b)
+    for a, b in combinations(tree.all_blocks, 2):
+        assert a.contains(b) or b.contains(a) or not a.overlaps(b)
 
 
 def test_of_nodes_in_which_nothing_stands_only_the_first_counts() -> None:
-    tree = Tree(4, 2)
-    assert list(tree.different(())) == [(0, 8), (0, 4), (0, 2), (0, 1)]
+    tree = BlockTree(4, 2)
+    assert list(tree.distinct_blocks(())) == [(0, 8), (0, 4), (0, 2), (0, 1)]
     used = [Block(0, 2)]
-    assert set(tree.different(used)) == {(0, 8), (0, 4), (0, 2), (0, 1), (2, 4), (2, 3), (4, 8), (4, 6), (4, 5)}
+    assert set(tree.distinct_blocks(used)) == {(0, 8), (0, 4), (0, 2), (0, 1), (2, 4), (2, 3), (4, 8), (4, 6), (4, 5)}
 
 
 def test_halves_of_three_nodes_are_not_alike() -> None:
-    assert {b for b in Tree(3, 1).different(()) if b.size == 1} == {(0, 1), (2, 3)}
+    assert {b for b in BlockTree(3, 1).distinct_blocks(()) if b.size == 1} == {(0, 1), (2, 3)}
 
 
 def test_every_block_is_alike_to_one_that_is_tried() -> None:
     """By number: whatever stands already, the sizes of all blocks disjoint from it are among those tried."""
-    tree = Tree(4, 4)
-    for used in combinations(tree.every, 2):
-        tried = {(b.size, tuple(b.holds(u) - (u.holds(b) and u != b) for u in used), tuple(b.meets(u) for u in used))
-                 for b in tree.different(used)}
-        for b in tree.every:
-            key = (b.size, tuple(b.holds(u) - (u.holds(b) and u != b) for u in used), tuple(b.meets(u) for u in used))
+    tree = BlockTree(4, 4)
+    for used in combinations(tree.all_blocks, 2):
+        tried = {(b.size, tuple(b.contains(u) - (u.contains(b) and u != b) for u in used),
+                  tuple(b.overlaps(u) for u in used))
+                 for b in tree.distinct_blocks(used)}
+        for b in tree.all_blocks:
+            key = (b.size, tuple(b.contains(u) - (u.contains(b) and u != b) for u in used),
+                   tuple(b.overlaps(u) for u in used))
             assert key in tried, (used, b)
 
 
