@@ -169,7 +169,7 @@ def test_ctrl_c_names_the_option_that_keeps_the_best_so_far(folder: Path, monkey
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rldsl.commands.search.look", interrupt)
+    monkeypatch.setattr("rldsl.commands.search.find_placement", interrupt)
     done = rlc("search", "grpo.rlf", "--cluster", "two.yaml")
     assert done.exit_code == 130 and "nothing was written" in done.output and "--seconds" in done.output
 
