@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from rldsl.clusters import Cluster
 from rldsl.diag import fail
 from rldsl.graph import model as g
-from rldsl.models.families import Family
 from rldsl.placement.budget import decoded
 from rldsl.placement.model import Call, Place, Placed
 from rldsl.placement.place import Describe, place_graph, places_of
