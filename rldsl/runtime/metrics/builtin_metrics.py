@@ -30,7 +30,7 @@ class Meter:
         self._tokens: dict[str, int] = defaultdict(int)
         self._responses, self._rows = 0, 0
         self._turns: dict[str, list[int]] = defaultdict(list)  # loop -> turns that it made, each time it was entered
-        self._made = {e.frame for e, _ in events(plan) if isinstance(e, Generate)}
+        self._generated: set[str] = set()  # frames that this rank has helped to generate, whose lengths come next
         loop = next((x for x in plan.body if isinstance(x, Loop)), None)
         self._priced = _priced(loop.body) if loop is not None else ()
         self._world = plan.header.world
@@ -40,7 +40,9 @@ class Meter:
         phase = PHASES.get(type(event))
         if phase is not None:
             self.seconds[phase] += max(seconds, 0.0)
-        if isinstance(event, Infer):
+        if isinstance(event, Generate):
+            self._generated.add(event.frame)
+        elif isinstance(event, Infer):
             self._tokens["infer"] += _tokens(step, event.frame)
         elif isinstance(event, Train):
             epochs = step.context.spreads[event.spread].epochs
@@ -50,16 +52,17 @@ class Meter:
                 self._lengths(step, frame)
 
     def _lengths(self, step: StepState, frame: str) -> None:
-        if step.context.frames[frame].of or frame not in step.rows.lens:  # a selection's rows are those of its frame
+        record = step.context.frames[frame]
+        if record.of or not record.max_response_tokens:  # a selection's rows are those of its frame; or prompts alone
             return
-        response = step.rows.lens[frame].response
-        evaluated = bool(step.evaluated_source)  # the lengths of training are those of its own rows
-        total = int(response.sum())
-        if frame in self._made:
+        lens = step.rows.lens[frame]
+        total = int(lens.response.sum())
+        if frame in self._generated:  # another rank's call takes none of this one's time
+            self._generated.remove(frame)
             self._tokens["generate"] += total
-        if total and not evaluated:
+        if not step.evaluated_source:  # the lengths of training are those of its own rows
             self._responses += total
-            self._rows += response.numel()
+            self._rows += int((lens.of("tokens") > 0).sum())  # a row that a selection left out has no tokens at all
 
     def entered(self, loop: str) -> None:
         """An inner loop begins."""
@@ -108,13 +111,15 @@ def _priced(items: Sequence[Item]) -> tuple[Item, ...]:
 
 def _bytes(items: Sequence[Item], turn: int, turns: Mapping[str, list[int]]) -> int:
     """Bytes of one turn of a loop's body. turns: of inner loops as they were made, in the order of the program; taken
-    away as they are counted. A loop that this rank is not part of ends by its count alone."""
+    away as they are counted. Of a loop that this rank is not part of the turns are known if their number is fixed;
+    else nothing of it is counted."""
     total = 0
     for item in items:
         if isinstance(item, Event):
             total += item.bytes
         elif isinstance(item, Loop):
-            made = turns[item.id].pop(0) if turns.get(item.id) else item.trips
+            fixed = 0 if item.until or item.over else item.trips
+            made = turns[item.id].pop(0) if turns.get(item.id) else fixed
             total += sum(_bytes(item.body, i, turns) for i in range(1, made + 1))
         elif turn % item.period == 0:
             total += _bytes(item.body, turn, turns)

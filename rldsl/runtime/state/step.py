@@ -38,7 +38,7 @@ class StepState:
     logged: dict[str, list[float]] = field(default_factory=dict)
     # generate or compute event -> how often it has drawn random numbers in this step, less one
     draws: dict[int, int] = field(default_factory=dict)
-    # in the rows whose lengths this rank knows
+    # in the sequences with responses whose lengths this rank knows
     tokens: int = 0
     # bytes that this rank sent and received in transfers whose size depends on lengths
     ragged_bytes: int = 0
@@ -96,7 +96,8 @@ class StepState:
     def know_lengths(self, frame: str, lens: RowLengths) -> None:
         """The lengths of all rows of a frame are known."""
         self.rows.know(frame, lens)
-        if not self.context.frames[frame].of and int(lens.response.sum()):  # a selection's tokens are counted already
+        record = self.context.frames[frame]
+        if not record.of and record.max_response_tokens:  # a selection's tokens are counted already
             self.tokens += int(lens.of("tokens").sum())
 
     def packed(self, frame: str, tokens: Column, rows: torch.Tensor) -> PackedBatch:
