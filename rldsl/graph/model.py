@@ -47,46 +47,44 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """options: everything given to the source by name (batch, max_prompt_tokens, shuffle, ...), resolved to scalars.
-    unit: in which `batch` is written, and where, if in one."""
+    """A `data` source of the program."""
 
     name: str
     format: str
-    path: str
-    kind: str
+    path: str  # as written; relative to the working directory
+    kind: str  # as of `plan.Data`
+    # all named arguments (batch, max_prompt_tokens, shuffle, ...), resolved to scalars
     options: tuple[tuple[str, Scalar], ...]
     span: Span
-    unit: tuple[str, Span] | None = None
-    numbers: tuple[str, ...] = ()
+    unit: tuple[str, Span] | None = None  # (name, where) of the unit that `batch` is written in, if any
+    numbers: tuple[str, ...] = ()  # columns that are values
 
 
 @dataclass(frozen=True, slots=True)
 class MeshRef:
-    """Resolved numbers of `mesh(a:b)` (nodes None) or `mesh(n0:n1, d0:d1)`. free: of `mesh(8)`; devices is then
-    (0, 8)."""
+    """The resolved numbers of `mesh(a:b)` or `mesh(n0:n1, d0:d1)`."""
 
-    nodes: tuple[int, int] | None
-    devices: tuple[int, int]
+    nodes: tuple[int, int] | None  # [start, stop); None: ranks are given, not nodes
+    devices: tuple[int, int]  # [start, stop), of each node if `nodes` is given
     span: Span
-    free: bool = False
+    free: bool = False  # of `mesh(8)`: any 8 ranks; `devices` is then (0, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """A placement as written: degrees and options not yet checked. option: (name, value, span). auto: the compiler
-    chooses."""
+    """A placement as written; degrees and options are not checked yet."""
 
-    mesh: MeshRef | None
-    options: tuple[tuple[str, Scalar, Span], ...]
+    mesh: MeshRef | None  # None: not given
+    options: tuple[tuple[str, Scalar, Span], ...]  # (name, value, where)
     span: Span
-    auto: bool = False
+    auto: bool = False  # the compiler chooses
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """`place SELECTOR on ...`"""
 
-    selector: str
+    selector: str  # as written: "actor.generate", "ref.*", "@gen", "*"
     clause: Clause
     span: Span
 
@@ -162,41 +160,45 @@ class Save(SaveSpec, Node):
 class Sync(Node):
     """The parameters of `model` become decay times their own plus 1 - decay times those of `source`."""
 
-    model: str
-    source: str
+    model: str  # that is written
+    source: str  # that is read
     decay: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
-    period: int
+    """`every K { ... }`"""
+
+    period: int  # K; counts steps, or the turns of the repeat around it
     body: tuple[Item, ...]
     span: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    times: int
+    """`repeat K { ... }`"""
+
+    times: int  # K
     body: tuple[Item, ...]
     span: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Until:
-    """The body until the value `condition` (made by a Keep in it) is true, at most `most` times."""
+    """`repeat { ... } until CONDITION max N`"""
 
-    most: int
-    condition: str
+    most: int  # N
+    condition: str  # id of the value, which a Keep in the body writes
     body: tuple[Item, ...]
     span: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eval:
-    """The body for each batch of the source `data`, once over its rows in file order; at most `most` batches."""
+    """`eval`: the body for each batch of a source, once over its rows in file order."""
 
-    data: str
-    most: int
+    data: str  # name of the source
+    most: int  # batches
     body: tuple[Item, ...]
     span: Span
 
@@ -224,44 +226,43 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`checkpoint every K keep=N`: the full state of the run after every K-th step; the last N are kept."""
+    """`checkpoint every K keep=N`: the full state of the run after every K-th step."""
 
-    every: int
-    keep: int
+    every: int  # K, in steps
+    keep: int  # N: how many of the last are kept
     span: Span
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """path: of its file, or the name of a known one; "" where the program says it all."""
+    """The cluster that the program declares."""
 
     nodes: int
-    gpus: int
-    memory_gb: float
+    gpus: int  # per node
+    memory_gb: float  # per device; 0: unknown
     span: Span | None = None
-    path: str = ""
+    path: str = ""  # of its file, or the name of a preset; "": the program gives everything
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """metrics: (shown name, value id), in the order of the program; train outputs are named "MODEL/METRIC".
-    sources: (path, sha256) of every .rlf read. cluster: None when the program declares none (then one node, as large as
-    the largest rank named)."""
+    """One program."""
 
-    program: str
-    flow: str
-    steps: int
+    program: str  # name
+    flow: str  # name
+    steps: int  # of the run
     seed: int
-    params: tuple[tuple[str, Scalar], ...]
-    sources: tuple[tuple[str, str], ...]
-    cluster: Cluster | None
+    params: tuple[tuple[str, Scalar], ...]  # resolved
+    sources: tuple[tuple[str, str], ...]  # (path, sha256) of every .rlf file read
+    cluster: Cluster | None  # None: the program declares none; then it is one node, as large as the largest rank named
     models: tuple[Model, ...]
     data: tuple[Data, ...]
     frames: tuple[Frame, ...]
     values: tuple[Value, ...]
     functions: tuple[Function, ...]
     programs: tuple[Program, ...]
-    items: tuple[Item, ...]
+    items: tuple[Item, ...]  # the flow, in program order
+    # (shown name, value id) in program order; outputs of train calls are named "MODEL/METRIC"
     metrics: tuple[tuple[str, str], ...]
     rules: tuple[Rule, ...]
     states: tuple[State, ...] = ()

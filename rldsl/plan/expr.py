@@ -24,13 +24,13 @@ Scalar = float | int | bool | str
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One value of a program. `args` are indices of earlier nodes."""
+    """One value of a program."""
 
-    op: str
-    args: tuple[int, ...] = ()
-    level: Level = "batch"
-    space: str = ""
-    attrs: tuple[tuple[str, Scalar], ...] = ()
+    op: str  # its operator, of `operators.py`
+    args: tuple[int, ...] = ()  # indices of earlier nodes
+    level: Level = "batch"  # of its value
+    space: str = ""  # the index set that it ranges over; "" at batch level
+    attrs: tuple[tuple[str, Scalar], ...] = ()  # (name, value), as the operator defines them
 
     def attr(self, name: str, default: Scalar | None = None) -> Scalar | None:
         return dict(self.attrs).get(name, default)
@@ -46,9 +46,9 @@ class Program:
     """
 
     id: str
-    nodes: tuple[Node, ...]
-    outputs: tuple[tuple[str, int], ...]
-    at: str = ""
+    nodes: tuple[Node, ...]  # arguments come before the nodes that use them
+    outputs: tuple[tuple[str, int], ...]  # (name, index of a node)
+    at: str = ""  # where it is in the source, "file:line:column"
 
     def inputs(self) -> tuple[str, ...]:
         return tuple(str(n.attr("name")) for n in self.nodes if n.op == "input")

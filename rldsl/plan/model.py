@@ -33,20 +33,19 @@ Ranges = tuple[tuple[int, int], ...]  # half-open [start, stop), in order
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """`sources`: (path, sha256). `params`: resolved `param`s. `world`: number of ranks that torchrun must start.
-    `memory`: bytes of a device, 0 when unknown."""
+    """What a plan was compiled from, and for how many ranks."""
 
-    format: int
-    compiler: str
-    program: str
-    flow: str
-    world: int
-    devices_per_node: int
-    steps: int
+    format: int  # `FORMAT`
+    compiler: str  # version
+    program: str  # name
+    flow: str  # name
+    world: int  # ranks that torchrun must start
+    devices_per_node: int  # ranks per node
+    steps: int  # of the run
     seed: int
-    sources: tuple[tuple[str, str], ...] = ()
-    params: tuple[tuple[str, Scalar], ...] = ()
-    memory: int = 0
+    sources: tuple[tuple[str, str], ...] = ()  # (path, sha256) of every .rlf file
+    params: tuple[tuple[str, Scalar], ...] = ()  # resolved `param`s
+    memory: int = 0  # bytes per device; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +61,27 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees on a mesh; dp*tp*pp*cp = size of the mesh. Coordinates run pp slowest, then dp, cp, and tp fastest
-    (`sharding/layout.py`). `ep` divides dp: runs of ep neighbours along dp share the experts of each layer, and each
-    run has all of them; everything else is as without it. `zero`, of a layout that a model is trained under, divides
-    parameters, gradients and optimizer state over dp at rest (`sharding/boxes.py`). Gradients are whole during a
-    minibatch with 1, and divided with 2 and 3; parameters are whole during a minibatch with 1 and 2, and layer by layer
-    with 3 (Rajbhandari et al. 2020, arXiv:1910.02054). `vpp`, of a layout that a model is trained under, is the number
-    of chunks of layers that each rank of a pipeline has (`sharding/pipeline_schedule.py`). `backend`: what computes
-    (`plan/backends.py`); what a rank holds does not depend on it."""
+    """Parallel degrees on a mesh; dp * tp * pp * cp = size of the mesh. Coordinates run pp slowest, then dp, cp, and tp
+    fastest (`sharding/layout.py`).
+
+    The levels of `zero` are those of Rajbhandari et al. 2020 (arXiv:1910.02054). Between minibatches every level shards
+    parameters, gradients and optimizer state over dp (`sharding/boxes.py`). During a minibatch gradients are whole with
+    1 and sharded with 2 and 3; parameters are whole with 1 and 2, and gathered layer by layer with 3."""
 
     id: str
-    mesh: str
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
+    mesh: str  # id
+    dp: int = 1  # data parallelism
+    tp: int = 1  # tensor parallelism
+    pp: int = 1  # pipeline stages
+    cp: int = 1  # context parallelism
+    # divides dp: ep neighboring ranks along dp share the experts of each layer, and together have all of them
     ep: int = 1
+    # of a layout that a model is trained under: 1 shards the optimizer state over dp, 2 also gradients, 3 also
+    # parameters
     zero: int = 0
+    # of a layout that a model is trained under: chunks of layers per stage (`sharding/pipeline_schedule.py`)
     vpp: int = 1
-    backend: str = DEFAULT_BACKEND
+    backend: str = DEFAULT_BACKEND  # that computes (`plan/backends.py`); what a rank holds does not depend on it
 
     def __hash__(self) -> int:
         """Quickly: it is the key of much that is worked out once."""
@@ -89,58 +90,56 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the rows of frames are divided over the `dp` shards of a layout.
+    """How the rows of frames are divided over the dp shards of a layout. A buffer `value@spread` is held, for the rows
+    of a shard, by every rank of that shard.
 
-    unit: "row" (sequence by sequence), "prompt" (all sequences of a prompt together) or "all" (every rank of `mesh`
-    holds every row; `layout` is then ""). weigh: "count" divides numbers evenly in contiguous runs, "tokens" balances
-    token counts, "slot" divides the numbers 0..count-1 evenly whether the rows are there or not (the same in each turn
-    of a frame that has several). A training spread first divides rows into minibatches by (seed, step, epoch, row),
-    then each minibatch over the shards. frames: whose lengths weigh; they share a prompt space (unit "prompt") or a row
-    space (unit "row"), and the rows of all of them follow the same division.
-
-    A buffer `value@spread` is held, for the rows of a shard, by every rank of that shard."""
+    A training spread first divides rows into minibatches by (seed, step, epoch, row), then each minibatch over the
+    shards."""
 
     id: str
-    mesh: str
-    layout: str = ""
+    mesh: str  # id
+    layout: str = ""  # id; "" with unit "all"
+    # ids; their lengths weigh, and the rows of all of them follow the same division. They share a prompt space (unit
+    # "prompt") or a row space (unit "row")
     frames: tuple[str, ...] = ()
+    # what stays together: a sequence, all sequences of a prompt, or everything (every rank of the mesh holds every row)
     unit: Literal["row", "prompt", "all"] = "row"
+    # count: equal numbers in contiguous runs; tokens: balanced token counts; slot: equal numbers of 0..count-1, whether
+    # a row is present or not (the same in each turn of a frame with several)
     weigh: Literal["count", "tokens", "slot"] = "tokens"
-    minibatches: int = 1
-    epochs: int = 1
-    shuffle: bool = False
+    minibatches: int = 1  # per epoch
+    epochs: int = 1  # per call
+    shuffle: bool = False  # rows are divided into minibatches at random
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How tensor parallelism divides dimension `dim`. Each part is (units, unit size): a fused tensor has several
-    parts one after the other along `dim`, each divided on its own. A unit (an attention head, a row) is never cut.
-    With fewer units than tp, neighbours hold the same unit."""
+    """How tensor parallelism divides a parameter."""
 
-    dim: int
+    dim: int  # that is divided
+    # (units, unit size). A fused tensor has several parts one after the other, each divided on its own. A unit (an
+    # attention head, a row) is never cut; with fewer units than tp, neighboring ranks hold the same unit
     parts: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter, or one per layer when `name` contains "{}".
-
-    shape: global. stage: which pipeline stages hold it ("layer": the stage of its layer; "ends": first and last, for
-    tied embeddings). style: the HF tensor-parallel style of its module ("colwise", "rowwise", "replicated", "vocab",
-    "head", and "experts" for what experts hold; the backend chooses its collectives by it). partial: with tp > 1 each
-    rank computes only a part of its gradient though it holds the whole tensor. experts: how many dimension 0 counts;
-    0 for what is not an expert's. stored: the tensors of the model's directory that make it up, where there is not one
-    of its own name: with "{expert}" in the name there is one for each expert, and several are joined along the
-    parameter's dimension 1."""
+    """A parameter, or one per layer when `name` contains "{}"."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # global
+    # the pipeline stages that hold it. layer: that of its layer; ends: first and last, for tied embeddings
     stage: Literal["first", "layer", "last", "ends", "all"] = "all"
-    layers: int = 0
-    split: Split | None = None
+    layers: int = 0  # how many there are; 0 without "{}"
+    split: Split | None = None  # None: every rank of a tensor-parallel group holds all of it
+    # the HF tensor-parallel style of its module: colwise, rowwise, replicated, vocab, head, or experts. The backend
+    # chooses its collectives by it
     style: str = "replicated"
+    # with tp > 1 each rank computes only a part of its gradient, though it holds the whole tensor
     partial: bool = False
-    experts: int = 0
+    experts: int = 0  # that dimension 0 counts; 0: not an expert's parameter
+    # the tensors of the model's directory that make it up, if not one of its own name. With "{expert}" there is one per
+    # expert; several are joined along dimension 1 of the parameter
     stored: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -150,77 +149,68 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019). warmup: steps (>= 1) or a fraction of the
-    optimizer steps of the run (< 1). clip_grad: largest global 2-norm of the gradient; 0 is off."""
+    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
-    lr: float
+    lr: float  # peak learning rate
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: float = 0.0
-    min_lr_ratio: float = 0.0
-    clip_grad: float = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warmup
+    warmup: float = 0.0  # optimizer steps (>= 1), or a fraction of those of the run (< 1)
+    min_lr_ratio: float = 0.0  # the final learning rate, as a fraction of `lr`
+    clip_grad: float = 1.0  # largest global 2-norm of the gradient; 0: off
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): a module that computes W x computes W x + alpha / r * B A x
-    instead, with A [r, in] and B [out, r]. targets: ends of the dotted names of the modules that have one. seed: from
-    which A is drawn (B begins at zero). path: the PEFT directory with which it begins instead; "" for none. transposed:
-    the family keeps its weights as [in, out]."""
+    instead, with A [r, in] and B [out, r]."""
 
-    r: int
+    r: int  # rank
     alpha: float
-    targets: tuple[str, ...]
-    seed: int = 0
-    path: str = ""
-    transposed: bool = False
+    targets: tuple[str, ...]  # ends of the dotted names of the modules that have an adapter
+    seed: int = 0  # from which A is drawn; B starts at zero
+    path: str = ""  # the PEFT directory to start from instead; "": none
+    transposed: bool = False  # the family stores weights as [in, out]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a model decides the work and memory of a call, beyond its parameters; 0: unknown. hidden, intermediate
-    and head_dim: widths. heads, kv_heads, vocab: counts. activation: of the MLP, as the config calls it ("silu").
-    chosen: how many experts work on a token; intermediate is then the width of one."""
+    """The sizes of a model that determine the work and memory of a call, besides its parameters; 0: unknown."""
 
-    hidden: int = 0
-    intermediate: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    vocab: int = 0
-    activation: str = ""
-    chosen: int = 0
+    hidden: int = 0  # width
+    intermediate: int = 0  # width of the MLP, or of one expert
+    heads: int = 0  # attention heads
+    kv_heads: int = 0  # key and value heads
+    head_dim: int = 0  # width of a head
+    vocab: int = 0  # tokens
+    activation: str = ""  # of the MLP, as in the config: "silu"
+    chosen: int = 0  # experts per token; 0: a dense model
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """kind decides the head: logits, one value per token, or one score per sequence. path: a HuggingFace directory.
-    params: the parameters of which there are versions: trained, moved, saved, and part of a checkpoint. base: of a
-    model with adapters, those that stay as they are in the directory; each rank reads its slices of them under every
-    layout. dtype: "float32" or "bfloat16". home: the layout that holds the trained parameters and the optimizer state
-    ("" when frozen). updates: optimizer steps planned for the whole run. config_digest: sha256 of its config.json.
-    sources: of a model that is not trained but written by others, the model that each such event takes, in order. mean:
-    the layout under which a mean with others is taken ("" when none is), so that what is added to it is not lost.
-    invariant: the numbers of a token are the same, bit by bit, whatever is computed beside it."""
+    """A model of the program, and the state that it has in a run."""
 
     name: str
-    kind: HeadName
-    path: str
-    dtype: str
-    params: tuple[ParamSpec, ...]
-    layers: int
-    config_digest: str
-    home: str = ""
-    optimizer: Optimizer | None = None
-    updates: int = 0
+    kind: HeadName  # of its head: logits, one value per token, or one score per sequence
+    path: str  # a HuggingFace directory
+    dtype: str  # "float32" or "bfloat16"
+    params: tuple[ParamSpec, ...]  # that have versions: they are trained, resharded, saved, and part of a checkpoint
+    layers: int  # transformer layers
+    config_digest: str  # sha256 of its config.json
+    home: str = ""  # the layout of the trained parameters and the optimizer state; "": frozen
+    optimizer: Optimizer | None = None  # None: frozen
+    updates: int = 0  # optimizer steps of the whole run
+    # of a model that `sync` or `ema` writes: the model that each such event reads, in order
     sources: tuple[str, ...] = ()
+    # the layout under which `ema` takes its mean, in float32 so that small changes are not lost; "": none
     mean: str = ""
+    # of a model with adapters: the frozen parameters. Each rank reads its slices of them from disk under every layout
     base: tuple[ParamSpec, ...] = ()
-    lora: Lora | None = None
+    lora: Lora | None = None  # its adapters
     sizes: Sizes = Sizes()
-    invariant: bool = False
+    invariant: bool = False  # the outputs of a token are bitwise equal for every batch that it is computed in
 
     @property
     def head(self) -> heads.Head:
@@ -238,94 +228,89 @@ ROLES = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("pro
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A data source. kind: "prompts" (column `prompt`), "answers" (`prompt`, `answer`) or "pairs" (`prompt`,
-    `chosen`, `rejected`); all further columns reach Python functions. batch: rows (prompts, or pairs) per step.
-    tokenizer: the model directory whose tokenizer reads it. numbers: columns that are values: one number a row.
-    over_long: what becomes of rows with more tokens than the two limits (0: none)."""
+    """A data source."""
 
     name: str
     format: Literal["jsonl", "parquet", "hf"]
-    path: str
+    path: str  # a file, or a directory for "hf"
+    # which columns it has by role (`ROLES`); all other columns reach Python functions
     kind: Literal["prompts", "answers", "pairs"]
-    batch: int
-    columns: tuple[tuple[str, str], ...]
-    tokenizer: str
-    shuffle: bool = True
-    max_prompt_tokens: int = 0
-    max_answer_tokens: int = 0
-    numbers: tuple[str, ...] = ()
-    over_long: Literal["truncate", "drop", "error"] = "truncate"
+    batch: int  # rows (prompts, or pairs) per step
+    columns: tuple[tuple[str, str], ...]  # (role, column name)
+    tokenizer: str  # the model directory whose tokenizer is used
+    shuffle: bool = True  # in every epoch
+    max_prompt_tokens: int = 0  # 0: no limit
+    max_answer_tokens: int = 0  # 0: no limit
+    numbers: tuple[str, ...] = ()  # columns that are values: one number per row
+    over_long: Literal["truncate", "drop", "error"] = "truncate"  # what is done with rows above a limit
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """count rows; `per_prompt` of them belong to each prompt (row r to prompt r // per_prompt). rows and prompts name
-    the index sets: frames with the same `rows` (the two sides of a pair) can be combined sequence by sequence.
-    max_prompt_tokens and max_response_tokens bound memory. temperature: at which its log-probabilities are taken.
-
-    of: the frame that this one is a selection of; its rows keep their numbers. partial: the frame whose lengths tell
-    which rows there are (a row without tokens is not there); "" when all are. turns: of how many batches, one after
-    the other, a frame consists that a `repeat ... until` collects."""
+    """Sequences of one step: `count` rows, of which row r belongs to prompt r // per_prompt."""
 
     id: str
-    rows: str
-    prompts: str
-    count: int
-    per_prompt: int
-    data: str
-    max_prompt_tokens: int
-    max_response_tokens: int
-    temperature: float = 1.0
-    of: str = ""
+    rows: str  # its row space: frames with the same one (the two sides of a pair) combine sequence by sequence
+    prompts: str  # its prompt space
+    count: int  # rows
+    per_prompt: int  # rows per prompt
+    data: str  # the source of its prompts
+    max_prompt_tokens: int  # per row; bounds memory
+    max_response_tokens: int  # per row; bounds memory
+    temperature: float = 1.0  # of its log-probabilities
+    of: str = ""  # the frame that this one is a selection of, whose row numbers it keeps; "": none
+    # the frame whose lengths say which rows are present (a row without tokens is absent); "": all are
     partial: str = ""
-    turns: int = 1
+    turns: int = 1  # of a frame that `repeat ... until` collects: the number of batches it consists of
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A named result. extent: how many entries a row has: "tokens" (prompt and response tokens), "response"
-    (response tokens), "row" (one), "prompt" (one per prompt), "batch" (one in all), "columns" (the data columns,
-    as text), "lengths" (prompt length, response length)."""
+    """A named result."""
 
     id: str
-    frame: str
+    frame: str  # id
     level: Level
+    # the entries of a row. tokens: one per prompt and response token; response: one per response token; row, prompt,
+    # batch: one each; columns: the data columns as text; lengths: prompt length, response length
     extent: Literal["tokens", "response", "row", "prompt", "batch", "columns", "lengths"]
     dtype: Literal["f32", "i64", "bool", "text"] = "f32"
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A batch-level value that persists over steps, held by every rank of `spread` (unit "all")."""
+    """A batch-level value that persists over steps."""
 
-    value: str
-    spread: str
-    initial: float
+    value: str  # id
+    spread: str  # of unit "all": every rank of its mesh holds the value
+    initial: float  # before the first step
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A communicator that the runtime creates at start-up, in the order of these records. axis: "tp", "pp", "dp", "cp"
-    of a layout (one group for each combination of the other coordinates), "ep" and "copies" (ranks along dp that share
-    experts, and those that hold the same ones), or "mesh" (all ranks of `mesh`)."""
+    """A communicator. The runtime creates them at start-up, in the order of these records."""
 
     id: str
+    # of a layout: one group for each combination of the other coordinates; ep and copies: ranks along dp that share
+    # experts, and those that hold the same ones; mesh: all ranks of `mesh`
     axis: Literal["tp", "pp", "dp", "cp", "ep", "copies", "mesh"]
-    layout: str = ""
-    mesh: str = ""
+    layout: str = ""  # id; "" for axis "mesh"
+    mesh: str = ""  # id; "" for the axes of a layout
 
 
 @dataclass(frozen=True, slots=True)
 class RankClass:
-    """Ranks whose schedules are equal: they take part in exactly `events`, in this order. peak_bytes: estimated."""
+    """Ranks with equal schedules."""
 
     ranks: Ranges
-    events: tuple[int, ...]
-    peak_bytes: int = 0
+    events: tuple[int, ...]  # ids of all events that they take part in, in order
+    peak_bytes: int = 0  # estimated
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """A complete plan."""
+
     header: Header
     meshes: tuple[Mesh, ...]
     layouts: tuple[Layout, ...]
@@ -337,6 +322,6 @@ class Plan:
     functions: tuple[Function, ...]
     programs: tuple[Program, ...]
     groups: tuple[Group, ...]
-    body: tuple[Item, ...]
-    classes: tuple[RankClass, ...]
+    body: tuple[Item, ...]  # all events, in the one total order
+    classes: tuple[RankClass, ...]  # of ranks with equal schedules; together they are all ranks
     states: tuple[State, ...] = ()
