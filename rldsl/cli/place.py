@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rldsl.cli.options import chosen, lengths, together
-from rldsl.cli.shell import Settings, command, say
+from rldsl.cli.shell import Settings, cache, command, print_result, say
 
 if TYPE_CHECKING:
     from rldsl.simulate import Lengths
@@ -26,9 +26,8 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
             target: str, device: str | None, degrees: tuple[int, ...], fresh: bool) -> None:
     """Measure this machine and the models of FILE, for `rlc sim --cluster` and `rlc search`."""
     from rldsl.commands.profile import profile as work
-    from rldsl.files import cache_folder
 
-    say(work(file, sets, place, overrides, target, cache_folder(), device, fresh, degrees))
+    print_result(settings, work(file, sets, place, overrides, target, cache(), device, fresh, degrees), wrote=target)
 
 
 @command
@@ -38,14 +37,13 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 @chosen
 @lengths
 @click.option("--lengths", "like", metavar="RUN_DIR", help="Take the mean lengths from the metrics of an earlier run.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--trace", metavar="FILE", help="Write the timeline of the step to this file (Chrome trace JSON).")
 def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
-        overrides: tuple[str, ...], lengths: Lengths, like: str | None, as_json: bool, trace: str | None) -> None:
+        overrides: tuple[str, ...], lengths: Lengths, like: str | None, trace: str | None) -> None:
     """Predict how long a step of FILE (a plan or a program) takes on a cluster, and why."""
     from rldsl.commands.sim import sim as work
 
-    say(work(file, cluster, sets, place, overrides, lengths, like, as_json, trace))
+    say(work(file, cluster, sets, place, overrides, lengths, like, settings.output == "json", trace))
 
 
 _asked = together(
@@ -58,8 +56,7 @@ _asked = together(
                  help="Memory per device in GB (default: from the cluster)."),
     click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True,
                  help="Accepted gap to the lower bound; 0 searches until the optimum is proved."),
-    lengths,
-    click.option("--json", "as_json", is_flag=True, help="Print JSON."))
+    lengths)
 
 
 @command
@@ -69,22 +66,22 @@ _asked = together(
               help="Keep the program's placement of these calls, for example actor.generate or ref.*.")
 def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
            overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float, lengths: Lengths,
-           as_json: bool, target: str | None, locks: tuple[str, ...]) -> None:
+           target: str | None, locks: tuple[str, ...]) -> None:
     """Find the fastest placement of FILE on a cluster, with a proven lower bound."""
     from rldsl.commands import search as work
 
     asked = work.SearchRequest(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap,
                                lengths)
-    say(work.search(asked, target or work.default_target(file), as_json))
+    say(work.search(asked, target or work.default_target(file), settings.output == "json"))
 
 
 @command
 @_asked
 def explain_placement(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
                       overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float,
-                      lengths: Lengths, as_json: bool) -> None:
+                      lengths: Lengths) -> None:
     """Compare the placement in FILE, --place and --on with the best one: time, memory, and why it is slower."""
     from rldsl.commands import search as work
 
     asked = work.SearchRequest(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)
-    say(work.explain(asked, as_json))
+    say(work.explain(asked, settings.output == "json"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rldsl.cli.shell import Settings, command, report_diagnostics, say
+from rldsl.cli.shell import Settings, command, print_result, report_diagnostics, say
 from rldsl.diag import Failure
 
 
@@ -15,27 +15,25 @@ from rldsl.diag import Failure
               help="Show one event in full: its ranks, what it reads and writes, and why it exists.")
 @click.option("--paths", "touched", is_flag=True,
               help="Show only what a run reads, which Python code it runs, and where it writes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (described in docs/plans.md).")
-def show(settings: Settings, plan: str, rank: int | None, event: int | None, touched: bool, as_json: bool) -> None:
-    """Print PLAN as text."""
+def show(settings: Settings, plan: str, rank: int | None, event: int | None, touched: bool) -> None:
+    """Print PLAN as text, or as the JSON that docs/plans.md describes."""
     from rldsl.commands.show import show
 
-    say(show(plan, rank, event, touched, as_json))
+    say(show(plan, rank, event, touched, settings.output == "json"))
 
 
 @command
 @click.argument("before", metavar="A.plan")
 @click.argument("after", metavar="B.plan")
 @click.option("--cluster", metavar="FILE|PRESET", help="Also predict the time of a step on this cluster.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (described in docs/plans.md).")
-def diff(settings: Settings, before: str, after: str, cluster: str | None, as_json: bool) -> int:
+def diff(settings: Settings, before: str, after: str, cluster: str | None) -> int:
     """Show what changed from A.plan to B.plan: calls, layouts, inserted events, bytes, memory, time.
 
     Exit status as diff(1): 0 no differences, 1 differences, 2 the files cannot be compared."""
     from rldsl.commands.diff import diff
 
     try:
-        text, same = diff(before, after, cluster, as_json)
+        text, same = diff(before, after, cluster, settings.output == "json")
     except Failure as failure:
         report_diagnostics(failure.diagnostics, settings)
         return 2
@@ -60,10 +58,10 @@ def emit(settings: Settings, plan: str, rank: int | None, target: str | None) ->
 
     text = emit(plan, rank, target)
     if target is None:
-        say(text)
+        print_result(settings, text, program=text)
         return
     write(target, text.encode())
-    say(f"wrote {target}")
+    print_result(settings, f"wrote {target}", wrote=target)
 
 
 @command
@@ -81,12 +79,15 @@ def verify(settings: Settings, plan: str) -> None:
     models = check_model_tables(decoded)
     if models.faults:
         raise Failure(models.faults)
-    say(f"ok {plan}  plan {plan_id(data)}  {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}")
+    lines = [f"ok {plan}  plan {plan_id(data)}  {proof.events} events, {proof.entries} entries: "
+             f"{', '.join(proof.checks)}"]
     if models.compared:
-        say(f"   models compared with their directories: {', '.join(models.compared)}")
-    for name, path in models.unreadable:
-        say(f"   model {name} not compared: {path} cannot be read here; each rank that holds it compares it at its "
-            "start")
+        lines.append(f"   models compared with their directories: {', '.join(models.compared)}")
+    lines += [f"   model {name} not compared: {path} cannot be read here; each rank that holds it compares it at its "
+              "start" for name, path in models.unreadable]
+    print_result(settings, "\n".join(lines), plan=plan, id=plan_id(data), events=proof.events, entries=proof.entries,
+                 checks=proof.checks, models_compared=models.compared,
+                 models_not_compared=[name for name, _ in models.unreadable])
 
 
 @command
@@ -104,4 +105,4 @@ def report(settings: Settings, plan: str, target: str | None, cluster: str | Non
 
     target = target or f"{plan.removesuffix('.plan')}.html"
     write(target, report(plan, cluster, trace).encode())
-    say(f"wrote {target}")
+    print_result(settings, f"wrote {target}", wrote=target)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from rldsl.cli.options import chosen
-from rldsl.cli.shell import Settings, coloured, command, report_diagnostics, say
+from rldsl.cli.shell import Settings, coloured, command, print_result, report_diagnostics, say
 from rldsl.commands import Usage
 
 if TYPE_CHECKING:  # what a command does not need is not imported
     from rldsl.commands.compile import Stage
-    from rldsl.commands.graph import Form
 
 
 def passes(context: click.Context, option: click.Parameter, begin: str) -> list[str]:
@@ -40,9 +39,13 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
         raise Usage(f"{'--emit' if emit else '--print-after'} prints a stage and writes no plan: omit -o")
     if emit and after:
         raise Usage("--emit and --print-after each print a stage: leave one out")
-    say(work.after(after, file, sets, place, overrides) if after else
-        work.stage(emit, file, sets, place, overrides) if emit else
-        work.compile(file, sets, place, overrides, target))
+    if after or emit:
+        text = (work.after(after, file, sets, place, overrides) if after else
+                work.stage(cast("Stage", emit), file, sets, place, overrides))
+        print_result(settings, text, stage=after or emit, text=text)
+        return
+    path, plan = work.compile(file, sets, place, overrides, target)
+    print_result(settings, plan.preview(path), **work.summary(path, plan))
 
 
 @command
@@ -62,7 +65,7 @@ def check(settings: Settings, files: tuple[str, ...], sets: dict[str, Any], plac
             click.echo(f"{file}: fixed {now.fixed} error{'s' * (now.fixed > 1)}", err=True)
     if found or settings.output == "json":
         report_diagnostics(found, settings)
-    for file, now in done.items() if settings.output == "human" else ():
+    for file, now in done.items() if settings.output == "text" else ():
         if now.sure and not fix:
             click.echo(f"\n`rlc check --fix {file}` fixes {now.sure} of {len(now.found)}", err=True)
         if not now.errors:
@@ -94,13 +97,18 @@ def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> in
     if broken:
         report_diagnostics(broken, settings)
     changed = [one for one in done if one.changed]
-    for one in changed if ask or diff else done:
-        if ask or diff:
-            say(one.diff if diff else one.path)
-        elif one.path == SHOWN:
-            click.echo(one.after, nl=False)
-        elif one.changed:
+    for one in done:
+        if one.changed and not (ask or diff) and one.path != SHOWN:
             write(one.path, one.after.encode(), "")
+    if settings.output == "json" and not broken:
+        print_result(settings, "", files=[{"path": one.path, "changed": one.changed} | (
+            {"diff": one.diff} if diff else {"text": one.after} if one.path == SHOWN and not ask else {}) for one in done])
+    elif settings.output != "json":
+        for one in changed if ask or diff else done:
+            if ask or diff:
+                say(one.diff if diff else one.path)
+            elif one.path == SHOWN:
+                click.echo(one.after, nl=False)
     return int(bool(broken) or ask and bool(changed))
 
 
@@ -116,17 +124,18 @@ def new(settings: Settings, name: str | None, target: str | None, force: bool) -
     if name is None:
         if target or force:
             raise Usage("NAME is missing; `rlc new` lists the starter programs")
-        say(work.listing())
+        print_result(settings, work.listing(), starters=work.lines())
         return
     if target == "-" and force:
         raise Usage("--force cannot be combined with `-o -`")
     if target == "-":
-        say(work.program(name))
+        print_result(settings, work.program(name), program=work.program(name))
         return
     made = work.files(name, target, force)
     for path, text in made:
         write(path, text.encode())
-    say(f"wrote {' and '.join(path for path, _ in made)}; next: rlc check {made[0][0]}")
+    print_result(settings, f"wrote {' and '.join(path for path, _ in made)}; next: rlc check {made[0][0]}",
+                 wrote=[path for path, _ in made])
 
 
 @command
@@ -137,24 +146,33 @@ def explain(settings: Settings, code: str | None) -> None:
     from rldsl.explain.show import listing, show
 
     if code is None:
-        say(listing(pages.codes()))
+        print_result(settings, listing(pages.codes()), codes=dict(pages.codes()))
         return
     page = pages.page(pages.normal(code))
     if page is None:
         near = ", ".join(pages.nearest(pages.normal(code)))
         raise Usage(f"no such code: {code!r}; " + (f"did you mean {near}?" if near else "`rlc explain` lists all "
                                                                                            "codes"))
-    say(show(page, coloured(sys.stdout)))
+    print_result(settings, show(page, coloured(sys.stdout)), code=page.code, title=page.title, text=page.text)
 
 
 @command
 @click.argument("file")
 @chosen
-@click.option("--format", "form", type=click.Choice(["mermaid", "dot", "svg"]), default="mermaid", show_default=True)
+@click.option("--format", "form", type=click.Choice(["mermaid", "dot", "svg"]),
+              help="Form of the picture (default: that of the ending of -o, else mermaid).")
+@click.option("-o", "target", metavar="FILE", help="Output file: .svg, .dot or .mmd (default: standard output).")
 @click.option("--reduce", is_flag=True, help="Leave out links that follow from others (transitive reduction).")
 def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-          form: Form, reduce: bool) -> None:
+          form: str | None, target: str | None, reduce: bool) -> None:
     """Draw the dataflow graph of FILE."""
-    from rldsl.commands.graph import draw
+    from rldsl.commands.graph import draw, form_of
+    from rldsl.files import write
 
-    say(draw(form, file, sets, place, overrides, reduce))
+    chosen_form = form_of(form, target)
+    text = draw(chosen_form, file, sets, place, overrides, reduce)
+    if target is None:
+        print_result(settings, text, form=chosen_form, picture=text)
+        return
+    write(target, text.encode())
+    print_result(settings, f"wrote {target}", form=chosen_form, wrote=target)

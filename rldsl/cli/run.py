@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from rldsl.cli.options import chosen
-from rldsl.cli.shell import Settings, command, say
+from rldsl.cli.shell import Settings, command, print_result, say
 from rldsl.commands import Usage
 
 
@@ -59,20 +59,22 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
 @click.argument("folder", metavar="[DIR]", default="runs")
 def runs(settings: Settings, folder: str) -> None:
     """List the runs below DIR (default: runs), with progress and last reward."""
-    from rldsl.commands.runs import listing
+    from rldsl.commands.runs import listing, records
 
-    say(listing(folder))
+    if settings.output == "json":
+        print_result(settings, "", runs=records(folder))
+    else:
+        say(listing(folder))
 
 
 @command
 @click.argument("folder", metavar="DIR")
 @click.option("--plan", metavar="PLAN", help="The plan of the run, if it is not in DIR.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def postmortem(settings: Settings, folder: str, plan: str | None, as_json: bool) -> None:
+def postmortem(settings: Settings, folder: str, plan: str | None) -> None:
     """Explain why the run in DIR hung: where its ranks were, and which waited for which."""
     from rldsl.commands.postmortem import postmortem as work
 
-    say(work(folder, plan, as_json))
+    say(work(folder, plan, settings.output == "json"))
 
 
 @command
@@ -85,4 +87,4 @@ def plot(settings: Settings, folders: tuple[str, ...], target: str | None, patte
 
     target = target or str(Path(folders[0]) / "metrics.svg")
     names = plot(folders, target, patterns)
-    say(f"wrote {target}: {', '.join(names)}")
+    print_result(settings, f"wrote {target}: {', '.join(names)}", wrote=target, metrics=list(names))

@@ -6,12 +6,14 @@ except with `rlc check --strict`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import update_wrapper
+from pathlib import Path
 from typing import Any
 
 import click
@@ -21,26 +23,41 @@ from rldsl.commands import Usage
 from rldsl.diag import Diagnostic, Failure, InternalError
 from rldsl.progress import Interrupted, listening
 
+FORMATS = ("text", "json", "github")
 INTERRUPTED = 130  # as a shell reports SIGINT
 BUG = "this is a bug in the compiler, not in your program: please report it, with the program or plan and this message"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    output: str = "human"
-    verbose: bool = False
+    """What every command is given."""
+
+    output: str = "text"  # how results and errors are printed: "text", "json", or "github" (errors as annotations)
+    verbose: bool = False  # CPU seconds, and tracebacks of internal errors
 
 
 def say(text: str) -> None:
     click.echo(text, nl=not text.endswith("\n"))
 
 
+def print_result(settings: Settings, text: str, /, **data: Any) -> None:
+    """The result of a command: `text` for people, or `data` as one JSON object."""
+    if settings.output == "json":
+        click.echo(json.dumps({"format": 1, **data}, indent=1))
+    else:
+        say(text)
+
+
 def coloured(stream: Any) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+    """NO_COLOR and FORCE_COLOR decide (no-color.org, force-color.org), or else whether it is a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    forced = os.environ.get("FORCE_COLOR", "")
+    return bool(forced) and forced != "0" or stream.isatty() and forced != "0"
 
 
 def report_diagnostics(diagnostics: Iterable[Diagnostic], settings: Settings) -> None:
-    """Diagnostics to stderr (human) or stdout (for machines)."""
+    """Diagnostics to stderr as text, or to stdout for machines."""
     from rldsl import report
 
     found = tuple(diagnostics)
@@ -56,7 +73,7 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     """Run a command; turn what it raises into messages and the exit status."""
 
     start = time.process_time()
-    status = StatusLine(sys.stderr, sys.stderr.isatty() and settings.output == "human")
+    status = StatusLine(sys.stderr, sys.stderr.isatty() and settings.output == "text")
     try:
         with status, listening(status):
             code = body() or 0
@@ -91,37 +108,56 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     sys.exit(code)
 
 
+def _choose(context: click.Context, option: click.Parameter, value: Any) -> None:
+    """An option that all commands have means the same before and after the command's name."""
+    settings: Settings = context.obj or Settings()
+    match option.name:
+        case "verbose" if value:
+            settings = replace(settings, verbose=True)
+        case "json" if value:
+            settings = replace(settings, output="json")
+        case "output_format" | "output" if value is not None:
+            settings = replace(settings, output="text" if value == "human" else value)
+    context.obj = settings
+
+
+def shared_options(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that `rlc` and all of its commands have. `--output` is the earlier name of `--output-format`."""
+    for option in (
+            click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=_choose,
+                         help="Show CPU seconds, and the traceback of internal errors."),
+            click.option("--output", type=click.Choice(["human", *FORMATS]), hidden=True, expose_value=False,
+                         callback=_choose),
+            click.option("--json", is_flag=True, expose_value=False, callback=_choose,
+                         help="The same as --output-format json."),
+            click.option("--output-format", type=click.Choice(FORMATS), expose_value=False, callback=_choose,
+                         help="How results and errors are printed (default: text).")):
+        body = option(body)
+    return body
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--output", type=click.Choice(["human", "json", "github"]), default="human", show_default=True,
-              help="Format of errors.")
-@click.option("-v", "--verbose", is_flag=True, help="Show timings, and the traceback of internal errors.")
+@shared_options
 @click.version_option(package_name="rldsl", prog_name="rlc")
 @click.pass_context
-def main(context: click.Context, output: str, verbose: bool) -> None:
+def main(context: click.Context) -> None:
     """Check, compile, inspect and run .rlf programs."""
-    context.obj = Settings(output, verbose)
     if context.invoked_subcommand in ("check", "compile", "explain-placement", "fmt", "graph", "lsp", "run",
                                       "search", "sim", "profile"):
-        from rldsl.files import cache_folder
         from rldsl.syntax.parse import warm
 
-        if (folder := cache_folder()) is not None:
-            warm(folder)
+        warm(cache())
 
 
-def _choose(context: click.Context, output: str | None) -> None:
-    """`rlc check --output json` means what `rlc --output json check` does."""
-    if output is not None:
-        context.obj = replace(context.obj, output=output)
-
-
-_output = click.option("--output", type=click.Choice(["human", "json", "github"]), expose_value=False,
-                       callback=lambda context, _, value: _choose(context, value), help="Format of errors.")
+def cache() -> Path:
+    """Where the tables of the grammar are kept between starts."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "rldsl"
 
 
 def command(body: Callable[..., int | None]) -> click.Command:
-    """A command of `rlc`: what it raises becomes messages, what it returns the exit status; `--output` says how."""
+    """A command of `rlc`: what it raises becomes messages, what it returns the exit status."""
     def guarded(settings: Settings, /, **given: Any) -> None:
         _guarded(settings, lambda: body(settings, **given))
 
-    return main.command()(_output(update_wrapper(click.pass_obj(guarded), body)))
+    return main.command()(shared_options(update_wrapper(click.pass_obj(guarded), body)))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rldsl import api
 from rldsl.commands import Usage
 from rldsl.files import write
 from rldsl.plan.expr import Scalar
+
+if TYPE_CHECKING:
+    from rldsl.python.plan import Plan
 
 Stage = Literal["graph", "events", "plan"]
 
@@ -59,11 +62,20 @@ def after(name: str, file: str, sets: Mapping[str, Scalar], place: str | None, o
 
 
 def compile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str],
-            target: str | None) -> str:
-    """Write the plan to `target` or beside the program; returns the preview."""
+            target: str | None) -> tuple[str, Plan]:
+    """Write the plan to `target` or next to the program; returns where, and the plan."""
     from rldsl.python import entry
 
     plan = entry.compile(Path(file), sets, place=Path(place) if place else None, on=overrides)
     path = target or str(Path(file).with_suffix(".plan"))
     write(path, bytes(plan))
-    return plan.preview(path)
+    return path, plan
+
+
+def summary(path: str, plan: Plan) -> dict[str, Any]:
+    """What `rlc compile --json` prints of a plan."""
+    compiled = plan.compiled
+    peaks = compiled.peaks
+    return {"plan": path, "id": plan.id, "ranks": plan.ranks, "params": plan.params, "events": compiled.proof.events,
+            "entries": compiled.proof.entries, "checks": compiled.proof.checks,
+            "peak_bytes": max(p.bytes for p in peaks.values())}

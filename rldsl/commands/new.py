@@ -37,8 +37,13 @@ def program(name: str, path: str = "") -> str:
     return starters.text(name).replace(f"{name}.rlf", path or f"{name}.rlf")
 
 
+def lines() -> dict[str, str]:
+    """Starter -> what it is, in one line."""
+    return {name: starters.line(name) for name in starters.names()}
+
+
 def listing() -> str:
     """Every starter with its line."""
-    names = starters.names()
-    width = max(map(len, names))
-    return "\n".join(f"{name:{width}}  {starters.line(name)}" for name in names)
+    found = lines()
+    width = max(map(len, found))
+    return "\n".join(f"{name:{width}}  {line}" for name, line in found.items())

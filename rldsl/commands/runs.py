@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import Failure, fail
-from rldsl.plan.disk_paths import shown
 from rldsl.plan.metrics_file import METRICS, Lines, last, read
 from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.run_record import runs
@@ -31,6 +30,15 @@ def listing(folder: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def records(folder: str) -> list[dict[str, Any]]:
+    """The runs below `folder` as `run.json` describes them, with their directories. RL0783: there is no such
+    directory."""
+    if not Path(folder).is_dir():
+        raise fail("RL0783", f"no such directory: {folder}", place=folder,
+                   help="`rlc run --out DIR` creates one for a run")
+    return [{"directory": str(out), **held} for out, held in runs(Path(folder))]
+
+
 def _row(folder: Path, out: Path, held: dict[str, Any]) -> tuple[str, ...]:
     try:
         line = last(out / METRICS)
@@ -39,9 +47,8 @@ def _row(folder: Path, out: Path, held: dict[str, Any]) -> tuple[str, ...]:
     names = sorted(computed(line), key=display_order)
     name = str(out.relative_to(folder)) if out != folder else out.name
     done = f"{line.get('step', held.get('step', 0))}/{held.get('steps', '?')}"
-    return (name, shown(str(held.get("program", ""))), str(held["state"]), done,
-            f"{names[0]} {line[names[0]]:.4g}" if names else "",
-            shown(str(held.get("started", ""))[:16]).replace("T", " "))
+    return (name, str(held.get("program", "")), str(held["state"]), done,
+            f"{names[0]} {line[names[0]]:.4g}" if names else "", str(held.get("started", ""))[:16].replace("T", " "))
 
 
 def metrics(out: Path) -> Lines:

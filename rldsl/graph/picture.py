@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 
 from rldsl.graph import model as g
+from rldsl.plan.heads import OUTPUTS
 
 
 def edges(graph: g.Graph, reduce: bool = False) -> list[tuple[str, str, str, bool]]:
@@ -30,7 +31,7 @@ def title(node: g.Node) -> tuple[str, str]:
         case g.Generate(model=model, sampling=s):
             return f"{model}.generate", f"{node.prompts} × {s.n}"
         case g.Infer(model=model, what=what):
-            return f"{model}.{what}", node.frame
+            return f"{model}.{OUTPUTS[what].call}", node.frame
         case g.Train(model=model, loss=loss):
             return f"{model}.train", f"{', '.join(node.frames)}; loss {loss.rpartition('/')[2]}"
         case g.Compute():
@@ -48,13 +49,18 @@ def title(node: g.Node) -> tuple[str, str]:
     return node.id, ""
 
 
+def label_lines(node: g.Node) -> tuple[str, ...]:
+    """What a picture writes in a node: its name where it has one of its own, what it does, on which frame."""
+    what, on = title(node)
+    return tuple(dict.fromkeys(line for line in (node.id, what, on) if line))
+
+
 def mermaid(graph: g.Graph, reduce: bool = False) -> str:
     """A Mermaid flowchart."""
     ids = {n.id: f"n{i}" for i, n in enumerate(g.nodes(graph.items))}
     lines = ["flowchart TD"]
     for node in g.nodes(graph.items):
-        what, on = title(node)
-        text = "<br/>".join(p.replace('"', "#quot;") for p in (node.id, what, on) if p)
+        text = "<br/>".join(line.replace('"', "#quot;") for line in label_lines(node))
         left, right = ("([", "])") if isinstance(node, g.Compute) else ("[(", ")]") if isinstance(node, g.Fetch) else (
             "[", "]")
         lines.append(f'  {ids[node.id]}{left}"{text}"{right}')
@@ -68,7 +74,7 @@ def dot(graph: g.Graph, reduce: bool = False) -> str:
     lines = [f"digraph {_quoted(graph.flow)} {{", '  node [shape=box, fontname="sans-serif"];']
     for node in g.nodes(graph.items):
         shape = "ellipse" if isinstance(node, g.Compute) else "cylinder" if isinstance(node, g.Fetch) else "box"
-        label = "\n".join(p for p in (node.id, *title(node)) if p)
+        label = "\n".join(label_lines(node))
         lines.append(f"  {_quoted(node.id)} [label={_quoted(label)}, shape={shape}];")
     for src, dst, label, version in edges(graph, reduce):
         style = ", style=dashed" if version else ""

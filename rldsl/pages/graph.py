@@ -36,7 +36,7 @@ def graph(plan: Plan, flow: Dataflow, *before: Markup, linked: bool = True) -> M
     what = {n.id: n.what for n in flow.nodes}
     edges = [Edge(k.source, k.target, 1 if "move" in (what[k.source], what[k.target]) else 2) for k in flow.links]
     drawing = draw(sizes, edges, frozenset(n.id for n in flow.nodes if n.late))
-    links = [_link(link, route) for link, route in zip(flow.links, drawing.routes, strict=True)]
+    links = [link_element(link, route) for link, route in zip(flow.links, drawing.routes, strict=True)]
     nodes = [_node(n, colours, sizes[n.id], drawing.centres[n.id], linked) for n in flow.nodes]
     return _frame(plan, drawing, *before, element("g", *links, class_="links"), element("g", *nodes, class_="nodes"))
 
@@ -102,7 +102,7 @@ def _told(node: Node) -> str:
     return ", ".join(dict.fromkeys(x for x in (head, *node.lines, node.about, node.block) if x))
 
 
-def _link(link: Link, route: tuple[Point, ...]) -> Markup:
+def link_element(link: Link, route: tuple[Point, ...]) -> Markup:
     """A way down that bends between layers, with a tip at its end."""
     (x, y), *rest = route
     end_x, end_y = rest.pop()

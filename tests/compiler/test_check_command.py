@@ -147,10 +147,8 @@ def test_messages_about_files(golden: Callable[[str, str], None], monkeypatch: p
     Path("latin.rlf").write_bytes(GOOD.replace("flow f", "# caf\u00e9\nflow f").encode("latin-1"))
     Path("p.plan").write_bytes(encode(grpo()))
     Path("folder").mkdir()
-    monkeypatch.setenv("PATH", "")
     asked = {"RL0091": ("check", "q.rlf"), "RL0092": ("check", "folder"), "RL0093": ("check", "latin.rlf"),
-             "RL0094": ("new", "ppo", "-o", "none/p.rlf"), "RL0095": ("graph", "p.rlf", "--format", "svg"),
-             "RL0096": ("run", "p.plan", "--nproc", "99")}
+             "RL0094": ("new", "ppo", "-o", "none/p.rlf"), "RL0096": ("run", "p.plan", "--nproc", "99")}
     for code, arguments in asked.items():
         done = rlc(*arguments)
         assert done.exit_code == 1 and code in done.output, done.output

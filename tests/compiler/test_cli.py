@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -87,9 +88,39 @@ def test_graph(work: Path, form: str, word: str) -> None:
     assert result.exit_code == 0 and (word in result.output or "flowchart" in result.output)
 
 
-def test_svg_without_graphviz(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_without_graphviz(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document that a browser shows, with a box for every node and a link for every value."""
     monkeypatch.setenv("PATH", "")
-    assert "RL0095" in bad(rlc("graph", "p.rlf", "--format", "svg"))
+    root = ElementTree.fromstring(rlc("graph", "p.rlf", "--format", "svg").output)
+    texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "actor.generate" in str(texts) and "prompts.next" in str(texts)
+    drawn = rlc("graph", "p.rlf").output
+    assert sum("node" in str(e.get("class")).split() for e in root.iter()) == sum(
+        '"' in line and "-->" not in line and "-.->" not in line for line in drawn.splitlines())
+    assert sum("link" in str(e.get("class")).split() for e in root.iter()) > 0
+
+
+@pytest.mark.parametrize("name, begins", [("g.svg", "<svg"), ("g.dot", "digraph"), ("g.gv", "digraph"),
+                                          ("g.mmd", "flowchart")])
+def test_the_ending_names_the_form(work: Path, name: str, begins: str) -> None:
+    assert rlc("graph", "p.rlf", "-o", name).output == f"wrote {name}\n"
+    assert (work / name).read_text().startswith(begins)
+
+
+def test_an_ending_that_names_no_form(work: Path) -> None:
+    found = rlc("graph", "p.rlf", "-o", "g.png")
+    assert found.exit_code == 2 and ".svg" in found.output and not (work / "g.png").exists()
+
+
+def test_labels_are_the_calls_of_the_language_and_not_repeated(work: Path) -> None:
+    from rldsl.graph.picture import label_lines
+    from tests.compiler.graphs import ppo
+    from rldsl.graph.model import nodes
+
+    for node in nodes(ppo().items):
+        lines = label_lines(node)
+        assert len({*lines}) == len(lines)
+    assert "reward.scores" not in str([label_lines(n) for n in nodes(ppo().items)])
 
 
 def test_check(work: Path) -> None:

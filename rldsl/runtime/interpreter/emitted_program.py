@@ -9,7 +9,7 @@ from __future__ import annotations
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partialmethod
 from typing import Any
 
 from rldsl.diag import Failure, fail
@@ -49,8 +49,7 @@ class Program:
 
 
 class Rank:
-    """The operations of one rank: one for each kind of event, `run.generate(8)`, which takes the number of an event of
-    the plan."""
+    """The operations of one rank; each takes the number of an event of the plan."""
 
     def __init__(self, interpreter: Interpreter):
         self._interpreter = interpreter
@@ -76,15 +75,7 @@ class Rank:
             raise self._none(f"loop {id}", self._loops)
         return self._interpreter.turns(self._loops[id])
 
-    def __getattr__(self, kind: str) -> Callable[[int], None]:
-        if kind not in EVENTS:
-            raise AttributeError(f"no operation {kind!r}; there are {', '.join(sorted(EVENTS))}", name=kind, obj=self)
-        return partial(self._do, kind)
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *EVENTS]
-
-    def _do(self, kind: str, id: int) -> None:
+    def _do(self, id: int, kind: str) -> None:
         event = self._events.get(id)
         if event is None or not isinstance(event, EVENTS[kind]):
             same = [i for i, e in self._events.items() if isinstance(e, EVENTS[kind])]
@@ -96,6 +87,24 @@ class Rank:
         return fail("RL0792", f"rank {rank} has no {asked} here", place=f"rank {rank}",
                     help=f"available: {', '.join(map(str, there)) or 'none'}; for details run `rlc show PLAN --rank "
                          f"{rank}`")
+
+    load = partialmethod(_do, kind="load")
+    fetch = partialmethod(_do, kind="fetch")
+    lengths = partialmethod(_do, kind="lengths")
+    transfer = partialmethod(_do, kind="transfer")
+    realloc = partialmethod(_do, kind="realloc")
+    offload = partialmethod(_do, kind="offload")
+    onload = partialmethod(_do, kind="onload")
+    generate = partialmethod(_do, kind="generate")
+    infer = partialmethod(_do, kind="infer")
+    train = partialmethod(_do, kind="train")
+    compute = partialmethod(_do, kind="compute")
+    select = partialmethod(_do, kind="select")
+    collect = partialmethod(_do, kind="collect")
+    save = partialmethod(_do, kind="save")
+    checkpoint = partialmethod(_do, kind="checkpoint")
+    log = partialmethod(_do, kind="log")
+    free = partialmethod(_do, kind="free")
 
 
 def _by_id(items: Sequence[Item]) -> tuple[dict[int, Event], dict[str, Loop]]:
