@@ -75,7 +75,7 @@ def _train(t: Tables, e: Train) -> str:
 def _compute(t: Tables, e: Compute) -> str:
     s, program = t.spreads[e.spread], t.programs[e.program]
     ranks = len(t.spread_ranks(e.spread))
-    once = any(n.op in ("py", "quantile") or n.attr("to") == "batch" for n in program.nodes)
+    once = any(n.op == "py" or n.attr("to") == "batch" for n in program.nodes)
     if once and ranks > 1 and (s.unit == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
         return f"must count each row once, but spread {e.spread} has rows on several ranks"
     if any(n.level == "prompt" for n in program.nodes) and s.unit == "row" and t.layouts[s.layout].dp > 1:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rldsl.plan.expr import LEVELS, Level, Node
 from rldsl.plan.model import Frame
-from rldsl.plan.operators import in_family
+from rldsl.plan.operators import OPERATORS, in_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,8 @@ def reduce(node: Node, of: Node, x: Tensor, geometry: Geometry, dtype: torch.dty
     if node.op in ("sum", "mean"):
         total = torch.zeros_like(count).index_add(0, index, wide)
         return (total / count.clamp(min=1) if node.op == "mean" else total).to(dtype)
-    if node.op == "median":
-        return _medians(wide, index, count.long()).to(dtype)
+    if OPERATORS[node.op].all_elements:
+        return _SEGMENTS[node.op](wide, index, count.long()).to(dtype)
     worst = torch.full_like(count, -torch.inf if node.op == "amax" else torch.inf)
     best = worst.scatter_reduce(0, index, wide, node.op)
     return torch.where(count > 0, best, 0.0).to(dtype)
@@ -180,16 +180,38 @@ def _medians(x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
     return (ordered[low] + ordered[high]) / 2
 
 
-def order_statistic(op: str, x: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """The median, or the quantile of a share in `args` (clipped to [0, 1]), of all elements x; 0 if there are none."""
+def of_all_elements(op: str, x: Tensor, args: Sequence[Tensor]) -> Tensor:
+    """A reduction to batch with `Operator.all_elements`. x: float64, the elements of all ranks. args: the further
+    arguments of the node. Returns a number; 0 if there are no elements."""
     if not x.numel():
         return x.new_zeros(())
+    if op in _WHOLE:
+        return _WHOLE[op](x, args)
+    one = torch.zeros(x.numel(), dtype=torch.int64, device=x.device)
+    return _SEGMENTS[op](x, one, one.new_tensor([x.numel()]))[0]
+
+
+def _median(x: Tensor, args: Sequence[Tensor]) -> Tensor:
+    return _quantile(x, (x.new_tensor(0.5),))
+
+
+def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
+    """args: the share, clipped to [0, 1]."""
     ordered = x.sort().values
-    share = args[0].to(torch.float64).clamp(0, 1) if op == "quantile" else x.new_tensor(0.5)
+    share = args[0].to(torch.float64).clamp(0, 1)
     at = share * (ordered.numel() - 1)
     below = at.floor().long()
     above = (below + 1).clamp(max=ordered.numel() - 1)
     return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+
+
+# Reductions with `Operator.all_elements`. By segment: x [elements] float64, the segment of each element, and the number
+# of elements in each segment -> [segments], 0 for an empty one. To batch the same function is used, with one segment,
+# unless the operator has a faster one, or one with further arguments, in _WHOLE.
+_SEGMENTS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "median": _medians,
+}
+_WHOLE: Mapping[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {"median": _median, "quantile": _quantile}
 
 
 # -------------------------------------------------------------------------------------------------- sequences

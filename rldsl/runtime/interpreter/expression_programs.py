@@ -19,7 +19,7 @@ from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
 from rldsl.runtime.draws import uniform
-from rldsl.runtime.interpreter.expression_ops import Geometry, View, evaluate, order_statistic
+from rldsl.runtime.interpreter.expression_ops import Geometry, View, evaluate, of_all_elements
 from rldsl.sharding.partition import mix
 
 __all__ = ["Counts", "LossRun", "View", "loss_counts", "run_compute"]
@@ -47,7 +47,7 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], views: Mapping[s
             elif node.op == "uniform":
                 value = _drawn(node, geometry, seed, step).to(dtype)
             elif _to_batch(node) and OPERATORS[node.op].all_elements:
-                value = order_statistic(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
+                value = of_all_elements(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
             elif _to_batch(node):
                 value = _all_reduced(node.op, args[0], group)
             else:
