@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rldsl.measure.solo_group import SingleRankGroup
+from rldsl.plan import backends
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Axis, PackedBatch, Shard
@@ -65,7 +66,7 @@ def build(model: Model, layers: int, tp: int, backend: str, device: torch.device
                    optimizer=Optimizer(lr=1e-6), updates=1)
     layout, mesh = Layout("profile", "ranks", tp=tp, backend=backend), Mesh("ranks", ((0, tp),))
     one, every = Axis((0,), 0, None), Axis(tuple(range(tp)), 0, SingleRankGroup(tp) if tp > 1 else None)
-    made = importlib.import_module(f"rldsl.backends.{backend}").build(
+    made = importlib.import_module(backends.package(backend)).build(
         less, layout, mesh, Axes(one, every, one, one, every), device, load=False, trainable=trainable)
     draw = torch.Generator(device=device).manual_seed(0)
     for name, tensor in made.state_dict().items():

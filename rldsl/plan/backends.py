@@ -1,8 +1,9 @@
 """The backends that compute calls: what each can express, and what its calls cost.
 
-In: the name of a backend, as a layout carries it. Out: its `Description`, which the module
-`rldsl.backends.NAME.describe` exports as `DESCRIPTION`. That module imports neither torch nor the library behind the
-backend. The compiler, the verifier, the memory estimate, the simulator and the search know a backend by its
+In: the name of a backend, as a layout carries it. Out: its `Description`, which the module `describe` of its package
+exports as `DESCRIPTION`. The package is `rldsl.backends.NAME`, or that of the entry point NAME in the group
+`rldsl.backends` of an installed distribution. Its `describe` imports neither torch nor the library behind the backend.
+The compiler, the verifier, the memory estimate, the simulator and the search know a backend by its
 description alone; the runtime knows it by the one function of `rldsl.runtime.backend.Build`.
 Errors: RL0326 a description that is missing, incomplete or contradicts itself.
 """
@@ -23,6 +24,7 @@ from rldsl.diag import Failure, fail
 from rldsl.plan.model import DEFAULT_BACKEND, Layout, ParamSpec
 
 CALLS = ("generate", "infer", "train")
+GROUP = "rldsl.backends"  # our package of backends, and the group of entry points by which others add theirs
 DIVISIONS = ("dp", "tp", "pp", "vpp", "cp", "ep")
 
 
@@ -73,20 +75,37 @@ class Description:
 
 def names() -> tuple[str, ...]:
     """The installed backends, in alphabetical order."""
-    package = importlib.import_module("rldsl.backends")
-    return tuple(sorted(found.name for found in pkgutil.iter_modules(package.__path__) if found.ispkg))
+    return tuple(sorted({*_own(), *(e.name for e in importlib.metadata.entry_points(group=GROUP))}))
+
+
+def package(name: str) -> str:
+    """The package of a backend; "" if there is none of this name. Nothing is imported, and no installed distribution is
+    looked at for a backend of ours. Errors: RL0326, if several distributions provide it."""
+    if name in _own():
+        return f"{GROUP}.{name}"
+    found = sorted({e.value for e in importlib.metadata.entry_points(group=GROUP, name=name)})
+    if len(found) > 1:
+        raise unusable(name, f"several packages provide it: {', '.join(found)}", place=found[0])
+    return found[0] if found else ""
+
+
+def _own() -> list[str]:
+    return [found.name for found in pkgutil.iter_modules(importlib.import_module(GROUP).__path__) if found.ispkg]
 
 
 @cache
 def described(name: str) -> Description | None:
     """The description of a backend; None if there is no backend of this name, in which case nothing is imported.
     Errors: RL0326."""
-    if name not in names():
+    home = package(name)
+    if not home:
         return None
-    module = f"rldsl.backends.{name}.describe"
+    module = f"{home}.describe"
     try:
         found = getattr(importlib.import_module(module), "DESCRIPTION", None)
     except ModuleNotFoundError as error:
+        if error.name == home:
+            raise unusable(name, f"its package {home} cannot be imported") from None
         if error.name != module:
             raise
         raise unusable(name, "the package has no module `describe`") from None
@@ -126,10 +145,10 @@ def _base(kind: Callable[[], object]) -> object:
     return kind()
 
 
-def unusable(name: str, why: str) -> Failure:
+def unusable(name: str, why: str, place: str = "") -> Failure:
     """RL0326 for a description that is wrong: the backend's authors must fix it, the user can only avoid it."""
     help = "" if name == DEFAULT_BACKEND else f", or place the calls with `backend={DEFAULT_BACKEND}`"
-    return fail("RL0326", f"the backend `{name}` cannot be used", place=f"rldsl.backends.{name}.describe",
+    return fail("RL0326", f"the backend `{name}` cannot be used", place=place or f"{package(name)}.describe",
                 notes=(why,), help=f"fix the description, or report this to the authors of the backend{help}")
 
 

@@ -1,7 +1,7 @@
 """What the runtime asks of a backend: one protocol, four verbs (build, run a call, expose parameters, save).
 
-A backend is a module `rldsl.backends.NAME` with a function `build(...)` that has the signature of `Build` below. The
-runtime owns rows, communication between calls, losses and metrics; the backend owns a model's shard and the
+A backend is a package (`plan/backends.py` says which) with a function `build(...)` that has the signature of `Build`
+below. The runtime owns rows, communication between calls, losses and metrics; the backend owns a model's shard and the
 communication inside a call.
 
 Symbols in shapes: S sequences, T tokens, R response tokens.

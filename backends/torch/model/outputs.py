@@ -44,7 +44,10 @@ def _scores(stage: Stage, hidden: torch.Tensor) -> torch.Tensor:
 
 
 # Output.what -> how it follows from hidden states: [n, H] -> [n] float32, the same on every tp rank
-FROM_HIDDEN: Mapping[str, Callable[[Stage, torch.Tensor], torch.Tensor]] = {"values": _scores, "scores": _scores}
+FROM_HIDDEN: Mapping[str, Callable[[Stage, torch.Tensor], torch.Tensor]] = {
+    "values": _scores,
+    "scores": _scores,
+}
 
 
 def _needed(weight: torch.Tensor | None, name: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partialmethod
+from functools import partial
 from typing import Any
 
 from rldsl.diag import Failure, fail
@@ -88,23 +88,11 @@ class Rank:
                     help=f"available: {', '.join(map(str, there)) or 'none'}; for details run `rlc show PLAN --rank "
                          f"{rank}`")
 
-    load = partialmethod(_do, kind="load")
-    fetch = partialmethod(_do, kind="fetch")
-    lengths = partialmethod(_do, kind="lengths")
-    transfer = partialmethod(_do, kind="transfer")
-    realloc = partialmethod(_do, kind="realloc")
-    offload = partialmethod(_do, kind="offload")
-    onload = partialmethod(_do, kind="onload")
-    generate = partialmethod(_do, kind="generate")
-    infer = partialmethod(_do, kind="infer")
-    train = partialmethod(_do, kind="train")
-    compute = partialmethod(_do, kind="compute")
-    select = partialmethod(_do, kind="select")
-    collect = partialmethod(_do, kind="collect")
-    save = partialmethod(_do, kind="save")
-    checkpoint = partialmethod(_do, kind="checkpoint")
-    log = partialmethod(_do, kind="log")
-    free = partialmethod(_do, kind="free")
+    def __getattr__(self, kind: str) -> Callable[[int], None]:
+        """A method for each kind of event, which runs the event of that id: `program.train(12)`."""
+        if kind not in EVENTS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {kind!r}")
+        return partial(self._do, kind=kind)
 
 
 def _by_id(items: Sequence[Item]) -> tuple[dict[int, Event], dict[str, Loop]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rldsl.plan import backends
 from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.reshard import Route
 from rldsl.runtime.state.context import RunContext, ShardKey
@@ -44,7 +45,7 @@ class ModelStore:
             self.shards[key].allocate()
         if key not in self.shards:
             record, where = context.models[model], context.world.layouts[layout]
-            build = importlib.import_module(f"rldsl.backends.{where.backend}").build
+            build = importlib.import_module(backends.package(where.backend)).build
             self.shards[key] = build(record, where, context.world.meshes[where.mesh], context.world.axes(where),
                                      context.device, load=load, trainable=record.home == layout,
                                      weight_cache=None if key in context.offloaded else self.shared_tensors)
