@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "lsp": PLAN | COMPILER | {"api", "clusters", "memory", "simulate"},
     "commands": PLAN | COMPILER | {"api", "clusters", "files", "fix", "inspect", "lsp", "pages", "postmortem", "python",
                                    "runtime.metrics", "search", "simulate", "starters", "verify"},
-    "cli": PLAN | {"api", "commands", "explain", "files", "report", "simulate", "syntax", "verify"},
+    "cli": PLAN | {"api", "clusters", "commands", "explain", "files", "report", "search", "simulate", "syntax", "verify"},
 }
 TORCH = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "flash_attn"}
 MAY_TORCH = {"runtime", "backends", "run", "measure"}

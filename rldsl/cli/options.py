@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+FILE = click.Path()  # not checked here: a missing file is a diagnostic. The type makes shells complete file names
+FOLDER = click.Path(file_okay=False)
+
+
+def words_or_files(words: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:
+    """Completes some words, and names of files."""
+    def complete(_: click.Context, __: click.Parameter, begin: str) -> list[CompletionItem]:
+        found = [CompletionItem(word) for word in words() if word.startswith(begin)]
+        return [*found, CompletionItem(begin, type="file")]
+
+    return complete
+
+
+def one_of(words: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:
+    """Completes some words."""
+    def complete(_: click.Context, __: click.Parameter, begin: str) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in words() if word.startswith(begin)]
+
+    return complete
+
+
+def _modes() -> Iterable[str]:
+    from rldsl.search.modes import MODES
+
+    return MODES
+
+
+def _clusters() -> Iterable[str]:
+    from rldsl.clusters.read import presets
+
+    return presets()
+
+
+on_cluster = words_or_files(_clusters)
 
 def _sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
@@ -34,7 +69,7 @@ def together(*options: Callable[..., Any]) -> Callable[..., Any]:
 chosen = together(
     click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets,
                  help="Set a `param` of the program."),
-    click.option("--place", metavar="FILE|MODE",
+    click.option("--place", metavar="FILE|MODE", shell_complete=words_or_files(_modes),
                  help="A file of `place` rules, or how to place the calls: manual, heuristic, search, or one pattern "
                       "for all calls (d2p2t2, pipe_data, pipe_model)."),
     click.option("--on", "overrides", multiple=True, metavar="RULE",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rldsl.cli.options import chosen, lengths, together
+from rldsl.cli.options import FILE, FOLDER, chosen, lengths, on_cluster, together
 from rldsl.cli.shell import Settings, cache, command, print_result, say
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 @command
-@click.argument("file")
+@click.argument("file", type=FILE)
 @chosen
-@click.option("-o", "target", default="profile.yaml", show_default=True, metavar="FILE", help="Output file.")
+@click.option("-o", "target", type=FILE, default="profile.yaml", show_default=True, metavar="FILE", help="Output file.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]),
               help="What to measure (default: cuda if available).")
 @click.option("--tp", "degrees", multiple=True, type=click.IntRange(1), metavar="N",
@@ -31,13 +31,15 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 
 
 @command
-@click.argument("file")
-@click.option("--cluster", required=True, metavar="CLUSTER",
+@click.argument("file", type=FILE)
+@click.option("--cluster", shell_complete=on_cluster, required=True, metavar="CLUSTER",
               help="A cluster file, or a built-in cluster: h100x8, h100x64.")
 @chosen
 @lengths
-@click.option("--lengths", "like", metavar="RUN_DIR", help="Take the mean lengths from the metrics of an earlier run.")
-@click.option("--trace", metavar="FILE", help="Write the timeline of the step to this file (Chrome trace JSON).")
+@click.option("--lengths", "like", type=FOLDER, metavar="RUN_DIR",
+              help="Take the mean lengths from the metrics of an earlier run.")
+@click.option("--trace", type=FILE, metavar="FILE",
+              help="Write the timeline of the step to this file (Chrome trace JSON).")
 def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
         overrides: tuple[str, ...], lengths: Lengths, like: str | None, trace: str | None) -> None:
     """Predict how long a step of FILE (a plan or a program) takes on a cluster, and why."""
@@ -47,8 +49,9 @@ def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place
 
 
 _asked = together(
-    click.argument("file"),
-    click.option("--cluster", required=True, metavar="CLUSTER", help="A cluster file, or a built-in cluster: h100x64."),
+    click.argument("file", type=FILE),
+    click.option("--cluster", shell_complete=on_cluster, required=True, metavar="CLUSTER",
+                 help="A cluster file, or a built-in cluster: h100x64."),
     chosen,
     click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None,
                  help="CPU seconds after which the search stops and reports its best result."),
@@ -61,7 +64,8 @@ _asked = together(
 
 @command
 @_asked
-@click.option("-o", "target", metavar="FILE", help="Output file (default: FILE with the extension .place.rlf).")
+@click.option("-o", "target", type=FILE, metavar="FILE",
+              help="Output file (default: FILE with the extension .place.rlf).")
 @click.option("--lock", "locks", multiple=True, metavar="CALL",
               help="Keep the program's placement of these calls, for example actor.generate or ref.*.")
 def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from rldsl.cli.options import FILE, on_cluster
 from rldsl.cli.shell import Settings, command, print_result, report_diagnostics, say
 from rldsl.diag import Failure
 
 
 @command
-@click.argument("plan")
+@click.argument("plan", type=FILE)
 @click.option("--rank", type=int, metavar="R", help="Show only the events of this rank.")
 @click.option("--event", type=int, metavar="N",
               help="Show one event in full: its ranks, what it reads and writes, and why it exists.")
@@ -23,9 +24,10 @@ def show(settings: Settings, plan: str, rank: int | None, event: int | None, tou
 
 
 @command
-@click.argument("before", metavar="A.plan")
-@click.argument("after", metavar="B.plan")
-@click.option("--cluster", metavar="FILE|PRESET", help="Also predict the time of a step on this cluster.")
+@click.argument("before", type=FILE, metavar="A.plan")
+@click.argument("after", type=FILE, metavar="B.plan")
+@click.option("--cluster", shell_complete=on_cluster, metavar="FILE|PRESET",
+              help="Also predict the time of a step on this cluster.")
 def diff(settings: Settings, before: str, after: str, cluster: str | None) -> int:
     """Show what changed from A.plan to B.plan: calls, layouts, inserted events, bytes, memory, time.
 
@@ -48,9 +50,9 @@ def _rank(_: click.Context, __: click.Parameter, given: str) -> int | None:
 
 
 @command
-@click.argument("plan")
+@click.argument("plan", type=FILE)
 @click.option("--rank", required=True, metavar="R|all", callback=_rank, help="The rank to emit, or `all`.")
-@click.option("-o", "target", metavar="FILE", help="Output file (default: standard output).")
+@click.option("-o", "target", type=FILE, metavar="FILE", help="Output file (default: standard output).")
 def emit(settings: Settings, plan: str, rank: int | None, target: str | None) -> None:
     """Write PLAN as a Python program, one line per event, to run under torchrun and step through."""
     from rldsl.commands.emit import emit
@@ -65,7 +67,7 @@ def emit(settings: Settings, plan: str, rank: int | None, target: str | None) ->
 
 
 @command
-@click.argument("plan")
+@click.argument("plan", type=FILE)
 def verify(settings: Settings, plan: str) -> None:
     """Verify PLAN: no deadlock, sound data flow, memory within the limit, and models that are what it records."""
     from rldsl import api
@@ -91,12 +93,12 @@ def verify(settings: Settings, plan: str) -> None:
 
 
 @command
-@click.argument("plan")
-@click.option("-o", "target", metavar="FILE", help="Output file (default: PLAN with the extension .html).")
-@click.option("--cluster", metavar="CLUSTER",
+@click.argument("plan", type=FILE)
+@click.option("-o", "target", type=FILE, metavar="FILE", help="Output file (default: PLAN with the extension .html).")
+@click.option("--cluster", shell_complete=on_cluster, metavar="CLUSTER",
               help="The cluster to simulate a step on: a cluster file or a built-in cluster (default: as many h100x8 "
                    "nodes as PLAN needs).")
-@click.option("--trace", metavar="FILE",
+@click.option("--trace", type=FILE, metavar="FILE",
               help="A recorded timeline of PLAN (`rlc run --trace`), to show next to the simulated one.")
 def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None) -> None:
     """Write PLAN as an HTML page: dataflow, time, memory, and the reason for each event."""

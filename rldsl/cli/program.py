@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from rldsl.cli.options import chosen
+from rldsl.cli.options import FILE, chosen, one_of
 from rldsl.cli.shell import Settings, coloured, command, print_result, report_diagnostics, say
 from rldsl.commands import Usage
 
@@ -15,20 +16,31 @@ if TYPE_CHECKING:  # what a command does not need is not imported
     from rldsl.commands.compile import Stage
 
 
-def passes(context: click.Context, option: click.Parameter, begin: str) -> list[str]:
-    """Names of passes for the shell's completion."""
+def _passes() -> Iterable[str]:
     from rldsl.commands.compile import pass_names
 
-    return [name for name in pass_names() if name.startswith(begin)]
+    return ("list", *pass_names())
+
+
+def _starters() -> Iterable[str]:
+    from rldsl.commands.new import lines
+
+    return lines()
+
+
+def _codes() -> Iterable[str]:
+    from rldsl.explain import codes
+
+    return codes()
 
 
 @command
-@click.argument("file")
+@click.argument("file", type=FILE)
 @chosen
-@click.option("-o", "target", metavar="PLAN", help="Output file (default: FILE with the extension .plan).")
+@click.option("-o", "target", type=FILE, metavar="PLAN", help="Output file (default: FILE with the extension .plan).")
 @click.option("--emit", type=click.Choice(["graph", "events", "plan"]),
               help="Print a compilation stage instead of writing a plan.")
-@click.option("--print-after", "after", metavar="PASS", shell_complete=passes,
+@click.option("--print-after", "after", metavar="PASS", shell_complete=one_of(_passes),
               help="Print the events as they are after PASS instead; `--print-after list` lists the passes.")
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
             target: str | None, emit: Stage | None, after: str | None) -> None:
@@ -49,7 +61,7 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 
 
 @command
-@click.argument("files", nargs=-1, required=True)
+@click.argument("files", type=FILE, nargs=-1, required=True)
 @chosen
 @click.option("--fix", is_flag=True, help="Apply all safe fixes, then check again.")
 @click.option("--strict", is_flag=True, help="Treat warnings as errors.")
@@ -84,7 +96,7 @@ def lsp(settings: Settings) -> int:
 
 
 @command
-@click.argument("files", nargs=-1, required=True)
+@click.argument("files", type=FILE, nargs=-1, required=True)
 @click.option("--check", "ask", is_flag=True,
               help="Write nothing; list the files that would change, and exit with 1 if there are any.")
 @click.option("--diff", is_flag=True, help="Write nothing; print a diff.")
@@ -113,8 +125,8 @@ def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> in
 
 
 @command
-@click.argument("name", required=False)
-@click.option("-o", "target", metavar="FILE", help="Output file (default: NAME.rlf; - for standard output).")
+@click.argument("name", required=False, shell_complete=one_of(_starters))
+@click.option("-o", "target", type=FILE, metavar="FILE", help="Output file (default: NAME.rlf; - for standard output).")
 @click.option("--force", is_flag=True, help="Overwrite an existing program.")
 def new(settings: Settings, name: str | None, target: str | None, force: bool) -> None:
     """Write a commented starter program; without NAME, list the starters."""
@@ -139,7 +151,7 @@ def new(settings: Settings, name: str | None, target: str | None, force: bool) -
 
 
 @command
-@click.argument("code", required=False)
+@click.argument("code", required=False, shell_complete=one_of(_codes))
 def explain(settings: Settings, code: str | None) -> None:
     """Explain the message with this CODE; without CODE, list all codes."""
     from rldsl import explain as pages
@@ -157,11 +169,12 @@ def explain(settings: Settings, code: str | None) -> None:
 
 
 @command
-@click.argument("file")
+@click.argument("file", type=FILE)
 @chosen
 @click.option("--format", "form", type=click.Choice(["mermaid", "dot", "svg"]),
               help="Form of the picture (default: that of the ending of -o, else mermaid).")
-@click.option("-o", "target", metavar="FILE", help="Output file: .svg, .dot or .mmd (default: standard output).")
+@click.option("-o", "target", type=FILE, metavar="FILE",
+              help="Output file: .svg, .dot or .mmd (default: standard output).")
 @click.option("--reduce", is_flag=True, help="Leave out links that follow from others (transitive reduction).")
 def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
           form: str | None, target: str | None, reduce: bool) -> None:

@@ -7,26 +7,28 @@ from typing import Any
 
 import click
 
-from rldsl.cli.options import chosen
+from rldsl.cli.options import FILE, FOLDER, chosen
 from rldsl.cli.shell import Settings, command, print_result, say
 from rldsl.commands import Usage
 
 
 @command
-@click.argument("file", metavar="FILE", required=False)
+@click.argument("file", type=FILE, metavar="FILE", required=False)
 @chosen
-@click.option("--out", default="runs/out", show_default=True, metavar="DIR", help="Directory for logs and checkpoints.")
+@click.option("--out", type=FOLDER, default="runs/out", show_default=True, metavar="DIR",
+              help="Directory for logs and checkpoints.")
 @click.option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
               help="Resume from the latest checkpoint of the run DIR, or from the checkpoint DIR (without a value: of "
                    "the run in OUT).")
-@click.option("--trace", metavar="FILE", help="Write the recorded timeline to this file (Chrome trace JSON).")
+@click.option("--trace", type=FILE, metavar="FILE",
+              help="Write the recorded timeline to this file (Chrome trace JSON).")
 @click.option("--nproc", type=click.IntRange(1), help="Number of processes; must match the plan.")
 @click.option("--reward-workers", type=click.IntRange(0), metavar="N",
               help="Worker processes per rank for Python functions; 0 runs them in the rank's own process without a "
                    "time limit.")
 @click.option("--reward-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
               help="Seconds that a Python function may take per row (default: 60).")
-@click.option("--allow-write", multiple=True, metavar="DIR",
+@click.option("--allow-write", type=FOLDER, multiple=True, metavar="DIR",
               help="Also allow saves to this directory, outside --out and the working directory.")
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run in OUT.")
 @click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard, under OUT/tensorboard.")
@@ -56,7 +58,7 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
 
 
 @command
-@click.argument("folder", metavar="[DIR]", default="runs")
+@click.argument("folder", type=FOLDER, metavar="[DIR]", default="runs")
 def runs(settings: Settings, folder: str) -> None:
     """List the runs below DIR (default: runs), with progress and last reward."""
     from rldsl.commands.runs import listing, records
@@ -68,8 +70,8 @@ def runs(settings: Settings, folder: str) -> None:
 
 
 @command
-@click.argument("folder", metavar="DIR")
-@click.option("--plan", metavar="PLAN", help="The plan of the run, if it is not in DIR.")
+@click.argument("folder", type=FOLDER, metavar="DIR")
+@click.option("--plan", type=FILE, metavar="PLAN", help="The plan of the run, if it is not in DIR.")
 def postmortem(settings: Settings, folder: str, plan: str | None) -> None:
     """Explain why the run in DIR hung: where its ranks were, and which waited for which."""
     from rldsl.commands.postmortem import postmortem as work
@@ -78,8 +80,9 @@ def postmortem(settings: Settings, folder: str, plan: str | None) -> None:
 
 
 @command
-@click.argument("folders", metavar="RUN_DIR...", nargs=-1, required=True)
-@click.option("-o", "target", metavar="FILE", help="An .svg or .png file (default: metrics.svg in the first RUN_DIR).")
+@click.argument("folders", type=FOLDER, metavar="RUN_DIR...", nargs=-1, required=True)
+@click.option("-o", "target", type=FILE, metavar="FILE",
+              help="An .svg or .png file (default: metrics.svg in the first RUN_DIR).")
 @click.option("--metric", "patterns", multiple=True, metavar="NAME", help="A metric or a pattern such as \"actor/*\".")
 def plot(settings: Settings, folders: tuple[str, ...], target: str | None, patterns: tuple[str, ...]) -> None:
     """Plot the metrics of one or more runs: reward, KL, loss, lengths."""
