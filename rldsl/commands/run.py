@@ -70,8 +70,9 @@ def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequenc
 
 def _end_interrupted(process: subprocess.Popen[bytes]) -> None:
     """A terminal sends Ctrl-C to every process; a signal to this one alone is passed on."""
-    for end in (lambda: None, lambda: process.send_signal(signal.SIGINT), process.kill):
-        end()
+    for number in (None, signal.SIGINT, signal.SIGKILL):
+        if number is not None:
+            process.send_signal(number)
         try:
             process.wait(timeout=PATIENCE)
             return

@@ -26,7 +26,7 @@ from rldsl.semantics.lower import Lower
 from rldsl.semantics.modules import Modules
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
-from rldsl.semantics.values import DataRef, MeshValue, ModelRef, Module, StateRef
+from rldsl.semantics.values import DataRef, Meaning, MeshValue, ModelRef, Module, StateRef
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 from rldsl.syntax.errors import too_deep
@@ -110,7 +110,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     for node in ast.walk(flow):
         for target in node.targets if isinstance(node, ast.Assign) else ():
             lower.elsewhere.setdefault(target.name, node.span)
-    known = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()}
+    known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()}
     body = builder.block(flow.body, Scope(module, scope, known), "flow")
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
     rules = top.placements()
@@ -172,11 +172,11 @@ class _Declarations:
                 self.modules.bind(self.module, item.name, mesh)
             case ast.ModelDecl():
                 model = declare.model(item, self.lower, self.scope)
-                ok = not isinstance(model, Bad)
-                if ok:
+                meaning: Meaning = BAD
+                if not isinstance(model, Bad):
                     self.models[item.name.name] = model
-                self.modules.bind(self.module, item.name, ModelRef(model.name, model.kind, model.optimizer is not None)
-                                  if ok else BAD)
+                    meaning = ModelRef(model.name, model.kind, model.optimizer is not None)
+                self.modules.bind(self.module, item.name, meaning)
             case ast.DataDecl():
                 data = declare.data(item, self.lower, self.scope)
                 if not isinstance(data, Bad):

@@ -209,7 +209,8 @@ class CallsOfFlow:
                                    call.span)
         if isinstance(use, Bad) or isinstance(given, Bad):
             return BAD
-        if not all([self._responses(r, "train", call.span) for r in refs]):
+        answered = [self._responses(r, "train", call.span) for r in refs]  # a list: each reports its own mistake
+        if not all(answered):
             return BAD
         if refs[0].frame.rows != refs[-1].frame.rows:
             return self.errors.add("RL0202",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
 
 from rldsl.graph import model as g
 from rldsl.plan.expr import Program
@@ -90,7 +89,7 @@ class Computations:
         alike."""
         if id(term) not in known:
             args = tuple(self._apart(a, known) for a in term.args)
-            made = term if all(a is b for a, b in zip(args, term.args)) else replace(term, args=args)
+            made = term if all(a is b for a, b in zip(args, term.args, strict=True)) else replace(term, args=args)
             known[id(term)] = self.held(made, "expr", term.span) if dict(term.attrs).get("to") == "batch" else made
         return known[id(term)]
 
@@ -102,7 +101,7 @@ class Computations:
         for t in sorted(terms, key=lambda t: -depth(t.level)):
             if t.level in ("seq", "prompt") and not any(self.spaces.of(f, t.level) == t.space for f in frames):
                 frames.append(self.spaces.over(t.level, t.space)[0])
-        return cast(list[Frame], frames)
+        return frames
 
     def keep(self, term: Term, name: str, span: Span) -> str:
         """A Keep of the value `term` as `name`."""

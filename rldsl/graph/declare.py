@@ -176,13 +176,13 @@ def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
         bad = mesh is None
     found: list[tuple[str, Scalar, Span]] = []
     for option in tree.options:
-        bare = isinstance(option.value, ast.Name) and scope.find(option.value.name) is None
-        named = bare and option.name.name in ("backend", "recompute")
-        value = option.value.name if named else lower.scalar(option.value, scope)
-        unit = {"mbs": "sequences", "mbt": "tokens"}.get(option.name.name, "")
-        if isinstance(value, (Bad, tuple)) or not bare and options.counts(option.name.name, unit, options.unit_of(option.value, lower, scope),
-                                         option.value.span, lower):
+        name, given = option.name.name, option.value
+        word = given.name if isinstance(given, ast.Name) and scope.find(given.name) is None else ""
+        scalar = word if word and name in ("backend", "recompute") else lower.scalar(given, scope)
+        unit = {"mbs": "sequences", "mbt": "tokens"}.get(name, "")
+        if isinstance(scalar, (Bad, tuple)) or not word and options.counts(
+                name, unit, options.unit_of(given, lower, scope), given.span, lower):
             bad = True
         else:
-            found.append((option.name.name, value, option.span))
+            found.append((name, scalar, option.span))
     return BAD if bad else g.Clause(mesh, tuple(found), tree.span, tree.auto)

@@ -7,7 +7,7 @@ all rows, so a number over the batch is made by a metric alone; nothing in the b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -101,7 +101,7 @@ class Evaluations:
                 self.flow.statement(statement, inner, "eval")
         return metrics
 
-    def _checked(self, s: ast.EvalBlock, ref: DataRef, metrics: list) -> None:
+    def _checked(self, s: ast.EvalBlock, ref: DataRef, metrics: Sequence[object]) -> None:
         """What the block may not do, and what it must."""
         head = Span(s.span.file, s.span.start, s.data.span.end)
         programs = {p.id: p for p in self.flow.programs}

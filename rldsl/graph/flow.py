@@ -86,11 +86,11 @@ class FlowBuilder(Computations):
 
     def call_of(self, value: ast.Expr, scope: Scope) -> tuple[ModelRef | DataRef, ast.Call] | None:
         """The model or data call that a statement consists of."""
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-            if isinstance(value.func.value, ast.Name):
-                owner = scope.find(value.func.value.name)
-                if isinstance(owner, (ModelRef, DataRef)):
-                    return owner, value
+        if (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+                and isinstance(value.func.value, ast.Name)):
+            owner = scope.find(value.func.value.name)
+            if isinstance(owner, (ModelRef, DataRef)):
+                return owner, value
         return None
 
     def clause(self, tree: ast.Clause | None, scope: Scope) -> g.Clause | None:
@@ -117,9 +117,9 @@ class FlowBuilder(Computations):
         if len(values) == len(s.targets) and all(t.name in self.states or self._free(t) for t in s.targets):
             names = [f"{t.name}'" if t.name in self.states else t.name for t in s.targets]
             names = [self.anonymous(n) if n.endswith("'") else n for n in names]
-            terms = [(n, v) for n, v in zip(names, values) if isinstance(v, Term)]
+            terms = [(n, v) for n, v in zip(names, values, strict=True) if isinstance(v, Term)]
             made = self.compute(terms, names[0], s.span)
-            parts = tuple(made.get(n, v) for n, v in zip(names, values))
+            parts = tuple(made.get(n, v) for n, v in zip(names, values, strict=True))
             value = parts[0] if len(parts) == 1 else Several(parts)
         self._bind(s, value, scope)
 

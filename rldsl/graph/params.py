@@ -40,11 +40,12 @@ def param(decl: ast.Param, sets: Mapping[str, Scalar], placed: Mapping[str, ast.
     source = decl.default
     if source is None and name in placed:
         source = placed[name].default
-    default = None
+    default: Term | None = None
     if source is not None:
-        default = _default(name, source, kind, lower, scope)
-        if isinstance(default, Bad):
+        found = _default(name, source, kind, lower, scope)
+        if isinstance(found, Bad):
             return BAD
+        default = found
     if name in sets:
         return _given(decl, sets[name], kind, default, lower)
     if default is not None:

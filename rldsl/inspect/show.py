@@ -124,7 +124,7 @@ def field_text(value: Any) -> str:
 def _touch(event: Event, touch: Touch) -> Iterator[str]:
     """A buffer, and the other events that touch it."""
     found = (("written by", touch.written_by), ("read by", touch.read_by), ("freed by", touch.freed_by))
-    others = [f"{word} {', '.join((f'e{i}' for i in ids if i != event.id))}"
+    others = [f"{word} {', '.join(f'e{i}' for i in ids if i != event.id)}"
               for word, ids in found if any(i != event.id for i in ids)]
     verb = "writes" if touch.write else "reads" if event.id in touch.read_by else "frees"
     yield from _row(verb, "  ".join([touch.buffer, touch.where, *others]))

@@ -58,13 +58,13 @@ def _among(templates: Iterable[str], there: Set[str]) -> bool:
 
 def _candidates(name: str, transforms: list[Any]) -> Iterable[tuple[str, ...]]:
     """What a parameter may be called in a directory: made of the tensors of its experts, renamed, or both."""
-    made = [(name,)]
+    made: list[tuple[str, ...]] = [(name,)]
     for t in transforms:
         kinds = tuple(type(op).__name__ for op in getattr(t, "operations", ()))
-        if kinds in JOINED and len(t.target_patterns) == 1 and t.target_patterns[0] in name:
-            if [getattr(op, "dim", None) for op in t.operations] == [0, 1][: len(kinds)]:
-                made.append(tuple(name.replace(t.target_patterns[0], s.replace("*", "{expert}"))
-                                  for s in t.source_patterns))
+        if (kinds in JOINED and len(t.target_patterns) == 1 and t.target_patterns[0] in name
+                and [getattr(op, "dim", None) for op in t.operations] == [0, 1][: len(kinds)]):
+            made.append(tuple(name.replace(t.target_patterns[0], s.replace("*", "{expert}"))
+                              for s in t.source_patterns))
     for found in made:
         yield found
         yield tuple(_renamed(x, transforms) for x in found)
@@ -73,7 +73,7 @@ def _candidates(name: str, transforms: list[Any]) -> Iterable[tuple[str, ...]]:
 def _renamed(name: str, transforms: list[Any]) -> str:
     for t in transforms:
         if not getattr(t, "operations", ()) and len(t.target_patterns) == len(t.source_patterns) == 1:
-            name = name.replace(*(_plain(x[0]) for x in (t.target_patterns, t.source_patterns)))
+            name = name.replace(_plain(t.target_patterns[0]), _plain(t.source_patterns[0]))
     return name
 
 

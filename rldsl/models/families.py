@@ -18,7 +18,7 @@ from rldsl.diag import fail
 from rldsl.models import arithmetic, experts
 from rldsl.models import directory as files
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
-from rldsl.plan.model import ParamSpec, Sizes, Split
+from rldsl.plan.model import ParamSpec, Sizes, Split, StageKind
 from rldsl.source import Span
 
 ASIDE = ("_name_or_path", "architectures", "dtype", "id2label", "initializer_range", "label2id", "num_labels",
@@ -83,8 +83,8 @@ def describe_architecture(path: str, kind: str, names: frozenset[str], span: Spa
     text = config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", 1) or 1)
     hidden = int(text.hidden_size)
-    sizes = dict(heads=heads, kv_heads=int(getattr(text, "num_key_value_heads", None) or heads), hidden=hidden,
-                 head_dim=int(getattr(text, "head_dim", None) or hidden // heads))
+    sizes = {"heads": heads, "kv_heads": int(getattr(text, "num_key_value_heads", None) or heads), "hidden": hidden,
+             "head_dim": int(getattr(text, "head_dim", None) or hidden // heads)}
     layers = int(text.num_hidden_layers)
     params, tp_problem, pp_problem = _specs(skeleton, config, layers, kind, sizes, names)
     mixed = [s for s in params if s.experts]
@@ -179,6 +179,7 @@ def _specs(skeleton: Any, config: Any, layers: int, kind: str, sizes: dict[str, 
                   "its config has no pipeline-parallel plan" if uniform else "its layers are not all the same")
     problems = [] if getattr(config, "base_model_tp_plan", None) else ["its config has no tensor-parallel plan"]
     specs, behind, counted, renamed = [], False, experts.counts(skeleton), experts.transforms(skeleton)
+    stage: StageKind
     for name, shape in names:
         behind = behind or "{}" in name
         module = name.removeprefix(prefix + ".").split(".")[0]
@@ -228,7 +229,8 @@ def _linears(skeleton: Any, params: tuple[ParamSpec, ...]) -> tuple[Linear, ...]
 
 def _embedding(skeleton: Any) -> str:
     weight = skeleton.get_input_embeddings().weight
-    return next(n for n, p in skeleton.named_parameters() if p is weight)
+    name: str = next(n for n, p in skeleton.named_parameters() if p is weight)
+    return name
 
 
 def _fold(params: list[tuple[str, tuple[int, ...]]], layers: int) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:

@@ -56,7 +56,7 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
                        f"{stop} ranks" if ref.free else
                        f"needs rank {stop - 1}; the cluster has ranks 0 to {cluster.world - 1}",
                        help=f"cluster nodes={cluster.nodes} gpus={cluster.gpus} is {cluster.world} ranks")
-        ranks = range(start, stop)
+        ranks = list(range(start, stop))
     else:
         if not cluster.declared:
             raise fail("RL0306", "a mesh over nodes needs a cluster", ref.span,
@@ -109,7 +109,7 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
                        "recompute": "full"}.get(name, max(least, 1))
             raise fail("RL0311", f"`{name}` must be {wanted}", span, f"this is {value!r}",
                        help=f"write `{name}={example}`")
-        if name == "zero" and value > 3:
+        if name == "zero" and value not in range(4):
             raise fail("RL0311", "`zero` must be an integer from 0 to 3", span, f"this is {value!r}", help=ZERO)
         if name == "backend":
             check_name(str(value), span)

@@ -30,8 +30,8 @@ def _nearest(place: Place, home: Place, model: Model, cluster: Cluster) -> Place
     if place.given is None or place.layout == home.layout:
         return place
     enough = len(home.mesh.members()) >= len(place.mesh.members())
-    found = reorder_devices(model, home.layout, home.mesh, place.layout, home.mesh.ranks if enough else ((0, cluster.world),),
-                    cluster.gpus)
+    among = home.mesh.ranks if enough else ((0, cluster.world),)
+    found = reorder_devices(model, home.layout, home.mesh, place.layout, among, cluster.gpus)
     mesh = Mesh("+".join(f"{a}:{b}" for a, b in found.ranks), found.ranks)
     layout = replace(place.layout, mesh=mesh.id, id=mesh.id + place.layout.id.removeprefix(place.mesh.id))
     return replace(place, mesh=mesh, layout=layout)

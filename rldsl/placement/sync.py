@@ -82,9 +82,9 @@ def _difference(model: str, mine: Family, source: str, other: Family) -> str:
             return told(name, *(s.get(name, "missing") for s in shapes))
     if mine.params != other.params:
         return "tensor or pipeline parallelism shards them differently"
-    a, b = dict(mine.config), dict(other.config)
-    key = next((k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)), "")
-    return told(f"{key} in config.json", a.get(key, "not set"), b.get(key, "not set")) if key else ""
+    config, of_source = dict(mine.config), dict(other.config)
+    key = next((k for k in sorted(config.keys() | of_source.keys()) if config.get(k) != of_source.get(k)), "")
+    return told(f"{key} in config.json", config.get(key, "not set"), of_source.get(key, "not set")) if key else ""
 
 
 def anchors(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, Place]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from rldsl.diag import Diagnostic, Failure, Label
 from rldsl.graph import model as g
 from rldsl.models.families import Family
+from rldsl.placement.model import Call
 
 
 def _readers(graph: g.Graph) -> dict[str, list[str]]:
@@ -17,9 +18,11 @@ def _readers(graph: g.Graph) -> dict[str, list[str]]:
     root = {f.id: f.data or f.id for f in graph.frames}
     readers: dict[str, list[str]] = {}
     for node in g.nodes(graph.items):
-        frames = {g.Generate: lambda n: (n.prompts, n.frame), g.Infer: lambda n: (n.frame,),
-                  g.Train: lambda n: n.frames}.get(type(node))
-        for frame in frames(node) if frames else ():
+        if not isinstance(node, Call):
+            continue
+        frames = ((node.prompts, node.frame) if isinstance(node, g.Generate) else
+                  (node.frame,) if isinstance(node, g.Infer) else node.frames)
+        for frame in frames:
             names = readers.setdefault(root.get(frame, frame), [])
             if node.model not in names:
                 names.append(node.model)

@@ -132,7 +132,8 @@ def costs(name: str, field: str, kind: type[Costs]) -> Costs:
     Errors: RL0326 if they are not of the class, or lack one of its methods."""
     found = getattr(described(name), field, None)  # the verifier refuses plans whose backend does not exist
     if found is None:
-        found = _base(kind)
+        base: type = kind
+        found = _base(base)
     if not isinstance(found, kind):
         raise unusable(name, f"`{field}` must be an object of a class derived from `{kind.__module__}.{kind.__name__}`"
                              f", not {found!r}")

@@ -112,7 +112,8 @@ def _line(kind: str, record: Any, skip: str = "") -> str:
 
 
 def _plain(record: Any, skip: str = "") -> dict[str, Any]:
-    hints, out = _hints(type(record)), {}
+    cls: type = type(record)
+    hints, out = _hints(cls), {}
     for field in fields(record):
         value = getattr(record, field.name)
         value = float(value) if hints[field.name] is float else value

@@ -29,6 +29,7 @@ MOST_BLOCKS = 64  # around an event; the parser allows fewer brackets in bracket
 DEFAULT_BACKEND = "torch"  # where a layout names none
 
 Ranges = tuple[tuple[int, int], ...]  # half-open [start, stop), in order
+StageKind = Literal["first", "layer", "last", "ends", "all"]  # which pipeline stages hold a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]  # global
     # the pipeline stages that hold it. layer: that of its layer; ends: first and last, for tied embeddings
-    stage: Literal["first", "layer", "last", "ends", "all"] = "all"
+    stage: StageKind = "all"
     layers: int = 0  # how many there are; 0 without "{}"
     split: Split | None = None  # None: every rank of a tensor-parallel group holds all of it
     # the HF tensor-parallel style of its module: colwise, rowwise, replicated, vocab, head, or experts. The backend

@@ -51,7 +51,8 @@ class Reference(NamedTuple):
 def references(record: Any) -> Iterator[Reference]:
     """Every id in `record`, in the order of its fields. A field that may be left out ("" by default) and is, names
     nothing."""
-    for name, hint, optional in _typed(type(record)):
+    cls: type = type(record)
+    for name, hint, optional in _typed(cls):
         value = getattr(record, name)
         if not (optional and value == ""):
             yield from (Reference(name, role, id) for role, id in _ids(hint, value))
@@ -70,7 +71,8 @@ def roles(cls: type) -> Mapping[str, frozenset[Role]]:
 def renamed(record: Any, new: Mapping[Role, Callable[[str], str]]) -> dict[str, Any]:
     """Field -> its value with the ids of the roles in `new` replaced, for `dataclasses.replace`."""
     changed = {}
-    for name, hint, optional in _typed(type(record)):
+    cls: type = type(record)
+    for name, hint, optional in _typed(cls):
         value = getattr(record, name)
         if not (optional and value == "") and not new.keys().isdisjoint(_roles(hint)):
             changed[name] = _replaced(hint, value, new)

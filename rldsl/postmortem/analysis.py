@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from rldsl.plan.model import Plan
@@ -230,7 +231,7 @@ class _Waits:
         for at in () if trace.stand is not None and trace.stand.phase == "calls" else trace.begun:
             event = self._order.events.get(at.event)
             for edge in self._short(self._order.group(event, trace.rank), at, trace.rank) if event else ():
-                found += self._edge((edge, *found), at, edge.kind, lambda: _others(edge, found))
+                found += self._edge((edge, *found), at, edge.kind, partial(_others, edge, found))
         return found
 
 

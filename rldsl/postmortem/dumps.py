@@ -110,15 +110,18 @@ def dump_text(dump: RankDump | LastHeartbeats) -> str:
 
 
 def read_heartbeat(text: str) -> Heartbeat:
-    return _read(Heartbeat, _object(text, "a heartbeat"), "a heartbeat")
+    found: Heartbeat = _read(Heartbeat, _object(text, "a heartbeat"), "a heartbeat")
+    return found
 
 
 def read_dump(text: str, place: str) -> RankDump:
-    return _read(RankDump, _known(text, place), place)
+    found: RankDump = _read(RankDump, _known(text, place), place)
+    return found
 
 
 def read_last_heartbeats(text: str, place: str) -> LastHeartbeats:
-    return _read(LastHeartbeats, _known(text, place), place)
+    found: LastHeartbeats = _read(LastHeartbeats, _known(text, place), place)
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -157,12 +160,12 @@ def _read(cls: type, found: dict[str, Any], place: str) -> Any:
 
 def _value(hint: Any, value: Any, place: str, name: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
-    if is_dataclass(hint) and isinstance(value, dict):
+    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return _read(hint, value, place)
     if origin is tuple and isinstance(value, list):
         each = args[:1] * len(value) if args[1:] == (...,) else args
         if len(each) == len(value):
-            return tuple(_value(h, v, place, name) for h, v in zip(each, value))
+            return tuple(_value(h, v, place, name) for h, v in zip(each, value, strict=True))
     elif origin in (Union, types.UnionType):
         options = [option for option in args if option is not type(None)]
         return None if value is None and len(options) < len(args) else _value(options[0], value, place, name)

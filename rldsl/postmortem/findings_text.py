@@ -105,7 +105,7 @@ class _Sentences:
         self.told.update(new)
         groups = list(self._groups([self._traces[q] for q in new]))
         subject = ["it" if len(wait.on) == 1 else _ranks([t.rank for t in mine]) for mine in groups]
-        said = [f"{who} {self._is(mine)}" for who, mine in zip(subject[:most], groups)]
+        said = [f"{who} {self._is(mine)}" for who, mine in zip(subject[:most], groups[:most], strict=True)]
         return ": " + "; ".join([*said, *(["..."] if len(groups) > most else [])]) if said else ""
 
     def _groups(self, traces: Sequence[RankTrace]) -> Iterable[list[RankTrace]]:

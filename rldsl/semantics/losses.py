@@ -147,8 +147,8 @@ def _fresh(decl: ast.LossDecl, head: Head, frames: tuple[Frame, ...], use: LossU
                        labels=(Label(param.span, "declared here"),), help=f"its outputs: {', '.join(has)}")
             bad = True
         elif declared != has[what]:
-            errors.add("RL0201", f"`{what}` of a {head.name} is a {has[what]} value, not a {declared} value", param.span,
-                       help=f"declare `{param.name.name}: {has[what]}`")
+            errors.add("RL0201", f"`{what}` of a {head.name} is a {has[what]} value, not a {declared} value",
+                       param.span, help=f"declare `{param.name.name}: {has[what]}`")
             bad = True
     return BAD if bad else tuple((p.name.name, f.id, what) for p, f, what in pairs)
 

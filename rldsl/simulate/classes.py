@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rldsl.plan.events import Log, ModelCall
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 from rldsl.plan.projection import events, to_ranges
-from rldsl.sharding.layout import axis_ranks
+from rldsl.sharding.layout import Axis, axis_ranks
 
 Members = tuple[int, ...]  # classes
 # With more classes than this, ranks that log count as the others, though others wait for them: one rank that differs
@@ -63,7 +63,7 @@ def _refined(plan: Plan, without: Collection[int] = ()) -> list[int]:
             colour[start:stop] = [number] * (stop - start)
     meshes = {m.id: m for m in plan.meshes}
     groups = [(axis == "pp", axis_ranks(layout, meshes[layout.mesh], axis))
-              for layout in called(plan).values() for axis in ("pp", "tp", "cp", "dp", *_of_experts(layout))]
+              for layout in called(plan).values() for axis in _axes(layout)]
     while True:
         signatures: list[list[object]] = [[c] for c in colour]
         for ordered, every in groups:
@@ -96,8 +96,9 @@ def groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> dict[in
     size = layout.dp * layout.cp * layout.tp
     for place, rank in enumerate(mesh.members()):
         made.setdefault(found.of[rank], Groups({}, {}, {}, place // size))
-    for axis in ("pp", "tp", "cp", "dp", "mesh", "shard", *_of_experts(layout)):
-        every = _shards(layout, mesh) if axis == "shard" else axis_ranks(layout, mesh, axis)
+    by_axis: dict[str, tuple[tuple[int, ...], ...]] = {axis: axis_ranks(layout, mesh, axis)
+                                                       for axis in ("mesh", *_axes(layout))}
+    for axis, every in {**by_axis, "shard": _shards(layout, mesh)}.items():
         crosses = any(len({r // per_node for r in g}) > 1 for g in every)  # in whatever order its ranks are
         for group in every:
             for c in (here := found.among(group)):
@@ -108,8 +109,8 @@ def groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> dict[in
     return made
 
 
-def _of_experts(layout: Layout) -> tuple[str, ...]:
-    return ("ep", "copies") if layout.ep > 1 else ()
+def _axes(layout: Layout) -> tuple[Axis, ...]:
+    return ("pp", "tp", "cp", "dp", "ep", "copies") if layout.ep > 1 else ("pp", "tp", "cp", "dp")
 
 
 def _shards(layout: Layout, mesh: Mesh) -> tuple[tuple[int, ...], ...]:

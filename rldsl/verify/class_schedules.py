@@ -67,7 +67,7 @@ def _lists(t: Tables, wrong: dict[tuple[int, frozenset[str]], Ranks],
                 found[id, f"{name(event)} is listed by ranks that are not on its mesh {event.mesh}"].append(ranks)
         for id in sorted(due - listed.keys()):
             event = by_id[id]
-            found[id,
-                  f"{name(event)} is not listed by ranks of its mesh {event.mesh}: the other ranks would wait forever"].append(ranks)
+            title = f"{name(event)} is not listed by ranks of its mesh {event.mesh}: the other ranks would wait forever"
+            found[id, title].append(ranks)
     for (id, title), sets in found.items():
         yield problem("RL0542", title, *([by_id[id]] if id in by_id else []), ranks=union(sets))

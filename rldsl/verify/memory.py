@@ -25,7 +25,8 @@ def check_memory(t: Tables) -> Iterator[Diagnostic]:
         found = [(Ranks(c.ranks), peak(c)) for c in curves(t.plan)]
     except Failure as failure:  # a cost that is no number of bytes: the plan's records, or the backend, are nonsense
         for d in failure.diagnostics:
-            yield problem("RL0544", f"the memory of this plan cannot be estimated: {d.label or d.title}", notes=(d.help,))
+            yield problem("RL0544", f"the memory of this plan cannot be estimated: {d.label or d.title}",
+                          notes=(d.help,))
         return
     for c in t.plan.classes:
         ranks = class_ranks(c, t.plan.header.world)

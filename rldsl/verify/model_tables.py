@@ -88,8 +88,8 @@ def model_faults(m: Model, family: Family, has_weights: bool = True) -> Iterator
             yield _fault(m, f"an adapter on {name}", "no such linear layer")
         if m.lora.transposed != any(linears[x].transposed for x in adapted if x in linears):
             yield _fault(m, f"transposed={m.lora.transposed} in its adapters", f"{not m.lora.transposed}")
-        yield from _table(m, [p for p in m.params if p.name == SCORE_WEIGHT], [p for p in family.params if p.name == SCORE_WEIGHT],
-                          has_weights)
+        yield from _table(m, [p for p in m.params if p.name == SCORE_WEIGHT],
+                          [p for p in family.params if p.name == SCORE_WEIGHT], has_weights)
     yield from _table(m, recorded, described, has_weights)
 
 

@@ -1,8 +1,8 @@
 """Programs are well formed and bound to values that fit.
 
 In: tables with sound references. Out: diagnostics RL0616 (program malformed) and RL0617 (bound to the wrong values).
-Rules: arguments come first; operators are those of `plan/operators.py` with their arity; a result is never coarser than an
-argument unless a reduction makes it so; a node's space exists and covers those of its arguments.
+Rules: arguments come first; operators are those of `plan/operators.py` with their arity; a result is never coarser than
+an argument unless a reduction makes it so; a node's space exists and covers those of its arguments.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _unique(t: Tables) -> Iterator[Diagnostic]:
     loops = [x.id for x in _loops(p.body)]
     for kind, ids in (
         ("mesh", [x.id for x in p.meshes]),
-        ("layout or spread", [x.id for x in (*p.layouts, *p.spreads)]),
+        ("layout or spread", [*(x.id for x in p.layouts), *(x.id for x in p.spreads)]),
         ("model", [x.name for x in p.models]),
         ("data source", [x.name for x in p.data]),
         ("frame", [x.id for x in p.frames]),
@@ -118,10 +118,8 @@ def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
     if m.mean and not m.sources:
         yield _bad("RL0612", f"{where} keeps an average under {m.mean}, but is not updated from another model")
     if bool(m.home) != (m.optimizer is not None):
-        yield _bad(
-            "RL0612", f"{where} has " + ("a training layout but no optimizer" if m.home else "an optimizer but no training "
-                                                                                         "layout")
-        )
+        what = "a training layout but no optimizer" if m.home else "an optimizer but no training layout"
+        yield _bad("RL0612", f"{where} has {what}")
     yield from (_unknown("model", x, where) for x in dict.fromkeys(m.sources) if x not in t.models)
     if m.home and m.sources:
         yield _bad("RL0612", f"{where} is trained and also updated from {m.sources[0]}")

@@ -118,8 +118,8 @@ def _pairing_faults(p: Routes, rank: int, held: Cell | None, known: _SliceCache)
         for piece in slices:
             arriving = mine.arriving.get(piece.shard_class, ())
             if held not in p.classes[piece.shard_class].holders and not _arrived_before(arriving, piece):
-                yield ("RL0533", f"rank {rank} would send rank {peer} a part of shard class {piece.shard_class} that it "
-                       f"does not have in step {piece.step}", (rank, peer))
+                yield ("RL0533", f"rank {rank} would send rank {peer} a part of shard class {piece.shard_class} that "
+                       f"it does not have in step {piece.step}", (rank, peer))
 
 
 def _batch_faults(rank: int, mine: RankSlices, world: int) -> Iterator[Fault]:
