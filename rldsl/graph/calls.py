@@ -135,7 +135,7 @@ class CallsOfFlow:
         frame = self.flow.spaces.add(replace(
             source, id=target, rows=target, of="", turns=1, count=source.count * sampling.n, per_prompt=sampling.n,
             max_response_tokens=sampling.max_new_tokens,
-            temperature=1.0 if sampling.greedy else sampling.temperature))
+            temperature=sampling.logprob_temperature))
         value = self.flow.value
         writes = (value(f"{target}.tokens", "token", target, "i64", "tokens"),
                   value(f"{target}.logprobs", "token", target),

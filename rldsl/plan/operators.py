@@ -36,7 +36,8 @@ class Operator:
     gradient: bool = True  # passes a gradient on to its arguments
     in_loss: bool = True  # False: not a sum over micro-batches, so it belongs to the flow
     to_batch_only: bool = False  # a reduction that goes to batch alone; its further arguments are of level batch
-    all_elements: bool = False  # a reduction to batch that needs every element, not one partial result per rank
+    # A reduction to batch: how the results of ranks become one. "gather": from the elements of all ranks.
+    combine: Literal["", "sum", "max", "min", "gather"] = ""
 
 
 def _unary(name: str, meaning: str, unit: UnitRule = "none", gradient: bool = True) -> Operator:
@@ -71,14 +72,16 @@ _ALL = (
     Operator("where", "elementwise", 3, "b where a else c", unit="keep", same_unit=(1, 2)),
     _unary("stop_gradient", "a as a constant", "keep", gradient=False),
     # Reductions: the attribute `to` is the level reached; "batch" reduces over all ranks.
-    Operator("sum", "reduction", 1, "sum of a over what is finer than `to`", unit="keep"),
-    Operator("mean", "reduction", 1, "mean over the elements of a", unit="keep"),
-    Operator("amax", "reduction", 1, "largest", unit="keep"), Operator("amin", "reduction", 1, "smallest", unit="keep"),
-    Operator("count", "reduction", 1, "number of elements of a", unit="count", gradient=False),
+    Operator("sum", "reduction", 1, "sum of a over what is finer than `to`", unit="keep", combine="sum"),
+    Operator("mean", "reduction", 1, "mean over the elements of a", unit="keep", combine="sum"),
+    Operator("amax", "reduction", 1, "largest", unit="keep", combine="max"),
+    Operator("amin", "reduction", 1, "smallest", unit="keep", combine="min"),
+    Operator("count", "reduction", 1, "number of elements of a", unit="count", gradient=False, combine="sum"),
     Operator("median", "reduction", 1, "the middle element of a, or the mean of the two in the middle", unit="keep",
-             in_loss=False, all_elements=True),
+             in_loss=False, combine="gather"),
     Operator("quantile", "reduction", 2, "the number below which the share b of the elements of a lies, between "
-             "neighbours by linear interpolation", unit="keep", in_loss=False, to_batch_only=True, all_elements=True),
+             "neighbours by linear interpolation", unit="keep", in_loss=False, to_batch_only=True,
+             combine="gather"),
     # Sequence operators work inside each sequence.
     _sequence("next", ("token",), "token", "the following token's value, 0 at the last"),
     _sequence("prev", ("token",), "token", "the preceding token's value, 0 at the first"),
@@ -96,6 +99,8 @@ _ALL = (
              "the sequences whose rows it is called with", in_loss=False),
 )
 OPERATORS: dict[str, Operator] = {o.name: o for o in _ALL}
+if wrong := [o.name for o in _ALL if (o.family == "reduction") != bool(o.combine)]:
+    raise TypeError(f"reductions, and no other operators, say how ranks combine their results: {', '.join(wrong)}")
 
 
 def in_family(op: str, *families: Family) -> bool:
@@ -103,7 +108,13 @@ def in_family(op: str, *families: Family) -> bool:
     return op in OPERATORS and OPERATORS[op].family in families
 
 
-Form = Literal["elementwise", "reduction", "either", "sequence", "special"]
+Form = Literal[  # how calls are lowered
+    "elementwise",  # to `operator`, for each element
+    "reduction",  # to `operator`; where there is none, by the function in `semantics/operators.py:COMPOSITES`
+    "either",  # a reduction with one argument, else elementwise
+    "sequence",  # by `semantics/operators.py:Operators.sequence`
+    "special",  # by the function in `semantics/builtins.py:SPECIAL`
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +122,9 @@ class Builtin:
     """A built-in function of the language."""
 
     name: str
-    form: Form  # how calls are lowered; "either": a reduction with one argument, else elementwise
+    form: Form
     rows: tuple[tuple[str, str, str], ...]  # the documentation: (call, levels, meaning); an editor shows the first
-    operator: str = ""  # what a call becomes; "" where that is several operators, or none
+    operator: str = ""  # the operator that a call becomes; "": several or none, made where `form` says
     least: int = 1  # positional arguments
     most: int = 1
     options: tuple[str, ...] = ()  # named arguments
@@ -200,4 +211,6 @@ _FUNCTIONS = (
          "`word`, which must be one of the others; evaluated at compile time"),), least=2, most=99),
 )
 BUILTINS: dict[str, Builtin] = {f.name: f for f in _FUNCTIONS}
+if wrong := [f.name for f in _FUNCTIONS if f.operator and f.operator not in OPERATORS]:
+    raise TypeError(f"built-in functions of operators that do not exist: {', '.join(wrong)}")
 REDUCTIONS = tuple(f.name for f in _FUNCTIONS if f.form in ("reduction", "either"))

@@ -24,8 +24,13 @@ class Sampling:
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # 0: off
-    greedy: bool = False
+    greedy: bool = False  # the most likely token; temperature and the filters have no effect
     stop: tuple[str, ...] = ()
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature at which the log-probabilities of the completions are taken."""
+        return 1.0 if self.greedy else self.temperature
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,7 @@ class Traits:
     first_ranks: tuple[str, ...] = ()  # fields of buffers: of their meshes, the first rank has to take part
     read_by: str = ""  # field of a spread: what is read in it is needed on its ranks alone, not on all participants
     communicators: Literal["none", "layout", "mesh"] = "none"  # created at start-up: of the layout's axes, or one
+    forwards: bool = False  # of "posted": ranks that receive may send on what they have received
     protocol: bool = False  # the backend communicates in it, in an order that `verify/issue_order.py` knows
     weighs: tuple[str, ...] = ()  # fields of frames (or ragged values) whose row lengths every participant needs
     buffers: Buffers | None = None  # exactly what it reads and writes; None: the verifier has a rule for the kind
@@ -76,6 +77,13 @@ E = TypeVar("E", bound="type[Event]")
 RANKED = {Role.LAYOUT, Role.SPREAD, Role.BUFFER, Role.RANK, Role.MESH}  # roles of ids that have ranks
 
 
+# The participants of a kind with this `blocking`, where it decides who waits for whom (`postmortem/wait_order.py`).
+PARTICIPANTS: Mapping[str, tuple[frozenset[Role], ...]] = {
+    "posted": (frozenset({Role.LAYOUT, Role.SPREAD}),) * 2, "replica": (frozenset({Role.LAYOUT}),),
+    "gather": (frozenset({Role.RANK}),),
+}
+
+
 def event_kind(traits: Traits) -> Callable[[E], E]:
     """Declare a class of events with its traits; the plan file calls it by its class name in lower case."""
 
@@ -89,6 +97,16 @@ def event_kind(traits: Traits) -> Callable[[E], E]:
                 raise TypeError(f"{cls.__name__}: {name!r} is no field of frames or values")
         if not (traits.participants or traits.everyone):
             raise TypeError(f"{cls.__name__}: nothing says which ranks take part")
+        wanted = PARTICIPANTS.get(traits.blocking)
+        if wanted and not (len(wanted) == len(traits.participants)
+                           and all(known[name] & roles for name, roles in zip(traits.participants, wanted))):
+            texts = (" or ".join(sorted(role.value for role in roles)) for roles in wanted)
+            raise TypeError(f"{cls.__name__}: an event that is {traits.blocking!r} has these participants, and no "
+                            f"others: {', '.join(f'a {text}' for text in texts)}")
+        if traits.communicators == "layout" and Role.LAYOUT not in known.get((*traits.participants, "")[0], ()):
+            raise TypeError(f"{cls.__name__}: the first field of participants must be the layout of its communicators")
+        if traits.forwards and traits.blocking != "posted":
+            raise TypeError(f"{cls.__name__}: only what is posted can be forwarded")
         if unknown := set(traits.summarized) - own:
             raise TypeError(f"{cls.__name__} has no fields {', '.join(sorted(unknown))}")
         cls.traits, cls.kind = traits, cls.__name__.lower()

@@ -81,7 +81,7 @@ class WaitOrder:
                 return NOBODY
             case "posted":
                 src, dst = (self._mesh(end) for end in self._ends[event.id])
-                return self._across(src, dst, rank, passed_on=event.traits.color == "realloc")
+                return self._across(src, dst, rank, passed_on=event.traits.forwards)
             case "replica":
                 layout, = (end.id for end in self._ends[event.id])
                 return self._replica(self._layouts[layout], rank)

@@ -5,6 +5,7 @@ In: a call and its scope. Out: a Meaning; BAD where a message was given.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from rldsl.plan.model import MOST_RANKS
@@ -99,20 +100,25 @@ class Builtins:
                                        help="use one of its fields, for example `.logprobs`"
                                        if isinstance(value, FrameRef) and value.kind == "generated" else "")
         terms = cast(tuple[Term, ...], tuple(args))
-        if name == "choice":
-            return self.choice(terms, expr)
-        if name == "quantile":
-            return self.lower.ops.quantile(terms[0], terms[1], expr.span)
-        if name == "uniform":
-            return self.lower.ops.uniform(terms[0], expr.span)
+        if builtin.form == "special":
+            return SPECIAL[name](self, terms, expr)
         if reducing:
             to = self.lower.level(expr.by) if expr.by else "batch"
             flag = unbiased.value if isinstance(unbiased, Term) else True
             return BAD if to is None else self.lower.ops.reduce(name, terms[0], to, expr.span, bool(flag))
-        if name == "clip":
-            low = self.lower.ops.apply("max", terms[:2], expr.span)
-            return BAD if isinstance(low, Bad) else self.lower.ops.apply("min", (low, terms[2]), expr.span)
         return self.lower.ops.apply(name, terms, expr.span)
+
+    def clip(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
+        """clip(x, low, high): min(max(x, low), high)."""
+        x, low, high = terms
+        above = self.lower.ops.apply("max", (x, low), expr.span)
+        return BAD if isinstance(above, Bad) else self.lower.ops.apply("min", (above, high), expr.span)
+
+    def quantile(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
+        return self.lower.ops.quantile(terms[0], terms[1], expr.span)
+
+    def uniform(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
+        return self.lower.ops.uniform(terms[0], expr.span)
 
     def choice(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
         """choice(word, "a", "b"): the word, which must be one of the others; known at compile time."""
@@ -126,3 +132,12 @@ class Builtins:
         near = suggest(str(terms[0].value), words)
         return self.errors.add("RL0205", f"\"{terms[0].value}\" is not a valid choice", terms[0].span,
                                help=near if near.startswith("did") else f"one of: {', '.join(words)}")
+
+
+# What lowers the built-in functions that are neither one operator for each element, nor a reduction, nor a sequence
+# function: (arguments, call) -> result.
+SPECIAL: Mapping[str, Callable[[Builtins, tuple[Term, ...], ast.Call], Term | Bad]] = {
+    "clip": Builtins.clip, "choice": Builtins.choice, "quantile": Builtins.quantile, "uniform": Builtins.uniform,
+}
+if wrong := {b.name for b in BUILTINS.values() if b.form == "special"} ^ SPECIAL.keys():
+    raise TypeError(f"the built-in functions of the form \"special\" are those in SPECIAL: {', '.join(sorted(wrong))}")

@@ -223,7 +223,7 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
                             "not fit one of a minibatch")
             return None
         if to == "batch":
-            return AFFINE if term.op in ("sum", "mean", "count") else NONLINEAR
+            return AFFINE if OPERATORS[term.op].combine == "sum" else NONLINEAR
         return worst
     if term.level != "batch":
         if worst >= AFFINE:

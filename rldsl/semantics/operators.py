@@ -5,10 +5,10 @@ In: typed arguments. Out: a Term made of exactly the operators of plan/expr.py, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from rldsl.diag import Label
+from rldsl.diag import Label, internal_error
 from rldsl.plan.expr import Level
 from rldsl.plan.model import Frame
 from rldsl.plan.operators import BUILTINS, OPERATORS
@@ -122,18 +122,15 @@ class Operators:
     # ------------------------------------------------------------------------------------------- reductions
 
     def reduce(self, name: str, x: Term, to: Level, span: Span, unbiased: bool = True) -> Term | Bad:
-        """`name(x by to)`. Standard deviation and variance become sums: sum((x-mean)^2) / max(count-1, 1)."""
+        """`name(x by to)`."""
         if depth(to) >= depth(x.level):
             what = "a constant" if x.constant else f"a {x.level} value"
             return self.errors.add("RL0208", f"{what} cannot be reduced with `{name}` by {to}", x.at,
                                    f"it has no level finer than {to}",
                                    help="a reduction goes from a finer level to a coarser one; from coarse to fine: "
                                         "batch, prompt, seq, token")
-        if name in ("std", "var"):
-            made = self._variance(name, replace(x, unit=units.PLAIN), to, span, unbiased)
-            if isinstance(made, Bad):
-                return BAD
-            return replace(made, unit=units.squared(x.unit) if name == "var" else replace(x.unit, word=""))
+        if name in COMPOSITES:
+            return COMPOSITES[name](self, x, to, span, unbiased)
         op = BUILTINS[name].operator
         space = self.spaces.coarser(x.level, x.space, to)
         unit = units.reduced(op, x.unit, self.spaces.counted(x), to == "batch", self.in_loss)
@@ -141,11 +138,22 @@ class Operators:
             return units.report_sum(x, span, self.errors)
         return Term(op, (x,), to, space, "f32", span, (("to", to),), unit=unit)
 
-    def _variance(self, name: str, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
+    def std(self, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
+        var = self._variance(x, to, span, unbiased)
+        made = BAD if isinstance(var, Bad) else self.apply("sqrt", (var,), span)
+        return BAD if isinstance(made, Bad) else replace(made, unit=replace(x.unit, word=""))
+
+    def var(self, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
+        made = self._variance(x, to, span, unbiased)
+        return BAD if isinstance(made, Bad) else replace(made, unit=units.squared(x.unit))
+
+    def _variance(self, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
+        """sum((x-mean)^2) / max(count-1, 1), or over the count; without a unit."""
         def go(op: str, *args: Term | Bad) -> Term | Bad:
             terms = tuple(a for a in args if isinstance(a, Term))
             return self.apply(op, terms, span) if len(terms) == len(args) else BAD
 
+        x = replace(x, unit=units.PLAIN)
         mean, count = self.reduce("mean", x, to, span), self.reduce("count", x, to, span)
         centred = go("sub", x, mean)
         square = go("mul", centred, centred)
@@ -154,8 +162,7 @@ class Operators:
         total = self.reduce("sum", square, to, span)
         one = const(1.0, span)
         number = go("max", go("sub", count, one), one) if unbiased else go("max", count, one)
-        var = go("div", total, number)
-        return go("sqrt", var) if name == "std" else var
+        return go("div", total, number)
 
     def quantile(self, x: Term, share: Term, span: Span) -> Term | Bad:
         """The number below which `share` of the elements of x lie."""
@@ -212,7 +219,10 @@ class Operators:
             return Term("discount", (x, g), "token", x.space, "f32", span, unit=units.result("discount", (x, g)))
         if name == "last":
             return Term("last", (x,), "seq", self.spaces.coarser("token", x.space, "seq"), x.dtype, span, unit=x.unit)
-        return Term(name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span, unit=x.unit)
+        op = OPERATORS[BUILTINS[name].operator]
+        if (op.takes, op.gives) != (("token",), "token"):
+            raise internal_error(f"no rule lowers the sequence function {name}")
+        return Term(op.name, (x,), "token", x.space, "f32" if name == "cumsum" else x.dtype, span, unit=x.unit)
 
     def _at_end(self, x: Term, rest: list[Meaning], span: Span) -> Term | Bad:
         if x.level != "seq":
@@ -265,3 +275,12 @@ class Operators:
         if level == "prompt":
             return Term("sum", (seq,), "prompt", frame.prompts, "f32", span, (("to", "prompt"),))
         return seq
+
+
+# Reductions that several operators compute: (operators, value, level, span, unbiased) -> result. A new one also needs
+# a decision about its unit.
+COMPOSITES: Mapping[str, Callable[[Operators, Term, Level, Span, bool], Term | Bad]] = {
+    "std": Operators.std, "var": Operators.var,
+}
+if wrong := {b.name for b in BUILTINS.values() if b.form == "reduction" and not b.operator} ^ COMPOSITES.keys():
+    raise TypeError(f"reductions without an operator are those in COMPOSITES: {', '.join(sorted(wrong))}")

@@ -118,7 +118,7 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
     if (f.count, f.per_prompt, f.prompts, f.data, f.partial) != (p.count * s.n, p.per_prompt * s.n, p.prompts, p.data,
                                                                 p.partial):
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
-    if f.temperature != s.temperature or f.max_response_tokens < s.max_new_tokens:
+    if f.temperature != s.logprob_temperature or f.max_response_tokens < s.max_new_tokens:
         yield problem(
             "RL0615", f"{name(e)}: frame {e.frame} records another temperature or fewer tokens than it samples", e
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Train
 from rldsl.plan.expr import Node, Program
-from rldsl.plan.operators import in_family
+from rldsl.plan.operators import OPERATORS, in_family
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -68,7 +68,7 @@ def _affine(nodes: Sequence[Node], loss: int, fresh: set[str]) -> str:
         if not of_rows[i]:
             continue
         if _reduces(n):
-            if n.op not in ("sum", "mean", "count"):
+            if OPERATORS[n.op].combine != "sum":
                 return f"is not a sum of reductions: it contains {n.op}"
             terms.append(i)
             continue

@@ -172,7 +172,8 @@ def _freed(e: Event) -> Copies:
 def _side_problems(t: Tables, e: Offload | Onload, s: State) -> Iterator[Diagnostic]:
     copy, ranks = (e.model, e.layout), t.event_ranks(e)
     if (copy in (s.away if e.what == "parameters" else s.parked)) != isinstance(e, Onload):
-        yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is already on the device", e, ranks=ranks)
+        where = "in host memory" if isinstance(e, Offload) else "on the device"
+        yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is already {where}", e, ranks=ranks)
     if e.what == "optimizer" and copy in s.away:
         yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} exist without its parameters", e,
                       ranks=ranks)

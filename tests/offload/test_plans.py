@@ -198,8 +198,16 @@ def test_gradients_without_parameters_are_rejected() -> None:
 def test_going_twice_is_rejected(what: str) -> None:
     p = both()
     gone = sides(p, Offload, what)[-1]
-    assert "RL0525" in codes(with_body(p, edited(p.body, lambda e: (
-        e, replace(e, id=900)) if e.id == gone.id else (e,))))
+    twice = faults(with_body(p, edited(p.body, lambda e: (e, replace(e, id=900)) if e.id == gone.id else (e,))))
+    assert any(d.code == "RL0525" and d.title.endswith("is already in host memory") for d in twice)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_coming_back_twice_is_rejected(what: str) -> None:
+    p = both()
+    back = sides(p, Onload, what)[-1]
+    twice = faults(with_body(p, edited(p.body, lambda e: (e, replace(e, id=900)) if e.id == back.id else (e,))))
+    assert any(d.code == "RL0525" and d.title.endswith("is already on the device") for d in twice)
 
 
 def test_a_frozen_model_has_no_optimizer() -> None:

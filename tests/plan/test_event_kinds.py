@@ -29,10 +29,11 @@ from rldsl.plan.events import EVENTS, Event, Loop
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts, describe_event
 from rldsl.plan.projection import events
-from rldsl.plan.references import LayoutId, ModelName, Role, references, renamed, roles
+from rldsl.plan.references import LayoutId, ModelName, Role, SpreadId, references, renamed, roles
 from rldsl.plan.traits import Buffers, Traits, event_kind, rule
 from rldsl.postmortem.wait_order import WaitOrder
 from rldsl.runtime.interpreter import interpreter
+from rldsl.runtime.interpreter.emitted_program import Rank
 from rldsl.simulate import program
 from rldsl.simulate.simulate import simulate
 from rldsl.verify import operations, programs, row_division, sizes, verify
@@ -140,6 +141,32 @@ def test_the_interpreter_runs_it_with_one_handler(plan: Plan, audit: type[Event]
     assert seen == [event]
 
 
+def test_an_emitted_program_runs_it(plan: Plan, audit: type[Event], monkeypatch: Any) -> None:
+    seen: list[Event] = []
+    walk: Any = SimpleNamespace(own=plan.body, run_event=seen.append, state=SimpleNamespace(
+        context=SimpleNamespace(rank=0)))
+    event, run = the(plan, "audit"), Rank(walk)
+    run.audit(event.id)
+    assert seen == [event] and "audit" in dir(run)
+    with pytest.raises(Failure, match="rank 0 has no audit 0 here"):
+        run.audit(0)
+    with pytest.raises(AttributeError, match="no operation 'adit'"):
+        run.adit(event.id)
+
+
+def test_only_a_kind_that_forwards_waits_for_other_receivers(plan: Plan, monkeypatch: Any) -> None:
+    realloc, order = the(plan, "realloc"), WaitOrder(plan)
+    receivers = {r for m in plan.meshes if m.id == next(x.mesh for x in plan.layouts if x.id == realloc.dst)
+                 for r in m.members()}
+    rank = max(receivers)
+    assert receivers <= set(order.group(realloc, rank).ranks)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(realloc), "traits", replace(realloc.traits, color="mesh"))
+        assert WaitOrder(plan).group(realloc, rank).ranks == order.group(realloc, rank).ranks, "a colour is for display"
+    monkeypatch.setattr(type(realloc), "traits", replace(realloc.traits, forwards=False))
+    assert not receivers <= set(WaitOrder(plan).group(realloc, rank).ranks)
+
+
 def test_a_kind_that_needs_code_is_refused_without_it(plan: Plan, monkeypatch: Any) -> None:
     event = the(plan, "audit")
     for change, act in (({"timed": True}, lambda: simulate(plan, find("h100x8"))),
@@ -154,7 +181,13 @@ def test_a_kind_that_needs_code_is_refused_without_it(plan: Plan, monkeypatch: A
 @pytest.mark.parametrize("traits, why", [
     ({"participants": ("nothing",)}, "ranks of 'nothing' are not known"), ({"participants": ("text",)}, "'text'"),
     ({"participants": ()}, "which ranks take part"), ({"weighs": ("layout",)}, "no field of frames"),
-    ({"first_ranks": ("model",)}, "'model'"), ({"summarized": ("gone",)}, "no fields gone")])
+    ({"first_ranks": ("model",)}, "'model'"), ({"summarized": ("gone",)}, "no fields gone"),
+    ({"blocking": "posted"}, "a layout or spread, a layout or spread"),
+    ({"blocking": "replica", "participants": ("layout", "spread")}, "no others: a layout"),
+    ({"blocking": "replica", "participants": ("spread",)}, "no others: a layout"),
+    ({"blocking": "gather"}, "no others: a rank"), ({"forwards": True}, "only what is posted"),
+    ({"communicators": "layout", "participants": ("spread", "layout")}, "layout of its communicators"),
+    ({"communicators": "layout", "participants": (), "everyone": True}, "layout of its communicators")])
 def test_traits_that_do_not_fit_the_fields_are_refused(traits: dict[str, Any], why: str) -> None:
     with pytest.raises(TypeError, match=why):
         event_kind(Traits(**({"family": "disk", "blocking": "alone", "participants": ("layout",)} | traits)))(Misfit)
@@ -165,6 +198,7 @@ def test_traits_that_do_not_fit_the_fields_are_refused(traits: dict[str, Any], w
 class Misfit(Event):
     model: ModelName
     layout: LayoutId
+    spread: SpreadId
     text: str
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rldsl.diag import InternalError
 from rldsl.plan.expr import Program
-from rldsl.plan.operators import OPERATORS
+from rldsl.plan.operators import OPERATORS, Operator
 from rldsl.runtime.interpreter.expression_programs import LossRun, loss_counts, run_compute
-from tests.runtime.builder import FRAMES, Builder, tokens_of, view
+from tests.runtime.builder import FRAMES, Builder, space, tokens_of, view
 from tests.world import run_world
 
 TIGHT = dict(rtol=1e-12, atol=1e-12)
@@ -202,6 +203,28 @@ def test_a_reduction_used_for_each_element_is_no_loss():
     centred = b("sub", x, b.to("mean", x, "batch"))
     program = b.program(loss=b.to("mean", b("mul", centred, centred), "batch"))
     with pytest.raises(AssertionError, match="for each element"):
+        LossRun(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
+
+
+@pytest.mark.parametrize("family, make", [
+    ("reduction", lambda b, x: b.put("midrange", (x,), to="batch")),
+    ("reduction", lambda b, x: b.put("midrange", (x,), "seq", space("gen", "seq"), to="seq")),
+    ("sequence", lambda b, x: b.put("midrange", (x,), "token", "gen"))])
+@pytest.mark.parametrize("combine", ["sum", "max", "min", "gather"])
+def test_an_operator_that_the_interpreter_does_not_know_is_refused(monkeypatch, family, make, combine):
+    operator = Operator("midrange", family, 1, "", combine=combine if family == "reduction" else "")
+    monkeypatch.setitem(OPERATORS, "midrange", operator)
+    b = Builder()
+    program = b.program(y=make(b, b.input("x", "token")))
+    with pytest.raises(InternalError, match="RL0699.*midrange"):
+        compute(program, {"x": draw(sum(LENS), 1)})
+
+
+def test_a_loss_cannot_reduce_with_an_order_statistic():
+    b = Builder()
+    x = b.input("x", "token")
+    program = b.program(loss=b.to("mean", x, "batch"), middle=b.to("median", x, "batch"))
+    with pytest.raises(InternalError, match="RL0699.*median"):
         LossRun(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
 
 

@@ -188,7 +188,7 @@ class Story:
         f, s = self.frames[e.frame], e.sampling
         need(s.max_new_tokens > 0 and 0 <= s.min_new_tokens <= s.max_new_tokens, "a number of tokens")
         need(s.greedy or s.temperature > 0 and 0 < s.top_p <= 1 and s.top_k >= 0 <= s.min_p <= 1, "no distribution")
-        need(f.temperature == s.temperature, "log-probabilities at another temperature")
+        need(f.temperature == (1.0 if s.greedy else s.temperature), "log-probabilities at another temperature")
         prompts, given = self.values[f"{e.prompts}.tokens"], self.lens[e.prompts]
         place = [x.id for x in self.plan.frames].index(e.frame)
         key = (self.models[e.model][1], repr(s), place, now.times, self.plan.header.seed, self.step)

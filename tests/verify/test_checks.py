@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rldsl import explain
+from rldsl import api, explain
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Loop, Offload, Onload
@@ -21,6 +21,7 @@ from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.verify import reshards, transfer_slices, verify
 from tests.plan.sample import grpo
 from tests.verify.faults import change, codes, drop, edited, faults, moved, row, swapped, with_body
+from tests.verify.plans import GRPO, folder
 
 DOC = Path(__file__).parents[2] / "docs/verifier.md"
 
@@ -278,6 +279,15 @@ def test_onload_and_offload_alternate() -> None:
     for bad in (with_body(plan, parked), around(Offload), around(Onload), around(Offload, Onload),
                 around(Onload, Offload)):
         assert "RL0525" in codes(bad)
+
+
+def test_greedy_completions_have_the_log_probabilities_of_temperature_1() -> None:
+    with folder() as here:
+        (here / "p.rlf").write_text(GRPO.replace("temperature=0.9", "greedy=true, temperature=0.7"))
+        plan = api.compile("p.rlf")
+    gen = next(i for i, f in enumerate(plan.frames) if f.id == "gen")
+    assert plan.frames[gen].temperature == 1.0 and not faults(plan)
+    assert "RL0615" in codes(row(plan, "frames", gen, temperature=0.7))
 
 
 # ------------------------------------------------------------------------------------------------- the document

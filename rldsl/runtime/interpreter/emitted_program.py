@@ -49,7 +49,8 @@ class Program:
 
 
 class Rank:
-    """The operations of one rank; each takes the number of an event of the plan."""
+    """The operations of one rank: one for each kind of event, `run.generate(8)`, which takes the number of an event of
+    the plan."""
 
     def __init__(self, interpreter: Interpreter):
         self._interpreter = interpreter
@@ -75,7 +76,15 @@ class Rank:
             raise self._none(f"loop {id}", self._loops)
         return self._interpreter.turns(self._loops[id])
 
-    def _do(self, id: int, kind: str) -> None:
+    def __getattr__(self, kind: str) -> Callable[[int], None]:
+        if kind not in EVENTS:
+            raise AttributeError(f"no operation {kind!r}; there are {', '.join(sorted(EVENTS))}", name=kind, obj=self)
+        return partial(self._do, kind)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *EVENTS]
+
+    def _do(self, kind: str, id: int) -> None:
         event = self._events.get(id)
         if event is None or not isinstance(event, EVENTS[kind]):
             same = [i for i, e in self._events.items() if isinstance(e, EVENTS[kind])]
@@ -87,12 +96,6 @@ class Rank:
         return fail("RL0792", f"rank {rank} has no {asked} here", place=f"rank {rank}",
                     help=f"available: {', '.join(map(str, there)) or 'none'}; for details run `rlc show PLAN --rank "
                          f"{rank}`")
-
-    def __getattr__(self, kind: str) -> Callable[[int], None]:
-        """A method for each kind of event, which runs the event of that id: `program.train(12)`."""
-        if kind not in EVENTS:
-            raise AttributeError(f"{type(self).__name__} has no attribute {kind!r}")
-        return partial(self._do, kind=kind)
 
 
 def _by_id(items: Sequence[Item]) -> tuple[dict[int, Event], dict[str, Loop]]:

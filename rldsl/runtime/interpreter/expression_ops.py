@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rldsl.diag import internal_error
 from rldsl.plan.expr import LEVELS, Level, Node
 from rldsl.plan.model import Frame
-from rldsl.plan.operators import OPERATORS, in_family
+from rldsl.plan.operators import in_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +160,20 @@ def reduce(node: Node, of: Node, x: Tensor, geometry: Geometry, dtype: torch.dty
     index, size = geometry.index(of.level, of.space, node.level), geometry.size(node.level, node.space)
     wide = x.to(torch.float64)
     count = torch.zeros(size, dtype=torch.float64, device=x.device).index_add(0, index, torch.ones_like(wide))
-    if node.op == "count":
-        return count.to(dtype)
-    if node.op in ("sum", "mean"):
-        total = torch.zeros_like(count).index_add(0, index, wide)
-        return (total / count.clamp(min=1) if node.op == "mean" else total).to(dtype)
-    if OPERATORS[node.op].all_elements:
-        return _SEGMENTS[node.op](wide, index, count.long()).to(dtype)
-    worst = torch.full_like(count, -torch.inf if node.op == "amax" else torch.inf)
-    best = worst.scatter_reduce(0, index, wide, node.op)
-    return torch.where(count > 0, best, 0.0).to(dtype)
+    match node.op:
+        case "count":
+            return count.to(dtype)
+        case "sum" | "mean":
+            total = torch.zeros_like(count).index_add(0, index, wide)
+            return (total / count.clamp(min=1) if node.op == "mean" else total).to(dtype)
+        case "amax" | "amin":
+            worst = torch.full_like(count, -torch.inf if node.op == "amax" else torch.inf)
+            best = worst.scatter_reduce(0, index, wide, node.op)
+            return torch.where(count > 0, best, 0.0).to(dtype)
+        case op if op in _SEGMENTS:
+            return _SEGMENTS[op](wide, index, count.long()).to(dtype)
+        case op:
+            raise internal_error(f"the interpreter cannot reduce with {op} by {node.level}")
 
 
 def _medians(x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
@@ -181,8 +186,10 @@ def _medians(x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
 
 
 def of_all_elements(op: str, x: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """A reduction to batch with `Operator.all_elements`. x: float64, the elements of all ranks. args: the further
+    """A reduction to batch with `Operator.combine` "gather". x: float64, the elements of all ranks. args: the further
     arguments of the node. Returns a number; 0 if there are no elements."""
+    if op not in _WHOLE.keys() | _SEGMENTS.keys():
+        raise internal_error(f"the interpreter cannot reduce with {op} to batch")
     if not x.numel():
         return x.new_zeros(())
     if op in _WHOLE:
@@ -205,7 +212,7 @@ def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
     return ordered[below] + (at - below) * (ordered[above] - ordered[below])
 
 
-# Reductions with `Operator.all_elements`. By segment: x [elements] float64, the segment of each element, and the number
+# Reductions with `Operator.combine` "gather". By segment: x [elements] float64, the segment of each element, and the number
 # of elements in each segment -> [segments], 0 for an empty one. To batch the same function is used, with one segment,
 # unless the operator has a faster one, or one with further arguments, in _WHOLE.
 _SEGMENTS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -219,18 +226,22 @@ _WHOLE: Mapping[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {"median": 
 
 def sequence(node: Node, frame: str, args: Sequence[Tensor], geometry: Geometry, dtype: torch.dtype) -> Tensor:
     """The operators that work inside each sequence of `frame`."""
-    if node.op == "len":
-        return geometry.views[frame].lens.to(dtype)
-    if node.op == "at_end":
-        return _at_end(args[0], frame, geometry)
-    if node.op == "last":
-        return _last(args[0], frame, geometry)
-    lens, x = geometry.views[frame].lens, args[0]
-    if node.op in ("next", "prev"):
-        return _neighbour(x, geometry.ends(frame), lens, 1 if node.op == "next" else -1)
-    padded = pad(x.to(torch.float64), lens)
-    table = padded.cumsum(1) if node.op == "cumsum" else discount(padded, args[1].to(torch.float64))
-    return table[_filled(lens)].to(dtype)
+    lens = geometry.views[frame].lens
+    match node.op:
+        case "len":
+            return lens.to(dtype)
+        case "at_end":
+            return _at_end(args[0], frame, geometry)
+        case "last":
+            return _last(args[0], frame, geometry)
+        case "next" | "prev":
+            return _neighbour(args[0], geometry.ends(frame), lens, 1 if node.op == "next" else -1)
+        case "cumsum":
+            return pad(args[0].to(torch.float64), lens).cumsum(1)[_filled(lens)].to(dtype)
+        case "discount":
+            return discount(pad(args[0].to(torch.float64), lens), args[1].to(torch.float64))[_filled(lens)].to(dtype)
+        case op:
+            raise internal_error(f"the interpreter has no sequence operator {op}")
 
 
 def _neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:

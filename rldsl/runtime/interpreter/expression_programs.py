@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rldsl.diag import internal_error
 from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
@@ -46,7 +47,7 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], views: Mapping[s
                 value = _number(call_py(node).to(geometry.device), dtype)
             elif node.op == "uniform":
                 value = _drawn(node, geometry, seed, step).to(dtype)
-            elif _to_batch(node) and OPERATORS[node.op].all_elements:
+            elif _to_batch(node) and OPERATORS[node.op].combine == "gather":
                 value = of_all_elements(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
             elif _to_batch(node):
                 value = _all_reduced(node.op, args[0], group)
@@ -88,12 +89,20 @@ def _entered(node: Node, inputs: Mapping[str, Tensor], geometry: Geometry, dtype
 def _local(op: str, x: Tensor) -> Tensor:
     """What `op` needs of the elements at hand: their sum, their number, their maximum, or minus their minimum."""
     wide = x.to(torch.float64)
-    if op == "count":
-        return wide.new_tensor(float(wide.numel()))
-    if op in ("sum", "mean"):
-        return wide.sum()
-    wide = wide if op == "amax" else -wide
-    return wide.max() if wide.numel() else wide.new_tensor(-torch.inf)
+    match op:
+        case "count":
+            return wide.new_tensor(float(wide.numel()))
+        case "sum" | "mean":
+            return wide.sum()
+        case "amax" | "amin":
+            wide = wide if op == "amax" else -wide
+            return wide.max() if wide.numel() else wide.new_tensor(-torch.inf)
+    raise internal_error(f"the interpreter cannot reduce with {op} to batch")
+
+
+def _is_extreme(op: str) -> bool:
+    """Whether results of ranks combine by their maximum (a minimum is negated)."""
+    return OPERATORS[op].combine in ("max", "min")
 
 
 def _extremum(op: str, found: Tensor) -> Tensor:
@@ -104,7 +113,7 @@ def _extremum(op: str, found: Tensor) -> Tensor:
 
 def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     local = torch.stack((_local(op, x), _local("count", x)))
-    extreme = op in ("amax", "amin")
+    extreme = _is_extreme(op)
     if group is not None:
         dist.all_reduce(local, op=dist.ReduceOp.MAX if extreme else dist.ReduceOp.SUM, group=group)
     value, count = local
@@ -180,8 +189,10 @@ class LossRun:
         self._program, self._counts = program, counts
         nodes = program.nodes
         reductions = [i for i, n in enumerate(nodes) if _to_batch(n)]
-        self._adding = [i for i in reductions if nodes[i].op in ("sum", "mean", "count")]
-        self._extreme = [i for i in reductions if nodes[i].op in ("amax", "amin")]
+        self._adding = [i for i in reductions if OPERATORS[nodes[i].op].combine == "sum"]
+        self._extreme = [i for i in reductions if _is_extreme(nodes[i].op)]
+        if other := set(reductions) - {*self._adding, *self._extreme}:
+            raise internal_error(f"a loss cannot reduce with {', '.join(sorted({nodes[i].op for i in other}))}")
         self._scalars = [i for i, n in enumerate(nodes) if n.op == "input" and n.level == "batch"]
         self._inner = _ancestors(nodes, [a for i in reductions for a in nodes[i].args], through=lambda n: True)
         assert not self._inner & set(reductions), f"{program.id}: a batch-level reduction is used for each element"
@@ -205,6 +216,8 @@ class LossRun:
         leaves = {i: locals_[i] / self._divisor(i) for i in self._adding}
         zeros = {i: torch.zeros_like(x.detach()) for i, x in leaves.items()}
         share = self._batch_level(leaves | scalars, [root])[root]
+        # The loss is affine: f(sums) = linear(sums) + constant. Each micro-batch of each rank would add the constant once
+        # more, so it returns f(sums) - f(0). The constant has no gradient; detached, autograd does not walk it.
         return share - self._batch_level(zeros | scalars, [root])[root].detach()
 
     def partials(self, device: torch.device | None = None) -> Tensor:
