@@ -1,4 +1,4 @@
-"""Writing files so that a user never loses one."""
+"""Files of the user: writing them so that none is lost, and the folder for what can be made again."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def write(path: str, data: bytes, help: str = "choose another path with -o") -> 
     except OSError as error:
         part.unlink(missing_ok=True)
         raise fail("RL0094", f"cannot write {path}: {error.strerror}", place=path, help=help) from None
+
+
+def cache_folder() -> Path | None:
+    """Where things are kept between starts that can be made again: `$RLDSL_CACHE`, else `rldsl` in the user's cache
+    folder (XDG base directories). None with `RLDSL_CACHE=off`, or without a home."""
+    named = os.environ.get("RLDSL_CACHE", "")
+    if named:
+        return None if named == "off" else Path(named)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "rldsl" if os.path.isabs(home) else None  # relative paths are to be ignored, it says

@@ -5,6 +5,10 @@ runs them with another instruction set than the processor's best (`tests/isa.py`
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a cache of this run: models are described once, and nothing is left
+        os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="rldsl-tests-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     config.addinivalue_line("markers", "numeric: compares numbers that kernels compute")
     if config.getoption("--cpu"):
         config.pluginmanager.register(Cpu(config.getoption("--cpu")))

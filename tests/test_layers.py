@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": PLAN,
     "reshard": PLAN | {"sharding"},
     "memory": PLACED,
-    "models": PLAN,
+    "models": PLAN | {"files"},
     "verify": PLACED | {"memory", "models"},
     "inspect": PLAN,
     "postmortem": PLAN | {"sharding"},

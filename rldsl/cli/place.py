@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rldsl.cli.options import FILE, FOLDER, chosen, lengths, on_cluster, together
-from rldsl.cli.shell import Settings, cache, command, print_result, say
+from rldsl.cli.shell import Settings, command, print_result, say
 
 if TYPE_CHECKING:
     from rldsl.simulate import Lengths
@@ -26,8 +26,10 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
             target: str, device: str | None, degrees: tuple[int, ...], fresh: bool) -> None:
     """Measure this machine and the models of FILE, for `rlc sim --cluster` and `rlc search`."""
     from rldsl.commands.profile import profile as work
+    from rldsl.files import cache_folder
 
-    print_result(settings, work(file, sets, place, overrides, target, cache(), device, fresh, degrees), wrote=target)
+    print_result(settings, work(file, sets, place, overrides, target, cache_folder(), device, fresh, degrees),
+                 wrote=target)
 
 
 @command

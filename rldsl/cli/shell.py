@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import update_wrapper
-from pathlib import Path
 from typing import Any
 
 import click
@@ -144,15 +143,11 @@ def main(context: click.Context) -> None:
     """Check, compile, inspect and run .rlf programs."""
     if context.invoked_subcommand in ("check", "compile", "explain-placement", "fmt", "graph", "lsp", "run",
                                       "search", "sim", "profile"):
+        from rldsl.files import cache_folder
         from rldsl.syntax.parse import warm
 
-        warm(cache())
-
-
-def cache() -> Path:
-    """Where the tables of the grammar are kept between starts."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home) / "rldsl"
+        if (folder := cache_folder()) is not None:
+            warm(folder)
 
 
 def command(body: Callable[..., int | None]) -> click.Command:

@@ -51,21 +51,22 @@ class Facts:
 
 
 def profile(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], target: str,
-            cache: Path, device: str | None, fresh: bool, degrees: Sequence[int] = ()) -> str:
-    """target: where the file goes. cache: where measurements are kept. fresh: measure everything again. degrees: of
-    tensor parallelism, beside those of the program. A summary."""
+            cache: Path | None, device: str | None, fresh: bool, degrees: Sequence[int] = ()) -> str:
+    """target: where the file goes. cache: where measurements are kept, None for nowhere. fresh: measure everything
+    again. degrees: of tensor parallelism, besides those of the program. A summary."""
     plan = plan_or_program(file, sets, place, overrides).record
     facts = _facts(plan, device)
     ranks = facts.devices or max(2, min(facts.cores, RANKS))
-    kept = cache / "profile" / f"{facts.key()}.json"
-    known = {} if fresh else _read(kept)
+    kept = cache / "profile" / f"{facts.key()}.json" if cache is not None else None
+    known = {} if fresh or kept is None else _read(kept)
     asked = shards(plan, degrees)
     wanted = [w for w in asked if not any(_same(m, plan, w) for m in known.get("measured", ()))]
     if not known or wanted:
         found = _measured(plan, facts, ranks, wanted, machine=not known)
         known = {**known, **found, "measured": [*known.get("measured", ()), *found["measured"]]}
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write(str(kept), json.dumps(known).encode(), "")
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write(str(kept), json.dumps(known).encode(), "")
     write(target, _file(plan, facts, known).encode(), "choose another path with -o")
     refused = [str(d) for d in degrees if d not in {tp for _, tp, _ in asked}]
     left = f"; no model allows tp={', '.join(refused)}" if refused else ""

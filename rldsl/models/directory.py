@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rldsl.diag import fail
+from rldsl.models.cache import cached_record, entry_key
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.source import Span
 
@@ -65,15 +67,29 @@ def tokenizer(directory: Path) -> str:
     truncation and offsets do not count."""
     file = directory / "tokenizer.json"
     if file.is_file():
-        try:
-            whole = json.loads(file.read_bytes())
-            parts = {k: whole.get(k) for k in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
-            parts["around"] = _around(whole.get("post_processor"))
-            return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-        except (ValueError, AttributeError):
-            return sha256(file.read_bytes()).hexdigest()
+        data = file.read_bytes()
+        key = entry_key("tokenizer", sha256(data).hexdigest())
+        return cached_record(TokenizerDigest, key, lambda: TokenizerDigest(_tokenizer_digest(data))).digest
     found = [(directory / name) for name in TOKENIZERS if (directory / name).is_file()]
     return sha256(b"\0".join(f.read_bytes() for f in found)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerDigest:
+    """What the cache keeps of a tokenizer.json, whose tables are long."""
+
+    digest: str
+
+
+def _tokenizer_digest(data: bytes) -> str:
+    """data: of tokenizer.json."""
+    try:
+        whole = json.loads(data)
+        parts = {k: whole.get(k) for k in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+        parts["around"] = _around(whole.get("post_processor"))
+        return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    except (ValueError, AttributeError):
+        return sha256(data).hexdigest()
 
 
 def _around(processor: Any) -> list[Any]:

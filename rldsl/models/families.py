@@ -17,6 +17,7 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.models import arithmetic, experts
 from rldsl.models import directory as files
+from rldsl.models.cache import cached_record, entry_key
 from rldsl.plan.heads import HEADS, SCORE_WEIGHT
 from rldsl.plan.model import ParamSpec, Sizes, Split, StageKind
 from rldsl.source import Span
@@ -74,7 +75,14 @@ def describe(path: str, kind: str, span: Span | None = None, trained: bool = Fal
 
 def describe_architecture(path: str, kind: str, names: frozenset[str], span: Span | None = None) -> Family:
     """What follows from config.json, the names of the tensors of the directory, and the installed transformers; the
-    rest of the directory is not looked at, and `tokenizer` is "". Errors: RL0303."""
+    rest of the directory is not looked at, and `tokenizer` is "". Kept for the next time. Errors: RL0303."""
+    digest = sha256((Path(path) / "config.json").read_bytes()).hexdigest()
+    found = cached_record(Family, entry_key("family", digest, kind, *sorted(names)),
+                          lambda: replace(_described(path, kind, names, digest, span), path=""))
+    return replace(found, path=path)
+
+
+def _described(path: str, kind: str, names: frozenset[str], digest: str, span: Span | None) -> Family:
     directory = Path(path)
     config = _config(directory, path, span)
     _check_head(config, path, kind, span)
@@ -92,8 +100,7 @@ def describe_architecture(path: str, kind: str, names: frozenset[str], span: Spa
     return Family(name=str(config.model_type), path=path, kind=kind, params=params, layers=layers,
                   intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden), vocab=int(text.vocab_size),
                   max_positions=int(getattr(text, "max_position_embeddings", 0) or 0), itemsize=itemsize,
-                  config_digest=sha256((directory / "config.json").read_bytes()).hexdigest(),
-                  tokenizer="", tp_problem=tp_problem, pp_problem=pp_problem,
+                  config_digest=digest, tokenizer="", tp_problem=tp_problem, pp_problem=pp_problem,
                   config=_meaning(config), linears=_linears(skeleton, params),
                   experts=min((s.experts for s in mixed), default=0), chosen=experts.chosen(text) if mixed else 0,
                   expert_width=min((s.shape[2] for s in mixed if s.name.endswith("down_proj")), default=0), **sizes)

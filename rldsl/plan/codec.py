@@ -22,7 +22,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from hashlib import sha256
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rldsl.diag import Failure, fail
 from rldsl.plan.events import EVENTS, Every, Item, Loop
@@ -66,6 +66,7 @@ TABLES: Mapping[str, tuple[type, str]] = {
 RECORDS: Mapping[str, type] = {k: r for k, (r, _) in TABLES.items() if k != "body"}
 BLOCKS: Mapping[str, type] = {"loop": Loop, "every": Every}
 SECTIONS = tuple(TABLES)
+AnyRecord = TypeVar("AnyRecord")
 EDITED = "compile the program again; plans cannot be edited, because they would have to be verified again"
 
 
@@ -87,6 +88,11 @@ def encode(plan: Plan) -> bytes:
             lines += [_line(kind, record) for record in getattr(plan, name)]
     text = ("\n".join(lines) + "\n").encode()
     return text + (_dump({"kind": "digest", "sha256": sha256(text).hexdigest()}) + "\n").encode()
+
+
+def plain_record(record: Any) -> dict[str, Any]:
+    """A dataclass as an object that JSON can hold, without the fields that have their defaults."""
+    return _plain(record)
 
 
 def _body(items: tuple[Item, ...]) -> list[str]:
@@ -264,6 +270,11 @@ def _object(line: str, place: str) -> dict[str, Any]:
     if not canonical or not isinstance(obj, dict):
         raise fail("RL0603", "not a JSON object in canonical form", place=place, help=EDITED)
     return obj
+
+
+def read_record(cls: type[AnyRecord], obj: Any, place: str) -> AnyRecord:
+    """The dataclass that `plain_record` wrote. Errors: RL0605, RL0606."""
+    return cast(AnyRecord, _value(cls, obj, place, cls.__name__.lower()))
 
 
 def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given: Any) -> Any:
