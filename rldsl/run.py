@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rldsl.diag import Failure, fail
 from rldsl.report import render
 from rldsl.runtime.health.failure_messages import tell_torchrun
+from rldsl.runtime.metrics.run_lock import acquire
 from rldsl.runtime.metrics.run_record import CONTRADICTION, OutputClaim, claim_output, is_own_checkpoint
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from rldsl.runtime.health.watchdog import Watchdog
     from rldsl.runtime.interpreter.emitted_program import Program
     from rldsl.runtime.plan_file import PlanFile
 
@@ -183,13 +185,16 @@ def _join_ranks(device: torch.device, rank: int, timeout: timedelta) -> tuple[di
                    help="check that every machine can reach this address and that all ranks were started") from None
 
 
-def _claim_output(arguments: argparse.Namespace, again: bool, rank: int, device: torch.device) -> OutputClaim:
-    """Rank 0 looks at the run's directory: what machines see of a shared one may differ for a while."""
+def _claim_output(arguments: argparse.Namespace, again: bool, file: PlanFile, watchdog: Watchdog,
+                  device: torch.device) -> OutputClaim:
+    """Rank 0 owns the run's directory and looks at it: what machines see of a shared one may differ for a while."""
     from rldsl.runtime.comm.agreement import broadcast_text
 
     mine = OutputClaim(None, False)
-    if rank == 0:
-        mine = claim_output(arguments.out, arguments.resume, again, arguments.overwrite)
+    if watchdog.rank == 0:
+        claim_output(arguments.out, arguments.resume, again, arguments.overwrite)  # what needs no waiting
+        watchdog.lock = acquire(arguments.out, file.plan.header.program, watchdog.disown)
+        mine = claim_output(arguments.out, arguments.resume, again, arguments.overwrite, owned=True)
     found = json.loads(broadcast_text(json.dumps([str(mine.resume) if mine.resume else "", mine.continues]), device))
     return OutputClaim(Path(found[0]) if found[0] else None, bool(found[1]))
 
@@ -226,7 +231,7 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
     reporting = ReportOptions(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain, command)
     screen = sys.stderr
     try:
-        claimed = _claim_output(arguments, again, rank, device)
+        claimed = _claim_output(arguments, again, file, watchdog, device)
         sys.stderr = tee(screen, arguments.out, rank, claimed.continues)
         options = Options(
             trace=arguments.trace, resume=claimed.resume, continues=claimed.continues, overwrite=not claimed.continues,
@@ -237,6 +242,8 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
     except BaseException as error:
         watchdog.fail(error)
     watchdog.close()
+    if watchdog.lock is not None:
+        watchdog.lock.release()
     sys.stderr = screen
     dist.destroy_process_group()
 

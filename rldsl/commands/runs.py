@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rldsl.diag import Failure, fail
+from rldsl.plan.disk_paths import shown
 from rldsl.plan.metrics_file import METRICS, Lines, last, read
 from rldsl.runtime.metrics.names import computed, display_order
 from rldsl.runtime.metrics.run_record import runs
@@ -47,8 +48,9 @@ def _row(folder: Path, out: Path, held: dict[str, Any]) -> tuple[str, ...]:
     names = sorted(computed(line), key=display_order)
     name = str(out.relative_to(folder)) if out != folder else out.name
     done = f"{line.get('step', held.get('step', 0))}/{held.get('steps', '?')}"
-    return (name, str(held.get("program", "")), str(held["state"]), done,
-            f"{names[0]} {line[names[0]]:.4g}" if names else "", str(held.get("started", ""))[:16].replace("T", " "))
+    return (name, shown(str(held.get("program", ""))), str(held["state"]), done,
+            f"{names[0]} {line[names[0]]:.4g}" if names else "",
+            shown(str(held.get("started", ""))[:16]).replace("T", " "))
 
 
 def metrics(out: Path) -> Lines:

@@ -72,6 +72,22 @@ def test_sigterm_saves_and_ends_well(tiny: Path, tmp_path: Path) -> None:
     assert steps(tmp_path / "out") == [f"step-{last:06d}"]
 
 
+@pytest.mark.parametrize("option", ["", "--overwrite", "--resume"])
+def test_a_second_start_beside_a_live_run_is_refused(tiny: Path, tmp_path: Path, option: str) -> None:
+    data = plan(tiny, tmp_path, steps=5000, every_k=1)
+    with launched(data, tmp_path) as agent:
+        until(lambda: newest(tmp_path / "out") >= 1, agent)
+        with begun(tmp_path, "--nproc-per-node", "2", "-m", "rldsl.run", str(tmp_path / "p.plan"), "--out",
+                   str(tmp_path / "out"), "--device", "cpu", *([option] if option else [])) as second:
+            code, text = second.wait(120), second.said()
+        assert code != 0 and "RL0780" in text and f"process {agent.ranks()[0]} on " in text, text
+        os.kill(agent.process.pid, signal.SIGTERM)
+        assert agent.wait(60) == 0
+    found = lines(tmp_path / "out")
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    assert not (tmp_path / "out/run.lock").exists()
+
+
 def test_torchrun_restarts_by_itself(tiny: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     data = plan(tiny, tmp_path, steps=20)

@@ -168,11 +168,24 @@ def test_no_runs(tmp_path: Path) -> None:
     refused("RL0783", "runs", tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"state"'])
-def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"state"', '{"state": []}', "[" * 100_000, "\x00"])
+def test_a_damaged_record_is_named_and_kept(tmp_path: Path, text: str) -> None:
     (made(tmp_path / "a") / "run.json").write_text(text)
-    assert read_record(tmp_path / "a") is None and rlc("runs", tmp_path)[0] == 0
-    refuse_existing_run(tmp_path / "a")
+    assert read_record(tmp_path / "a") == {"state": "damaged"}
+    assert rlc("runs", tmp_path)[1].splitlines()[1].split() == ["a", "damaged", "0/?"]
+    with pytest.raises(Failure, match=r"RL0781 .*run.json is damaged"):
+        refuse_existing_run(tmp_path / "a")
+    assert claim_output(tmp_path / "a", None, overwrite=True) == OutputClaim(None, False)
+
+
+@pytest.mark.parametrize("name", ["program", "state", "step", "steps", "started", "host", "pid"])
+@pytest.mark.parametrize("value", [None, [1], {"a": 1}, 2.5, "\x1b[2J"])
+def test_a_record_with_wrong_types_is_damaged(tmp_path: Path, name: str, value: Any) -> None:
+    out = made(tmp_path / "a", "running", LINES)
+    (out / "run.json").write_text(json.dumps(json.loads((out / "run.json").read_text()) | {name: value}))
+    found, listed = read_record(out), rlc("runs", tmp_path)
+    assert found is not None and listed[0] == 0 and "\x1b" not in listed[1]
+    assert found["state"] == "damaged" or isinstance(value, str) and name in ("program", "started", "host")
 
 
 def test_damaged_metrics_do_not_hide_a_run(tmp_path: Path) -> None:

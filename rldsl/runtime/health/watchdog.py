@@ -52,6 +52,7 @@ class Watchdog:
         self.signs, self.rank, self.world = Heartbeats(store, rank, world), rank, world
         self.ring = EventRing()
         self.out: Path | None = None
+        self.lock: Any = None  # of the run directory (`metrics/run_lock.py`): released at the end
         self.stops_after_step = False  # a run with checkpoints ends by itself, after the step
         self.stop_requested = False  # SIGTERM came
         self.interruption: Callable[[], str] | None = None  # ends the run's record; the line that says how to resume
@@ -100,7 +101,7 @@ class Watchdog:
             print(line or "interrupted before the first step", file=sys.stderr, flush=True)
         else:
             time.sleep(3 * BEAT)  # the others shall have seen their own signal before they miss this rank
-        _leave(INTERRUPTED)
+        self._leave(INTERRUPTED)
 
     def _blame(self, otherwise: str, said: str = "", asked: bool = False) -> NoReturn:
         """Name the ranks that are silent, or those that the others wait for; stop (`blame.others`)."""
@@ -166,6 +167,16 @@ class Watchdog:
             rank = self.rank if self.rank in overdue else overdue[0]
             self._blame(f"rank {rank} waited more than {self._timeout:g} s for other ranks")
 
+    def disown(self, diagnostic: Diagnostic) -> NoReturn:
+        """End the run, from any thread, because its directory belongs to another one: nothing more is written there."""
+        self.out = None
+        self._stop((diagnostic,))
+
+    def _leave(self, status: int = 1) -> NoReturn:
+        if self.lock is not None:
+            self.lock.release()
+        _leave(status)
+
     def _limit(self, slow: str = "") -> None:
         """From now on the process ends within some seconds, even when the store does not answer; the next call gives it
         as many again. slow: what is to blame then, where it is not the store."""
@@ -184,7 +195,7 @@ class Watchdog:
         last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
         last.start()
         last.join(4 * BEAT)
-        _leave()
+        _leave(1)
 
     def _last_words(self, why: str) -> None:
         """As far as the store and the disk allow."""
@@ -202,7 +213,7 @@ class Watchdog:
             at = f": rank {rank} failed at {where}" if where else ""  # without: it has told of others
             print("; ".join(x for x in (f"all ranks stopped{at}", self._more()) if x),
                   file=sys.stderr, flush=True)
-        _leave()
+        self._leave()
 
     def _stop(self, diagnostics: tuple[Diagnostic, ...], signs: dict[int, Heartbeat] | None = None) -> NoReturn:
         """signs: of all ranks, where they have been looked at."""
@@ -220,7 +231,7 @@ class Watchdog:
             if self.out is not None:
                 write_dump(self.out, LastSigns(self._plan_id(), self.signs.start, self.rank, round(time.time(), 3),
                                           tuple(sorted(held.items()))))
-        _leave()
+        self._leave()
 
     def _dump(self, code: str, reason: str, first: bool) -> None:
         if self.out is None:
@@ -250,7 +261,7 @@ class Watchdog:
         return "start-up" if self.ring.event is None else event_text(self.ring.event)
 
 
-def _leave(status: int = 1) -> NoReturn:
+def _leave(status: int) -> NoReturn:
     """Communication threads may hang in a dead peer, so the process ends without them."""
     sys.stdout.flush()
     sys.stderr.flush()

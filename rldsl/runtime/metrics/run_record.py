@@ -3,7 +3,7 @@
 In: a plan and how it was started. Out: files that another person can tell the run by, and begin it again from; for the
 commands, what a directory holds. Imports nothing heavy, since the command line reads it too.
 Invariant: a run that is going on or finished, and a run's checkpoints, are never overwritten unasked.
-Errors: RL0763 the directory holds checkpoints, RL0781 it holds a run.
+Errors: RL0763 the directory holds checkpoints, RL0780 another process owns it, RL0781 it holds a run.
 """
 
 from __future__ import annotations
@@ -15,23 +15,34 @@ import re
 import shlex
 import shutil
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from rldsl.diag import fail
+from rldsl.plan.disk_paths import shown
 from rldsl.plan.model import Plan
 from rldsl.runtime.files import replace_text, written
+from rldsl.runtime.metrics.run_lock import born, is_alive, refuse_owned
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.rewards.user_functions import function_path
 
 RECORD, PLAN, SOURCES = "run.json", "run.plan", "sources"
 RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
+STATES = (RUNNING, FINISHED, FAILED, STOPPED)
+DAMAGED = "damaged"  # of a record that cannot be read
+# states of runs that are not overwritten unasked
+KEPT = {RUNNING: "an active run", FINISHED: "a finished run", DAMAGED: "a run whose run.json is damaged"}
+# of the fields that are read again
+TYPES: Mapping[str, type | UnionType] = {
+    "program": str, "flow": str, "step": int, "steps": int, "started": str, "ended": str, "resumed": list,
+    "host": str, "pid": int, "born": str | None, "params": dict, "seed": int, "world": int}
 # what a run writes, besides models, which may lie anywhere and are replaced by the next save, and logs, which each rank
 # begins anew
 RUN_FILES = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb",
@@ -41,49 +52,36 @@ CONTRADICTION = "--resume continues the existing run and --overwrite deletes it:
 PACKAGES = ("rldsl", "torch", "transformers")
 
 
-def read_record(out: Path) -> dict[str, Any] | None:
-    """The record of the run in a directory; None where there is none. A process that is gone has failed."""
+def read_record(out: Path, owned: bool = False) -> dict[str, Any] | None:
+    """The record of the run in a directory; None where there is none, and of a damaged one only the state `DAMAGED`.
+    A run whose process is gone has failed. owned: this process holds the directory's lock, so that no process on
+    another host runs there."""
     try:
-        held = json.loads((out / RECORD).read_text())
-    except (OSError, ValueError):
+        held = json.loads((out / RECORD).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    if not isinstance(held, dict) or "state" not in held:
-        return None
-    here = held["state"] == RUNNING and held.get("host") == socket.gethostname()
-    gone = here and not _alive(held.get("pid", 0), held.get("born"))
-    return held | {"state": FAILED} if gone else held
+    except (OSError, ValueError, RecursionError):
+        return {"state": DAMAGED}
+    if not isinstance(held, dict) or held.get("state") not in STATES:
+        return {"state": DAMAGED}
+    if any(name in held and not isinstance(held[name], kind) for name, kind in TYPES.items()):
+        return {"state": DAMAGED}
+    if held["state"] == RUNNING:
+        here = held.get("host") == socket.gethostname()
+        if not is_alive(held.get("pid", 0), held.get("born")) if here else owned:
+            return held | {"state": FAILED}
+    return held
 
 
-def _born(pid: int) -> str | None:
-    """When a process began, as the system counts; None where it does not say. In a container that starts again, the
-    same numbers come back."""
-    try:
-        return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, ValueError, TypeError, IndexError):
-        return None
-
-
-def _alive(pid: int, born: str | None) -> bool:
-    now = _born(pid)
-    if born is not None and now is not None and now != born:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError, TypeError, ValueError):  # another user's, or no process number at all
-        return True
-    return True
-
-
-def refuse_existing_run(out: Path) -> None:
-    """Where a new run must not begin."""
-    held = read_record(out)
-    if held is not None and held["state"] in (RUNNING, FINISHED):
-        what = "an active run" if held["state"] == RUNNING else "a finished run"
+def refuse_existing_run(out: Path, owned: bool = False) -> None:
+    """Where a new run must not begin. owned: as for `read_record`."""
+    held = read_record(out, owned)
+    if held is not None and held["state"] in KEPT:
+        what = KEPT[held["state"]]
         ways = "use `--resume` to continue from its last checkpoint" if last_checkpoint(out) is not None else ""
-        raise fail("RL0781", f"this directory contains {what}", place=str(out), notes=(_run_description(held),), help="; ".join(
-            x for x in ("use `--out` to choose another directory", ways, "use `--overwrite` to delete it") if x))
+        raise fail("RL0781", f"this directory contains {what}", place=str(out), notes=(_run_description(held),),
+                   help="; ".join(x for x in ("use `--out` to choose another directory", ways,
+                                              "use `--overwrite` to delete it") if x))
     refuse_checkpoints(out)
 
 
@@ -98,7 +96,7 @@ def refuse_checkpoints(out: Path) -> None:
 
 
 def _run_description(held: dict[str, Any]) -> str:
-    return f"{held.get('program', 'unknown')}, started {held.get('started', 'at an unknown time')}"
+    return shown(f"{held.get('program', 'unknown')}, started {held.get('started', 'at an unknown time')}")
 
 
 def last_checkpoint(out: Path) -> int | None:
@@ -149,18 +147,22 @@ class OutputClaim:
     continues: bool
 
 
-def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False) -> OutputClaim:
+def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False,
+                 owned: bool = False) -> OutputClaim:
     """That a run may write in `out`. resume: what the user wants to go on from. again: torchrun has started the run
-    before, and it has had its directory. Errors: RL0763, RL0781."""
+    before, and it has had its directory. owned: as for `read_record`. Errors: RL0763, RL0780, RL0781."""
     if again:
         return OutputClaim(resume if last_checkpoint(out) is None else out, True)
-    held = read_record(out)
+    if not owned:
+        refuse_owned(out)
+    held = read_record(out, owned)
     continues = resume is not None and is_own_checkpoint(out, resume)
-    if continues and held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname():
+    if held is not None and held["state"] == RUNNING and held.get("host") == socket.gethostname() and \
+            (continues or overwrite):
         raise fail("RL0781", "this directory contains an active run", place=str(out), notes=(_run_description(held),),
                    help="wait until it has finished; `kill -TERM` stops a run with checkpoints after the current step")
     if not continues and not overwrite:
-        refuse_existing_run(out)
+        refuse_existing_run(out, owned)
     return OutputClaim(resume, continues)
 
 
@@ -198,7 +200,7 @@ class RunRecord:
             "resumed": [*earlier.get("resumed", []), *([now] if earlier else [])],
             "plan": file.id, "seed": header.seed, "params": dict(header.params),
             "world": header.world, "devices": list(devices), "host": socket.gethostname(), "pid": os.getpid(),
-            "born": _born(os.getpid()), "command": list(command),
+            "born": born(os.getpid()), "command": list(command),
             "versions": versions(), "sources": _copied(out / SOURCES, _files(plan)),
         }
         with written(out / PLAN):
@@ -257,5 +259,6 @@ def _copied(folder: Path, files: dict[str, tuple[str, Path]]) -> list[dict[str, 
 
 def runs(folder: Path) -> Iterable[tuple[Path, dict[str, Any]]]:
     """Every run below a directory, the one that began last first."""
-    found = [(file.parent, held) for file in sorted(folder.rglob(RECORD)) if (held := read_record(file.parent)) is not None]
+    found = [(file.parent, held) for file in sorted(folder.rglob(RECORD))
+             if (held := read_record(file.parent)) is not None]
     return sorted(found, key=lambda x: str(x[1].get("started", "")), reverse=True)
