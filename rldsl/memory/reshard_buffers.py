@@ -7,7 +7,7 @@ goes in rounds (`reshard/rounds.py`), of which two are under way.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from rldsl.memory.holder_classes import HolderClass
@@ -87,12 +87,17 @@ class _There(dict[str, tuple[Parameter, tuple[Piece, ...]]]):
 
     def __init__(self, model: Model, layout: Layout, at: Cell | None):
         self.model, self.layout, self.at = model, layout, at
-        self.by_name = {p.name: p for p in parameters(model)}
+        self.by_name = _parameters_by_name(model)
 
     def __missing__(self, name: str) -> tuple[Parameter, tuple[Piece, ...]]:
         p = self.by_name[name]
         self[name] = p, boxes.pieces_of_cell(p, self.model.layers, self.layout, self.at)
         return self[name]
+
+
+@lru_cache(maxsize=64)
+def _parameters_by_name(model: Model) -> dict[str, Parameter]:
+    return {p.name: p for p in parameters(model)}
 
 
 def saved_bytes(copy: Copy) -> int:

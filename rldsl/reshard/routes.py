@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-from rldsl.plan.model import Layout, Mesh, Model
+from rldsl.plan.model import DEFAULT_BACKEND, Layout, Mesh, Model
+from rldsl.plan.notation import degrees_text
 from rldsl.reshard.intra_node import Needs, elements_arriving, node_group
 from rldsl.reshard.load_balance import Share, balance, cut_at
 from rldsl.reshard.node_groups import CellPairs, MeshView, node_groups
@@ -30,7 +32,23 @@ MIN_GAIN = 1.125  # forwarding along trees costs rounds: it must lighten the bus
 
 def plan_routes(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh,
                 devices_per_node: int) -> Routes:
-    """How `model` gets from layout `src` to layout `dst`, on meshes of the given devices per node."""
+    """How `model` gets from layout `src` to layout `dst`, on meshes of the given devices per node. Worked out once for
+    all who ask: passes, the memory estimate, the proof, and each rank of a run."""
+    bare = Model("", "causal_lm", "", "float32", model.params, model.layers, "")  # no more of a model matters
+    return _plan_routes(bare, *_nameless(src, src_mesh), *_nameless(dst, dst_mesh), devices_per_node)
+
+
+def _nameless(layout: Layout, mesh: Mesh) -> tuple[Layout, Mesh]:
+    """The same without names and backend, which no route depends on. Errors: AssertionError if the layout is on another
+    mesh."""
+    assert layout.mesh == mesh.id, f"layout {layout.id} is on mesh {layout.mesh}, not {mesh.id}"
+    degrees = degrees_text(layout.dp, layout.tp, layout.pp, layout.cp, layout.zero, layout.ep, layout.vpp)
+    return replace(layout, id=degrees, mesh="", backend=DEFAULT_BACKEND), replace(mesh, id="")
+
+
+@lru_cache(maxsize=64)
+def _plan_routes(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh,
+                 devices_per_node: int) -> Routes:
     here, there = MeshView.of(src, src_mesh), MeshView.of(dst, dst_mesh)
     every = shard_classes(model, src, dst)
     sizes, order, have, want = [line.size for line in every], _together(every), _by_have(every), _by_want(every)

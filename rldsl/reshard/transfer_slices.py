@@ -6,7 +6,7 @@ the number of ranks. Invariant: a slice is in the list of its receiver if and on
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -48,15 +48,14 @@ def rank_slices(p: Routes, rank: int, known: RouteCache | None = None) -> tuple[
     node, device = divmod(rank, p.devices)
     known = known or RouteCache(p)
     sends, receives = list(_sent_as_holder(p, rank, known)), []
-    for q, group in enumerate(p.groups):
-        at = bisect_right(group.nodes, node) - 1
-        if at >= 0 and group.nodes[at] == node:
-            first, (out, into) = node * p.devices, known.local_copies(q, *_steps(group, at))
-            sends += [TransferSlice(c.step, first + c.dst, c.shard_class, c.start, c.stop) for c in out.get(device, ())]
-            receives += [TransferSlice(c.step, first + c.src, c.shard_class, c.start, c.stop)
-                         for c in into.get(device, ())]
-            sends += _forwarded(p, q, at, device, known)
-            receives += _from_network(p, q, at, device, known)
+    for q, at in known.groups_of_node.get(node, ()):
+        group = p.groups[q]
+        first, (out, into) = node * p.devices, known.local_copies(q, *_steps(group, at))
+        sends += [TransferSlice(c.step, first + c.dst, c.shard_class, c.start, c.stop) for c in out.get(device, ())]
+        receives += [TransferSlice(c.step, first + c.src, c.shard_class, c.start, c.stop)
+                     for c in into.get(device, ())]
+        sends += _forwarded(p, q, at, device, known)
+        receives += _from_network(p, q, at, device, known)
     return tuple(sorted(sends)), tuple(sorted(receives))
 
 
@@ -69,6 +68,10 @@ class RouteCache:
         for shard_class, shares in p.shares.items():
             for who, start, stop in shares:
                 self.sent_by[p.classes[shard_class].holders[who]].append((shard_class, start, stop))
+        self.groups_of_node: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (group, position in it)
+        for q, group in enumerate(p.groups):
+            for at, node in enumerate(group.nodes):
+                self.groups_of_node[node].append((q, at))
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
         self.sent_to_tree, self.sent_to_roots = cache(self._sent_to_tree), cache(self._sent_to_roots)
 

@@ -14,7 +14,7 @@ all ranks). That every node belongs to the group that lists it is checked for al
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from rldsl.plan.model import Layout, Mesh
@@ -22,7 +22,7 @@ from rldsl.reshard.broadcast_trees import TREES, children, depth
 from rldsl.reshard.in_place import MAX_PARTS
 from rldsl.reshard.records import NodeGroup, Routes
 from rldsl.reshard.shard_classes import ShardClass
-from rldsl.reshard.transfer_slices import RouteCache, TransferSlice, rank_slices, tree_position
+from rldsl.reshard.transfer_slices import RouteCache, rank_slices, tree_position
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 
@@ -45,31 +45,63 @@ class MeshCells:
                      for i, r in enumerate(mesh.members())})
 
 
+Interval = tuple[int, int, int, int]  # (step, shard class, start, stop): a slice without its peer
+
+
 @dataclass(frozen=True, slots=True)
 class RankSlices:
-    """The slices of a rank: to each peer, from each peer, of each line that comes."""
+    """The slices of a rank."""
 
-    sends: Mapping[int, Sequence[TransferSlice]]
-    receives: Mapping[int, Sequence[TransferSlice]]
-    arriving: Mapping[int, Sequence[TransferSlice]]
+    sends: Mapping[int, Sequence[Interval]]  # to each peer
+    receives: Mapping[int, Sequence[Interval]]  # from each peer
 
     @staticmethod
     def of(p: Routes, rank: int, known: RouteCache) -> RankSlices:
-        sends, receives, arriving = defaultdict(list), defaultdict(list), defaultdict(list)
+        sends, receives = defaultdict[int, list[Interval]](list), defaultdict[int, list[Interval]](list)
         out, into = rank_slices(p, rank, known)
-        for piece in out:
-            sends[piece.peer].append(piece)
-        for piece in into:
-            receives[piece.peer].append(piece)
-            arriving[piece.shard_class].append(piece)
-        return RankSlices(sends, receives, arriving)
+        for step, peer, shard_class, start, stop in out:
+            sends[peer].append((step, shard_class, start, stop))
+        for step, peer, shard_class, start, stop in into:
+            receives[peer].append((step, shard_class, start, stop))
+        return RankSlices(sends, receives)
+
+    def by_class(self) -> Mapping[int, Sequence[Interval]]:
+        """What arrives of each shard class."""
+        found = defaultdict[int, list[Interval]](list)
+        for intervals in self.receives.values():
+            for interval in intervals:
+                found[interval[1]].append(interval)
+        return found
 
 
 def missing_elements(lines: Sequence[ShardClass], src: MeshCells, dst: MeshCells) -> int:
     """Elements that all ranks of the destination together do not have."""
     pairs = Counter((src.cells.get(rank), cell) for rank, cell in dst.cells.items())
-    return sum(count * sum(line.size for line in lines if cell in line.needers and held not in line.holders)
-               for (held, cell), count in pairs.items())
+    index = _ClassIndex(lines)
+    return sum(count * sum(lines[i].size for i in index.lacking(held, cell)) for (held, cell), count in pairs.items())
+
+
+class _ClassIndex:
+    """The shard classes that a cell holds and needs."""
+
+    def __init__(self, lines: Sequence[ShardClass]):
+        self.held, self.needed = (defaultdict[Cell, set[int]](set) for _ in range(2))
+        for i, line in enumerate(lines):
+            for cell in line.holders:
+                self.held[cell].add(i)
+            for cell in line.needers:
+                self.needed[cell].add(i)
+        self.known: dict[tuple[Cell | None, Cell | None], frozenset[int]] = {}
+
+    def lacking(self, held: Cell | None, cell: Cell | None) -> frozenset[int]:
+        """What a rank at `cell` of the destination needs that it does not have at `held` of the source."""
+        if (held, cell) not in self.known:
+            need: set[int] = self.needed.get(cell, set()) if cell is not None else set()
+            self.known[held, cell] = frozenset(need - self.held.get(held, set()) if held is not None else need)
+        return self.known[held, cell]
+
+    def holds(self, held: Cell | None, shard_class: int) -> bool:
+        return held is not None and shard_class in self.held.get(held, ())
 
 
 def slice_faults(p: Routes, src: MeshCells, dst: MeshCells, world: int) -> Iterator[Fault]:
@@ -77,10 +109,12 @@ def slice_faults(p: Routes, src: MeshCells, dst: MeshCells, world: int) -> Itera
     if found := [*_group_faults(p, src, dst)]:
         yield from found  # otherwise the slices of a rank may not even be defined
         return
-    known = _SliceCache(p)
+    known, paired = _SliceCache(p), set[tuple[int, int]]()
     for rank in sampled_ranks(p, src, dst):
-        yield from _coverage_faults(p, rank, src.cells.get(rank), dst.cells.get(rank), known.of(rank))
-        yield from _pairing_faults(p, rank, src.cells.get(rank), known)
+        held, arriving = src.cells.get(rank), known.of(rank).by_class()
+        yield from _coverage_faults(p, rank, known.index.lacking(held, dst.cells.get(rank)), arriving)
+        yield from _pairing_faults(rank, known, paired)
+        yield from _holding_faults(rank, held, known, arriving)
         yield from _batch_faults(rank, known.of(rank), world)
 
 
@@ -90,7 +124,7 @@ class _SliceCache:
     def __init__(self, p: Routes):
         self.p = p
         self.known: dict[int, RankSlices] = {}
-        self.common = RouteCache(p)
+        self.common, self.index = RouteCache(p), _ClassIndex(p.classes)
 
     def of(self, rank: int) -> RankSlices:
         if rank not in self.known:
@@ -98,28 +132,36 @@ class _SliceCache:
         return self.known[rank]
 
 
-def _coverage_faults(p: Routes, rank: int, held: Cell | None, cell: Cell | None, mine: RankSlices) -> Iterator[Fault]:
-    for i, line in enumerate(p.classes):
-        lacks = cell in line.needers and held not in line.holders
-        if not _covers_once(mine.arriving.get(i, ()), line.size if lacks else 0):
+def _coverage_faults(p: Routes, rank: int, lacks: Set[int],
+                     arriving: Mapping[int, Sequence[Interval]]) -> Iterator[Fault]:
+    """Of every shard class that a rank lacks it receives each element once, and of any other nothing."""
+    for i in sorted(lacks | arriving.keys()):
+        line = p.classes[i]
+        if not _covers_once(arriving.get(i, ()), line.size if i in lacks else 0):
             what = ", ".join(f"{e.spec} {e.box}" for e in line.segments[:2])
             yield "RL0527", f"rank {rank} does not receive shard class {i} ({what}) exactly once", (rank,)
 
 
-def _pairing_faults(p: Routes, rank: int, held: Cell | None, known: _SliceCache) -> Iterator[Fault]:
+def _pairing_faults(rank: int, known: _SliceCache, paired: set[tuple[int, int]]) -> Iterator[Fault]:
+    """Both ends of a pair list the same slices, in the same order. paired: (sender, receiver)s that were compared."""
     mine = known.of(rank)
     for peer in sorted({*mine.sends, *mine.receives}):
         other = known.of(peer)
-        for a, b, sent, expected in ((rank, peer, mine.sends.get(peer, ()), other.receives.get(rank, ())),
-                                     (peer, rank, other.sends.get(rank, ()), mine.receives.get(peer, ()))):
-            if [x._replace(peer=0) for x in sent] != [x._replace(peer=0) for x in expected]:
-                yield "RL0533", f"what rank {a} sends to rank {b} is not what that rank expects", (a, b)
-    for peer, slices in mine.sends.items():
+        for a, b, sends, receives in ((rank, peer, mine, other), (peer, rank, other, mine)):
+            if (a, b) not in paired:
+                paired.add((a, b))
+                if sends.sends.get(b, ()) != receives.receives.get(a, ()):
+                    yield "RL0533", f"what rank {a} sends to rank {b} is not what that rank expects", (a, b)
+
+
+def _holding_faults(rank: int, held: Cell | None, known: _SliceCache,
+                    arriving: Mapping[int, Sequence[Interval]]) -> Iterator[Fault]:
+    """What a rank sends it holds, or it came in the step before."""
+    for peer, slices in known.of(rank).sends.items():
         for piece in slices:
-            arriving = mine.arriving.get(piece.shard_class, ())
-            if held not in p.classes[piece.shard_class].holders and not _arrived_before(arriving, piece):
-                yield ("RL0533", f"rank {rank} would send rank {peer} a part of shard class {piece.shard_class} that "
-                       f"it does not have in step {piece.step}", (rank, peer))
+            if not known.index.holds(held, piece[1]) and not _arrived_before(arriving.get(piece[1], ()), piece):
+                yield ("RL0533", f"rank {rank} would send rank {peer} a part of shard class {piece[1]} that it does "
+                       f"not have in step {piece[0]}", (rank, peer))
 
 
 def _batch_faults(rank: int, mine: RankSlices, world: int) -> Iterator[Fault]:
@@ -131,23 +173,23 @@ def _batch_faults(rank: int, mine: RankSlices, world: int) -> Iterator[Fault]:
             yield "RL0535", f"rank {rank} posts up to {posted} messages at once, more than {MAX_MESSAGES}", (rank,)
 
 
-def _covers_once(slices: Sequence[TransferSlice], size: int) -> bool:
+def _covers_once(slices: Sequence[Interval], size: int) -> bool:
     """Whether the slices of a line are [0, size), each element once."""
     at = 0
-    for piece in sorted(slices, key=lambda x: x.start):
-        if piece.start != at or piece.stop <= at:
+    for start, stop in sorted((start, stop) for _, _, start, stop in slices):
+        if start != at or stop <= at:
             return False
-        at = piece.stop
+        at = stop
     return at == size
 
 
-def _arrived_before(arriving: Sequence[TransferSlice], piece: TransferSlice) -> bool:
+def _arrived_before(arriving: Sequence[Interval], piece: Interval) -> bool:
     """Whether what a piece sends on came in the step before: nothing is kept for longer."""
-    at = piece.start
-    for x in sorted(arriving, key=lambda x: x.start):
-        if x.step == piece.step - 1 and x.start <= at < x.stop:
-            at = x.stop
-    return at >= piece.stop
+    due, _, at, end = piece
+    for start, stop in sorted((start, stop) for step, _, start, stop in arriving if step == due - 1):
+        if start <= at < stop:
+            at = stop
+    return at >= end
 
 
 # ------------------------------------------------------------------------------------------------------- groups
@@ -158,13 +200,10 @@ def _group_faults(p: Routes, src: MeshCells, dst: MeshCells) -> Iterator[Fault]:
     of = Counter(node for group in p.groups for node in group.nodes)
     if twice := [node for node, count in of.items() if count > 1]:
         yield "RL0527", f"nodes {twice[:4]} are in several groups", ()
-    lacks: dict[tuple[Cell | None, Cell], bool] = {}
+    index = _ClassIndex(p.classes)
     for rank, cell in dst.cells.items():
         if rank // p.devices not in of:
-            key = (src.cells.get(rank), cell)
-            if key not in lacks:
-                lacks[key] = any(cell in line.needers and key[0] not in line.holders for line in p.classes)
-            if lacks[key]:
+            if index.lacking(src.cells.get(rank), cell):
                 yield "RL0527", f"rank {rank} lacks parameters, and its node is in no group", (rank,)
     for group in p.groups:
         for node in group.nodes:
