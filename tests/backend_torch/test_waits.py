@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rldsl.plan.model import Optimizer
-from rldsl.runtime.interpreter.expression_programs import LossRun, View, loss_counts
+from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged
 from tests.library.harness import Batch, compile_loss
 from tests.tiny import make_model
@@ -72,10 +72,10 @@ def waits(module: str, call: str, make: Callable[[Batch], dict[str, Any]], known
     """Of a loss on a micro-batch. known: whether its tokens were counted before."""
     b = Batch.random(seed=1, prompts=6, n=4, max_len=9)
     code, inputs = compile_loss(module, call, b, "causal_lm", "", make(b))
-    run = LossRun(code, loss_counts(code, b.frames, range(b.rows), b.lens))
+    run = MinibatchLoss(code, loss_counts(code, b.frames, range(b.rows), b.lens))
     rows = torch.arange(b.rows)
     lens = {f: torch.tensor(x) for f, x in b.lens.items()}
-    views = {f: View(rows, rows // b.n, x, sum(b.lens[f]) if known else None) for f, x in lens.items()}
+    views = {f: FrameRows(rows, rows // b.n, x, sum(b.lens[f]) if known else None) for f, x in lens.items()}
     given = {n: (torch.tensor(x, dtype=torch.float64) if isinstance(x, float) else x.data) for n, x in inputs.items()}
     fresh = b.logprobs(3).data.clone().requires_grad_()
     with Asked() as asked:

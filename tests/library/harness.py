@@ -27,7 +27,7 @@ from torch.distributed import ReduceOp
 
 from rldsl.plan.expr import Level, Program
 from rldsl.plan.model import Frame, Spread
-from rldsl.runtime.interpreter.expression_programs import LossRun, View, loss_counts, run_compute
+from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts, run_compute
 from rldsl.semantics.errors import BAD, Errors
 from rldsl.semantics.levels import Spaces
 from rldsl.semantics.losses import lower_loss
@@ -62,13 +62,13 @@ class Batch:
     n: int = 1
 
     @staticmethod
-    def random(seed: int = 0, prompts: int = 4, n: int = 3, max_len: int = 9, edge: str = "") -> "Batch":
+    def random(seed: int = 0, prompts: int = 4, n: int = 3, max_len: int = 9, edge: str = "") -> Batch:
         """The frame `gen`. edge: "one_token" (each response has one), "empty" (some have none), "alone" (one row)."""
         prompts, n = (1, 1) if edge == "alone" else (prompts, n)
         return Batch({"gen": _lens(seed, prompts * n, max_len, edge)}, n)
 
     @staticmethod
-    def pairs(seed: int = 0, rows: int = 7, max_len: int = 9, edge: str = "") -> "Batch":
+    def pairs(seed: int = 0, rows: int = 7, max_len: int = 9, edge: str = "") -> Batch:
         """The two sides of pairs, of lengths of their own."""
         rows = 1 if edge == "alone" else rows
         return Batch({side: _lens(seed + i, rows, max_len, edge) for i, side in enumerate(("pair.chosen", "pair.rejected"))})
@@ -208,7 +208,7 @@ def run_loss(modules: str, call: str, batch: Batch, fresh: dict[str, Given], *, 
     code, inputs = compile_loss(modules, call, batch, head, text, data)
     leaves = {n: g.data.clone().requires_grad_(True) for n, g in fresh.items()}
     known = inputs | {n: Given(fresh[n].level, fresh[n].frame, x) for n, x in leaves.items()}
-    run_of = lambda: LossRun(code, loss_counts(code, batch.frames, range(batch.rows), batch.lens))  # noqa: E731
+    run_of = lambda: MinibatchLoss(code, loss_counts(code, batch.frames, range(batch.rows), batch.lens))  # noqa: E731
     totals = [sum(x) for x in zip(*batch.lens.values())]
     vectors, sums = [], 0
     for rows in _shards(batch, dp, "row"):
@@ -217,7 +217,7 @@ def run_loss(modules: str, call: str, batch: Batch, fresh: dict[str, Given], *, 
             read = {n: _part(batch, known[n], part) for n in code.inputs()}
             run(read, _views(batch, part)).backward()
         vectors.append(run.partials())
-        sums = run.sums
+        sums = run.num_summed
     table = torch.stack(vectors)
     found = run_of().finish(torch.cat([table[:, :sums].sum(0), table[:, sums:].amax(0)]))
     grads = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
@@ -258,9 +258,9 @@ def _shards(batch: Batch, dp: int, unit: str) -> list[Sequence[int]]:
     return [s[frames[0].id] for s in shard_rows(spread, dp, frames, batch.lens, SEED, 0)]
 
 
-def _views(batch: Batch, rows: Sequence[int]) -> dict[str, View]:
+def _views(batch: Batch, rows: Sequence[int]) -> dict[str, FrameRows]:
     at = torch.tensor(list(rows), dtype=torch.int64)
-    return {f: View(at, at // batch.n, torch.tensor(lens, dtype=torch.int64)[at]) for f, lens in batch.lens.items()}
+    return {f: FrameRows(at, at // batch.n, torch.tensor(lens, dtype=torch.int64)[at]) for f, lens in batch.lens.items()}
 
 
 def _part(batch: Batch, value: Given | float, rows: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from rldsl.plan.expr import Node, Program
 from rldsl.plan.model import Frame
-from rldsl.runtime.interpreter.expression_programs import View, run_compute
+from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
 from tests.world import run_world
 
 LENS = [3, 1, 4, 0, 5, 9]
@@ -27,7 +27,7 @@ def found(rows: list[int], group: Any, seed: int = 7, step: int = 3) -> tuple[fl
     at = torch.tensor(rows, dtype=torch.int64)
     lens = torch.tensor([LENS[r] for r in rows], dtype=torch.int64)
     mine = torch.cat([x[r] for r in rows]) if rows else x[0][:0]
-    out = run_compute(CODE, {"x": mine}, {"gen": View(at, at // 2, lens)}, FRAMES, group, lambda node: mine, seed, step)
+    out = run_compute(CODE, {"x": mine}, {"gen": FrameRows(at, at // 2, lens)}, FRAMES, group, lambda node: mine, seed, step)
     return float(out["q"]), [u.tolist() for u in out["u"].split(lens.tolist())]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rldsl.plan.expr import LEVELS, Level, Node, Program
 from rldsl.plan.model import Frame
-from rldsl.runtime.interpreter.expression_programs import View
+from rldsl.runtime.interpreter.expression_programs import FrameRows
 
 FRAMES = {
     "gen": Frame("gen", "R", "P", 12, 3, "d", 8, 9),
@@ -66,10 +66,10 @@ class Builder:
         return Program("p", tuple(self.nodes), tuple(outputs.items()))
 
 
-def view(frame: str, rows: list[int], lens: list[int]) -> View:
+def view(frame: str, rows: list[int], lens: list[int]) -> FrameRows:
     """lens: of every row of the frame."""
     per = FRAMES[frame].per_prompt
-    return View(torch.tensor(rows, dtype=torch.int64), torch.tensor([r // per for r in rows], dtype=torch.int64),
+    return FrameRows(torch.tensor(rows, dtype=torch.int64), torch.tensor([r // per for r in rows], dtype=torch.int64),
                 torch.tensor([lens[r] for r in rows], dtype=torch.int64))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rldsl.diag import InternalError
 from rldsl.plan.expr import Program
 from rldsl.plan.operators import OPERATORS, Operator
-from rldsl.runtime.interpreter.expression_programs import LossRun, loss_counts, run_compute
+from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts, run_compute
 from tests.runtime.builder import FRAMES, Builder, space, tokens_of, view
 from tests.world import run_world
 
@@ -203,7 +203,7 @@ def test_a_reduction_used_for_each_element_is_no_loss():
     centred = b("sub", x, b.to("mean", x, "batch"))
     program = b.program(loss=b.to("mean", b("mul", centred, centred), "batch"))
     with pytest.raises(AssertionError, match="for each element"):
-        LossRun(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
+        MinibatchLoss(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
 
 
 @pytest.mark.parametrize("family, make", [
@@ -225,7 +225,7 @@ def test_a_loss_cannot_reduce_with_an_order_statistic():
     x = b.input("x", "token")
     program = b.program(loss=b.to("mean", x, "batch"), middle=b.to("median", x, "batch"))
     with pytest.raises(InternalError, match="RL0699.*median"):
-        LossRun(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
+        MinibatchLoss(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -347,12 +347,12 @@ def ppo_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return draw(n, 1) * 0.3, draw(n, 2) * 0.3, draw(12, 3), torch.tensor(0.1, dtype=torch.float64)
 
 
-def run_cuts(cuts: list[list[int]], rows: list[int]) -> tuple[LossRun, Tensor, Tensor]:
+def run_cuts(cuts: list[list[int]], rows: list[int]) -> tuple[MinibatchLoss, Tensor, Tensor]:
     """The run, the sum of the shares and the gradient after the micro-batches `cuts` of a minibatch `rows`."""
     lp, old, adv, beta = ppo_inputs()
     lp.requires_grad_()
     program = ppo_program()
-    run = LossRun(program, loss_counts(program, GEN, rows, {"gen": LENS}))
+    run = MinibatchLoss(program, loss_counts(program, GEN, rows, {"gen": LENS}))
     total = torch.zeros((), dtype=torch.float64)
     for cut in cuts:
         share = run({"lp": tokens_of(lp, LENS, cut), "old": tokens_of(old, LENS, cut), "adv": adv[cut], "beta": beta},
@@ -419,7 +419,7 @@ def test_dpo_over_the_two_sides_of_pairs():
     lens = {"won": LENS, "lost": LENS[::-1]}
     data = {n: draw(sum(LENS), i) * 3 for i, n in enumerate(("won", "lost", "ref_won", "ref_lost"))}
     fresh = {f: data[f].requires_grad_() for f in PAIR}
-    run = LossRun(program, loss_counts(program, PAIR, range(12), lens))
+    run = MinibatchLoss(program, loss_counts(program, PAIR, range(12), lens))
     for cut in random_cuts(list(range(12)), 3):
         inputs = {n: tokens_of(x, lens[n.removeprefix("ref_")], cut) for n, x in data.items()}
         run(inputs, {f: view(f, cut, lens[f]) for f in PAIR}).backward()
@@ -464,7 +464,7 @@ def test_gradients_of_sequence_operators():
     given = {f"w{i}": draw(sum(LENS), i) for i in range(len(parts))}
 
     def loss(value: Tensor) -> Tensor:
-        return LossRun(program, loss_counts(program, GEN, range(12), {"gen": LENS}))(
+        return MinibatchLoss(program, loss_counts(program, GEN, range(12), {"gen": LENS}))(
             {"x": value, **given}, {"gen": view("gen", list(range(12)), LENS)})
 
     assert torch.autograd.gradcheck(loss, (draw(sum(LENS), 20).requires_grad_(),))
@@ -480,6 +480,6 @@ def test_stop_gradient_in_a_loss():
     x = b.input("x", "token")
     program = b.program(loss=b.to("mean", b("mul", b("stop_gradient", x), x), "batch"))
     value = draw(sum(LENS), 1).requires_grad_()
-    run = LossRun(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
+    run = MinibatchLoss(program, loss_counts(program, GEN, range(12), {"gen": LENS}))
     run({"x": value}, {"gen": view("gen", list(range(12)), LENS)}).backward()
     torch.testing.assert_close(value.grad, value.detach() / sum(LENS), **TIGHT)

@@ -7,7 +7,7 @@ Codes: RL0791 a program of another plan, RL0792 what this rank does not have.
 from __future__ import annotations
 
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ class Program:
     plan: str
     # where that plan was
     file: str
-    # what ranks do, and which; a rank that is in none goes through its list as in any run
+    # (schedule, the ranks that follow it); a rank without one goes through its list as in any run
     schedules: tuple[tuple[Callable[[Rank], None], Sequence[range]], ...]
 
     def check_plan(self, file: PlanFile) -> None:
@@ -39,18 +39,18 @@ class Program:
     def run(self, interpreter: Interpreter) -> None:
         """Go through the schedule of this rank. Leaving the debugger ends the run, as Ctrl-C does."""
         rank = interpreter.state.context.rank
-        mine = next((body for body, ranks in self.schedules if any(rank in r for r in ranks)), None)
-        if mine is None:
+        schedule = next((body for body, ranks in self.schedules if any(rank in r for r in ranks)), None)
+        if schedule is None:
             return interpreter.run()
         try:
-            mine(Rank(interpreter))
+            schedule(Rank(interpreter))
         except BdbQuit:
             raise KeyboardInterrupt from None
 
 
 class Rank:
-    """The operations of one rank: one for each kind of event, `run.generate(8)`, which takes the number of an event of
-    the plan."""
+    """The operations of one rank: a method for each kind of event, which takes the number of an event of the plan, as in
+    `run.generate(8)`; its loops; and what it holds."""
 
     def __init__(self, interpreter: Interpreter):
         self._interpreter = interpreter
@@ -58,13 +58,13 @@ class Rank:
 
     @property
     def state(self) -> RankState:
-        """All that this rank holds: `state.step.number`, `state.models.shards["actor", "L0"]`,
+        """Everything that this rank holds: `state.step.number`, `state.models.shards["actor", "L0"]`,
         `state.step.logged`."""
         return self._interpreter.state
 
     def value(self, buffer: str) -> Any:
-        """What this rank holds of a value, as the plan writes it: value("gen.logprobs@s1"). It waits for what is still
-        on its way."""
+        """What this rank holds of a value, by its name in the plan: value("gen.logprobs@s1"). Waits until the value has
+        arrived."""
         buffers = self.state.step.buffers
         if buffer not in buffers.names():
             raise self._none(f"value {buffer}", buffers.names())
@@ -87,15 +87,15 @@ class Rank:
     def _do(self, kind: str, id: int) -> None:
         event = self._events.get(id)
         if event is None or not isinstance(event, EVENTS[kind]):
-            same = [i for i, e in self._events.items() if isinstance(e, EVENTS[kind])]
-            raise self._none(f"{kind} {id}", same)
+            of_kind = [i for i, e in self._events.items() if isinstance(e, EVENTS[kind])]
+            raise self._none(f"{kind} {id}", of_kind)
         self._interpreter.run_event(event)
 
-    def _none(self, asked: str, there: Any) -> Failure:
+    def _none(self, asked: str, available: Iterable[object]) -> Failure:
         rank = self.state.context.rank
         return fail("RL0792", f"rank {rank} has no {asked} here", place=f"rank {rank}",
-                    help=f"available: {', '.join(map(str, there)) or 'none'}; for details run `rlc show PLAN --rank "
-                         f"{rank}`")
+                    help=f"available: {', '.join(map(str, available)) or 'none'}; for details run `rlc show PLAN "
+                         f"--rank {rank}`")
 
 
 def _by_id(items: Sequence[Item]) -> tuple[dict[int, Event], dict[str, Loop]]:

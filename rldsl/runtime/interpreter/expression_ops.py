@@ -1,6 +1,6 @@
 """One node of a plan's arithmetic on ragged batches, with torch.
 
-In: a node of `plan/expr.py`, its arguments' values and the geometry of the rows at hand. Out: its value.
+In: a node of `plan/expr.py`, its arguments' values and the index of the ragged rows at hand. Out: its value.
 Invariant: a value of level token is flat [sum of lens], seq is [S], prompt has one entry for each distinct prompt id
 in ascending order, batch has no dimension. What one sequence gets never depends on the others. An empty set of
 elements has sum, mean, amax and amin 0. Everything is differentiable where the mathematics is.
@@ -22,14 +22,13 @@ from rldsl.plan.operators import in_family
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """The rows of one frame at hand. rows, prompts, lens: [S] int64; row numbers, prompt numbers, response lengths.
-    tokens: the sum of lens, where it is known without asking a device, which would have to be waited for."""
+class FrameRows:
+    """The rows of one frame at hand."""
 
-    rows: Tensor
-    prompts: Tensor
-    lens: Tensor
-    tokens: int | None = None
+    rows: Tensor  # [S] int64, row numbers
+    prompts: Tensor  # [S] int64, prompt numbers
+    lens: Tensor  # [S] int64, response lengths
+    tokens: int | None = None  # the sum of lens, if it is known without synchronizing with the device
 
     @property
     def total(self) -> int:
@@ -37,22 +36,24 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """The index sets of some views, and how the finer lie over the coarser."""
+class RaggedIndex:
+    """Row offsets and index maps of the ragged rows at hand: which tokens belong to which sequence, and which
+    sequences to which prompt."""
 
-    views: Mapping[str, View]
-    frames: Mapping[str, Frame]
-    _known: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    frame_rows: Mapping[str, FrameRows]  # frame -> its rows at hand
+    frames: Mapping[str, Frame]  # frame -> its record in the plan
+    _cache: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # what `_once` has computed
 
     @property
     def device(self) -> torch.device:
-        return next((v.lens.device for v in self.views.values()), torch.device("cpu"))
+        return next((v.lens.device for v in self.frame_rows.values()), torch.device("cpu"))
 
     def frame(self, level: Level, space: str) -> str:
         """A frame that ranges over `space` at `level`."""
-        return next(f for f in self.views if self.space(f, level) == space)
+        return next(f for f in self.frame_rows if self.space(f, level) == space)
 
     def space(self, frame: str, level: Level) -> str:
+        """The index set over which values of `level` of a frame range."""
         record = self.frames[frame]
         return {"token": record.id, "seq": record.rows, "prompt": record.prompts, "batch": ""}[level]
 
@@ -60,38 +61,38 @@ class Geometry:
         """The number of elements at hand."""
         if level == "prompt":
             return self.prompts(space).numel()
-        view = self.views[self.frame(level, space)]
-        return view.total if level == "token" else view.lens.numel()
+        rows = self.frame_rows[self.frame(level, space)]
+        return rows.total if level == "token" else rows.lens.numel()
 
     def prompts(self, space: str) -> Tensor:
         """The distinct prompt ids of a prompt space, ascending."""
-        mine = [v.prompts for f, v in self.views.items() if self.frames[f].prompts == space]
-        return self._once(("", "prompts", space), lambda: torch.cat(mine).unique())
+        by_frame = [v.prompts for f, v in self.frame_rows.items() if self.frames[f].prompts == space]
+        return self._once(("", "prompts", space), lambda: torch.cat(by_frame).unique())
 
     def index(self, level: Level, space: str, to: Level) -> Tensor:
         """For each element of `level`, the number of the element of `to` that it lies in."""
         frame = self.frame(level, space)
-        view = self.views[frame]
+        rows = self.frame_rows[frame]
         if (level, to) == ("token", "seq"):
-            seqs = torch.arange(view.lens.numel(), device=view.lens.device)
-            return self._once((frame, "seq"), lambda: seqs.repeat_interleave(view.lens, output_size=view.total))
+            seqs = torch.arange(rows.lens.numel(), device=rows.lens.device)
+            return self._once((frame, "seq"), lambda: seqs.repeat_interleave(rows.lens, output_size=rows.total))
         if (level, to) == ("seq", "prompt"):
             prompts = self.prompts(self.frames[frame].prompts)
-            return self._once((frame, "prompt"), lambda: torch.searchsorted(prompts, view.prompts))
+            return self._once((frame, "prompt"), lambda: torch.searchsorted(prompts, rows.prompts))
         assert (level, to) == ("token", "prompt"), f"no index from {level} to {to}"
         return self.index("seq", self.frames[frame].rows, "prompt")[self.index("token", space, "seq")]
 
     def ends(self, frame: str) -> Tensor:
         """[S]: the number of the token after each sequence."""
-        return self._once((frame, "ends"), lambda: self.views[frame].lens.cumsum(0))
+        return self._once((frame, "ends"), lambda: self.frame_rows[frame].lens.cumsum(0))
 
     def _once(self, key: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
 
-def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], geometry: Geometry,
+def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: RaggedIndex,
              dtype: torch.dtype) -> Tensor:
     """The value of `node`, which is neither an input nor a Python function nor a reduction to batch.
 
@@ -99,23 +100,23 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], geometry
     dtype = torch.float64 if node.level == "batch" else dtype
     if node.op == "const":
         value = node.attr("value")
-        return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else dtype, device=geometry.device)
+        return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else dtype, device=ragged.device)
     if in_family(node.op, "elementwise"):
-        return elementwise(node.op, [lift(a, n, node, geometry) for a, n in zip(args, inner)], dtype)
+        return elementwise(node.op, [broadcast(a, n, node, ragged) for a, n in zip(args, inner)], dtype)
     if node.attr("to") is not None:
-        return reduce(node, inner[0], args[0], geometry, dtype)
-    return sequence(node, str(node.attr("frame") or inner[0].space), args, geometry, dtype)
+        return reduce(node, inner[0], args[0], ragged, dtype)
+    return sequence(node, str(node.attr("frame") or inner[0].space), args, ragged, dtype)
 
 
 # ------------------------------------------------------------------------------------------------ elementwise
 
 
-def lift(x: Tensor, of: Node, to: Node, geometry: Geometry) -> Tensor:
-    """x of a coarser level, repeated for every element of the finer one."""
+def broadcast(x: Tensor, of: Node, to: Node, ragged: RaggedIndex) -> Tensor:
+    """x of a coarser level, repeated for every element of a finer one."""
     if of.level == to.level or of.level == "batch":
         return x
     assert LEVELS.index(of.level) < LEVELS.index(to.level), f"{of.level} does not broadcast to {to.level}"
-    return x[geometry.index(to.level, to.space, of.level)]
+    return x[ragged.index(to.level, to.space, of.level)]
 
 
 _NUMBERS: dict[str, Callable[..., Tensor]] = {
@@ -155,9 +156,9 @@ def _alike(args: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------- reductions
 
 
-def reduce(node: Node, of: Node, x: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+def reduce(node: Node, of: Node, x: Tensor, ragged: RaggedIndex, dtype: torch.dtype) -> Tensor:
     """A reduction to seq or prompt. Sums run in float64, so that the order of the elements hardly matters."""
-    index, size = geometry.index(of.level, of.space, node.level), geometry.size(node.level, node.space)
+    index, size = ragged.index(of.level, of.space, node.level), ragged.size(node.level, node.space)
     wide = x.to(torch.float64)
     count = torch.zeros(size, dtype=torch.float64, device=x.device).index_add(0, index, torch.ones_like(wide))
     match node.op:
@@ -224,18 +225,18 @@ _WHOLE: Mapping[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {"median": 
 # -------------------------------------------------------------------------------------------------- sequences
 
 
-def sequence(node: Node, frame: str, args: Sequence[Tensor], geometry: Geometry, dtype: torch.dtype) -> Tensor:
+def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex, dtype: torch.dtype) -> Tensor:
     """The operators that work inside each sequence of `frame`."""
-    lens = geometry.views[frame].lens
+    lens = ragged.frame_rows[frame].lens
     match node.op:
         case "len":
             return lens.to(dtype)
         case "at_end":
-            return _at_end(args[0], frame, geometry)
+            return _at_end(args[0], frame, ragged)
         case "last":
-            return _last(args[0], frame, geometry)
+            return _last(args[0], frame, ragged)
         case "next" | "prev":
-            return _neighbour(args[0], geometry.ends(frame), lens, 1 if node.op == "next" else -1)
+            return _neighbour(args[0], ragged.ends(frame), lens, 1 if node.op == "next" else -1)
         case "cumsum":
             return pad(args[0].to(torch.float64), lens).cumsum(1)[_filled(lens)].to(dtype)
         case "discount":
@@ -246,21 +247,21 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], geometry: Geometry,
 
 def _neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
     """Each token's neighbour; 0 (or false) at the border of its sequence."""
-    # of an empty sequence a place behind all: to leave it out by its number would wait for the device
+    # an empty sequence writes to an extra element at the end, which is cut off: selecting the others would synchronize
     border = torch.where(lens > 0, ends - 1 if shift == 1 else ends - lens, x.numel())
     inside = torch.ones(x.numel() + 1, dtype=torch.bool, device=x.device).index_fill(0, border, False)[:-1]
     return torch.where(inside, x.roll(-shift), torch.zeros_like(x))
 
 
-def _at_end(x: Tensor, frame: str, geometry: Geometry) -> Tensor:
-    size = geometry.size("token", frame)
-    at = torch.where(geometry.views[frame].lens > 0, geometry.ends(frame) - 1, size)  # of an empty one behind all
+def _at_end(x: Tensor, frame: str, ragged: RaggedIndex) -> Tensor:
+    size = ragged.size("token", frame)
+    at = torch.where(ragged.frame_rows[frame].lens > 0, ragged.ends(frame) - 1, size)  # empty: the extra element
     return x.new_zeros(size + 1).index_copy(0, at, x)[:-1]
 
 
-def _last(x: Tensor, frame: str, geometry: Geometry) -> Tensor:
-    lens = geometry.views[frame].lens
-    at = torch.where(lens > 0, geometry.ends(frame) - 1, x.numel())
+def _last(x: Tensor, frame: str, ragged: RaggedIndex) -> Tensor:
+    lens = ragged.frame_rows[frame].lens
+    at = torch.where(lens > 0, ragged.ends(frame) - 1, x.numel())
     return torch.cat((x, x.new_zeros(1)))[at]
 
 

@@ -1,6 +1,8 @@
-"""A plan's programs with torch: flow arithmetic over all ranks (`run_compute`), losses over micro-batches (`LossRun`).
+"""A plan's programs with torch: flow arithmetic over all ranks (`run_compute`), losses over micro-batches
+(`MinibatchLoss`).
 
-In: a Program, inputs and the rows at hand (`View`s). Out: its outputs, or a loss share with its gradient.
+In: a Program, inputs and the rows at hand (a `FrameRows` per frame). Out: its outputs, or a share of the loss with its
+gradient.
 Invariant: results do not depend on how rows are divided over ranks and micro-batches, but for rounding of float64. On
 CUDA `index_add` adds in no fixed order, so there two runs under one placement may differ by that rounding too.
 """
@@ -20,39 +22,39 @@ from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
 from rldsl.runtime.draws import uniform
-from rldsl.runtime.interpreter.expression_ops import Geometry, View, evaluate, of_all_elements
+from rldsl.runtime.interpreter.expression_ops import RaggedIndex, FrameRows, evaluate, of_all_elements
 from rldsl.sharding.partition import mix
 
-__all__ = ["Counts", "LossRun", "View", "loss_counts", "run_compute"]
+__all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
 
 
-def run_compute(program: Program, inputs: Mapping[str, Tensor], views: Mapping[str, View],
+def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows],
                 frames: Mapping[str, Frame], group: Any, call_py: Callable[[Node], Tensor],
                 seed: int = 0, step: int = 0) -> dict[str, Tensor]:
-    """The outputs of `program`, each of the level of its node (see `View` for the shapes).
+    """The outputs of `program`, each of the level of its node (see `FrameRows` for the shapes).
 
     group: the ranks that share the work (None: this one alone). Each row is on exactly one of them, all sequences of a
     prompt on the same. Every rank takes part in every all-reduce, one for each reduction to batch, with or without
     rows. call_py: the result of a user's function for the rows of the node's frame. seed, step: of random numbers.
     Numbers have the widest float type of the inputs (float32 if there is none); batch-level arithmetic runs in
     float64."""
-    geometry, dtype = Geometry(views, frames), _float_type(inputs)
+    ragged, dtype = RaggedIndex(frame_rows, frames), _float_type(inputs)
     done: list[Tensor] = []
     with torch.no_grad():
         for node in program.nodes:
             inner, args = [program.nodes[a] for a in node.args], [done[a] for a in node.args]
             if node.op == "input":
-                value = _entered(node, inputs, geometry, dtype)
+                value = _entered(node, inputs, ragged, dtype)
             elif node.op == "py":
-                value = _number(call_py(node).to(geometry.device), dtype)
+                value = _number(call_py(node).to(ragged.device), dtype)
             elif node.op == "uniform":
-                value = _drawn(node, geometry, seed, step).to(dtype)
+                value = _drawn(node, ragged, seed, step).to(dtype)
             elif _to_batch(node) and OPERATORS[node.op].combine == "gather":
                 value = of_all_elements(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
             elif _to_batch(node):
                 value = _all_reduced(node.op, args[0], group)
             else:
-                value = evaluate(node, inner, args, geometry, dtype)
+                value = evaluate(node, inner, args, ragged, dtype)
             done.append(value)
     return {name: _number(done[i], dtype) for name, i in program.outputs}
 
@@ -62,10 +64,10 @@ def _to_batch(node: Node) -> bool:
 
 
 def _float_type(inputs: Mapping[str, Tensor]) -> torch.dtype:
-    found = [x.dtype for x in inputs.values() if x.is_floating_point() and x.dim()]
-    found = found or [x.dtype for x in inputs.values() if x.is_floating_point()] or [torch.float32]
-    widest = found[0]
-    for other in found[1:]:
+    dtypes = [x.dtype for x in inputs.values() if x.is_floating_point() and x.dim()]
+    dtypes = dtypes or [x.dtype for x in inputs.values() if x.is_floating_point()] or [torch.float32]
+    widest = dtypes[0]
+    for other in dtypes[1:]:
         widest = torch.promote_types(widest, other)
     return widest
 
@@ -74,11 +76,11 @@ def _number(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == torch.bool else x.to(dtype)
 
 
-def _entered(node: Node, inputs: Mapping[str, Tensor], geometry: Geometry, dtype: torch.dtype) -> Tensor:
+def _entered(node: Node, inputs: Mapping[str, Tensor], ragged: RaggedIndex, dtype: torch.dtype) -> Tensor:
     x = inputs[str(node.attr("name"))]
     if node.level == "batch":
         return _number(x.reshape(()), torch.float64)
-    size = geometry.size(node.level, node.space)
+    size = ragged.size(node.level, node.space)
     assert x.shape == (size,), f"input {node.attr('name')}: shape {tuple(x.shape)}, {size} {node.level} elements"
     return _number(x, dtype)
 
@@ -87,7 +89,7 @@ def _entered(node: Node, inputs: Mapping[str, Tensor], geometry: Geometry, dtype
 
 
 def _local(op: str, x: Tensor) -> Tensor:
-    """What `op` needs of the elements at hand: their sum, their number, their maximum, or minus their minimum."""
+    """This rank's partial result of `op`: the sum, the number, the maximum, or minus the minimum of its elements."""
     wide = x.to(torch.float64)
     match op:
         case "count":
@@ -105,50 +107,50 @@ def _is_extreme(op: str) -> bool:
     return OPERATORS[op].combine in ("max", "min")
 
 
-def _extremum(op: str, found: Tensor) -> Tensor:
-    """The result of amax or amin from the maximum found; 0 when there was no element at all."""
-    found = torch.where(found == -torch.inf, 0.0, found)
-    return found if op == "amax" else -found
+def _extremum(op: str, maximum: Tensor) -> Tensor:
+    """The result of amax or amin from the maximum of all partial results; 0 if there was no element."""
+    maximum = torch.where(maximum == -torch.inf, 0.0, maximum)
+    return maximum if op == "amax" else -maximum
 
 
 def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
-    local = torch.stack((_local(op, x), _local("count", x)))
-    extreme = _is_extreme(op)
+    """The reduction over the elements of all ranks of `group`."""
+    partials = torch.stack((_local(op, x), _local("count", x)))
     if group is not None:
-        dist.all_reduce(local, op=dist.ReduceOp.MAX if extreme else dist.ReduceOp.SUM, group=group)
-    value, count = local
-    if extreme:
+        dist.all_reduce(partials, op=dist.ReduceOp.MAX if _is_extreme(op) else dist.ReduceOp.SUM, group=group)
+    value, count = partials
+    if _is_extreme(op):
         return _extremum(op, value)
     return value / count.clamp(min=1) if op == "mean" else value
 
 
 def _gathered(x: Tensor, group: Any) -> Tensor:
-    """The elements of all ranks: each adds its own to a table of zeros."""
+    """The elements of all ranks, on each of them: every rank writes its own into a table of zeros, which are summed."""
     if group is None:
         return x
     counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)
-    mine = dist.get_rank(group)
-    counts[mine] = x.numel()
+    index = dist.get_rank(group)
+    counts[index] = x.numel()
     dist.all_reduce(counts, op=dist.ReduceOp.SUM, group=group)
-    start = int(counts[:mine].sum())
+    start = int(counts[:index].sum())
     table = x.new_zeros(int(counts.sum()))
     table[start : start + x.numel()] = x
     dist.all_reduce(table, op=dist.ReduceOp.SUM, group=group)
     return table
 
 
-def _drawn(node: Node, geometry: Geometry, seed: int, step: int) -> Tensor:
-    """Random numbers of the elements of a node; those of other calls are independent."""
+def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int) -> Tensor:
+    """A random number for each element of a node, independent of those of other calls of `uniform`."""
     if node.level == "prompt":
-        rows = geometry.prompts(node.space)
+        rows = ragged.prompts(node.space)
         positions = torch.zeros_like(rows)
     else:
-        view = geometry.views[geometry.frame(node.level, node.space)]
-        rows, positions = view.rows, torch.zeros_like(view.rows)
+        frame_rows = ragged.frame_rows[ragged.frame(node.level, node.space)]
+        rows, positions = frame_rows.rows, torch.zeros_like(frame_rows.rows)
         if node.level == "token":
-            of = geometry.index("token", node.space, "seq")
-            starts = geometry.ends(node.space) - view.lens
-            rows, positions = rows[of], torch.arange(of.numel(), device=of.device) - starts[of]
+            seq_of_token = ragged.index("token", node.space, "seq")
+            starts = (ragged.ends(node.space) - frame_rows.lens)[seq_of_token]
+            rows, positions = rows[seq_of_token], torch.arange(seq_of_token.numel(), device=starts.device) - starts
     return uniform(mix(seed, int(node.attr("call") or 0)) >> 1, step, rows, positions)
 
 
@@ -166,8 +168,8 @@ class Counts:
 def loss_counts(program: Program, frames: Mapping[str, Frame], rows: Sequence[int],
                 response_lens: Mapping[str, Sequence[int]]) -> Counts:
     """The global counts of a minibatch. rows: all its rows, on whatever rank, the same of every frame.
-    response_lens: frame -> response length of each row of the whole frame. program: for its index sets; only those of
-    `frames` may occur."""
+    response_lens: frame -> response length of each row of the whole frame. program: all its index sets must be those
+    of `frames`."""
     sizes: dict[tuple[Level, str], int] = {}
     for frame in frames.values():
         sizes["token", frame.id] = sum(int(response_lens[frame.id][r]) for r in rows)
@@ -177,89 +179,99 @@ def loss_counts(program: Program, frames: Mapping[str, Frame], rows: Sequence[in
     return Counts(frames, sizes)
 
 
-class LossRun:
-    """One minibatch of a loss.
+class MinibatchLoss:
+    """The loss and the metrics of one minibatch, computed micro-batch by micro-batch.
 
-    Call it once for each micro-batch; then add up `partials` over the ranks that hold different rows and hand the
-    result to `finish`. The vector has two parts: the first `sums` entries add (all-reduce with SUM), the others take
-    the maximum (all-reduce with MAX; minima are negated, and batch-level inputs stand there so that ranks without
-    rows learn them). A run that is never called has the neutral element of both."""
+    Call it once for each micro-batch; then combine `partials` over the ranks that hold different rows and hand the
+    result to `finish`. The vector has two parts: the first `num_summed` entries add (all-reduce with SUM), the others
+    take the maximum (all-reduce with MAX; minima are negated, and batch-level inputs are among them so that ranks
+    without rows learn them). Without a micro-batch, the vector is the neutral element of both."""
 
     def __init__(self, program: Program, counts: Counts):
         self._program, self._counts = program, counts
         nodes = program.nodes
         reductions = [i for i, n in enumerate(nodes) if _to_batch(n)]
-        self._adding = [i for i in reductions if OPERATORS[nodes[i].op].combine == "sum"]
-        self._extreme = [i for i in reductions if _is_extreme(nodes[i].op)]
-        if other := set(reductions) - {*self._adding, *self._extreme}:
+        # nodes that reduce to batch level by a sum
+        self._summed = [i for i in reductions if OPERATORS[nodes[i].op].combine == "sum"]
+        # nodes that reduce to batch level by a maximum or minimum
+        self._maxima = [i for i in reductions if _is_extreme(nodes[i].op)]
+        if other := set(reductions) - {*self._summed, *self._maxima}:
             raise internal_error(f"a loss cannot reduce with {', '.join(sorted({nodes[i].op for i in other}))}")
+        # inputs of batch level
         self._scalars = [i for i, n in enumerate(nodes) if n.op == "input" and n.level == "batch"]
-        self._inner = _ancestors(nodes, [a for i in reductions for a in nodes[i].args], through=lambda n: True)
-        assert not self._inner & set(reductions), f"{program.id}: a batch-level reduction is used for each element"
-        self._vector = torch.tensor([0.0] * self.sums + [-torch.inf] * (len(self._extreme) + len(self._scalars)),
-                                    dtype=torch.float64)
+        # everything below batch level: what the reductions are computed from
+        self._per_element_nodes = _ancestors(nodes, [a for i in reductions for a in nodes[i].args],
+                                             through=lambda n: True)
+        assert not self._per_element_nodes & set(reductions), \
+            f"{program.id}: a batch-level reduction is used for each element"
+        # partial results so far: those of `_summed`, of `_maxima`, and the values of `_scalars`
+        self._partials = torch.tensor(
+            [0.0] * self.num_summed + [-torch.inf] * (len(self._maxima) + len(self._scalars)), dtype=torch.float64)
 
     @property
-    def sums(self) -> int:
+    def num_summed(self) -> int:
         """How many leading entries of `partials` add; the others take the maximum."""
-        return len(self._adding)
+        return len(self._summed)
 
-    def __call__(self, inputs: Mapping[str, Tensor], views: Mapping[str, View]) -> Tensor:
+    def __call__(self, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows]) -> Tensor:
         """This micro-batch's share of the loss: a float64 scalar whose gradients add up to the loss's over all
         micro-batches of all ranks. A constant term of the loss is left out, so the values add up to the rest."""
-        done = self._elements(inputs, Geometry(views, self._counts.frames))
+        done = self._elements(inputs, RaggedIndex(frame_rows, self._counts.frames))
         locals_ = {i: _local(self._program.nodes[i].op, done[self._program.nodes[i].args[0]])
-                   for i in (*self._adding, *self._extreme)}
+                   for i in (*self._summed, *self._maxima)}
         scalars = {i: done[i] for i in self._scalars}
         self._record(locals_, scalars)
         root = dict(self._program.outputs)["loss"]
-        leaves = {i: locals_[i] / self._divisor(i) for i in self._adding}
+        leaves = {i: locals_[i] / self._divisor(i) for i in self._summed}
         zeros = {i: torch.zeros_like(x.detach()) for i, x in leaves.items()}
+        # The loss is affine in its sums: sum of c_i * reduction_i + constant. Each micro-batch on each rank would add
+        # the constant once more, so subtract the loss with all sums 0. Detached: a constant has no gradient.
         share = self._batch_level(leaves | scalars, [root])[root]
-        # The loss is affine: f(sums) = linear(sums) + constant. Each micro-batch of each rank would add the constant once
-        # more, so it returns f(sums) - f(0). The constant has no gradient; detached, autograd does not walk it.
         return share - self._batch_level(zeros | scalars, [root])[root].detach()
 
     def partials(self, device: torch.device | None = None) -> Tensor:
-        """A copy of what this rank has found so far (float64; see the class), on `device` or where the rows were."""
-        return self._vector.clone().to(device or self._vector.device)
+        """[num_summed + others] float64, a copy: this rank's partial results so far (see the class), on `device` or
+        where the rows were."""
+        return self._partials.clone().to(device or self._partials.device)
 
     def finish(self, vector: Tensor) -> dict[str, float]:
         """"loss" and every metric of the whole minibatch, from the partials of all ranks."""
         vector = vector.cpu()
-        added, found, scalars = vector.split([self.sums, len(self._extreme), len(self._scalars)])
-        leaves = {i: x / self._divisor(i) for i, x in zip(self._adding, added)}
-        leaves |= {i: _extremum(self._program.nodes[i].op, x) for i, x in zip(self._extreme, found)}
+        sums, maxima, scalars = vector.split([self.num_summed, len(self._maxima), len(self._scalars)])
+        leaves = {i: x / self._divisor(i) for i, x in zip(self._summed, sums)}
+        leaves |= {i: _extremum(self._program.nodes[i].op, x) for i, x in zip(self._maxima, maxima)}
         leaves |= dict(zip(self._scalars, scalars))
         done = self._batch_level(leaves, [i for _, i in self._program.outputs])
         return {name: float(done[i]) for name, i in self._program.outputs}
 
-    def _elements(self, inputs: Mapping[str, Tensor], geometry: Geometry) -> dict[int, Tensor]:
+    def _elements(self, inputs: Mapping[str, Tensor], ragged: RaggedIndex) -> dict[int, Tensor]:
         """The values of everything below batch level, and of the batch-level inputs."""
         nodes, dtype = self._program.nodes, _float_type(inputs)
         done: dict[int, Tensor] = {}
-        for i in sorted(self._inner | set(self._scalars)):
+        for i in sorted(self._per_element_nodes | set(self._scalars)):
             if nodes[i].op == "input":
-                done[i] = _entered(nodes[i], inputs, geometry, dtype)
+                done[i] = _entered(nodes[i], inputs, ragged, dtype)
             else:
                 inner, args = [nodes[a] for a in nodes[i].args], [done[a] for a in nodes[i].args]
-                done[i] = evaluate(nodes[i], inner, args, geometry, dtype)
+                done[i] = evaluate(nodes[i], inner, args, ragged, dtype)
         return done
 
     def _record(self, locals_: Mapping[int, Tensor], scalars: Mapping[int, Tensor]) -> None:
-        here = [locals_[i].detach() for i in (*self._adding, *self._extreme)]
-        here += [scalars[i].detach().to(torch.float64) for i in self._scalars]
-        if here:
-            found = torch.stack(here)
-            known = self._vector.to(found.device)
-            found[: self.sums] += known[: self.sums]
-            found[self.sums :] = torch.maximum(found[self.sums :], known[self.sums :])
-            self._vector = found
+        """Combine the partial results of a micro-batch with those of the micro-batches before."""
+        new = [locals_[i].detach() for i in (*self._summed, *self._maxima)]
+        new += [scalars[i].detach().to(torch.float64) for i in self._scalars]
+        if new:
+            combined, n = torch.stack(new), self.num_summed
+            before = self._partials.to(combined.device)
+            combined[:n] += before[:n]
+            combined[n:] = torch.maximum(combined[n:], before[n:])
+            self._partials = combined
 
     def _divisor(self, reduction: int) -> float:
+        """The global number of elements for a mean, else 1."""
         node = self._program.nodes[reduction]
-        of = self._program.nodes[node.args[0]]
-        return float(max(self._counts.sizes[of.level, of.space], 1)) if node.op == "mean" else 1.0
+        reduced = self._program.nodes[node.args[0]]
+        return float(max(self._counts.sizes[reduced.level, reduced.space], 1)) if node.op == "mean" else 1.0
 
     def _batch_level(self, leaves: Mapping[int, Tensor], roots: Sequence[int]) -> dict[int, Tensor]:
         """The batch-level arithmetic that `roots` need, from the reductions and inputs in `leaves`."""
@@ -267,17 +279,17 @@ class LossRun:
         device = next((x.device for x in leaves.values()), torch.device("cpu"))
         for i in sorted(_ancestors(nodes, roots, through=lambda n: not _to_batch(n)) - set(leaves)):
             inner, args = [nodes[a] for a in nodes[i].args], [done[a] for a in nodes[i].args]
-            done[i] = evaluate(nodes[i], inner, args, Geometry({}, {}), torch.float64).to(device)
+            done[i] = evaluate(nodes[i], inner, args, RaggedIndex({}, {}), torch.float64).to(device)
         return done
 
 
 def _ancestors(nodes: Sequence[Node], roots: Sequence[int], through: Callable[[Node], bool]) -> set[int]:
-    """`roots` and what they are made of, not looking behind nodes that fail `through`."""
-    found: set[int] = set()
-    waiting = list(roots)
-    while waiting:
-        i = waiting.pop()
-        if i not in found:
-            found.add(i)
-            waiting.extend(nodes[i].args if through(nodes[i]) else ())
-    return found
+    """`roots` and the nodes that they are computed from, without the arguments of nodes that fail `through`."""
+    ancestors: set[int] = set()
+    to_visit = list(roots)
+    while to_visit:
+        i = to_visit.pop()
+        if i not in ancestors:
+            ancestors.add(i)
+            to_visit.extend(nodes[i].args if through(nodes[i]) else ())
+    return ancestors

@@ -13,7 +13,7 @@ from rldsl.runtime.comm.exchange import DTYPES, transfer
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter.eval_loops import next_rows
-from rldsl.runtime.interpreter.expression_programs import View, run_compute
+from rldsl.runtime.interpreter.expression_programs import FrameRows, run_compute
 from rldsl.runtime.rewards.pool import RewardPool
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
@@ -85,27 +85,27 @@ def transfer_values(step: StepState, ring: EventRing, event: Transfer) -> None:
 def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: EventRing, event: Compute) -> None:
     context = step.context
     spread, program = context.spreads[event.spread], context.programs[event.program]
-    views = {frame: _view(step, event, frame) for frame in event.frames}
+    frame_rows = {frame: _frame_rows(step, event, frame) for frame in event.frames}
     inputs = {}
     for name, value in event.inputs:
         record = context.values[value]
-        ids = _ids(context, record.extent, record.frame, views)
+        ids = _ids(context, record.extent, record.frame, frame_rows)
         inputs[name] = step.read(event.reads, value).pick(ids).data
 
     def call_python(node: Node) -> torch.Tensor:
         frame = str(node.attr("frame"))
-        rows, names = reward_rows(step, reader, event, frame, views[frame].rows)
+        rows, names = reward_rows(step, reader, event, frame, frame_rows[frame].rows)
         function = context.functions[str(node.attr("function"))]
         ring.calls(function.name)
         numbers = rewards.call(function, rows, names)
         ring.resume()
         return torch.tensor(numbers, dtype=torch.float32, device=context.device)
 
-    results = run_compute(program, inputs, views, {f: context.frames[f] for f in event.frames},
+    results = run_compute(program, inputs, frame_rows, {f: context.frames[f] for f in event.frames},
                           context.world.group(spread.mesh), call_python, step.compute_seed(event), step.number - 1)
     for name, value in event.outputs:
         record, data = context.values[value], results[name]
-        ids = _ids(context, record.extent, record.frame, views)
+        ids = _ids(context, record.extent, record.frame, frame_rows)
         data = data.reshape(-1)
         exact = record.dtype == "bool" or record.level == "batch"  # one number per step may take eight bytes
         step.write(value, spread.id, ids, data if exact else data.float())
@@ -118,14 +118,14 @@ def select(step: StepState, event: Select) -> None:
     if event.condition:
         rows = step.my_rows(spread, frame.of)
         kept = rows[step.read(event.reads, event.condition).pick(rows).data.to(torch.bool)]
-        whole = step.rows.lens[frame.of]
-        lens = RowLengths(torch.zeros_like(whole.prompt), torch.zeros_like(whole.response))
-        lens.prompt[kept], lens.response[kept] = whole.prompt[kept], whole.response[kept]
+        source = step.rows.lens[frame.of]
+        lens = RowLengths(torch.zeros_like(source.prompt), torch.zeros_like(source.response))
+        lens.prompt[kept], lens.response[kept] = source.prompt[kept], source.response[kept]
         step.rows.know(frame.id, lens)  # of this rank's rows only, until the lengths are exchanged
     rows = step.my_rows(spread, frame.id)
     for value, kept_value in event.values:
-        view = View(rows, rows // frame.per_prompt, rows)
-        ids = _ids(context, context.values[value].extent, frame.id, {frame.id: view})
+        selected = FrameRows(rows, rows // frame.per_prompt, rows)  # lens are not read
+        ids = _ids(context, context.values[value].extent, frame.id, {frame.id: selected})
         step.buffers.put(f"{kept_value}@{spread.id}", step.read(event.reads, value).pick(ids))
 
 
@@ -136,9 +136,9 @@ def collect(step: StepState, event: Collect) -> None:
     for value, collected in event.values:
         record, name = context.values[value], f"{collected}@{event.dst}"
         if record.extent == "lengths":
-            lens, now = step.rows.lens[into.id], step.rows.lens[frame.id]
-            here = slice(step.turn * frame.count, (step.turn + 1) * frame.count)
-            lens.prompt[here], lens.response[here] = now.prompt, now.response
+            lens, new = step.rows.lens[into.id], step.rows.lens[frame.id]
+            rows = slice(step.turn * frame.count, (step.turn + 1) * frame.count)
+            lens.prompt[rows], lens.response[rows] = new.prompt, new.response
             step.rows.know(into.id, lens)
         elif record.extent == "columns":
             buffers.put(name, [*buffers.take(name), *buffers.take(f"{value}@{event.src}")])
@@ -159,24 +159,24 @@ def make_empty(step: StepState, buffer: str) -> None:
     step.buffers.put(buffer, [] if record.extent == "columns" else Column.none(DTYPES[record.dtype], context.device))
 
 
-def _view(step: StepState, event: Compute, frame: str) -> View:
+def _frame_rows(step: StepState, event: Compute, frame: str) -> FrameRows:
     rows = step.my_rows(step.context.spreads[event.spread], frame)
-    return View(rows, rows // step.context.frames[frame].per_prompt, step.rows.lens[frame].response[rows])
+    return FrameRows(rows, rows // step.context.frames[frame].per_prompt, step.rows.lens[frame].response[rows])
 
 
-def _ids(context: RunContext, extent: str, frame: str, views: dict[str, View]) -> torch.Tensor:
+def _ids(context: RunContext, extent: str, frame: str, frame_rows: dict[str, FrameRows]) -> torch.Tensor:
     """The row or prompt numbers of a value of this extent and frame ([0] at batch level)."""
     if extent == "batch":
         return torch.zeros(1, dtype=torch.int64, device=context.device)
-    view = views[frame] if frame in views else views[_same_index_set(context, extent, frame, views)]
-    return view.prompts.unique() if extent == "prompt" else view.rows
+    rows = frame_rows[frame if frame in frame_rows else _same_index_set(context, extent, frame, frame_rows)]
+    return rows.prompts.unique() if extent == "prompt" else rows.rows
 
 
-def _same_index_set(context: RunContext, extent: str, frame: str, views: dict[str, View]) -> str:
-    """A frame of `views` that has the same prompts, or the same rows, as `frame`, which is none of them."""
-    of = context.frames[frame]
-    return next(f for f in views if (context.frames[f].prompts == of.prompts if extent == "prompt"
-                                     else context.frames[f].rows == of.rows))
+def _same_index_set(context: RunContext, extent: str, frame: str, frame_rows: dict[str, FrameRows]) -> str:
+    """A frame of `frame_rows` that has the same prompts, or the same rows, as `frame`, which is none of them."""
+    wanted, frames = context.frames[frame], context.frames
+    return next(f for f in frame_rows if (frames[f].prompts == wanted.prompts if extent == "prompt"
+                                          else frames[f].rows == wanted.rows))
 
 
 def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
