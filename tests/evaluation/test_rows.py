@@ -43,7 +43,7 @@ def batches(rows: int, times: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("rows", [3, 4, 5, 6, 8, 9])
 def test_every_row_once_in_the_order_of_the_file(rows: int) -> None:
-    times = eval_loops.num_turns(reader(rows), Loop("x", 4, (), over="heldout"))
+    times = eval_loops.num_iterations(reader(rows), Loop("x", 4, (), over="heldout"))
     assert times == -(-rows // 3)
     assert [r for b in batches(rows, times) for r in b] == list(range(rows))
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from rldsl.plan.expr import Level, Program
+from rldsl.plan.heads import HEADS
 from rldsl.plan.model import Frame, Spread
 from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts, run_compute
 from rldsl.semantics.errors import BAD, Errors
@@ -230,7 +231,7 @@ def compile_loss(modules: str, call: str, batch: Batch, head: str, text: str,
     made = _compile(modules, call, batch, data, text)
     use = made.meaning()
     assert isinstance(use, LossUse), f"{call} is not a loss"
-    lowered = lower_loss(use, head, tuple(batch.frames.values()), "harness", made.lower)
+    lowered = lower_loss(use, HEADS[head], tuple(batch.frames.values()), "harness", made.lower)
     made.errors.check()
     assert lowered is not BAD
     inputs: dict[str, Given | float] = {}

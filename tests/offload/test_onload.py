@@ -37,7 +37,7 @@ def test_nothing_waits_between_them() -> None:
     rank.onload("parameters")
     rank.onload("optimizer")
     assert rank.seen == ["issue parameters", "issue optimizer"]
-    rank.ready("actor", "home")
+    rank.shard_to_read("actor", "home")
     assert rank.seen[2:] == ["wait parameters", "wait optimizer"] and not rank.arriving
 
 
@@ -45,8 +45,8 @@ def test_nothing_waits_between_them() -> None:
 def test_one_alone(what: str) -> None:
     rank = Rank()
     rank.onload(what)
-    rank.ready("actor", "home")
-    rank.ready("actor", "home")
+    rank.shard_to_read("actor", "home")
+    rank.shard_to_read("actor", "home")
     assert rank.seen == [f"issue {what}", f"wait {what}"]
 
 
@@ -56,5 +56,5 @@ def test_what_still_comes_into_the_parameters(what: str, order: list[str]) -> No
     rank = Rank()
     rank.arriving["actor", "home"] = Pending(lambda: rank.seen.append("came"))
     rank.onload(what)
-    rank.ready("actor", "home")
+    rank.shard_to_read("actor", "home")
     assert rank.seen == order

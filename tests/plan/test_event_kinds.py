@@ -143,7 +143,7 @@ def test_the_interpreter_runs_it_with_one_handler(plan: Plan, audit: type[Event]
 
 def test_an_emitted_program_runs_it(plan: Plan, audit: type[Event], monkeypatch: Any) -> None:
     seen: list[Event] = []
-    walk: Any = SimpleNamespace(own=plan.body, run_event=seen.append, state=SimpleNamespace(
+    walk: Any = SimpleNamespace(items=plan.body, run_event=seen.append, state=SimpleNamespace(
         context=SimpleNamespace(rank=0)))
     event, run = the(plan, "audit"), Rank(walk)
     run.audit(event.id)

@@ -168,7 +168,7 @@ def test_leaving_the_debugger_is_an_interrupt(rank: int, ended: bool) -> None:
         raise BdbQuit
 
     whole: list[int] = []
-    walk: Any = SimpleNamespace(state=SimpleNamespace(context=SimpleNamespace(rank=rank)), own=(),
+    walk: Any = SimpleNamespace(state=SimpleNamespace(context=SimpleNamespace(rank=rank)), items=(),
                                 run=lambda: whole.append(rank))
     program = Program("id", "a.plan", ((leave, (range(0, 2), range(4, 6))),))
     if ended:

@@ -73,7 +73,7 @@ def test_who_changes_parameters_waits_until_they_have_left(act: Any, event: Any,
 
 def test_who_reads_them_does_not() -> None:
     rank = Rank()
-    rank.ready("actor", "L")
+    rank.shard_to_read("actor", "L")
     assert rank.seen == ["came"] and rank.leaving
 
 

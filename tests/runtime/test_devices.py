@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rldsl.runtime.store import Column
+from rldsl.runtime.store import RaggedRows
 
 ROOT = Path(__file__).parents[2]
 MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
@@ -72,20 +72,20 @@ def test_a_column_is_on_one_device() -> None:
     there, elsewhere = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64, device="meta")
     for parts in ((there, elsewhere, there), (elsewhere, there, there), (there, there, elsewhere)):
         with pytest.raises(AssertionError, match="a column spread over the devices"):
-            Column(*parts)
+            RaggedRows(*parts)
 
 
-def column(ids: list[int]) -> Column:
+def column(ids: list[int]) -> RaggedRows:
     rows = torch.tensor(ids)
-    return Column(rows, torch.ones_like(rows), torch.arange(len(ids), dtype=torch.float32))
+    return RaggedRows(rows, torch.ones_like(rows), torch.arange(len(ids), dtype=torch.float32))
 
 
 @pytest.mark.parametrize("held, wanted", [([0, 1], [2, 3]), ([0, 1, 2], [1, 3]), ([0, 2, 4], [1, 2]), ([0, 1], [0, 2])])
 def test_rows_that_are_not_held_are_refused(held: list[int], wanted: list[int]) -> None:
     with pytest.raises(AssertionError, match="rows"):
-        column(held).pick(torch.tensor(wanted))
+        column(held).select(torch.tensor(wanted))
 
 
 @pytest.mark.parametrize("wanted", [[], [0], [4], [0, 4], [0, 2, 4]])
 def test_rows_that_are_held_come_in_their_order(wanted: list[int]) -> None:
-    assert column([0, 2, 4]).pick(torch.tensor(wanted, dtype=torch.int64)).data.tolist() == [i / 2 for i in wanted]
+    assert column([0, 2, 4]).select(torch.tensor(wanted, dtype=torch.int64)).data.tolist() == [i / 2 for i in wanted]

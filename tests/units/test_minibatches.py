@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rldsl.diag import Failure
-from rldsl.runtime.interpreter.expression_programs import LossRun, loss_counts
+from rldsl.runtime.interpreter.expression_programs import MinibatchLoss, loss_counts
 from tests.library import harness
 from tests.library.harness import Batch, Given, compile_loss
 
@@ -30,7 +30,7 @@ def minibatch_losses(text: str, parts: int) -> list[float]:
     found = []
     for i in range(parts):
         rows = range(i, BATCH.rows, parts)
-        run = LossRun(code, loss_counts(code, BATCH.frames, rows, BATCH.lens))
+        run = MinibatchLoss(code, loss_counts(code, BATCH.frames, rows, BATCH.lens))
         run({n: harness._part(BATCH, known[n], rows) for n in code.inputs()}, harness._views(BATCH, rows))
         found.append(run.finish(run.partials())["loss"])
     return found

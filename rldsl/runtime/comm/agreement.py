@@ -1,7 +1,7 @@
-"""Ranks agree: on whether anything went wrong, and on what only one of them should have looked up.
+"""Small collectives by which ranks agree: on whether anything went wrong, and on what only one of them looked up.
 
-In: what this rank knows. Out: the same on every rank of the group. `group` is as in `World.group`: None is this rank
-alone; of the whole world it is `dist.group.WORLD`. Every rank of the group calls these together.
+In: what this rank knows. Out: the same on every rank of the group. `group` is as in `World.group`: None for this rank
+alone, `dist.group.WORLD` for the whole world. Every rank of the group calls these together.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from rldsl.diag import Diagnostic, Failure
 
 
 def any_rank(flags: Sequence[bool], group: Any, device: torch.device) -> tuple[bool, ...]:
-    """Of each flag, whether it is true on any rank."""
-    found = torch.tensor([float(flag) for flag in flags], device=device)
+    """For each flag, whether it is true on any rank."""
+    table = torch.tensor([float(flag) for flag in flags], device=device)
     if group is not None:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return tuple(bool(x) for x in found.tolist())
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+    return tuple(bool(x) for x in table.tolist())
 
 
-def raise_together(said: Sequence[Diagnostic], group: Any, device: torch.device) -> None:
-    """When any rank has something to say, all stop, and those that have it say it. Errors: those of `said`."""
-    if any_rank((bool(said),), group, device)[0]:
-        raise Failure(tuple(said))
+def raise_together(diagnostics: Sequence[Diagnostic], group: Any, device: torch.device) -> None:
+    """If any rank has diagnostics, all ranks raise a Failure; each reports its own."""
+    if any_rank((bool(diagnostics),), group, device)[0]:
+        raise Failure(tuple(diagnostics))
 
 
 def broadcast_text(text: str, device: torch.device) -> str:
     """The text of rank 0 of the world."""
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor(mine.numel(), device=device)
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor(data.numel(), device=device)
     dist.broadcast(size, src=0)
     if dist.get_rank() != 0:
-        mine = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(mine, src=0)
-    return bytes(mine.tolist()).decode()
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=0)
+    return bytes(data.tolist()).decode()
 
 
 def gather_texts(text: str, device: torch.device) -> list[str]:
@@ -48,15 +48,15 @@ def gather_texts(text: str, device: torch.device) -> list[str]:
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
     longest = max(int(s) for s in sizes)
-    mine = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
-    every = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(every, mine)
-    return [x[: int(n)].cpu().numpy().tobytes().decode() for x, n in zip(every, sizes)]
+    padded = torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [x[: int(n)].cpu().numpy().tobytes().decode() for x, n in zip(gathered, sizes, strict=True)]
 
 
 def ranks_that_differ(data: bytes, device: torch.device) -> list[int]:
-    """The ranks of the world whose data is not that of rank 0: 32 bytes are sent of each."""
-    mine = torch.tensor(list(sha256(data).digest()), dtype=torch.uint8, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return [rank for rank, digest in enumerate(every) if not torch.equal(digest, every[0])]
+    """The ranks of the world whose data differs from that of rank 0. Each rank sends a digest of 32 bytes."""
+    digest = torch.tensor(list(sha256(data).digest()), dtype=torch.uint8, device=device)
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
+    return [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]

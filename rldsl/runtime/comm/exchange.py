@@ -12,21 +12,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rldsl.plan.events import Event
 from rldsl.plan.model import Spread, Value
 from rldsl.runtime.comm.row_assignment import StepRows
-from rldsl.runtime.store import Column, Pending
+from rldsl.runtime.store import Pending, RaggedRows
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 from rldsl.sharding.partition import row_moves
+
+TAGS_PER_EVENT = 16
 
 DTYPES = {"f32": torch.float32, "i64": torch.int64, "bool": torch.uint8}
 
 
+def message_tag(event: Event, part: int = 0) -> int:
+    """For debuggers only: messages between two ranks are matched by their order, so two parts may share a tag, and NCCL
+    has no tags."""
+    return event.id * TAGS_PER_EVENT + part % TAGS_PER_EVENT
+
+
 @dataclass(frozen=True, slots=True)
 class PostedMessages:
-    """Messages of one event that are on their way. sending keeps the sent tensors alive."""
+    """Messages of one event that are on their way."""
 
-    works: Sequence[Any]
-    sending: Sequence[torch.Tensor]
+    works: Sequence[Any]  # what torch returned for each message
+    sending: Sequence[torch.Tensor]  # the sent tensors, kept alive until `wait`
 
     def wait(self) -> None:
         for work in self.works:
@@ -35,20 +44,20 @@ class PostedMessages:
 
 def post(sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int) -> PostedMessages:
     """Start every message: peer -> tensor. All ranks post their messages batch by batch
-    (`sharding/message_batches.py`), and in a batch in the order of their peers. tag: for who debugs, and NCCL has none;
-    between two ranks the order tells messages apart, so events may share one."""
+    (`sharding/message_batches.py`), and in a batch in the order of their peers. tag: see `message_tag`."""
     return post_each(tuple(sends.items()), tuple(receives.items()), tag, 1)
 
 
 def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], tag: int,
-              most: int) -> PostedMessages:
-    """The same for (peer, tensor), at most `most` to and from each peer; between two ranks in their order."""
+              max_per_peer: int) -> PostedMessages:
+    """The same for (peer, tensor) pairs, at most `max_per_peer` to and from each peer; messages between two ranks are
+    matched in the order given."""
     sides = [[(peer, t) for peer, t in side if t.numel()] for side in (sends, receives)]
     works: list[Any] = []
     peers = {peer for side in sides for peer, _ in side}
-    for batch in message_batches(dist.get_rank(), peers, dist.get_world_size(), MAX_MESSAGES // most):
+    for batch in message_batches(dist.get_rank(), peers, dist.get_world_size(), MAX_MESSAGES // max_per_peer):
         works += dist.batch_isend_irecv([dist.P2POp(start, t, to, tag=tag) for start, side in
-                                         zip((dist.isend, dist.irecv), sides) for peer in batch
+                                         zip((dist.isend, dist.irecv), sides, strict=True) for peer in batch
                                          for to, t in side if to == peer])
     return PostedMessages(works, tuple(t for _, t in sends))
 
@@ -56,8 +65,8 @@ def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tupl
 # ---------------------------------------------------------------------------------------------------- values
 
 
-def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Column | None, tag: int) -> Pending:
-    """`value` from spread to spread. held: what this rank has under `src`, or None. The result is the Column under
+def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: RaggedRows | None, tag: int) -> Pending:
+    """`value` from spread to spread. held: what this rank has under `src`, or None. The result are the rows under
     `dst`, or None on a rank that is not part of it."""
     world = rows.world
     have, want = rows.ids(src, value), rows.ids(dst, value)
@@ -68,24 +77,25 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Colum
         ids = torch.tensor(move.rows, device=world.device)
         if move.src == world.rank:
             assert held is not None
-            sends[move.dst] = held.pick(ids).data.to(dtype).contiguous()
+            sends[move.dst] = held.select(ids).data.to(dtype).contiguous()
         elif move.dst == world.rank:
             sizes = rows.sizes(value, ids)
             receives[move.src] = torch.empty(int(sizes.sum()), dtype=dtype, device=world.device)
             arriving.append((ids, sizes, move.src))
     posted = post(sends, receives, tag)
 
-    def finish() -> Column | None:
+    def finish() -> RaggedRows | None:
         posted.wait()
         if world.rank not in want:
             return None
-        parts = [Column(ids, sizes, receives[peer]) for ids, sizes, peer in arriving]
+        parts = [RaggedRows(ids, sizes, receives[peer]) for ids, sizes, peer in arriving]
         kept = sorted(set(want[world.rank]).intersection(have.get(world.rank, ())))
         if kept and held is not None:
-            parts.append(held.pick(torch.tensor(kept, device=world.device)))
+            parts.append(held.select(torch.tensor(kept, device=world.device)))
         if not parts:
-            parts = [Column.none(dtype, world.device)]
-        joined = Column.join(parts)
-        return Column(joined.ids, joined.sizes, joined.data.to(torch.bool) if value.dtype == "bool" else joined.data)
+            parts = [RaggedRows.empty(dtype, world.device)]
+        joined = RaggedRows.join(parts)
+        data = joined.data.to(torch.bool) if value.dtype == "bool" else joined.data
+        return RaggedRows(joined.ids, joined.sizes, data)
 
     return Pending(finish, sum(t.nbytes for t in (*sends.values(), *receives.values())))

@@ -109,7 +109,7 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
                 _pack(part, flat, src, came)
         coming = _place_parts(receives[number], into[number % ROUNDS_IN_FLIGHT])
         posted = post_each(*([(p.message.peer, flat) for p, flat, _ in side] for side in (going, coming)), tag=tag,
-                           most=MAX_PARTS)
+                           max_per_peer=MAX_PARTS)
         under_way.append(partial(_arrive, posted, coming, put, route.relays))
 
     def finish() -> None:

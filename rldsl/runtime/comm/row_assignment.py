@@ -1,6 +1,7 @@
 """Which rows of each frame this and every other rank works on in the current step.
 
-In: spreads, frames and row lengths. Out: row numbers, from the pure functions of `sharding/partition.py`.
+In: spreads, frames and row lengths. Out: row numbers, from the pure functions of `sharding/partition.py`. A dp rank is
+the set of ranks that work on the same rows under a layout: tp * cp * pp of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class RowLengths:
     response: torch.Tensor
 
     def of(self, extent: str) -> torch.Tensor:
-        """Entries of each row for a value of this extent."""
+        """[count]: entries of each row of a value with this extent."""
         if extent == "tokens":
             return self.prompt + self.response
         return self.response if extent == "response" else torch.ones_like(self.prompt)
@@ -33,69 +34,73 @@ class RowLengths:
 
 @dataclass
 class StepRows:
-    """The divisions of one step, each found once. lens: frame -> lengths, as far as they are known here."""
+    """Which rows each dp rank of a spread works on in one step; each division is computed once."""
 
     plan: Plan
     world: World
-    step: int
-    lens: dict[str, RowLengths] = field(default_factory=dict)
-    _shards: dict[str, tuple[dict[str, Rows], ...]] = field(default_factory=dict)
+    step_index: int  # from 0, as in seeds
+    lens: dict[str, RowLengths] = field(default_factory=dict)  # frame -> lengths, as far as this rank knows them
+    _rows_by_dp: dict[str, tuple[dict[str, Rows], ...]] = field(default_factory=dict)  # spread -> `rows_by_dp`
 
-    def know(self, frame: str, lens: RowLengths) -> None:
-        """Lengths that every rank knows. Divisions found before used older lengths (of a frame made in a repeat)."""
+    def set_lengths(self, frame: str, lens: RowLengths) -> None:
+        """The lengths of a frame's rows. Divisions computed before are dropped: they used older lengths, of the same
+        frame in an earlier iteration of a loop."""
         self.lens[frame] = lens
-        self._shards.clear()
+        self._rows_by_dp.clear()
 
     @cached_property
     def frames(self) -> Mapping[str, Frame]:
         return {f.id: f for f in self.plan.frames}
 
-    def shards(self, spread: Spread) -> tuple[dict[str, Rows], ...]:
-        """[shard][frame] -> rows, for the frames of the spread and those that share their rows or prompts."""
-        if spread.id not in self._shards:
-            known = self.frames
-            of = prompt_space(known[spread.frames[0]], known) if spread.frames else None
-            frames = [f for f in known.values() if of is None or prompt_space(f, known) == of]
-            frames = [f for f in frames if not f.partial or f.partial in self.lens]  # others are not made yet
-            self._shards[spread.id] = shard_rows(spread, self.world.dp(spread), frames, self._totals(spread, frames),
-                                                 self.plan.header.seed, self.step, tuple(known.values()))
-        return self._shards[spread.id]
+    def rows_by_dp(self, spread: Spread) -> tuple[dict[str, Rows], ...]:
+        """[dp rank][frame] -> rows, for the frames of the spread and those that share their rows or prompts."""
+        if spread.id not in self._rows_by_dp:
+            every = self.frames
+            space = prompt_space(every[spread.frames[0]], every) if spread.frames else None
+            frames = [f for f in every.values() if space is None or prompt_space(f, every) == space]
+            # rows of the others do not exist yet
+            frames = [f for f in frames if not f.partial or f.partial in self.lens]
+            self._rows_by_dp[spread.id] = shard_rows(
+                spread, self.world.dp(spread), frames, self._totals(spread, frames), self.plan.header.seed,
+                self.step_index, tuple(every.values()))
+        return self._rows_by_dp[spread.id]
 
-    def schedule(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-        """[epoch][minibatch][shard] -> rows of a training spread."""
+    def minibatch_rows(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+        """[epoch][minibatch][dp rank] -> rows of a training spread."""
         frames = tuple(self.frames.values())
         totals = self._totals(spread, [self.frames[f] for f in spread.frames])
-        return train_schedule(spread, self.world.dp(spread), frames, totals, self.plan.header.seed, self.step)
+        return train_schedule(spread, self.world.dp(spread), frames, totals, self.plan.header.seed, self.step_index)
 
-    def shard(self, spread: Spread, rank: int) -> int:
-        """Which shard of the spread a rank of its mesh works on."""
+    def dp_index(self, spread: Spread, rank: int) -> int:
+        """The index along dp, in the spread's layout, of a rank of its mesh; 0 if the spread has no layout."""
         if not spread.layout:
             return 0
         layout = self.world.layouts[spread.layout]
         return dp_index(layout, self.world.meshes[layout.mesh].members().index(rank))
 
     def ids(self, spread: Spread, value: Value) -> dict[int, Rows]:
-        """The ids that each rank of the spread's mesh holds of a value: rows, prompts, or 0 at batch level. Found once
-        for each shard, since there may be thousands of ranks."""
+        """The ids that each rank of the spread's mesh holds of a value: rows, prompts, or 0 at batch level. Computed
+        once per dp rank: there may be thousands of ranks."""
         ranks = self.world.meshes[spread.mesh].members()
         if value.level == "batch":
             return dict.fromkeys(ranks, (0,))
         frame = self.frames[value.frame]
-        shards = [tuple(rows[frame.id]) for rows in self.shards(spread)]
+        ids_by_dp = [tuple(rows[frame.id]) for rows in self.rows_by_dp(spread)]
         if value.extent == "prompt":
-            shards = [tuple(sorted({r // frame.per_prompt for r in rows})) for rows in shards]
+            ids_by_dp = [tuple(sorted({r // frame.per_prompt for r in rows})) for rows in ids_by_dp]
         if spread.unit == "all" or not spread.layout:
-            return dict.fromkeys(ranks, shards[0])
+            return dict.fromkeys(ranks, ids_by_dp[0])
         layout = self.world.layouts[spread.layout]
-        return {rank: shards[dp_index(layout, i)] for i, rank in enumerate(ranks)}
+        return {rank: ids_by_dp[dp_index(layout, i)] for i, rank in enumerate(ranks)}
 
     def sizes(self, value: Value, ids: torch.Tensor) -> torch.Tensor:
-        """Entries of each id."""
+        """Entries of each of `ids`."""
         if value.extent in ("tokens", "response"):
             return self.lens[value.frame].of(value.extent)[ids]
         return torch.ones_like(ids)
 
     def _totals(self, spread: Spread, frames: Sequence[Frame]) -> dict[str, list[int]]:
-        """Lengths of the frames that weigh, and of those that tell which rows of `frames` there are."""
+        """Frame -> tokens of each row: of the frames that are balanced by tokens, and of those whose lengths say which
+        rows of `frames` exist."""
         wanted = {f.partial for f in frames if f.partial} | ({*spread.frames} if spread.weigh == "tokens" else set())
         return {f: self.lens[f].of("tokens").tolist() for f in sorted(wanted)}

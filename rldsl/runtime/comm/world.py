@@ -23,73 +23,75 @@ from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.comm.agreement import ranks_that_differ
 from rldsl.sharding.layout import axis_ranks
 
-NAME = 64  # bytes of a host's name that ranks compare
+MAX_HOST_BYTES = 64  # of a host's name that ranks compare; longer ones end in a digest
 
 
 def check_same_plan(data: bytes, device: torch.device) -> None:
-    """Every rank's digest against every other's: 32 bytes each."""
+    """Check by digests that all ranks have the same plan. Errors: RL0702."""
     if other := ranks_that_differ(data, device):
         raise fail("RL0702", f"ranks {other} have a different plan than rank 0",
                    help="use one plan file that every machine can read")
 
 
 def gather_hosts(name: str, device: torch.device) -> list[str]:
-    """The host of every rank, in their order, from the name of this rank's: one small all-gather. What is too long is
-    told apart by its digest."""
+    """The host of every rank, by rank, in one small all-gather. name: this rank's host. Names that are too long are
+    told apart by a digest."""
     text = name.encode()
-    if len(text) > NAME:
-        text = text[: NAME - 17] + b"~" + sha256(text).hexdigest()[:16].encode()
-    mine = torch.tensor(list(text.ljust(NAME, b"\0")), dtype=torch.uint8, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in every]
+    if len(text) > MAX_HOST_BYTES:
+        text = text[: MAX_HOST_BYTES - 17] + b"~" + sha256(text).hexdigest()[:16].encode()
+    padded = torch.tensor(list(text.ljust(MAX_HOST_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, padded)
+    return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in gathered]
 
 
-def check_hosts(plan: Plan, found: Sequence[str], name: str) -> str:
-    """Whether the ranks are on the machines that the plan has them on: node i is the ranks i * devices_per_node and on.
-    Nodes of the plan that share a machine only make a run slower, so they are a note, which is returned ("": none).
-    found: the host of each rank. RL0711: the ranks of one node are on several machines."""
+def check_hosts(plan: Plan, hosts: Sequence[str], name: str) -> str:
+    """Check that the ranks of each node of the plan run on one machine; node i is the ranks from i * devices_per_node.
+    Nodes that share a machine only make a run slower: then a note is returned ("": none). hosts: of each rank. name: of
+    the plan. Errors: RL0711 the ranks of one node are on several machines."""
     size = plan.header.devices_per_node
-    nodes = [tuple(range(a, min(a + size, len(found)))) for a in range(0, len(found), size)]
-    torn = [ranks for ranks in nodes if len({found[r] for r in ranks}) > 1]
-    if torn:
+    nodes = [tuple(range(a, min(a + size, len(hosts)))) for a in range(0, len(hosts), size)]
+    split_nodes = [ranks for ranks in nodes if len({hosts[r] for r in ranks}) > 1]
+    if split_nodes:
         where = [f"node {ranks[0] // size}: " + ", ".join(
             f"rank{'s' * (len(on) > 1)} {ranks_text(on)} on {host}"
-            for host in dict.fromkeys(found[r] for r in ranks) if (on := [r for r in ranks if found[r] == host]))
-            for ranks in torn]
+            for host in dict.fromkeys(hosts[r] for r in ranks) if (on := [r for r in ranks if hosts[r] == host]))
+            for ranks in split_nodes]
         shown = (*where[:4], *([f"and {len(where) - 4} more"] if len(where) > 4 else []))
         raise fail("RL0711",
                    f"the ranks of one node of the plan run on several machines; each machine must run {size} ranks",
                    place=name, notes=shown,
                    help=f"run `torchrun --nproc-per-node {size}` on each machine, or compile for a `cluster` whose "
                         "`gpus` is the number of ranks per machine")
-    if len(nodes) > 1 and len(set(found)) == 1:
-        return f"all {len(nodes)} nodes of the plan run on one machine, {found[0]}: use this only for development"
-    on = {host: [ranks[0] // size for ranks in nodes if found[ranks[0]] == host] for host in dict.fromkeys(found)}
-    shared = [f"nodes {ranks_text(ids)} are all on {host}" for host, ids in on.items() if len(ids) > 1]
+    if len(nodes) > 1 and len(set(hosts)) == 1:
+        return f"all {len(nodes)} nodes of the plan run on one machine, {hosts[0]}: use this only for development"
+    nodes_of = {host: [ranks[0] // size for ranks in nodes if hosts[ranks[0]] == host] for host in dict.fromkeys(hosts)}
+    shared = [f"nodes {ranks_text(ids)} are all on {host}" for host, ids in nodes_of.items() if len(ids) > 1]
     return f"{'; '.join(shared)}: the plan assumes separate machines" if shared else ""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place in a plan."""
+    """This rank's number, device and communicators."""
 
     rank: int
     device: torch.device
-    meshes: Mapping[str, Mesh]
-    layouts: Mapping[str, Layout]
-    groups: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
-    _axes: dict[str, Axes] = field(default_factory=dict, repr=False)  # of layouts, found once: there may be many ranks
+    meshes: Mapping[str, Mesh]  # of the plan, by id
+    layouts: Mapping[str, Layout]  # of the plan, by id
+    groups: Mapping[tuple[int, ...], Any] = field(default_factory=dict)  # ranks -> torch ProcessGroup
+    _axes: dict[str, Axes] = field(default_factory=dict, repr=False)  # layout -> `axes`, a cache
 
     def group(self, mesh: str) -> Any:
         """The communicator of all ranks of a mesh; None for one rank."""
         return self._of(self.meshes[mesh].members())
 
     def _of(self, ranks: tuple[int, ...]) -> Any:
-        """A missing group is a mistake of the plan: taken for one rank, sums would be wrong, and nobody would know."""
+        """The communicator of some ranks; None for one rank. A missing group is an error in the plan (KeyError):
+        treating it as a single rank would silently give wrong sums."""
         return None if len(ranks) == 1 else self.groups[ranks]
 
     def axes(self, layout: Layout) -> Axes:
+        """This rank's communicators under a layout."""
         if layout.id not in self._axes:
             mesh = self.meshes[layout.mesh]
             names = ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")
@@ -101,12 +103,13 @@ class World:
         return Axis(ranks, ranks.index(self.rank), self._of(ranks))
 
     def dp(self, spread: Spread) -> int:
+        """How many dp ranks divide the rows of a spread."""
         return self.layouts[spread.layout].dp if spread.layout else 1
 
 
 def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None = None) -> World:
-    """Create the plan's groups; a set of ranks that occurs twice gets one group. timeout: of each; they do not take
-    over that of the world."""
+    """Create the plan's groups; a set of ranks that occurs twice gets one group. timeout: of each group, since groups
+    do not inherit that of the world."""
     meshes = {m.id: m for m in plan.meshes}
     layouts = {x.id: x for x in plan.layouts}
     groups: dict[tuple[int, ...], Any] = {}

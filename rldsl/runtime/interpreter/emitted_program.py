@@ -25,7 +25,7 @@ class Program:
 
     # the id of the plan that it was emitted from
     plan: str
-    # where that plan was
+    # the path of that plan
     file: str
     # (schedule, the ranks that follow it); a rank without one goes through its list as in any run
     schedules: tuple[tuple[Callable[[Rank], None], Sequence[range]], ...]
@@ -54,7 +54,7 @@ class Rank:
 
     def __init__(self, interpreter: Interpreter):
         self._interpreter = interpreter
-        self._events, self._loops = _by_id(interpreter.own)
+        self._events, self._loops = _by_id(interpreter.items)
 
     @property
     def state(self) -> RankState:
@@ -68,13 +68,13 @@ class Rank:
         buffers = self.state.step.buffers
         if buffer not in buffers.names():
             raise self._none(f"value {buffer}", buffers.names())
-        return buffers.take(buffer)
+        return buffers.get(buffer)
 
     def loop(self, id: str) -> Iterator[int]:
         """The iterations of a loop, from 1."""
         if id not in self._loops:
             raise self._none(f"loop {id}", self._loops)
-        return self._interpreter.turns(self._loops[id])
+        return self._interpreter.iterate(self._loops[id])
 
     def __getattr__(self, kind: str) -> Callable[[int], None]:
         if kind not in EVENTS:

@@ -1,7 +1,7 @@
 """Evaluations: a loop over all rows of a data source, once, from the first, in file order.
 
-In: a loop of the plan that names its source, a fetch in it. Out: the number of turns, the same on every rank, and the
-rows of a turn. Neither counts as reading the source in training: its position stays where it was.
+In: a loop of the plan that names its source, a fetch in it. Out: the number of iterations, the same on every rank, and
+the rows of one. An evaluation does not change the position at which training reads the source.
 Code: RL0779 the rows of an evaluation do not fit the plan, or ranks see different files.
 """
 
@@ -26,39 +26,40 @@ class InOrderSource(Source):
     """The same data read once from the first row to the last."""
 
     def batch(self, step: int, seed: int) -> list[int]:
-        """The row numbers of a turn; fewer than a batch in the last."""
+        """The row numbers of iteration `step`; fewer than a batch in the last."""
         first = step * self.data.batch
         return list(range(first, min(first + self.data.batch, len(self.table))))
 
 
-def num_turns(reader: DataReader, loop: Loop) -> int:
-    """How many batches the source has, the last perhaps short."""
+def num_iterations(reader: DataReader, loop: Loop) -> int:
+    """How many batches the source has; the last may be short."""
     source = reader.source(loop.over)
     return -(-len(source.table) // source.data.batch)
 
 
 def next_rows(step: StepState, reader: DataReader, event: Fetch) -> tuple[Source, int]:
-    """Of what a fetch reads now, and the number of the batch: in an evaluation that of the turn, else the next one."""
+    """The source that a fetch reads, and the number of its batch: in an evaluation the loop's iteration, otherwise the
+    next batch of training."""
     source = reader.source(event.data)
     if step.evaluated_source == event.data:
-        return InOrderSource(**{f.name: getattr(source, f.name) for f in fields(source)}), step.turn
+        return InOrderSource(**{f.name: getattr(source, f.name) for f in fields(source)}), step.iteration
     return source, reader.next_batch(event.data)
 
 
 def check_evaluations(context: RunContext, reader: DataReader, items: Sequence[Item]) -> None:
-    """That the plan has room for all rows, and that the ranks of each evaluation see as many. Every rank takes part.
-    Raises RL0779."""
-    mine = {loop.over: loop for loop in _evaluations(items)}
-    every = {loop.over: loop for loop in _evaluations(context.plan.body)}
-    if not every:
+    """Check that the plan has room for all rows of each evaluation, and that its ranks see equally many. items: those
+    of this rank. Every rank takes part. Errors: RL0779."""
+    evaluated_here = {loop.over for loop in _evaluations(items)}
+    evaluations = {loop.over: loop for loop in _evaluations(context.plan.body)}
+    if not evaluations:
         return
-    seen = [len(reader.source(name).table) if name in mine else -1 for name in every]
-    counts = torch.tensor(seen, dtype=torch.int64, device=context.device)
-    found = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, counts)
-    for i, (name, loop) in enumerate(every.items()):
+    counts = torch.tensor([len(reader.source(name).table) if name in evaluated_here else -1 for name in evaluations],
+                          dtype=torch.int64, device=context.device)
+    counts_by_rank = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts_by_rank, counts)
+    for i, (name, loop) in enumerate(evaluations.items()):
         data = context.data[name]
-        rows = sorted({int(f[i]) for f in found} - {-1})
+        rows = sorted({int(rank_counts[i]) for rank_counts in counts_by_rank} - {-1})
         if len(rows) > 1:
             raise fail("RL0779", f"ranks see different files under this name, with {rows[0]} and {rows[-1]} rows",
                        place=data.path, help="give every machine the same data")

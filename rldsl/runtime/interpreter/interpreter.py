@@ -1,7 +1,7 @@
-"""A rank's interpreter: it goes through its own list of events, and that is all.
+"""A rank's interpreter: it executes the events of the plan that name its rank, in their order, and nothing else.
 
-In: a plan, inside an initialised process group. Out: the run's files. The list is the plan's body filtered to this
-rank; every wait is either inside an event or at the first read of what a transfer or a realloc brings.
+In: a plan, inside an initialised process group. Out: the run's files. Every wait is either inside an event or at the
+first read of what a transfer or a realloc brings.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from rldsl.runtime.state.model_store import ModelStore
 
 
 def _checkpoint(state: RankState, event: Checkpoint) -> None:
-    """The step's metrics are written first, so that no checkpoint is ahead of them."""
+    """Write a checkpoint, after the step's metrics: no checkpoint may be ahead of them."""
     services = state.services
     end_step(state.step, services.reporter)
     state.step.stopped = checkpoint(state.models, state.step, services.data, present(services.writer, "writer"), event)
 
 
-# what each kind of event is given: the narrowest parts of the rank's state
+# the handler of each kind of event, which gets only the parts of the rank's state that it needs
 HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Load: lambda s, e: model_events.load(s.models, s.services.resumed, e),
     Fetch: lambda s, e: value_events.fetch(s.step, s.services.data, e),
@@ -90,33 +90,34 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
 
 @dataclass
 class Interpreter:
-    """A rank on its way through its own list."""
+    """Executes the plan on one rank."""
 
     state: RankState
     # the plan's body, filtered to this rank
-    own: Sequence[Item]
-    # of the timeline, where one is recorded
+    items: Sequence[Item]
+    # records the timeline; None without `--trace`
     recorder: TimelineRecorder | None = None
     # number of loops around the current item
     depth: int = 0
 
     def run(self) -> None:
-        """The whole list."""
-        self.run_items(self.own)
+        """Execute the whole plan."""
+        self.run_items(self.items)
 
-    def run_items(self, items: Sequence[Item], turn: int = 1) -> None:
-        """turn: iteration of the innermost loop, from 1."""
+    def run_items(self, items: Sequence[Item], iteration: int = 1) -> None:
+        """Execute some items. iteration: of the innermost loop, from 1."""
         for item in items:
             if isinstance(item, Event):
                 self.run_event(item)
             elif isinstance(item, Every):
-                if turn % item.period == 0:
-                    self.run_items(item.body, turn)
+                if iteration % item.period == 0:
+                    self.run_items(item.body, iteration)
             else:
-                for i in self.turns(item):
+                for i in self.iterate(item):
                     self.run_items(item.body, i)
 
     def run_event(self, event: Event) -> None:
+        """Execute one event, and report and record how long it took."""
         state, services = self.state, self.state.services
         services.ring.begins(event)
         services.reporter.begins(event)
@@ -130,12 +131,12 @@ class Interpreter:
         if self.recorder is not None:
             self.recorder.add(event, state.step.number, begin, end)
 
-    def turns(self, loop: Loop) -> Iterator[int]:
-        """The iterations of a loop, from 1. A generator: a step starts before its `yield` and ends after it. The
-        outermost loop is that of the steps."""
+    def iterate(self, loop: Loop) -> Iterator[int]:
+        """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is that of the steps.
+        What ends an iteration happens when the caller asks for the next one."""
         context, step, services, steps = self.state.context, self.state.step, self.state.services, self.depth == 0
-        outer, step.evaluated_source = (step.turn, step.evaluated_source), loop.over
-        trips = eval_loops.num_turns(services.data, loop) if loop.over else loop.trips
+        outer, step.evaluated_source = (step.iteration, step.evaluated_source), loop.over
+        trips = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
         if not steps:
             services.reporter.entered(loop.id)
         for buffer in loop.collects:
@@ -143,25 +144,27 @@ class Interpreter:
                 value_events.make_empty(step, buffer)
         self.depth += 1
         for i in range(1 + (step.number if steps else 0), trips + 1):
-            step.turn = i - 1
+            # before the body
+            step.iteration = i - 1
             services.ring.turn(self.depth - 1, i)
             if steps:
                 step.begin()
             else:
                 services.reporter.turned(loop.id)
             yield i
+            # after the body
             if steps:
                 end_step(step, services.reporter)
                 if step.stopped:
                     break
             if loop.until:
-                enough = bool(step.buffers.take(loop.until).data)
+                done = bool(step.buffers.get(loop.until).data)
                 step.buffers.free(loop.until)
-                if enough:
+                if done:
                     break
         self.depth -= 1
         services.ring.turn(self.depth, 0)
-        step.turn, step.evaluated_source = outer
+        step.iteration, step.evaluated_source = outer
 
 
 def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device("cpu"),  # noqa: B008 (a constant)
@@ -169,8 +172,9 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             run: Callable[[Interpreter], None] = Interpreter.run, begun: Callable[[], None] = lambda: None) -> None:
     """Run a plan as rank dist.get_rank().
 
-    out: directory of what the run writes. run: goes through the rank's list (an emitted program has its own way).
-    begun: called by rank 0 once the directory is this run's.
+    out: directory of what the run writes.
+    run: executes the rank's events; an emitted program has its own function for it.
+    begun: called by rank 0 once the directory belongs to this run.
 
     Everything that can be checked is checked before the first step: the plan, the data, the functions, the files.
     Errors: a Failure, with the codes of everything that is checked."""
@@ -179,10 +183,10 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
     ring = EventRing() if watchdog is None else watchdog.ring
     first = step.number
     recorder = TimelineRecorder(context.rank, context.plan.header.devices_per_node) if options.trace else None
-    functions = called_functions(context, start.own)
+    functions = called_functions(context, start.items)
     with RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards:
         begin_run(context, start.resumed, options, begun)
-        if watchdog is not None:  # a dump belongs to a run, and there is one from here on
+        if watchdog is not None:  # dumps are written to the directory of a run, which now exists
             watchdog.out = context.out
         with (Reporter(context, step, start.data, options.reporting) as reporter,
               run_record(context, step, file, options.reporting.command, options.continues) as interruption):
@@ -191,7 +195,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed)
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()
-            run(Interpreter(state, start.own, recorder))
+            run(Interpreter(state, start.items, recorder))
             seconds = time.monotonic() - begin
             if recorder is not None:
                 write_timeline(recorder, context.plan, Path(str(options.trace)), device)
@@ -201,13 +205,13 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             print(f"stopped after step {step.number} as requested; use `--resume` to continue from there",
                   file=sys.stderr,
                   flush=True)
-        made = step.number - first
-        write_summary(context.plan, context.out, summarise(context.plan, context.out, step.number, made, seconds))
+        steps = step.number - first
+        write_summary(context.plan, context.out, summarise(context.plan, context.out, step.number, steps, seconds))
 
 
 def _finish(state: RankState) -> None:
-    """Nothing may be left on its way when the processes end."""
-    state.step.buffers.settle()
+    """Wait for all communication and for the last checkpoint, before the processes end."""
+    state.step.buffers.wait_all()
     state.models.wait_all()
     state.services.ring.over()
     if state.services.writer is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from rldsl.plan.events import Log, split
-from rldsl.runtime.comm.exchange import post
+from rldsl.runtime.comm.exchange import message_tag, post
 from rldsl.runtime.metrics.reporter import Reporter
 from rldsl.runtime.state.step import StepState
 
 
 def log(step: StepState, event: Log) -> None:
     """The first rank of each buffer's mesh sends its numbers, in one message, to rank `event.to`. A buffer without a
-    number (of a train call whose minibatches were all left out) adds nothing to the step's line."""
+    number (the train call skipped all minibatches) adds nothing to the step's line."""
     context, rank = step.context, step.context.rank
     by_rank: dict[int, list[tuple[str, str]]] = {}
     for name, buffer in event.metrics:
@@ -20,20 +20,20 @@ def log(step: StepState, event: Log) -> None:
         by_rank.setdefault(context.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
     sends: dict[int, torch.Tensor] = {}
     receives: dict[int, torch.Tensor] = {}
-    mine = [_optional_number(step.buffers.take(b).data) for _, b in by_rank.get(rank, ())]
-    if mine and rank != event.to:
-        sends[event.to] = torch.cat(mine)
+    numbers = [_optional_number(step.buffers.get(b).data) for _, b in by_rank.get(rank, ())]
+    if numbers and rank != event.to:
+        sends[event.to] = torch.cat(numbers)
     if rank == event.to:
         receives = {peer: torch.empty(2 * len(names), dtype=torch.float64, device=context.device)
                     for peer, names in by_rank.items() if peer != rank}
-    post(sends, receives, event.id * 16).wait()
+    post(sends, receives, message_tag(event)).wait()
     if rank == event.to:
-        receives[rank] = torch.cat(mine) if mine else torch.empty(0, device=context.device)
-        found = {name: pair for peer, names in by_rank.items()
-                 for (name, _), pair in zip(names, receives[peer].view(-1, 2).tolist(), strict=True)}
+        receives[rank] = torch.cat(numbers) if numbers else torch.empty(0, device=context.device)
+        by_name = {name: pair for peer, names in by_rank.items()
+                   for (name, _), pair in zip(names, receives[peer].view(-1, 2).tolist(), strict=True)}
         for name, _ in event.metrics:
-            there, number = found[name]
-            if there:
+            exists, number = by_name[name]
+            if exists:
                 step.logged.setdefault(name, []).append(number)
 
 

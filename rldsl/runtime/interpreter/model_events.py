@@ -8,13 +8,14 @@ import torch
 
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
 from rldsl.runtime.backend import PackedBatch
+from rldsl.runtime.comm.exchange import message_tag
 from rldsl.runtime.comm.reshard import Route, Tensors, realloc
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
-from rldsl.runtime.store import Column, Pending, ragged_indices
+from rldsl.runtime.store import Pending, RaggedRows, ragged_indices
 from rldsl.sharding.dtypes import in_wire_dtype
 from rldsl.sharding.partition import micro_batches, num_micro_batches
 
@@ -25,8 +26,8 @@ def load(models: ModelStore, resumed: LoadedCheckpoint | None, event: Load) -> N
     """Fill a shard from the model's directory, or from the checkpoint that the run resumes from; or let it use the
     parameters of another layout."""
     key, context = (event.model, event.layout), models.context
-    if event.of:  # which has been filled from the checkpoint, where there is one
-        models.shard(*key).alias(models.ready(event.model, event.of))
+    if event.of:  # has been filled already, from the checkpoint if there is one
+        models.shard(*key).alias(models.shard_to_read(event.model, event.of))
         return
     if resumed is None or not resumed.has(event.model):
         models.shard(*key, load=True)
@@ -36,8 +37,8 @@ def load(models: ModelStore, resumed: LoadedCheckpoint | None, event: Load) -> N
 
 
 def reallocate(models: ModelStore, ring: EventRing, event: Realloc) -> None:
-    """Reshard a model. Its last rounds are waited for by the first call that uses the new copy, or changes the old one.
-    Earlier movement into either copy is finished first."""
+    """Reshard a model ("realloc" in the plan). The first call that uses the new copy, or changes the old one, waits for
+    the last rounds. Earlier communication into either copy is finished first."""
     context = models.context
     model, source, world = context.models[event.model], context.models[event.source or event.model], context.world
     src, dst = world.layouts[event.src], world.layouts[event.dst]
@@ -50,12 +51,12 @@ def reallocate(models: ModelStore, ring: EventRing, event: Realloc) -> None:
     want: Tensors | None = None
     if world.rank in src_mesh.members():
         models.shard(source.name, src.id)
-        have = models.ready(source.name, src.id).state_dict()
+        have = models.shard_to_read(source.name, src.id).state_dict()
     if world.rank in dst_mesh.members():
         models.shard(model.name, dst.id)
-        want = models.writable(model.name, dst.id).state_dict()
+        want = models.shard_to_write(model.name, dst.id).state_dict()
     dtype = DTYPE[moved.dtype]
-    issued = realloc(models.routes[event.id], have, want, dtype, context.device, event.id * 16, event.decay)
+    issued = realloc(models.routes[event.id], have, want, dtype, context.device, message_tag(event), event.decay)
     pending = Pending(ring.wait_tracker(issued.finish), issued.bytes)
     if want is None:
         pending.finish()
@@ -66,7 +67,7 @@ def reallocate(models: ModelStore, ring: EventRing, event: Realloc) -> None:
 
 
 def offload(models: ModelStore, event: Offload) -> None:
-    models.writable(event.model, event.layout).offload(event.what)
+    models.shard_to_write(event.model, event.layout).offload(event.what)
 
 
 def onload(models: ModelStore, event: Onload) -> None:
@@ -74,7 +75,7 @@ def onload(models: ModelStore, event: Onload) -> None:
     move; the optimizer's part follows them, and nothing waits between the two."""
     key = (event.model, event.layout)
     if event.what == "parameters":
-        models.ready(*key)
+        models.shard_to_read(*key)
     before, finish = models.arriving.pop(key, None), models.shards[key].onload(event.what)
     models.arriving[key] = Pending(finish if before is None else lambda: (before.finish(), finish()))
 
@@ -87,18 +88,18 @@ def generate(models: ModelStore, step: StepState, event: Generate) -> None:
     lens = step.rows.lens[event.prompts].prompt[prompt_rows]
     tokens = step.read(event.reads, f"{event.prompts}.tokens")
     prompts = PackedBatch(rows, lens, torch.zeros_like(lens), _repeated(tokens, prompt_rows))
-    shard = models.ready(event.model, event.layout)
-    generated = shard.generate(prompts, event.sampling, seed=step.sampling_seed(event), step=step.number - 1,
+    shard = models.shard_to_read(event.model, event.layout)
+    generated = shard.generate(prompts, event.sampling, seed=step.sampling_seed(event), step=step.index,
                                max_num_seqs=event.mbs, max_prompt_len=context.frames[event.prompts].max_prompt_tokens)
-    whole = RowLengths(*(torch.zeros(record.count, dtype=torch.int64, device=context.device) for _ in range(2)))
-    whole.prompt[rows], whole.response[rows] = lens, generated.batch.response_lens
-    step.rows.lens[event.frame] = whole  # of this rank's rows only, until the lengths are exchanged
+    all_lens = RowLengths(*(torch.zeros(record.count, dtype=torch.int64, device=context.device) for _ in range(2)))
+    all_lens.prompt[rows], all_lens.response[rows] = lens, generated.batch.response_lens
+    step.rows.lens[event.frame] = all_lens  # 0 for other ranks' rows, until the lengths are exchanged
     for name, data in (("tokens", generated.batch.tokens), ("logprobs", generated.logprobs),
                        ("finished", generated.finished)):
         step.write(f"{event.frame}.{name}", spread.id, rows, data)
 
 
-def _repeated(tokens: Column, prompts: torch.Tensor) -> torch.Tensor:
+def _repeated(tokens: RaggedRows, prompts: torch.Tensor) -> torch.Tensor:
     """The tokens of each of `prompts` (ascending prompt numbers, with repetitions)."""
     at = torch.searchsorted(tokens.ids, prompts)
     starts = tokens.sizes.cumsum(0) - tokens.sizes
@@ -114,19 +115,20 @@ def infer(models: ModelStore, step: StepState, event: Infer) -> None:
     bounds = event.mbs, layout.pp, event.mbt
     parts = [torch.tensor(p, device=context.device) for p in micro_batches(rows.tolist(), totals, *bounds)]
     if layout.ep > 1:  # ranks that share experts make the same number of forward passes
-        most = max(num_micro_batches(s[event.frame], totals, *bounds) for s in step.rows.shards(spread))
-        parts += [torch.zeros(0, dtype=torch.int64, device=context.device)] * (most - len(parts))
+        count = max(num_micro_batches(rows[event.frame], totals, *bounds) for rows in step.rows.rows_by_dp(spread))
+        parts += [torch.zeros(0, dtype=torch.int64, device=context.device)] * (count - len(parts))
     batches = [step.packed(event.frame, tokens, part) for part in parts]
-    result = models.ready(event.model, event.layout).infer(batches, event.what, event.temperature)
+    result = models.shard_to_read(event.model, event.layout).infer(batches, event.what, event.temperature)
     order = torch.cat(parts) if parts else rows
     sizes = step.rows.sizes(context.values[event.output], order)
-    columns = _columns(parts, sizes, result)
-    joined = Column.join(columns) if columns else Column(order, sizes, result)
+    results = _by_micro_batch(parts, sizes, result)
+    joined = RaggedRows.join(results) if results else RaggedRows(order, sizes, result)
     step.write(event.output, spread.id, joined.ids, joined.data)
 
 
-def _columns(parts: Sequence[torch.Tensor], sizes: torch.Tensor, data: torch.Tensor) -> list[Column]:
-    """The results of each micro-batch. parts: its rows. sizes: entries of each row, of all of them in turn."""
+def _by_micro_batch(parts: Sequence[torch.Tensor], sizes: torch.Tensor, data: torch.Tensor) -> list[RaggedRows]:
+    """The results of each micro-batch. parts: the rows of each. sizes: entries of each row, in the order of `parts`.
+    data: the entries of all rows, in that order."""
     by_part = sizes.split([len(p) for p in parts])
     amounts = [int(s.sum()) for s in by_part]
-    return [Column(*x) for x in zip(parts, by_part, data.split(amounts), strict=True)]
+    return [RaggedRows(*x) for x in zip(parts, by_part, data.split(amounts), strict=True)]

@@ -22,13 +22,14 @@ from rldsl.runtime.state.context import RunContext
 
 
 def refuse_minibatch(context: RunContext, step: int, event: Train, rows: Mapping[str, torch.Tensor], norm: float,
-           group: Any) -> NoReturn:
-    """rows: of this rank; empty where another one writes them. group: all ranks of the call."""
+                     group: Any) -> NoReturn:
+    """Write the minibatch to disk and end the run with RL0733. rows: this rank's tensors; empty if another rank writes
+    them. norm: of the gradient. group: all ranks of the call, which call this together."""
     folder = context.out / f"failed-batch-step-{step}"
     loss = event.loss.rpartition("/")[2]
     problem = _write(folder / f"rank-{context.rank:05d}.safetensors", rows,
                      {"step": str(step), "model": event.model, "loss": loss, "grad_norm": f"{norm:g}"})
-    # also: no rank leaves, and ends the run, before all have written
+    # this also makes all ranks wait until every one has written
     failed = any_rank((bool(problem),), group, context.device)[0]
     kept = f"the minibatch is in {folder}" if not failed else \
         f"the minibatch could not be written to {folder}" + (f": {problem}" if problem else "")
@@ -39,7 +40,7 @@ def refuse_minibatch(context: RunContext, step: int, event: Train, rows: Mapping
 
 
 def _write(file: Path, rows: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> str:
-    """What went wrong; "" if nothing. The gradient is the news, so this is never the reason that a run ends."""
+    """An error text, or "". Never raises: the gradient that is not finite is the error to report."""
     from safetensors.torch import save_file
 
     if not rows:

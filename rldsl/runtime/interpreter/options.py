@@ -12,15 +12,15 @@ from rldsl.runtime.rewards.pool import LIMIT
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of one start of a run, the same on all ranks."""
+    """Options of one start of a run, the same on all ranks."""
 
     # file for the recorded timeline
     trace: str | None = None
     # a checkpoint, or the directory of a run, to resume from
     resume: str | Path | None = None
-    # what is in the run's directory is its own, and the run continues it (`metrics/run_record.py`, `claim`)
+    # the run continues what is in its directory (`metrics/run_record.py`, `claim_output`)
     continues: bool = False
-    # what an earlier run left is removed once this one has passed all checks
+    # remove what an earlier run left, once this one has passed all checks
     overwrite: bool = False
     # processes in which each rank calls users' functions; 0: in its own process, without a time limit
     reward_workers: int = 0

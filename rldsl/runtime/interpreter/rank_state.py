@@ -1,4 +1,4 @@
-"""All that a rank carries through a run, in the four parts that functions take what they need from."""
+"""The state of a rank during a run, in four parts, so that functions can take only the parts that they need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rldsl.runtime.state.step import StepState
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a rank uses that reaches outside of it: files, other processes, its watchdog."""
+    """What connects a rank to the outside: files, other processes, its watchdog."""
 
     # data sources and the run's position in them
     data: DataReader
@@ -27,17 +27,17 @@ class Services:
     reporter: Reporter
     # what this rank did last, for the watchdog
     ring: EventRing
-    # of checkpoints; None where the plan makes none
+    # writes checkpoints; None if the plan makes none
     writer: CheckpointWriter | None = None
-    # the checkpoint that the run resumes from
+    # the checkpoint that the run resumes from; None if it starts anew
     resumed: LoadedCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank's."""
+    """The state of one rank during a run."""
 
-    context: RunContext
-    models: ModelStore
-    step: StepState
+    context: RunContext  # the plan and the communicators; never changes
+    models: ModelStore  # shards of models
+    step: StepState  # rows and values of the step under way
     services: Services

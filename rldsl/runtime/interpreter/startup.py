@@ -1,7 +1,7 @@
-"""Before the first step: a rank finds that it can run the plan, or says why not.
+"""Before the first step: check everything that can be checked, and prepare the state of the rank.
 
-In: a plan and the options of the run, inside an initialised process group. Out: the state to begin with, fresh or from
-a checkpoint, and the rank's own list of items.
+In: a plan and the options of the run, inside an initialised process group. Out: the state to begin with, new or from a
+checkpoint, and the items of the plan that this rank executes.
 """
 
 from __future__ import annotations
@@ -60,45 +60,47 @@ class Start:
 
     context: RunContext
     # the plan's body, filtered to this rank
-    own: Sequence[Item]
+    items: Sequence[Item]
     # the step to resume after (0: none), and the plan's states
     step: StepState
+    # data sources, at the position to resume from
     data: DataReader
-    # of checkpoints; None where the plan makes none
+    # writes checkpoints; None if the plan makes none
     writer: CheckpointWriter | None
-    # the checkpoint that the run resumes from
+    # the checkpoint that the run resumes from; None if it starts anew
     resumed: LoadedCheckpoint | None
 
 
-def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Watchdog | None, options: Options) -> Start:
+def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Watchdog | None,
+            options: Options) -> Start:
     """Check everything that can be checked before the first step. All ranks call it together."""
     verify(file.plan)
     check_same_plan(file.data, device)
     plan = _allowed(file.plan, file.name, out, device, options)
     world = join(plan, dist.get_rank(), device, options.timeout)
     context = RunContext(plan, world, _writable(out), options.allow_write)
-    own = schedule(plan.body, plan.meshes, context.rank)
-    _check_models(plan, own)
-    writer = open_writer(context, file.id, watchdog) if any(isinstance(e, Checkpoint) for e in _events(own)) else None
+    items = schedule(plan.body, plan.meshes, context.rank)
+    _check_models(plan, items)
+    writer = open_writer(context, file.id, watchdog) if any(isinstance(e, Checkpoint) for e in _events(items)) else None
     resumed = _resumed(context, options)
     step, reader = StepState(context), DataReader(context)
     if resumed is not None:
         step.number = resumed.step
         reader.position.update(resumed.data)
-    for kept in plan.states:
-        if context.holds(f"{kept.value}@{kept.spread}"):
-            step.write_number(kept.value, kept.spread, resumed.states[kept.value] if resumed else kept.initial)
-    _open_sources(context, reader, own)
+    for state in plan.states:
+        if context.holds(f"{state.value}@{state.spread}"):
+            step.write_number(state.value, state.spread, resumed.states[state.value] if resumed else state.initial)
+    _open_sources(context, reader, items)
     _check_positions(context, reader, resumed, writer is not None)
-    check_evaluations(context, reader, own)
+    check_evaluations(context, reader, items)
     _check_files(context, options)
-    return Start(context, own, step, reader, writer, resumed)
+    return Start(context, items, step, reader, writer, resumed)
 
 
-def _check_models(plan: Plan, own: Sequence[Item]) -> None:
+def _check_models(plan: Plan, items: Sequence[Item]) -> None:
     """That the models which this rank holds are what the plan says, before any of their weights is read. A directory
     that is not there is left to the loader, which may not need it."""
-    held = {r.id for event in _events(own) for r in references(event) if r.role is Role.MODEL}
+    held = {r.id for event in _events(items) for r in references(event) if r.role is Role.MODEL}
     if faults := check_model_tables(plan, held).faults:
         raise Failure(faults)
 
@@ -120,17 +122,17 @@ def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
 
 
 def _check_positions(context: RunContext, reader: DataReader, held: LoadedCheckpoint | None, writes: bool) -> None:
-    """That the positions of the checkpoint mean what they meant; how each source is read is noted for the next one.
-    writes: whether there will be a next one. All ranks call it together."""
-    found: list[Diagnostic | None] = []
+    """Check that the data positions in the checkpoint still refer to the same rows, and note how each source is read
+    for the next checkpoint. writes: whether this run writes checkpoints. All ranks call it together."""
+    comparisons: list[Diagnostic | None] = []
     for name, source in reader.sources.items():
         if reader.reports(name) and (held or writes):
             now = reader.readings[name] = SourceReading.of(source)
             if held and name in held.readings:
-                found.append(compare_readings(name, held.readings[name], now, name in held.data))
+                comparisons.append(compare_readings(name, held.readings[name], now, name in held.data))
             elif held and name not in held.data:
-                found.append(unknown_source(name, now))
-    problems = [d for d in found if d is not None]
+                comparisons.append(unknown_source(name, now))
+    problems = [d for d in comparisons if d is not None]
     errors = [d for d in problems if d.severity == "error"]
     if warnings := [d for d in problems if d not in errors]:
         print(render(warnings, sys.stderr.isatty()), file=sys.stderr, flush=True)
@@ -138,9 +140,9 @@ def _check_positions(context: RunContext, reader: DataReader, held: LoadedCheckp
 
 
 def begin_run(context: RunContext, held: LoadedCheckpoint | None, options: Options, begun: Callable[[], None]) -> None:
-    """The run is sound: what is in its directory and is not of it goes, and rank 0 says that it has `begun`. All ranks
+    """All checks have passed: rank 0 removes from the directory what is not of this run, and calls `begun`. All ranks
     call it together."""
-    dist.barrier()  # no rank has found a reason not to begin
+    dist.barrier()  # the checks of all ranks have passed
     if context.rank == 0:
         remove_dumps(context.out)
         if options.overwrite:
@@ -152,12 +154,12 @@ def begin_run(context: RunContext, held: LoadedCheckpoint | None, options: Optio
             notes = (f"note: changed since the checkpoint: {shown(change)}" for change in held.changes)
             print("\n".join([f"resuming from {held.path}, {more}", *notes]), file=sys.stderr, flush=True)
         begun()
-    dist.barrier()  # what is removed is gone for all
+    dist.barrier()  # no rank writes before everything is removed
 
 
 def _allowed(plan: Plan, name: str, out: str | Path, device: torch.device, options: Options) -> Plan:
-    """The plan as this run executes it, once it is known to fit the machines and to write nowhere else; the first rank
-    shows what it touches."""
+    """The plan as this run executes it, after checking that it fits the machines and writes only to allowed paths; rank
+    0 prints what it reads and writes."""
     note = check_hosts(plan, gather_hosts(socket.gethostname(), device), name)
     check_writes(plan, Path(out), options.allow_write)
     changed: tuple[str, ...] = ()
@@ -196,7 +198,7 @@ def called_functions(context: RunContext, items: Sequence[Item]) -> list[Functio
 
 
 def _check_files(context: RunContext, options: Options) -> None:
-    """That rank 0 can write the files that it will write at the end, and has the packages for others."""
+    """Check on rank 0 that the files to be written at the end can be written, and that optional packages exist."""
     if context.rank == 0:
         check_writable(context.out / SUMMARY)
         if options.trace:
@@ -215,8 +217,8 @@ def _events(items: Sequence[Item]) -> Iterator[Event]:
 @contextmanager
 def run_record(context: RunContext, step: StepState, file: PlanFile, command: Sequence[str],
                continues: bool) -> Iterator[Callable[[], str] | None]:
-    """Rank 0 keeps the record of the run: how it began, and how it ended. Yields, on rank 0, what ends the record after
-    Ctrl-C and returns the line that says how to resume."""
+    """Rank 0 keeps the record of the run: how it began, and how it ended. Yields, on rank 0, a function that ends the
+    record after Ctrl-C and returns the line that says how to resume."""
     if context.rank != 0:
         yield None
         return
@@ -232,7 +234,7 @@ def run_record(context: RunContext, step: StepState, file: PlanFile, command: Se
     try:
         yield interruption
     except BaseException as error:
-        with suppress(Failure):  # a full disk has been told already: the first error is the one that counts
+        with suppress(Failure):  # if the disk is full, report the first error, not that the record was not written
             record.end(STOPPED if isinstance(error, KeyboardInterrupt) else FAILED, step.number)
         raise
     record.end(STOPPED if step.stopped else FINISHED, step.number)

@@ -19,40 +19,43 @@ from rldsl.runtime.files import replace_text, written
 @dataclass
 class TimelineRecorder:
     """Events of one rank, in seconds since the epoch: comparable between the processes of a machine, and between
-    machines as far as their clocks agree. zero: when this rank's monotonic clock was 0; read once, since the other one
-    may be set while a run goes on. Of each span `args` also say how many seconds the process computed in it (busy)."""
+    machines as far as their clocks agree. The `args` of each span also have the CPU seconds of the process in it
+    ("busy")."""
 
     rank: int
     per_node: int = 1
     spans: list[trace.Span] = field(default_factory=list)
-    computed: float = field(default_factory=time.process_time)
+    # CPU seconds of this process until the last event
+    cpu_seconds: float = field(default_factory=time.process_time)
+    # the time of day at which the monotonic clock was 0; read once, since the time of day may be set during a run
     zero: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def add(self, event: Event, step: int, begin: float, end: float) -> None:
-        """begin, end: of the monotonic clock."""
-        before, self.computed = self.computed, time.process_time()
+        """Record an event. begin, end: seconds of the monotonic clock."""
+        before, self.cpu_seconds = self.cpu_seconds, time.process_time()
         self.spans.append(trace.span(event, self.rank, self.per_node, step, self.zero + begin, end - begin,
-                                     busy=round(self.computed - before, 6)))
+                                     busy=round(self.cpu_seconds - before, 6)))
 
 
 def synchronize(device: torch.device) -> None:
-    """What a GPU was asked for is done: else an event would end when it is posted, and the next that waits would take
-    its time."""
+    """Wait for the GPU. Otherwise an event would seem to end when its kernels are launched, and the next one that waits
+    would be charged for them."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def write_timeline(recorder: TimelineRecorder, plan: Plan, file: Path, device: torch.device) -> None:
-    """Every rank's events into one file, written by rank 0; the first of them begins at 0. All ranks call it."""
-    mine = torch.frombuffer(bytearray(json.dumps(recorder.spans).encode()), dtype=torch.uint8).to(device)
+    """Write the events of all ranks to one file, on rank 0; the first begins at 0. All ranks call it together."""
+    encoded = torch.frombuffer(bytearray(json.dumps(recorder.spans).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([mine.numel()], device=device))
+    dist.all_gather(sizes, torch.tensor([encoded.numel()], device=device))
     padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device=device)
-    padded[: mine.numel()] = mine
-    every = [torch.empty_like(padded) for _ in sizes] if recorder.rank == 0 else None
-    dist.gather(padded, every, dst=0)
-    if every is not None:
-        spans = [s for part, size in zip(every, sizes) for s in json.loads(part[: int(size)].cpu().numpy().tobytes())]
+    padded[: encoded.numel()] = encoded
+    gathered = [torch.empty_like(padded) for _ in sizes] if recorder.rank == 0 else None
+    dist.gather(padded, gathered, dst=0)
+    if gathered is not None:
+        spans = [s for part, size in zip(gathered, sizes, strict=True)
+                 for s in json.loads(part[: int(size)].cpu().numpy().tobytes())]
         zero = min((s["ts"] for s in spans), default=0.0)
         moved = [s | {"ts": round(s["ts"] - zero, 3)} for s in spans]
         with written(file):

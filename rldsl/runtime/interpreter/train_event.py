@@ -22,7 +22,7 @@ from rldsl.runtime.interpreter.nonfinite import refuse_minibatch
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
-from rldsl.runtime.store import Column
+from rldsl.runtime.store import RaggedRows
 from rldsl.sharding.partition import Rows, micro_batches, num_micro_batches
 
 
@@ -39,7 +39,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
     minibatch is on disk, or this minibatch makes no step and counts in "skipped" and in no other metric."""
     context = models.context
     spread, layout = context.spreads[event.spread], context.world.layouts[event.layout]
-    shard, axes = models.writable(event.model, event.layout), context.world.axes(layout)
+    shard, axes = models.shard_to_write(event.model, event.layout), context.world.axes(layout)
     outputs = dict(context.programs[event.loss].outputs)
     # of the tp * cp * pp ranks that have the same rows, the one with the loss reports metrics
     counts_in_metrics = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
@@ -53,7 +53,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         return bool(metrics[-1][STOP])
 
     stopped, skipped, rate = False, 0, 0.0
-    for minibatch in chain.from_iterable(step.rows.schedule(spread)):
+    for minibatch in chain.from_iterable(step.rows.minibatch_rows(spread)):
         if stopped or not any(minibatch):
             rate = shard.skip_updates(1)
             continue
@@ -84,7 +84,7 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
         if name in results:
             step.write_number(value, spread.id, results[name])
         else:
-            step.buffers.put(f"{value}@{spread.id}", Column.none(torch.float64, context.device))
+            step.buffers.put(f"{value}@{spread.id}", RaggedRows.empty(torch.float64, context.device))
 
 
 class _TrainCall:
@@ -98,7 +98,7 @@ class _TrainCall:
         self.outputs = [[output for _, frame, output in event.fresh if frame == f] for f in event.frames]
         lens = {f: step.rows.lens[f] for f in event.frames}
         self.lens, self.responses = lens, {f: x.response.tolist() for f, x in lens.items()}
-        self.totals = [sum(x) for x in zip(*(x.of("tokens").tolist() for x in lens.values()))]
+        self.totals = [sum(x) for x in zip(*(x.of("tokens").tolist() for x in lens.values()), strict=True)]
         self.tokens = {f: step.read(event.reads, f"{f}.tokens") for f in event.frames}
         self.data = {name: step.read(event.reads, value) for name, value in event.data}
 
@@ -145,7 +145,7 @@ def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def _data(context: RunContext, value: str, column: Column, rows: torch.Tensor, per_prompt: int) -> torch.Tensor:
+def _data(context: RunContext, value: str, column: RaggedRows, rows: torch.Tensor, per_prompt: int) -> torch.Tensor:
     """The entries of some rows. per_prompt: rows of a prompt in the frame that is trained on, for values with one
     entry per prompt."""
     record = context.values[value]
@@ -153,7 +153,7 @@ def _data(context: RunContext, value: str, column: Column, rows: torch.Tensor, p
         return column.data[0]
     if record.extent == "prompt":
         rows = (rows // per_prompt).unique()
-    return column.pick(rows).data
+    return column.select(rows).data
 
 
 def minibatch_metrics(losses: Sequence[MinibatchLoss], counts: bool, group: object,
@@ -171,4 +171,4 @@ def minibatch_metrics(losses: Sequence[MinibatchLoss], counts: bool, group: obje
         dist.all_reduce(sums, group=group)
         if maxima.numel():
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    return [loss.finish(row) for loss, row in zip(losses, torch.cat([sums, maxima], 1))]
+    return [loss.finish(row) for loss, row in zip(losses, torch.cat([sums, maxima], 1), strict=True)]

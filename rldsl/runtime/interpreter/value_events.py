@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rldsl.plan.events import Collect, Compute, Fetch, Free, Lengths, Select, Transfer, split
 from rldsl.plan.expr import Node
-from rldsl.runtime.comm.exchange import DTYPES, transfer
+from rldsl.runtime.comm.exchange import DTYPES, message_tag, transfer
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter.eval_loops import next_rows
@@ -19,13 +19,13 @@ from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.model_store import ModelStore
 from rldsl.runtime.state.step import StepState
-from rldsl.runtime.store import Column, Pending
+from rldsl.runtime.store import Pending, RaggedRows
 from rldsl.sharding.layout import coordinate
 from rldsl.sharding.partition import prompt_space
 
 
 def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
-    """The next rows, the same on every participant: read and tokenized, never sent."""
+    """The next rows of a data source. Every participant reads and tokenizes the same ones; nothing is sent."""
     context = step.context
     source, batch = next_rows(step, reader, event)
     spreads = dict(split(b) for b in event.writes)
@@ -34,7 +34,7 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
         absent = [0] * (context.frames[frame].count - len(fetched.tokens))  # the last rows of a short batch
         lens = RowLengths(*(torch.tensor([*lengths, *absent], dtype=torch.int64, device=context.device)
                       for lengths in (fetched.prompt_lens, fetched.response_lens)))
-        step.know_lengths(frame, lens)
+        step.set_lengths(frame, lens)
         if f"{frame}.tokens" in spreads:
             ids = torch.arange(len(fetched.tokens), device=context.device)
             step.write(f"{frame}.tokens", spreads[f"{frame}.tokens"], ids,
@@ -52,7 +52,7 @@ def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
 
 
 def lengths(step: StepState, event: Lengths) -> None:
-    """One all-reduce of [rows, 2]; of each shard only the first rank contributes."""
+    """One all-reduce of [rows, 2]: prompt and response lengths. The first rank of each dp rank contributes."""
     context, world = step.context, step.context.world
     frame, spread = context.frames[event.frame], context.spreads[event.spread]
     table = torch.zeros(frame.count, 2, dtype=torch.int64, device=context.device)
@@ -67,17 +67,17 @@ def lengths(step: StepState, event: Lengths) -> None:
     group = world.group(event.mesh)
     if group is not None:
         dist.all_reduce(table, group=group)
-    step.know_lengths(frame.id, RowLengths(table[:, 0], table[:, 1]))
+    step.set_lengths(frame.id, RowLengths(table[:, 0], table[:, 1]))
 
 
 def transfer_values(step: StepState, ring: EventRing, event: Transfer) -> None:
-    """Issued here, waited for where it is first read."""
+    """Start sending and receiving; whoever reads a value first waits for it."""
     context = step.context
     src, dst = context.spreads[event.src], context.spreads[event.dst]
     for k, name in enumerate(event.values):
         holds = context.rank in context.world.meshes[src.mesh].members()
-        held = step.buffers.take(f"{name}@{src.id}") if holds else None
-        issued = transfer(step.rows, context.values[name], src, dst, held, event.id * 16 + k)
+        held = step.buffers.get(f"{name}@{src.id}") if holds else None
+        issued = transfer(step.rows, context.values[name], src, dst, held, message_tag(event, k))
         step.ragged_bytes += issued.bytes if event.bytes < 0 else 0
         step.buffers.put(f"{name}@{dst.id}", Pending(ring.wait_tracker(issued.finish), issued.bytes))
 
@@ -90,7 +90,7 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
     for name, value in event.inputs:
         record = context.values[value]
         ids = _ids(context, record.extent, record.frame, frame_rows)
-        inputs[name] = step.read(event.reads, value).pick(ids).data
+        inputs[name] = step.read(event.reads, value).select(ids).data
 
     def call_python(node: Node) -> torch.Tensor:
         frame = str(node.attr("frame"))
@@ -102,7 +102,7 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
         return torch.tensor(numbers, dtype=torch.float32, device=context.device)
 
     results = run_compute(program, inputs, frame_rows, {f: context.frames[f] for f in event.frames},
-                          context.world.group(spread.mesh), call_python, step.compute_seed(event), step.number - 1)
+                          context.world.group(spread.mesh), call_python, step.compute_seed(event), step.index)
     for name, value in event.outputs:
         record, data = context.values[value], results[name]
         ids = _ids(context, record.extent, record.frame, frame_rows)
@@ -117,35 +117,35 @@ def select(step: StepState, event: Select) -> None:
     frame, spread = context.frames[event.frame], context.spreads[event.spread]
     if event.condition:
         rows = step.my_rows(spread, frame.of)
-        kept = rows[step.read(event.reads, event.condition).pick(rows).data.to(torch.bool)]
+        kept = rows[step.read(event.reads, event.condition).select(rows).data.to(torch.bool)]
         source = step.rows.lens[frame.of]
         lens = RowLengths(torch.zeros_like(source.prompt), torch.zeros_like(source.response))
         lens.prompt[kept], lens.response[kept] = source.prompt[kept], source.response[kept]
-        step.rows.know(frame.id, lens)  # of this rank's rows only, until the lengths are exchanged
+        step.rows.set_lengths(frame.id, lens)  # of this rank's rows only, until the lengths are exchanged
     rows = step.my_rows(spread, frame.id)
     for value, kept_value in event.values:
         selected = FrameRows(rows, rows // frame.per_prompt, rows)  # lens are not read
         ids = _ids(context, context.values[value].extent, frame.id, {frame.id: selected})
-        step.buffers.put(f"{kept_value}@{spread.id}", step.read(event.reads, value).pick(ids))
+        step.buffers.put(f"{kept_value}@{spread.id}", step.read(event.reads, value).select(ids))
 
 
 def collect(step: StepState, event: Collect) -> None:
-    """Append the rows of this turn to those of the turns before."""
+    """Append the rows of this iteration to those of the iterations before."""
     context, buffers = step.context, step.buffers
     frame, into = context.frames[event.frame], context.frames[event.into]
     for value, collected in event.values:
         record, name = context.values[value], f"{collected}@{event.dst}"
         if record.extent == "lengths":
             lens, new = step.rows.lens[into.id], step.rows.lens[frame.id]
-            rows = slice(step.turn * frame.count, (step.turn + 1) * frame.count)
+            rows = slice(step.iteration * frame.count, (step.iteration + 1) * frame.count)
             lens.prompt[rows], lens.response[rows] = new.prompt, new.response
-            step.rows.know(into.id, lens)
+            step.rows.set_lengths(into.id, lens)
         elif record.extent == "columns":
-            buffers.put(name, [*buffers.take(name), *buffers.take(f"{value}@{event.src}")])
+            buffers.put(name, [*buffers.get(name), *buffers.get(f"{value}@{event.src}")])
         else:
             size = frame.count // frame.per_prompt if record.extent == "prompt" else frame.count
-            held = buffers.take(f"{value}@{event.src}")
-            buffers.put(name, buffers.take(name).behind(held, step.turn * size))
+            held = buffers.get(f"{value}@{event.src}")
+            buffers.put(name, buffers.get(name).append(held, step.iteration * size))
 
 
 def make_empty(step: StepState, buffer: str) -> None:
@@ -154,9 +154,11 @@ def make_empty(step: StepState, buffer: str) -> None:
     context, record = step.context, step.context.values[value]
     count = context.frames[record.frame].count
     if record.extent == "lengths":
-        step.rows.know(record.frame, RowLengths(*(torch.zeros(count, dtype=torch.int64, device=context.device)
-                                            for _ in range(2))))
-    step.buffers.put(buffer, [] if record.extent == "columns" else Column.none(DTYPES[record.dtype], context.device))
+        step.rows.set_lengths(record.frame, RowLengths(*(
+            torch.zeros(count, dtype=torch.int64, device=context.device) for _ in range(2))))
+    empty: list[Any] | RaggedRows = [] if record.extent == "columns" else \
+        RaggedRows.empty(DTYPES[record.dtype], context.device)
+    step.buffers.put(buffer, empty)
 
 
 def _frame_rows(step: StepState, event: Compute, frame: str) -> FrameRows:
@@ -181,36 +183,36 @@ def _same_index_set(context: RunContext, extent: str, frame: str, frame_rows: di
 
 def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
                 rows: torch.Tensor) -> tuple[list[dict[str, Any]], list[str]]:
-    """What a user's function sees of each row: the data columns, and the sequence as text and as token ids; and what
-    messages call the row: its number in the step, and its line of the data.
+    """For each row, what a user's function sees (the data columns, and the sequence as text and as token ids), and its
+    name in messages: the row's number in the step, and its place in the data.
 
     finished: the response is shorter than the most tokens allowed, or its last token ends a sequence. A response that
     a stop string ended on exactly the last allowed token counts as unfinished: its tokens alone cannot show it."""
     context = step.context
     record = context.frames[frame]
     of = prompt_space(record, context.frames)
-    columns = next((step.buffers.take(b) for b in event.reads if split(b)[0].endswith(".columns")
+    columns = next((step.buffers.get(b) for b in event.reads if split(b)[0].endswith(".columns")
                     and context.frames[context.values[split(b)[0]].frame].prompts == of), None)
     packed = step.packed(frame, step.read(event.reads, f"{frame}.tokens"), rows)
     source = reader.source(record.data)
     tokenizer, ends = source.tokenizer, source.ends
-    found: list[dict[str, Any]] = []
+    arguments: list[dict[str, Any]] = []
     names: list[str] = []
     at = 0
     tokens = packed.tokens.tolist()
     for row, p, r in zip(rows.tolist(), packed.prompt_lens.tolist(), packed.response_lens.tolist(), strict=True):
         prompt, completion = tokens[at : at + p], tokens[at + p : at + p + r]
         at += p + r
-        place, held = columns[row // record.per_prompt] if columns is not None else ("", {})
+        place, columns_of_row = columns[row // record.per_prompt] if columns is not None else ("", {})
         names.append(f"{row} ({place})" if place else str(row))
-        found.append({
-            **held,
+        arguments.append({
+            **columns_of_row,
             "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
             "completion": tokenizer.decode(completion, skip_special_tokens=True),
             "prompt_ids": prompt, "completion_ids": completion,
             "finished": r < record.max_response_tokens or (r > 0 and completion[-1] in ends),
         })
-    return found, names
+    return arguments, names
 
 
 def free(models: ModelStore, step: StepState, event: Free) -> None:

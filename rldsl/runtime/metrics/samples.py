@@ -23,7 +23,7 @@ from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
 from rldsl.runtime.state.step import StepState
-from rldsl.runtime.store import Column
+from rldsl.runtime.store import RaggedRows
 
 FOLDER = "samples"
 ANONYMOUS = re.compile(r"(expr|where)#\d+")  # values that the program gives no name
@@ -71,8 +71,8 @@ class Samples:
         """most: rows of each frame and step."""
         self._context, self._data, self._most = context, data, most
         self._mine = [s for s in sample_sources(context.plan) if s.rank == context.rank]
-        self._tokens: dict[str, tuple[Column, Any]] = {}
-        self._values: dict[str, Column] = {}
+        self._tokens: dict[str, tuple[RaggedRows, Any]] = {}
+        self._values: dict[str, RaggedRows] = {}
         self._begun: set[Path] = set()
         self._names = value_names(context.plan, {context.frames[s.frame].rows for s in self._mine})
         for source in self._mine:
@@ -87,13 +87,13 @@ class Samples:
         value, spread = split(buffer)
         if value in self._names:
             if self._context.holds(buffer):
-                held = step.buffers.take(buffer)
+                held = step.buffers.get(buffer)
                 before = self._values.get(value)
                 self._values[value] = held if before is None or held.ids.numel() >= before.ids.numel() else before
             return
         for source in self._mine:
             if value == f"{source.frame}.tokens" and spread == source.spread:
-                self._tokens[source.frame] = step.buffers.take(buffer), step.rows.lens[source.frame]
+                self._tokens[source.frame] = step.buffers.get(buffer), step.rows.lens[source.frame]
 
     def end_step(self, step: StepState) -> None:
         """Write the rows of this step."""
@@ -102,14 +102,14 @@ class Samples:
         self._tokens.clear()
         self._values.clear()
 
-    def _write(self, step: int, frame: Frame, tokens: Column, lens: Any) -> None:
+    def _write(self, step: int, frame: Frame, tokens: RaggedRows, lens: Any) -> None:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._most]
         tokenizer = self._data.source(frame.data).tokenizer
         known = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
                  if self._context.frames[self._context.values[value].frame].rows == frame.rows}
         lines = []
         for i, row in enumerate(rows.tolist()):
-            ids = tokens.pick(rows[i : i + 1]).data.tolist()
+            ids = tokens.select(rows[i : i + 1]).data.tolist()
             prompt = int(lens.prompt[row])
             text = {"step": step, "row": row, "prompt": tokenizer.decode(ids[:prompt], skip_special_tokens=True),
                     "completion": tokenizer.decode(ids[prompt:], skip_special_tokens=True)}
@@ -128,7 +128,7 @@ def samples_file(out: Path, frame: str) -> Path:
     return out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', frame)}.jsonl"
 
 
-def _numbers(column: Column, rows: torch.Tensor) -> Mapping[int, float]:
+def _numbers(column: RaggedRows, rows: torch.Tensor) -> Mapping[int, float]:
     """The values of those rows that the column has."""
     wanted = set(rows.tolist())
     return {i: x for i, x in zip(column.ids.tolist(), column.data.reshape(-1).tolist()) if i in wanted}

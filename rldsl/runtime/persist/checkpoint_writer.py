@@ -97,7 +97,7 @@ def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) ->
         model, mesh, rank = context.models[name], context.world.meshes[where.mesh], context.rank
         if rank not in mesh.members():
             continue
-        shard = models.ready(name, layout)
+        shard = models.shard_to_read(name, layout)
         parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.home == layout else {})}
         if (name, layout) not in writer.mine:
             writer.mine[name, layout] = owned_pieces(model, where, mesh, rank)
@@ -120,7 +120,7 @@ def _facts(models: ModelStore, step: StepState, data: DataReader, event: Checkpo
     """What else the next step needs, as far as this rank knows it."""
     records = models.context.models
     reads = [(b, *split(b)) for b in event.reads]
-    states = {value: float(step.buffers.take(b).data) for b, value, _ in reads
+    states = {value: float(step.buffers.get(b).data) for b, value, _ in reads
               if value not in records and models.context.holds(b)}
     progress = {name: dict(models.shards[name, layout].schedule_state()) for _, name, layout in reads
                 if name in records and records[name].home == layout and (name, layout) in models.shards}

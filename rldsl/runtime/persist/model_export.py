@@ -26,7 +26,7 @@ from rldsl.plan.model import Model
 from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.in_place import pieces_by_parameter
 from rldsl.runtime.comm.agreement import raise_together
-from rldsl.runtime.comm.exchange import post
+from rldsl.runtime.comm.exchange import message_tag, post
 from rldsl.runtime.comm.reshard import Tensors, local_box
 from rldsl.runtime.files import sync
 from rldsl.runtime.persist.allowed_paths import MARK, check_writes, is_foreign
@@ -42,7 +42,7 @@ def save(models: ModelStore, step: int, event: Save) -> None:
     context = models.context
     model, layout = context.models[event.model], context.world.layouts[event.layout]
     mesh, group = context.world.meshes[layout.mesh], context.world.group(event.mesh)
-    shard = models.ready(event.model, event.layout)
+    shard = models.shard_to_read(event.model, event.layout)
     members = mesh.members()
     # adapters are small, and PEFT reads them from one file
     chosen = dict.fromkeys(owners(model, layout, mesh), members[0]) if model.lora else owners(model, layout, mesh)
@@ -90,7 +90,7 @@ def _gather(context: RunContext, event: Save, model: Model, mine: Tensors,
     spots = {m.peer: [local_box(held, *box) for box in m.boxes] for m in sends}
     out = {peer: torch.cat([mine[name][at].reshape(-1) for name, at in some]) for peer, some in spots.items()}
     into = {m.peer: torch.empty(m.size(), dtype=_dtype(mine), device=context.device) for m in receives}
-    post(out, into, event.id * 16).wait()
+    post(out, into, message_tag(event)).wait()
     for message in receives:
         at = 0
         for name, box in message.boxes:

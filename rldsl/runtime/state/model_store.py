@@ -1,8 +1,8 @@
 """The shards of models that a rank holds, and the parameters on their way to and from them.
 
 In: a run's context. Out: shards, built at their first use.
-Invariant: whoever reads a shard's parameters takes it from `ready`, whoever writes or frees them from `writable`;
-then no rank sees parameters before they have arrived, or changes those that it is still sending.
+Invariant: whoever reads a shard's parameters takes it from `shard_to_read`, whoever writes or frees them from
+`shard_to_write`; so no rank sees parameters before they have arrived, or changes those that it is still sending.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class ModelStore:
     shared_tensors: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     # realloc event -> what this rank sends and receives in it
     routes: dict[int, Route] = field(default_factory=dict)
-    # shard -> transfer into its parameters, or onload, that nobody has waited for yet
+    # shard -> communication into its parameters, or onload, that nobody has waited for yet
     arriving: dict[ShardKey, Pending] = field(default_factory=dict)
-    # shard that owns the parameters -> realloc event -> transfer that still reads them
+    # shard that owns the parameters -> realloc event -> communication that still reads them
     leaving: dict[ShardKey, dict[int, Pending]] = field(default_factory=dict)
 
     def shard(self, model: str, layout: str, load: bool = False) -> Shard:
-        """The shard, built at its first use. One that was freed gets its memory back, without values."""
+        """The shard, built at its first use, without waiting for anything. A shard that was freed gets memory again;
+        its values are undefined until a realloc fills it."""
         key, context = (model, layout), self.context
         if key in self.freed:
             self.freed.discard(key)
@@ -51,18 +52,18 @@ class ModelStore:
                                      weight_cache=None if key in context.offloaded else self.shared_tensors)
         return self.shards[key]
 
-    def ready(self, model: str, layout: str) -> Shard:
-        """The shard with every parameter in place."""
+    def shard_to_read(self, model: str, layout: str) -> Shard:
+        """The shard; waits for parameters that are still arriving."""
         pending = self.arriving.pop((model, layout), None)
         if pending is not None:
             pending.finish()
         return self.shards[model, layout]
 
-    def writable(self, model: str, layout: str) -> Shard:
-        """The same once everything that reads its parameters has been sent: they may be written, or freed."""
+    def shard_to_write(self, model: str, layout: str) -> Shard:
+        """The shard, whose parameters may be written or freed; waits also for sends that still read them."""
         for pending in self.leaving.pop(self.owner(model, layout), {}).values():
             pending.finish()
-        return self.ready(model, layout)
+        return self.shard_to_read(model, layout)
 
     def owner(self, model: str, layout: str) -> ShardKey:
         """The shard that has the parameters in memory: the one that this one aliases, or itself."""
@@ -70,10 +71,10 @@ class ModelStore:
 
     def free(self, model: str, layout: str) -> None:
         """Free the parameters' memory, until a realloc fills them again."""
-        self.writable(model, layout).free()
+        self.shard_to_write(model, layout).free()
         self.freed.add((model, layout))
 
     def wait_all(self) -> None:
         """Wait for all parameters that are on their way."""
         for key in list(self.arriving):
-            self.ready(*key)
+            self.shard_to_read(*key)

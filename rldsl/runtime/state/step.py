@@ -15,7 +15,7 @@ from rldsl.plan.model import Spread
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
 from rldsl.runtime.state.context import RunContext
-from rldsl.runtime.store import BufferStore, Column
+from rldsl.runtime.store import BufferStore, RaggedRows
 from rldsl.sharding.partition import mix
 
 COMPUTE_SEEDS = 1 << 32  # keeps the seeds of computations apart from those of generated frames
@@ -23,13 +23,14 @@ COMPUTE_SEEDS = 1 << 32  # keeps the seeds of computations apart from those of g
 
 @dataclass
 class StepState:
-    """One rank's. Buffers live as long as the plan does not free them, which may be longer than a step."""
+    """One rank's state of the step under way. Buffers live until the plan frees them, which may be longer than a
+    step."""
 
     context: RunContext
-    # of the step under way, from 1; 0 before the first
+    # the step under way, from 1; 0 before the first
     number: int = 0
-    # of the innermost loop, from 0
-    turn: int = 0
+    # the iteration of the innermost loop, from 0
+    iteration: int = 0
     # data source that the innermost loop goes over once, in an evaluation; "" in any other loop
     evaluated_source: str = ""
     # values by buffer name (`value@spread`)
@@ -38,7 +39,7 @@ class StepState:
     logged: dict[str, list[float]] = field(default_factory=dict)
     # generate or compute event -> how often it has drawn random numbers in this step, less one
     draws: dict[int, int] = field(default_factory=dict)
-    # in the sequences with responses whose lengths this rank knows
+    # prompt and response tokens of the sequences with responses whose lengths this rank knows
     tokens: int = 0
     # bytes that this rank sent and received in transfers whose size depends on lengths
     ragged_bytes: int = 0
@@ -48,23 +49,28 @@ class StepState:
     def __post_init__(self) -> None:
         self.rows = StepRows(self.context.plan, self.context.world, 0)
 
+    @property
+    def index(self) -> int:
+        """The step under way, from 0: what random seeds are made of."""
+        return self.number - 1
+
     def begin(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self.number += 1
         self.tokens = 0
         self.draws.clear()
-        self.rows = StepRows(self.context.plan, self.context.world, self.number - 1)
+        self.rows = StepRows(self.context.plan, self.context.world, self.index)
 
     # random seeds
 
     def sampling_seed(self, event: Generate) -> int:
-        """A seed of its own for each generate of the program and each time that it runs in a step: two calls on the
-        same prompts must not draw the same samples. The order of frames is the program's, whatever the placement."""
+        """A different seed for each generate of the program and each time that it runs in a step: two calls on the same
+        prompts must not draw the same samples. Frames are in the order of the program under every placement."""
         frame = next(i for i, f in enumerate(self.context.plan.frames) if f.id == event.frame)
         return mix(self.context.seed, frame, self._next_draw(event.id)) >> 1  # 63 bits: devices have signed integers
 
     def compute_seed(self, event: Compute) -> int:
-        """A seed for each time that a computation runs in a step; its calls of `uniform` have numbers of their own."""
+        """A seed for each time that a computation runs in a step; `uniform` adds the number of its call to it."""
         return mix(self.context.seed, COMPUTE_SEEDS, self._next_draw(event.id))
 
     def _next_draw(self, event: int) -> int:
@@ -75,17 +81,18 @@ class StepState:
 
     def my_rows(self, spread: Spread, frame: str) -> torch.Tensor:
         """[S] int64, ascending: the rows of a frame that this rank works on under a spread."""
-        mine = self.rows.shards(spread)[self.rows.shard(spread, self.context.rank)][frame]
-        return torch.tensor(mine, dtype=torch.int64, device=self.context.device)
+        rows = self.rows.rows_by_dp(spread)[self.rows.dp_index(spread, self.context.rank)][frame]
+        return torch.tensor(rows, dtype=torch.int64, device=self.context.device)
 
     def read(self, reads: tuple[str, ...], value: str) -> Any:
         """The buffer among an event's reads that holds `value`."""
-        return self.buffers.take(next(b for b in reads if split(b)[0] == value))
+        return self.buffers.get(next(b for b in reads if split(b)[0] == value))
 
     def write(self, value: str, spread: str, ids: torch.Tensor, data: torch.Tensor) -> None:
-        """ids: ascending row or prompt numbers ([0] at batch level)."""
+        """Store a buffer. ids: ascending row or prompt numbers ([0] at batch level). data: their entries, one id after
+        another."""
         sizes = self.rows.sizes(self.context.values[value], ids)
-        self.buffers.put(f"{value}@{spread}", Column(ids, sizes, data))
+        self.buffers.put(f"{value}@{spread}", RaggedRows(ids, sizes, data))
 
     def write_number(self, value: str, spread: str, number: float) -> None:
         """A number of the whole batch, in float64."""
@@ -93,14 +100,14 @@ class StepState:
         self.write(value, spread, torch.zeros(1, dtype=torch.int64, device=device),
                    torch.tensor([number], dtype=torch.float64, device=device))
 
-    def know_lengths(self, frame: str, lens: RowLengths) -> None:
-        """The lengths of all rows of a frame are known."""
-        self.rows.know(frame, lens)
+    def set_lengths(self, frame: str, lens: RowLengths) -> None:
+        """The lengths of all rows of a frame, which every rank that needs them now knows; their tokens are counted."""
+        self.rows.set_lengths(frame, lens)
         record = self.context.frames[frame]
         if not record.of and record.max_response_tokens:  # a selection's tokens are counted already
             self.tokens += int(lens.of("tokens").sum())
 
-    def packed(self, frame: str, tokens: Column, rows: torch.Tensor) -> PackedBatch:
+    def packed(self, frame: str, tokens: RaggedRows, rows: torch.Tensor) -> PackedBatch:
         """The sequences of some rows, packed."""
         lens = self.rows.lens[frame]
-        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], tokens.pick(rows).data)
+        return PackedBatch(rows, lens.prompt[rows], lens.response[rows], tokens.select(rows).data)
