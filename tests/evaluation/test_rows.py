@@ -29,14 +29,14 @@ def reader(rows: int) -> DataReader:
     return DataReader(context(), {"heldout": Source(DATA, range(rows), None, 1.0)})  # type: ignore[arg-type]
 
 
-def step(evaluated_source: str = "heldout", turn: int = 0) -> Any:
-    return SimpleNamespace(evaluated_source=evaluated_source, turn=turn)
+def step(evaluated_source: str = "heldout", iteration: int = 0) -> Any:
+    return SimpleNamespace(evaluated_source=evaluated_source, iteration=iteration)
 
 
 def batches(rows: int, times: int) -> list[list[int]]:
     out = []
-    for turn in range(times):
-        source, number = eval_loops.next_rows(step(turn=turn), reader(rows), FETCH)
+    for i in range(times):
+        source, number = eval_loops.next_rows(step(iteration=i), reader(rows), FETCH)
         out.append(source.batch(number, 7))
     return out
 

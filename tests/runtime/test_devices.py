@@ -71,7 +71,7 @@ def test_and_nothing_else(text: str) -> None:
 def test_a_column_is_on_one_device() -> None:
     there, elsewhere = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64, device="meta")
     for parts in ((there, elsewhere, there), (elsewhere, there, there), (there, there, elsewhere)):
-        with pytest.raises(AssertionError, match="a column spread over the devices"):
+        with pytest.raises(AssertionError, match="tensors of one value on the devices"):
             RaggedRows(*parts)
 
 
