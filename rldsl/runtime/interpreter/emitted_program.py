@@ -49,8 +49,8 @@ class Program:
 
 
 class Rank:
-    """The operations of one rank: a method for each kind of event, which takes the number of an event of the plan, as in
-    `run.generate(8)`; its loops; and what it holds."""
+    """The operations of one rank: a method for each kind of event, which takes the number of an event of the plan, as
+    in `run.generate(8)`; its loops; and what it holds."""
 
     def __init__(self, interpreter: Interpreter):
         self._interpreter = interpreter

@@ -213,9 +213,9 @@ def _quantile(x: Tensor, args: Sequence[Tensor]) -> Tensor:
     return ordered[below] + (at - below) * (ordered[above] - ordered[below])
 
 
-# Reductions with `Operator.combine` "gather". By segment: x [elements] float64, the segment of each element, and the number
-# of elements in each segment -> [segments], 0 for an empty one. To batch the same function is used, with one segment,
-# unless the operator has a faster one, or one with further arguments, in _WHOLE.
+# Reductions with `Operator.combine` "gather". By segment: x [elements] float64, the segment of each element, and the
+# number of elements in each segment -> [segments], 0 for an empty one. To batch the same function is used, with one
+# segment, unless the operator has a faster one, or one with further arguments, in _WHOLE.
 _SEGMENTS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "median": _medians,
 }
@@ -247,7 +247,7 @@ def sequence(node: Node, frame: str, args: Sequence[Tensor], ragged: RaggedIndex
 
 def _neighbour(x: Tensor, ends: Tensor, lens: Tensor, shift: int) -> Tensor:
     """Each token's neighbour; 0 (or false) at the border of its sequence."""
-    # an empty sequence writes to an extra element at the end, which is cut off: selecting the others would synchronize
+    # an empty sequence writes to an extra element at the end, which is cut off: selecting others would synchronize
     border = torch.where(lens > 0, ends - 1 if shift == 1 else ends - lens, x.numel())
     inside = torch.ones(x.numel() + 1, dtype=torch.bool, device=x.device).index_fill(0, border, False)[:-1]
     return torch.where(inside, x.roll(-shift), torch.zeros_like(x))

@@ -22,7 +22,7 @@ from rldsl.plan.expr import Level, Node, Program
 from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
 from rldsl.runtime.draws import uniform
-from rldsl.runtime.interpreter.expression_ops import RaggedIndex, FrameRows, evaluate, of_all_elements
+from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
 from rldsl.sharding.partition import mix
 
 __all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
