@@ -1,22 +1,25 @@
 """What `rlc compile` shows before anything happens: the placement, all that was inserted and why, memory, the verdict.
 
-In: a compiled plan and its bytes. Out: text that fits a screen. Frees of values are counted, not listed.
+In: a compiled plan and its bytes. Out: text of lines that fit a screen. Frees of values are counted, not listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from textwrap import wrap
 
 from rldsl.memory.curve import each_rank, host_peak
 from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import plan_id
 from rldsl.plan.events import Compute, Event, ModelCall, split
 from rldsl.plan.model import Plan
-from rldsl.plan.notation import cut, degrees_of, human, ranks_text
+from rldsl.plan.notation import degrees_of, human, ranks_text
 from rldsl.plan.projection import events
 from rldsl.plan.references import Role, named
 
-WIDTH = 120
+WIDTH = 120  # letters of a line; a longer one is continued on the next, and nothing is cut
+INDENT = 14
+NARROWEST = 30  # letters of a column of reasons
 
 
 def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
@@ -27,16 +30,21 @@ def preview(compiled: Compiled, source: str, target: str, data: bytes) -> str:
     copies = [e for e in every if any(split(b)[0] in models for b in e.frees)]
     inserted = [e for e in every if e in copies or e.because and e.traits.family != "bookkeeping"]
     head = f"{source} -> {target}" if target else source
-    lines = [f"{head}    {plan.header.world} ranks, {sum(isinstance(e, ModelCall) for e in every)} calls, "
-             f"{len(inserted)} inserted"]
-    lines += _meshes(compiled, every)
-    lines += _inserted(plan, inserted)
     frees = [e for e in every if e.frees and e not in copies]
-    lines.append(f"  - free      {sum(len(e.frees) for e in frees)} buffers after their last use")
     proof = compiled.proof
-    lines.append(f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}")
-    lines.append(f"  plan        {plan_id(data)}  {human(len(data))}")
-    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in lines) + "\n"
+    above = [f"{head}    {plan.header.world} ranks, {sum(isinstance(e, ModelCall) for e in every)} calls, "
+             f"{len(inserted)} inserted", *_meshes(compiled, every)]
+    below = [f"  - free      {sum(len(e.frees) for e in frees)} buffers after their last use",
+             f"  ok          {proof.events} events, {proof.entries} entries: {', '.join(proof.checks)}",
+             f"  plan        {plan_id(data)}  {human(len(data))}"]
+    return "\n".join((*_wrapped(above), *_inserted(plan, inserted), *_wrapped(below))) + "\n"
+
+
+def _wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """Lines of at most WIDTH letters: what is longer continues below its third column."""
+    for line in lines:
+        yield from wrap(line, WIDTH, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False,
+                        replace_whitespace=False)
 
 
 def _meshes(compiled: Compiled, every: list[Event]) -> Iterator[str]:
@@ -68,11 +76,16 @@ def _inserted(plan: Plan, found: list[Event]) -> Iterator[str]:
     meshes = {m.id: ranks_text(m.members()) for m in plan.meshes}
     places = {Role.LAYOUT: {x.id: meshes[x.mesh] for x in plan.layouts},
               Role.SPREAD: {s.id: meshes[s.mesh] for s in plan.spreads}}
+    rows = []
     for e in found:
         ends = [places[r.role][r.id] for r in named(e, *e.traits.participants) if r.role in places]
         where = " -> ".join(ends) if e.traits.drawing == "move" else meshes[e.mesh]
         size = "" if e.traits.moves == "nothing" else human(e.bytes) if e.bytes >= 0 else "ragged"
-        at = e.at.rsplit(":", 1)[0]
-        text = f"  + {e.kind:<9} {cut(e.subject, 26):<26} {where:<12} {size:>9}  "
-        room = WIDTH - len(text) - len(at) - 2
-        yield f"{text}{cut(e.because, room):<{max(room, 0)}}  {at}"
+        rows.append((e.kind, e.subject, where, size, e.because, e.at.rsplit(":", 1)[0]))
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    for kind, subject, where, size, because, at in rows:
+        text = f"  + {kind:<{widths[0]}} {subject:<{widths[1]}} {where:<{widths[2]}} {size:>{widths[3]}}  "
+        room = max(WIDTH - len(text) - len(at) - 2, NARROWEST)
+        first, *rest = wrap(because, room, break_long_words=False, break_on_hyphens=False) or [""]
+        yield f"{text}{first:<{room}}  {at}".rstrip()
+        yield from (" " * len(text) + line for line in rest)

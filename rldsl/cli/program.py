@@ -113,8 +113,9 @@ def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> in
         if one.changed and not (ask or diff) and one.path != SHOWN:
             write(one.path, one.after.encode(), "")
     if settings.output == "json" and not broken:
-        print_result(settings, "", files=[{"path": one.path, "changed": one.changed} | (
-            {"diff": one.diff} if diff else {"text": one.after} if one.path == SHOWN and not ask else {}) for one in done])
+        texts = {one.path: {"diff": one.diff} if diff else {"text": one.after} if one.path == SHOWN and not ask else {}
+                 for one in done}
+        print_result(settings, "", files=[{"path": one.path, "changed": one.changed, **texts[one.path]} for one in done])
     elif settings.output != "json":
         for one in changed if ask or diff else done:
             if ask or diff:

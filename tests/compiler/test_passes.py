@@ -142,6 +142,22 @@ def test_preview_fits() -> None:
         assert word in text
 
 
+def test_a_preview_cuts_nothing() -> None:
+    """Every reason in full, in columns that line up, with ranks of four digits too."""
+    meshes = {"gen": on(1, 0, 2048, dp=1024, tp=2), "score": on(2, 1024, 2048, dp=1024)}
+    done = api.finish(drafted(ppo(meshes, cluster=g.Cluster(256, 8, 80.0))))
+    text = preview(done, "ppo.rlf", "ppo.plan", encode(done.plan))
+    flowing = " ".join(text.split())
+    assert "…" not in text and max(map(len, text.splitlines())) <= 120
+    rows = [line for line in text.splitlines() if line.startswith("  + ")]
+    reasons = {e.because for e in events(done.plan.body) if e.because and e.traits.family != "bookkeeping"}
+    for reason in reasons:
+        assert reason.split()[0] in flowing and all(word in flowing for word in reason.split()), reason
+    starts = {line.index(e.because.split()[0] + " " + e.because.split()[1]) for line in rows for e in events(done.plan.body)
+              if e.because and " ".join(e.because.split()[:3]) in line}
+    assert len(starts) == 1, "the reasons begin in one column"
+
+
 def test_size_follows_the_program_and_not_the_ranks() -> None:
     def wide(n: int) -> Plan:
         meshes = {"gen": on(1, 0, n, tp=2, pp=2), "score": on(2, 0, 8, dp=8), "actor.train": on(8, 0, n // 2, pp=2)}
