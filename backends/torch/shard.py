@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rldsl.backends.torch.generate.decode_state import DecodeState
 from rldsl.backends.torch.generate.generate import generate
 from rldsl.backends.torch.model.invariant import Invariant
-from rldsl.backends.torch.model.load_weights import load
+from rldsl.backends.torch.model.load_weights import WeightReads, load
 from rldsl.backends.torch.model.lora import init_lora
 from rldsl.backends.torch.model.model_inputs import pack_inputs
 from rldsl.backends.torch.model.offload import HostMemory
@@ -23,7 +23,16 @@ from rldsl.backends.torch.train.pipeline import pipeline_forward, pipeline_forwa
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.runtime.backend import Axes, GenerationOutput, LossFn, MicroBatch, PackedBatch, Shard, WeightCache
+from rldsl.runtime.backend import (
+    Axes,
+    GenerationOutput,
+    LossFn,
+    MicroBatch,
+    PackedBatch,
+    Shard,
+    WeightCache,
+    WeightDigest,
+)
 from rldsl.sharding.dtypes import storage_dtype
 
 ONE_TOKEN = PackedBatch(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
@@ -43,14 +52,19 @@ class TorchShard:
         multiplied, kept = (torch.bfloat16 if name == "bfloat16" else torch.float32
                             for name in (model.dtype, storage_dtype(model, layout.id)))
         self.stage = self.stage_class(model, layout, mesh, axes, device, kept, multiplied, weight_cache)
-        load(model, self.stage.unread_base, self.stage.base)
+        reads = WeightReads()
+        load(model, self.stage.unread_base, self.stage.base, reads)
         if load_weights and model.lora is not None:
-            init_lora(model, self.stage.held, self.stage.parameters)
+            init_lora(model, self.stage.held, self.stage.parameters, reads)
         elif load_weights:
-            load(model, self.stage.unread, self.stage.parameters)
+            load(model, self.stage.unread, self.stage.parameters, reads)
+        self._weight_digests = tuple(reads.digests())
         self.host_memory = HostMemory(device)
         self.decode_states: dict[Hashable, DecodeState] = {}
         self.trainer = self.trainer_class(self.stage, model, layout, mesh, axes) if trainable else None
+
+    def weight_digests(self) -> Iterable[WeightDigest]:
+        return self._weight_digests
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         return {name: p.data for name, p in self.stage.parameters.items()}

@@ -9,9 +9,9 @@ Symbols in shapes: S sequences, T tokens, R response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -76,8 +76,23 @@ MicroBatch = tuple[PackedBatch, ...]
 LossFn = Callable[[int, Sequence[Mapping[str, torch.Tensor]]], torch.Tensor]
 
 
+class WeightDigest(NamedTuple):
+    """What a shard has read of one weight file."""
+
+    file: str
+    # names it in a message
+    what: str
+    # digest of the bytes that were read
+    content: bytes
+    # digest of which slices these are; ranks with equal ones have read the same (empty: all ranks that open the file)
+    slices: bytes = b""
+
+
 class Shard(Protocol):
     """One rank's part of one model under one layout."""
+
+    def weight_digests(self) -> Iterable[WeightDigest]:
+        """Of the files that the shard was filled from."""
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """Parameter name -> local tensor: this rank's boxes (`sharding/boxes.py`), joined along the split dimension.

@@ -2,7 +2,8 @@
 
 In: a model, and the pieces that this rank holds. Out: the config object; local tensors, filled in place.
 Errors: RL0721 a file is missing, damaged or has no floating-point numbers, RL0722 a parameter is missing, RL0723 it
-has another shape, RL0724 the config is not the one that was compiled, RL0726 there is no config.
+has another shape, RL0724 the config is not the one that was compiled, RL0726 there is no config,
+RL0729 a weight is not finite.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from transformers import AutoConfig
 from rldsl.diag import fail
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Model
-from rldsl.runtime.backend import WeightCache
+from rldsl.runtime.backend import WeightCache, WeightDigest
 from rldsl.sharding.boxes import Parameter, Piece, intersect, local_shape, local_slice, slices, slices_within
 from rldsl.sharding.stored_tensors import of_experts, shape, stored_tensors
 
@@ -42,18 +44,52 @@ def load_config(model: Model) -> Any:
     return AutoConfig.from_pretrained(model.path, trust_remote_code=False, local_files_only=True)
 
 
+@dataclass
+class WeightReads:
+    """What a shard has read of weight files: which slices, and digests of their contents (computed while reading)."""
+
+    # (file, whether whole tensors: more ranks read these) -> digest of the names and boxes of what was read, and of
+    # its bytes
+    files: dict[tuple[Path, bool], tuple[Any, Any]] = field(default_factory=dict)
+
+    def take(self, file: Path, tensor: str, box: str, part: torch.Tensor, whole: bool) -> None:
+        """A slice was read. whole: it is the whole tensor. RL0729: it holds a number that is not finite."""
+        if not bool(torch.isfinite(part).all()):
+            kind = "NaN" if bool(torch.isnan(part).any()) else "an infinite number"
+            raise fail("RL0729", f"the weights contain {kind}: {tensor}", place=str(file),
+                       help="the model was damaged or diverged when it was saved: use another checkpoint of it")
+        names, contents = self.files.setdefault((file, whole), (sha256(), sha256()))
+        names.update(f"{tensor}[{box}]\0".encode())
+        contents.update(part.contiguous().view(-1).view(torch.uint8).numpy())
+
+    def digests(self) -> Iterator[WeightDigest]:
+        """One for each file, and one for its header, which all ranks that open it read."""
+        for (file, _), (names, contents) in self.files.items():
+            yield WeightDigest(str(file), "a slice of the weights", contents.digest(), names.digest())
+        for file in dict.fromkeys(file for file, _ in self.files):
+            yield WeightDigest(str(file), "the header of the weights", _header(file))
+
+
+def _header(file: Path) -> bytes:
+    """Size and header of a safetensors file, which safetensors has checked."""
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        return file.stat().st_size.to_bytes(8, "little") + opened.read(int.from_bytes(length, "little"))
+
+
 @torch.no_grad()
-def load(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill `tensors` (parameter name -> local tensor) from the directory `model.path`."""
+def load(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor], reads: WeightReads | None = None) -> None:
+    """Fill `tensors` (parameter name -> local tensor) from the directory `model.path`. reads: notes what was read."""
     if not held:
         return
+    reads = reads if reads is not None else WeightReads()
     where = weight_files(model.path)
     with ExitStack() as stack:
         open_files: dict[Path, safe_open] = {}
         for name, (parameter, pieces) in held.items():
             key = _stored_name(name, where)
             if key is None and parameter.spec.stored:
-                _load_from_parts(tensors[name], parameter, pieces, where, open_files, stack)
+                _load_from_parts(tensors[name], parameter, pieces, where, open_files, stack, reads)
                 continue
             if key is None:
                 if name == SCORE_WEIGHT and (model.optimizer is not None or not model.head.needs_trained_head):
@@ -62,7 +98,7 @@ def load(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor]) ->
                 raise fail("RL0722", f"parameter {name} is missing from the checkpoint", place=model.path,
                            help="the weights do not belong to this config.json")
             reader, file = _reader(where[key], open_files, stack), where[key]
-            copy_pieces(tensors[name], parameter, pieces, tensor_slice(reader, key, file), file)
+            copy_pieces(tensors[name], parameter, pieces, tensor_slice(reader, key, file), file, reads)
 
 
 def _reader(file: Path, open_files: dict[Path, safe_open], stack: ExitStack) -> safe_open:
@@ -72,7 +108,7 @@ def _reader(file: Path, open_files: dict[Path, safe_open], stack: ExitStack) -> 
 
 
 def _load_from_parts(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], where: Mapping[str, Path],
-                     open_files: dict[Path, safe_open], stack: ExitStack) -> None:
+                     open_files: dict[Path, safe_open], stack: ExitStack, reads: WeightReads) -> None:
     """Fill the pieces of a parameter that a file stores as several tensors (experts, say). Only those that overlap a
     piece are read."""
     single = of_experts(parameter)
@@ -90,14 +126,18 @@ def _load_from_parts(target: torch.Tensor, parameter: Parameter, pieces: Sequenc
         _check_tensor(name, shape(single, box), source, file)
         for piece, both in common:
             part = source[slices_within(both, box)[int(single):]]
+            reads.take(file, key, str(both), part, both == box)
             target[local_slice(piece, both, parameter.dim)].copy_(part[None] if single else part)
 
 
-def copy_pieces(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path) -> None:
+def copy_pieces(target: torch.Tensor, parameter: Parameter, pieces: Sequence[Piece], source: Any, file: Path,
+                reads: WeightReads) -> None:
     """Fill the pieces of a parameter from its tensor in a file. source: see `tensor_slice`."""
     _check_tensor(parameter.name, parameter.spec.shape, source, file)
     for piece in pieces:
-        target[local_slice(piece, piece.box, parameter.dim)].copy_(source[slices(piece.box)])
+        part = source[slices(piece.box)]
+        reads.take(file, parameter.name, str(piece.box), part, tuple(part.shape) == parameter.spec.shape)
+        target[local_slice(piece, piece.box, parameter.dim)].copy_(part)
 
 
 def _check_tensor(name: str, shape: tuple[int, ...], source: Any, file: Path) -> None:

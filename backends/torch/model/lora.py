@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from rldsl.backends.torch.model.load_weights import HeldPieces, copy_pieces, load, open_file, tensor_slice
+from rldsl.backends.torch.model.load_weights import HeldPieces, WeightReads, copy_pieces, load, open_file, tensor_slice
 from rldsl.diag import fail
 from rldsl.plan.adapter_names import WEIGHTS, A, module_of, stored_name
 from rldsl.plan.heads import SCORE_WEIGHT
@@ -50,14 +50,16 @@ def lora_adapters(model: Model, parameters: Mapping[str, torch.Tensor]) -> dict[
 
 
 @torch.no_grad()
-def init_lora(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor]) -> None:
+def init_lora(model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor],
+              reads: WeightReads | None = None) -> None:
     """Fill the factors, and the head if the model has one of its own. tensors: parameter name -> local tensor."""
     if model.lora is None:
         raise ValueError(f"{model.name} has no adapters")
+    reads = reads if reads is not None else WeightReads()
     if model.lora.path:
-        _read_adapter(Path(model.lora.path) / WEIGHTS, model, held, tensors)
+        _read_adapter(Path(model.lora.path) / WEIGHTS, model, held, tensors, reads)
         return
-    load(model, {name: held[name] for name in held if name == SCORE_WEIGHT}, tensors)
+    load(model, {name: held[name] for name in held if name == SCORE_WEIGHT}, tensors, reads)
     for name, (parameter, pieces) in held.items():
         if name.endswith(A):
             for piece in pieces:
@@ -77,7 +79,8 @@ def _draw(seed: int, name: str, piece: Piece, inputs: int) -> torch.Tensor:
     return drawn
 
 
-def _read_adapter(file: Path, model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor]) -> None:
+def _read_adapter(file: Path, model: Model, held: HeldPieces, tensors: Mapping[str, torch.Tensor],
+                  reads: WeightReads) -> None:
     with open_file(file) as reader:
         known = set(reader.keys())
         if unused := known - {stored_name(p.name) for p in expand_specs(model.params, model.layers)}:
@@ -87,9 +90,10 @@ def _read_adapter(file: Path, model: Model, held: HeldPieces, tensors: Mapping[s
                             "another model")
         for name, (parameter, pieces) in held.items():
             if name == SCORE_WEIGHT and stored_name(name) not in known:  # an adapter of another task
-                load(model, {name: held[name]}, tensors)
+                load(model, {name: held[name]}, tensors, reads)
                 continue
             if stored_name(name) not in known:
                 raise fail("RL0727", f"{name} is missing from the adapter", place=str(file),
                            help="the adapter belongs to another base model, or adapter_config.json to another adapter")
-            copy_pieces(tensors[name], parameter, pieces, tensor_slice(reader, stored_name(name), file), file)
+            copy_pieces(tensors[name], parameter, pieces, tensor_slice(reader, stored_name(name), file), file,
+                        reads)

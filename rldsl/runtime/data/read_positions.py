@@ -17,6 +17,7 @@ from typing import Any
 
 from rldsl.diag import Diagnostic
 from rldsl.plan.disk_paths import shown
+from rldsl.plan.model import Data
 from rldsl.runtime.data import Source, hf, parquet
 from rldsl.runtime.files import digest
 
@@ -39,10 +40,12 @@ class SourceReading:
     sha256: str
 
     @classmethod
-    def of(cls, source: Source) -> SourceReading:
+    def of(cls, source: Source, digest: str = "") -> SourceReading:
+        """digest: of its files, where it is known already."""
         data, files = source.data, [Path(f) for f in FILES[source.data.format](source.data.path)]
         size = sum(f.stat().st_size for f in files)
-        return cls(data.format, data.path, data.kind, data.batch, data.shuffle, len(source.table), size, _digest(files))
+        return cls(data.format, data.path, data.kind, data.batch, data.shuffle, len(source.table), size,
+                   digest or content_digest(data))
 
     @classmethod
     def read(cls, held: Any) -> SourceReading:
@@ -54,9 +57,9 @@ class SourceReading:
         return found
 
 
-def _digest(files: list[Path]) -> str:
-    """Of one file that of its bytes, of several that of their digests."""
-    found = [digest(f) for f in files]
+def content_digest(data: Data) -> str:
+    """Of the files of a source: of one file that of its bytes, of several that of their digests."""
+    found = [digest(Path(f)) for f in FILES[data.format](data.path)]
     return found[0] if len(found) == 1 else sha256("".join(found).encode()).hexdigest()
 
 

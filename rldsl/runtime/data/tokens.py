@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rldsl.diag import fail
 from rldsl.plan.model import Data
 from rldsl.runtime.data.end_tokens import end_tokens
 from rldsl.runtime.data.row_schema import Row
+from rldsl.runtime.files import digest
 
 RowLocation = Callable[[int], str]  # index in a list of rows -> file and line
 
@@ -85,6 +87,17 @@ class Tokens:
             return str(self.tokenizer.apply_chat_template(given, add_generation_prompt=generation, tokenize=False))
         except Exception as error:  # a template is a program: it may raise anything
             raise fail("RL0750", f"the chat template rejects these messages: {error}", place=place) from None
+
+
+# beginnings of the names of files that decide token ids, the chat template and which tokens end a sequence
+TOKENIZER_FILES = ("token", "vocab", "merges", "special", "added", "spiece", "sentencepiece", "generation_config",
+                   "chat_template", "config.json")
+
+
+def tokenizer_digest(directory: str) -> str:
+    """Of the small files that decide what texts become; weights are not read."""
+    found = sorted(f for f in Path(directory).iterdir() if f.is_file() and f.name.startswith(TOKENIZER_FILES))
+    return sha256("".join(f"{f.name} {digest(f)}\n" for f in found).encode()).hexdigest()
 
 
 def load_tokenizer(data: Data) -> Any:

@@ -101,8 +101,12 @@ class Interpreter:
     depth: int = 0
 
     def run(self) -> None:
-        """Execute the whole plan."""
-        self.run_items(self.items)
+        """Execute the whole plan. Before the first step all ranks compare the weights that they have read."""
+        steps = next((i for i, item in enumerate(self.items) if isinstance(item, Loop)), len(self.items))
+        self.run_items(self.items[:steps])
+        if dist.get_world_size() > 1:
+            self.state.models.compare_weights()
+        self.run_items(self.items[steps:])
 
     def run_items(self, items: Sequence[Item], iteration: int = 1) -> None:
         """Execute some items. iteration: of the innermost loop, from 1."""

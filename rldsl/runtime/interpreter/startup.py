@@ -24,6 +24,7 @@ from rldsl.plan.projection import schedule
 from rldsl.plan.references import Role, references
 from rldsl.report import render
 from rldsl.runtime.comm.agreement import raise_together
+from rldsl.runtime.comm.content_digests import compare_contents
 from rldsl.runtime.comm.world import check_hosts, check_same_plan, gather_hosts, join
 from rldsl.runtime.data.read_positions import SourceReading, compare_readings, unknown_source
 from rldsl.runtime.files import check_writable
@@ -91,6 +92,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
         if context.holds(f"{state.value}@{state.spread}"):
             step.write_number(state.value, state.spread, resumed.states[state.value] if resumed else state.initial)
     _open_sources(context, reader, items)
+    compare_contents(reader.content_digests() if dist.get_world_size() > 1 else [], device)
     _check_positions(context, reader, resumed, writer is not None)
     check_evaluations(context, reader, items)
     _check_files(context, options)
@@ -127,7 +129,7 @@ def _check_positions(context: RunContext, reader: DataReader, held: LoadedCheckp
     comparisons: list[Diagnostic | None] = []
     for name, source in reader.sources.items():
         if reader.reports(name) and (held or writes):
-            now = reader.readings[name] = SourceReading.of(source)
+            now = reader.readings[name] = SourceReading.of(source, reader.digests.get(name, ""))
             if held and name in held.readings:
                 comparisons.append(compare_readings(name, held.readings[name], now, name in held.data))
             elif held and name not in held.data:

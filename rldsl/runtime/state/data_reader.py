@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 from rldsl.plan.events import Fetch
 from rldsl.plan.projection import events
+from rldsl.runtime.comm.content_digests import ContentDigest
 from rldsl.runtime.data import Source, open_source
-from rldsl.runtime.data.read_positions import SourceReading
+from rldsl.runtime.data.read_positions import SourceReading, content_digest
+from rldsl.runtime.data.tokens import tokenizer_digest
 from rldsl.runtime.state.context import RunContext
 
 
@@ -23,6 +25,8 @@ class DataReader:
     sources: dict[str, Source] = field(default_factory=dict)
     # source -> the batch read last, counted from 0
     position: dict[str, int] = field(default_factory=dict)
+    # source -> digest of its files, as this rank read them
+    digests: dict[str, str] = field(default_factory=dict)
     # how the sources that this rank reports on are read, for checkpoints
     readings: dict[str, SourceReading] = field(default_factory=dict)
 
@@ -34,6 +38,16 @@ class DataReader:
             if reports and opened.note:
                 print(f"note: {opened.note}", file=sys.stderr, flush=True)
         return self.sources[data]
+
+    def content_digests(self) -> list[ContentDigest]:
+        """Of the files of all open sources, and of their tokenizers."""
+        found = []
+        for name, source in self.sources.items():
+            self.digests[name] = content_digest(source.data)
+            found.append(ContentDigest.of(source.data.path, f"data `{name}`", self.digests[name].encode()))
+            found.append(ContentDigest.of(source.data.tokenizer, f"tokenizer of `{name}`",
+                                          tokenizer_digest(source.data.tokenizer).encode()))
+        return found
 
     def reports(self, data: str) -> bool:
         """Whether this rank is the one that reports on a source to the user: the first that reads it."""

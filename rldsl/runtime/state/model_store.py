@@ -15,6 +15,7 @@ import torch
 
 from rldsl.plan import backends
 from rldsl.runtime.backend import Shard
+from rldsl.runtime.comm.content_digests import ContentDigest, compare_contents
 from rldsl.runtime.comm.reshard import Route
 from rldsl.runtime.state.context import RunContext, ShardKey
 from rldsl.runtime.store import Pending
@@ -51,6 +52,12 @@ class ModelStore:
                                      context.device, load=load, trainable=record.home == layout,
                                      weight_cache=None if key in context.offloaded else self.shared_tensors)
         return self.shards[key]
+
+    def compare_weights(self) -> None:
+        """Check that all ranks have read the same weights. All ranks call it together, after their loads. RL0769."""
+        digests = [ContentDigest.of(d.file, d.what, d.content, d.slices)
+                   for shard in self.shards.values() for d in shard.weight_digests()]
+        compare_contents(digests, self.context.device)
 
     def shard_to_read(self, model: str, layout: str) -> Shard:
         """The shard; waits for parameters that are still arriving."""
