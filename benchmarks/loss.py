@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from rldsl.backends.torch.model.logprobs import token_logprobs
 
+from rldsl.backends.torch.model.logprobs import token_logprobs
 from rldsl.memory.logits import rows_at_once
 from rldsl.runtime.backend import SINGLE_RANK
 from tests.memory.accounting import Storages

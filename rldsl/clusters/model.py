@@ -14,26 +14,24 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What calls of one model cost on this machine, as `rlc profile` found it: feature -> microseconds for one of it.
+    """The cost of calls of one model on this machine, as measured by `rlc profile`: (feature, microseconds per
+    occurrence)."""
 
-    config: sha256 of the model's config.json. head: its kind. tp, threads: of the shard that was timed. `forward` and
-    `train` (with backward): "call" for a micro-batch, "layer" for each of its layers, "token" for each layer and
-    token, "pair" for each layer, token and token before it, "output" for each response token. `decode`: "call" for
-    one token of all sequences, "layer" for each layer, "token" for each layer and sequence, "pair" for each layer,
-    sequence and token in its cache, "output" for each sequence. `start`: what the first steps of a shape take beyond
-    that, "call" for each shape, "layer" for its layers. `update`: "call" for an optimizer step, "element" for each
-    parameter."""
-
-    config: str
-    head: str
+    config: str  # sha256 of the model's config.json
+    head: str  # its name
     dtype: str
-    tp: int
-    threads: int
+    tp: int  # of the shard that was timed
+    threads: int  # per rank, of the shard that was timed
+    # "call": per micro-batch; "layer": per layer of it; "token": per layer and token; "pair": per layer, token and
+    # token before it; "output": per response token
     forward: tuple[tuple[str, float], ...] = ()
-    train: tuple[tuple[str, float], ...] = ()
+    train: tuple[tuple[str, float], ...] = ()  # forward and backward; features as of `forward`
+    # "call": per token of all sequences; "layer": per layer; "token": per layer and sequence; "pair": per layer,
+    # sequence and token in its KV cache; "output": per sequence
     decode: tuple[tuple[str, float], ...] = ()
+    # what the first steps of a shape take in addition; "call": per shape; "layer": per layer
     start: tuple[tuple[str, float], ...] = ()
-    update: tuple[tuple[str, float], ...] = ()
+    update: tuple[tuple[str, float], ...] = ()  # "call": per optimizer step; "element": per parameter element
 
     def under(self, tp: int, kernels: float) -> Measured:
         """The same under another degree that was not measured: what grows with tokens, in proportion, and so what a
@@ -58,12 +56,12 @@ PASSES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`nodes` machines of `gpus` devices (one rank each) with `memory_gb` 10^9 bytes. The rest is in `FIELDS`, row by
-    row; 0: not known."""
+    """`nodes` machines of `gpus` devices, one rank each. The meaning and unit of every other field is in `FIELDS`; 0:
+    unknown."""
 
-    gpus: int = 0
+    gpus: int = 0  # per machine
     nodes: int = 1
-    memory_gb: float = 0.0
+    memory_gb: float = 0.0  # 10^9 bytes per device
     name: str = ""
     cores: int = 0
     threads: int = 0
@@ -107,13 +105,13 @@ NEEDED = ("gpus", "bfloat16_tflops", "float32_tflops", "memory_gb_s")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """low <= value <= high (low < value when `above`)."""
+    """A key of a cluster file; low <= value <= high."""
 
     kind: Literal["int", "float", "text"]
-    meaning: str
+    meaning: str  # for messages and the documentation
     low: float = 0.0
     high: float = math.inf
-    above: bool = False
+    above: bool = False  # low < value
 
 
 FIELDS: dict[str, Field] = {

@@ -1,11 +1,11 @@
-"""What a layer of a transformer keeps and needs for each token, in bytes.
+"""The activations of a transformer layer, in bytes per token.
 
-In: a model of the plan, a layout's tensor parallelism, and the kind of attention. Out: a `Block`. The counts are those
-of HuggingFace modules under torch autograd, tensor by tensor: what each operation saves for its backward pass. They
-were found by counting storages op by op (`tests/memory/`), and hold for pre-norm blocks with RMS or layer norm, gated
-or plain MLPs, grouped-query attention and adapters. A token goes through as many experts as it chose; with `ep`, ranks
-are taken to get as many tokens as they send. Full recomputation keeps a layer's input alone (Chen et al. 2016).
-"""
+In: a model of the plan, a layout's tensor parallelism, and the kind of attention. Out: `LayerActivations`. The counts
+are those of HuggingFace modules under torch autograd, tensor by tensor: what each operation saves for its backward
+pass. They were found by counting storages op by op (`tests/memory/`), and hold for pre-norm blocks with RMS or layer
+norm, gated or plain MLPs, grouped-query attention and adapters. A token goes through as many experts as it chose; with
+`ep`, ranks are taken to get as many tokens as they send. Full recomputation keeps a layer's input alone (Chen et al.
+2016). """
 
 from __future__ import annotations
 
@@ -23,23 +23,18 @@ COMPOSED = ("gelu_new", "gelu_fast", "quick_gelu", "gelu_python")  # activations
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Bytes for each token of one layer on one rank. stream: of the residual stream between layers. saved: kept for the
-    backward pass. forward: needed at most while a forward pass runs the layer and keeps nothing. backward: needed at
-    most, besides what is saved, while its gradient is computed. seen: keys and values of all ranks of a cp
-    group, for each token of theirs, kept too. norm: the same for the norm behind the last layer, and
-    final: kept of that norm. hidden: of the last hidden states, in the dtype that the head multiplies in. made: by all
-    operations of a forward pass together, which is what a recording of it holds."""
+class LayerActivations:
+    """Bytes per token of one layer on one rank."""
 
-    stream: int
-    saved: int
-    forward: int
-    backward: int
-    final: int
-    norm: int
-    hidden: int
-    seen: int
-    made: int
+    stream: int  # the residual stream between layers
+    saved: int  # kept for the backward pass
+    forward: int  # peak of a forward pass that saves nothing
+    backward: int  # peak of the backward pass, besides what is saved
+    final: int  # of the norm after the last layer: kept for the backward pass
+    norm: int  # of the norm after the last layer: peak of its backward pass
+    hidden: int  # the last hidden states, in the dtype that the head multiplies in
+    seen: int  # keys and values gathered from the cp group, per token of the group; kept for the backward pass, too
+    made: int  # outputs of all operations of a forward pass together, which an operator trace holds
 
 
 def kernel(model: Model, compute: int, device: str) -> Attention:
@@ -51,7 +46,8 @@ def kernel(model: Model, compute: int, device: str) -> Attention:
 
 
 @cache
-def block(model: Model, layout: Layout, compute: int, stream: int, attention: Attention, longest: int) -> Block:
+def layer_activations(model: Model, layout: Layout, compute: int, stream: int, attention: Attention,
+                      longest: int) -> LayerActivations:
     """compute: bytes of an element inside a layer; stream: of the residual stream, 4 where float32 parameters run under
     autocast. longest: tokens of the longest sequence."""
     s, tp = model.sizes, layout.tp
@@ -80,7 +76,7 @@ def block(model: Model, layout: Layout, compute: int, stream: int, attention: At
     forward = stays + max(inside * ways * compute * inner + routed, attending)
     backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h
-    return Block(stream * h, saved, forward, backward, final, 16 * h, compute * h,
+    return LayerActivations(stream * h, saved, forward, backward, final, 16 * h, compute * h,
                  2 * compute * kv if layout.cp > 1 else 0,
                  _made(specs, h, inner, q, kv, norms, layer_norm, s.activation, compute, stream))
 

@@ -37,11 +37,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Bytes on the device before, at most while, and after an event runs."""
+    """Bytes on the device before, while, and after an event runs."""
 
-    event: int
+    event: int  # id
     before: int
-    during: int
+    during: int  # the peak
     after: int
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rldsl.memory.calls import gradient_bytes, needs, optimizer_bytes
+from rldsl.memory.call_memory import call_bytes, gradient_bytes, optimizer_bytes
 from rldsl.memory.curve import Curve, Holding
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.parameters import FLOAT, Copy, elements, largest, new_bytes, resting
@@ -237,7 +237,7 @@ class _Lifetimes:
 
     def _call(self, i: int, e: AnyCall) -> None:
         now = 2 * i + 1
-        each = [needs(self.t, e, c, self.device) for c in self._copies(f"{e.model}@{e.layout}")]
+        each = [call_bytes(self.t, e, c, self.device) for c in self._copies(f"{e.model}@{e.layout}")]
         for what, size in max(each, key=lambda found: sum(found.values())).items():
             self._hold(what, size, now, now)
 

@@ -23,13 +23,12 @@ def rows_at_once(words: int, device: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """rows: of the output embedding on this rank, hidden: of each. stored, compute: bytes of an element of the weight,
-    and of what it is multiplied with."""
+    """The output embedding on this rank."""
 
-    rows: int
-    hidden: int
-    stored: int
-    compute: int
+    rows: int  # vocabulary entries on this rank
+    hidden: int  # width of a row
+    stored: int  # bytes per element of the weight
+    compute: int  # bytes per element of the hidden states that it is multiplied with
 
     @property
     def cast(self) -> int:

@@ -1,7 +1,7 @@
-"""Bytes of a model's parameters at one place of a layout.
+"""Bytes of a model's parameters at one cell of a layout.
 
-In: parameter specs, layouts, cells. Out: elements or bytes, in closed form: layers that a rank holds alike are counted,
-not listed.
+In: parameter specs, layouts, cells. Out: elements or bytes, in closed form: equal layers of a rank are counted, not
+listed.
 """
 
 from __future__ import annotations

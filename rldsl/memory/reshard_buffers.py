@@ -36,7 +36,7 @@ from rldsl.sharding.boxes import (
 from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
 
 
-def ways(plan: Plan) -> dict[tuple[str, str, str], Routes]:
+def reshard_routes(plan: Plan) -> dict[tuple[str, str, str], Routes]:
     """How each reallocation of a plan goes, by model and layouts."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
     models, found = {m.name: m for m in plan.models}, {}

@@ -31,7 +31,7 @@ class Tables:
 
 
 def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
-    """The most rows of a frame that a shard of a spread works on."""
+    """Rows of a frame on the largest shard of a spread."""
     if spread.unit == "all" or not spread.layout:
         return frame.count
     shards = layouts[spread.layout].dp
@@ -41,7 +41,7 @@ def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
 
 
 def width(frame: Frame) -> int:
-    """The longest row, in tokens."""
+    """Tokens of the longest row."""
     return frame.max_prompt_tokens + frame.max_response_tokens
 
 

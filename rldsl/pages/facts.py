@@ -16,7 +16,7 @@ from rldsl.plan.naming import PlaceTexts, quote
 from rldsl.plan.notation import human, ranks_text, seconds_text
 from rldsl.plan.projection import events, times
 from rldsl.simulate import Timeline
-from rldsl.simulate.summary import parts
+from rldsl.simulate.summary import critical_path_by_line
 
 LEAST, MOST = 0.01, 8  # share of a step below which a line is not named; lines that are
 
@@ -116,7 +116,7 @@ class Wait:
 def waits(plan: Plan, timeline: Timeline, sources: Sources) -> tuple[Wait, ...]:
     """The critical path by lines, the longest first."""
     found = [Wait(p.what, p.line, quote(sources, p.line).strip(), seconds_text(p.seconds), p.seconds / timeline.seconds)
-             for p in parts(plan, timeline) if p.seconds >= LEAST * timeline.seconds > 0]
+             for p in critical_path_by_line(plan, timeline) if p.seconds >= LEAST * timeline.seconds > 0]
     return tuple(sorted(found, key=lambda w: -w.share)[:MOST])
 
 

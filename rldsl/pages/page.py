@@ -31,7 +31,7 @@ from rldsl.plan.model import Plan
 from rldsl.plan.notation import cut, human, seconds_text
 from rldsl.plan.projection import events
 from rldsl.simulate import Lengths, Timeline
-from rldsl.simulate.lengths import made
+from rldsl.simulate.lengths import token_frames
 from rldsl.verify import Proof
 
 MANY = 40  # rows of a chart; of more, the first
@@ -108,7 +108,7 @@ def page(given: Given) -> str:
 
 def _lengths(given: Given) -> str:
     """The tokens of a prompt and of a response that the simulation expects; "" where nothing is generated."""
-    rows = (given.lengths.of(f) for f, _ in made(given.plan))
+    rows = (given.lengths.of(f) for f, _ in token_frames(given.plan))
     return " or ".join(dict.fromkeys(f"{r.prompt:g} + {r.response:g}" for r in rows))
 
 

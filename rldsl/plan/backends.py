@@ -68,8 +68,8 @@ class Description:
     versions: tuple[str, str, str] | None = None  # (distribution, first supported version, first unsupported one)
     invariant: bool = False  # whether it can run models with `invariant=true`
     problem: Callable[[Facts, Layout], str] = runs_every_model  # the feature it cannot express; "" if there is none
-    memory: object = None  # what a call holds: a `rldsl.memory.calls.MemoryCosts`
-    time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.calls.TimeCosts`
+    memory: object = None  # what a call holds: a `rldsl.memory.call_memory.MemoryCosts`
+    time: object = None  # what passes a call makes, and their seconds: a `rldsl.simulate.call_ops.TimeCosts`
     issue_order: object = None  # its communication inside calls: a `rldsl.verify.issue_order.IssueOrder`
 
 

@@ -116,12 +116,12 @@ class Plan:
         longest: tokens of the longest response of a batch; 0 is the most that the program allows. like: a run's
         directory, to take the means from. Raises RL0205 for lengths that are none, RL0091, RL0205, ... for the cluster,
         RL0096 where the plan does not fit on it."""
-        from rldsl.simulate import Lengths, observed, simulate
+        from rldsl.simulate import Lengths, observed_lengths, simulate
 
         machine = machine_of(cluster)
         given = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "longest": longest}
         _check(given, like is not None)
-        lengths = observed(self.record, os.fspath(like)) if like is not None else Lengths(*given.values())
+        lengths = observed_lengths(self.record, os.fspath(like)) if like is not None else Lengths(*given.values())
         return Simulation(self.record, simulate(self.record, machine, lengths), machine, lengths, self.name)
 
     @told

@@ -138,9 +138,9 @@ class Simulation:
 
     def text(self) -> str:
         """What `rlc sim` prints."""
-        from rldsl.simulate.summary import text
+        from rldsl.simulate.summary import format_timeline
 
-        return text(self.plan, self.timeline, self.cluster, self.lengths, Path(self.name).name)
+        return format_timeline(self.plan, self.timeline, self.cluster, self.lengths, Path(self.name).name)
 
     def json(self) -> str:
         """What `rlc sim --json` prints; docs/simulate.md describes it."""

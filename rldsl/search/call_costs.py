@@ -1,7 +1,7 @@
 """The cost of a call under a strategy: seconds per step, and bytes per device.
 
 In: a job, a strategy, a number of ranks. Out: a `Candidate`. Seconds come from the simulator's functions
-(`simulate/calls.py`) and bytes from the memory estimate (`memory/`), both through the backend's description, for the
+(`simulate/call_ops.py`) and bytes from the memory estimate (`memory/`), both through the backend's description, for the
 call alone on its ranks. Pipelines are computed in closed form instead of simulated.
 """
 
@@ -10,23 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from rldsl.memory.calls import gradient_bytes, needs, optimizer_bytes
+from rldsl.memory.call_memory import call_bytes, gradient_bytes, optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.search.isolated_call import IsolatedCall
 from rldsl.search.problem import Job, Problem
 from rldsl.search.space import Strategy
 from rldsl.sharding.layout import own_layers
-from rldsl.simulate.calls import (
-    Passes,
+from rldsl.simulate.call_ops import (
     Stage,
-    generate,
+    StagePasses,
+    build_stage,
+    generate_ops,
     infer_passes,
     metrics_seconds,
     result_seconds,
-    stage,
     train_passes,
-    update,
+    update_ops,
 )
 from rldsl.simulate.engine import Compute, Op, Pool
 
@@ -98,7 +98,7 @@ def _memory_of_stage(problem: Problem, isolated: IsolatedCall, job: Job, s: Stra
                      copy: Copy) -> CallMemory:
     held = copy.stored * resting(copy)
     base = copy.compute * elements(copy.model.base, copy)
-    active = sum(needs(isolated.tables, event, copy, "cuda").values())
+    active = sum(call_bytes(isolated.tables, event, copy, "cuda").values())
     if isinstance(event, Train):
         trained = held + gradient_bytes(copy) + optimizer_bytes(copy)
         return CallMemory(trained if problem.first_train[job.model] == job.number else 0, base, 0, active)
@@ -121,7 +121,7 @@ def call_seconds(isolated: IsolatedCall, event: AnyCall) -> float:
     """Seconds of the call, once."""
     match event:
         case Generate():
-            return _with_shared_cores(isolated, _compute_seconds(generate(isolated, event, 0, 0)))
+            return _with_shared_cores(isolated, _compute_seconds(generate_ops(isolated, event, 0, 0)))
         case Infer():
             each = _distinct_stages(isolated)
             times = _pipeline_times(each, [infer_passes(isolated, event, stage) for stage, _ in each])
@@ -132,7 +132,7 @@ def call_seconds(isolated: IsolatedCall, event: AnyCall) -> float:
             each = _distinct_stages(isolated)
             updates = isolated.spread.minibatches * isolated.spread.epochs
             times = _pipeline_times(each, [train_passes(isolated, event, stage) for stage, _ in each])
-            update_seconds = max(_compute_seconds(update(stage, isolated.layout.zero)) for stage, _ in each)
+            update_seconds = max(_compute_seconds(update_ops(stage, isolated.layout.zero)) for stage, _ in each)
             seconds = updates * (training_seconds(times) + update_seconds) + metrics_seconds(each[-1][0])
             return _with_shared_cores(isolated, seconds) if times.count else 0.0
         case _:
@@ -146,7 +146,7 @@ def _distinct_stages(isolated: IsolatedCall) -> list[tuple[Stage, int]]:
     for s in range(pp):
         layers = len(own_layers(isolated.model.layers, isolated.layout, s))
         kinds.setdefault((layers, s == 0, s == pp - 1), []).append(s)
-    return [(stage(isolated, isolated.model.name, isolated.layout.id, of[0], 0), len(of)) for of in kinds.values()]
+    return [(build_stage(isolated, isolated.model.name, isolated.layout.id, of[0], 0), len(of)) for of in kinds.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class PipelineTimes:
     chunks: int = 1  # of layers per stage (vpp)
 
 
-def _pipeline_times(each: list[tuple[Stage, int]], found: list[Passes]) -> PipelineTimes:
+def _pipeline_times(each: list[tuple[Stage, int]], found: list[StagePasses]) -> PipelineTimes:
     first, stages = each[0][0], sum(n for _, n in each)
     if not found[0].count:
         return PipelineTimes(stages, 0, 0.0, 0.0, 0.0)

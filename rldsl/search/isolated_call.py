@@ -27,7 +27,7 @@ from rldsl.search.space import Block, Strategy
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.layout import own_layers
 from rldsl.simulate.classes import Groups
-from rldsl.simulate.times import Machine
+from rldsl.simulate.machine import Machine
 from rldsl.simulate.world import World
 
 

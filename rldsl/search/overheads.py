@@ -8,8 +8,8 @@ from __future__ import annotations
 from rldsl.graph import model as g
 from rldsl.plan.operators import in_family
 from rldsl.search.problem import Job, Problem
+from rldsl.simulate.machine import Machine
 from rldsl.simulate.program import CALL_ROWS, FETCH_KERNELS, FETCH_ROWS, MOVE_KERNELS
-from rldsl.simulate.times import Machine
 
 
 class Overheads:

@@ -15,7 +15,7 @@ from rldsl.reshard.routes import plan_routes
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block, Strategy
 from rldsl.sharding.dtypes import in_wire_dtype
-from rldsl.simulate.times import Machine
+from rldsl.simulate.machine import Machine
 from rldsl.simulate.traffic import Loads
 
 Key = tuple[str, Block, Strategy, Block, Strategy]
@@ -79,7 +79,7 @@ class ReshardCosts:
             return ReshardCost()
         item_size = ITEM_SIZE[in_wire_dtype(model, src.id, model, dst.id, 0.0).dtype]
         routes = plan_routes(model, src, a.mesh(), dst, b.mesh(), gpus)
-        loads = Loads.of(routes).every()
+        loads = Loads.of(routes).distinct_loads()
         received = item_size * max((t.received for t in loads), default=0)
         if not received:
             return ReshardCost(has_copy=True)

@@ -35,11 +35,11 @@ class Classes:
         return tuple(dict.fromkeys(self.of[r] for r in ranks))
 
 
-def classes(plan: Plan, per_rank: bool = False) -> Classes:
+def build_classes(plan: Plan, per_rank: bool = False) -> Classes:
     """The classes of a plan. per_rank: every rank is a class of its own."""
-    colour = list(range(plan.header.world)) if per_rank else _refined(plan)
+    colour = list(range(plan.header.world)) if per_rank else _refine_colors(plan)
     if not per_rank and len(set(colour)) > MANY:
-        colour = _refined(plan, {e.id for e, _ in events(plan) if isinstance(e, Log)})
+        colour = _refine_colors(plan, {e.id for e, _ in events(plan) if isinstance(e, Log)})
     by: dict[int, list[int]] = {}
     for rank, c in enumerate(colour):
         by.setdefault(c, []).append(rank)
@@ -48,13 +48,13 @@ def classes(plan: Plan, per_rank: bool = False) -> Classes:
                    tuple(r[0] for r in by.values()), tuple(len(r) for r in by.values()))
 
 
-def called(plan: Plan) -> dict[str, Layout]:
+def call_layouts(plan: Plan) -> dict[str, Layout]:
     """The layouts under which calls run."""
     layouts = {x.id: x for x in plan.layouts}
     return {e.layout: layouts[e.layout] for e, _ in events(plan) if isinstance(e, ModelCall)}
 
 
-def _refined(plan: Plan, without: Collection[int] = ()) -> list[int]:
+def _refine_colors(plan: Plan, without: Collection[int] = ()) -> list[int]:
     """Rank -> colour, after refinement. without: events that do not count."""
     colour, same = [0] * plan.header.world, dict[tuple[int, ...], int]()  # a plan's classes may differ only in peaks
     for c in plan.classes:
@@ -63,7 +63,7 @@ def _refined(plan: Plan, without: Collection[int] = ()) -> list[int]:
             colour[start:stop] = [number] * (stop - start)
     meshes = {m.id: m for m in plan.meshes}
     groups = [(axis == "pp", axis_ranks(layout, meshes[layout.mesh], axis))
-              for layout in called(plan).values() for axis in _axes(layout)]
+              for layout in call_layouts(plan).values() for axis in _axes(layout)]
     while True:
         signatures: list[list[object]] = [[c] for c in colour]
         for ordered, every in groups:
@@ -90,7 +90,7 @@ class Groups:
     stage: int  # of the pipeline
 
 
-def groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> dict[int, Groups]:
+def build_groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> dict[int, Groups]:
     """Class -> its groups, for the classes on the layout's mesh."""
     made: dict[int, Groups] = {}
     size = layout.dp * layout.cp * layout.tp

@@ -20,11 +20,11 @@ from rldsl.plan.projection import events, times
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens of a row of a frame. longest: of the responses of a batch; generation lasts as long as that one."""
+    """Tokens of a row of a frame, on average."""
 
     prompt: float
     response: float
-    longest: float
+    longest: float  # response of a batch, which generation lasts as long as
 
     @property
     def tokens(self) -> float:
@@ -33,11 +33,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Mean tokens of a prompt and of a response; 0: their bounds. longest: of the responses; 0: their bound."""
+    """The expected lengths of a run, in tokens."""
 
-    prompt: float = 0.0
-    response: float = 0.0
-    longest: float = 0.0
+    prompt: float = 0.0  # mean; 0: the maximum
+    response: float = 0.0  # mean; 0: the maximum
+    longest: float = 0.0  # longest response of a batch; 0: the maximum
 
     def of(self, frame: Frame) -> Row:
         bound = frame.max_response_tokens
@@ -49,7 +49,7 @@ class Lengths:
 AT_MOST = Lengths()  # every sequence as long as its bounds allow
 
 
-def observed(plan: Plan, folder: str) -> Lengths:
+def observed_lengths(plan: Plan, folder: str) -> Lengths:
     """The mean lengths of an earlier run of the program, from the metrics in its directory."""
     file = Path(folder) / METRICS if Path(folder).is_dir() else Path(folder)
     try:
@@ -62,14 +62,14 @@ def observed(plan: Plan, folder: str) -> Lengths:
         raise fail("RL0205", f"{file} contains no lengths", place=str(file),
                    help="only programs that generate record lengths; use --prompt-tokens and --response-tokens")
     response = sum(x["length/response"] for x in told) / len(told)
-    rows = sum(f.count * times for f, times in made(plan))
+    rows = sum(f.count * times for f, times in token_frames(plan))
     counted = [x.get("tokens_per_second", 0.0) * x.get("seconds", 0.0) for x in told]
     finite = [x for x in counted if isfinite(x)]
     tokens = sum(finite) / len(finite) if finite else 0.0
     return Lengths(max(tokens / rows - response, 1.0) if rows and tokens else 0.0, response)
 
 
-def made(plan: Plan) -> tuple[tuple[Frame, int], ...]:
+def token_frames(plan: Plan) -> tuple[tuple[Frame, int], ...]:
     """The frames whose tokens a step makes or reads, and how often: not what happens in some steps alone, as an
     evaluation does, and of a loop that ends early as many turns as it may have."""
     frames = {f.id: f for f in plan.frames}

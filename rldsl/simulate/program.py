@@ -13,7 +13,7 @@ from functools import partial
 from math import lcm, prod
 from typing import Any
 
-from rldsl.memory.calls import optimizer_bytes
+from rldsl.memory.call_memory import optimizer_bytes
 from rldsl.memory.parameters import Copy, elements, resting
 from rldsl.plan.events import (
     Checkpoint,
@@ -40,11 +40,11 @@ from rldsl.plan.events import (
 from rldsl.plan.operators import in_family
 from rldsl.plan.traits import rule
 from rldsl.sharding.boxes import cell_of, parameters
-from rldsl.simulate.calls import generate, infer, train
+from rldsl.simulate.call_ops import generate_ops, infer_ops, train_ops
 from rldsl.simulate.engine import Compute as ComputeOp
 from rldsl.simulate.engine import EventBegin, Isend, LoopBegin, Op, RepeatExtrapolated, Wait
 from rldsl.simulate.iterations import IterationKind, iteration_kinds
-from rldsl.simulate.moves import realloc, transfer
+from rldsl.simulate.transfer_ops import reshard_ops, transfer_ops
 from rldsl.simulate.world import World, collective
 
 # The runtime's work in Python and in small tensors, as equivalents of rows divided and of kernels launched; fitted to
@@ -54,14 +54,14 @@ CALL_ROWS = 110  # to call a Python function with a row
 MOVE_KERNELS = 150  # to divide, pack and join a value
 
 
-def step_of(world: World) -> Loop:
+def step_loop(world: World) -> Loop:
     """The loop over the steps."""
     return next(item for item in world.plan.body if isinstance(item, Loop))
 
 
-def programs(world: World, steps: int, also: Sequence[Every] = ()) -> list[list[Op]]:
+def build_programs(world: World, steps: int, also: Sequence[Every] = ()) -> list[list[Op]]:
     """The ops of each class. also: `every` blocks that run in the last step too."""
-    body = step_of(world).body
+    body = step_loop(world).body
     return [_OpBuilder(world, c).whole(body, steps, also) for c in range(len(world.classes.ranks))]
 
 
@@ -160,13 +160,13 @@ class _OpBuilder:
             rule(RULES, event, "the simulator")(self, event, key)
 
     def generate(self, event: Generate, key: Hashable) -> None:
-        self.ops += generate(self.world, event, self.c, key)
+        self.ops += generate_ops(self.world, event, self.c, key)
 
     def infer(self, event: Infer, key: Hashable) -> None:
-        self.ops += infer(self.world, event, self.c, key)
+        self.ops += infer_ops(self.world, event, self.c, key)
 
     def train(self, event: Train, key: Hashable) -> None:
-        self.ops += train(self.world, event, self.c, key)
+        self.ops += train_ops(self.world, event, self.c, key)
 
     def lengths(self, event: Lengths, key: Hashable) -> None:
         count = self.world.frames[event.frame].count
@@ -204,10 +204,10 @@ class _OpBuilder:
             source, target = f"{value}@{event.src}", f"{value}@{event.dst}"
             self.wait(source)
             self.run(self.world.machine.kernels(MOVE_KERNELS))
-            issued = transfer(self.world, event, value, self.c, key)
+            issued = transfer_ops(self.world, event, value, self.c, key)
             self.ops += issued.ops
             self.wait(target)
-            self.pending[target] = (issued.keys, issued.after)
+            self.pending[target] = (issued.message_keys, issued.unpack_seconds)
 
     def host(self, event: Offload | Onload, key: Hashable) -> None:
         """Copies between device and host memory, overlapped with whatever the rank does; free on a processor, which has
@@ -232,9 +232,9 @@ class _OpBuilder:
         source, target = f"{event.source or event.model}@{event.src}", f"{event.model}@{event.dst}"
         self.wait(source)
         self.wait(target)
-        issued = realloc(self.world, event, self.c, key)
+        issued = reshard_ops(self.world, event, self.c, key)
         self.ops += issued.ops
-        self.pending[target] = (issued.keys, issued.after)
+        self.pending[target] = (issued.message_keys, issued.unpack_seconds)
         if self.c not in self.world.on(self.world.layouts[event.dst].mesh):
             self.wait(target)
 

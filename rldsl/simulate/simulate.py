@@ -18,11 +18,11 @@ from rldsl.plan.events import Every, Loop, ModelCall, Offload, Onload, Save
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import Path, events, walk
 from rldsl.progress import stage
-from rldsl.simulate.critical import critical
+from rldsl.simulate.critical_path import find_critical_path
 from rldsl.simulate.engine import Pool, Timelines, run_programs
-from rldsl.simulate.lengths import AT_MOST, Lengths, made
+from rldsl.simulate.lengths import AT_MOST, Lengths, token_frames
 from rldsl.simulate.model import PeriodicEvents, Span, Timeline
-from rldsl.simulate.program import periodic_blocks, programs, step_of
+from rldsl.simulate.program import build_programs, periodic_blocks, step_loop
 from rldsl.simulate.world import World
 
 STEPS = 3  # only the last one is steady: transfers at the top of a step overlap with the end of the step before
@@ -38,21 +38,22 @@ def simulate(plan: Plan, cluster: Cluster, lengths: Lengths = AT_MOST) -> Timeli
 
 def run(world: World) -> Timeline:
     timelines = _simulated(world)
-    begin, end, last = _step(timelines)
+    begin, end, last = _last_step(timelines)
     seconds = end - begin
     lengths: dict[tuple[Every, ...], float] = {(): seconds}
     found: list[PeriodicEvents] = []
-    for path in periodic_blocks(step_of(world).body):
-        lengths[path] = _length(world, path)
+    for path in periodic_blocks(step_loop(world).body):
+        lengths[path] = _step_seconds(world, path)
         own = tuple(e.id for e, around in walk(path[-1].body) if not any(
-            isinstance(b, Every) and b.period > 1 for b in _outside(around)))
+            isinstance(b, Every) and b.period > 1 for b in _outside_step_loop(around)))
         found.append(PeriodicEvents(lcm(*(e.period for e in path)), own, max(0.0, lengths[path] - lengths[path[:-1]])))
     return Timeline(seconds, world.classes.ranks, _spans(timelines, begin), _idle(world, timelines, begin, end),
-                    critical(timelines, last, end, begin), _tokens(world), tuple(found), _estimated(world),
-                    _free(world))
+                    find_critical_path(timelines, last, end, begin), _token_count(world), tuple(found),
+                    _estimated_models(world),
+                    _free_rates(world))
 
 
-def _outside(path: Path) -> Path:
+def _outside_step_loop(path: Path) -> Path:
     """The blocks outside the first loop: those whose `every`s count steps."""
     return tuple(takewhile(lambda block: not isinstance(block, Loop), path))
 
@@ -61,11 +62,11 @@ def _simulated(world: World, also: Sequence[Every] = ()) -> Timelines:
     cluster = world.cluster
     nodes = [r // world.per_node for r in world.classes.first]
     pool = Pool(max(1, cluster.cores // world.machine.threads), cluster.core_speed) if cluster.cores else None
-    return run_programs(programs(world, STEPS, also), nodes, pool)
+    return run_programs(build_programs(world, STEPS, also), nodes, pool)
 
 
-def _length(world: World, also: Sequence[Every]) -> float:
-    begin, end, _ = _step(_simulated(world, also))
+def _step_seconds(world: World, also: Sequence[Every]) -> float:
+    begin, end, _ = _last_step(_simulated(world, also))
     return end - begin
 
 
@@ -97,7 +98,7 @@ def _machines(nodes: int, devices: int) -> str:
     return f"{nodes} node{'s' * (nodes > 1)} of {devices} device{'s' * (devices > 1)}"
 
 
-def _step(timelines: Timelines) -> tuple[float, float, int]:
+def _last_step(timelines: Timelines) -> tuple[float, float, int]:
     """Begin and end of the last step, and the class that ends it."""
     ends = [[at for at_event, at in begins if at_event.event == -1] for begins in timelines.begins]
     before, after = (max(e[k] for e in ends) for k in (STEPS - 2, STEPS - 1))
@@ -129,17 +130,17 @@ def _idle(world: World, timelines: Timelines, begin: float, end: float) -> tuple
     return tuple(found)
 
 
-def _tokens(world: World) -> int:
-    return round(sum(times * f.count * world.lengths.of(f).tokens for f, times in made(world.plan)))
+def _token_count(world: World) -> int:
+    return round(sum(times * f.count * world.lengths.of(f).tokens for f, times in token_frames(world.plan)))
 
 
-def _estimated(world: World) -> tuple[str, ...]:
+def _estimated_models(world: World) -> tuple[str, ...]:
     calls = dict.fromkeys((e.model, world.layouts[e.layout].tp) for e, _ in events(world.plan)
                           if isinstance(e, ModelCall))
     return tuple(dict.fromkeys(m for m, tp in calls if world.machine.measured(world.models[m], tp) is None))
 
 
-def _free(world: World) -> tuple[str, ...]:
+def _free_rates(world: World) -> tuple[str, ...]:
     """Rates that this plan needs and the cluster's file leaves out; they count as free."""
     header, machine = world.plan.header, world.machine
     used = {type(e) for e, _ in events(world.plan)}

@@ -17,7 +17,7 @@ from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts, describe_event, line_of
 from rldsl.plan.notation import cut, ranges_text, seconds_text
 from rldsl.plan.projection import events
-from rldsl.simulate.lengths import Lengths, made
+from rldsl.simulate.lengths import Lengths, token_frames
 from rldsl.simulate.model import Timeline
 
 LEAST = 0.01  # share of the step below which a line is not named
@@ -25,43 +25,42 @@ BAR = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one line of the program has of the critical path. messages: seconds of it in which something is on its
-    way."""
+class LineShare:
+    """The part of the critical path that one line of the program has."""
 
-    line: str
-    what: str
+    line: str  # "file:line"; "": the runtime
+    what: str  # the event
     seconds: float
-    messages: float
+    messages: float  # seconds of it during which a message is in flight
 
 
-def parts(plan: Plan, timeline: Timeline) -> tuple[Part, ...]:
+def critical_path_by_line(plan: Plan, timeline: Timeline) -> tuple[LineShare, ...]:
     """The critical path by lines of the program, in the order in which it comes to them."""
     known = {e.id: e for e, _ in events(plan)}
     found: dict[tuple[str, str], list[float]] = {}
     for segment in timeline.critical:
-        line, what = _place(known.get(segment.event))
+        line, what = _line_text(known.get(segment.event))
         seconds = segment.stop - segment.start
         total = found.setdefault((line, what), [0.0, 0.0])
         total[0] += seconds
         total[1] += seconds if segment.kind == "message" else 0.0
-    return tuple(Part(line, what, *seconds) for (line, what), seconds in found.items())
+    return tuple(LineShare(line, what, *seconds) for (line, what), seconds in found.items())
 
 
-def _place(event: Event | None) -> tuple[str, str]:
+def _line_text(event: Event | None) -> tuple[str, str]:
     if event is None:
         return "", "the runtime"
     text = describe_event(event)
     return text.line, text.title if event.at else text.kind
 
 
-def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str) -> str:
+def format_timeline(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, name: str) -> str:
     places, known = PlaceTexts.of(plan), {e.id: e for e, _ in events(plan)}
     used = f"{plan.header.world} ranks" if plan.header.world == cluster.world else \
         f"{plan.header.world} of {cluster.world} devices"
     lines = [f"{name} on {cluster.name}: {used}", ""]
     lines.append(f"  step      {seconds_text(timeline.seconds):>10}      {timeline.tokens_per_second:,.0f} tokens/s")
-    rows = [(times * f.count, lengths.of(f)) for f, times in made(plan)]
+    rows = [(times * f.count, lengths.of(f)) for f, times in token_frames(plan)]
     if rows:
         told = dict.fromkeys(f"{n:,} x ({r.prompt:g} + {r.response:g})" for n, r in rows)
         lines.append(f"  lengths   {', '.join(told)} tokens" + (" (maximum lengths)" if lengths == Lengths() else ""))
@@ -78,7 +77,7 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
     lines += [f"  ranks {cut(meshes[m], 22):<22} {share:>13.1%}" for m, share in timeline.idle]
     lines += ["", "  critical path"]
     small = [0, 0.0]
-    for part in parts(plan, timeline):
+    for part in critical_path_by_line(plan, timeline):
         share = part.seconds / timeline.seconds if timeline.seconds else 0.0
         if share < LEAST:
             small = [small[0] + 1, small[1] + part.seconds]
@@ -92,7 +91,7 @@ def text(plan: Plan, timeline: Timeline, cluster: Cluster, lengths: Lengths, nam
                      f"{small[1] / timeline.seconds:>4.0%}")
     for o in timeline.periodic:
         lines.append(f"  every {o.period} steps: {seconds_text(o.seconds)} in addition  "
-                     f"({cut(_named([known[e] for e in o.events]), 60)})")
+                     f"({cut(_name_inserted([known[e] for e in o.events]), 60)})")
     if timeline.estimated:
         lines += ["", f"  estimated from operation counts, not measured: {', '.join(timeline.estimated)}"]
     if timeline.free:
@@ -110,12 +109,12 @@ def _at_most(plan: Plan) -> Iterator[str]:
             yield f"loops     eval {loop.over}: {loop.trips:,} batches (the maximum)"
 
 
-def _named(found: Sequence[Event]) -> str:
+def _name_inserted(found: Sequence[Event]) -> str:
     """What the program asks for; where all of it was inserted, that. Frees and lengths only with nothing else."""
     for chosen in ([e for e in found if not e.because and not isinstance(e, Free | Counted)],
                    [e for e in found if not isinstance(e, Free | Counted)], found):
         if chosen:
-            return ", ".join(dict.fromkeys(_place(e)[1] for e in chosen))
+            return ", ".join(dict.fromkeys(_line_text(e)[1] for e in chosen))
     return "nothing"
 
 
@@ -137,7 +136,7 @@ def to_json(plan: Plan, timeline: Timeline, cluster: Cluster) -> str:
                   for e in known.values() if isinstance(e, ModelCall) and e.id in every],
         "idle": [{"mesh": m, "ranks": meshes[m], "share": share} for m, share in timeline.idle],
         "critical": [{"line": p.line, "what": p.what, "seconds": p.seconds, "messages": p.messages}
-                     for p in parts(plan, timeline)],
+                     for p in critical_path_by_line(plan, timeline)],
         "classes": [[list(r) for r in ranks] for ranks in timeline.classes],
         "spans": [{"class": s.rank_class, "event": s.event, "turn": s.iteration, "start": s.start, "stop": s.stop,
                    "busy": s.busy} for s in timeline.spans],

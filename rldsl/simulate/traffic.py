@@ -1,6 +1,6 @@
-"""What ranks send and receive in a reallocation, by the links that it takes.
+"""What ranks send and receive in a reshard, by link.
 
-In: the paths of a reallocation. Out: elements of each rank, inside its node and between nodes.
+In: the routes of a reshard. Out: elements of each rank, inside its node and between nodes.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from dataclasses import dataclass, fields
 from rldsl.plan.model import Ranges
 from rldsl.reshard.records import NodeGroup, Routes, arrivals_by_device, forwarded_by_device
 from rldsl.sharding.boxes import Cell
-from rldsl.simulate.times import Machine
+from rldsl.simulate.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Elements: `near` inside the node, `far` to or from other nodes."""
+    """What a rank sends and receives, in elements."""
 
-    near_in: int
-    far_in: int
-    near_out: int
-    far_out: int
+    intra_node_in: int  # received from devices of its node
+    network_in: int  # received from other nodes
+    intra_node_out: int  # sent to devices of its node
+    network_out: int  # sent to other nodes
 
     @property
     def received(self) -> int:
-        """Elements that come, over all links."""
-        return self.near_in + self.far_in
+        """Elements received, over all links."""
+        return self.intra_node_in + self.network_in
 
     @property
     def sent(self) -> int:
-        """Elements that go, over all links."""
-        return self.near_out + self.far_out
+        """Elements sent, over all links."""
+        return self.intra_node_out + self.network_out
 
     @property
     def crosses(self) -> bool:
         """Whether any of it travels between nodes."""
-        return self.far_in + self.far_out > 0
+        return self.network_in + self.network_out > 0
 
     def receiving(self, machine: Machine, item: int) -> float:
-        """Seconds until all has come; item: bytes of an element. What comes from other nodes is passed on inside the
+        """Seconds of receiving everything; item: bytes of an element. Data from other nodes is forwarded inside the
         node bucket by bucket, so links and network work at the same time."""
-        return max(machine.link(item * self.near_in, False), machine.link(item * self.far_in, True))
+        return max(machine.link(item * self.intra_node_in, False), machine.link(item * self.network_in, True))
 
     def sending(self, machine: Machine, item: int) -> float:
-        """Seconds until all has gone."""
-        return max(machine.link(item * self.near_out, False), machine.link(item * self.far_out, True))
+        """Seconds of sending everything."""
+        return max(machine.link(item * self.intra_node_out, False), machine.link(item * self.network_out, True))
 
 
 NONE = Traffic(0, 0, 0, 0)
@@ -54,51 +54,51 @@ NONE = Traffic(0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What every rank sends and receives, summed up from the paths. What a cell sends over the network counts for each
-    rank at it, also where only some of them send. kind: of each node. inside: by kind and device. alone: of ranks that
-    only send."""
+    """What every rank sends and receives, summed over the routes. What a cell sends over the network counts for every
+    rank at it, even where only some of them send."""
 
-    way: Routes
-    kind: Mapping[int, int]
-    inside: Sequence[Sequence[Traffic]]
-    alone: Mapping[Cell, Traffic]
+    routes: Routes
+    group_of_node: Mapping[int, int]  # node -> index of its group in `routes.groups`
+    by_group_and_device: Sequence[Sequence[Traffic]]  # of the ranks of receiving nodes
+    pure_senders: Mapping[Cell, Traffic]  # of ranks on nodes that only send
 
     @staticmethod
-    def of(way: Routes) -> Loads:
-        alone = {cell: Traffic(0, 0, 0, -(-s.size // s.num_senders)) for cell, s in way.senders.items()}
-        return Loads(way, {node: q for q, kind in enumerate(way.groups) for node in kind.nodes},
-                     tuple(tuple(_devices(way, kind)) for kind in way.groups), alone)
+    def of(routes: Routes) -> Loads:
+        pure_senders = {cell: Traffic(0, 0, 0, -(-s.size // s.num_senders)) for cell, s in routes.senders.items()}
+        return Loads(routes, {node: q for q, group in enumerate(routes.groups) for node in group.nodes},
+                     tuple(tuple(_device_loads(routes, group)) for group in routes.groups), pure_senders)
 
-    def every(self) -> tuple[Traffic, ...]:
-        return (*(t for devices in self.inside for t in devices), *self.alone.values())
+    def distinct_loads(self) -> tuple[Traffic, ...]:
+        return (*(t for devices in self.by_group_and_device for t in devices), *self.pure_senders.values())
 
     def rank(self, rank: int) -> Traffic:
-        node, device = divmod(rank, self.way.devices)
-        if node in self.kind:
-            return self.inside[self.kind[node]][device]
-        cell = self.way.src.cell(rank)
-        return self.alone.get(cell, NONE) if cell is not None else NONE
+        node, device = divmod(rank, self.routes.devices)
+        if node in self.group_of_node:
+            return self.by_group_and_device[self.group_of_node[node]][device]
+        cell = self.routes.src.cell(rank)
+        return self.pure_senders.get(cell, NONE) if cell is not None else NONE
 
-    def most(self, ranks: Ranges) -> Traffic:
-        """Of some ranks that wait for each other."""
-        seen = {self.rank(r) for start, stop in ranks for r in range(start, stop)}
-        return Traffic(*(max(getattr(t, f.name) for t in seen) for f in fields(Traffic)))
+    def max_load(self, ranks: Ranges) -> Traffic:
+        """The maximum over some ranks, which wait for each other."""
+        loads = {self.rank(r) for start, stop in ranks for r in range(start, stop)}
+        return Traffic(*(max(getattr(t, f.name) for t in loads) for f in fields(Traffic)))
 
 
-def _devices(way: Routes, kind: NodeGroup) -> Iterator[Traffic]:
-    """What comes in over the network, the devices by which it comes give to the others."""
-    came = arrivals_by_device(kind.arrivals.values())
-    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), forwarded_by_device(came), Counter[int]()
-    for needers, parts in came.items():
+def _device_loads(routes: Routes, group: NodeGroup) -> Iterator[Traffic]:
+    """The loads of the devices of a node. A device that receives over the network forwards to the others of its
+    node."""
+    arrived = arrivals_by_device(group.arrivals.values())
+    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), forwarded_by_device(arrived), Counter[int]()
+    for needers, parts in arrived.items():
         near_in.update(dict.fromkeys(needers, sum(parts.values())))
         for who, size in parts.items():
             far_in[who] += size
             near_in[who] -= size * (who in needers)
-            far_out[who] += size * (kind.num_trees < len(kind.nodes))
-    for hop in kind.local_copies:
-        near_in[hop.dst] += hop.stop - hop.start
-        near_out[hop.src] += hop.stop - hop.start
-    for device, (cell, _) in enumerate(kind.cells):
-        source = way.senders.get(cell) if cell is not None else None
+            far_out[who] += size * (group.num_trees < len(group.nodes))
+    for copy in group.local_copies:
+        near_in[copy.dst] += copy.stop - copy.start
+        near_out[copy.src] += copy.stop - copy.start
+    for device, (cell, _) in enumerate(group.cells):
+        source = routes.senders.get(cell) if cell is not None else None
         far_out[device] += -(-source.size // source.num_senders) if source is not None else 0
         yield Traffic(near_in[device], far_in[device], near_out[device], far_out[device])

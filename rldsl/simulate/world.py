@@ -6,15 +6,15 @@ from collections.abc import Hashable
 from functools import cached_property
 
 from rldsl.clusters import Cluster
-from rldsl.memory.reshard_buffers import ways
+from rldsl.memory.reshard_buffers import reshard_routes
 from rldsl.memory.values import rows
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
 from rldsl.reshard.records import Routes
-from rldsl.simulate.classes import Classes, Groups, called, classes, groups
+from rldsl.simulate.classes import Classes, Groups, build_classes, build_groups, call_layouts
 from rldsl.simulate.engine import Compute, Isend, Op, Wait
 from rldsl.simulate.lengths import Lengths, Row
-from rldsl.simulate.times import Machine
+from rldsl.simulate.machine import Machine
 from rldsl.simulate.traffic import Traffic
 
 
@@ -26,8 +26,8 @@ class World:
         self.plan, self.cluster, self.lengths = plan, cluster, lengths
         self.per_node = min(plan.header.devices_per_node, plan.header.world)
         self.machine = Machine(cluster, cluster.threads or max(1, cluster.cores // self.per_node))
-        self.classes: Classes = classes(plan, per_rank=per_rank or cluster.cores > 0)
-        self.moved: dict[int, dict[int, Traffic]] = {}  # realloc event -> class -> what its ranks send and receive
+        self.classes: Classes = build_classes(plan, per_rank=per_rank or cluster.cores > 0)
+        self.class_traffic: dict[int, dict[int, Traffic]] = {}  # id of a realloc event -> class -> traffic of a rank
         self.meshes: dict[str, Mesh] = {m.id: m for m in plan.meshes}
         self.layouts: dict[str, Layout] = {x.id: x for x in plan.layouts}
         self.spreads: dict[str, Spread] = {s.id: s for s in plan.spreads}
@@ -54,13 +54,13 @@ class World:
     @cached_property
     def groups(self) -> dict[str, dict[int, Groups]]:
         """Layout -> class -> its groups, of the layouts under which calls run."""
-        return {id: groups(layout, self.meshes[layout.mesh], self.classes, self.per_node)
-                for id, layout in called(self.plan).items()}
+        return {id: build_groups(layout, self.meshes[layout.mesh], self.classes, self.per_node)
+                for id, layout in call_layouts(self.plan).items()}
 
     @cached_property
-    def ways(self) -> dict[tuple[str, str, str], Routes]:
-        """(model, source layout, destination layout) -> how that reallocation goes."""
-        return ways(self.plan)
+    def routes(self) -> dict[tuple[str, str, str], Routes]:
+        """(model, source layout, destination layout) -> the routes of that reshard."""
+        return reshard_routes(self.plan)
 
     # ------------------------------------------------------------------------------- rows and lengths
 

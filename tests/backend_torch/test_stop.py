@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from rldsl.backends.torch.generate.scheduler import PREFILL, num_to_admit
-from rldsl.backends.torch.generate.stop_conditions import StopStrings
 
+from rldsl.backends.torch.generate.scheduler import num_to_admit
+from rldsl.backends.torch.generate.stop_conditions import StopStrings
+from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS
 from rldsl.runtime.data.end_tokens import end_tokens
 from tests.tiny import make_model
 
@@ -92,9 +93,9 @@ def test_a_directory_without_configs_has_its_tokenizers_end(tmp_path: Path, toke
     ([5] * 40, 39, 1, 32, 1),        # the last that waits
     ([5] * 40, 40, 32, 32, 0),       # none waits
     ([5] * 40, 10, 0, 32, 0),        # none is free
-    ([PREFILL] * 40, 10, 1, 32, 1),  # one that is long
-    ([PREFILL] * 40, 0, 32, 32, 1),  # at once no more than fit
-    ([PREFILL + 9, 1], 0, 2, 2, 1),  # but one always
+    ([MAX_PREFILL_TOKENS] * 40, 10, 1, 32, 1),  # one that is long
+    ([MAX_PREFILL_TOKENS] * 40, 0, 32, 32, 1),  # at once no more than fit
+    ([MAX_PREFILL_TOKENS + 9, 1], 0, 2, 2, 1),  # but one always
     ([5] * 9, 4, 1, 4, 1),
     ([], 0, 0, 0, 0)])
 def test_how_many_sequences_begin(lens: list[int], waiting: int, free: int, slots: int, begun: int) -> None:

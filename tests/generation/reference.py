@@ -8,8 +8,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from rldsl.backends.torch.generate.generate import generate
 
+from rldsl.backends.torch.generate.generate import generate
 from rldsl.plan.events import Sampling
 from rldsl.runtime.backend import GenerationOutput, PackedBatch
 from rldsl.runtime.draws import uniform

@@ -10,6 +10,7 @@ import json
 
 import torch
 import torch.nn.functional as F
+
 from rldsl.backends.torch.generate import kv_cache
 from rldsl.backends.torch.generate.kv_cache import DecodeAttention, KVCache
 from rldsl.backends.torch.kernels import split_kv

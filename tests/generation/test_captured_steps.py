@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from rldsl.backends.torch.generate.captured_step import CALLS_BEFORE_CAPTURE, KEPT, CapturedSteps
+
+from rldsl.backends.torch.generate.captured_step import CALLS_BEFORE_CAPTURE, CapturedSteps
 from rldsl.backends.torch.generate.op_trace import NotTraceable, trace
+from rldsl.memory.decode_shapes import MAX_RECORDINGS
 
 X, TABLE = torch.randn(5, 6), torch.randn(9, 6)
 WEIGHT, PLACES = torch.randn(6, 6), torch.tensor([3, 1, 4, 0, 2])
@@ -175,7 +177,7 @@ def test_old_recordings_go() -> None:
         for key in range(20):
             for _ in range(CALLS_BEFORE_CAPTURE + 2):
                 steps(key, lambda: (X * 2,))
-    assert len(steps.with_memory) == KEPT and len(steps.captures) == 20
+    assert len(steps.with_memory) == MAX_RECORDINGS and len(steps.captures) == 20
 
 
 def test_it_may_be_left_out() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.decode_state import MAX_PARKED, DecodeState
 from rldsl.backends.torch.generate.storage_parking import StorageParking
-
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, plan_model, ragged
 from tests.generation.reference import made, rows_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.generate import shares_prompt
-
 from rldsl.diag import Failure
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, pack, plan_model, ragged

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rldsl.backends.torch.generate.sampling import BLOCK, choose, inverse_cdf, threshold
 
+from rldsl.backends.torch.generate.sampling import BLOCK, choose, inverse_cdf, threshold
 from rldsl.plan.events import Sampling
 from rldsl.runtime.draws import BELOW_ONE
 

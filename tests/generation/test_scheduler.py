@@ -7,9 +7,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler, bucket
 
-from rldsl.memory.decoding import KEPT, recordings
+from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
+from rldsl.memory.decode_shapes import MAX_RECORDINGS, num_recordings, round_to_bucket
 
 
 class Story:
@@ -122,24 +122,24 @@ def test_fewer_rows_when_fewer_are_left() -> None:
     while story.scheduler.has_work:
         story.turn(0)
     live = [16 - i for i in range(16)]
-    assert rows[0] == 0 and rows[1:] == [bucket(n) for n in live]
+    assert rows[0] == 0 and rows[1:] == [round_to_bucket(n) for n in live]
 
 
 @pytest.mark.parametrize("count, found", [
     (1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (6, 6), (7, 8), (9, 12), (13, 16), (17, 24), (25, 32), (33, 48)])
 def test_buckets_of_rows(count: int, found: int) -> None:
-    assert bucket(count) == found
+    assert round_to_bucket(count) == found
 
 
 @pytest.mark.parametrize("count, found", [
     (1, 64), (64, 64), (65, 128), (200, 256), (257, 320), (600, 640), (1100, 1280)])
 def test_buckets_of_widths(count: int, found: int) -> None:
-    assert bucket(count, 64, 4) == found
+    assert round_to_bucket(count, 64, 4) == found
 
 
 def test_buckets_are_few_and_near() -> None:
     for least, parts in ((1, 2), (64, 4)):
-        found = [bucket(n, least, parts) for n in range(1, 5000)]
+        found = [round_to_bucket(n, least, parts) for n in range(1, 5000)]
         assert found == sorted(found) and all(n <= b <= n * (1 + 1 / parts) + least for n, b in enumerate(found, 1))
         assert len(set(found)) <= parts * 13
 
@@ -147,9 +147,9 @@ def test_buckets_are_few_and_near() -> None:
 @pytest.mark.parametrize("prompt", [0, 1, 30, 63, 64, 200, 1000])
 @pytest.mark.parametrize("new", [0, 1, 2, 3, 40, 100, 700])
 def test_recordings_are_the_widths_of_two_steps_or_more(prompt: int, new: int) -> None:
-    widths = [min(bucket(prompt + made, 64, 4), prompt + new) for made in range(1, new)]
-    assert recordings(prompt, new) == min(KEPT, sum(widths.count(w) > 1 for w in set(widths)))
+    widths = [min(round_to_bucket(prompt + made, 64, 4), prompt + new) for made in range(1, new)]
+    assert num_recordings(prompt, new) == min(MAX_RECORDINGS, sum(widths.count(w) > 1 for w in set(widths)))
 
 
 def test_numbers_of_a_damaged_plan_are_counted_too() -> None:
-    assert recordings(-5, 9) >= 0 and recordings(1 << 60, 1 << 60) == KEPT and bucket(0, 64, 4) == 0
+    assert num_recordings(-5, 9) >= 0 and num_recordings(1 << 60, 1 << 60) == MAX_RECORDINGS and round_to_bucket(0, 64, 4) == 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from rldsl.backends.torch.kernels.attention_kernels import decode_kernel
 
 ROOT = Path(__file__).parents[2]

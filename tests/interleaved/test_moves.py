@@ -109,6 +109,6 @@ def test_moves_are_bit_for_bit() -> None:
 
 
 def test_with_one_chunk_no_more_than_two_messages_wait() -> None:
-    """As the memory estimate counts them (`memory/calls.py`)."""
+    """As the memory estimate counts them (`memory/call_memory.py`)."""
     assert all(max_waiting_messages(own) <= 2 for pp in range(2, 9) for count in range(1, 4 * pp + 1)
                for own in actions(pp, 1, count))

@@ -48,8 +48,8 @@ def results(plans: list[bytes], folder: Path, world: int, run: Any = None) -> li
 def execute(rank: int, plans: list[bytes], out: str, cwd: str) -> list[Samples]:
     """What this rank sampled under each plan."""
     import torch.distributed as dist
-    from rldsl.backends.torch.shard import TorchShard
 
+    from rldsl.backends.torch.shard import TorchShard
     from rldsl.runtime.interpreter import interpreter
     from rldsl.runtime.interpreter.options import Options
     from rldsl.runtime.plan_file import PlanFile

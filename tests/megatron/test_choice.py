@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rldsl.backends.megatron.describe import DESCRIPTION
 
 from rldsl import api
+from rldsl.backends.megatron.describe import DESCRIPTION
 from rldsl.diag import Diagnostic, Failure
 from rldsl.inspect.show import show
 from rldsl.plan.backends import unfit

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from rldsl.backends.megatron.kernels import (
     APEX,
     FLASH_ATTN,
@@ -23,7 +24,6 @@ from rldsl.backends.megatron.kernels import (
 )
 from rldsl.backends.torch.kernels import optional_packages
 from rldsl.backends.torch.kernels.optional_packages import Package, probe
-
 from rldsl.diag import Failure
 from rldsl.plan.model import Layout
 from tests.backend_torch.shards import pack, plan_model
@@ -235,6 +235,7 @@ def with_broken(rank: int, path: str, folder: str) -> tuple[list[str], list[floa
         (first,) = steps(rank, path, [at()])
         steps(rank, path, [at()])
     from megatron.core.extensions.transformer_engine import HAVE_TE
+
     from rldsl.backends.megatron import stage
 
     kernels = stage.kernels_here("cuda", half=True, grads_buffered=True, biases=False)

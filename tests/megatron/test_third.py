@@ -15,7 +15,7 @@ import pytest
 from rldsl import api
 from rldsl.diag import Diagnostic, Failure
 from rldsl.memory import curves
-from rldsl.memory.calls import MemoryCosts
+from rldsl.memory.call_memory import MemoryCosts
 from rldsl.memory.curve import during, peak
 from rldsl.passes import pipeline
 from rldsl.passes.emit import emit
@@ -27,7 +27,7 @@ from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
 from rldsl.search import Options, find_placement, memory_check
 from rldsl.simulate import simulate
-from rldsl.simulate.calls import Passes, TimeCosts
+from rldsl.simulate.call_ops import StagePasses, TimeCosts
 from rldsl.verify import verify
 from rldsl.verify.issue_order import IssueOrder
 from tests.end_to_end.test_invariance import placement
@@ -68,7 +68,6 @@ def test_it_is_short() -> None:
 def test_it_has_what_the_protocol_asks_for() -> None:
     """But for the call that its description leaves out."""
     from rldsl.backends.plain import Plain, build
-
     from rldsl.runtime.backend import Shard
 
     asked = {name for name in vars(Shard) if not name.startswith("_")}
@@ -185,12 +184,12 @@ def test_the_search_asks_the_backend() -> None:
     answers = {}
     for backend in ("torch", "plain"):
         p = sized.ready("grpo", "0.5B", machines, text=rule.format(backend) + sized.GRPO, batch=64)
-        answers[backend] = find_placement(p, machines, int(80e9), Options("search", most=40))
-    table = answers["plain"].instance.table
+        answers[backend] = find_placement(p, machines, int(80e9), Options("search", max_nodes=40))
+    table = answers["plain"].evaluator.table
     job = next(j for j in answers["plain"].problem.calls if j.kind == "train")
     plain = table.candidates(job, 4)
     assert plain and {(e.strategy.backend, e.strategy.tp, e.strategy.pp, e.strategy.zero) for e in plain} == {("plain", 1, 1, 0)}
-    torch = next(e for e in answers["torch"].instance.table.candidates(job, 4) if e.strategy.dp == 4)
+    torch = next(e for e in answers["torch"].evaluator.table.candidates(job, 4) if e.strategy.dp == 4)
     assert plain[0].seconds > torch.seconds
     best = answers["plain"].best[0]
     train = next(e for e, _ in events(best.plan) if isinstance(e, Train))
@@ -215,7 +214,7 @@ def only(act: Callable[[], object]) -> Diagnostic:
 
 @pytest.mark.parametrize("said, words", [
     ({"calls": ("infer", "guess")}, "`calls` names 'guess'"), ({"divisions": ("dp", "xp")}, "`divisions` names 'xp'"),
-    ({"zero": 4}, "`zero` is 4"), ({"memory": "torch"}, "derived from `rldsl.memory.calls.MemoryCosts`, not 'torch'"),
+    ({"zero": 4}, "`zero` is 4"), ({"memory": "torch"}, "derived from `rldsl.memory.call_memory.MemoryCosts`, not 'torch'"),
     ({"memory": MemoryCosts}, "`memory` must be an object")])
 def test_a_description_that_is_wrong_is_refused(said: dict[str, object], words: str,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,10 +251,10 @@ def test_bytes_that_are_nonsense_are_refused(costs: MemoryCosts, words: str, mon
 
 
 @pytest.mark.parametrize("method, made, words", [
-    ("train", Passes(-1, (), 0.0), "0 or more micro-batches"), ("train", None, "must return `Passes`"),
-    ("train", Passes(1, ((1.0, float("nan")),), 0.0), "finite (forward, backward)"),
-    ("train", Passes(1, ((1.0, 1.0), (1.0, 1.0)), 0.0), "each of 1 chunks"),
-    ("infer", Passes(2, (), 0.0), "finite (forward, backward)"), ("infer", Passes(2, ((1.0, 0.0),), -1.0), "bytes"),
+    ("train", StagePasses(-1, (), 0.0), "0 or more micro-batches"), ("train", None, "must return `Passes`"),
+    ("train", StagePasses(1, ((1.0, float("nan")),), 0.0), "finite (forward, backward)"),
+    ("train", StagePasses(1, ((1.0, 1.0), (1.0, 1.0)), 0.0), "each of 1 chunks"),
+    ("infer", StagePasses(2, (), 0.0), "finite (forward, backward)"), ("infer", StagePasses(2, ((1.0, 0.0),), -1.0), "bytes"),
     ("update", [1.0], "must return a list of ops")])
 def test_seconds_that_are_nonsense_are_refused(method: str, made: object, words: str,
                                                monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.projection import events
 from rldsl.simulate import simulate
-from rldsl.simulate.cost import shard
+from rldsl.simulate.work_counts import build_shard
 from rldsl.verify import verify
 from tests.checkpoint.runs import held, lines, run
 from tests.end_to_end.programs import Metrics, compile_program, run_program
@@ -168,7 +168,7 @@ def test_the_simulator_knows_experts(tiny, tmp_path):
     for where in ("dp=4", "dp=4 ep=4", "dp=2 tp=2 ep=2"):
         made = compiled(tiny, "qwen", tmp_path, rules(4, where))
         model = next(m for m in made.models if m.name == "actor")
-        found[where] = shard(model, next(x for x in made.layouts if x.id == model.home), 0)
+        found[where] = build_shard(model, next(x for x in made.layouts if x.id == model.home), 0)
     whole, divided, both = found.values()
     expert = 3 * 24 * 32
     assert whole.experts == 8 * expert and divided.experts == 2 * expert and both.experts == 4 * expert // 2

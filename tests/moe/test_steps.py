@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rldsl.backends.torch.model.experts import _compute
 
+from rldsl.backends.torch.model.experts import _compute
 from tests.backend_torch.shards import layout_of as at
 from tests.backend_torch.shards import plan_model, shard_of
 from tests.backend_torch.steps import check, run

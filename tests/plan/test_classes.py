@@ -11,7 +11,7 @@ from rldsl import api
 from rldsl.memory.curve import peak
 from rldsl.memory.holder_classes import HolderClass
 from rldsl.memory.lifetimes import lifetimes
-from rldsl.memory.reshard_buffers import ways
+from rldsl.memory.reshard_buffers import reshard_routes
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import class_of, events, schedule, walk
@@ -55,7 +55,7 @@ def test_every_rank_has_its_own_program(folder: Path, text: str, ranks: int) -> 
 def test_every_rank_holds_what_its_class_says(folder: Path, text: str) -> None:
     """The peak of a class is that of its ranks: of none less, and of some the same."""
     plan = compiled(folder, text, 64)
-    meshes, found = {m.id: m for m in plan.meshes}, ways(plan)
+    meshes, found = {m.id: m for m in plan.meshes}, reshard_routes(plan)
     for c in plan.classes:
         alone = []
         for rank in (r for a, b in c.ranks for r in range(a, b)):

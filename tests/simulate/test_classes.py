@@ -11,7 +11,7 @@ from rldsl.plan.events import Log
 from rldsl.plan.projection import events
 from rldsl.simulate import Lengths
 from rldsl.simulate import classes as module
-from rldsl.simulate.classes import classes
+from rldsl.simulate.classes import build_classes
 from rldsl.simulate.simulate import run
 from rldsl.simulate.world import World
 from tests.compiler.graphs import at
@@ -35,8 +35,8 @@ def test_ranks_that_log_do_not_tell_all_others_apart(monkeypatch: pytest.MonkeyP
     """A step takes the same time, to a thousandth, as when every rank is looked at."""
     plan, cluster = ppo_70b(64, mixed), preset("h100x64")
     assert cluster is not None and any(isinstance(e, Log) for e, _ in events(plan))
-    every = len(classes(plan).first)
+    every = len(build_classes(plan).first)
     monkeypatch.setattr(module, "MANY", every - 1)
-    assert 2 * len(classes(plan).first) <= every
+    assert 2 * len(build_classes(plan).first) <= every
     one, all_ = (run(World(plan, cluster, Lengths(), per_rank=per_rank)) for per_rank in (False, True))
     assert one.seconds == pytest.approx(all_.seconds, rel=1e-3)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rldsl.simulate.critical import critical
+from rldsl.simulate.critical_path import find_critical_path
 from rldsl.simulate.engine import Compute, Deadlock, EventBegin, Isend, Op, Pool, Timelines, Wait, run_programs
 
 AT = EventBegin(0, 0, 0)
@@ -27,7 +27,8 @@ def test_work_comes_after_work() -> None:
 
 
 def test_a_message_begins_when_all_its_parties_are_ready() -> None:
-    played = run_programs([[AT, Compute(1), *collective("a", (0, 1), 0.5), Compute(1)], [AT, Compute(3), *collective("a", (0, 1), 0.5)]], [0, 1])
+    played = run_programs([[AT, Compute(1), *collective("a", (0, 1), 0.5), Compute(1)],
+                           [AT, Compute(3), *collective("a", (0, 1), 0.5)]], [0, 1])
     assert intervals(played, 0) == [(0, 1, True), (1, 3.5, False), (3.5, 4.5, True)]
     assert intervals(played, 1) == [(0, 3, True), (3, 3.5, False)]
     assert (played.messages["a"].began, played.messages["a"].done, played.messages["a"].last) == (3, 3.5, 1)
@@ -135,7 +136,7 @@ def test_work_is_conserved_and_the_critical_path_is_the_whole_time(ops: list[lis
         assert all(a.stop == b.start for a, b in zip(every, every[1:])) and (not every or every[0].start == 0)
         assert played.ends[c] >= sum(a.seconds for a in own if isinstance(a, Compute)) - 1e-9
     last = max(range(len(ops)), key=lambda c: played.ends[c])
-    segments = critical(played, last, played.ends[last], 0.0)
+    segments = find_critical_path(played, last, played.ends[last], 0.0)
     assert all(a.stop == b.start for a, b in zip(segments, segments[1:]))
     assert sum(h.stop - h.start for h in segments) == pytest.approx(played.ends[last])
 

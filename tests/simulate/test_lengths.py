@@ -10,9 +10,9 @@ import pytest
 from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.model import Frame
-from rldsl.simulate import Lengths, observed, simulate
-from rldsl.simulate.lengths import made
-from rldsl.simulate.summary import text
+from rldsl.simulate import Lengths, observed_lengths, simulate
+from rldsl.simulate.lengths import token_frames
+from rldsl.simulate.summary import format_timeline
 from tests.simulate.plans import ROUND, plan
 from tests.verify.plans import folder
 
@@ -35,8 +35,8 @@ def run(folder: Path, lines: list[dict]) -> str:
 def test_an_earlier_run_tells_them(tmp_path: Path) -> None:
     lines = [{"step": i, "length/response": 10.0 + i, "seconds": 2.0,
               "tokens_per_second": (5 + 10 + i) * 16 / 2.0} for i in (0, 2)]
-    assert observed(plan(), run(tmp_path, lines)) == Lengths(5.0, 11.0)
-    assert observed(plan(), str(tmp_path / "metrics.jsonl")).response == 11
+    assert observed_lengths(plan(), run(tmp_path, lines)) == Lengths(5.0, 11.0)
+    assert observed_lengths(plan(), str(tmp_path / "metrics.jsonl")).response == 11
 
 
 def test_a_number_that_was_not_finite_is_left_out(tmp_path: Path) -> None:
@@ -44,13 +44,13 @@ def test_a_number_that_was_not_finite_is_left_out(tmp_path: Path) -> None:
     lines = [{"step": 1, "length/response": 10.0, "seconds": None, "tokens_per_second": 3.0},
              {"step": 2, "length/response": None, "seconds": 2.0, "tokens_per_second": 3.0},
              {"step": 3, "length/response": 12.0, "seconds": 2.0, "tokens_per_second": (5 + 12) * 16 / 2.0}]
-    found = observed(plan(), run(tmp_path, lines))
+    found = observed_lengths(plan(), run(tmp_path, lines))
     assert found.response == 11 and found.prompt == pytest.approx(6)
 
 
 def test_a_run_that_goes_on_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "length/response": 7}\n{"step": 2, "length/resp')
-    assert observed(plan(), str(tmp_path)).response == 7
+    assert observed_lengths(plan(), str(tmp_path)).response == 7
 
 
 @pytest.mark.parametrize("text, code", [
@@ -61,7 +61,7 @@ def test_runs_that_tell_nothing(text: str | None, code: str, tmp_path: Path) -> 
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(Failure) as caught:
-        observed(plan(), str(tmp_path))
+        observed_lengths(plan(), str(tmp_path))
     assert [d.code for d in caught.value.diagnostics] == [code]
 
 
@@ -91,6 +91,6 @@ def test_turns_count_and_what_is_not_in_every_step_does_not() -> None:
     with folder() as here:
         (here / "p.rlf").write_text(TURNS)
         plan = api.compile("p.rlf")
-    assert [(f.id, f.count, times) for f, times in made(plan)] == [("row", 6, 3)]
-    said = text(plan, simulate(plan, ROUND, Lengths()), ROUND, Lengths(), "p.plan")
+    assert [(f.id, f.count, times) for f, times in token_frames(plan)] == [("row", 6, 3)]
+    said = format_timeline(plan, simulate(plan, ROUND, Lengths()), ROUND, Lengths(), "p.plan")
     assert "18 x (" in said and "loops     eval heldout: 4 batches (the maximum)" in said

@@ -14,10 +14,10 @@ from rldsl.plan.events import Offload, Realloc
 from rldsl.plan.model import Layout, Mesh, Plan
 from rldsl.plan.projection import events
 from rldsl.sharding.layout import axis_ranks
-from rldsl.simulate import Lengths, moves, simulate
-from rldsl.simulate.classes import Classes, groups
-from rldsl.simulate.summary import text
-from rldsl.simulate.times import Machine
+from rldsl.simulate import Lengths, simulate, transfer_ops
+from rldsl.simulate.classes import Classes, build_groups
+from rldsl.simulate.machine import Machine
+from rldsl.simulate.summary import format_timeline
 from rldsl.simulate.world import World
 from tests.simulate import plans
 from tests.simulate.plans import ROUND
@@ -86,7 +86,7 @@ def test_groups_of_ranks_in_another_order(ranks: tuple[tuple[int, int], ...], cr
     mesh, layout = Mesh("m", ranks), Layout("L", "m", dp=3)
     each = Classes(tuple(range(9)), tuple(((i, i + 1),) for i in range(9)), tuple(range(9)), (1,) * 9)
     assert len(axis_ranks(layout, mesh, "dp")) == 1
-    assert groups(layout, mesh, each, 8)[0].crosses["dp"] is crosses
+    assert build_groups(layout, mesh, each, 8)[0].crosses["dp"] is crosses
 
 
 # --------------------------------------------------------------------------------------- what costs nothing
@@ -98,9 +98,9 @@ def test_what_the_file_leaves_out_is_said() -> None:
     bare = replace(ROUND, disk_gb_s=0.0, host_gb_s=0.0, link_us=0.0, row_us=0.0)
     found = simulate(plan, bare)
     assert found.free == ("disk_gb_s", "link_us", "row_us")  # nothing is offloaded
-    assert "assumed to be free, because round has no value for it: disk_gb_s, link_us, row_us" in text(
+    assert "assumed to be free, because round has no value for it: disk_gb_s, link_us, row_us" in format_timeline(
         plan, found, bare, Lengths(), "x")
-    assert "cost nothing" not in text(plan, simulate(plan, ROUND), ROUND, Lengths(), "x")
+    assert "cost nothing" not in format_timeline(plan, simulate(plan, ROUND), ROUND, Lengths(), "x")
 
 
 def test_a_host_without_a_rate_is_said_where_something_goes_there() -> None:
@@ -118,7 +118,7 @@ def test_reallocs_of_divided_copies_move_the_bytes_of_the_plan(train: str) -> No
     plan = compiled(train)
     world = World(plan, TWO, Lengths(), per_rank=True)
     for event in (e for e, _ in events(plan) if isinstance(e, Realloc)):
-        found = moves.moves(world, event).values()
+        found = transfer_ops.class_traffic(world, event).values()
         assert 4 * sum(m.received for m in found) == 4 * sum(m.sent for m in found) == event.bytes
     assert simulate(plan, TWO).seconds > 0
 
@@ -132,9 +132,9 @@ def test_what_a_node_lacks_comes_over_the_network_once() -> None:
     plan = replace(plan, meshes=(*plan.meshes, Mesh("a", ((0, 1),)), Mesh("b", ((4, 8),))),
                    layouts=(*plan.layouts, src, dst), body=(body,))
     world = World(plan, TWO, Lengths(), per_rank=True)
-    found = moves.moves(world, event)
-    whole = found[0].far_out
-    assert found[0].near_out == 0 and all(abs(4 * found[c].far_in - whole) <= 8 for c in range(4, 8))
+    found = transfer_ops.class_traffic(world, event)
+    whole = found[0].network_out
+    assert found[0].intra_node_out == 0 and all(abs(4 * found[c].network_in - whole) <= 8 for c in range(4, 8))
     assert all(found[c].received == whole for c in range(4, 8))
 
 

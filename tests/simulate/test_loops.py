@@ -18,7 +18,7 @@ from rldsl.simulate import Lengths, simulate
 from rldsl.simulate.engine import Compute, EventBegin, LoopBegin, RepeatExtrapolated, Timelines, run_programs
 from rldsl.simulate.iterations import iteration_kinds
 from rldsl.simulate.model import Timeline
-from rldsl.simulate.summary import text
+from rldsl.simulate.summary import format_timeline
 from tests.effort import calls
 from tests.simulate import plans
 from tests.simulate.plans import ROUND
@@ -143,5 +143,5 @@ def test_an_every_in_an_every_comes_when_both_do() -> None:
 
 def test_what_comes_now_and_then_has_a_name() -> None:
     plan, first = with_first(lambda e: Every(5, (e,)))
-    (line,) = [x for x in text(plan, simulate(plan, ROUND), ROUND, Lengths(), "x").splitlines() if "every 5" in x]
+    (line,) = [x for x in format_timeline(plan, simulate(plan, ROUND), ROUND, Lengths(), "x").splitlines() if "every 5" in x]
     assert f"realloc {first.model}" in line and "()" not in line

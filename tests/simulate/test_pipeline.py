@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from rldsl.backends.torch.train import pipeline
 
+from rldsl.backends.torch.train import pipeline
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass
-from rldsl.simulate.calls import pipelined
+from rldsl.simulate.call_ops import pipeline_ops
 from rldsl.simulate.engine import Compute, EventBegin, Isend, Op, Wait, run_programs
 
 
@@ -22,7 +22,7 @@ class FakeStage:
         self.pipeline = tuple(range(pp))
         self.groups = SimpleNamespace(stage=stage)
 
-    def together(self, *_: object) -> list[Op]:
+    def collective_ops(self, *_: object) -> list[Op]:
         return []
 
     def message(self, found: Message, wanting: int, moved: float) -> tuple[Op, object]:
@@ -32,7 +32,8 @@ class FakeStage:
 
 def ops(pp: int, count: int, ahead: float, back: float, message: float = 0.0, vpp: int = 1) -> list[list[Op]]:
     stages: list[Any] = [FakeStage(s, pp) for s in range(pp)]
-    return [[EventBegin(0, 0, 0), *pipelined(stage, count, [(ahead / vpp, back / vpp)] * vpp, message)] for stage in stages]
+    return [[EventBegin(0, 0, 0), *pipeline_ops(stage, count, [(ahead / vpp, back / vpp)] * vpp, message)]
+            for stage in stages]
 
 
 @pytest.mark.parametrize("vpp", [1, 2, 3])
@@ -99,7 +100,7 @@ def test_it_is_the_order_of_the_backend(pp: int, count: int, vpp: int, monkeypat
         axis: Any = SimpleNamespace(size=pp, index=s)
         pipeline.pipeline_forward_backward(stage, axis, [batch] * count, lambda i, out: out.sum())
         fake: Any = FakeStage(s, pp)
-        assert told(pipelined(fake, count, [(1.0 + c, -1.0 - c) for c in range(vpp)], 0.5), s) == Links.log
+        assert told(pipeline_ops(fake, count, [(1.0 + c, -1.0 - c) for c in range(vpp)], 0.5), s) == Links.log
 
 
 def told(made: list[Op], s: int) -> list:

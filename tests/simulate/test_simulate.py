@@ -15,13 +15,13 @@ from rldsl.diag import Failure
 from rldsl.plan.events import Generate, Realloc, Save, Train, Transfer
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.simulate import Lengths, Timeline, moves, simulate
-from rldsl.simulate.classes import classes
-from rldsl.simulate.cost import widths
+from rldsl.simulate import Lengths, Timeline, simulate, transfer_ops
+from rldsl.simulate.classes import build_classes
 from rldsl.simulate.engine import Compute, EventBegin
-from rldsl.simulate.program import programs
+from rldsl.simulate.machine import Machine
+from rldsl.simulate.program import build_programs
 from rldsl.simulate.simulate import STEPS, run
-from rldsl.simulate.times import Machine
+from rldsl.simulate.work_counts import num_cache_widths
 from rldsl.simulate.world import World
 from tests.simulate import plans
 from tests.simulate.plans import PLACES, ROUND
@@ -48,7 +48,7 @@ def test_reallocs_move_the_bytes_of_the_plan(name: str) -> None:
     world = World(plan, ROUND, Lengths())
     for event in (e for e, _ in events(plan) if isinstance(e, Realloc)):
         mesh = world.layouts[event.dst].mesh
-        found = moves.moves(world, event)
+        found = transfer_ops.class_traffic(world, event)
         assert sum(4 * found[c].received * world.classes.sizes[c] for c in world.on(mesh)) == event.bytes
 
 
@@ -70,7 +70,7 @@ def test_ranks_of_a_class_are_alike(name: str) -> None:
 def test_classes_divide_the_ranks() -> None:
     for name in PLACES:
         plan = known(name)
-        found = classes(plan)
+        found = build_classes(plan)
         assert sorted(r for c in found.ranks for a, b in c for r in range(a, b)) == list(range(plan.header.world))
         assert all(found.of[r] == c for c, every in enumerate(found.ranks) for a, b in every for r in range(a, b))
 
@@ -78,7 +78,7 @@ def test_classes_divide_the_ranks() -> None:
 @EVERY
 def test_the_number_of_classes_does_not_grow_with_dp(name: str) -> None:
     plan = known(name)
-    sizes = {len(classes(plans.scaled(plan, k)).ranks) for k in (4, 16, 64)}
+    sizes = {len(build_classes(plans.scaled(plan, k)).ranks) for k in (4, 16, 64)}
     assert len(sizes) == 1
 
 
@@ -87,7 +87,7 @@ def test_work_is_conserved(name: str) -> None:
     """The busy seconds of the spans are the work of the ops, no more and no less."""
     world = World(known(name), ROUND, Lengths())
     found = timeline(name)
-    for c, ops in enumerate(programs(world, STEPS)):
+    for c, ops in enumerate(build_programs(world, STEPS)):
         ends = [i for i, a in enumerate(ops) if isinstance(a, EventBegin) and a.event == -1]
         total = sum(a.seconds * a.share for a in ops[ends[-2] : ends[-1]] if isinstance(a, Compute))
         assert sum(s.busy for s in found.spans if s.rank_class == c) == pytest.approx(total)
@@ -309,8 +309,8 @@ def test_a_degree_that_was_not_measured_follows_from_the_nearest_one() -> None:
 
 
 def test_decoding_meets_shapes_as_sequences_grow() -> None:
-    assert widths(8, 24) == widths(8, 64) == 1
-    assert widths(64, 128) == widths(8, 128) == 5 and widths(128, 1024) == 13
+    assert num_cache_widths(8, 24) == num_cache_widths(8, 64) == 1
+    assert num_cache_widths(64, 128) == num_cache_widths(8, 128) == 5 and num_cache_widths(128, 1024) == 13
 
 
 def test_ranks_that_share_cores_are_slower() -> None:

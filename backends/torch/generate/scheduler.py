@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from rldsl.memory.decoding import NARROW, PREFILL, bucket
+from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, MIN_CACHE_WIDTH, round_to_bucket
 
 __all__ = ["NARROW", "PREFILL", "DecodeBatch", "MicroBatchGroup", "PrefillBatch", "Scheduler", "bucket", "num_to_admit"]
 
@@ -74,7 +74,7 @@ class Scheduler:
         self.groups = [MicroBatchGroup(a, b - a) for a, b in pairwise(edges)]
         longest = max(prompt_lens, default=0)
         self.num_slots = num_slots
-        self.kv_width = max(longest, min(bucket(longest, NARROW, 4), max_prompt_len)) + max_new_tokens
+        self.kv_width = max(longest, min(round_to_bucket(longest, MIN_CACHE_WIDTH, 4), max_prompt_len)) + max_new_tokens
 
     @property
     def has_work(self) -> bool:
@@ -111,13 +111,13 @@ class Scheduler:
 
     def _decode(self, group: MicroBatchGroup) -> DecodeBatch:
         drained = self.next_seq == len(self.prompt_lens)  # only then are freed slots not filled again
-        batch_size = min(bucket(len(group.seq_ids)), group.size) if drained else group.size
+        batch_size = min(round_to_bucket(len(group.seq_ids)), group.size) if drained else group.size
         moves = self._compact(group, group.start + batch_size)
         kv_len = max(self.prompt_lens[i] + group.num_generated[s] for s, i in group.seq_ids.items())
         for s in group.num_generated:
             group.num_generated[s] += 1
         group.steps_until_poll -= 1
-        return DecodeBatch(batch_size, min(bucket(kv_len, NARROW, 4), self.kv_width), moves,
+        return DecodeBatch(batch_size, min(round_to_bucket(kv_len, MIN_CACHE_WIDTH, 4), self.kv_width), moves,
                            group.steps_until_poll <= 0)
 
     def _compact(self, group: MicroBatchGroup, end: int) -> tuple[tuple[int, int], ...]:
@@ -134,7 +134,7 @@ def num_to_admit(prefill_tokens: Sequence[int], next_seq: int, free: int, slots:
     the slots is free, or until it has enough tokens. prefill_tokens: [N] to run for each sequence; slots: of the
     group."""
     totals = list(accumulate(prefill_tokens[next_seq : next_seq + free]))
-    count = max(1, sum(x <= PREFILL for x in totals)) if totals else 0
+    count = max(1, sum(x <= MAX_PREFILL_TOKENS for x in totals)) if totals else 0
     is_last = next_seq + count == len(prefill_tokens)
-    enough = 16 * free >= slots or is_last or (bool(totals) and totals[-1] >= PREFILL)
+    enough = 16 * free >= slots or is_last or (bool(totals) and totals[-1] >= MAX_PREFILL_TOKENS)
     return count if enough else 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rldsl.backends.torch.kernels.autograd import Function
-from rldsl.memory.decoding import bucket
+from rldsl.memory.decode_shapes import round_to_bucket
 from rldsl.runtime.store import offsets_within
 
 MIN_STEP = 16  # tokens by which the lengths in a bucket may differ in any case
@@ -40,7 +40,7 @@ class LengthBuckets:
         by_width: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):
             if size:
-                by_width[bucket(size, MIN_STEP, 4)].append(i)
+                by_width[round_to_bucket(size, MIN_STEP, 4)].append(i)
         runs = [by_width[width] for width in sorted(by_width)]
         self.shapes = [(len(run), max(sizes[i] for i in run)) for run in runs]
         order = torch.tensor([i for run in runs for i in run], dtype=torch.long)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rldsl.memory.calls import MemoryCosts, Needs, micro
+from rldsl.memory.call_memory import MemoryCosts, Needs, largest_micro_batch
 from rldsl.memory.parameters import FLOAT, Copy
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.events import Infer, Train
 from rldsl.plan.model import Layout
 from rldsl.sharding.layout import Coordinate
-from rldsl.simulate.calls import Passes, Stage, TimeCosts
-from rldsl.simulate.cost import micro as counted
+from rldsl.simulate.call_ops import Stage, StagePasses, TimeCosts
 from rldsl.simulate.engine import Compute, Op
+from rldsl.simulate.work_counts import count_micro_batch as counted
 from rldsl.simulate.world import World
 from rldsl.verify.issue_order import IssueOrder, Use
 
@@ -29,31 +29,32 @@ class PlainMemory(MemoryCosts):
         """All sequences of a micro-batch, whose graphs the loss joins."""
         count = -(-rows(tables.frames[event.frames[0]], tables.spreads[event.spread], tables.layouts)
                   // tables.spreads[event.spread].minibatches)
-        tokens = micro(tables, event.frames, count, event.mbs, event.mbt, copy.layout).tokens
+        tokens = largest_micro_batch(tables, event.frames, count, event.mbs, event.mbt, copy.layout).tokens
         logits = TABLES * FLOAT * tokens * copy.model.sizes.vocab
         return {**super().train(tables, event, copy, device), "logits": logits}
 
 
 class PlainTime(TimeCosts):
-    def infer(self, world: World, event: Infer, me: Stage) -> Passes:
+    def infer(self, world: World, event: Infer, stage: Stage) -> StagePasses:
         count = world.rows(world.spreads[event.spread], event.frame)
         row = world.row(event.frame)
-        return Passes(count, ((world.machine.forward(me.shard, counted(me.shard, 1, row, row.tokens)), 0.0),), 0.0)
+        forward = world.machine.forward(stage.shard, counted(stage.shard, 1, row, row.tokens))
+        return StagePasses(count, ((forward, 0.0),), 0.0)
 
-    def train(self, world: World, event: Train, me: Stage) -> Passes:
+    def train(self, world: World, event: Train, stage: Stage) -> StagePasses:
         frames, minibatches = [world.frames[f] for f in event.frames], world.spreads[event.spread].minibatches
         count = -(-frames[0].count // minibatches // world.layouts[event.layout].dp)
-        both = [world.machine.train(me.shard, counted(me.shard, 1, row, row.tokens), False)
+        both = [world.machine.train(stage.shard, counted(stage.shard, 1, row, row.tokens), False)
                 for row in map(world.row, event.frames)]
-        return Passes(count, ((sum(f for f, _ in both), sum(b for _, b in both)),), 0.0)
+        return StagePasses(count, ((sum(f for f, _ in both), sum(b for _, b in both)),), 0.0)
 
-    def update(self, me: Stage, zero: int) -> list[Op]:
+    def update(self, stage: Stage, zero: int) -> list[Op]:
         """One all-reduce and an AdamW of several kernels per parameter."""
-        layers = me.shard.model.layers
-        tensors = sum(layers if p.stage == "layer" else 1 for p in me.shard.model.params)
-        reduced = tensors * me.all_reduce("dp", 4 * me.shard.trained / tensors)
-        step = me.machine.update(me.shard, me.shard.trained) + me.machine.kernels(14 * tensors)
-        return [*me.together("dp", "gradients", reduced), Compute(step)]
+        layers = stage.shard.model.layers
+        tensors = sum(layers if p.stage == "layer" else 1 for p in stage.shard.model.params)
+        reduced = tensors * stage.all_reduce("dp", 4 * stage.shard.trained / tensors)
+        step = stage.machine.update(stage.shard, stage.shard.trained) + stage.machine.kernels(14 * tensors)
+        return [*stage.collective_ops("dp", "gradients", reduced), Compute(step)]
 
 
 class PlainOrder(IssueOrder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rldsl.backends.plain.costs import PlainMemory, PlainOrder, PlainTime
-
 from rldsl.plan.backends import Description, Facts
 from rldsl.plan.model import Layout
 

@@ -46,26 +46,26 @@ class Shard:
 
 
 @cache
-def shard(model: Model, layout: Layout, stage: int) -> Shard:
+def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     """The shard of a pipeline stage."""
     specs = (*model.params, *model.base)
     here = len(own_layers(model.layers, layout, stage))
     first, last = stage == 0, stage == layout.pp - 1
     sizes = model.sizes
     matrices = [s for s in specs if s.stage == "layer" and len(s.shape) > 1]
-    layer = sum(_local(s, layout) for s in matrices)
-    experts = sum(_local(s, layout) for s in matrices if s.experts)
-    chosen = sum(_local(s, layout) * layout.ep * sizes.chosen // s.experts for s in matrices if s.experts)
+    layer = sum(_local_elements(s, layout) for s in matrices)
+    experts = sum(_local_elements(s, layout) for s in matrices if s.experts)
+    chosen = sum(_local_elements(s, layout) * layout.ep * sizes.chosen // s.experts for s in matrices if s.experts)
     local_experts = tuple(s for s in model.params if s.experts and layout.ep > 1)
     heads = ceil((sizes.heads or 1) / layout.tp)
     kv = max(1, ceil((sizes.kv_heads or sizes.heads or 1) / layout.tp))
-    vocabulary = max((_local(s, layout) for s in specs if s.style in ("vocab", "head") and len(s.shape) > 1),
+    vocabulary = max((_local_elements(s, layout) for s in specs if s.style in ("vocab", "head") and len(s.shape) > 1),
                      default=0)
     head = (vocabulary if model.head.vocabulary else sizes.hidden) if last else 0
     outside = tuple(s for s in model.params if s.stage != "layer")
 
     def held(of: tuple[ParamSpec, ...]) -> int:
-        return _held(of, layout, model.layers, stage)
+        return _num_elements(of, layout, model.layers, stage)
 
     return Shard(
         model=model, tp=layout.tp, layers=here, first=first, last=last, layer=layer, head=head, elements=held(specs),
@@ -74,24 +74,24 @@ def shard(model: Model, layout: Layout, stage: int) -> Shard:
         active=layer - experts + chosen, local_experts=held(local_experts), outside_layers=held(outside))
 
 
-def _local(spec: ParamSpec, layout: Layout) -> int:
+def _local_elements(spec: ParamSpec, layout: Layout) -> int:
     whole = sum(volume(p.box) for p in pieces(spec, layout.tp, 0)) if spec.split is not None else prod(spec.shape)
     return whole // layout.ep if spec.experts else whole
 
 
-def _there(spec: ParamSpec, layout: Layout, layers: int, stage: int) -> int:
+def _num_parameters(spec: ParamSpec, layout: Layout, layers: int, stage: int) -> int:
     """How many parameters of a spec a stage holds."""
     first, last = stage == 0, stage == layout.pp - 1
     return {"first": first, "last": last, "ends": first or last, "all": True,
             "layer": len(own_layers(spec.layers or layers, layout, stage))}[spec.stage]
 
 
-def _held(specs: tuple[ParamSpec, ...], layout: Layout, layers: int, stage: int) -> int:
-    return sum(_there(s, layout, layers, stage) * _local(s, layout) for s in specs)
+def _num_elements(specs: tuple[ParamSpec, ...], layout: Layout, layers: int, stage: int) -> int:
+    return sum(_num_parameters(s, layout, layers, stage) * _local_elements(s, layout) for s in specs)
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class WorkCounts:
     """How often each part of a shard runs."""
 
     calls: float  # of the model
@@ -104,15 +104,15 @@ class Counts:
         return float(getattr(self, f"{feature}s"))
 
 
-def micro(s: Shard, rows: float, row: Row, responses: float, cp: int = 1) -> Counts:
+def count_micro_batch(s: Shard, rows: float, row: Row, responses: float, cp: int = 1) -> WorkCounts:
     """One micro-batch of `rows` sequences of `row.tokens`, divided over `cp` ranks. responses: tokens of each sequence
     whose outputs are needed."""
     tokens = rows * row.tokens / cp
-    return Counts(1, s.layers, s.layers * tokens, s.layers * tokens * row.tokens, rows * responses / cp * s.last)
+    return WorkCounts(1, s.layers, s.layers * tokens, s.layers * tokens * row.tokens, rows * responses / cp * s.last)
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
+class DecodePlan:
     """What `generate` does on a shard. With several groups of sequences (one per pipeline stage), those of all groups
     together, one after the other."""
 
@@ -125,38 +125,38 @@ class Decoding:
     shapes: float  # different shapes of a decoding step
 
 
-def decoding(event: Generate, rows: float, row: Row, groups: int = 1) -> Decoding:
+def plan_decoding(event: Generate, rows: float, row: Row, groups: int = 1) -> DecodePlan:
     """rows: sequences of the shard. groups: of sequences, one per pipeline stage. A finished sequence makes room for a
     waiting one; until the last one ends, the KV cache is read as far as the longest. The samples of a prompt share its
     prefill."""
     slots = min(rows, event.mbs or rows)
     if not slots:
-        return Decoding(0, 0, 0, 0, 0, 0, 0)
+        return DecodePlan(0, 0, 0, 0, 0, 0, 0)
     waves = ceil(rows / slots)
     longest = row.longest
     steps = longest if waves == 1 else max(rows * row.response / slots + (longest - row.response), longest)
     sampled = rows * max(row.response - 1, 0.0)  # the first token comes from the prefill
     steps = max(steps - waves, 0.0)
     each = slots / groups
-    return Decoding(waves * groups, each, each / max(event.sampling.n, 1), steps * groups,
+    return DecodePlan(waves * groups, each, each / max(event.sampling.n, 1), steps * groups,
                     sampled / (steps * groups) if steps else 0.0, row.prompt + longest / 2,
-                    groups * widths(row.prompt, row.prompt + longest) if steps else 0.0)
+                    groups * num_cache_widths(row.prompt, row.prompt + longest) if steps else 0.0)
 
 
-def widths(least: float, most: float) -> float:
+def num_cache_widths(least: float, most: float) -> float:
     """How many widths the KV cache is read in while sequences grow from `least` to `most` tokens: four per doubling
     from 64 tokens on (`backends/torch/generate/scheduler.py`)."""
     return 1 + 4 * max(0.0, log2(max(most, 64.0) / max(least, 64.0)))
 
 
-def prefill(s: Shard, d: Decoding, row: Row) -> Counts:
+def count_prefill(s: Shard, d: DecodePlan, row: Row) -> WorkCounts:
     """All prefills together."""
     tokens = d.prefilled * row.prompt
-    return Counts(d.waves, d.waves * s.layers, d.waves * s.layers * tokens, d.waves * s.layers * tokens * row.prompt,
-                  d.waves * d.slots * s.last)
+    layers = d.waves * s.layers
+    return WorkCounts(d.waves, layers, layers * tokens, layers * tokens * row.prompt, d.waves * d.slots * s.last)
 
 
-def decode(s: Shard, d: Decoding) -> Counts:
+def count_decode(s: Shard, d: DecodePlan) -> WorkCounts:
     """All decoding steps together."""
     each = d.steps * d.active
-    return Counts(d.steps, d.steps * s.layers, each * s.layers, each * s.layers * d.width, each * s.last)
+    return WorkCounts(d.steps, d.steps * s.layers, each * s.layers, each * s.layers * d.width, each * s.last)

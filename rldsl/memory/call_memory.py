@@ -1,9 +1,9 @@
 """What a call of a model holds while it runs, besides parameters and values: activations, logits, decode buffers.
 
-In: an event, a copy of its model at a cell, frames. Out: holder -> bytes, at the moment of the call that needs most.
-Micro-batches hold the longest rows that their frames allow. The counts are a backend's own matter: `MemoryCosts` counts
-those of the torch backend, and other backends derive theirs from it (`Description.memory`).
-Errors: RL0326 a backend whose description states costs that are no bytes.
+In: an event, a copy of its model at a cell, frames. Out: holder -> bytes, at the peak of the call. Micro-batches have
+rows of the maximum length. Each backend has its own counts: `MemoryCosts` has those of the torch backend, and other
+backends derive theirs from it (`Description.memory`).
+Errors: RL0326 a backend whose description returns something else than bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from math import ceil
 from typing import assert_never
 
 from rldsl.memory import logits
-from rldsl.memory.activations import Block, block, kernel
-from rldsl.memory.decoding import PREFILL, recordings, sampled
+from rldsl.memory.activations import LayerActivations, kernel, layer_activations
+from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, num_recordings, sampling_bytes_per_logit
 from rldsl.memory.parameters import FLOAT, Copy, gathered, largest_weight, linear_elements, resting, vocabulary
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.backends import costs, unusable
@@ -26,13 +26,13 @@ from rldsl.plan.model import Layout
 from rldsl.sharding.partition import micro_batch_count
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
-INDEX = 48  # bytes of indices per token that a call works on: token ids, positions, offsets
+INDEX = 48  # bytes of indices per token of a call: token ids, positions, offsets
 Needs = Mapping[str, int]  # holder -> bytes
 
 
 class MemoryCosts:
-    """What a rank of one backend holds. This class counts the torch backend, tensor by tensor; derive from it and
-    override what differs. Every method is pure and returns bytes on one rank.
+    """What a rank holds with one backend. This class has the counts of the torch backend, tensor by tensor; derive from
+    it and override what differs. Every method is pure and returns bytes on one rank.
 
     tables: the plan's records by id. copy: the model under the layout of the event, at one of its cells. device: "cuda"
     or "cpu", which have different kernels."""
@@ -59,21 +59,21 @@ class MemoryCosts:
 
 
 def memory_costs(backend: str) -> MemoryCosts:
-    """The costs that the description of a backend states. Errors: RL0326."""
+    """The memory costs of a backend's description. Errors: RL0326."""
     return costs(backend, "memory", MemoryCosts)
 
 
 def gradient_bytes(copy: Copy) -> int:
     """Gradients of a copy that stay between calls. Errors: RL0326."""
-    return _checked(copy, "gradient_bytes", memory_costs(copy.layout.backend).gradient_bytes(copy))
+    return _check_bytes(copy, "gradient_bytes", memory_costs(copy.layout.backend).gradient_bytes(copy))
 
 
 def optimizer_bytes(copy: Copy) -> int:
     """The optimizer state of a copy. Errors: RL0326."""
-    return _checked(copy, "optimizer_bytes", memory_costs(copy.layout.backend).optimizer_bytes(copy))
+    return _check_bytes(copy, "optimizer_bytes", memory_costs(copy.layout.backend).optimizer_bytes(copy))
 
 
-def needs(tables: Tables, event: AnyCall, copy: Copy, device: str) -> dict[str, int]:
+def call_bytes(tables: Tables, event: AnyCall, copy: Copy, device: str) -> dict[str, int]:
     """Holder -> bytes while a call runs, named after the call. device: "cuda" or "cpu". Errors: RL0326."""
     model = memory_costs(copy.layout.backend)
     found: object
@@ -88,11 +88,11 @@ def needs(tables: Tables, event: AnyCall, copy: Copy, device: str) -> dict[str, 
             assert_never(event)
     if not isinstance(found, Mapping) or not all(isinstance(what, str) for what in found):
         raise unusable(copy.layout.backend, f"`memory.{method}` must return holder -> bytes, not {found!r}")
-    named = {what: _checked(copy, f"{method}[{what!r}]", size) for what, size in found.items()}
+    named = {what: _check_bytes(copy, f"{method}[{what!r}]", size) for what, size in found.items()}
     return {f"{what} of {event.called}": size for what, size in named.items() if size}
 
 
-def _checked(copy: Copy, what: str, size: object) -> int:
+def _check_bytes(copy: Copy, what: str, size: object) -> int:
     if type(size) is not int or size < 0:
         raise unusable(copy.layout.backend, f"`memory.{what}` must be a whole number of bytes, 0 or more, not {size!r}")
     return size
@@ -102,17 +102,18 @@ def _checked(copy: Copy, what: str, size: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroBatch:
     """The largest micro-batch of a rank."""
 
     tokens: int
     responses: int  # tokens among them that are responses
     sequences: int
     count: int  # how many micro-batches there are
-    whole: int  # tokens of all ranks of the cp group
+    whole: int  # tokens on all ranks of the cp group together
 
 
-def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, budget: int, layout: Layout) -> Micro:
+def largest_micro_batch(t: Tables, frames: tuple[str, ...], rows: int, limit: int, budget: int,
+                        layout: Layout) -> MicroBatch:
     """The largest micro-batch of `rows` rows of some frames. With context parallelism a rank has two chunks of each
     row, which at worst hold nothing but responses. A token budget counts as full, since shorter rows are packed until
     it is."""
@@ -124,23 +125,23 @@ def micro(t: Tables, frames: tuple[str, ...], rows: int, limit: int, budget: int
     whole, responses = each * longest, each * sum(f.max_response_tokens for f in records)
     if budget and whole > budget:
         count = -(-rows // max(1, budget // longest))
-        return Micro(-(-budget // layout.cp), min(budget, responses), each * len(records), count, budget)
+        return MicroBatch(-(-budget // layout.cp), min(budget, responses), each * len(records), count, budget)
     tokens = whole if layout.cp == 1 else each * sum(2 * -(-width(f) // pieces) for f in records)
-    return Micro(tokens, min(tokens, responses), each * len(records), count, whole)
+    return MicroBatch(tokens, min(tokens, responses), each * len(records), count, whole)
 
 
 # ------------------------------------------------------------------------------- the torch backend's counts
 
 
-def _block(t: Tables, event: AnyCall, copy: Copy, device: str) -> Block:
+def _block(t: Tables, event: AnyCall, copy: Copy, device: str) -> LayerActivations:
     attention = kernel(copy.model, copy.compute, device)
     longest = max(width(t.frames[f]) for f in (event.frames if isinstance(event, Train) else (event.frame,)))
-    return block(copy.model, copy.layout, copy.compute, copy.stream, attention, longest)
+    return layer_activations(copy.model, copy.layout, copy.compute, copy.stream, attention, longest)
 
 
-def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Needs:
-    """The largest of three moments: a prefill, the first tokens after it, and a decoding step that is not replayed. The
-    recordings of earlier steps (captured graphs, on the CPU operator traces) are held through all three."""
+def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: str) -> Needs:
+    """The maximum over a prefill, the first tokens after it, and a decoding step that is not replayed. The captured
+    steps so far (CUDA graphs, on the CPU operator traces) are held during all three."""
     frame, prompts = t.frames[e.frame], t.frames[e.prompts]
     count = rows(frame, t.spreads[e.spread], t.layouts)
     slots = min(e.mbs or count, count)
@@ -148,7 +149,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Need
     heads, groups = -(-sizes.heads // tp), -(-sizes.kv_heads // tp)
     wide = prompts.max_prompt_tokens + new
     each = 2 * sizes.head_dim * wide * copy.compute  # keys and values of a sequence in one head of one layer
-    prefill = min(slots * prompts.max_prompt_tokens, max(PREFILL, prompts.max_prompt_tokens))
+    prefill = min(slots * prompts.max_prompt_tokens, max(MAX_PREFILL_TOKENS, prompts.max_prompt_tokens))
     sampling, cast = 0, _head(copy).cast if copy.last else 0  # the head is cast once
     if copy.last:
         sampling = slots * b.hidden + logits.sampling(_head(copy), slots, e.sampling, tp if vocabulary(copy)[1] else 1)
@@ -158,21 +159,21 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: Block, device: str) -> Need
     step = slots * (read + b.forward + masked)
     recorded = 0
     if tp == 1 and not sizes.chosen:  # steps with experts or collectives are not recorded
-        recorded = recordings(prompts.max_prompt_tokens, new) * (
+        recorded = num_recordings(prompts.max_prompt_tokens, new) * (
             max(step, sampling - cast) if device == "cuda" else
-            slots * (copy.layers * b.made + masked + (sampled(_head(copy), e.sampling) * _head(copy).rows
-                                                      if copy.last else 0)))
+            slots * (copy.layers * b.made + masked
+                     + (sampling_bytes_per_logit(_head(copy), e.sampling) * _head(copy).rows if copy.last else 0)))
     drawn = 0 if e.sampling.greedy or not copy.last else 8 * new * slots
     return {"KV cache": slots * groups * each * copy.layers,
             "activations": cast + max(prefill * b.forward, prefill * b.hidden + sampling - cast,
                                       max(step, sampling - cast) + recorded),
-            "half-precision weights": _half(copy),
+            "half-precision weights": _half_precision_bytes(copy),
             "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * prompts.max_prompt_tokens)}
 
 
-def _infer(t: Tables, e: Infer, copy: Copy, b: Block, device: str) -> Needs:
+def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) -> Needs:
     count = rows(t.frames[e.frame], t.spreads[e.spread], t.layouts)
-    m = micro(t, (e.frame,), count, e.mbs, e.mbt, copy.layout)
+    m = largest_micro_batch(t, (e.frame,), count, e.mbs, e.mbt, copy.layout)
     head = 0
     if copy.last:
         head = (m.tokens + m.responses) * b.hidden
@@ -180,23 +181,23 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: Block, device: str) -> Needs:
             head += logits.forward(_head(copy), m.responses, OUTPUTS[e.what].reads == "distribution", device)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
     most = max(m.tokens * b.forward + 3 * m.whole * b.seen, head)
-    return {"activations": passed + most, "half-precision weights": _half(copy),
+    return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
             "rows": count * width(t.frames[e.frame]) * INDEX}
 
 
-def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
-    """The largest of three moments: the backward pass of a layer, of the head, and of the embedding. The optimizer step
-    is one fused kernel and needs nothing. The pipeline schedule says how many forward passes a rank keeps."""
+def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) -> Needs:
+    """The maximum over the backward passes of a layer, of the head, and of the embedding. The optimizer step is one
+    fused kernel and needs no extra memory. The pipeline schedule gives the number of forward passes in flight."""
     layout, frames = copy.layout, [t.frames[f] for f in e.frames]
     count = ceil(ceil(frames[0].count / t.spreads[e.spread].minibatches) / layout.dp)
-    m = micro(t, e.frames, count, e.mbs, e.mbt, layout)
+    m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout)
     full = e.recompute == "full"
     kept = m.tokens * b.saved + m.whole * b.seen  # by a layer, for its backward pass
-    each = [m.tokens * b.stream * _ends(copy, c) + layers * (m.tokens * b.stream if full else kept)
+    each = [m.tokens * b.stream * _num_boundary_states(copy, c) + layers * (m.tokens * b.stream if full else kept)
             for c, layers in enumerate(copy.chunks)]
-    count_there = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more only last longer
-    order = rank_passes(layout.pp, layout.vpp, count_there, copy.cell.stage)
-    passed = m.tokens * b.stream * _passed(layout, m.count, copy.cell.stage)
+    scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
+    order = rank_passes(layout.pp, layout.vpp, scheduled, copy.cell.stage)
+    passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.stage)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
     inside = max_activations_in_flight(order, each) + (kept if full else 0) + weight
     inside += m.tokens * b.backward + 2 * m.whole * b.seen
@@ -210,16 +211,17 @@ def _train(t: Tables, e: Train, copy: Copy, b: Block, device: str) -> Needs:
         head += max(m.tokens * b.norm, _loss(e, copy, b, m, device))
     whole = count * sum(map(width, frames)) * INDEX
     most = passed + max(inside, embedding, head)
-    return {"activations": most, "half-precision weights": _half(copy), "rows": whole, **gathered(copy)}
+    return {"activations": most, "half-precision weights": _half_precision_bytes(copy), "rows": whole, **gathered(copy)}
 
 
-def _ends(copy: Copy, chunk: int) -> int:
-    """How many hidden states a pass through a chunk keeps besides its layers' own: the one received, the one sent."""
+def _num_boundary_states(copy: Copy, chunk: int) -> int:
+    """Hidden states that a pass through a chunk keeps besides those of its layers: the received one and the sent
+    one."""
     return 2 - (copy.first and chunk == 0) - (copy.last and chunk == copy.layout.vpp - 1)
 
 
-def _passed(layout: Layout, count: int, rank: int) -> int:
-    """Messages that are under way, or received before the pass that uses them."""
+def _num_messages(layout: Layout, count: int, rank: int) -> int:
+    """Messages in flight, or received before the pass that uses them."""
     if layout.pp == 1:
         return 0
     if layout.vpp == 1:
@@ -233,7 +235,7 @@ def _waiting(pp: int, chunks: int, count: int, rank: int) -> int:
     return max_waiting_messages(actions(pp, chunks, count)[rank])
 
 
-def _loss(e: Train, copy: Copy, b: Block, m: Micro, device: str) -> int:
+def _loss(e: Train, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:
     """The last hidden states, those of response tokens, their gradient, and logits."""
     hidden = (m.tokens + 2 * m.responses) * b.hidden
     read = {OUTPUTS[what] for _, _, what in e.fresh}
@@ -250,9 +252,9 @@ def _head(copy: Copy) -> logits.Head:
     return logits.Head(vocabulary(copy)[0], copy.model.sizes.hidden, stored, copy.compute)
 
 
-def _half(copy: Copy) -> int:
-    """Half-precision copies of float32 matrices. Autocast keeps those of trained parameters until the call ends; under
-    `zero` parameters are gathered in half precision anyway; of an `ema` model one matrix is cast at a time."""
+def _half_precision_bytes(copy: Copy) -> int:
+    """Half-precision copies of float32 matrices. Autocast keeps those of trained parameters until the call ends; with
+    `zero` parameters are gathered in half precision anyway; for an `ema` model one matrix is cast at a time."""
     if copy.stored == copy.compute or copy.layout.zero:
         return 0
     return copy.compute * (linear_elements(copy) if copy.trained else largest_weight(copy))

@@ -12,7 +12,7 @@ from math import ceil, inf, log2
 
 from rldsl.clusters import Cluster, Measured
 from rldsl.plan.model import Model
-from rldsl.simulate.cost import Counts, Shard
+from rldsl.simulate.work_counts import Shard, WorkCounts
 
 # Kernels of an eager transformer in torch, counted in a trace of a Qwen3 layer; families differ little.
 LAYER_KERNELS, CALL_KERNELS, SAMPLE_KERNELS = 40, 16, 24
@@ -42,12 +42,12 @@ class Machine:
         nearest = min(known, key=lambda m: (abs(log2(m.tp / tp)), m.tp), default=None)
         return nearest.under(tp, LAYER_KERNELS * self.cluster.kernel_us) if nearest is not None else None
 
-    def forward(self, s: Shard, c: Counts) -> float:
+    def forward(self, s: Shard, c: WorkCounts) -> float:
         """Seconds of a forward pass."""
         found = self.measured(s.model, s.tp)
         return _sum(found.forward, c) if found and found.forward else self._pass(s, c, 1)
 
-    def train(self, s: Shard, c: Counts, recompute: bool) -> tuple[float, float]:
+    def train(self, s: Shard, c: WorkCounts, recompute: bool) -> tuple[float, float]:
         """(forward, backward) seconds of a micro-batch."""
         found = self.measured(s.model, s.tp)
         again = _without_outputs(c)
@@ -60,7 +60,7 @@ class Machine:
         ahead = self._pass(s, c, 1)
         return ahead, self._pass(s, c, 1 if frozen else 2) + (self._pass(s, again, 1) if recompute else 0.0)
 
-    def decode(self, s: Shard, c: Counts) -> float:
+    def decode(self, s: Shard, c: WorkCounts) -> float:
         """Seconds of decoding steps."""
         found = self.measured(s.model, s.tp)
         if found and found.decode:
@@ -75,7 +75,7 @@ class Machine:
     def start(self, s: Shard, shapes: float) -> float:
         """Additional seconds of the first decoding step of each of so many shapes, where they were measured."""
         found = self.measured(s.model, s.tp)
-        return _sum(found.start, Counts(shapes, shapes * s.layers, 0, 0, 0)) if found else 0.0
+        return _sum(found.start, WorkCounts(shapes, shapes * s.layers, 0, 0, 0)) if found else 0.0
 
     def update(self, s: Shard, elements: float) -> float:
         """Seconds of one optimizer step over so many elements: norm, clipping, AdamW, and clearing the gradients."""
@@ -85,7 +85,7 @@ class Machine:
             return (rates.get("call", 0.0) + rates.get("element", 0.0) * elements) * 1e-6
         return self._with_launches(32.0, self.memory(elements * (ADAM + 12.0)))
 
-    def _pass(self, s: Shard, c: Counts, work: int) -> float:
+    def _pass(self, s: Shard, c: WorkCounts, work: int) -> float:
         """work: how often the matrix products of a forward pass are made: twice in a backward pass. Autograd launches
         its kernels from C++, no slower than the forward pass launched its own."""
         hidden = s.model.sizes.hidden
@@ -197,12 +197,12 @@ class Machine:
         return ceil(log2(ranks)) * (self.latency(True) if crosses else inside)
 
 
-def _sum(rates: tuple[tuple[str, float], ...], c: Counts) -> float:
+def _sum(rates: tuple[tuple[str, float], ...], c: WorkCounts) -> float:
     return sum(rate * c.of(feature) for feature, rate in rates) * 1e-6
 
 
-def _without_outputs(c: Counts) -> Counts:
-    return Counts(c.calls, c.layers, c.tokens, c.pairs, 0.0)
+def _without_outputs(c: WorkCounts) -> WorkCounts:
+    return WorkCounts(c.calls, c.layers, c.tokens, c.pairs, 0.0)
 
 
 def _vocabulary(s: Shard) -> float:

@@ -21,9 +21,17 @@ from rldsl.sharding.layout import stage_layers
 from rldsl.sharding.partition import micro_batch_count
 from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
 from rldsl.simulate.classes import Groups
-from rldsl.simulate.cost import Counts, Shard, decode, decoding, micro, prefill, shard
 from rldsl.simulate.engine import Compute, Isend, Op, Wait
-from rldsl.simulate.times import Machine
+from rldsl.simulate.machine import Machine
+from rldsl.simulate.work_counts import (
+    Shard,
+    WorkCounts,
+    build_shard,
+    count_decode,
+    count_micro_batch,
+    count_prefill,
+    plan_decoding,
+)
 from rldsl.simulate.world import World, collective
 
 
@@ -31,19 +39,19 @@ from rldsl.simulate.world import World, collective
 class Stage:
     """A class of ranks at its pipeline stage under the layout of a call."""
 
-    rank_class: int
-    groups: Groups
-    shard: Shard
+    rank_class: int  # number of the class
+    groups: Groups  # its groups of ranks, by axis
+    shard: Shard  # what a rank of it holds of the model
     machine: Machine
-    key: Hashable
-    backend: str = ""
+    key: Hashable  # unique per call; part of the keys of its messages
+    backend: str = ""  # name
 
     @property
     def pipeline(self) -> tuple[int, ...]:
         """The classes of its pipeline, by stage."""
         return self.groups.members["pp"]
 
-    def together(self, axis: str, name: Hashable, seconds: float) -> list[Op]:
+    def collective_ops(self, axis: str, name: Hashable, seconds: float) -> list[Op]:
         """A collective over one of its groups."""
         parties = self.groups.members.get(axis, ())
         return collective((self.key, axis, parties, name), parties, seconds)
@@ -67,7 +75,7 @@ class Stage:
         return gather(item * elements / size, size, crosses["dp"]) + gather(
             item * experts / copies, copies, crosses.get("copies", False))
 
-    def hidden(self, tokens: float) -> float:
+    def hidden_bytes(self, tokens: float) -> float:
         """Bytes of hidden states."""
         return tokens * self.shard.model.sizes.hidden * self.shard.item
 
@@ -78,7 +86,7 @@ class Stage:
         al. 2022)."""
         if self.shard.tp == 1:
             return 0.0
-        moved, size, crosses = self.hidden(tokens), self.groups.sizes["tp"], self.groups.crosses["tp"]
+        moved, size, crosses = self.hidden_bytes(tokens), self.groups.sizes["tp"], self.groups.crosses["tp"]
         whole = self.all_reduce("tp", moved)
         each = sum(op(moved / size, size, crosses) for op in (self.machine.all_gather, self.machine.reduce_scatter)
                    ) if sequence_parallel else whole
@@ -104,7 +112,7 @@ class Stage:
         key = (self.key, "pp", pair, receiver, found.wanted)
         return Isend(key, pair, self.machine.message(moved, self.groups.crosses["pp"]), 1.0), key
 
-    def neighbour(self, i: int, side: str, moved: float) -> tuple[Op, Hashable]:
+    def neighbor_message(self, i: int, side: str, moved: float) -> tuple[Op, Hashable]:
         """The op that posts message number `i` between this stage and the "next" one or the one "before", and its
         key."""
         s = self.groups.stage
@@ -114,7 +122,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class StagePasses:
     """The passes of a stage in a pipeline."""
 
     count: int  # micro-batches; 0: the call does nothing
@@ -123,7 +131,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodeTime:
     """A `generate` as one rank sees it."""
 
     seconds: float  # until all stages of the shard are done
@@ -132,25 +140,25 @@ class Decoded:
 
 class TimeCosts:
     """How long the calls of one backend take. This class counts the torch backend; derive from it and override what
-    differs. Every method is pure. world: the plan on a cluster, with its expected lengths. me: the class of ranks at
+    differs. Every method is pure. world: the plan on a cluster, with its expected lengths. stage: the class of ranks at
     its stage."""
 
-    def generate(self, world: World, event: Generate, me: Stage) -> Decoded:
+    def generate(self, world: World, event: Generate, stage: Stage) -> DecodeTime:
         """The whole of a `generate`."""
-        return _decoded(world, event, me)
+        return _decode_time(world, event, stage)
 
-    def infer(self, world: World, event: Infer, me: Stage) -> Passes:
+    def infer(self, world: World, event: Infer, stage: Stage) -> StagePasses:
         """The forward passes of an inference call; backward passes take no time."""
-        return _infer_passes(world, event, me)
+        return _infer_passes(world, event, stage)
 
-    def train(self, world: World, event: Train, me: Stage) -> Passes:
+    def train(self, world: World, event: Train, stage: Stage) -> StagePasses:
         """The passes of one minibatch of training."""
-        return _train_passes(world, event, me)
+        return _train_passes(world, event, stage)
 
-    def update(self, me: Stage, zero: int) -> list[Op]:
+    def update(self, stage: Stage, zero: int) -> list[Op]:
         """What ends a minibatch: the reductions of gradients, then one optimizer step."""
-        elements = me.sharded_elements if zero else me.shard.trained
-        return [*_gradient_reductions(me, zero), Compute(me.machine.update(me.shard, elements))]
+        elements = stage.sharded_elements if zero else stage.shard.trained
+        return [*_gradient_reductions(stage, zero), Compute(stage.machine.update(stage.shard, elements))]
 
 
 def time_costs(backend: str) -> TimeCosts:
@@ -158,55 +166,55 @@ def time_costs(backend: str) -> TimeCosts:
     return costs(backend, "time", TimeCosts)
 
 
-def stage(world: World, model: str, layout: str, c: int, key: Hashable) -> Stage:
+def build_stage(world: World, model: str, layout: str, c: int, key: Hashable) -> Stage:
     """A class of ranks under a layout of a call."""
     own, x = world.groups[layout][c], world.layouts[layout]
-    return Stage(c, own, shard(world.models[model], x, own.stage), world.machine, key, x.backend)
+    return Stage(c, own, build_shard(world.models[model], x, own.stage), world.machine, key, x.backend)
 
 
 # ------------------------------------------------------------------------------ what a backend states, checked
 
 
-def decoded(world: World, event: Generate, me: Stage) -> Decoded:
+def decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     """The duration of a `generate`. Errors: RL0326."""
-    found = time_costs(me.backend).generate(world, event, me)
-    if not isinstance(found, Decoded) or not _seconds(found.seconds) or not 0 <= found.share <= 1:
-        raise unusable(me.backend, f"`time.generate` must return a `Decoded` of finite seconds, not {found!r}")
+    found = time_costs(stage.backend).generate(world, event, stage)
+    if not isinstance(found, DecodeTime) or not _check_seconds(found.seconds) or not 0 <= found.share <= 1:
+        raise unusable(stage.backend, f"`time.generate` must return a `Decoded` of finite seconds, not {found!r}")
     return found
 
 
-def infer_passes(world: World, event: Infer, me: Stage) -> Passes:
+def infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
     """The passes of an inference call. Errors: RL0326."""
-    return _checked_passes(me, "infer", time_costs(me.backend).infer(world, event, me), 1)
+    return _check_passes(stage, "infer", time_costs(stage.backend).infer(world, event, stage), 1)
 
 
-def train_passes(world: World, event: Train, me: Stage) -> Passes:
+def train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     """The passes of a minibatch. Errors: RL0326."""
-    found = time_costs(me.backend).train(world, event, me)
-    return _checked_passes(me, "train", found, world.layouts[event.layout].vpp)
+    found = time_costs(stage.backend).train(world, event, stage)
+    return _check_passes(stage, "train", found, world.layouts[event.layout].vpp)
 
 
-def update(me: Stage, zero: int) -> list[Op]:
+def update_ops(stage: Stage, zero: int) -> list[Op]:
     """What ends a minibatch. Errors: RL0326."""
-    found = time_costs(me.backend).update(me, zero)
+    found = time_costs(stage.backend).update(stage, zero)
     if not isinstance(found, list) or not all(isinstance(op, Op) for op in found) or not all(
-            _seconds(op.seconds) for op in found if isinstance(op, Compute)):
-        raise unusable(me.backend, f"`time.update` must return a list of ops of finite seconds, not {found!r}")
+            _check_seconds(op.seconds) for op in found if isinstance(op, Compute)):
+        raise unusable(stage.backend, f"`time.update` must return a list of ops of finite seconds, not {found!r}")
     return found
 
 
-def _seconds(value: object) -> bool:
+def _check_seconds(value: object) -> bool:
     return isinstance(value, float | int) and isfinite(value) and value >= 0
 
 
-def _checked_passes(me: Stage, method: str, found: object, chunks: int) -> Passes:
-    if not isinstance(found, Passes):
-        raise unusable(me.backend, f"`time.{method}` must return `Passes`, not {found!r}")
-    if type(found.count) is not int or found.count < 0 or not _seconds(found.message):
-        raise unusable(me.backend, f"`time.{method}` must count 0 or more micro-batches and bytes, not {found!r}")
+def _check_passes(stage: Stage, method: str, found: object, chunks: int) -> StagePasses:
+    if not isinstance(found, StagePasses):
+        raise unusable(stage.backend, f"`time.{method}` must return `Passes`, not {found!r}")
+    if type(found.count) is not int or found.count < 0 or not _check_seconds(found.message):
+        raise unusable(stage.backend, f"`time.{method}` must count 0 or more micro-batches and bytes, not {found!r}")
     if found.count and (len(found.durations) != chunks or not all(
-            len(pair) == 2 and all(map(_seconds, pair)) for pair in found.durations)):
-        raise unusable(me.backend, f"`time.{method}` must state finite (forward, backward) seconds for each of "
+            len(pair) == 2 and all(map(_check_seconds, pair)) for pair in found.durations)):
+        raise unusable(stage.backend, f"`time.{method}` must state finite (forward, backward) seconds for each of "
                                    f"{chunks} chunks of layers, not {found.durations!r}")
     return found
 
@@ -214,84 +222,85 @@ def _checked_passes(me: Stage, method: str, found: object, chunks: int) -> Passe
 # ---------------------------------------------------------------------------------------------- ops of the calls
 
 
-def generate(world: World, event: Generate, c: int, key: Hashable) -> list[Op]:
+def generate_ops(world: World, event: Generate, c: int, key: Hashable) -> list[Op]:
     """Every rank of a shard takes part in every token."""
-    me = stage(world, event.model, event.layout, c, key)
-    found = decoded(world, event, me)
+    stage = build_stage(world, event.model, event.layout, c, key)
+    found = decode_time(world, event, stage)
     if not found.seconds:
         return []
-    parties = me.groups.members["shard"]
-    start = [*collective((key, "shard", parties), parties, 0.0), *me.together("ep", "start", 0.0)]
+    parties = stage.groups.members["shard"]
+    start = [*collective((key, "shard", parties), parties, 0.0), *stage.collective_ops("ep", "start", 0.0)]
     return [*start, Compute(found.seconds, found.share)]
 
 
-def infer(world: World, event: Infer, c: int, key: Hashable) -> list[Op]:
+def infer_ops(world: World, event: Infer, c: int, key: Hashable) -> list[Op]:
     """Micro-batches through the pipeline; then the last stage sends what it found to the others."""
-    me = stage(world, event.model, event.layout, c, key)
-    found = infer_passes(world, event, me)
+    stage = build_stage(world, event.model, event.layout, c, key)
+    found = infer_passes(world, event, stage)
     ops: list[Op] = []
     sent: list[Hashable] = []
     for i in range(found.count):
-        if not me.shard.first:
-            post, key_in = me.neighbour(i, "before", found.message)
+        if not stage.shard.first:
+            post, key_in = stage.neighbor_message(i, "before", found.message)
             ops += [post, Wait(key_in)]
-        ops += [*me.together("tp", i, 0.0), *me.together("ep", i, 0.0), Compute(found.durations[0][0])]
-        if not me.shard.last:
-            post, key_out = me.neighbour(i, "next", found.message)
+        ops += [*stage.collective_ops("tp", i, 0.0), *stage.collective_ops("ep", i, 0.0),
+                Compute(found.durations[0][0])]
+        if not stage.shard.last:
+            post, key_out = stage.neighbor_message(i, "next", found.message)
             ops.append(post)
             sent.append(key_out)
     ops += [Wait(k) for k in sent]
-    return [*ops, *me.together("pp", "result", result_seconds(world, event, me))] if found.count else []
+    return [*ops, *stage.collective_ops("pp", "result", result_seconds(world, event, stage))] if found.count else []
 
 
-def result_seconds(world: World, event: Infer, me: Stage) -> float:
+def result_seconds(world: World, event: Infer, stage: Stage) -> float:
     """Seconds in which the last stage sends its results to all others."""
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
-    return me.all_reduce("pp", 4 * rows * row.response)
+    return stage.all_reduce("pp", 4 * rows * row.response)
 
 
-def train(world: World, event: Train, c: int, key: Hashable) -> list[Op]:
+def train_ops(world: World, event: Train, c: int, key: Hashable) -> list[Op]:
     """Per minibatch: micro-batches through the pipeline, reductions, one optimizer step. At the end the metrics."""
-    me = stage(world, event.model, event.layout, c, key)
+    stage = build_stage(world, event.model, event.layout, c, key)
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
-    found = train_passes(world, event, me)
+    found = train_passes(world, event, stage)
     ops: list[Op] = []
     for m in range(spread.minibatches * spread.epochs if found.count else 0):
-        step = replace(me, key=(key, m))
-        ops += pipelined(step, found.count, found.durations, found.message)
-        ops += update(step, layout.zero)
-    return [*ops, *me.together("mesh", "metrics", metrics_seconds(me))] if found.count else []
+        step = replace(stage, key=(key, m))
+        ops += pipeline_ops(step, found.count, found.durations, found.message)
+        ops += update_ops(step, layout.zero)
+    return [*ops, *stage.collective_ops("mesh", "metrics", metrics_seconds(stage))] if found.count else []
 
 
-def metrics_seconds(me: Stage) -> float:
+def metrics_seconds(stage: Stage) -> float:
     """Seconds in which all ranks of the mesh sum the metrics of a train call."""
-    return 2 * me.all_reduce("mesh", 64)
+    return 2 * stage.all_reduce("mesh", 64)
 
 
-def pipelined(me: Stage, count: int, durations: Sequence[tuple[float, float]], moved: float) -> list[Op]:
+def pipeline_ops(stage: Stage, count: int, durations: Sequence[tuple[float, float]], moved: float) -> list[Op]:
     """The passes of a minibatch in the order of the pipeline schedule (`sharding/pipeline_schedule.py`). durations: of
     a forward and a backward pass, per chunk. A received message is waited for by the pass that needs it, a sent one
     before the next exchange."""
     ops: list[Op] = []
     sent: list[Hashable] = []
     receiving: dict[Pass, Hashable] = {}
-    here = me.groups.stage
-    for action in actions(len(me.pipeline), len(durations), count)[here]:
+    here = stage.groups.stage
+    for action in actions(len(stage.pipeline), len(durations), count)[here]:
         if isinstance(action, Exchange):
             ops += [Wait(key) for key in sent]
             sent.clear()
             for message in action.sends:
-                post, key = me.message(message, message.peer, moved)
+                post, key = stage.message(message, message.peer, moved)
                 ops.append(post)
                 sent.append(key)
             for message in action.takes:
-                post, receiving[message.wanted] = me.message(message, here, moved)
+                post, receiving[message.wanted] = stage.message(message, here, moved)
                 ops.append(post)
             continue
         if action in receiving:
             ops.append(Wait(receiving.pop(action)))
         name = ("backward" if action.backward else "forward", action.chunk, action.micro)
-        ops += [*me.together("tp", name, 0.0), *me.together("ep", name, 0.0),
+        ops += [*stage.collective_ops("tp", name, 0.0), *stage.collective_ops("ep", name, 0.0),
                 Compute(durations[action.chunk][action.backward])]
     return [*ops, *(Wait(key) for key in sent)]
 
@@ -299,17 +308,17 @@ def pipelined(me: Stage, count: int, durations: Sequence[tuple[float, float]], m
 # ------------------------------------------------------------------------------- the torch backend's counts
 
 
-def _decoded(world: World, event: Generate, me: Stage) -> Decoded:
+def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
     """A pipeline has one group of sequences per stage (`backends/torch/generate/clock_ticks.py`): all stages work at
     the same time, and exchange between two clock ticks."""
     layout = world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
-    d, machine = decoding(event, rows, row, layout.pp), world.machine
+    d, machine = plan_decoding(event, rows, row, layout.pp), world.machine
     own = longest = 0.0
     for s in range(layout.pp):
-        held = shard(world.models[event.model], layout, s)
-        first, rest = prefill(held, d, row), decode(held, d)
-        at = replace(me, shard=held)
+        held = build_shard(world.models[event.model], layout, s)
+        first, rest = count_prefill(held, d, row), count_decode(held, d)
+        at = replace(stage, shard=held)
         new = d.prefilled * row.prompt
         seconds = (machine.forward(held, first) + machine.decode(held, rest)
                    + machine.start(held, d.shapes)
@@ -318,15 +327,15 @@ def _decoded(world: World, event: Generate, me: Stage) -> Decoded:
                                 + at.expert_parallel(d.active, held.layers)))
         if held.last and held.tp > 1:
             seconds += (d.steps + d.waves) * machine.all_gather(d.active * 4 * held.head / max(
-                held.model.sizes.hidden, 1), held.tp, me.groups.crosses["tp"])
+                held.model.sizes.hidden, 1), held.tp, stage.groups.crosses["tp"])
         longest = max(longest, seconds)
-        own = seconds if s == me.groups.stage else own
+        own = seconds if s == stage.groups.stage else own
     total = longest
     if layout.pp > 1:  # hidden states to the next stage, and tokens and log-probs back to all
         ticks = d.steps + d.waves + layout.pp - 1
-        total += ticks * machine.message(me.hidden(d.active) + 16 * d.active, me.groups.crosses["pp"])
+        total += ticks * machine.message(stage.hidden_bytes(d.active) + 16 * d.active, stage.groups.crosses["pp"])
         total += longest * (layout.pp - 1) / max(d.steps + d.waves, 1.0)
-    return Decoded(total, own / total) if total else Decoded(0.0)
+    return DecodeTime(total, own / total) if total else DecodeTime(0.0)
 
 
 def _micro_batches(event: Infer | Train, rows: int, tokens: float, at_least: int) -> int:
@@ -335,99 +344,101 @@ def _micro_batches(event: Infer | Train, rows: int, tokens: float, at_least: int
     return min(rows, max(count, ceil(rows * tokens / event.mbt))) if event.mbt else count
 
 
-def _infer_passes(world: World, event: Infer, me: Stage) -> Passes:
+def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
     layout = world.layouts[event.layout]
     rows, row = world.rows(world.spreads[event.spread], event.frame), world.row(event.frame)
     count = _micro_batches(event, rows, row.tokens, layout.pp)
     if not count:
-        return Passes(0, (), 0.0)
-    one = micro(me.shard, rows / count, row, 1.0 if OUTPUTS[event.what].level == "seq" else row.response, layout.cp)
+        return StagePasses(0, (), 0.0)
+    responses = 1.0 if OUTPUTS[event.what].level == "seq" else row.response
+    one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp)
     tokens = rows / count * row.tokens / layout.cp
-    seconds = (world.machine.forward(me.shard, one) + me.tensor_parallel(tokens, one.outputs, me.shard.layers)
-               + me.context_parallel(tokens, me.shard.layers) + me.expert_parallel(tokens, me.shard.layers))
-    return Passes(count, ((seconds, 0.0),), me.hidden(tokens))
+    seconds = (world.machine.forward(stage.shard, one) + stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
+               + stage.context_parallel(tokens, stage.shard.layers) + stage.expert_parallel(tokens, stage.shard.layers))
+    return StagePasses(count, ((seconds, 0.0),), stage.hidden_bytes(tokens))
 
 
-def _train_passes(world: World, event: Train, me: Stage) -> Passes:
+def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     layout, spread = world.layouts[event.layout], world.spreads[event.spread]
     rows = ceil(world.frames[event.frames[0]].count / spread.minibatches / layout.dp)
     count = _micro_batches(event, rows, sum(world.row(f).tokens for f in event.frames), layout.pp)
     if not count:
-        return Passes(0, (), 0.0)
+        return StagePasses(0, (), 0.0)
     by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.fresh)
     tokens = sum(rows / count * world.row(f).tokens for f in event.frames) / layout.cp
     operators = len(world.programs[event.loss].nodes)
     durations: list[tuple[float, float]] = []
-    for chunk in _chunks(me, layout):
+    for chunk in _stage_per_chunk(stage, layout):
         held = chunk.shard
-        parts = [micro(held, rows / count, world.row(f), 1.0 if by_seq else world.row(f).response, layout.cp)
+        parts = [count_micro_batch(held, rows / count, world.row(f), 1.0 if by_seq else world.row(f).response,
+                                   layout.cp)
                  for f in event.frames]
-        one = Counts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
+        one = WorkCounts(1, held.layers, *(sum(getattr(p, n) for p in parts) for n in ("tokens", "pairs", "outputs")))
         forward, backward = world.machine.train(held, one, event.recompute == "full")
         comm = (chunk.tensor_parallel(tokens, one.outputs, held.layers, sequence_parallel=True)
                 + chunk.context_parallel(tokens, held.layers))
         comm += chunk.expert_parallel(tokens, held.layers)
         recomputed = (chunk.tensor_parallel(tokens, 0, held.layers, sequence_parallel=True)
                       + chunk.expert_parallel(tokens, held.layers) if event.recompute == "full" else 0.0)
-        share = held.layers / max(me.shard.layers, 1)  # of the parameters and gradients that move layer by layer
-        gather = share * _gather_seconds(me) if layout.zero >= 3 else 0.0
-        scatter = _scatter_seconds(me, share) if layout.zero >= 2 else 0.0
+        share = held.layers / max(stage.shard.layers, 1)  # of the parameters and gradients that move layer by layer
+        gather = share * _gather_seconds(stage) if layout.zero >= 3 else 0.0
+        scatter = _scatter_seconds(stage, share) if layout.zero >= 2 else 0.0
         loss = world.machine.compute(operators, one.outputs) if held.last else 0.0
         overlapped = world.machine.overlapped
         durations.append((overlapped(forward + comm + loss, gather),
                           overlapped(backward + comm + recomputed + 2 * loss, gather + scatter)))
-    return Passes(count, tuple(durations), me.hidden(tokens))
+    return StagePasses(count, tuple(durations), stage.hidden_bytes(tokens))
 
 
-def _chunks(me: Stage, layout: Layout) -> list[Stage]:
+def _stage_per_chunk(stage: Stage, layout: Layout) -> list[Stage]:
     """The stage once per chunk of layers, with these layers alone."""
     if layout.vpp == 1:
-        return [me]
-    found, s, number = [], me.shard, layout.pp * layout.vpp
-    for at in range(me.groups.stage, number, layout.pp):
+        return [stage]
+    found, s, number = [], stage.shard, layout.pp * layout.vpp
+    for at in range(stage.groups.stage, number, layout.pp):
         last = at == number - 1
         held = replace(s, layers=len(stage_layers(s.model.layers, number, at)), first=at == 0, last=last,
                        head=s.head if last else 0)
-        found.append(replace(me, shard=held))
+        found.append(replace(stage, shard=held))
     return found
 
 
-def _gather_seconds(me: Stage) -> float:
+def _gather_seconds(stage: Stage) -> float:
     """Seconds of gathering the layers' parameters, in the dtype in which they multiply."""
-    s = me.shard
-    return me.over_dp(me.machine.all_gather, itemsize(s.model), s.trained - s.outside_layers - s.local_experts,
+    s = stage.shard
+    return stage.over_dp(stage.machine.all_gather, itemsize(s.model), s.trained - s.outside_layers - s.local_experts,
                       s.local_experts)
 
 
-def _scatter_seconds(me: Stage, share: float) -> float:
+def _scatter_seconds(stage: Stage, share: float) -> float:
     """Seconds of the reduce-scatter of gradients, in float32: of a share of the layers, and of what is outside them."""
-    s = me.shard
-    return me.over_dp(me.machine.reduce_scatter, 4,
+    s = stage.shard
+    return stage.over_dp(stage.machine.reduce_scatter, 4,
                       share * (s.trained - s.outside_layers - s.local_experts) + s.outside_layers,
                       share * s.local_experts)
 
 
-def _gradient_reductions(me: Stage, zero: int) -> list[Op]:
+def _gradient_reductions(stage: Stage, zero: int) -> list[Op]:
     """Gradients: tied embeddings over the ends of the pipeline, all over cp and dp; then the norm over the mesh. Under
     `zero` parameters outside the layers are gathered once per minibatch in float32, and so are the layers, except at
     level 3, which gathers them in each pass. Only level 1 scatters gradients here."""
     ops: list[Op] = []
-    model = me.shard.model
+    model = stage.shard.model
     tied = next((s for s in model.params if s.stage == "ends"), None)
-    if tied is not None and me.groups.sizes["pp"] > 1:
-        size = 4 * model.sizes.vocab * model.sizes.hidden / me.shard.tp
-        ops += me.together("pp", "tied", me.all_reduce("pp", size))
-    if me.groups.sizes["cp"] > 1:
-        ops += me.together("cp", "gradients", me.all_reduce("cp", 4 * me.shard.trained))
-    if me.groups.sizes["dp"] > 1:
-        common = me.all_reduce("dp", 4 * (me.shard.trained - me.shard.local_experts))
-        if me.groups.sizes.get("copies", 1) > 1:
-            common += me.all_reduce("copies", 4 * me.shard.local_experts)
+    if tied is not None and stage.groups.sizes["pp"] > 1:
+        size = 4 * model.sizes.vocab * model.sizes.hidden / stage.shard.tp
+        ops += stage.collective_ops("pp", "tied", stage.all_reduce("pp", size))
+    if stage.groups.sizes["cp"] > 1:
+        ops += stage.collective_ops("cp", "gradients", stage.all_reduce("cp", 4 * stage.shard.trained))
+    if stage.groups.sizes["dp"] > 1:
+        common = stage.all_reduce("dp", 4 * (stage.shard.trained - stage.shard.local_experts))
+        if stage.groups.sizes.get("copies", 1) > 1:
+            common += stage.all_reduce("copies", 4 * stage.shard.local_experts)
         if zero:
-            common = me.over_dp(me.machine.all_gather, 4, me.shard.outside_layers)
-            common += _gather_seconds(me) if zero < 3 else 0.0
-            common += _scatter_seconds(me, 1.0) if zero == 1 else 0.0
-        ops += me.together("dp", "gradients", common)
-    if me.groups.sizes["mesh"] > 1:
-        ops += me.together("mesh", "norm", me.all_reduce("mesh", 8))
+            common = stage.over_dp(stage.machine.all_gather, 4, stage.shard.outside_layers)
+            common += _gather_seconds(stage) if zero < 3 else 0.0
+            common += _scatter_seconds(stage, 1.0) if zero == 1 else 0.0
+        ops += stage.collective_ops("dp", "gradients", common)
+    if stage.groups.sizes["mesh"] > 1:
+        ops += stage.collective_ops("mesh", "norm", stage.all_reduce("mesh", 8))
     return ops

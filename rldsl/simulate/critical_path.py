@@ -15,7 +15,7 @@ from rldsl.simulate.engine import Timelines
 from rldsl.simulate.model import PathSegment
 
 
-def critical(timelines: Timelines, c: int, stop: float, start: float) -> tuple[PathSegment, ...]:
+def find_critical_path(timelines: Timelines, c: int, stop: float, start: float) -> tuple[PathSegment, ...]:
     """The path that ends with class `c` at `stop`, back to `start`; times from `start`."""
     segments: list[PathSegment] = []
     at = stop
@@ -34,10 +34,10 @@ def critical(timelines: Timelines, c: int, stop: float, start: float) -> tuple[P
         if message.done > message.began and message.at is not None:
             segments.append(PathSegment(c, message.at.event, max(message.began, start) - start, at - start, "message"))
         at, c = message.began, message.last
-    return _joined(reversed(segments))
+    return _merge_segments(reversed(segments))
 
 
-def _joined(segments: Iterable[PathSegment]) -> tuple[PathSegment, ...]:
+def _merge_segments(segments: Iterable[PathSegment]) -> tuple[PathSegment, ...]:
     """Consecutive segments of the same kind, class and event as one."""
     found: list[PathSegment] = []
     for segment in segments:

@@ -1,0 +1,40 @@
+"""The shapes of decoding steps, and the memory of captured steps, in bytes.
+
+In: counts and sizes. Out: numbers that the backend uses, too (`backends/torch/generate/scheduler.py`,
+`captured_step.py`), and the memory of a captured step: on the CPU an operator trace keeps the outputs of all its
+operators; a CUDA graph needs as much as one step.
+"""
+
+from __future__ import annotations
+
+from rldsl.memory.logits import Head
+from rldsl.plan.events import Sampling
+
+MAX_PREFILL_TOKENS = 1 << 14  # prompt tokens per prefill, so that its memory does not grow with the batch
+MIN_CACHE_WIDTH = 64  # tokens: the smallest unit of the width that the KV cache is read in
+MAX_RECORDINGS = 4  # captured steps per micro-batch group; each holds the intermediate results of its step
+
+
+def round_to_bucket(count: int, least: int = 1, parts: int = 2) -> int:
+    """`count` rounded up to a bucket: `parts` buckets per doubling, all multiples of `least`."""
+    unit = max(least, (1 << max(count, 1).bit_length() - 1) // parts)
+    return -(-count // unit) * unit
+
+
+def num_recordings(prompt: int, new: int) -> int:
+    """The largest number of captured steps that exist at once, while sequences of `prompt` tokens get `new` more: one
+    for each width at which the KV cache is read for two steps or more."""
+    count, made = 0, 1
+    while made < new and count < MAX_RECORDINGS:
+        next_width = min(round_to_bucket(prompt + made, MIN_CACHE_WIDTH, 4) - prompt + 1, new)
+        count += next_width - made > 1
+        made = next_width
+    return count
+
+
+def sampling_bytes_per_logit(head: Head, options: Sampling) -> int:
+    """Bytes that an operator trace keeps per logit: the product, its float32 copy, the sampling weights, and the sorted
+    copies of top-p."""
+    ordered = not options.greedy and options.top_p < 1 and not options.top_k
+    filtered = not options.greedy and (options.top_p < 1 or options.top_k > 0 or options.min_p > 0)
+    return head.making + 4 + (45 if ordered else 0) + filtered
