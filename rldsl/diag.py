@@ -46,6 +46,15 @@ class Diagnostic:
     fix: Fix | None = None
 
 
+def visible(text: str, keep: str = "") -> str:
+    """The text with every character that does not print as itself written as an escape: a terminal obeys control
+    characters, and text of plans, data, models and workers comes from elsewhere. keep: characters left as they are."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode()
+                   for c in text)
+
+
 class Failure(Exception):
     """Diagnostics on their way to the user: what every step raises for a user's mistake."""
 

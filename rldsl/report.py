@@ -5,17 +5,29 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from rldsl.diag import Diagnostic
+from rldsl.diag import Diagnostic, visible
 from rldsl.source import Span
+
+LINES = "\n\t"  # what a text of several lines keeps of control characters
 
 _RED, _BLUE, _BOLD, _YELLOW, _OFF = "\033[31m", "\033[34m", "\033[1m", "\033[33m", "\033[0m"
 
 
 def render(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
-    """Every message with its place underlined, in the order given, a blank line between two."""
-    return "\n\n".join(_one(d, color) for d in diagnostics)
+    """Every message with its place underlined, in the order given, a blank line between two. Control characters in them
+    are escaped."""
+    return "\n\n".join(_one(_escaped(d), color) for d in diagnostics)
+
+
+def _escaped(d: Diagnostic) -> Diagnostic:
+    """Notes and advice may have several lines."""
+    return replace(d, title=visible(d.title), label=visible(d.label), place=visible(d.place),
+                   help=visible(d.help, LINES),
+                   labels=tuple(replace(x, text=visible(x.text)) for x in d.labels),
+                   notes=tuple(visible(note, LINES) for note in d.notes))
 
 
 def to_json(diagnostics: Iterable[Diagnostic]) -> str:
@@ -27,7 +39,7 @@ def to_json(diagnostics: Iterable[Diagnostic]) -> str:
 def to_github(diagnostics: Iterable[Diagnostic]) -> str:
     """One workflow command for each message."""
     lines = []
-    for d in diagnostics:
+    for d in map(_escaped, diagnostics):
         where = f" file={d.span.file.name},line={d.span.line},col={d.span.column}," if d.span else " "
         text = ". ".join(part for part in (d.title, d.label, d.help) if part)
         text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
@@ -42,10 +54,10 @@ def _one(d: Diagnostic, color: bool) -> str:
     marks = ([(d.span, d.label, True)] if d.span else []) + [(x.span, x.text, False) for x in d.labels]
     gutter = " " * max((len(str(span.line)) for span, _, _ in marks), default=1)
     if d.span or d.place:
-        lines.append(paint(_BLUE, f"{gutter}--> ") + (str(d.span) if d.span else d.place))
+        lines.append(paint(_BLUE, f"{gutter}--> ") + (visible(str(d.span)) if d.span else d.place))
     for file in dict.fromkeys(span.file.name for span, _, _ in marks):
         if d.span is None or file != d.span.file.name:
-            lines.append(paint(_BLUE, f"{gutter}::: ") + file)
+            lines.append(paint(_BLUE, f"{gutter}::: ") + visible(file))
         lines.append(paint(_BLUE, f"{gutter} |"))
         mine = sorted((m for m in marks if m[0].file.name == file), key=lambda m: (m[0].line, m[0].column))
         previous = 0

@@ -166,7 +166,8 @@ def explain(settings: Settings, code: str | None) -> None:
         near = ", ".join(pages.nearest(pages.normal(code)))
         raise Usage(f"no such code: {code!r}; " + (f"did you mean {near}?" if near else "`rlc explain` lists all "
                                                                                            "codes"))
-    print_result(settings, show(page, coloured(sys.stdout)), code=page.code, title=page.title, text=page.text)
+    print_result(settings, show(page, coloured(sys.stdout)), styled=True, code=page.code, title=page.title,
+                 text=page.text)
 
 
 @command

@@ -35,16 +35,26 @@ class Settings:
     verbose: bool = False  # CPU seconds, and tracebacks of internal errors
 
 
-def say(text: str) -> None:
+def say(text: str, styled: bool = False) -> None:
+    """Print to standard output. What does not print as itself is escaped, in a form that JSON reads, too: names in
+    plans come from elsewhere, and a terminal obeys control characters. styled: the text is ours, with colours."""
+    if not (styled or text.isprintable()):
+        text = "".join(c if c.isprintable() or c in "\n\t" else json_escape(c) for c in text)
     click.echo(text, nl=not text.endswith("\n"))
 
 
-def print_result(settings: Settings, text: str, /, **data: Any) -> None:
-    """The result of a command: `text` for people, or `data` as one JSON object."""
+def print_result(settings: Settings, text: str, /, styled: bool = False, **data: Any) -> None:
+    """The result of a command: `text` for people, or `data` as one JSON object. styled: as in `say`."""
     if settings.output == "json":
         click.echo(json.dumps({"format": 1, **data}, indent=1))
     else:
-        say(text)
+        say(text, styled)
+
+
+def json_escape(character: str) -> str:
+    """As a JSON string may write it: \\u001b; two of them beyond the basic plane."""
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
 def coloured(stream: Any) -> bool:

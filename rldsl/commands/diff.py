@@ -14,6 +14,7 @@ from rldsl import api
 from rldsl.diag import Failure
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.model import Plan
+from rldsl.plan.visible_plan import visible_plan
 from rldsl.python.compare import compared
 from rldsl.python.machines import machine_of
 from rldsl.verify import verify
@@ -23,6 +24,8 @@ def diff(before: str, after: str, cluster: str | None = None, for_programs: bool
     """cluster: the file or the preset of the machines that a step is simulated on."""
     one, two = api.read_bytes(before), api.read_bytes(after)
     plans = decode(one, before), decode(two, after)
+    if not for_programs:
+        plans = visible_plan(plans[0]), visible_plan(plans[1])
     if cluster:
         for plan, name in zip(plans, (before, after), strict=True):
             _proved(plan, name)

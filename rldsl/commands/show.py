@@ -15,6 +15,7 @@ from rldsl.inspect.show import show as text
 from rldsl.inspect.view import event_json, plan_json
 from rldsl.plan import disk_paths
 from rldsl.plan.codec import decode, plan_id
+from rldsl.plan.visible_plan import visible_plan
 from rldsl.python.sources import event_quote, sources_of
 
 
@@ -27,9 +28,9 @@ def show(file: str, rank: int | None, event: int | None, touched: bool, as_json:
     data = api.read_bytes(file)
     plan = decode(data, file)
     if touched:
-        return disk_paths.text(disk_paths.paths(plan))
+        return disk_paths.text(disk_paths.paths(visible_plan(plan)))
     source = event_quote(plan, event, sources_of(plan, Path(file).parent)) if event is not None else ""
     if not as_json:
-        return text(plan, rank, event, source)
+        return text(visible_plan(plan), rank, event, source)
     found = plan_json(plan, plan_id(data), rank) if event is None else event_json(plan, plan_id(data), event, source)
     return json.dumps(found, indent=1, ensure_ascii=False)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from posixpath import normpath
 
+from rldsl.diag import visible
 from rldsl.plan.events import Save
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
@@ -69,7 +70,7 @@ def _below(path: str, top: str) -> bool:
 
 def text(found: Paths, out: str = "OUT") -> str:
     """For people. out: the run's own directory."""
-    lines = [*_part("reads", [f"{shown(path)} ({what})" for what, path in found.reads]),
+    lines = [*_part("reads", [f"{shown(path)} ({shown(what)})" for what, path in found.reads]),
              *_part("runs", [f"{shown(path)} ({_called(names)}; sha256 {shown(digest[:12])})"
                              for path, names, digest in found.python]),
              *_part("writes", [shown(out), *map(shown, found.outside())])]
@@ -86,4 +87,4 @@ def _part(word: str, entries: Sequence[str]) -> Iterable[str]:
 
 def shown(path: str) -> str:
     """A plan from elsewhere may hold control characters, which must not reach a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
+    return visible(path)

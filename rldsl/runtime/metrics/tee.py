@@ -6,8 +6,13 @@ nothing is lost when the process ends without a word.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, TextIO
+
+from rldsl.diag import visible
+
+COLOUR = re.compile("(\x1b\\[[0-9;]{0,8}m)")  # one group: `split` returns the sequences, too
 
 
 class Tee:
@@ -17,8 +22,11 @@ class Tee:
         self.screen, self.log = screen, log
 
     def write(self, text: str) -> int:
-        self.log.write(text)
-        return self.screen.write(text)
+        """Control characters are escaped, but for ends of lines and the colours of our own messages."""
+        shown = "".join(part if i % 2 else visible(part, "\n\t") for i, part in enumerate(COLOUR.split(text)))
+        self.log.write(shown)
+        self.screen.write(shown)
+        return len(text)
 
     def flush(self) -> None:
         self.log.flush()
