@@ -115,7 +115,8 @@ def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> in
     if settings.output == "json" and not broken:
         texts = {one.path: {"diff": one.diff} if diff else {"text": one.after} if one.path == SHOWN and not ask else {}
                  for one in done}
-        print_result(settings, "", files=[{"path": one.path, "changed": one.changed, **texts[one.path]} for one in done])
+        print_result(settings, "", files=[{"path": one.path, "changed": one.changed, **texts[one.path]}
+                                         for one in done])
     elif settings.output != "json":
         for one in changed if ask or diff else done:
             if ask or diff:
