@@ -1,8 +1,8 @@
-"""Which colour a mesh has, the same in every picture of a page.
+"""Which colour a mesh or a model has, the same in every picture of a page.
 
-In: a plan. Out: a `Hue` for each mesh on which calls or computations run. The colours themselves are in
-templates/graph.css, eight that people with any colour vision tell apart; a ninth mesh has the first one, dashed. Colour
-is never alone: what it says stands beside it as text.
+In: a plan. Out: a `Hue` for each mesh on which calls or computations run; a style for each model that is called. The
+colours themselves are in templates/graph.css: eight that people with any colour vision tell apart; a ninth mesh has the
+first one, dashed. Colour is never alone: what it says is also there as text.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Plan
 from rldsl.plan.naming import PlaceTexts
 from rldsl.plan.projection import events
@@ -25,6 +26,13 @@ class Hue:
     mesh: str
     style: str
     text: str
+
+
+def model_styles(plan: Plan) -> Mapping[str, str]:
+    """Model -> classes of CSS, for pictures whose rows are ranks already; models in the order of the program."""
+    called = {e.model for e, _ in events(plan) if isinstance(e, ModelCall)}
+    names = [m.name for m in plan.models if m.name in called]
+    return {name: f"hue{i % COUNT}" + (" again" if i >= COUNT else "") for i, name in enumerate(names)}
 
 
 def hues(plan: Plan) -> Mapping[str, Hue]:

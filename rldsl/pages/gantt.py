@@ -12,10 +12,9 @@ from math import floor, log10
 
 from markupsafe import Markup
 
-from rldsl.pages.colours import Hue
 from rldsl.pages.markup import element, percent
 from rldsl.pages.rows import Bar, Chart, Row
-from rldsl.plan.events import Event
+from rldsl.plan.events import Event, ModelCall
 from rldsl.plan.naming import describe_event
 from rldsl.plan.notation import seconds_text
 
@@ -33,13 +32,13 @@ class Drawn:
     style: str
 
 
-def drawn(event: Event, hues: Mapping[str, Hue], titles: Mapping[int, str]) -> Drawn:
-    """titles: of events that the dataflow graph shows."""
+def drawn(event: Event, styles: Mapping[str, str], titles: Mapping[int, str]) -> Drawn:
+    """styles: of models. titles: of events that the dataflow graph shows."""
     text = describe_event(event)
     if event.traits.color != "mesh":
         return Drawn(text.title, text.title, event.traits.color)
     label = titles.get(event.id) or text.subject
-    style = hues[event.mesh].style if event.mesh in hues else "transfer"
+    style = styles[event.model] if isinstance(event, ModelCall) else "compute"
     about = label if event.traits.family == "call" else f"{text.kind} {label}".strip()
     return Drawn(label, about, style)
 

@@ -1,7 +1,7 @@
 """The memory of ranks over a step as SVG: what holds it, stacked, up to the limit of the device.
 
-In: the curves of `rldsl/memory`. Out: a `Panel` for each set of ranks with the same curve. Calls are drawn wider than
-what stands between them.
+In: the curves of `rldsl/memory`, and how long each event takes in the simulated step. Out: a `Panel` for each set of
+ranks with the same curve.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ MOST = 12  # panels
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 560.0, 190.0, 52.0, 14.0, 32.0
 Scale = Callable[[float], float]  # bytes -> y
 Steps = list[tuple[int, int, int, int]]
+LETTER = 5.6  # width of a letter below the curve
+SEEN = 0.004  # of the step: the least width of an event
 ALIKE = 0.004  # of the peak: below it two curves look the same
 
 
@@ -78,10 +80,12 @@ def scale(panels: Sequence[Panel], limit: int) -> int:
     return max(limit, most) if limit and most >= limit / 2 else most
 
 
-def draw(panel: Panel, known: Mapping[int, Event], top: int, limit: int, title: str) -> Markup:
-    """top: bytes at the upper end. limit: of the device; 0: unknown."""
+def draw(panel: Panel, known: Mapping[int, Event], durations: Mapping[int, float], top: int, limit: int,
+         title: str) -> Markup:
+    """durations: event -> simulated seconds in a step. top: bytes at the upper end. limit: of the device; 0: unknown.
+    """
     curve, top = panel.curve, max(top, 1)
-    edges = _edges(curve, known)
+    edges = _edges(curve, durations)
     bottom = HEIGHT - BOTTOM
 
     def y(size: float) -> float:
@@ -110,10 +114,11 @@ def draw(panel: Panel, known: Mapping[int, Event], top: int, limit: int, title: 
                    aria_label=title)
 
 
-def _edges(curve: Curve, known: Mapping[int, Event]) -> list[float]:
-    """Where each event begins, and the last one ends."""
-    wide = [8.0 if isinstance(known[e], ModelCall) else 0.5 if known[e].traits.family == "bookkeeping" else 1.0
-            for e in curve.events]
+def _edges(curve: Curve, durations: Mapping[int, float]) -> list[float]:
+    """Where each event begins, and the last one ends: as wide as it is long, and wide enough to be seen."""
+    seconds = [durations.get(e, 0.0) for e in curve.events]
+    least = (sum(seconds) or 1.0) * SEEN
+    wide = [max(s, least) for s in seconds]
     found, unit = [LEFT], (WIDTH - LEFT) / (sum(wide) or 1.0)
     for w in wide:
         found.append(found[-1] + w * unit)
@@ -177,7 +182,7 @@ def _event(curve: Curve, event: Event, left: float, right: float, size: float) -
     inside = [element("title", f"{name}: {human(int(size))}" + (f" ({holders})" if holders else "")),
               element("rect", class_="moment call" if call else "moment", x=left, y=TOP, width=right - left,
                       height=HEIGHT - BOTTOM - TOP)]
-    if call:
+    if call and right - left >= LETTER * max(map(len, name.split(".", 1))):
         middle = (left + right) / 2
         inside += [element("text", part, class_="who", x=middle, y=HEIGHT - BOTTOM + 13 + 11 * i, text_anchor="middle")
                    for i, part in enumerate(name.split(".", 1))]

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from rldsl.clusters import Cluster
 from rldsl.memory.curve import Curve
 from rldsl.pages import gantt, memory
-from rldsl.pages.colours import hues
+from rldsl.pages.colours import hues, model_styles
 from rldsl.pages.dataflow import dataflow
 from rldsl.pages.details import Sources, details
 from rldsl.pages.facts import calls, held, legend, models, tiles, waits
@@ -82,6 +82,7 @@ class Memory:
 def page(given: Given) -> str:
     plan, sources = given.plan, given.sources
     colours, every, flow = hues(plan), details(plan, sources), dataflow(plan)
+    styles, durations = model_styles(plan), given.timeline.event_seconds()
     titles = {n.event: n.title for n in flow.nodes if n.what in ("call", "value")}
     known = {e.id: e for e, _ in events(plan)}
     script = template("report.js")
@@ -95,11 +96,11 @@ def page(given: Given) -> str:
         given=given, plan=plan, header=plan.header, style=Markup(template("graph.css") + template("report.css")),
         script=Markup(script), script_hash=b64encode(sha256(script.encode()).digest()).decode(),
         tiles=tiles(plan, given.cluster, given.timeline, panels, limit), graph=graph(plan, flow),
-        legend=legend(plan, colours, given.timeline),
-        figures=_figures(given, steps, {id: gantt.drawn(e, colours, titles) for id, e in known.items()}),
+        legend=legend(plan, colours, given.timeline), model_styles=styles,
+        figures=_figures(given, steps, {id: gantt.drawn(e, styles, titles) for id, e in known.items()}),
         calls=calls(plan, given.timeline, given.recorded), waits=waits(plan, given.timeline, sources),
         lengths=_lengths(given), bounds=given.lengths == Lengths(),
-        panels=[_panel(p, known, top, limit) for p in panels[:memory.MOST]],
+        panels=[_panel(p, known, durations, top, limit) for p in panels[:memory.MOST]],
         more=len(panels) - memory.MOST, kinds=memory.KINDS, limit=limit, far=top < limit,
         events=every, inserted=[d for d in every if d.because and d.kind != "free"],
         frees=[d for d in every if d.kind == "free"], models=models(plan), sources=sources,
@@ -127,10 +128,11 @@ def _figures(given: Given, steps: Chart, known: Mapping[int, gantt.Drawn]) -> li
     return found
 
 
-def _panel(panel: memory.Panel, known: Mapping[int, Event], top: int, limit: int) -> Memory:
+def _panel(panel: memory.Panel, known: Mapping[int, Event], durations: Mapping[int, float], top: int,
+           limit: int) -> Memory:
     alone = panel.ranks[0][1] - panel.ranks[0][0] == 1 and len(panel.ranks) == 1
     title = f"{'Rank' if alone else 'Ranks'} {ranges_text(panel.ranks)}"
     event = known.get(panel.peak.event)
-    picture = memory.draw(panel, known, top, limit, f"Memory of {title.lower()}")
+    picture = memory.draw(panel, known, durations, top, limit, f"Memory of {title.lower()}")
     return Memory(title, picture, human(panel.peak.bytes), panel.peak.event, event.called if event else "",
                   min(panel.peak.bytes / limit, 1.0) if limit else 0.0, held(panel))

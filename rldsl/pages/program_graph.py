@@ -55,6 +55,7 @@ def _box(box: Box, size: Size, center: tuple[float, float]) -> Markup:
         "g", element("title", ", ".join(text for text in (box.title, box.line) if text)),
         element("rect", class_="shape", width=width, height=height, rx=height / 2 if box.shape == "value" else 8.0),
         element("text", cut(box.title, LONGEST), x=width / 2, y=20, class_="name", text_anchor="middle"),
-        *([element("text", box.line, x=width / 2, y=20 + LINE, class_="line", text_anchor="middle")] if box.line else []),
+        *(element("text", line, x=width / 2, y=20 + LINE, class_="line", text_anchor="middle")
+          for line in (box.line,) if line),
         class_=f"node {'value' if box.shape == 'value' else 'call'} {hue}",
         transform=f"translate({number(x - width / 2)} {number(y - height / 2)})")

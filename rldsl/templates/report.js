@@ -60,11 +60,19 @@
     const start = +svg.dataset.start, length = +svg.dataset.length, height = svg.getAttribute("height");
     let zoom = 1;
 
-    function fit() {
+    // A label stays at the left edge of the screen while its bar goes on beyond it.
+    function label() {
+      const view = scroll.getBoundingClientRect();
       for (const text of svg.querySelectorAll(".slot text")) {
-        const room = text.parentNode.querySelector(".wait").getBoundingClientRect().width;
+        const bar = text.parentNode.querySelector(".wait").getBoundingClientRect();
+        const cut = Math.max(0, view.left - bar.left), room = Math.min(bar.right, view.right) - bar.left - cut;
+        text.setAttribute("x", cut + 6);
         text.classList.toggle("tight", text.getComputedTextLength() + 10 > room);
       }
+    }
+
+    function fit() {
+      label();
       const width = scroll.clientWidth * zoom, rough = length * 110 / width, power = 10 ** Math.floor(Math.log10(rough));
       const step = [1, 2, 5, 10].map((n) => n * power).find((s) => s >= rough * 0.999);
       const [factor, unit] = length >= 1 ? [1, "s"] : [1000, "ms"];
@@ -98,6 +106,19 @@
       e.preventDefault();
       set(zoom * Math.exp(-e.deltaY / 300), e.clientX - scroll.getBoundingClientRect().left);
     }, { passive: false });
+    scroll.addEventListener("scroll", label, { passive: true });
+    const filter = chart.querySelector("input[type=search]"), matches = chart.querySelector(".matches");
+    filter.addEventListener("input", () => {
+      const words = filter.value.toLowerCase().split(/[\s,]+/).filter(Boolean);
+      let count = 0;
+      for (const slot of svg.querySelectorAll(".slot")) {
+        const title = slot.querySelector("title").textContent.toLowerCase();
+        const shown = !words.length || words.some((word) => title.includes(word));
+        slot.classList.toggle("faded", !shown);
+        count += shown;
+      }
+      matches.textContent = words.length ? `${count} shown` : "";
+    });
     scroll.addEventListener("keydown", (e) => {
       if (e.ctrlKey || e.metaKey || e.altKey) return;
       const by = { "+": 2, "=": 2, "-": 0.5, "0": 0 }[e.key];

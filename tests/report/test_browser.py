@@ -133,6 +133,36 @@ def test_labels_stay_in_their_bars(shown: Page) -> None:
         text.getComputedTextLength() < text.parentNode.querySelector('.wait').getBoundingClientRect().width)""") is True
 
 
+def test_a_label_stays_while_its_bar_goes_on_beyond_the_screen(shown: Page) -> None:
+    """Zoomed in to the middle of the longest bar, its name is still there."""
+    shown.run("""(() => { for (let i = 0; i < 6; i++) document.querySelector("#simulated button[data-zoom='2']").click();
+        const bars = [...document.querySelectorAll('#simulated .slot .wait')];
+        window.longest = bars.reduce((a, b) => a.getBoundingClientRect().width > b.getBoundingClientRect().width ? a : b);
+        const scroll = document.querySelector('#simulated .scroll'), box = longest.getBoundingClientRect();
+        scroll.scrollLeft += box.left + box.width / 2 - scroll.getBoundingClientRect().left; })()""")
+    wait(shown, """longest.parentNode.querySelector('text').getBoundingClientRect().left >=
+        document.querySelector('#simulated .scroll').getBoundingClientRect().left - 1""")
+    assert shown.run("longest.parentNode.querySelector('text').classList.contains('tight')") is False
+
+
+def test_events_can_be_filtered(shown: Page) -> None:
+    every = shown.run("document.querySelectorAll('#simulated svg .slot').length")
+
+    def type_(text: str) -> tuple[int, str]:
+        shown.run(f"""(() => {{ const box = document.querySelector('#simulated input'); box.value = {json.dumps(text)};
+            box.dispatchEvent(new Event('input')); }})()""")
+        return (shown.run("document.querySelectorAll('#simulated svg .slot:not(.faded)').length"),
+                shown.run("document.querySelector('#simulated .matches').textContent"))
+
+    count, said = type_("actor.train")
+    assert 0 < count < every and said == f"{count} shown"
+    more, _ = type_("actor.train, actor.generate")
+    assert count < more < every
+    assert type_("no such event") == (0, "0 shown")
+    assert type_("") == (every, "")
+    assert shown.run("document.querySelectorAll('#recorded .slot.faded').length") == 0 and not shown.errors
+
+
 def test_without_scripts_a_link_leads_to_the_event(shown: Page, file: Path) -> None:
     shown.send("Emulation.setScriptExecutionDisabled", value=True)
     try:

@@ -233,3 +233,32 @@ def test_contrast_is_that_of_the_standard() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
     assert contrast("#123456", "#123456") == 1
+
+
+def test_models_have_their_own_colours_in_the_timeline() -> None:
+    """Rows are ranks already, so a colour by mesh would say nothing new."""
+    from rldsl.pages.colours import model_styles
+
+    styles = model_styles(grpo())
+    assert len({*styles.values()}) == len(styles) > 1
+    html = page(given())
+    for name, style in styles.items():
+        assert f'<li class="{style}"><span class="swatch"></span>{name}</li>' in html
+        slots = re.findall(rf'class="slot ([^"]*)"[^>]*><title>{name}\\.', html)
+        assert {*slots} <= {style}
+    assert 'class="slot compute"' in html
+
+
+def test_memory_is_drawn_over_time() -> None:
+    """An event that takes half of the step takes half of the width."""
+    from rldsl.pages.memory import LEFT, WIDTH, _edges
+
+    found = given()
+    durations = found.timeline.event_seconds()
+    for curve in found.curves:
+        edges = _edges(curve, durations)
+        seconds = [durations.get(e, 0.0) for e in curve.events]
+        widest = max(range(len(seconds)), key=seconds.__getitem__)
+        share = (edges[widest + 1] - edges[widest]) / (WIDTH - LEFT)
+        assert share == pytest.approx(seconds[widest] / sum(seconds), abs=0.004 * len(seconds))
+        assert all(b > a for a, b in zip(edges, edges[1:])), "every event can be seen"
