@@ -8,7 +8,8 @@ trained under one layout; a computation's layout is dp=|mesh|.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import cast
 
 from rldsl.diag import Diagnostic, Failure, Label, fail
 from rldsl.graph import model as g
@@ -221,44 +222,47 @@ def _homes(calls: list[Call], places: Mapping[str, Place]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ computations
 
 
-@dataclass(frozen=True, slots=True)
 class Flow:
-    """Who writes a value, and who reads it."""
+    """Who writes a value, and which train call needs it. nodes: all of a graph, in program order."""
 
-    writer: Mapping[str, g.Node]
-    every: tuple[g.Node, ...]
+    def __init__(self, nodes: tuple[g.Node, ...]):
+        self._order = {n.id: i for i, n in enumerate(nodes)}
+        self._writer = {v: n for n in nodes for v in n.writes}
+        self._train: dict[str, int] = {}  # value -> the first train call that depends on it, by its place in `nodes`
+        for i, node in reversed(tuple(enumerate(nodes))):
+            needed = [i] if isinstance(node, g.Train) else [self._train[v] for v in node.writes if v in self._train]
+            for v in node.reads if needed else ():
+                self._train[v] = min(*needed, self._train.get(v, len(nodes)))
+        self._nodes = nodes
 
-    def first_train(self, node: Local) -> g.Train | None:
-        """The first train call, in program order, that depends on `node`."""
-        depends = set(node.writes)
-        for later in self.every:
-            if depends.intersection(later.reads):
-                if isinstance(later, g.Train):
-                    return later
-                depends.update(later.writes)
+    def near(self, node: Local) -> Call | Local | None:
+        """The node with which `node` runs by default: the first train call, in program order, that depends on it; else
+        what made its inputs, the last written first. So what is only logged moves nothing."""
+        found = [self._train[v] for v in node.writes if v in self._train]
+        if found:
+            return cast(g.Train, self._nodes[min(found)])
+        frames = node.frames if isinstance(node, g.Compute) else ()
+        for values in (node.reads, [f"{f}.tokens" for f in frames]):
+            made = [w for v in values if isinstance(w := self._writer.get(v), Call | Local) and w.id != node.id]
+            if made:
+                return max(made, key=lambda w: self._order[w.id])
         return None
 
-    def source(self, node: Local) -> Call | None:
-        """The nearest call that produced an input of `node`, the last written first."""
-        found, todo, seen = [], list(node.reads), set()
-        while todo:
-            writer = self.writer.get(todo.pop())
-            if writer is None or writer.id in seen:
-                continue
-            seen.add(writer.id)
-            if isinstance(writer, Call):
-                found.append(writer)
-            else:
-                todo += writer.reads
-        order = {n.id: i for i, n in enumerate(self.every)}
-        return max(found, key=lambda n: order[n.id], default=None)
+    def anchor(self, node: Local) -> Call | None:
+        """The call with which `node` runs by default; None if it depends on none."""
+        seen: set[str] = set()
+        found: Call | Local | None = node
+        while isinstance(found, Local) and found.id not in seen:
+            seen.add(found.id)
+            found = self.near(found)
+        return found if isinstance(found, Call) else None
 
 
 def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], calls: Mapping[str, Place],
                     cluster: Cluster) -> dict[str, Place]:
     """A computation runs where it says, else where the first train call that needs it runs, else where its inputs are
     made, else on the mesh of the first call."""
-    flow = Flow({v: n for n in every for v in n.writes}, every)
+    flow = Flow(every)
     first = next((calls[n.id].mesh for n in every if n.id in calls), mesh_of(range(cluster.world)))
     places: dict[str, Place] = {}
     for node in every:
@@ -269,8 +273,15 @@ def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], ca
             mesh = mesh_ranks(choice.mesh, cluster)
             places[node.id] = place(choice, mesh, None, cluster, label(node), compute=True)
             continue
-        near = flow.first_train(node) or flow.source(node)
-        mesh = calls[near.id].mesh if near is not None else first
+        near = flow.near(node)
+        same = places.get(near.id) if isinstance(near, Local) else None
+        if same is not None:
+            why = same.why if same.why.startswith("default: ") else f"default: same as {label(near)}"
+            places[node.id] = Place(same.mesh, layout_of(same.mesh, dp=len(same.mesh.members())), 0, False, node.span,
+                                    why)
+            continue
+        call = flow.anchor(node)
+        mesh = calls[call.id].mesh if call is not None else first
         places[node.id] = Place(mesh, layout_of(mesh, dp=len(mesh.members())), 0, False, node.span,
-                                f"default: same as {label(near)}" if near else "default: same as the first call")
+                                f"default: same as {label(call)}" if call else "default: same as the first call")
     return places

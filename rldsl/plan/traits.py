@@ -31,7 +31,7 @@ Blocking = Literal[
     "alone",  # waits for nobody
     "posted",  # issued here, waited for by the first event that reads what it brings
     "replica",  # waits for the ranks that work on the same rows, and on the same experts
-    "gather",  # one rank waits for the first rank of each buffer's mesh
+    "gather",  # the first rank of each buffer's mesh sends to one rank; issued here, and awaited by no event
     "mesh",  # may wait for every rank of its mesh
     "together",  # no rank ends it before all have begun it
 ]

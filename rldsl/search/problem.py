@@ -168,7 +168,7 @@ def build_problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, 
 
 def _build_jobs(graph: g.Graph) -> Iterator[Job]:
     jobs = [(n, t) for n, t in _nodes_with_times(graph.items, 1.0) if isinstance(n, Call | g.Compute)]
-    flow = Flow({v: n for n in g.nodes(graph.items) for v in n.writes}, tuple(g.nodes(graph.items)))
+    flow = Flow(tuple(g.nodes(graph.items)))
     numbers = {n.id: i for i, (n, _) in enumerate(jobs)}
     first = next((i for i, (n, _) in enumerate(jobs) if isinstance(n, Call)), 0)
     writers: dict[str, set[int]] = {}
@@ -179,7 +179,7 @@ def _build_jobs(graph: g.Graph) -> Iterator[Job]:
             writers[v] = {i} if i is not None else sources
         if i is None:
             continue
-        anchor = flow.first_train(node) or flow.source(node) if isinstance(node, g.Compute) else node
+        anchor = flow.anchor(node) if isinstance(node, g.Compute) else node
         placed_with = numbers[anchor.id] if anchor is not None else first
         yield Job(i, node, KINDS.get(type(node), ""), getattr(node, "model", ""), jobs[i][1], tuple(sorted(sources)),
                   placed_with)

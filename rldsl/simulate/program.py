@@ -182,7 +182,7 @@ class _OpBuilder:
         self.run(world.machine.rows(world.frames[event.frame].count / max(1, world.size(event.mesh))))
 
     def log(self, event: Log, key: Hashable) -> None:
-        self.together(event, key, 16.0 * len(event.metrics))
+        self.run(self.world.machine.kernels(MOVE_KERNELS))  # posted, and awaited by no event
 
     def checkpoint(self, event: Checkpoint, key: Hashable) -> None:
         self.together(event, key, 4.0)

@@ -81,7 +81,7 @@ def waits(w: Walker, begun: list[set[EventRun]]) -> set[int]:
     """The ranks without which it cannot go on; what it reads must have come before it can do anything with others."""
     event, moment = w.own[w.done]
     needs = [found] if (found := awaited(w)) else []
-    needs += [(event, moment)] if event.traits.blocking not in ("alone", "posted") else []
+    needs += [(event, moment)] if event.traits.blocking not in ("alone", "posted", "gather") else []
     lacks = ({q for q in partners(ORDER, e, w.rank) if at not in begun[q]} for e, at in needs)
     return next((ranks for ranks in lacks if ranks), set())
 

@@ -42,21 +42,23 @@ class PostedMessages:
             work.wait()
 
 
-def post(sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int) -> PostedMessages:
+def post(sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int,
+         group: Any = None) -> PostedMessages:
     """Start every message: peer -> tensor. All ranks post their messages batch by batch
-    (`sharding/message_batches.py`), and in a batch in the order of their peers. tag: see `message_tag`."""
-    return post_each(tuple(sends.items()), tuple(receives.items()), tag, 1)
+    (`sharding/message_batches.py`), and in a batch in the order of their peers. tag: see `message_tag`. group: None is
+    the world's."""
+    return post_each(tuple(sends.items()), tuple(receives.items()), tag, 1, group)
 
 
 def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], tag: int,
-              max_per_peer: int) -> PostedMessages:
+              max_per_peer: int, group: Any = None) -> PostedMessages:
     """The same for (peer, tensor) pairs, at most `max_per_peer` to and from each peer; messages between two ranks are
     matched in the order given."""
     sides = [[(peer, t) for peer, t in side if t.numel()] for side in (sends, receives)]
     works: list[Any] = []
     peers = {peer for side in sides for peer, _ in side}
     for batch in message_batches(dist.get_rank(), peers, dist.get_world_size(), MAX_MESSAGES // max_per_peer):
-        works += dist.batch_isend_irecv([dist.P2POp(start, t, to, tag=tag) for start, side in
+        works += dist.batch_isend_irecv([dist.P2POp(start, t, to, group=group, tag=tag) for start, side in
                                          zip((dist.isend, dist.irecv), sides, strict=True) for peer in batch
                                          for to, t in side if to == peer])
     return PostedMessages(works, tuple(t for _, t in sends))

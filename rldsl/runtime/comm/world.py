@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import fail
+from rldsl.plan.events import Log
 from rldsl.plan.model import Layout, Mesh, Plan, Spread
 from rldsl.plan.notation import ranks_text
+from rldsl.plan.projection import events
 from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.comm.agreement import ranks_that_differ
 from rldsl.sharding.layout import axis_ranks
@@ -79,6 +81,8 @@ class World:
     meshes: Mapping[str, Mesh]  # of the plan, by id
     layouts: Mapping[str, Layout]  # of the plan, by id
     groups: Mapping[tuple[int, ...], Any] = field(default_factory=dict)  # ranks -> torch ProcessGroup
+    # gloo ProcessGroup of the ranks that log, for metrics on the host; None: the world's own group, which is gloo
+    log_group: Any = None
     _axes: dict[str, Axes] = field(default_factory=dict, repr=False)  # layout -> `axes`, a cache
 
     def group(self, mesh: str) -> Any:
@@ -124,4 +128,12 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
                 # of a mesh with an order of its own
                 more = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
                 groups[ranks] = dist.new_group(list(ranks), timeout=timeout, **more)
-    return World(rank, device, meshes, layouts, groups)
+    return World(rank, device, meshes, layouts, groups, _log_group(plan, meshes, device, timeout))
+
+
+def _log_group(plan: Plan, meshes: Mapping[str, Mesh], device: torch.device, timeout: timedelta | None) -> Any:
+    """Metrics travel between hosts: a message of NCCL that waits for its peer would hold up every later one."""
+    ranks = sorted({r for e, _ in events(plan) if isinstance(e, Log) for r in meshes[e.mesh].members()})
+    if device.type == "cpu" or len(ranks) < 2:
+        return None
+    return dist.new_group(ranks, timeout=timeout, backend="gloo")

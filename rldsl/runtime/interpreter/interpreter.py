@@ -63,6 +63,7 @@ def _checkpoint(state: RankState, event: Checkpoint) -> None:
     """Write a checkpoint, after the step's metrics: no checkpoint may be ahead of them."""
     services = state.services
     end_step(state.step, services.reporter)
+    services.reporter.write_lines(wait=True)
     state.step.stopped = checkpoint(state.models, state.step, services.data, present(services.writer, "writer"), event)
 
 
@@ -83,7 +84,7 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Collect: lambda s, e: value_events.collect(s.step, e),
     Save: lambda s, e: save(s.models, s.step.number, e),
     Checkpoint: _checkpoint,
-    Log: lambda s, e: log(s.step, e),
+    Log: lambda s, e: log(s.step, s.services.ring, e),
     Free: lambda s, e: value_events.free(s.models, s.step, e),
 }
 
@@ -217,6 +218,8 @@ def _finish(state: RankState) -> None:
     """Wait for all communication and for the last checkpoint, before the processes end."""
     state.step.buffers.wait_all()
     state.models.wait_all()
+    state.services.reporter.write_lines(wait=True)
+    state.step.sent_logs.finish()
     state.services.ring.over()
     if state.services.writer is not None:
         state.services.writer.finish(state.context)

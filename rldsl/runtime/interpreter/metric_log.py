@@ -1,4 +1,10 @@
-"""Metrics of each step to one rank, which reports them."""
+"""Metrics of each step to the rank that reports them, without a rank that waits.
+
+In: a log event. Out: numbers on their way; the reporter writes the line of a step when all of them have arrived. A
+message may arrive steps later, when the rank that reports is far ahead of one that trains.
+Invariant: nobody waits in a log event. Who waits is a checkpoint, which comes after the lines of its steps, and the end
+of the run.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,13 @@ import torch
 
 from rldsl.plan.events import Log, split
 from rldsl.runtime.comm.exchange import message_tag, post
+from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.metrics.reporter import Reporter
+from rldsl.runtime.state.logged_numbers import Arrival, LoggedNumbers
 from rldsl.runtime.state.step import StepState
 
 
-def log(step: StepState, event: Log) -> None:
+def log(step: StepState, ring: EventRing, event: Log) -> None:
     """The first rank of each buffer's mesh sends its numbers, in one message, to rank `event.to`. A buffer without a
     number (the train call skipped all minibatches) adds nothing to the step's line."""
     context, rank = step.context, step.context.rank
@@ -18,32 +26,30 @@ def log(step: StepState, event: Log) -> None:
     for name, buffer in event.metrics:
         spread = context.spreads[split(buffer)[1]]
         by_rank.setdefault(context.world.meshes[spread.mesh].members()[0], []).append((name, buffer))
-    sends: dict[int, torch.Tensor] = {}
-    receives: dict[int, torch.Tensor] = {}
-    numbers = [_optional_number(step.buffers.get(b).data) for _, b in by_rank.get(rank, ())]
-    if numbers and rank != event.to:
-        sends[event.to] = torch.cat(numbers)
-    if rank == event.to:
-        receives = {peer: torch.empty(2 * len(names), dtype=torch.float64, device=context.device)
-                    for peer, names in by_rank.items() if peer != rank}
-    post(sends, receives, message_tag(event)).wait()
-    if rank == event.to:
-        receives[rank] = torch.cat(numbers) if numbers else torch.empty(0, device=context.device)
-        by_name = {name: pair for peer, names in by_rank.items()
-                   for (name, _), pair in zip(names, receives[peer].view(-1, 2).tolist(), strict=True)}
-        for name, _ in event.metrics:
-            exists, number = by_name[name]
-            if exists:
-                step.logged.setdefault(name, []).append(number)
+    mine = [_optional_number(step.buffers.get(b).data) for _, b in by_rank.get(rank, ())]
+    group, tag = context.world.log_group, message_tag(event)
+    if rank != event.to:
+        if mine:
+            step.sent_logs.add(post({event.to: torch.cat(mine)}, {}, tag, group))
+        return
+    receives = {peer: torch.empty(2 * len(names), dtype=torch.float64) for peer, names in by_rank.items()
+                if peer != rank}
+    posted = post({}, receives, tag, group)
+    if mine:
+        receives[rank] = torch.cat(mine)
+    arrival = Arrival.now() if not posted.works else step.arrivals.expect(posted.wait)
+    order = tuple((peer, name) for peer, names in by_rank.items() for name, _ in names)
+    step.logged.append(LoggedNumbers(tuple(name for name, _ in event.metrics), order, receives, arrival,
+                                     ring.wait_tracker(arrival.wait)))
 
 
 def _optional_number(data: torch.Tensor) -> torch.Tensor:
-    """[2]: whether there is a number, and which."""
-    number = data.reshape(-1)[:1].double()
+    """[2], on the host: whether there is a number, and which."""
+    number = data.reshape(-1)[:1].double().cpu()
     return torch.cat([number.new_ones(1), number]) if number.numel() else number.new_zeros(2)
 
 
 def end_step(step: StepState, reporter: Reporter) -> None:
-    """Report what was logged in this step, once: a checkpoint comes after its step's line."""
-    reporter.end_step(step.logged)
+    """Report what was logged in this step, once, as soon as it is there."""
+    reporter.end_step(tuple(step.logged))
     step.logged.clear()

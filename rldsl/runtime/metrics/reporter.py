@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
@@ -17,6 +18,7 @@ from rldsl.plan.metrics_file import METRICS
 from rldsl.plan.naming import describe_event
 from rldsl.plan.projection import events
 from rldsl.runtime.files import check_writable, written
+from rldsl.runtime.state.logged_numbers import LoggedNumbers
 from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.metrics.names import computed, display_order
@@ -42,6 +44,24 @@ class ReportOptions:
     command: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A step that has ended."""
+
+    step: int
+    logged: tuple[LoggedNumbers, ...]
+    # what this rank measured
+    measured: Mapping[str, float]
+
+    def numbers(self) -> dict[str, float]:
+        """Of metrics.jsonl. What was logged several times (a train in a `repeat`) counts by its mean."""
+        found: dict[str, list[float]] = {}
+        for numbers in self.logged:
+            for name, number in numbers.numbers().items():
+                found.setdefault(name, []).append(number)
+        return {"step": self.step, **{name: sum(x) / len(x) for name, x in found.items()}, **self.measured}
+
+
 class Reporter:
     """One rank's. `with` ends it: what is open is closed, and the terminal is left in order."""
 
@@ -54,6 +74,7 @@ class Reporter:
         self.meter = Meter(context.plan) if context.rank in logs else None
         self._since, self._done = time.monotonic(), step.number
         self._begun = False
+        self._lines: deque[_Line] = deque()  # of steps that have ended, whose metrics are on their way
         self._view: LiveView | None = None
         self._writers: list[MetricWriter] = []
         self._samples = Samples(context, data, options.samples) if options.samples else None
@@ -85,6 +106,8 @@ class Reporter:
             writer.close(kind is None)
 
     def begins(self, event: Event) -> None:
+        if self._lines:
+            self.write_lines()
         if self._samples is not None and isinstance(event, Free):
             self._samples.frees(self._step, event)
         if self._view is not None and not isinstance(event, Free):
@@ -102,9 +125,9 @@ class Reporter:
         if self.meter is not None:
             self.meter.turned(loop)
 
-    def end_step(self, found: Mapping[str, Sequence[float]]) -> None:
-        """Once a step, however often it is called. found: metrics as they came; what came several times (a train in a
-        `repeat`) counts by its mean."""
+    def end_step(self, logged: Sequence[LoggedNumbers]) -> None:
+        """Once a step, however often it is called. logged: metrics in the order of their events, perhaps still on
+        their way."""
         step = self._step
         if step.number == self._done:
             return
@@ -115,12 +138,24 @@ class Reporter:
             return
         now = time.monotonic()
         seconds, self._since = max(now - self._since, 1e-9), now
-        means = {name: sum(x) / len(x) for name, x in found.items()}
-        line = {"step": step.number, **means, "seconds": round(seconds, 4)}
+        measured: dict[str, float] = {"seconds": round(seconds, 4)}
         if step.tokens:
-            line["tokens_per_second"] = round(step.tokens / seconds, 1)
-        line |= self.meter.finish(step, seconds)
-        self._write(line)
+            measured["tokens_per_second"] = round(step.tokens / seconds, 1)
+        measured |= self.meter.finish(step, seconds)
+        self._lines.append(_Line(step.number, tuple(logged), measured))
+        self.write_lines()
+
+    def write_lines(self, wait: bool = False) -> None:
+        """The lines of all steps whose metrics have arrived, in their order. wait: of all steps that have ended."""
+        while self._lines:
+            line = self._lines[0]
+            for numbers in line.logged:
+                if wait:
+                    numbers.wait()
+                elif not numbers.arrival.arrived():
+                    return
+            self._write(line.numbers())
+            self._lines.popleft()
 
     def _write(self, line: Mapping[str, float]) -> None:
         target, step = self._out / METRICS, int(line["step"])

@@ -14,6 +14,7 @@ from rldsl.plan.events import Compute, Generate, split
 from rldsl.plan.model import Spread
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
+from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.store import BufferStore, RaggedRows
 from rldsl.sharding.partition import mix
@@ -35,8 +36,12 @@ class StepState:
     evaluated_source: str = ""
     # values by buffer name (`value@spread`)
     buffers: BufferStore = field(default_factory=BufferStore)
-    # metric -> its values so far in this step
-    logged: dict[str, list[float]] = field(default_factory=dict)
+    # metrics of this step, perhaps still on their way to this rank
+    logged: list[LoggedNumbers] = field(default_factory=list)
+    # waits for them
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    # metrics that this rank has sent
+    sent_logs: SentLogs = field(default_factory=SentLogs)
     # generate or compute event -> how often it has drawn random numbers in this step, less one
     draws: dict[int, int] = field(default_factory=dict)
     # prompt and response tokens of the sequences with responses whose lengths this rank knows

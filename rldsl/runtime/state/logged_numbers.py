@@ -1,0 +1,118 @@
+"""Logged numbers on their way to the rank that reports them.
+
+In: what to wait for. Out: whether it is there yet. A thread waits, one message after the other, so that the rank itself
+never does: gloo says of a receive that it is complete only to who waits for it.
+Errors: what a wait raises is raised again by who asks for the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+MOST_UNSENT = 1024  # messages that a rank may be ahead of the one that reports; each is some hundred bytes
+
+
+class Posted(Protocol):
+    """Messages under way (`comm/exchange.py`)."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass
+class Arrival:
+    """Something that arrives once."""
+
+    _there: threading.Event = field(default_factory=threading.Event)
+    _error: BaseException | None = None
+
+    @staticmethod
+    def now() -> Arrival:
+        """Of what is there already."""
+        made = Arrival()
+        made._there.set()
+        return made
+
+    def complete(self, wait: Callable[[], Any]) -> None:
+        """Wait for it, in a thread of its own."""
+        try:
+            wait()
+        except BaseException as error:  # noqa: BLE001 (for the thread that asks)
+            self._error = error
+        self._there.set()
+
+    def arrived(self) -> bool:
+        return self._there.is_set()
+
+    def wait(self) -> None:
+        """Until it has arrived. Raises what the wait for it raised."""
+        self._there.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Arrivals:
+    """What a rank expects, in the order in which it was posted."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Arrival, Callable[[], Any]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def expect(self, wait: Callable[[], Any]) -> Arrival:
+        """wait: returns when it is there."""
+        if self._thread is None:  # a daemon: where a peer has died, the message never comes
+            self._thread = threading.Thread(target=self._run, name="rldsl-metrics", daemon=True)
+            self._thread.start()
+        arrival = Arrival()
+        self._waiting.put((arrival, wait))
+        return arrival
+
+    def _run(self) -> None:
+        while True:
+            arrival, wait = self._waiting.get()
+            arrival.complete(wait)
+
+
+class SentLogs:
+    """Messages of this rank that may not have been taken yet; they keep the sent numbers alive."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[Posted] = deque()
+
+    def add(self, posted: Posted) -> None:
+        self._under_way.append(posted)
+        if len(self._under_way) > MOST_UNSENT:
+            self._under_way.popleft().wait()
+
+    def finish(self) -> None:
+        """Wait for all."""
+        while self._under_way:
+            self._under_way.popleft().wait()
+
+
+@dataclass(frozen=True)
+class LoggedNumbers:
+    """The metrics of one log event."""
+
+    # in the order of the event
+    names: tuple[str, ...]
+    # sender and name of each pair of numbers, in the order of the messages
+    order: tuple[tuple[int, str], ...]
+    # sender -> [2 * its metrics] float64: whether there is a number, and which
+    received: Mapping[int, torch.Tensor]
+    arrival: Arrival
+    # the same as arrival.wait, noted as a wait of this rank
+    wait: Callable[[], None]
+
+    def numbers(self) -> dict[str, float]:
+        """Metric -> number, of those that have one, once all have arrived."""
+        self.arrival.wait()
+        pairs = {peer: iter(x.view(-1, 2).tolist()) for peer, x in self.received.items()}
+        found = {name: next(pairs[peer]) for peer, name in self.order}
+        return {name: found[name][1] for name in self.names if found[name][0]}
