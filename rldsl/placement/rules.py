@@ -138,12 +138,19 @@ def _unmatched(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
         return None
     calls = [f"{m}.{w}" for n in every for m, ws in (names_of(n),) for w in ws[:1]]
     known = [f"@{n.id}" for n in every] if rule.selector.startswith("@") else calls
-    near = get_close_matches(rule.selector, sorted(set(known)), n=1)
-    advice = f"did you mean `{near[0]}`?" if near else f"calls of the program: {', '.join(dict.fromkeys(known))}"
+    near = [_written(s) for s in get_close_matches(rule.selector, sorted(set(known)), n=1)]
+    advice = f"did you mean `{near[0]}`?" if near else \
+        f"calls of the program: {', '.join(map(_written, dict.fromkeys(known)))}"
     span = _selector(rule)
-    fix = Fix(((span, near[0]),)) if near and span.text.replace(" ", "") == rule.selector else None
-    return Diagnostic("RL0313", f"`{rule.selector}` matches no call of this program", span, "no match",
+    typed = _written(rule.selector) if span is rule.span else span.text
+    fix = Fix(((span, near[0]),)) if near and typed.replace(" ", "") == _written(rule.selector) else None
+    return Diagnostic("RL0313", f"`{typed}` matches no call of this program", span, "no match",
                       help=advice, fix=fix)
+
+
+def _written(selector: str) -> str:
+    """A selector as a program writes it: a name that the compiler made needs quotes, as `#` begins a comment."""
+    return f'@"{selector[1:]}"' if selector.startswith("@") and not selector[1:].isidentifier() else selector
 
 
 def _selector(rule: Rule) -> Span:

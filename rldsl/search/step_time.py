@@ -27,7 +27,7 @@ NUM_STEPS = 3
 class ScheduledItem:
     """A job, or a point at which ranks wait for each other, in the order of a step."""
 
-    job: int  # its number; -1: a synchronization point
+    job: int  # its number; -1: an exchange of lengths, or the metrics
     atoms: tuple[int, ...]  # that take part
     predecessors: tuple[int, ...]  # items that the list scheduler puts before it
     cost: int  # `EventTraits.order_cost`
@@ -115,6 +115,8 @@ def step_seconds(problem: Problem, s: StepSchedule, seconds: Sequence[float], sy
         free = [f + s.fetch_seconds for f in free]
         for item in s.order:
             n, mine = item.job, item.atoms
+            if n < 0 and item.lengths_of < 0:  # metrics: sent without waiting
+                continue
             if n < 0:
                 met = max([free[a] for a in mine]) + s.length_exchange_seconds.get(item.lengths_of, 0.0)
                 for a in mine:

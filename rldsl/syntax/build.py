@@ -129,7 +129,9 @@ class _Builder(Transformer[Token, Any]):
         return ast.Place(span=self._span(meta), selector=children[0], clause=children[1])
 
     def selector(self, meta: Any, children: Children) -> str:
-        return self._span(meta).text.replace(" ", "")
+        """As one word; `@"reward#1"` without its quotes, which keep `#` from beginning a comment."""
+        before, quote, name = self._span(meta).text.partition('"')
+        return before.replace(" ", "") + (name.removesuffix('"') if quote else "")
 
     def flow(self, meta: Any, children: Children) -> ast.Flow:
         name, *arguments, body = children
