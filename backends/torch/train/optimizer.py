@@ -209,12 +209,14 @@ def _all_reduce_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
 
 def learning_rate(options: Optimizer, done: int, updates: int) -> float:
     """The learning rate of the update after `done` others, of `updates` planned in all: linear warm-up, then constant,
-    or linear or cosine decay to min_lr_ratio * lr at the last update."""
+    or linear or cosine decay to min_lr_ratio * lr, where the update after the last one would be, so that no planned
+    update has a rate of 0. The decay is that of `get_linear_schedule_with_warmup` and
+    `get_cosine_schedule_with_warmup` of transformers; the warm-up begins at lr / warmup instead of 0."""
     warmup = options.warmup if options.warmup >= 1 else options.warmup * updates
     if done < warmup:
         return options.lr * (done + 1) / math.ceil(warmup)
     if options.schedule == "constant":
         return options.lr
-    past = min(1.0, (done - warmup) / max(1.0, updates - 1 - warmup))
+    past = min(1.0, (done - warmup) / max(1.0, updates - warmup))
     shape = 1 - past if options.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * past))
     return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * shape)
