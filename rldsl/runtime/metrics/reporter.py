@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -100,6 +101,9 @@ class Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # what has arrived is worth reading, whatever ended the run
+            with suppress(Exception):
+                self.write_lines()
         if self._view is not None:
             self._view.close()
         for writer in self._writers:
