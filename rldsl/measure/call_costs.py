@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def build(model: Model, layers: int, tp: int, backend: str, device: torch.device
                    optimizer=Optimizer(lr=1e-6), updates=1)
     layout, mesh = Layout("profile", "ranks", tp=tp, backend=backend), Mesh("ranks", ((0, tp),))
     one, every = Axis((0,), 0, None), Axis(tuple(range(tp)), 0, SingleRankGroup(tp) if tp > 1 else None)
-    made = importlib.import_module(backends.package(backend)).build(
+    made: Shard = importlib.import_module(backends.package(backend)).build(
         less, layout, mesh, Axes(one, every, one, one, every), device, load=False, trainable=trainable)
     draw = torch.Generator(device=device).manual_seed(0)
     for name, tensor in made.state_dict().items():
@@ -99,12 +100,12 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
             tokens, outputs = count * length, count if output.level == "seq" else count * response
             once = {"call": 1.0, "layer": layers, "token": layers * tokens, "pair": layers * tokens * length,
                     "output": outputs}
-            found["forward"].append((once, median_seconds(lambda: frozen.infer([batch], output.what, 1.0), device)))
+            found["forward"].append((once, median_seconds(partial(frozen.infer, [batch], output.what, 1.0), device)))
             for times in (1, 3) if tokens < SMALL else (1,):
                 counts = {k: times * n for k, n in once.items()}
                 counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.state_dict().values())}
                 parts = [(batch,)] * times
-                seconds = median_seconds(lambda: trained.train(parts, [[output.what]], 1.0, _loss), device)
+                seconds = median_seconds(partial(trained.train, parts, [[output.what]], 1.0, _loss), device)
                 found["train"].append((counts, seconds))
         if model.head.generates:
             for _, count, length in (s for s in DECODES if s[0] == layers):
@@ -159,7 +160,7 @@ def fit_costs(samples: Iterable[tuple[Mapping[str, float], float]]) -> dict[str,
             break
         kept.pop(int(solved.argmin()))
     found = dict.fromkeys(names, 0.0)
-    for i, value in zip(kept, solved.tolist() if kept else ()):
+    for i, value in zip(kept, solved.tolist() if kept else (), strict=True):
         found[names[i]] = float(value / scale[i]) * 1e6
     return found
 

@@ -16,6 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def device_rates(device: torch.device) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        found[f"{name}_tflops"] = 2 * size**3 / median_seconds(lambda: a @ b, device) / 1e12
+        found[f"{name}_tflops"] = 2 * size**3 / median_seconds(partial(torch.matmul, a, b), device) / 1e12
     source = torch.ones(2**28 if device.type == "cuda" else 2**23, device=device)
     target = torch.empty_like(source)
     found["memory_gb_s"] = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device) / 1e9
@@ -76,7 +77,7 @@ def link_rates(device: torch.device) -> dict[str, float]:
         whole = _added_seconds(lambda: there_and_back(large), device, 2, group) / 2
         summed = _added_seconds(lambda: dist.all_reduce(small, group=group), device, 20, group)
         sums = _added_seconds(lambda: dist.all_reduce(large, group=group), device, 2, group)
-        scattered, scatters = (_added_seconds(lambda: _scatter(x, ranks, group), device, n, group)
+        scattered, scatters = (_added_seconds(partial(_scatter, x, ranks, group), device, n, group)
                                for x, n in ((small, 20), (large, 2)))
         ring = 2 * (ranks - 1) / ranks * large.nbytes
         found = {"link_us": latency * 1e6, "link_gb_s": large.nbytes / max(whole - latency, 1e-9) / 1e9,

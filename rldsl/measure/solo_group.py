@@ -24,7 +24,7 @@ class SingleRankGroup(dist.ProcessGroup):
     """Rank 0 of `size`."""
 
     def __init__(self, size: int):
-        super().__init__(0, size)
+        super().__init__(0, size)  # type: ignore[call-arg]  # a constructor that torch does not declare
         self.ranks = size
 
     def size(self) -> int:
@@ -33,18 +33,19 @@ class SingleRankGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return 0
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:
+    def allreduce(  # type: ignore[override]  # torch calls it with these arguments, and declares more
+            self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:
         return _Done(tensors)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor],
-                  options: Any = None) -> dist.Work:
-        for every, mine in zip(outputs, inputs):
+    def allgather(  # type: ignore[override]  # as above
+            self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> dist.Work:
+        for every, mine in zip(outputs, inputs, strict=True):
             for one in every:
                 one.copy_(mine)
         return _Done(outputs)
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]],
-                       options: Any = None) -> dist.Work:
-        for mine, every in zip(outputs, inputs):
+    def reduce_scatter(  # type: ignore[override]  # as above
+            self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any = None) -> dist.Work:
+        for mine, every in zip(outputs, inputs, strict=True):
             mine.copy_(every[0])
         return _Done(outputs)

@@ -122,8 +122,8 @@ class Load(Event):
     of: LayoutId = ""  # the layout with the same boxes (`reshard/alias.py`): one copy serves both, nothing is read
 
 
-@event_kind(Traits(family="movement", blocking="posted", forwards=True, participants=("src", "dst"), moves="rule", order_cost=20,
-                   scratch=True, timed=True, drawing="move", color="realloc",
+@event_kind(Traits(family="movement", blocking="posted", forwards=True, participants=("src", "dst"), moves="rule",
+                   order_cost=20, scratch=True, timed=True, drawing="move", color="realloc",
                    summarized=("model", "src", "dst", "messages", "digest", "source", "version")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realloc(Event):

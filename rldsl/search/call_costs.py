@@ -146,7 +146,8 @@ def _distinct_stages(isolated: IsolatedCall) -> list[tuple[Stage, int]]:
     for s in range(pp):
         layers = len(own_layers(isolated.model.layers, isolated.layout, s))
         kinds.setdefault((layers, s == 0, s == pp - 1), []).append(s)
-    return [(build_stage(isolated, isolated.model.name, isolated.layout.id, of[0], 0), len(of)) for of in kinds.values()]
+    return [(build_stage(isolated, isolated.model.name, isolated.layout.id, of[0], 0), len(of))
+            for of in kinds.values()]
 
 
 @dataclass(frozen=True, slots=True)

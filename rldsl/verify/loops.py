@@ -27,9 +27,9 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
                           f"loop {loop.id} runs {loop.trips} times, but the run has {t.plan.header.steps} steps")
     yield from _inside(t, t.plan.body)
     collected = {e.into for e, _ in t.events if isinstance(e, Collect)}
-    made = {t.values[v].frame for e, _ in t.events for v, _ in map(split, e.writes) if v in t.values}
+    valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split, e.writes) if v in t.values}
     for f in t.plan.frames:  # one of which nothing is read has no values, and nothing collects it
-        if f.turns > 1 and not f.of and f.id not in collected and f.id in made:
+        if f.turns > 1 and not f.of and f.id not in collected and f.id in valued:
             yield problem("RL0536", f"frame {f.id} has {f.turns} iterations, but no loop collects it")
     made: Counter[str] = Counter()
     for e, path in t.events:

@@ -202,9 +202,8 @@ def _group_faults(p: Routes, src: MeshCells, dst: MeshCells) -> Iterator[Fault]:
         yield "RL0527", f"nodes {twice[:4]} are in several groups", ()
     index = _ClassIndex(p.classes)
     for rank, cell in dst.cells.items():
-        if rank // p.devices not in of:
-            if index.lacking(src.cells.get(rank), cell):
-                yield "RL0527", f"rank {rank} lacks parameters, and its node is in no group", (rank,)
+        if rank // p.devices not in of and index.lacking(src.cells.get(rank), cell):
+            yield "RL0527", f"rank {rank} lacks parameters, and its node is in no group", (rank,)
     for group in p.groups:
         for node in group.nodes:
             ranks = range(node * p.devices, (node + 1) * p.devices)

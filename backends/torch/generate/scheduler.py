@@ -18,8 +18,6 @@ from itertools import accumulate, pairwise
 
 from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, MIN_CACHE_WIDTH, round_to_bucket
 
-__all__ = ["NARROW", "PREFILL", "DecodeBatch", "MicroBatchGroup", "PrefillBatch", "Scheduler", "bucket", "num_to_admit"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:

@@ -63,8 +63,8 @@ class Route:
         have, want = (pieces_by_parameter(model, at, cell_of(at, mesh, rank))
                       for at, mesh in ((src, src_mesh), (dst, dst_mesh)))
         parts = tuple((_message_parts(r.sends, have), _message_parts(r.receives, want)) for r in rounds)
-        return Route(rounds, parts, tuple((local_box(have, *box), local_box(want, *box)) for box in kept_boxes(way, rank)),
-                     any(x is None for sends, _ in parts for part in sends for x in part.spots))
+        kept = tuple((local_box(have, *box), local_box(want, *box)) for box in kept_boxes(way, rank))
+        return Route(rounds, parts, kept, any(x is None for sends, _ in parts for part in sends for x in part.spots))
 
 
 def local_box(held: Held, name: str, box: Box) -> LocalBox:
@@ -108,8 +108,8 @@ def realloc(route: Route, src: Tensors | None, dst: Tensors | None, dtype: torch
             if not in_place:
                 _pack(part, flat, src, came)
         coming = _place_parts(receives[number], into[number % ROUNDS_IN_FLIGHT])
-        posted = post_each(*([(p.message.peer, flat) for p, flat, _ in side] for side in (going, coming)), tag=tag,
-                           max_per_peer=MAX_PARTS)
+        send, receive = ([(p.message.peer, flat) for p, flat, _ in side] for side in (going, coming))
+        posted = post_each(send, receive, tag=tag, max_per_peer=MAX_PARTS)
         under_way.append(partial(_arrive, posted, coming, put, route.relays))
 
     def finish() -> None:
@@ -149,8 +149,8 @@ def _pack(part: MessagePart, out: torch.Tensor, src: Tensors | None, came: Arriv
 
 
 @torch.no_grad()
-def _arrive(posted: PostedMessages, receives: Sequence[PlacedPart], put: Callable[[LocalBox | None, torch.Tensor], None],
-            keep: bool) -> Arrived:
+def _arrive(posted: PostedMessages, receives: Sequence[PlacedPart],
+            put: Callable[[LocalBox | None, torch.Tensor], None], keep: bool) -> Arrived:
     """Wait for a round. keep: what came is passed on."""
     posted.wait()
     found: Arrived = {}
@@ -166,5 +166,5 @@ def _arrive(posted: PostedMessages, receives: Sequence[PlacedPart], put: Callabl
 def _views(part: MessagePart, flat: torch.Tensor) -> Iterator[tuple[LocalBox | None, str, Box, torch.Tensor]]:
     """Each box of a part with its elements."""
     at = 0
-    for spot, (name, box) in zip(part.spots, part.message.boxes):
+    for spot, (name, box) in zip(part.spots, part.message.boxes, strict=True):
         yield spot, name, box, flat[at : (at := at + volume(box))].view([stop - start for start, stop in box])

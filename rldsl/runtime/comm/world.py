@@ -23,6 +23,7 @@ from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import events
 from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.comm.agreement import ranks_that_differ
+from rldsl.sharding.layout import Axis as AxisName
 from rldsl.sharding.layout import axis_ranks
 
 MAX_HOST_BYTES = 64  # of a host's name that ranks compare; longer ones end in a digest
@@ -98,11 +99,11 @@ class World:
         """This rank's communicators under a layout."""
         if layout.id not in self._axes:
             mesh = self.meshes[layout.mesh]
-            names = ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")
+            names: tuple[AxisName, ...] = ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")
             self._axes[layout.id] = Axes(**{name: self._axis(layout, mesh, name) for name in names})
         return self._axes[layout.id]
 
-    def _axis(self, layout: Layout, mesh: Mesh, axis: str) -> Axis:
+    def _axis(self, layout: Layout, mesh: Mesh, axis: AxisName) -> Axis:
         ranks = next(ranks for ranks in axis_ranks(layout, mesh, axis) if self.rank in ranks)
         return Axis(ranks, ranks.index(self.rank), self._of(ranks))
 
@@ -117,6 +118,7 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
     meshes = {m.id: m for m in plan.meshes}
     layouts = {x.id: x for x in plan.layouts}
     groups: dict[tuple[int, ...], Any] = {}
+    sets: tuple[tuple[int, ...], ...]
     for group in plan.groups:
         if group.axis == "mesh":
             sets = (meshes[group.mesh or layouts[group.layout].mesh].members(),)

@@ -47,11 +47,13 @@ class ArrowTable:
 
     def read(self, rows: Sequence[int]) -> list[Row]:
         wanted, found = np.asarray(rows, np.int64), []
+        if not len(wanted):
+            return []
         for part in np.unique(np.searchsorted(self.part_firsts, wanted, "right") - 1):
             self._same(self.parts[part])
         at = np.searchsorted(self.firsts, wanted, "right") - 1
         breaks = np.flatnonzero((np.diff(wanted) != 1) | (np.diff(at) != 0)) + 1
-        for run, batch in zip(np.split(wanted, breaks), at[[0, *breaks]] if len(at) else ()):  # neighbours in one go
+        for run, batch in zip(np.split(wanted, breaks), at[[0, *breaks]], strict=True):  # neighbours in one go
             with readable(self.place(int(run[0])), "row"):
                 found += self.batches[batch].slice(int(run[0] - self.firsts[batch]), len(run)).to_pylist()
         return found
@@ -92,13 +94,14 @@ def readable(place: str, what: str) -> Iterator[None]:
 
 def _starts_like_json(path: str) -> bool:
     with open_file(path) as file:
-        return file.read(64).lstrip().startswith((b"{", b"["))
+        head: bytes = file.read(64)
+    return head.lstrip().startswith((b"{", b"["))
 
 
 def one_schema(files: Sequence[str], schemas: Sequence[Any]) -> Any:
     """The schema that all files have. RL0755 names the first column in which one differs."""
     first = {f.name: f.type for f in schemas[0]}
-    for file, schema in zip(files, schemas):
+    for file, schema in zip(files, schemas, strict=True):
         own = {f.name: f.type for f in schema}
         if len(own) != len(schema):
             twice = next(n for n in schema.names if schema.names.count(n) > 1)
@@ -175,7 +178,7 @@ def _sound(pa: Any, batch: Any, file: str, before: int) -> None:
         return
     except pa.ArrowInvalid as error:
         reason = str(error).splitlines()[0]
-    for name, column in zip(batch.schema.names, batch.columns):
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for row in range(batch.num_rows):
             try:
                 column.slice(row, 1).validate(full=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -11,9 +12,12 @@ def end_tokens(directory: str, tokenizer: Any) -> frozenset[int]:
     from transformers import AutoConfig, GenerationConfig
 
     found = _ids(tokenizer.eos_token_id)
-    for kind, more in ((GenerationConfig, {}), (AutoConfig, {"trust_remote_code": False})):
+    configs: tuple[Callable[[], object], ...] = (
+        lambda: GenerationConfig.from_pretrained(directory, local_files_only=True),
+        lambda: AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
+    for config in configs:
         try:
-            found |= _ids(getattr(kind.from_pretrained(directory, local_files_only=True, **more), "eos_token_id", None))
+            found |= _ids(getattr(config(), "eos_token_id", None))
         except (OSError, ValueError):  # no such file, or of a family that is not known
             continue
     return found

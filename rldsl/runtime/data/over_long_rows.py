@@ -60,7 +60,7 @@ def _excess(data: Data, table: Table, tokens: Tokens, rows: Sequence[int]) -> It
         numbers = list(rows[first : first + AT_ONCE])
         read = table.read(numbers)
 
-        def place(i: int) -> str:
+        def place(i: int, numbers: Sequence[int] = numbers) -> str:
             return table.place(numbers[i])
 
         lengths = {"prompt": [len(ids) for ids in tokens.prompts(read, place)]}

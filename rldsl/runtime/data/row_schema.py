@@ -231,7 +231,7 @@ def _sides(row: Row, roles: Mapping[str, str], place: str) -> Diagnostic | None:
     if counts[0] == counts[1]:
         return None
     shown = [f"`{roles[side]}` has {n} answers" if n else f"`{roles[side]}` is one answer"
-             for side, n in zip(SIDES, counts)]
+             for side, n in zip(SIDES, counts, strict=True)]
     return Diagnostic("RL0757", f"these answers cannot be paired: {' and '.join(shown)}", place=place,
                       help="both lists must have the same length: the first answers of both form a pair, and so on")
 

@@ -30,7 +30,8 @@ class PairRows:
 
     def read(self, rows: Sequence[int]) -> list[Row]:
         at = [self._at(row) for row in rows]
-        return [self._pair(row, which) for row, (_, which) in zip(self.table.read([i for i, _ in at]), at)]
+        whole = self.table.read([i for i, _ in at])
+        return [self._pair(row, which) for row, (_, which) in zip(whole, at, strict=True)]
 
     def _at(self, row: int) -> tuple[int, int]:
         whole = int(np.searchsorted(self.firsts, row, "right")) - 1

@@ -78,7 +78,7 @@ class Source:
         for name, role in FRAMES[self.data.kind].items():
             most = self.data.max_answer_tokens or None
             answers = [ids[:most] for ids in self.tokens.answers(rows, role, place)] if role else [[]] * len(rows)
-            tokens = [torch.tensor(p + a, dtype=torch.int64) for p, a in zip(prompts, answers)]
+            tokens = [torch.tensor(p + a, dtype=torch.int64) for p, a in zip(prompts, answers, strict=True)]
             frames[name] = FetchedFrame([len(p) for p in prompts], [len(a) for a in answers], tokens)
         return frames
 
@@ -92,7 +92,8 @@ class Source:
         epoch, first = divmod(step, len(self.table) // size)
         if not self.data.shuffle:
             return list(range(first * size, (first + 1) * size))
-        return self._order(seed, epoch)[first * size : (first + 1) * size].tolist()
+        rows: list[int] = self._order(seed, epoch)[first * size : (first + 1) * size].tolist()
+        return rows
 
     @functools.cached_property
     def _orders(self) -> dict[tuple[int, int], np.ndarray]:

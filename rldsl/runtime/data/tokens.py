@@ -40,7 +40,7 @@ class Tokens:
         """With the special tokens that the tokenizer puts before a text."""
         values = [row[self.roles["prompt"]] for row in rows]
         found = self._each(values, lambda i: self._ids(self._chat(values[i], place(i)), special=False), special=True)
-        for i, (value, ids) in enumerate(zip(values, found)):
+        for i, (value, ids) in enumerate(zip(values, found, strict=True)):
             if isinstance(value, str) and ids and ids[-1] == self.tokenizer.eos_token_id:
                 found[i] = ids = ids[:-1]
             if not ids:
@@ -53,7 +53,7 @@ class Tokens:
         values = [row[name] for row in rows]
         found = self._each(values, lambda i: self._turns(rows[i][prompt], values[i], place(i)), special=False)
         return [[*ids, self.tokenizer.eos_token_id] if isinstance(value, str) else ids
-                for value, ids in zip(values, found)]
+                for value, ids in zip(values, found, strict=True)]
 
     def _each(self, values: Sequence[Any], chat: Callable[[int], list[int]], special: bool) -> list[list[int]]:
         """Texts in one call of the tokenizer, which works on them side by side; the others one by one."""

@@ -46,7 +46,7 @@ class Heartbeats:
             there = range(self.world) if self.store.check(keys) else \
                 [rank for rank, key in enumerate(keys) if self.store.check([key])]
             texts = self.store.multi_get([keys[rank] for rank in there]) if there else []
-            return {rank: read_heartbeat(text.decode()) for rank, text in zip(there, texts)}
+            return {rank: read_heartbeat(text.decode()) for rank, text in zip(there, texts, strict=True)}
         except (RuntimeError, Failure):  # the store is gone, or holds what is none of ours
             return {}
 

@@ -102,7 +102,7 @@ def evaluate(node: Node, inner: Sequence[Node], args: Sequence[Tensor], ragged: 
         value = node.attr("value")
         return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else dtype, device=ragged.device)
     if in_family(node.op, "elementwise"):
-        return elementwise(node.op, [broadcast(a, n, node, ragged) for a, n in zip(args, inner)], dtype)
+        return elementwise(node.op, [broadcast(a, n, node, ragged) for a, n in zip(args, inner, strict=True)], dtype)
     if node.attr("to") is not None:
         return reduce(node, inner[0], args[0], ragged, dtype)
     return sequence(node, str(node.attr("frame") or inner[0].space), args, ragged, dtype)
@@ -138,7 +138,8 @@ def elementwise(op: str, args: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if op in _TRUTHS:
         return _TRUTHS[op](*args)
     if op == "where":
-        return torch.where(truth(args[0]), *_alike(args[1:], dtype))
+        chosen, other = _alike(args[1:], dtype)
+        return torch.where(truth(args[0]), chosen, other)
     if op in ("eq", "ne"):
         return _NUMBERS[op](*_alike(args, dtype))
     return _NUMBERS[op](*(a.to(dtype) for a in args))

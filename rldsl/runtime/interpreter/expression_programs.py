@@ -118,7 +118,7 @@ def _all_reduced(op: str, x: Tensor, group: Any) -> Tensor:
     partials = torch.stack((_local(op, x), _local("count", x)))
     if group is not None:
         dist.all_reduce(partials, op=dist.ReduceOp.MAX if _is_extreme(op) else dist.ReduceOp.SUM, group=group)
-    value, count = partials
+    value, count = partials.unbind()
     if _is_extreme(op):
         return _extremum(op, value)
     return value / count.clamp(min=1) if op == "mean" else value
@@ -238,9 +238,9 @@ class MinibatchLoss:
         """"loss" and every metric of the whole minibatch, from the partials of all ranks."""
         vector = vector.cpu()
         sums, maxima, scalars = vector.split([self.num_summed, len(self._maxima), len(self._scalars)])
-        leaves = {i: x / self._divisor(i) for i, x in zip(self._summed, sums)}
-        leaves |= {i: _extremum(self._program.nodes[i].op, x) for i, x in zip(self._maxima, maxima)}
-        leaves |= dict(zip(self._scalars, scalars))
+        leaves = {i: x / self._divisor(i) for i, x in zip(self._summed, sums, strict=True)}
+        leaves |= {i: _extremum(self._program.nodes[i].op, x) for i, x in zip(self._maxima, maxima, strict=True)}
+        leaves |= dict(zip(self._scalars, scalars, strict=True))
         done = self._batch_level(leaves, [i for _, i in self._program.outputs])
         return {name: float(done[i]) for name, i in self._program.outputs}
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from rldsl.diag import Diagnostic, Failure, fail
 from rldsl.plan.disk_paths import paths, shown, text
 from rldsl.plan.events import Checkpoint, Compute, Event, Fetch, Item
-from rldsl.plan.model import Function, Plan
+from rldsl.plan.function import Function
+from rldsl.plan.model import Plan
 from rldsl.plan.projection import schedule
 from rldsl.plan.references import Role, references
 from rldsl.report import render

@@ -16,7 +16,6 @@ import torch
 
 from rldsl.plan.events import Event, Fetch, Generate, Infer, Item, Lengths, Loop, Train
 from rldsl.plan.model import Plan
-from rldsl.plan.projection import events
 from rldsl.runtime.state.step import StepState
 
 PHASES: Mapping[type[Event], str] = {Generate: "generate", Infer: "infer", Train: "train"}
@@ -74,7 +73,7 @@ class Meter:
 
     def finish(self, step: StepState, seconds: float) -> dict[str, float]:
         """The numbers of the step, which took so many seconds; then begin the next."""
-        phases = {phase: s for phase, s in self.seconds.items()}
+        phases = dict(self.seconds)
         found: dict[str, float] = {f"time/{phase}": round(s, 4) for phase, s in phases.items()}
         found["time/rest"] = round(max(seconds - sum(phases.values()), 0.0), 4)
         for phase, tokens in self._tokens.items():

@@ -80,7 +80,7 @@ def shares(line: Mapping[str, float], width: int) -> list[tuple[str, int]]:
     for s in times.values():
         at += s
         edges.append(round(at / total * width))
-    return [(phase, end - start) for phase, start, end in zip(times, [0, *edges], edges)]
+    return [(phase, end - start) for phase, start, end in zip(times, [0, *edges[:-1]], edges, strict=True)]
 
 
 def picture(seen: ViewState, width: int = 80) -> RenderableType:
@@ -108,13 +108,14 @@ def _phases(line: Mapping[str, float], width: int) -> RenderableType:
 
 
 def _numbers(seen: ViewState, width: int) -> list[RenderableType]:
-    names = sorted(computed(seen.line or {}), key=display_order)[:SHOWN]
+    line = seen.line or {}
+    names = sorted(computed(line), key=display_order)[:SHOWN]
     table = Table.grid(padding=(0, 2))
     for i, name in enumerate(names):
         values = (seen.history or {}).get(name, ())
         room = max(8, width - 44)
         curve = Text(sparkline(values[-room:]), "yellow") if i < 2 else Text("")
-        table.add_row(Text(name, no_wrap=True), Text(f"{seen.line[name]:.4g}", justify="right"), curve)
+        table.add_row(Text(name, no_wrap=True), Text(f"{line[name]:.4g}", justify="right"), curve)
     return [table]
 
 

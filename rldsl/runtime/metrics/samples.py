@@ -131,4 +131,5 @@ def samples_file(out: Path, frame: str) -> Path:
 def _numbers(column: RaggedRows, rows: torch.Tensor) -> Mapping[int, float]:
     """The values of those rows that the column has."""
     wanted = set(rows.tolist())
-    return {i: x for i, x in zip(column.ids.tolist(), column.data.reshape(-1).tolist()) if i in wanted}
+    pairs = zip(column.ids.tolist(), column.data.reshape(-1).tolist(), strict=True)
+    return {i: x for i, x in pairs if i in wanted}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from rldsl.plan.events import Realloc, Save
 from rldsl.plan.model import Plan
@@ -15,7 +16,7 @@ from rldsl.runtime.files import replace_text, written
 SUMMARY = "summary.json"
 
 
-def summarise(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> dict:
+def summarise(plan: Plan, out: Path, steps: int, made: int, seconds: float) -> dict[str, Any]:
     """steps: done in all; made: of these in this start, in so many seconds. Worked out from the plan, since the rank
     that writes it need not have taken part."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
@@ -36,7 +37,7 @@ def _saved(plan: Plan, out: Path, steps: int) -> list[str]:
     return last if steps == plan.header.steps else [path for path in last if Path(path).exists()]
 
 
-def write_summary(plan: Plan, out: Path, summary: dict) -> None:
+def write_summary(plan: Plan, out: Path, summary: dict[str, Any]) -> None:
     with written(out / SUMMARY):
         replace_text(out / SUMMARY, json.dumps(summary, indent=2) + "\n")
     print(f"{plan.header.flow}: {summary['made']} steps in {summary['seconds']:.1f} s", file=sys.stderr)

@@ -4,7 +4,8 @@
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
 `checkpoint.json`, written last: step, plan, states, data positions and what they mean
 (`runtime/data/read_positions.py`), schedules, the size and sha256 of every file, and a digest of all this
-(`manifest.py`). So it can be read under any layout (`checkpoint_reader.py`). Each box is written by one of the ranks that hold it, and nothing is gathered.
+(`manifest.py`). So it can be read under any layout (`checkpoint_reader.py`). Each box is written by one of the ranks
+that hold it, and nothing is gathered.
 
 A step waits only for the copy to host memory; a thread writes. The first rank gives the directory its name when every
 rank has reported to the store of the process group, in a directory next to it that no other run uses.
@@ -170,7 +171,7 @@ class CheckpointWriter:
         final = checkpoint_directory(self.out, step)
         partial = final.parent / f".{final.name}.{self.token}.partial"
         try:
-            report = {"facts": facts, "files": self._file(partial, tensors) if tensors else {}}
+            report: dict[str, Any] = {"facts": facts, "files": self._file(partial, tensors) if tensors else {}}
         except Exception as error:  # the thread has nobody to raise to, and libraries bring errors of their own
             self.problem = str(getattr(error, "strerror", None) or error)
             report = {"problem": self.problem}

@@ -16,9 +16,10 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rldsl.diag import Diagnostic, Failure, fail
-from rldsl.plan.model import Function
+from rldsl.plan.function import Function
 from rldsl.runtime.rewards import user_functions, worker_process
 from rldsl.runtime.rewards.user_functions import Row
 from rldsl.runtime.rewards.worker import encoded
@@ -113,7 +114,7 @@ class RewardPool:
             return RowChunk(0, rows).singles()
         parts = max(-(-rows // MOST), min(rows // 2, SHARES * len(self.workers)), min(rows, 1))
         cuts = [rows * i // parts for i in range(parts + 1)] if parts else []
-        return [RowChunk(*ends) for ends in zip(cuts, cuts[1:])]
+        return [RowChunk(*ends) for ends in pairwise(cuts)]
 
     def _started(self, name: str) -> Worker:
         return worker_process.start(name, self.functions, self.loading)
@@ -148,9 +149,11 @@ class RewardPool:
         try:
             answer = worker.hear()
         except TimeoutError:
-            return self._late(worker, call)
+            self._late(worker, call)
+            return
         if answer is None:
-            return self._died(worker, call)
+            self._died(worker, call)
+            return
         worker.tell()
         chunk, worker.work = worker.work, None
         assert chunk is not None
@@ -159,7 +162,7 @@ class RewardPool:
         if chunk == LOAD and failure is not None:
             raise failure
         if call is None or chunk == LOAD:
-            return None
+            return
         self.lost = 0
         if failure is not None:
             call.errors[chunk.start] = failure
@@ -178,7 +181,8 @@ class RewardPool:
         if chunk.stop - chunk.start > 1:
             self.slow.add(call.function.id)
             call.todo = [single for c in call.todo for single in c.singles(c.again)]
-            return call.again(chunk.singles(chunk.again))
+            call.again(chunk.singles(chunk.again))
+            return
         call.errors[chunk.start] = self._blame(
             "RL0777", f"took more than {self.limit:g} s for row {call.names[chunk.start]}", lines, call, chunk,
             help="add a time limit inside the function, or raise `--reward-timeout SECONDS`")
@@ -195,7 +199,8 @@ class RewardPool:
             raise self._blame("RL0778", f"ended its process during import ({how})", lines, None, chunk, help)
         if not chunk.again:
             worker.say(f"`{call.function.name}` ended this process ({how}); retrying its rows one by one")
-            return call.again(chunk.singles(again=True))
+            call.again(chunk.singles(again=True))
+            return
         call.errors[chunk.start] = self._blame(
             "RL0778", f"ended its process on row {call.names[chunk.start]} ({how})", lines, call, chunk, help)
 

@@ -113,7 +113,7 @@ def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list
     try:
         return _call_checked(function, found, rows, names)
     except Failure:
-        for row, name in zip(rows, names) if len(rows) > 1 else ():
+        for row, name in zip(rows, names, strict=True) if len(rows) > 1 else ():
             _call_checked(function, found, [row], [name])
         raise
 
@@ -162,7 +162,7 @@ def _checked(function: Function, rows: list[Row], names: Sequence[str], result: 
         raise _wrong(function, f"returned {len(result)} values for {f'{len(rows)} rows' if many else first}",
                      notes=(f"{first} is the first", prompt) if many else (prompt,),
                      help="return one number per row, in order")
-    return [_number(function, row, name, value) for row, name, value in zip(rows, names, result)]
+    return [_number(function, row, name, value) for row, name, value in zip(rows, names, result, strict=True)]
 
 
 def _number(function: Function, row: Row, name: str, value: Any) -> float:

@@ -8,6 +8,7 @@ A request or an answer is its length in eight bytes and JSON in UTF-8. Nothing h
 from __future__ import annotations
 
 import faulthandler
+import io
 import json
 import os
 import signal
@@ -32,7 +33,8 @@ def main(channel: int, trace: int, rank: int) -> None:
     faulthandler.enable(trace, all_threads=False)
     faulthandler.register(WHERE, trace, all_threads=False)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+        if isinstance(stream, io.TextIOWrapper):  # which it is from the start of a process
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
     with socket.socket(fileno=channel) as peer:
         functions: dict[str, Function] = {}
         while (request := receive(peer)) is not None:

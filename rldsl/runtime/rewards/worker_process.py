@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from rldsl.plan.model import Function
+from rldsl.plan.function import Function
 from rldsl.runtime.rewards.worker import WHERE, encoded, receive, send
 
 # `__spec__` names what multiprocessing runs first in processes that users' code spawns
@@ -107,10 +107,8 @@ class Worker:
         if not self.ended:
             os.kill(self.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # its number stays taken until it is reaped
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         self.tell(ended=True)
         status = self.process.wait()
         self.peer.close()

@@ -14,7 +14,8 @@ import torch
 
 from rldsl.plan.events import Load, Offload, split
 from rldsl.plan.expr import Program
-from rldsl.plan.model import Data, Frame, Function, Model, Plan, Spread, Value
+from rldsl.plan.function import Function
+from rldsl.plan.model import Data, Frame, Model, Plan, Spread, Value
 from rldsl.plan.projection import events
 from rldsl.runtime.comm.world import World
 
