@@ -98,8 +98,8 @@ def event_kind(traits: Traits) -> Callable[[E], E]:
         if not (traits.participants or traits.everyone):
             raise TypeError(f"{cls.__name__}: nothing says which ranks take part")
         wanted = PARTICIPANTS.get(traits.blocking)
-        if wanted and not (len(wanted) == len(traits.participants)
-                           and all(known[name] & roles for name, roles in zip(traits.participants, wanted, strict=True))):
+        if wanted and not (len(wanted) == len(traits.participants) and all(
+                known[name] & roles for name, roles in zip(traits.participants, wanted, strict=True))):
             texts = (" or ".join(sorted(role.value for role in roles)) for roles in wanted)
             raise TypeError(f"{cls.__name__}: an event that is {traits.blocking!r} has these participants, and no "
                             f"others: {', '.join(f'a {text}' for text in texts)}")
