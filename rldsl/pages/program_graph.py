@@ -51,7 +51,6 @@ def _size(box: Box) -> Size:
 def _box(box: Box, size: Size, center: tuple[float, float]) -> Markup:
     (width, height), (x, y) = size, center
     hue = {"call": "hue0", "data": "hue2", "value": "hue7"}[box.shape]
-    under = element("text", box.line, x=width / 2, y=20 + LINE, class_="line", text_anchor="middle")
     return element(
         "g", element("title", ", ".join(text for text in (box.title, box.line) if text)),
         element("rect", class_="shape", width=width, height=height, rx=height / 2 if box.shape == "value" else 8.0),
