@@ -275,7 +275,7 @@ def _compute_places(every: tuple[g.Node, ...], choices: Mapping[str, Choice], ca
             continue
         near = flow.near(node)
         same = places.get(near.id) if isinstance(near, Local) else None
-        if same is not None:
+        if near is not None and same is not None:
             why = same.why if same.why.startswith("default: ") else f"default: same as {label(near)}"
             places[node.id] = Place(same.mesh, layout_of(same.mesh, dp=len(same.mesh.members())), 0, False, node.span,
                                     why)

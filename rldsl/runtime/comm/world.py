@@ -127,9 +127,8 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
             sets = axis_ranks(layout, meshes[layout.mesh], group.axis)
         for ranks in sets:
             if len(ranks) > 1 and ranks not in groups:
-                # of a mesh with an order of its own
-                more = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-                groups[ranks] = dist.new_group(list(ranks), timeout=timeout, **more)
+                in_order = list(ranks) == sorted(ranks)  # otherwise of a mesh with an order of its own
+                groups[ranks] = dist.new_group(list(ranks), timeout=timeout, sort_ranks=in_order)
     return World(rank, device, meshes, layouts, groups, _log_group(plan, meshes, device, timeout))
 
 

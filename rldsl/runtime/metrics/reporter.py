@@ -19,7 +19,6 @@ from rldsl.plan.metrics_file import METRICS
 from rldsl.plan.naming import describe_event
 from rldsl.plan.projection import events
 from rldsl.runtime.files import check_writable, written
-from rldsl.runtime.state.logged_numbers import LoggedNumbers
 from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.json_lines import encoded, truncate
 from rldsl.runtime.metrics.names import computed, display_order
@@ -27,6 +26,7 @@ from rldsl.runtime.metrics.samples import Samples, sample_sources, samples_file
 from rldsl.runtime.metrics.writers import MetricWriter, TensorBoard, Wandb
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
+from rldsl.runtime.state.logged_numbers import LoggedNumbers
 from rldsl.runtime.state.step import StepState
 
 if TYPE_CHECKING:

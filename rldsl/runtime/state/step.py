@@ -14,8 +14,8 @@ from rldsl.plan.events import Compute, Generate, split
 from rldsl.plan.model import Spread
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
-from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
 from rldsl.runtime.state.context import RunContext
+from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
 from rldsl.runtime.store import BufferStore, RaggedRows
 from rldsl.sharding.partition import mix
 
