@@ -28,11 +28,12 @@ SIZES = (64, 256, 1024, 4096, 10240)
 GATES = {("ppo zero2", 1024): (4.0, 1.0), ("ppo zero2", 10240): (8.0, 3.0), ("ppo", 1024): (4.0, 1.0),
          ("ppo", 10240): (8.0, 3.0)}
 REFUSAL = 10.0  # most CPU seconds of a refusal, fixes tried
-LLAMA = dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
-             intermediate_size=28672, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=False)
+LLAMA = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+         "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 8192,
+         "tie_word_embeddings": False}
 # published configurations: Grattafiori et al. 2024, arXiv:2407.21783, table 3; Jiang et al. 2024, arXiv:2401.04088
-MIXTRAL = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-               intermediate_size=14336, vocab_size=32000, num_local_experts=8, num_experts_per_tok=2)
+MIXTRAL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 HEADER = """
 cluster nodes={nodes} gpus=8 memory_gb=80
 data prompts = jsonl("prompts.jsonl", batch={batch}, max_prompt_tokens=1024)
@@ -80,18 +81,18 @@ flow grpo(steps=1000, seed=1) {{
   prompt = prompts.next()
   gen    = actor.generate(prompt, n=8, max_new_tokens=1024)  on all tp=4 ep=2 mbs=16 {keep}
   adv    = group_norm(len(gen))
-  actor.train(gen, loss=grpo(old=gen.logprobs, ref=gen.logprobs, adv=adv), minibatches=4)  on all ep=8 pp=2 mbs=1 {train}
+  actor.train(gen, loss=grpo(old=gen.logprobs, ref=gen.logprobs, adv=adv), minibatches=4) on all ep=8 pp=4 mbs=1 {train}
 }}
 """
-SPARE = dict(keep="keep=false", offload="offload=true")
+SPARE = {"keep": "keep=false", "offload": "offload=true"}
 PROGRAMS: dict[str, tuple[str, dict[str, str]]] = {
-    "ppo": (PPO, dict(keep="", offload="", train="zero=1")),
-    "ppo zero2": (PPO, dict(**SPARE, train="zero=2")),
-    "ppo zero3": (PPO, dict(**SPARE, train="zero=3")),
-    "ppo vpp": (PPO, dict(**SPARE, train="zero=1 vpp=5")),
-    "grpo zero1": (GRPO, dict(**SPARE, train="zero=1")),
-    "moe ep": (MOE, dict(keep="", offload="", train="zero=2")),
-    "refusal": (PPO.replace("memory_gb=80", "memory_gb=4"), dict(keep="", offload="", train="")),
+    "ppo": (PPO, {"keep": "keep=false", "offload": "", "train": "zero=1"}),
+    "ppo zero2": (PPO, {**SPARE, "train": "zero=2"}),
+    "ppo zero3": (PPO, {**SPARE, "train": "zero=3"}),
+    "ppo vpp": (PPO, {**SPARE, "train": "zero=1 vpp=5"}),
+    "grpo zero1": (GRPO, {**SPARE, "train": "zero=1"}),
+    "moe ep": (MOE, {**SPARE, "train": "zero=2"}),
+    "refusal": (PPO.replace("memory_gb=80", "memory_gb=4"), {"keep": "", "offload": "", "train": ""}),
 }
 
 

@@ -24,14 +24,17 @@ SHARED = GRPO.replace("on one", "on all").replace("on other", "on all")  # every
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("scale")
     for name, head in (("actor", False), ("judge", True)):
-        directory(made / name, LLAMA["70B"], head)
+        directory(made / name, "llama", LLAMA, head)
     return made
 
 
 def compiled(folder: Path, text: str, ranks: int) -> Plan:
     program = folder / "run.rlf"
-    program.write_text(text.format(nodes=ranks // 8, half=ranks // 16, batch=4 * ranks))
-    plan = api.compile(str(program), {"base": str(folder / "actor"), "judge_path": str(folder / "judge")})
+    text = text.format(nodes=ranks // 8, half=ranks // 16, batch=4 * ranks, keep="", offload="", train="")
+    for name in ("actor", "judge"):
+        text = text.replace(f'"{name}"', f'"{folder / name}"')
+    program.write_text(text.replace("memory_gb=80", "memory_gb=4000"))
+    plan = api.compile(str(program))
     return decode(encode(plan), "run.plan")
 
 
