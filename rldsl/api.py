@@ -114,7 +114,7 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     placement file."""
     from rldsl.placement.lints import lint as lint_rules
     from rldsl.placement.place import places_of, problems_of
-    from rldsl.placement.resident import idle
+    from rldsl.placement.resident import idle_copies
     from rldsl.semantics.lints import lint
 
     if graph is None:
@@ -122,7 +122,7 @@ def judged(files: Sequence[ast.File], graph: Graph | None, found: tuple[Diagnost
     placed = problems_of(graph, rules)
     if found:  # calls with a mistake are not in the graph, so only what stands at the others can be judged
         return (*found, *(d for d in placed if d.code in LOCAL))
-    return placed or (*lint(files), *lint_rules(graph, rules), *idle(graph, places_of(graph, rules)))
+    return placed or (*lint(files), *lint_rules(graph, rules), *idle_copies(graph, places_of(graph, rules)))
 
 
 def draft(path: str, sets: Mapping[str, Scalar] | None = None, place: str | None = None,

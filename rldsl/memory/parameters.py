@@ -24,7 +24,7 @@ class Copy:
 
     model: Model
     layout: Layout
-    cell: Cell
+    cell: Cell  # its place in the layout
 
     @property
     def trained(self) -> bool:

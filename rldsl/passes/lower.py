@@ -12,9 +12,9 @@ from typing import Any, assert_never
 from rldsl.diag import fail, internal_error
 from rldsl.graph import model as g
 from rldsl.passes.draft import Draft
-from rldsl.placement.budget import decoded
+from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed, mesh_of
-from rldsl.placement.sync import anchors
+from rldsl.placement.sync import sync_places
 from rldsl.plan.events import (
     Collect,
     Compute,
@@ -86,7 +86,7 @@ class _Lower:
     def __init__(self, placed: Placed):
         self.placed, self.places = placed, dict(placed.places)
         self.homes = {m.name: m.home for m in placed.models}
-        self.anchors = anchors(placed.graph, self.places, self.homes)
+        self.anchors = sync_places(placed.graph, self.places, self.homes)
         self.written: dict[str, str] = {}  # model -> position of what made its version, in program order
         self.values = {v.id: v for v in placed.graph.values}
         self.layouts: dict[str, Layout] = {}
@@ -192,7 +192,7 @@ class _Lower:
         match node:
             case g.Generate():
                 return Generate(**common, layout=layout, reads=(copy, *reads), writes=writes,
-                                mbs=decoded(self.frames[node.frame], place), **payload(node, GenerateSpec))
+                                mbs=decode_batch_size(self.frames[node.frame], place), **payload(node, GenerateSpec))
             case g.Infer():
                 return Infer(**common, layout=layout, reads=(copy, *reads), writes=writes, mbs=place.mbs, mbt=place.mbt,
                              **payload(node, InferSpec))

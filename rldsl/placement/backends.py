@@ -20,7 +20,7 @@ from rldsl.plan.model import DEFAULT_BACKEND
 from rldsl.source import Span
 
 
-def check_name(name: str, span: Span) -> None:
+def check_backend_name(name: str, span: Span) -> None:
     """RL0312."""
     if described(name) is None:
         near = get_close_matches(name, names(), n=1)
@@ -30,7 +30,8 @@ def check_name(name: str, span: Span) -> None:
             fix=Fix(((span, f"backend={near[0]}"),)) if near and span.text.startswith("backend") else None)])
 
 
-def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], families: Mapping[str, Family]) -> None:
+def check_backends(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
+                   families: Mapping[str, Family]) -> None:
     """RL0327, and RL0326 where a backend could do it all. families: empty where no model directory has been read."""
     adapted = {m.name for m in graph.models if m.lora is not None}
     kinds = {g.Generate: "generate", g.Infer: "infer", g.Train: "train"}

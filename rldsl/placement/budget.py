@@ -15,17 +15,17 @@ from rldsl.placement.rules import option_span
 from rldsl.plan.model import Frame
 
 
-def longest(frame: Frame) -> int:
+def max_row_tokens(frame: Frame) -> int:
     """Tokens of a row, at most."""
     return frame.max_prompt_tokens + frame.max_response_tokens
 
 
-def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place]) -> None:
+def check_token_budgets(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place]) -> None:
     """A row is never cut, so the longest must fit."""
     frames = {f.id: f for f in graph.frames}
     for node in calls:
         place = places[node.id]
-        wide = sum(longest(frames[f]) for f in (node.frames if isinstance(node, g.Train) else (node.frame,)))
+        wide = sum(max_row_tokens(frames[f]) for f in (node.frames if isinstance(node, g.Train) else (node.frame,)))
         if 0 < place.mbt < wide:
             raise fail("RL0328", f"a row of `{label(node)}` can exceed its micro-batch limit",
                        option_span(place.span, "mbt"), f"a row has up to {wide} tokens",
@@ -33,7 +33,7 @@ def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place]) ->
                             "`max_new_tokens`)")
 
 
-def decoded(frame: Frame, place: Place) -> int:
+def decode_batch_size(frame: Frame, place: Place) -> int:
     """`mbs` of a generate: by `mbt` as many sequences as fit when all are as long as they may be."""
-    fit = place.mbt // longest(frame)
+    fit = place.mbt // max_row_tokens(frame)
     return min(place.mbs or fit, fit) if place.mbt else place.mbs

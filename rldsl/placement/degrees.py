@@ -14,7 +14,7 @@ from math import gcd, prod
 from rldsl.diag import Diagnostic, Failure, Fix, Label, fail
 from rldsl.graph.model import MeshRef
 from rldsl.models.families import Family
-from rldsl.placement.backends import check_name
+from rldsl.placement.backends import check_backend_name
 from rldsl.placement.model import Place, layout_of, mesh_of
 from rldsl.placement.rules import Choice, Option
 from rldsl.plan.expr import Scalar
@@ -32,11 +32,11 @@ ZERO = "0 shards nothing over dp; 1 shards the optimizer state, 2 also gradients
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """declared: whether the program says so; otherwise the cluster is one node, as large as the largest rank named."""
+    """The cluster that meshes must fit."""
 
     nodes: int
-    gpus: int
-    declared: bool
+    gpus: int  # per node
+    declared: bool  # by the program; else it is one node, as large as the largest rank named
 
     @property
     def world(self) -> int:
@@ -68,7 +68,7 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
                        help="mesh(n0:n1, d0:d1) is nodes n0 to n1-1 and devices d0 to d1-1 of each")
         ranks = [n * cluster.gpus + d for n in range(*ref.nodes) for d in range(start, stop)]
     mesh = mesh_of(ranks)
-    if cluster.declared and not _shaped(mesh, cluster.gpus):
+    if cluster.declared and not _check_mesh_shape(mesh, cluster.gpus):
         raise fail("RL0306", "a mesh must be whole nodes or an even fraction of one node", ref.span,
                    f"{stop} ranks on nodes of {cluster.gpus}" if ref.free else
                    f"ranks {mesh.id} on nodes of {cluster.gpus}",
@@ -78,7 +78,7 @@ def mesh_ranks(ref: MeshRef, cluster: Cluster) -> Mesh:
     return mesh
 
 
-def _shaped(mesh: Mesh, gpus: int) -> bool:
+def _check_mesh_shape(mesh: Mesh, gpus: int) -> bool:
     if len(mesh.ranks) != 1:
         return False
     start, stop = mesh.ranks[0]
@@ -112,7 +112,7 @@ def read_options(options: Sequence[Option]) -> dict[str, tuple[Scalar, Span]]:
         if name == "zero" and value not in range(4):
             raise fail("RL0311", "`zero` must be an integer from 0 to 3", span, f"this is {value!r}", help=ZERO)
         if name == "backend":
-            check_name(str(value), span)
+            check_backend_name(str(value), span)
         found[name] = (value, span)
     return found
 
@@ -129,7 +129,8 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
                 raise fail("RL0311", f"`{name}` does not apply to a computation", given[name][1],
                            f"`{call}` does not run a model",
                            help="give only a mesh; rows are divided over all its ranks")
-    dp, tp, pp, cp = fill({k: int(given[k][0]) for k in DEGREES if k in given}, size, mesh, choice, given, call)
+    degrees = {k: int(given[k][0]) for k in DEGREES if k in given}
+    dp, tp, pp, cp = infer_degrees(degrees, size, mesh, choice, given, call)
     layout = layout_of(mesh, dp, tp, pp, cp, str(given.get("backend", (DEFAULT_BACKEND,))[0]),
                        int(given.get("zero", (0,))[0]), int(given.get("ep", (1,))[0]),
                        int(given.get("vpp", (1,))[0]))
@@ -144,7 +145,7 @@ def place(choice: Choice, mesh: Mesh, family: Family | None, cluster: Cluster, c
                  bool(given.get("keep", (True,))[0]), mbt=int(given.get("mbt", (0,))[0]))
 
 
-def fill(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],
+def infer_degrees(given: dict[str, int], size: int, mesh: Mesh, choice: Choice, written: dict[str, tuple[Scalar, Span]],
          call: str) -> tuple[int, int, int, int]:
     """(dp, tp, pp, cp) whose product is `size`; one that is left out is inferred: dp first, else the only one
     missing of dp, tp and pp."""

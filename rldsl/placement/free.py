@@ -17,7 +17,7 @@ from rldsl.plan.model import Mesh, Model
 from rldsl.reshard.device_order import reorder_devices
 
 
-def chosen(calls: Iterable[Call], places: Mapping[str, Place], models: Mapping[str, Model],
+def choose_free_meshes(calls: Iterable[Call], places: Mapping[str, Place], models: Mapping[str, Model],
            cluster: Cluster) -> dict[str, Place]:
     """models: those that are trained, with their homes."""
     calls = tuple(calls)

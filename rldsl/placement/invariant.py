@@ -18,7 +18,8 @@ from rldsl.plan.backends import described
 FIXED = ("tp", "cp", "ep")
 
 
-def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], families: Mapping[str, Family]) -> None:
+def check_invariance(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
+                     families: Mapping[str, Family]) -> None:
     """families: empty where no model directory has been read."""
     asked = {m.name: m for m in graph.models if m.invariant}
     for m in asked.values():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rldsl.diag import fail
 from rldsl.graph.model import Model
 from rldsl.models.families import Family, Linear
-from rldsl.placement.peft import adapter
+from rldsl.placement.peft import read_adapter
 from rldsl.plan.adapter_names import A, B
 from rldsl.plan.heads import SCORE_WEIGHT
 from rldsl.plan.model import Lora, ParamSpec
@@ -22,29 +22,29 @@ from rldsl.source import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """params: trained, moved and saved. base: read from the model's directory by everybody."""
+class AdapterParameters:
+    """The parameters of a model with or without adapters."""
 
-    params: tuple[ParamSpec, ...]
-    base: tuple[ParamSpec, ...] = ()
+    params: tuple[ParamSpec, ...]  # trained, resharded and saved
+    base: tuple[ParamSpec, ...] = ()  # frozen; every rank reads its slices from the model's directory
     lora: Lora | None = None
 
 
-def parts(model: Model, family: Family, seed: int) -> Parts:
+def split_adapter_parameters(model: Model, family: Family, seed: int) -> AdapterParameters:
     """seed: of the program, for the adapters' first values."""
     if model.lora is None:
-        return Parts(family.params)
-    wanted = adapter(model.lora.path, model.lora_span) if model.lora.path else model.lora
-    chosen = _chosen(wanted.targets, family, model.lora_span)
+        return AdapterParameters(family.params)
+    wanted = read_adapter(model.lora.path, model.lora_span) if model.lora.path else model.lora
+    chosen = _target_modules(wanted.targets, family, model.lora_span)
     weights = {s.name: s for s in family.params}
     heads = tuple(s for s in family.params if s.name == SCORE_WEIGHT)  # small, and of this task alone: trained whole
     adapters = tuple(spec for m in chosen for spec in _factors(weights[f"{m.name}.weight"], m, wanted.r))
     targets = wanted.targets or tuple(dict.fromkeys(_last(m.name) for m in chosen))
-    return Parts((*adapters, *heads), tuple(s for s in family.params if s not in heads),
+    return AdapterParameters((*adapters, *heads), tuple(s for s in family.params if s not in heads),
                  replace(wanted, targets=targets, seed=seed, transposed=any(m.transposed for m in chosen)))
 
 
-def _chosen(targets: tuple[str, ...], family: Family, span: Span | None) -> list[Linear]:
+def _target_modules(targets: tuple[str, ...], family: Family, span: Span | None) -> list[Linear]:
     """The modules that `targets` name by the ends of their names; all of them where it is empty."""
     known = tuple(dict.fromkeys(_last(m.name) for m in family.linears))
     if not known:
@@ -52,14 +52,14 @@ def _chosen(targets: tuple[str, ...], family: Family, span: Span | None) -> list
                    f"the blocks of {family.name} contain no linear layers", help="train it without `lora`")
     for target in targets:
         if not any(_named(m, target) for m in family.linears):
-            near = _near(target, known)
+            near = _close_matches(target, known)
             raise fail("RL0341", f"\"{family.path}\" has no module named `{target}`", span,
                        f"did you mean `{near}`?" if near else "",
                        help=f"linear layers in the blocks of {family.name}: {', '.join(known)}")
     return [m for m in family.linears if not targets or any(_named(m, t) for t in targets)]
 
 
-def _near(word: str, known: Iterable[str]) -> str:
+def _close_matches(word: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(word, list(known), 1)), "")

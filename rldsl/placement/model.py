@@ -24,35 +24,32 @@ Local = Compute | Select | Collect  # what runs on values alone
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node runs. mbs, mbt: most sequences, and most tokens, in a micro-batch (0: all). why: who decided it.
-    recompute: as in `plan.Train`. keep: whether a copy of a trained model stays after its last use in a step. given: of
-    `mesh(8)`, as many ranks in ascending order, where `free.py` chose others."""
+    """Where and how a node runs."""
 
     mesh: Mesh
-    layout: Layout
-    mbs: int = 0
-    offload: bool = False
-    span: Span | None = None
-    why: str = ""
-    recompute: Literal["none", "full"] = "none"
-    keep: bool = True
-    given: Mesh | None = None
-    mbt: int = 0
+    layout: Layout  # on the mesh
+    mbs: int = 0  # sequences per micro-batch; 0: all
+    offload: bool = False  # parameters and optimizer state are in host memory between calls
+    span: Span | None = None  # of the clause that decided it
+    why: str = ""  # what decided it
+    recompute: Literal["none", "full"] = "none"  # as of `plan.Train`
+    keep: bool = True  # whether a copy of a trained model stays after its last use in a step
+    given: Mesh | None = None  # with `mesh(8)`: the first 8 ranks, where `free.py` chose others; else None
+    mbt: int = 0  # tokens per micro-batch; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A graph with a place for each call and computation. models: as in the plan, `home` set to a layout id.
-    memory: bytes of a device, 0 when unknown. tokenizers: data source -> model directory."""
+    """A graph with a place for each call and computation."""
 
     graph: Graph
-    models: tuple[Model, ...]
-    families: tuple[tuple[str, Family], ...]
-    places: tuple[tuple[str, Place], ...]
-    tokenizers: tuple[tuple[str, str], ...]
-    world: int
-    devices_per_node: int
-    memory: int = 0
+    models: tuple[Model, ...]  # as in the plan; `home` is a layout id
+    families: tuple[tuple[str, Family], ...]  # (model, family)
+    places: tuple[tuple[str, Place], ...]  # (node id, place)
+    tokenizers: tuple[tuple[str, str], ...]  # (data source, model directory)
+    world: int  # ranks
+    devices_per_node: int  # ranks per node
+    memory: int = 0  # bytes per device; 0: unknown
 
 
 def mesh_of(ranks: Iterable[int]) -> Mesh:

@@ -28,7 +28,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def adapter(path: str, span: Span | None) -> Lora:
+def read_adapter(path: str, span: Span | None) -> Lora:
     """span: of the program, to be underlined. The weights are read by the ranks."""
     file = Path(path) / CONFIG
     if not file.is_file():
@@ -42,7 +42,7 @@ def adapter(path: str, span: Span | None) -> Lora:
             raise TypeError(f"target_modules is {json.dumps(targets)}")
         odd = [] if kind == "LORA" else [f"peft_type={kind}"]
         odd += [] if r >= 1 and alpha > 0 else ["r, lora_alpha"]
-        odd += _odd(found)
+        odd += _unsupported_options(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise fail("RL0342", f'the adapter in "{path}" cannot be read', span, f"{type(error).__name__}: {error}",
                    help=f"{CONFIG} is corrupted; copy the directory again") from None
@@ -58,7 +58,7 @@ def adapter(path: str, span: Span | None) -> Lora:
     return Lora(r, alpha, tuple(sorted(map(str, targets))), path=path)
 
 
-def _odd(options: dict[str, Any]) -> Iterator[str]:
+def _unsupported_options(options: dict[str, Any]) -> Iterator[str]:
     """What is set and not understood. 0 counts as set: it is the number of a layer."""
     for name, value in options.items():
         unset = value is None or value is False or value in ([], {}, "")

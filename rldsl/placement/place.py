@@ -16,9 +16,9 @@ from rldsl.graph import model as g
 from rldsl.models.families import Family, describe, sizes_of
 from rldsl.placement import backends, budget, free, invariant, positions, resident, sync, tokenizers
 from rldsl.placement.degrees import DEGREES, Cluster, mesh_ranks, place
-from rldsl.placement.lora import parts
+from rldsl.placement.lora import split_adapter_parameters
 from rldsl.placement.model import Call, Local, Place, Placed, label, layout_of, mesh_of
-from rldsl.placement.rules import Choice, choose, option_span, resolve
+from rldsl.placement.rules import Choice, collect_choices, option_span, resolve_choices
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.progress import stage
 
@@ -28,15 +28,16 @@ Describe = Callable[..., Family]
 def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = describe) -> Placed:
     """Place all of `graph`. place_file: name of the placement file. describe: reads model directories.
     Raises Failure with every mistake found (RL03xx)."""
-    choices = resolve(graph, place_file)
+    choices = resolve_choices(graph, place_file)
     cluster = cluster_of(graph, choices)
     families = _families(graph, describe)
-    sync.check(graph, families)
-    tokenizers.check(graph, families)
+    sync.check_sync_parameters(graph, families)
+    tokenizers.check_tokenizers(graph, families)
     places, homes = _places(graph, choices, families, cluster)
     memory = int((graph.cluster.memory_gb if graph.cluster else 0) * 1e9)
-    means = sync.means(graph, places, homes)
-    models = tuple(replace(_model(m, families[m.name], homes.get(m.name, ""), sync.sources(graph, m.name), graph.seed),
+    means = sync.mean_layouts(graph, places, homes)
+    models = tuple(replace(_model(m, families[m.name], homes.get(m.name, ""), sync.sync_sources(graph, m.name),
+                                  graph.seed),
                            mean=means.get(m.name, "")) for m in graph.models)
     sync.check_adapters(graph, models)
     return Placed(graph, models, tuple(families.items()), tuple(places.items()), tokenizers.tokenizers(graph),
@@ -45,7 +46,7 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
 
 def problems_of(graph: g.Graph, place_file: str = "") -> tuple[Diagnostic, ...]:
     """What all checks find that need no model directory: of rules, meshes, degrees."""
-    choices, found = choose(graph, place_file)
+    choices, found = collect_choices(graph, place_file)
     try:
         _places(graph, choices, {}, cluster_of(graph, choices))
     except Failure as failure:
@@ -55,7 +56,7 @@ def problems_of(graph: g.Graph, place_file: str = "") -> tuple[Diagnostic, ...]:
 
 def places_of(graph: g.Graph, place_file: str = "") -> dict[str, Place]:
     """The places of all calls and computations, as far as they are known without model directories."""
-    choices = resolve(graph, place_file)
+    choices = resolve_choices(graph, place_file)
     return _places(graph, choices, {}, cluster_of(graph, choices))[0]
 
 
@@ -69,14 +70,14 @@ def _places(graph: g.Graph, choices: Mapping[str, Choice], families: Mapping[str
     if families and any(p.given for p in places.values()):
         models = {m.name: _model(m, families[m.name], homes[m.name], (), graph.seed) for m in graph.models
                   if m.name in homes}
-        places = free.chosen(calls, places, models, cluster)
+        places = free.choose_free_meshes(calls, places, models, cluster)
     places |= _compute_places(every, choices, places, cluster)
-    resident.check(graph, calls, places, homes)
-    budget.check(graph, calls, places)
-    backends.check(graph, calls, places, families)
-    invariant.check(graph, calls, places, families)
-    positions.check(graph, calls, families)
-    sync.anchors(graph, places, homes)
+    resident.check_residency(graph, calls, places, homes)
+    budget.check_token_budgets(graph, calls, places)
+    backends.check_backends(graph, calls, places, families)
+    invariant.check_invariance(graph, calls, places, families)
+    positions.check_positions(graph, calls, families)
+    sync.sync_places(graph, places, homes)
     return places, homes
 
 
@@ -111,7 +112,7 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
 
 def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed: int) -> Model:
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
-    own = parts(m, family, seed)
+    own = split_adapter_parameters(m, family, seed)
     return Model(m.name, m.kind, m.path, dtype, own.params, family.layers, family.config_digest, home,
                  m.optimizer if home else None, sources=sources, base=own.base, lora=own.lora,
                  sizes=sizes_of(family), invariant=m.invariant)
@@ -161,7 +162,7 @@ def _call_places(calls: list[Call], choices: Mapping[str, Choice], families: Map
         raise Failure(dict.fromkeys(problems))
     for node in late:
         choice = choices.get(node.id)
-        model = _leader(node, calls, places)
+        model = _followed_call(node, calls, places)
         if model is not None:
             base, why = places[model.id], f"default: same as {label(model)}"
             if isinstance(node, g.Generate) and base.layout.cp > 1:  # the same boxes, so nothing moves
@@ -198,7 +199,7 @@ def _for_passes(x: Layout, mesh: Mesh) -> Layout:
     return layout_of(mesh, x.dp, x.tp, x.pp, x.cp, x.backend, ep=x.ep)
 
 
-def _leader(node: Call, calls: list[Call], places: Mapping[str, Place]) -> Call | None:
+def _followed_call(node: Call, calls: list[Call], places: Mapping[str, Place]) -> Call | None:
     """The call of the same model whose mesh a call without one takes: a train call, else the first that is placed."""
     same = [c for c in calls if c.model == node.model and c.id in places]
     return next((c for c in same if isinstance(c, g.Train)), same[0] if same else None)

@@ -14,41 +14,42 @@ from typing import Any
 from rldsl.diag import Diagnostic, Failure
 from rldsl.graph import model as g
 from rldsl.models.families import Family
-from rldsl.placement.budget import longest
+from rldsl.placement.budget import max_row_tokens
 from rldsl.placement.model import Call, label
 
 CHANGING = ("dynamic", "longrope")  # in transformers' names; the others are one function of the position
 
 
-def check(graph: g.Graph, calls: Iterable[Call], families: Mapping[str, Family]) -> None:
+def check_positions(graph: g.Graph, calls: Iterable[Call], families: Mapping[str, Family]) -> None:
     """RL0331, once for each model. families: empty where no model directory has been read."""
     frames = {f.id: f for f in graph.frames}
     problems: dict[str, Diagnostic] = {}
     for node in calls:
         family = families.get(node.model)
-        if family is None or node.model in problems or not (most := limit(family)):
+        if family is None or node.model in problems or not (most := max_positions(family)):
             continue
         own = [frames[f] for f in (node.frames if isinstance(node, g.Train) else (node.frame,))]
-        frame = max(own, key=longest)
-        if longest(frame) > most:
+        frame = max(own, key=max_row_tokens)
+        if max_row_tokens(frame) > most:
             problems[node.model] = Diagnostic(
                 "RL0331",
-                f"`{label(node)}` has sequences of up to {longest(frame)} tokens, but the model has {most} positions",
+                f"`{label(node)}` has sequences of up to {max_row_tokens(frame)} tokens, but the model has {most} "
+                "positions",
                 node.span, f"{frame.max_prompt_tokens} + {frame.max_response_tokens} tokens",
                 help=_help(family, most))
     if problems:
         raise Failure(problems.values())
 
 
-def limit(family: Family) -> int:
+def max_positions(family: Family) -> int:
     """Tokens of a sequence, at most; 0: any number."""
-    ropes = _ropes(family)
+    ropes = _rope_configs(family)
     changing = [int(r.get("original_max_position_embeddings") or family.max_positions) for r in ropes
                 if r.get("rope_type") in CHANGING]
     return min(changing, default=0 if ropes else family.max_positions)
 
 
-def _ropes(family: Family) -> list[Mapping[str, Any]]:
+def _rope_configs(family: Family) -> list[Mapping[str, Any]]:
     """One, or one for each kind of layer."""
     found = json.loads(dict(family.config).get("rope_parameters", "null"))
     if not isinstance(found, dict):
@@ -58,6 +59,6 @@ def _ropes(family: Family) -> list[Mapping[str, Any]]:
 
 def _help(family: Family, most: int) -> str:
     text = "limit them (`max_prompt_tokens`, `max_answer_tokens`, `max_new_tokens`)"
-    changing = sorted({str(r["rope_type"]) for r in _ropes(family) if r.get("rope_type") in CHANGING})
+    changing = sorted({str(r["rope_type"]) for r in _rope_configs(family) if r.get("rope_type") in CHANGING})
     return text if not changing else \
         f"{text}; beyond {most} tokens the scaling `{changing[0]}` depends on the longest sequence of the micro-batch"

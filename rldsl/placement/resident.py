@@ -14,7 +14,8 @@ from rldsl.placement.model import Call, Place, label
 from rldsl.placement.rules import option_span
 
 
-def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], homes: Mapping[str, str]) -> None:
+def check_residency(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place],
+                    homes: Mapping[str, str]) -> None:
     """homes: of the trained models."""
     adapted, calls = {m.name for m in graph.models if m.lora is not None}, tuple(calls)
     stays = {n.model: n for n in calls if isinstance(n, g.Train) and not places[n.id].offload}
@@ -37,7 +38,7 @@ def check(graph: g.Graph, calls: Iterable[Call], places: Mapping[str, Place], ho
                        why[0], help=why[1])
 
 
-def idle(graph: g.Graph, places: Mapping[str, Place]) -> Iterator[Diagnostic]:
+def idle_copies(graph: g.Graph, places: Mapping[str, Place]) -> Iterator[Diagnostic]:
     """Of each copy of a frozen model that a call wants in host memory and another one on the device, where it stays."""
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
     trained = {n.model for n in calls if isinstance(n, g.Train)}

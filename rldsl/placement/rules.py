@@ -27,28 +27,27 @@ Option = tuple[str, Scalar, Span]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was asked for one node. why: which kind of clause decided the mesh. auto: the compiler is to choose it, and
-    what the options leave open."""
+    """What the program and its rules ask for one node."""
 
-    mesh: MeshRef | None
-    options: tuple[Option, ...]
+    mesh: MeshRef | None  # None: not given
+    options: tuple[Option, ...]  # (name, value, where)
     span: Span
-    why: str = "inline"
-    auto: bool = False
+    why: str = "inline"  # the kind of clause that decided the mesh
+    auto: bool = False  # the compiler chooses the mesh, and what the options leave open
 
 
-def resolve(graph: Graph, place_file: str = "") -> dict[str, Choice]:
+def resolve_choices(graph: Graph, place_file: str = "") -> dict[str, Choice]:
     """Choices of all nodes that have one. place_file: the name of the placement file, to tell its rules apart."""
-    found, problems = choose(graph, place_file)
+    found, problems = collect_choices(graph, place_file)
     if problems:
         raise Failure(problems)
     return found
 
 
-def choose(graph: Graph, place_file: str = "") -> tuple[dict[str, Choice], tuple[Diagnostic, ...]]:
+def collect_choices(graph: Graph, place_file: str = "") -> tuple[dict[str, Choice], tuple[Diagnostic, ...]]:
     """The choices, and what is wrong with the rules."""
     every = tuple(nodes(graph.items))
-    problems = [d for rule in graph.rules if (d := _unmatched(rule, every))]
+    problems = [d for rule in graph.rules if (d := _check_matches(rule, every))]
     found: dict[str, Choice] = {}
     for node in every:
         clauses = _clauses(node, graph.rules, place_file, problems)
@@ -133,7 +132,7 @@ def _merge(clauses: list[tuple[Clause, str]]) -> Choice:
     return Choice(None, tuple(options.values()), clause.span, why)
 
 
-def _unmatched(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
+def _check_matches(rule: Rule, every: tuple[Node, ...]) -> Diagnostic | None:
     if any(specificity(rule.selector, node) >= 0 for node in every):
         return None
     calls = [f"{m}.{w}" for n in every for m, ws in (names_of(n),) for w in ws[:1]]

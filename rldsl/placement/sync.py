@@ -20,17 +20,17 @@ def syncs(graph: g.Graph) -> tuple[g.Sync, ...]:
     return tuple(n for n in g.nodes(graph.items) if isinstance(n, g.Sync))
 
 
-def sources(graph: g.Graph, model: str) -> tuple[str, ...]:
+def sync_sources(graph: g.Graph, model: str) -> tuple[str, ...]:
     """The models that `model` follows, one for each statement, in program order."""
     return tuple(n.source for n in syncs(graph) if n.model == model)
 
 
-def means(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, str]:
+def mean_layouts(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, str]:
     """Model that an `ema` writes -> the layout under which it does."""
-    return {n.model: anchors(graph, places, homes)[n.model].layout.id for n in syncs(graph) if n.decay}
+    return {n.model: sync_places(graph, places, homes)[n.model].layout.id for n in syncs(graph) if n.decay}
 
 
-def check(graph: g.Graph, families: Mapping[str, Family]) -> None:
+def check_sync_parameters(graph: g.Graph, families: Mapping[str, Family]) -> None:
     """RL0321 where the parameters of target and source, or the configs that say what they mean, differ."""
     models = {m.name: m for m in graph.models}
     problems: list[Diagnostic] = []
@@ -87,7 +87,7 @@ def _difference(model: str, mine: Family, source: str, other: Family) -> str:
     return told(f"{key} in config.json", config.get(key, "not set"), of_source.get(key, "not set")) if key else ""
 
 
-def anchors(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, Place]:
+def sync_places(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str]) -> dict[str, Place]:
     """Model -> where a sync reads or writes it. A trained model: its home. A target: under the layout of its source, if
     it is used under that one, else its first call's, else (it is only saved) where its source is."""
     used: dict[str, list[Place]] = {}
@@ -98,7 +98,7 @@ def anchors(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str
     waiting = syncs(graph)
     named = {x for n in waiting for x in (n.model, n.source)}
     while waiting:
-        later = tuple(n for n in waiting if not _settle(n, used, found))
+        later = tuple(n for n in waiting if not _place_sync(n, used, found))
         if len(later) == len(waiting):
             n = later[0]
             raise fail("RL0319", f"`{n.model}` is updated from `{n.source}`, but no call uses either", n.span,
@@ -107,7 +107,7 @@ def anchors(graph: g.Graph, places: Mapping[str, Place], homes: Mapping[str, str
     return {m: place for m, place in found.items() if m in named}
 
 
-def _settle(n: g.Sync, used: Mapping[str, list[Place]], found: dict[str, Place]) -> bool:
+def _place_sync(n: g.Sync, used: Mapping[str, list[Place]], found: dict[str, Place]) -> bool:
     """Find the places of both models; False where neither is known yet."""
     own, others = used.get(n.model, []), used.get(n.source, [])
     source = found.get(n.source) or next(iter(others), None)

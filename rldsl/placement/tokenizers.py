@@ -29,7 +29,7 @@ def _readers(graph: g.Graph) -> dict[str, list[str]]:
     return readers
 
 
-def check(graph: g.Graph, families: Mapping[str, Family]) -> None:
+def check_tokenizers(graph: g.Graph, families: Mapping[str, Family]) -> None:
     """RL0316: two models read the same tokens with different tokenizers."""
     models = {m.name: m for m in graph.models}
     for names in _readers(graph).values():

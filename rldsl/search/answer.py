@@ -136,9 +136,9 @@ def _compile_best(p: PreparedProgram, evaluator: Evaluator, result: Result, clus
     """(the best placements that fit, verified; by how many bytes the others exceed a device)."""
     found: list[CompiledPlacement] = []
     over = 0
-    for judged in distinct_evaluations(result.best):
+    for evaluation in distinct_evaluations(result.best):
         stage("compiling the best placements", len(found), NUM_COMPILED)
-        one = compile_assignment(p, evaluator, judged, cluster, lengths)
+        one = compile_assignment(p, evaluator, evaluation, cluster, lengths)
         if p.placed.memory and one.bytes > p.placed.memory:
             over = max(over, one.bytes - p.placed.memory)
             continue

@@ -59,9 +59,9 @@ class Comparison:
                f"  proposed  {seconds_text(self.seconds):>10}  {human(self.bytes):>9} peak per rank{over}",
                f"  best      {seconds_text(self.best):>10}  {human(self.best_bytes):>9}",
                f"  bound     {seconds_text(self.bound):>10}", ""]
-        judged = f"{slower:.1%} slower than the best" if slower > 0 else (f"{-slower:.1%} faster than the best "
+        verdict = f"{slower:.1%} slower than the best" if slower > 0 else (f"{-slower:.1%} faster than the best "
                                                                           "placement found")
-        out += ["  as good as the best" if abs(slower) < 0.002 else f"  {judged}", ""]
+        out += ["  as good as the best" if abs(slower) < 0.002 else f"  {verdict}", ""]
         changed = [c for c in self.changes
                    if (c.proposed.block, c.proposed.strategy) != (c.best.block, c.best.strategy)]
         if not changed:

@@ -19,7 +19,7 @@ from rldsl.graph import model as g
 from rldsl.placement.degrees import DEGREES
 from rldsl.placement.model import Call
 from rldsl.placement.place import Describe
-from rldsl.placement.rules import Choice, names_of, resolve, specificity, tier
+from rldsl.placement.rules import Choice, names_of, resolve_choices, specificity, tier
 from rldsl.search.answer import Answer, Mode, Options, find_placement
 from rldsl.search.prepared_program import prepare_program, with_places
 from rldsl.search.settings import with_clauses
@@ -39,7 +39,7 @@ def is_mode(text: str) -> bool:
 
 def place_by_mode(graph: g.Graph, place_file: str, mode: str, describe: Describe) -> tuple[g.Graph, Answer | None]:
     """(the graph with its free calls placed, the answer of the search); the graph as it is where no call is free."""
-    choices = resolve(graph, place_file)
+    choices = resolve_choices(graph, place_file)
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
     given = [r for r in graph.rules if tier(r, place_file) == COMMAND_LINE and r.clause.mesh is not None]
     following = {n.model for n in calls if n.id in choices and choices[n.id].auto} - {

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from rldsl.clusters import Cluster
 from rldsl.diag import fail
 from rldsl.graph import model as g
-from rldsl.placement.budget import decoded
+from rldsl.placement.budget import decode_batch_size
 from rldsl.placement.model import Call, Place, Placed
 from rldsl.placement.place import Describe, place_graph, places_of
-from rldsl.placement.rules import Choice, Option, names_of, resolve, specificity
+from rldsl.placement.rules import Choice, Option, names_of, resolve_choices, specificity
 from rldsl.plan.model import Frame
 from rldsl.search.call_costs import Candidate
 from rldsl.search.problem import FixedCall
@@ -39,7 +39,7 @@ class PreparedProgram:
 def prepare_program(graph: g.Graph, place_file: str, cluster: Cluster, memory: int,
              free: Callable[[g.Node, Choice | None], bool], describe: Describe) -> PreparedProgram:
     """free: whether the search places a call. Errors: those of placing the others."""
-    choices = resolve(graph, place_file)
+    choices = resolve_choices(graph, place_file)
     calls = [n for n in g.nodes(graph.items) if isinstance(n, Call)]
     free_ids = frozenset(n.id for n in calls if free(n, choices.get(n.id)))
     given = {i: c.options for i, c in choices.items() if i in free_ids and (c.auto or c.mesh is None)}
@@ -79,7 +79,7 @@ def _fixed_call(node: g.Node, p: Place, frames: Mapping[str, Frame]) -> FixedCal
     """A mesh of which the program gives only the number of ranks counts as the first ranks."""
     ranks = (p.given or p.mesh).ranks
     if isinstance(node, g.Generate):
-        p = replace(p, mbs=decoded(frames[node.frame], p), mbt=0)
+        p = replace(p, mbs=decode_batch_size(frames[node.frame], p), mbt=0)
     return FixedCall(Block(ranks[0][0], ranks[-1][1]), Strategy.of(p))
 
 

@@ -88,17 +88,18 @@ def _device_loads(routes: Routes, group: NodeGroup) -> Iterator[Traffic]:
     """The loads of the devices of a node. A device that receives over the network forwards to the others of its
     node."""
     arrived = arrivals_by_device(group.arrivals.values())
-    near_in, far_in, near_out, far_out = Counter[int](), Counter[int](), forwarded_by_device(arrived), Counter[int]()
+    intra_in, intra_out = Counter[int](), forwarded_by_device(arrived)
+    network_in, network_out = Counter[int](), Counter[int]()
     for needers, parts in arrived.items():
-        near_in.update(dict.fromkeys(needers, sum(parts.values())))
+        intra_in.update(dict.fromkeys(needers, sum(parts.values())))
         for who, size in parts.items():
-            far_in[who] += size
-            near_in[who] -= size * (who in needers)
-            far_out[who] += size * (group.num_trees < len(group.nodes))
+            network_in[who] += size
+            intra_in[who] -= size * (who in needers)
+            network_out[who] += size * (group.num_trees < len(group.nodes))
     for copy in group.local_copies:
-        near_in[copy.dst] += copy.stop - copy.start
-        near_out[copy.src] += copy.stop - copy.start
+        intra_in[copy.dst] += copy.stop - copy.start
+        intra_out[copy.src] += copy.stop - copy.start
     for device, (cell, _) in enumerate(group.cells):
         source = routes.senders.get(cell) if cell is not None else None
-        far_out[device] += -(-source.size // source.num_senders) if source is not None else 0
-        yield Traffic(near_in[device], far_in[device], near_out[device], far_out[device])
+        network_out[device] += -(-source.size // source.num_senders) if source is not None else 0
+        yield Traffic(intra_in[device], network_in[device], intra_out[device], network_out[device])

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from rldsl.graph import model as g
 from rldsl.models.families import describe
-from rldsl.placement.lora import parts
+from rldsl.placement.lora import split_adapter_parameters
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.model import Lora, Model, Optimizer
 from rldsl.sharding.boxes import expand_specs
@@ -24,7 +24,7 @@ def adapted(path: str, lora: Lora, kind: str = "causal_lm", optimizer: Optimizer
             dtype: str = "float32", seed: int = 5) -> Model:
     """The plan's record, at home in "L0" where it has an optimizer."""
     family = describe(path, kind)
-    own = parts(g.Model("m", kind, path, optimizer, dtype, NOWHERE, lora), family, seed)
+    own = split_adapter_parameters(g.Model("m", kind, path, optimizer, dtype, NOWHERE, lora), family, seed)
     return Model("m", kind, path, dtype, own.params, family.layers, family.config_digest, "L0" if optimizer else "",
                  optimizer, updates, base=own.base, lora=own.lora)
 
