@@ -228,7 +228,8 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
     if workers is None:
         workers = min(8, max(1, _num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     command = (arguments.command,) if arguments.command else tuple(sys.argv)
-    reporting = ReportOptions(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain, command)
+    reporting = ReportOptions(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain, command,
+                              os.environ.get("WANDB_PROJECT", ""))
     screen = sys.stderr
     try:
         claimed = _claim_output(arguments, again, file, watchdog, device)

@@ -10,6 +10,7 @@ from rldsl.graph import model as g
 from rldsl.graph.minibatch import minibatches
 from rldsl.plan.events import Sampling
 from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
+from rldsl.plan.metrics_file import BUILT_IN, METRICS
 from rldsl.plan.model import Frame
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, suggest
@@ -236,6 +237,9 @@ class CallsOfFlow:
         skips = given["nonfinite"] == "skip"
         outputs = tuple((m, self.flow.value(f"{node}/{m}", "batch", ""))
                         for m in ("loss", "grad_norm", "lr", *made.metrics, *([SKIPPED] if skips else [])))
+        if taken := [f"{shown}/{m}" for m, _ in outputs if f"{shown}/{m}" in BUILT_IN]:
+            return self.errors.add("RL0111", f"`{taken[0]}` is a built-in field of {METRICS}", span,
+                                   help="choose another name for the metric of the loss, or for the model")
         self.flow.metrics += [(f"{shown}/{m}", v) for m, v in outputs]
         self.flow.programs.append(made.program)
         reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data)])

@@ -16,6 +16,7 @@ from rldsl.graph.computations import Computations
 from rldsl.graph.evaluation import Evaluations
 from rldsl.graph.select import Selections
 from rldsl.graph.sync import sync
+from rldsl.plan.metrics_file import BUILT_IN, METRICS
 from rldsl.plan.payloads import DEFAULT_SAVE
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad
@@ -196,6 +197,9 @@ class FlowBuilder(Computations):
         elif term.level != "batch":
             self.errors.add("RL0201", f"a metric must be a single number, not a {term.level} value", value.span,
                             f"this is {describe(term)}", help="reduce it over the batch: `mean(x)`")
+        elif name.name in BUILT_IN:
+            self.errors.add("RL0111", f"`{name.name}` is a built-in field of {METRICS}", name.span,
+                            help="choose another name: every run writes this field itself")
         elif name.name in self._shown:
             self.errors.add("RL0102", f"the metric `{name.name}` is defined twice",
                             name.span, help="choose another name")

@@ -13,6 +13,13 @@ from rldsl.diag import fail
 
 METRICS = "metrics.jsonl"  # in the directory of a run
 Lines = list[dict[str, float]]
+# the fields that every run writes: no metric of a program may have such a name. The first says which step a line is of,
+# the others are measured, and differ from run to run and from placement to placement
+STEP, SECONDS, RATE = "step", "seconds", "tokens_per_second"
+PHASES = ("generate", "infer", "train")
+MEASURED = (SECONDS, RATE, *(f"time/{phase}" for phase in (*PHASES, "rest")), *(f"{RATE}/{phase}" for phase in PHASES),
+            "length/response", "moved/bytes", "memory/peak_bytes")
+BUILT_IN = frozenset({STEP, *MEASURED})
 
 
 def read(file: Path) -> Lines:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from rldsl.diag import Failure
 from rldsl.plan.events import Checkpoint, Event
+from rldsl.plan.metrics_file import MEASURED
 from rldsl.runtime.health.event_ring import EventRing
-from rldsl.runtime.metrics.names import MEASURED
 from tests.world import _enter, context, run_world
 
 

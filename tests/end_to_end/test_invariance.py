@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rldsl.runtime.metrics.names import MEASURED
+from rldsl.plan.metrics_file import MEASURED
 from tests.end_to_end.programs import Metrics, run_program
 from tests.tiny import make_all
 

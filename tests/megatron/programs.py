@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rldsl.runtime.metrics.names import MEASURED, computed
+from rldsl.plan.metrics_file import MEASURED
+from rldsl.runtime.metrics.names import computed
 from tests.end_to_end.programs import Metrics, compile_program
 from tests.end_to_end.test_invariance import placement
 from tests.megatron.shards import on_cpu

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def text(seen: ViewState, width: int = 100) -> str:
 
 
 def test_a_picture_says_how_far_how_long_and_how_well() -> None:
-    seen = ViewState("grpo", 10, seconds=8.0, doing="actor train p.rlf:3").with_line(LINE)
+    first = ViewState("grpo", 10, seconds=2.0, doing="actor train p.rlf:3").with_line({"step": 1})
+    seen = replace(first, seconds=8.0).with_line(LINE)
     shown = text(seen)
     for part in ("grpo", "step 4/10", "0:08", "ETA 0:12", "1,234 tokens/s", "generate 2.00 s", "reward", "0.75", "-0.5",
                  "now: actor train p.rlf:3"):
@@ -73,8 +75,16 @@ def test_no_bar_without_times(line: dict[str, float]) -> None:
 
 
 def test_the_end_is_reckoned_from_the_steps_of_this_start() -> None:
-    assert eta(ViewState("f", 100, begun=90, step=95, seconds=10.0)) == pytest.approx(10.0)
-    assert eta(ViewState("f", 100, begun=90, step=90, seconds=10.0)) is None
+    seen = ViewState("f", 100, begun=90, seconds=60.0)
+    assert eta(seen) is None
+    seen = seen.with_line({"step": 91})
+    assert eta(seen) is None, "the first step is warm-up"
+    for step, seconds in ((92, 62.0), (93, 64.0), (94, 66.0)):
+        seen = replace(seen, seconds=seconds).with_line({"step": step})
+    assert eta(seen) == pytest.approx(12.0)
+    assert eta(replace(seen, seconds=67.0)) == pytest.approx(11.0), "a second of the next step has passed"
+    assert eta(replace(seen, seconds=99.0)) == 0.0
+    assert eta(replace(seen, step=100)) == 0.0 == eta(ViewState("f", 1).with_line({"step": 1}))
 
 
 @pytest.mark.parametrize("seconds, shown", [(None, "-:--"), (0, "0:00"), (61.4, "1:01"), (3661, "1:01:01")])

@@ -13,8 +13,9 @@ from rldsl.commands.plot import plot as draw
 from rldsl.commands.runs import listing, metrics
 from rldsl.plan.codec import decode, plan_id
 from rldsl.plan.events import Realloc
+from rldsl.plan.metrics_file import MEASURED
 from rldsl.plan.projection import events
-from rldsl.runtime.metrics.names import MEASURED, computed
+from rldsl.runtime.metrics.names import computed
 from rldsl.runtime.metrics.reporter import ReportOptions
 from rldsl.runtime.metrics.run_record import read_record
 from rldsl.runtime.metrics.samples import sample_sources

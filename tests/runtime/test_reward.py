@@ -132,3 +132,15 @@ def test_no_such_function_suggests_one(tmp_path):
 
 def test_not_a_function(tmp_path):
     assert error(written(tmp_path, "score = 3\n")).title == "`score` is an int, not a function"
+
+
+def test_a_function_may_consume_what_it_is_given(tmp_path):
+    body = ("def score(rows):\n    found = []\n    while rows:\n        row = rows.pop(0)\n"
+            "        found.append(float(row.pop('answer') == '2'))\n    return found\n")
+    rows = [dict(row) for row in ROWS]
+    assert call(written(tmp_path, body), rows) == [1.0, 0.0] and rows == ROWS
+
+
+def test_a_function_that_consumes_rows_and_returns_too_few_is_named(tmp_path):
+    body = "def score(rows):\n    rows.clear()\n    return []\n"
+    assert error(written(tmp_path, body)).code == "RL0776"

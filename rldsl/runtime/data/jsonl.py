@@ -19,11 +19,30 @@ from typing import Any
 import numpy as np
 
 from rldsl.diag import Diagnostic, fail
+from rldsl.plan.disk_paths import shown
 from rldsl.runtime.data.data_files import Stamp, file_changed, file_stamp, read_file
 from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, ScannedFile, kind_of
 
 BLOCK = 1 << 20  # bytes read at once
-_DECODER = json.JSONDecoder()
+
+class NotJson(ValueError):
+    """What Python's reader takes and JSON does not have, or what would be lost in a dict."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise NotJson(f"the key {shown(repr(twice))} occurs twice")
+    return row
+
+
+def _constant(name: str) -> float:
+    raise NotJson(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant)
 SHAPE = "each line must be a JSON object such as {\"prompt\": \"2+2=\"}"
 
 
@@ -108,13 +127,14 @@ def _plain(raw: bytes) -> Row | None:
 def parse(raw: bytes, place: str) -> Row | Diagnostic:
     """One line as an object, or what is wrong with it."""
     try:
-        row = json.loads(_text(raw))
+        row = _DECODER.decode(_text(raw))
     except UnicodeDecodeError as error:
         return Diagnostic("RL0743", f"byte {error.start + 1} of this line is not UTF-8", place=place,
                           help=_format(raw) or "save the file as UTF-8")
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         where = f"{error.msg[:1].lower()}{error.msg[1:]} at column {error.colno}" if isinstance(
-            error, json.JSONDecodeError) else "it is nested too deeply"
+            error, json.JSONDecodeError) else "it is nested too deeply" if isinstance(
+            error, RecursionError) else str(error) if isinstance(error, NotJson) else "an integer has too many digits"
         return Diagnostic("RL0744", f"this line is not valid JSON: {where}", place=place, help=_format(raw) or SHAPE)
     if not isinstance(row, dict):
         return Diagnostic("RL0745", f"this line is {kind_of(row)}, not an object", place=place,

@@ -19,15 +19,22 @@ def encoded(line: Mapping[str, Any]) -> str:
     return json.dumps(known, ensure_ascii=False, allow_nan=False)
 
 
-def truncate(file: Path, step: int) -> None:
-    """Keep the lines of the steps before `step`; from 1 on, none. A line that a crash cut, or that is none of ours, is
-    dropped. Until the new file is whole, the old one stays. OSError."""
+def truncate(file: Path, step: int) -> list[int]:
+    """Keep the lines of the steps before `step`; from 1 on, none. Returns the numbers of damaged lines, which are
+    dropped; a last one that a crash cut is not among them. Until the new file is whole, the old one stays. OSError."""
     kept: list[str] = []
+    damaged: list[int] = []
     if step > 1 and file.exists():
         # a text may hold other ends of lines
         with file.open(encoding="utf-8", errors="replace", newline="\n") as opened:
-            kept = [line for line in opened if line.endswith("\n") and 0 <= _step(line) < step]
+            for number, line in enumerate(opened, 1):
+                at = _step(line)
+                if line.endswith("\n") and 0 <= at < step:
+                    kept.append(line)
+                elif at < 0 and line.endswith("\n"):
+                    damaged.append(number)
     replace_text(file, "".join(kept))
+    return damaged
 
 
 def _step(line: str) -> int:

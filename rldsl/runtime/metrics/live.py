@@ -29,27 +29,39 @@ CURVE, SHOWN = 48, 8  # points of the curve; numbers shown
 
 @dataclass(frozen=True, slots=True)
 class ViewState:
-    """All that the picture shows. begun: step at which this start of the run began. seconds: since then. history: name
-    -> values, oldest first."""
+    """All that the picture shows."""
 
     name: str
     steps: int
+    # step at which this start of the run began
     begun: int = 0
+    # the last one that has ended
     step: int = 0
+    # since this start began
     seconds: float = 0.0
+    # the same when its first step and its last one so far ended
+    first_end: float = 0.0
+    last_end: float = 0.0
     doing: str = ""
     line: Mapping[str, float] | None = None
+    # name -> values, oldest first
     history: Mapping[str, Sequence[float]] | None = None
 
     def with_line(self, line: Mapping[str, float]) -> ViewState:
         history = {name: [*(self.history or {}).get(name, ()), line[name]][-CURVE:] for name in computed(line)}
-        return replace(self, step=int(line["step"]), line=dict(line), history=history)
+        first = self.first_end if self.step > self.begun else self.seconds
+        return replace(self, step=int(line["step"]), line=dict(line), history=history, first_end=first,
+                       last_end=self.seconds)
 
 
 def eta(seen: ViewState) -> float | None:
-    """Seconds to the end, when the steps to come take as long as those of this start did."""
-    done = seen.step - seen.begun
-    return seen.seconds / done * (seen.steps - seen.step) if done > 0 else None
+    """Seconds to the end, when the steps to come take as long as those of this start did. The first one does not count:
+    it loads weights and warms up. None: too early to say."""
+    left, timed = seen.steps - seen.step, seen.step - seen.begun - 1
+    if timed < 1:
+        return 0.0 if left == 0 else None
+    each = (seen.last_end - seen.first_end) / timed
+    return max(0.0, each * left - (seen.seconds - seen.last_end)) if left else 0.0
 
 
 def clock(seconds: float | None) -> str:
@@ -151,7 +163,7 @@ class LiveView:
         self._seen = replace(self._seen, doing=what)
 
     def line(self, line: Mapping[str, float]) -> None:
-        self._seen = self._seen.with_line(line)
+        self._seen = replace(self._seen, seconds=self._now() - self._since).with_line(line)
 
     def close(self) -> None:
         """Leave the last picture on the terminal."""

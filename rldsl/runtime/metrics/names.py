@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rldsl.plan.metrics_file import BUILT_IN
+
 FIRST = ("reward", "score", "accuracy", "kl", "loss")  # what a progress line shows first, by the end of the name
-# what differs from run to run and from placement to placement
-MEASURED = ("seconds", "tokens_per_second", "time/", "memory/", "moved/", "length/")
 
 
 def display_order(name: str) -> int:
@@ -16,4 +16,4 @@ def display_order(name: str) -> int:
 
 def computed(names: Iterable[str]) -> list[str]:
     """Those that the program computes."""
-    return [name for name in names if name != "step" and not name.startswith(MEASURED)]
+    return [name for name in names if name not in BUILT_IN]

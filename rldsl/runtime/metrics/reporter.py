@@ -35,14 +35,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """What the user wants to see. wandb: "", "offline" or "online". samples: sequences of each step. plain: lines, even
-    on a terminal. command: how the run was started, for its record."""
+    """What the user wants to see."""
 
     tensorboard: bool = False
+    # "", "offline" or "online"
     wandb: str = ""
+    # sequences of each step that are written as text
     samples: int = 0
+    # print lines, even on a terminal
     plain: bool = False
+    # how the run was started, for its record
     command: tuple[str, ...] = ()
+    # project of Weights & Biases; "": the flow
+    wandb_project: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,8 @@ class Reporter:
         if options.tensorboard:
             self._writers.append(TensorBoard(context.out, step.number + 1))
         if options.wandb:
-            self._writers.append(Wandb(context.out, step.number + 1, options.wandb, header.flow, dict(header.params)))
+            project = options.wandb_project or header.flow
+            self._writers.append(Wandb(context.out, step.number + 1, options.wandb, project, dict(header.params)))
         if not options.plain and self._stream.isatty():
             from rldsl.runtime.metrics.live import LiveView, usable
 
@@ -165,7 +171,9 @@ class Reporter:
         target, step = self._out / METRICS, int(line["step"])
         with written(target):
             if not self._begun:
-                truncate(target, step)
+                if damaged := truncate(target, step):
+                    print(f"warning: {target}: {len(damaged)} damaged line{'s' * (len(damaged) > 1)} dropped (first: "
+                          f"line {damaged[0]})", file=sys.stderr, flush=True)
                 self._begun = True
             with target.open("a", encoding="utf-8") as file:
                 file.write(encoded(line) + "\n")

@@ -124,7 +124,7 @@ loaded = functools.cache(load)
 def _call_checked(function: Function, found: Callable[[list[Row]], Any], rows: list[Row],
             names: Sequence[str]) -> list[float]:
     try:
-        result = found(rows)
+        result = found([dict(row) for row in rows])  # a function may change what it is given
     except KeyboardInterrupt:
         raise
     except BaseException as error:
