@@ -64,7 +64,8 @@ class Operators:
             chosen = args[1] if args[0].value else args[2]
             if (chosen.level, chosen.space) == (level, space):
                 return chosen
-        dtype = "bool" if OPERATORS[op].condition else args[-1].dtype if op in ("where", "stop_gradient") else "f32"
+        kept = op in ("where", "stop_gradient") and all(a.dtype == "bool" for a in args[-2:])  # else 1 or 0
+        dtype = "bool" if OPERATORS[op].condition or kept else "f32"
         return Term(op, args, level, str(space), dtype, span, unit=unit)
 
     def _narrowed(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
@@ -100,9 +101,6 @@ class Operators:
             word = "where" if op == "where" else op
             self.errors.add("RL0203", f"`{word}` needs a condition", wrong.at, "this is a number",
                             help="use a comparison, for example `x > 0`")
-            return False
-        if op == "where" and kinds[1] != kinds[2]:
-            self.errors.add("RL0203", "the branches of `where` are a number and a condition", span)
             return False
         if op not in ("and", "or", "not", "where", "eq", "ne") and kinds and all(kinds):
             self.errors.add("RL0203", "arithmetic on conditions", span, "these are true or false",

@@ -30,12 +30,13 @@ __all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
 
 def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapping[str, FrameRows],
                 frames: Mapping[str, Frame], group: Any, call_py: Callable[[Node], Tensor],
-                seed: int = 0, step: int = 0) -> dict[str, Tensor]:
+                seed: int = 0, step: int = 0, batch: int = 0) -> dict[str, Tensor]:
     """The outputs of `program`, each of the level of its node (see `FrameRows` for the shapes).
 
     group: the ranks that share the work (None: this one alone). Each row is on exactly one of them, all sequences of a
     prompt on the same. Every rank takes part in every all-reduce, one for each reduction to batch, with or without
     rows. call_py: the result of a user's function for the rows of the node's frame. seed, step: of random numbers.
+    batch: which batch of an evaluation these rows are, for their random numbers.
     Numbers have the widest float type of the inputs (float32 if there is none); batch-level arithmetic runs in
     float64."""
     ragged, dtype = RaggedIndex(frame_rows, frames), _float_type(inputs)
@@ -48,7 +49,7 @@ def run_compute(program: Program, inputs: Mapping[str, Tensor], frame_rows: Mapp
             elif node.op == "py":
                 value = _number(call_py(node).to(ragged.device), dtype)
             elif node.op == "uniform":
-                value = _drawn(node, ragged, seed, step).to(dtype)
+                value = _drawn(node, ragged, seed, step, batch).to(dtype)
             elif _to_batch(node) and OPERATORS[node.op].combine == "gather":
                 value = of_all_elements(node.op, _gathered(args[0].to(torch.float64), group), args[1:])
             elif _to_batch(node):
@@ -139,8 +140,10 @@ def _gathered(x: Tensor, group: Any) -> Tensor:
     return table
 
 
-def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int) -> Tensor:
+def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int, batch: int) -> Tensor:
     """A random number for each element of a node, independent of those of other calls of `uniform`."""
+    frame = ragged.frames[ragged.frame(node.level, node.space)]
+    first = batch * (frame.count // frame.per_prompt if node.level == "prompt" else frame.count)
     if node.level == "prompt":
         rows = ragged.prompts(node.space)
         positions = torch.zeros_like(rows)
@@ -151,7 +154,7 @@ def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int) -> Tensor:
             seq_of_token = ragged.index("token", node.space, "seq")
             starts = (ragged.ends(node.space) - frame_rows.lens)[seq_of_token]
             rows, positions = rows[seq_of_token], torch.arange(seq_of_token.numel(), device=starts.device) - starts
-    return uniform(mix(seed, int(node.attr("call") or 0)) >> 1, step, rows, positions)
+    return uniform(mix(seed, int(node.attr("call") or 0)) >> 1, step, rows + first, positions)
 
 
 # ----------------------------------------------------------------------------------------------------- losses

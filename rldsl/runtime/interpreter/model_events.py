@@ -87,7 +87,8 @@ def generate(models: ModelStore, step: StepState, event: Generate) -> None:
     prompt_rows = rows // record.per_prompt
     lens = step.rows.lens[event.prompts].prompt[prompt_rows]
     tokens = step.read(event.reads, f"{event.prompts}.tokens")
-    prompts = PackedBatch(rows, lens, torch.zeros_like(lens), _repeated(tokens, prompt_rows))
+    prompts = PackedBatch(rows + step.first_row(record.count), lens, torch.zeros_like(lens),
+                          _repeated(tokens, prompt_rows))
     shard = models.shard_to_read(event.model, event.layout)
     generated = shard.generate(prompts, event.sampling, seed=step.sampling_seed(event), step=step.index,
                                max_num_seqs=event.mbs, max_prompt_len=context.frames[event.prompts].max_prompt_tokens)

@@ -102,7 +102,8 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
         return torch.tensor(numbers, dtype=torch.float32, device=context.device)
 
     results = run_compute(program, inputs, frame_rows, {f: context.frames[f] for f in event.frames},
-                          context.world.group(spread.mesh), call_python, step.compute_seed(event), step.index)
+                          context.world.group(spread.mesh), call_python, step.compute_seed(event), step.index,
+                          step.iteration if step.evaluated_source else 0)
     for name, value in event.outputs:
         record, data = context.values[value], results[name]
         ids = _ids(context, record.extent, record.frame, frame_rows)

@@ -78,8 +78,14 @@ class StepState:
         """A seed for each time that a computation runs in a step; `uniform` adds the number of its call to it."""
         return mix(self.context.seed, COMPUTE_SEEDS, self._next_draw(event.id))
 
+    def first_row(self, count: int) -> int:
+        """The number of the first of a frame's `count` rows for random numbers: in an evaluation counted over all of
+        its batches, so that what a row draws does not depend on their size."""
+        return self.iteration * count if self.evaluated_source else 0
+
     def _next_draw(self, event: int) -> int:
-        times = self.draws[event] = self.draws.get(event, -1) + 1
+        first = not (self.evaluated_source and self.iteration)  # the batches of one evaluation share a seed
+        times = self.draws[event] = self.draws.get(event, -1) + first
         return times
 
     # rows and columns
