@@ -56,7 +56,7 @@ IDENTIFIERS = {
     "Alone": "IsolatedCall", "Judged": "Evaluation", "Proved": "CompiledPlacement", "Trials": "SettingCompiler",
     "Script": "StepSchedule",
     "Move": "ReshardCost", "Moves": "ReshardCosts", "roughly": "estimate_bytes", "Mend": "MemoryAdvice", "mends":
-    "memory_advice", "Posted": "Isend",
+    "memory_advice",
     # rldsl/simulate, rldsl/memory
     "Issued": "PostedOps", "Decoded": "DecodeTime", "givers": "senders",
     "Act": "Op", "Mark": "EventBegin", "Again": "RepeatExtrapolated", "Played": "Timelines",
