@@ -71,7 +71,7 @@ def no_two_alike(ranks: int, events: int = 98) -> Plan:
                  Free(id=i + 1, mesh="m", buffers=buffers)]
     mesh, loop = (Mesh("m", ((0, ranks),)),), (Loop("step", p.header.steps, tuple(body)),)
     return replace(p, header=replace(p.header, world=ranks, memory=0), meshes=mesh, layouts=(), models=(), groups=(),
-                   functions=(), programs=(), spreads=(Spread("s", "m", unit="all"),), body=loop,
+                   functions=(), programs=(), spreads=(Spread("s", "m", granularity="all"),), body=loop,
                    classes=rank_classes(mesh, loop, ranks, {r: r for r in range(ranks)}))
 
 

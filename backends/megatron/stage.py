@@ -88,7 +88,7 @@ class MegatronStage(ActivationCheckpointing):
         rank, without_zero = axes.mesh.ranks[axes.mesh.index], replace(layout, zero=0)
         pieces = ((p, pieces_of_rank(p, model.layers, without_zero, mesh, rank)) for p in parameters(model))
         self.unsharded_held = {p.name: (p, found) for p, found in pieces if found}
-        read_only = not (model.home or model.sources)
+        read_only = not (model.train_layout or model.updated_from)
         self.tied = OUTPUT not in {spec.name for spec in model.params} and model.head.vocabulary
         self.blocks, unread = build_blocks(
             table_of(self.config.model_type, bool(self.kernels.linear)), self.unsharded_held, model.path,
@@ -163,7 +163,7 @@ class MegatronStage(ActivationCheckpointing):
             own = [b for b in self.blocks for name in list(b.hf_parameters)[:1]
                    if divided_experts == (axes.ep.size > 1 and self.held[name][0].spec.experts > 0)]
             rows = [self.parameters[name] for block in own for name in block.hf_parameters]
-            return BlockUnit(rows, own, axes.copies if divided_experts else axes.dp) if own else None
+            return BlockUnit(rows, own, axes.expert_dp if divided_experts else axes.dp) if own else None
 
         return ZeroSharding(1, {}, [u for u in (unit(False), unit(True)) if u is not None])
 

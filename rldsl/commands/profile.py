@@ -83,14 +83,14 @@ def shards(plan: Plan, degrees: Sequence[int] = ()) -> tuple[tuple[str, int, str
     found = dict.fromkeys((e.model, layouts[e.layout].tp, DEFAULT_BACKEND) for e in calls)
     models = [m for m in plan.models if any(e.model == m.name for e in calls)] if degrees else []
     for m in models:
-        family = describe(m.path, m.kind, trained=bool(m.home))
+        family = describe(m.path, m.head_name, trained=bool(m.train_layout))
         found |= dict.fromkeys((m.name, tp, DEFAULT_BACKEND) for tp in degrees if can_tp(family, tp))
     return tuple(found)
 
 
 def _same(held: Mapping[str, Any], plan: Plan, wanted: tuple[str, int, str]) -> bool:
     model = next(m for m in plan.models if m.name == wanted[0])
-    asked = {"config": model.config_digest, "head": model.kind, "dtype": model.dtype, "tp": wanted[1]}
+    asked = {"config": model.config_digest, "head": model.head_name, "dtype": model.dtype, "tp": wanted[1]}
     return all(held.get(k) == v for k, v in asked.items())
 
 
@@ -113,7 +113,7 @@ def _measured(plan: Plan, facts: Facts, ranks: int, wanted: Sequence[tuple[str, 
         models = {m.name: m for m in plan.models}
         for w in wanted:
             model = models[w[0]]
-            firsts.setdefault((model.config_digest, model.kind, model.dtype, w[1]), w)
+            firsts.setdefault((model.config_digest, model.head_name, model.dtype, w[1]), w)
         asked.write_text(json.dumps({"models": list(firsts.values()), "machine": machine}))
         stage("measuring", detail=f"{len(firsts)} model shard{'s' * (len(firsts) != 1)}")
         _run([sys.executable, "-m", "rldsl.runtime.launch", "--standalone", "--nproc-per-node", str(ranks), "-m",

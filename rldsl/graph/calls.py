@@ -100,7 +100,7 @@ class CallsOfFlow:
         answer = 0 if data.kind == "prompts" else int(given["max_answer_tokens"])
         frames = [self.flow.spaces.add(Frame(side, target, target, int(given["batch"]), 1, owner.name,
                                              int(given["max_prompt_tokens"]), answer,
-                                             partial=side if self.flow.evaluations.inside else "")) for side in sides]
+                                             present_in=side if self.flow.evaluations.inside else "")) for side in sides]
         writes = [w for s in sides for w in (self.flow.value(f"{s}.tokens", "token", s, "i64", "tokens"),
                                              self.flow.value(f"{s}.lengths", "seq", s, "i64", "lengths"))]
         writes.append(self.flow.value(f"{sides[0]}.columns", "seq", sides[0], "text", "columns"))
@@ -134,7 +134,7 @@ class CallsOfFlow:
         sampling = Sampling(**cast(dict[str, Any], given))
         source = prompts.frame
         frame = self.flow.spaces.add(replace(
-            source, id=target, rows=target, of="", turns=1, count=source.count * sampling.n, per_prompt=sampling.n,
+            source, id=target, row_space=target, selected_from="", iterations=1, count=source.count * sampling.n, per_prompt=sampling.n,
             max_response_tokens=sampling.max_new_tokens,
             temperature=sampling.logprob_temperature))
         value = self.flow.value
@@ -154,9 +154,9 @@ class CallsOfFlow:
                                    f"`{span.text}` contains prompts with answers",
                                    help="load the data with `kind=\"prompts\"`")
         origin = ref.frame
-        while origin.of:
-            origin = self.flow.spaces.frames[origin.of]
-        prompts = origin.prompts.removesuffix(".all")  # a collection keeps the names of its block
+        while origin.selected_from:
+            origin = self.flow.spaces.frames[origin.selected_from]
+        prompts = origin.prompt_space.removesuffix(".all")  # a collection keeps the names of its block
         again = f"`{owner.name}.generate({prompts})`" if origin is ref.frame else \
             f"`p2 = {prompts} where ...`, then `{owner.name}.generate(p2)`"
         return self.errors.add("RL0213", f"`{span.text}` already has responses; continuing them is not supported yet",
@@ -183,7 +183,7 @@ class CallsOfFlow:
         self.flow.value(target, output.level, frame.id)
         self.flow.items.append(g.Infer(
             id=self.flow.unique(target), reads=(f"{frame.id}.tokens",), writes=(target,), span=span, clause=clause,
-            model=owner.name, frame=frame.id, what=output.what, output=target, temperature=frame.temperature))
+            model=owner.name, frame=frame.id, output_name=output.name, value=target, temperature=frame.temperature))
         return input_(target, output.level, self.flow.spaces.of(frame, output.level), span)
 
     def _train(self, owner: ModelRef, call: ast.Call, refs: list[FrameRef], scope: Scope, target: str | None,
@@ -213,7 +213,7 @@ class CallsOfFlow:
         answered = [self._responses(r, "train", call.span) for r in refs]  # a list: each reports its own mistake
         if not all(answered):
             return BAD
-        if refs[0].frame.rows != refs[-1].frame.rows:
+        if refs[0].frame.row_space != refs[-1].frame.row_space:
             return self.errors.add("RL0202",
                                    f"`{source_name(refs[0].frame)}` and `{source_name(refs[1].frame)}` are not the two "
                                    "sides of a pair",
@@ -245,7 +245,7 @@ class CallsOfFlow:
         reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data)])
         self.flow.items.append(g.Train(
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
-            model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id, fresh=made.fresh, data=data,
+            model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id, model_outputs=made.fresh, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, nonfinite="skip" if skips else "stop"))
         return BAD

@@ -61,7 +61,7 @@ class Computations:
                 if (t.op != "input" or t.name in self.states) and (force or not t.constant)]
         if not work:
             return dict(terms)
-        if len({f.prompts for f in self._frames(walk([t for _, t in work]))}) > 1:
+        if len({f.prompt_space for f in self._frames(walk([t for _, t in work]))}) > 1:
             work = [(n, self._apart(t, {})) for n, t in work]
         made = program(id_, work, str(span))
         below = walk([t for _, t in work])
@@ -71,7 +71,7 @@ class Computations:
         for t in below:
             if t.op == "py":
                 frame = self.spaces.frames[str(dict(t.attrs)["frame"])]
-                reads += [f"{frame.id}.tokens", self.columns[frame.prompts]]
+                reads += [f"{frame.id}.tokens", self.columns[frame.prompt_space]]
         out = dict(terms)
         for name, t in work:
             over = [f for f in frames if t.level != "batch" and self.spaces.of(f, t.level) == t.space]

@@ -29,7 +29,7 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, low
     frame, add = batch.frame, lower.errors.add
     if size is None:
         count = cast(int, given["minibatches"])
-        if count > frame.count and not frame.partial:
+        if count > frame.count and not frame.present_in:
             return add("RL0205", f"`{source_name(frame)}` has {frame.count} rows, too few for {count} minibatches",
                        args["minibatches"].value.span, help=f"`minibatches` is at most {frame.count} here")
         return count
@@ -42,7 +42,7 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, low
     if all(differ(unit, u) for u in legal):
         return add("RL0218", f"`minibatch` of `{source_name(frame)}` counts {' or '.join(legal)}, not {unit}",
                    tree.value.span, f"this is in {unit}", help=f"give it in {legal[0]}")
-    if frame.partial:
+    if frame.present_in:
         return add("RL0213", "`minibatch` needs a batch of known size", tree.value.span,
                    f"the number of sequences in `{source_name(frame)}` is known only at run time",
                    help="give the number of minibatches instead: `minibatches=4`")

@@ -30,7 +30,7 @@ def title(node: g.Node) -> tuple[str, str]:
             return f"{data}.next", ", ".join(node.frames)
         case g.Generate(model=model, sampling=s):
             return f"{model}.generate", f"{node.prompts} × {s.n}"
-        case g.Infer(model=model, what=what):
+        case g.Infer(model=model, output_name=what):
             return f"{model}.{OUTPUTS[what].call}", node.frame
         case g.Train(model=model, loss=loss):
             return f"{model}.train", f"{', '.join(node.frames)}; loss {loss.rpartition('/')[2]}"

@@ -53,6 +53,6 @@ def tables(items: tuple[g.Item, ...], values: list[Value],
     held = {v.frame for v in values if v.id in made} | {f for n in nodes if isinstance(n, g.Compute) for f in n.frames}
     for frame in reversed(list(frames.values())):  # what a selection was taken from comes before it
         if frame.id in held:
-            held |= {frame.of, frame.partial}
+            held |= {frame.selected_from, frame.present_in}
     return (tuple(v for v in values if v.id in made or v.extent == "lengths" and v.frame in held),
             tuple(f for f in frames.values() if f.id in held))

@@ -97,13 +97,13 @@ class Selections:
 
     def _selected(self, ref: FrameRef, target: str, condition: str, s: ast.Assign) -> FrameRef:
         old = ref.frame
-        side = f".{old.id.rpartition('.')[2]}" if old.id != old.rows and old.id.startswith(f"{old.rows}.") else ""
-        frame = self.spaces.add(replace(old, id=target + side, rows=target, prompts=target, of=old.id,
-                                        partial=target + side))
+        side = f".{old.id.rpartition('.')[2]}" if old.id != old.row_space and old.id.startswith(f"{old.row_space}.") else ""
+        frame = self.spaces.add(replace(old, id=target + side, row_space=target, prompt_space=target, selected_from=old.id,
+                                        present_in=target + side))
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
                   for x in STANDARD for v in self._of(f"{old.id}.{x}")]
         self.flow.value(f"{frame.id}.lengths", "seq", frame.id, "i64", "lengths")
-        self.flow.columns[target] = self.flow.columns[old.prompts]
+        self.flow.columns[target] = self.flow.columns[old.prompt_space]
         self.flow.items.append(g.Select(
             id=self.flow.unique(frame.id), reads=(condition, *(v for v, _ in values)), span=s.span,
             writes=tuple(w for _, w in values), frame=frame.id, condition=condition, values=tuple(values)))
@@ -115,7 +115,7 @@ class Selections:
     def narrow(self, term: Term, space: str) -> Term:
         """The values of `term` for the rows of the selection that has `space`."""
         held = self.flow.held(term, "expr", term.span)
-        frame = next(f for f in self.spaces.frames.values() if f.of and self.spaces.of(f, term.level) == space)
+        frame = next(f for f in self.spaces.frames.values() if f.selected_from and self.spaces.of(f, term.level) == space)
         name = self.flow.unique(f"{held.name}|{frame.id}")
         self.flow.value(name, term.level, frame.id, term.dtype)
         self.flow.items.append(g.Select(id=name, reads=(held.name,), writes=(name,), span=term.span, frame=frame.id,
@@ -163,21 +163,21 @@ class Selections:
     def collected(self, inner: Scope, before: set[str], turns: int, span: Span, block: str) -> dict[str, Meaning]:
         """What the names of a block stand for after it, and the Collect items at its end. span: of its head."""
         new = [f for f in self.spaces.frames.values() if f.id not in before]
-        fetched = {f.prompts for f in new if f.id == f.prompts or f.id.startswith(f"{f.prompts}.")}
-        if any(f.prompts not in fetched for f in new):
+        fetched = {f.prompt_space for f in new if f.id == f.prompt_space or f.id.startswith(f"{f.prompt_space}.")}
+        if any(f.prompt_space not in fetched for f in new):
             self.errors.add("RL0212", f"{block} uses prompts from outside the block", span,
                             help="fetch them inside the block: `prompt = prompts.next()`")
         whole = {f.id: self.spaces.add(replace(
-            f, id=f"{f.id}.all", rows=f"{f.rows}.all", prompts=f"{f.prompts}.all", count=f.count * turns, turns=turns,
-            of=f"{f.of}.all" if f.of and f.of not in before else "", partial=f"{f.id}.all")) for f in new}
+            f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all", count=f.count * turns, iterations=turns,
+            selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "", present_in=f"{f.id}.all")) for f in new}
         values = [v for v in self.flow.values if v.frame in whole and v.extent != "lengths"]
         for frame in new:
             into = whole[frame.id]
             self.flow.value(f"{into.id}.lengths", "seq", into.id, "i64", "lengths")
             pairs = [(v.id, self.flow.value(self._renamed(v, frame), v.level, into.id, v.dtype, v.extent))
                      for v in values if v.frame == frame.id]
-            columns = self.flow.columns[frame.prompts]
-            self.flow.columns[into.prompts] = f"{columns.removesuffix('.columns')}.all.columns"
+            columns = self.flow.columns[frame.prompt_space]
+            self.flow.columns[into.prompt_space] = f"{columns.removesuffix('.columns')}.all.columns"
             self.flow.items.append(g.Collect(
                 id=self.flow.unique(into.id), reads=tuple(v for v, _ in pairs), writes=tuple(w for _, w in pairs),
                 span=span, frame=frame.id, into=into.id, values=tuple(pairs)))

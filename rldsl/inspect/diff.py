@@ -147,9 +147,9 @@ def _told(model: Model) -> dict[str, Any]:
     """Of a model what a person can change; parameters as a number and a digest. Its home shows at its calls."""
     optimizer = {f"optimizer.{k}": v for k, v in _flat(model.optimizer).items()} if model.optimizer else {}
     lora = {f"lora.{k}": v for k, v in _flat(model.lora).items()} if model.lora else {}
-    return {"kind": model.kind, "path": model.path, "dtype": model.dtype, "layers": model.layers,
-            "config": model.config_digest[:12], "trained": bool(model.home), "updates": model.updates,
-            "follows": ", ".join(dict.fromkeys(model.sources)), "parameters": _digest(model.params),
+    return {"kind": model.head_name, "path": model.path, "dtype": model.dtype, "layers": model.layers,
+            "config": model.config_digest[:12], "trained": bool(model.train_layout), "planned_updates": model.planned_updates,
+            "follows": ", ".join(dict.fromkeys(model.updated_from)), "parameters": _digest(model.params),
             "base": _digest(model.base), "sizes": text(tuple(_flat(model.sizes).items())),
             "invariant": model.invariant, **optimizer, **lora}
 
@@ -251,7 +251,7 @@ def _record(line: str, whole: bool) -> tuple[str, str]:
     record = json.loads(line)
     kind = record.pop("kind")
     if not whole and kind in EVENTS:
-        record = {name: value for name, value in record.items() if name not in ("id", "at", "version")}
+        record = {name: value for name, value in record.items() if name not in ("id", "at", "source_version")}
     return kind, json.dumps(record, sort_keys=True)
 
 

@@ -167,7 +167,7 @@ def _facts(event: Event, path: Path, places: PlaceTexts, spreads: Mapping[str, S
     if isinstance(sampling := getattr(event, "sampling", None), Sampling):
         yield from ((f.name, str(getattr(sampling, f.name))) for f in fields(sampling))
     if isinstance(spread := spreads.get(getattr(event, "spread", "")), Spread):
-        yield "rows", f"by {spread.unit}, {spread.weigh}"
+        yield "rows", f"by {spread.granularity}, {spread.balance_by}"
         yield "minibatches", f"{spread.minibatches} x {spread.epochs}{' shuffled' if spread.shuffle else ''}"
     for reference in references(event):
         if reference.role is Role.PROGRAM:

@@ -41,7 +41,7 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
         if x.mesh in mine:
             yield f"layout {x.id}  mesh {x.mesh}  {degrees_of(x)}"
     for model in plan.models:
-        yield f"model {model.name}  {model.kind}  {model.path}  {model.dtype}  " + _life(model)
+        yield f"model {model.name}  {model.head_name}  {model.path}  {model.dtype}  " + _life(model)
     if rank is not None:
         c = class_of(plan, rank)
         yield (
@@ -55,9 +55,9 @@ def _head(plan: Plan, rank: int | None) -> Iterator[str]:
 
 def _life(m: Model) -> str:
     """How the parameters of a model change in a run."""
-    if m.home:
-        return f"trained on {m.home}" + (f", adapters of rank {m.lora.r}" if m.lora else "")
-    return f"updated from {', '.join(dict.fromkeys(m.sources))}" if m.sources else "frozen"
+    if m.train_layout:
+        return f"trained on {m.train_layout}" + (f", adapters of rank {m.lora.r}" if m.lora else "")
+    return f"updated from {', '.join(dict.fromkeys(m.updated_from))}" if m.updated_from else "frozen"
 
 
 def _items(plan: Plan, items: Sequence[Item], indent: str) -> Iterator[str]:

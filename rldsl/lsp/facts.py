@@ -50,7 +50,7 @@ def facts(graph: g.Graph | None, places: Mapping[str, Place]) -> Facts:
     batches: dict[str, str] = {}
     for frame in graph.frames:
         rows = f"{frame.count} sequences" if frame.max_response_tokens else f"{frame.count} prompts"
-        some = "at most " if frame.partial else ""
+        some = "at most " if frame.present_in else ""
         each = f", {frame.per_prompt} per prompt" if frame.per_prompt > 1 else ""
         batches[frame.id] = (f"batch of {some}{rows}{each}, at most {frame.max_prompt_tokens} + "
                              f"{frame.max_response_tokens} tokens")

@@ -63,8 +63,8 @@ def build(model: Model, layers: int, tp: int, backend: str, device: torch.device
     """The shard of the first of `tp` ranks, with so many of the model's layers and random weights."""
     params = tuple(replace(p, layers=min(p.layers, layers))
                    for p in (*model.params, *model.base) if "lora_" not in p.name)
-    less = replace(model, layers=layers, lora=None, params=params, base=(), home="profile" if trainable else "",
-                   optimizer=Optimizer(lr=1e-6), updates=1)
+    less = replace(model, layers=layers, lora=None, params=params, base=(), train_layout="profile" if trainable else "",
+                   optimizer=Optimizer(lr=1e-6), planned_updates=1)
     layout, mesh = Layout("profile", "ranks", tp=tp, backend=backend), Mesh("ranks", ((0, tp),))
     one, every = Axis((0,), 0, None), Axis(tuple(range(tp)), 0, SingleRankGroup(tp) if tp > 1 else None)
     made: Shard = importlib.import_module(backends.package(backend)).build(
@@ -100,12 +100,12 @@ def measure_calls(model: Model, tp: int, backend: str, sampling: Sampling,
             tokens, outputs = count * length, count if output.level == "seq" else count * response
             once = {"call": 1.0, "layer": layers, "token": layers * tokens, "pair": layers * tokens * length,
                     "output": outputs}
-            found["forward"].append((once, median_seconds(partial(frozen.infer, [batch], output.what, 1.0), device)))
+            found["forward"].append((once, median_seconds(partial(frozen.infer, [batch], output.name, 1.0), device)))
             for times in (1, 3) if tokens < SMALL else (1,):
                 counts = {k: times * n for k, n in once.items()}
                 counts |= {"update": 1.0, "element": sum(t.numel() for t in trained.state_dict().values())}
                 parts = [(batch,)] * times
-                seconds = median_seconds(partial(trained.train, parts, [[output.what]], 1.0, _loss), device)
+                seconds = median_seconds(partial(trained.train, parts, [[output.name]], 1.0, _loss), device)
                 found["train"].append((counts, seconds))
         if model.head.generates:
             for _, count, length in (s for s in DECODES if s[0] == layers):
@@ -169,4 +169,4 @@ def training_step(model: Model, tp: int, backend: str, device: torch.device) -> 
     """A small training step, to see how much slower the cores of a machine are together."""
     shard = build(model, 2, tp, backend, device, True)
     batch = random_batch(model.sizes.vocab or 64, 16, 16, 16, device)
-    return lambda: shard.train([(batch,)], [[model.head.main.what]], 1.0, _loss)
+    return lambda: shard.train([(batch,)], [[model.head.main.name]], 1.0, _loss)

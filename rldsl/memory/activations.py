@@ -64,15 +64,15 @@ def layer_activations(model: Model, layout: Layout, compute: int, stream: int, a
     head_norms = _head_norm(q + kv, compute, stream, trained) if _has(specs, "q_norm") else 0
     attended = _attention(q, kv, heads, compute, attention, longest)
     mlp = compute * inner * (4 if _gated(specs) else 5 if s.activation in COMPOSED else 2)
-    ways = s.chosen or 1  # how often a token goes through an MLP
-    if s.chosen:  # beside them: what each expert reads and gives, and the choice among all in float32
-        mlp = s.chosen * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
+    ways = s.experts_per_token or 1  # how often a token goes through an MLP
+    if s.experts_per_token:  # beside them: what each expert reads and gives, and the choice among all in float32
+        mlp = s.experts_per_token * (mlp + 2 * compute * h) + 4 * max((p.experts for p in specs), default=0)
     saved = first + second + (norms - 2) * after + head_norms + attended + mlp + _adapters(model, layout, compute)
     stays = stream * h * 4  # the input of the stage and of the layer, the stream, and what the sublayer reads
     inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
     attending = _attention(q, kv, heads, compute, "grid", longest) + compute * q
     attending += 3 * 4 * heads * longest if attention == "plain" else 0  # scores, masked, and their softmax
-    routed = 4 * ways * compute * h if s.chosen else 0  # rows by expert, what comes of them, weighed and put in order
+    routed = 4 * ways * compute * h if s.experts_per_token else 0  # rows by expert, what comes of them, weighed and put in order
     forward = stays + max(inside * ways * compute * inner + routed, attending)
     backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h

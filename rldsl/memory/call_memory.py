@@ -158,7 +158,7 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     masked = 5 * wide
     step = slots * (read + b.forward + masked)
     recorded = 0
-    if tp == 1 and not sizes.chosen:  # steps with experts or collectives are not recorded
+    if tp == 1 and not sizes.experts_per_token:  # steps with experts or collectives are not recorded
         recorded = num_recordings(prompts.max_prompt_tokens, new) * (
             max(step, sampling - cast) if device == "cuda" else
             slots * (copy.layers * b.made + masked
@@ -177,8 +177,8 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) ->
     head = 0
     if copy.last:
         head = (m.tokens + m.responses) * b.hidden
-        if OUTPUTS[e.what].logits:
-            head += logits.forward(_head(copy), m.responses, OUTPUTS[e.what].reads == "distribution", device)
+        if OUTPUTS[e.output_name].logits:
+            head += logits.forward(_head(copy), m.responses, OUTPUTS[e.output_name].reads == "distribution", device)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
     most = max(m.tokens * b.forward + 3 * m.whole * b.seen, head)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
@@ -238,7 +238,7 @@ def _waiting(pp: int, chunks: int, count: int, rank: int) -> int:
 def _loss(e: Train, copy: Copy, b: LayerActivations, m: MicroBatch, device: str) -> int:
     """The last hidden states, those of response tokens, their gradient, and logits."""
     hidden = (m.tokens + 2 * m.responses) * b.hidden
-    read = {OUTPUTS[what] for _, _, what in e.fresh}
+    read = {OUTPUTS[what] for _, _, what in e.model_outputs}
     if not any(output.logits for output in read):
         return hidden
     entropy = any(output.reads == "distribution" for output in read)

@@ -103,13 +103,13 @@ class _Lifetimes:
         for i, e in enumerate(self.events):
             for buffer in e.writes:
                 # a load with `of` is an alias: its memory belongs to the copy that it names
-                if split(buffer)[0] in self.models and not (isinstance(e, Load) and e.of):
+                if split(buffer)[0] in self.models and not (isinstance(e, Load) and e.alias_of):
                     first.setdefault(buffer, i)
             if isinstance(e, Train):
                 trained.setdefault(f"{e.model}@{e.layout}", i)
         offloads = [e for e in self.events if isinstance(e, Offload)]
-        parameters_offloaded = {f"{e.model}@{e.layout}" for e in offloads if e.what == "parameters"}
-        optimizer_offloaded = {f"{e.model}@{e.layout}" for e in offloads if e.what == "optimizer"}
+        parameters_offloaded = {f"{e.model}@{e.layout}" for e in offloads if e.part == "parameters"}
+        optimizer_offloaded = {f"{e.model}@{e.layout}" for e in offloads if e.part == "optimizer"}
         freed = {b for e in self.events for b in e.frees}
         there: list[Copy] = []
         copies = [(b, self._copies(b)) for b in first]
@@ -170,8 +170,8 @@ class _Lifetimes:
         """(whether it is on the device, from, to) of the parameters or the optimizer state of a copy."""
         here, since = False, -1
         for i, e in enumerate(self.events):
-            brings = isinstance(e, Load) and not e.of or isinstance(e, Onload) and e.what == what
-            takes = isinstance(e, Offload) and e.what == what
+            brings = isinstance(e, Load) and not e.alias_of or isinstance(e, Onload) and e.part == what
+            takes = isinstance(e, Offload) and e.part == what
             if not isinstance(e, Load | Onload | Offload) or not (brings or takes):
                 continue
             if f"{e.model}@{e.layout}" != buffer:
@@ -242,7 +242,7 @@ class _Lifetimes:
             self._hold(what, size, now, now)
 
     def _load(self, i: int, e: Load) -> None:
-        if not e.of:
+        if not e.alias_of:
             now, size = 2 * i + 1, FLOAT * max(map(largest, self._copies(f"{e.model}@{e.layout}")))
             self._hold(f"weights of {e.model} being loaded", size, now, now, host=True)
 

@@ -29,7 +29,7 @@ class Copy:
     @property
     def trained(self) -> bool:
         """Whether gradients and optimizer state are here; then the parameters are float32."""
-        return self.model.home == self.layout.id
+        return self.model.train_layout == self.layout.id
 
     @property
     def compute(self) -> int:
@@ -68,7 +68,7 @@ class Copy:
     def shared(self) -> tuple[ParamSpec, ...]:
         """What nothing writes: ranks have it once, whichever models and layouts use it."""
         m = self.model
-        return m.base or (() if m.home or m.sources else m.params)
+        return m.base or (() if m.train_layout or m.updated_from else m.params)
 
 
 def elements(specs: Sequence[ParamSpec], copy: Copy) -> int:

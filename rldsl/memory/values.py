@@ -32,10 +32,10 @@ class Tables:
 
 def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
     """Rows of a frame on the largest shard of a spread."""
-    if spread.unit == "all" or not spread.layout:
+    if spread.granularity == "all" or not spread.layout:
         return frame.count
     shards = layouts[spread.layout].dp
-    if spread.unit == "prompt":
+    if spread.granularity == "prompt":
         return -(-frame.count // frame.per_prompt // shards) * frame.per_prompt
     return -(-frame.count // shards)
 

@@ -142,10 +142,10 @@ def models(plan: Plan) -> tuple[Row, ...]:
     places, found = PlaceTexts.of(plan), []
     for m in plan.models:
         life = "frozen"
-        if m.home:
-            life = f"trained on {places.layouts[m.home]}" + (f", lr {m.optimizer.lr:g}" if m.optimizer else "")
+        if m.train_layout:
+            life = f"trained on {places.layouts[m.train_layout]}" + (f", lr {m.optimizer.lr:g}" if m.optimizer else "")
             life += f", adapters of rank {m.lora.r}" if m.lora else ""
-        elif m.sources:
-            life = f"updated from {', '.join(dict.fromkeys(m.sources))}"
-        found.append(Row(m.name, m.kind, m.path, m.dtype, life))
+        elif m.updated_from:
+            life = f"updated from {', '.join(dict.fromkeys(m.updated_from))}"
+        found.append(Row(m.name, m.head_name, m.path, m.dtype, life))
     return tuple(found)

@@ -77,14 +77,14 @@ def weighed(draft: Draft, event: Event, values: Mapping[str, Value]) -> tuple[st
         return ()
     frames = [f for r in named(event, *event.traits.weighs) if (f := _frame(r, values))]
     if isinstance(event, Select):
-        frames = [draft.frames[event.frame].of, *(() if event.condition else frames)]
+        frames = [draft.frames[event.frame].selected_from, *(() if event.condition else frames)]
     spreads = [r.id for r in references(event) if r.role is Role.SPREAD]
     known = draft.frames
     for id in spreads:
         spread = draft.spreads.get(id)
-        if spread is not None and spread.unit != "all":
-            frames += spread.frames if spread.weigh == "tokens" else ()
-            frames += [known[f].partial for f in spread.frames if known[f].partial]
+        if spread is not None and spread.granularity != "all":
+            frames += spread.frames if spread.balance_by == "tokens" else ()
+            frames += [known[f].present_in for f in spread.frames if known[f].present_in]
     return tuple(dict.fromkeys(frames))
 
 
@@ -100,7 +100,7 @@ def all_spread(draft: Draft, frame: str) -> str:
     """The spread id under which every rank that needs them holds the lengths (and fetched values) of a frame."""
     fetched = {f for e in events(draft.body) if isinstance(e, Fetch) for f in e.frames}
     into = {e.into: e.frame for e in events(draft.body) if isinstance(e, Collect)}
-    return f"all {draft.frames[frame].rows}" if into.get(frame, frame) in fetched else f"all {frame}"
+    return f"all {draft.frames[frame].row_space}" if into.get(frame, frame) in fetched else f"all {frame}"
 
 
 def uses(draft: Draft, event: Event, values: Mapping[str, Value], whole: Mapping[str, str]) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ Copies = frozenset[tuple[str, str]]  # (model, layout)
 
 def dropped(draft: Draft) -> Copies:
     """The copies that are not kept: every call under that layout says so, and it is not what is trained."""
-    one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.of}
-    homes, places = {m.name: m.home for m in draft.placed.models}, dict(draft.placed.places)
+    one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
+    homes, places = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.places)
     kept: dict[tuple[str, str], bool] = {}
     for n in nodes(draft.placed.graph.items):
         if isinstance(n, Call):

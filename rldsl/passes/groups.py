@@ -1,6 +1,6 @@
 """Communicators: what the runtime must create at start-up. In: events and tables. Out: Group records, deduplicated.
 
-Layouts of calls need "tp", "pp", "dp", "cp" and "ep" where the degree is above 1, "copies" where several runs of ep
+Layouts of calls need "tp", "pp", "dp", "cp" and "ep" where the degree is above 1, "expert_dp" where several runs of ep
 ranks have all experts each, and "mesh" when they have several ranks; Lengths, Compute, Save and Checkpoint need
 their mesh. Point-to-point events (Transfer, Realloc, Log) need none.
 """
@@ -24,7 +24,7 @@ def groups(events: Iterable[Event], layouts: Mapping[str, Layout], meshes: Mappi
             layout = layouts[next(r.id for r in named(e, *e.traits.participants))]
             keys |= {(axis, layout.id, ""): None for axis in AXES if getattr(layout, axis) > 1}
             if 1 < layout.ep < layout.dp:
-                keys["copies", layout.id, ""] = None
+                keys["expert_dp", layout.id, ""] = None
             if len(meshes[layout.mesh].members()) > 1:
                 keys["mesh", layout.id, ""] = None
         elif e.traits.communicators == "mesh" and len(meshes[e.mesh].members()) > 1:

@@ -24,7 +24,7 @@ def lengths(draft: Draft) -> Draft:
     for id, ranks in touched.items():
         mesh = mesh_of(ranks)
         draft = draft.with_meshes(mesh)
-        whole[id] = Spread(id, mesh.id, unit="all")
+        whole[id] = Spread(id, mesh.id, granularity="all")
     draft = draft.with_spreads(*whole.values())
     for e in events(draft.body):
         if _makes_rows(e):

@@ -24,8 +24,8 @@ def loads(draft: Draft) -> Draft:
     for e in events(draft.body):
         for name, used in e.copies():
             model = homes[name]
-            layout = draft.layouts[used if model.base else model.home or used]
-            because = (f"{'trained' if model.home == layout.id else 'used'} with {degrees_of(layout)}, "
+            layout = draft.layouts[used if model.base else model.train_layout or used]
+            because = (f"{'trained' if model.train_layout == layout.id else 'used'} with {degrees_of(layout)}, "
                        f"from {model.path}")
             found.setdefault((name, layout.id), Load(
                 id=0, mesh=layout.mesh, writes=(f"{name}@{layout.id}",), at=at[name], because=because,
@@ -35,10 +35,10 @@ def loads(draft: Draft) -> Draft:
                 found.setdefault((name, used), Load(
                     id=0, mesh=mine.mesh, reads=(f"{name}@{layout.id}",), writes=(f"{name}@{used}",), at=at[name],
                     because=f"same shards with {degrees_of(mine)} as with {degrees_of(layout)}: one copy",
-                    model=name, layout=used, of=layout.id))
+                    model=name, layout=used, alias_of=layout.id))
     return replace(draft, setup=(*draft.setup, *found.values()))
 
 
 def _same(draft: Draft, model: Model, a: Layout, b: Layout) -> bool:
-    return bool(model.home) and not model.base and share_one_copy(
+    return bool(model.train_layout) and not model.base and share_one_copy(
         model, a, draft.meshes[a.mesh], b, draft.meshes[b.mesh])

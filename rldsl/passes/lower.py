@@ -73,19 +73,19 @@ def spread_of(node: g.Node, place: Place) -> Spread:
 
 def on_every_rank(mesh: Mesh) -> Spread:
     """Of values that every rank of a mesh holds in full."""
-    return Spread(f"all ranks {mesh.id}", mesh.id, unit="all")
+    return Spread(f"all ranks {mesh.id}", mesh.id, granularity="all")
 
 
 def _named(s: Spread) -> Spread:
     batches = f" x{s.minibatches} x{s.epochs}{' shuffled' if s.shuffle else ''}" if s.minibatches * s.epochs > 1 else ""
-    id = f"{s.layout} {s.unit} {s.weigh} {' '.join(s.frames)}{batches}"
-    return Spread(id, s.mesh, s.layout, s.frames, s.unit, s.weigh, s.minibatches, s.epochs, s.shuffle)
+    id = f"{s.layout} {s.granularity} {s.balance_by} {' '.join(s.frames)}{batches}"
+    return Spread(id, s.mesh, s.layout, s.frames, s.granularity, s.balance_by, s.minibatches, s.epochs, s.shuffle)
 
 
 class _Lower:
     def __init__(self, placed: Placed):
         self.placed, self.places = placed, dict(placed.places)
-        self.homes = {m.name: m.home for m in placed.models}
+        self.homes = {m.name: m.train_layout for m in placed.models}
         self.anchors = sync_places(placed.graph, self.places, self.homes)
         self.written: dict[str, str] = {}  # model -> position of what made its version, in program order
         self.values = {v.id: v for v in placed.graph.values}
@@ -136,7 +136,7 @@ class _Lower:
         into = _named(replace(slots, frames=(node.into,)))
         old, new = self.frames[node.frame], self.frames[node.into]
         fetched = f"{old.id}.tokens" in self.fetched
-        whole = (f"all {old.rows}", f"all {new.rows}") if fetched else (f"all {old.id}", f"all {new.id}")
+        whole = (f"all {old.row_space}", f"all {new.row_space}") if fetched else (f"all {old.id}", f"all {new.id}")
         in_full = tuple((v, w) for v, w in node.values if v in self.fetched)
         divided = tuple((v, w) for v, w in node.values if v not in self.fetched)
         self.fetched |= {w: whole[1] for _, w in in_full}
@@ -219,7 +219,7 @@ class _Lower:
         mesh = mesh_of(r for x in (src, dst) for r in self.meshes[self.layouts[x].mesh].members())
         self.meshes[mesh.id] = mesh
         return Realloc(id=0, mesh=mesh.id, reads=(f"{node.source}@{src}",), writes=(f"{node.model}@{dst}",), at=at,
-                       model=node.model, src=src, dst=dst, source=node.source, decay=node.decay, version=version)
+                       model=node.model, src=src, dst=dst, source=node.source, decay=node.decay, source_version=version)
 
     def _everywhere(self) -> Spread:
         self.meshes[self.world.id] = self.world
@@ -236,14 +236,14 @@ class _Lower:
         computation."""
         if isinstance(node, g.Select):
             made = self.spreads.get(self.made.get(node.values[0][0], ""))
-            if made is not None and made.unit != "all":
+            if made is not None and made.granularity != "all":
                 return made
-            of = self.frames[node.frame].of
+            of = self.frames[node.frame].selected_from
             return _named(Spread("", place.mesh.id, place.layout.id, (of,), "prompt", "tokens"))
         return spread_of(node, place)
 
     def _rows(self, node: g.Fetch) -> str:
-        return next(f.rows for f in self.placed.graph.frames if f.id == node.frames[0])
+        return next(f.row_space for f in self.placed.graph.frames if f.id == node.frames[0])
 
     def _save_layout(self, node: g.Save) -> str:
         """The home of a trained model; for another the layout in which syncs write or read it, or else the first that

@@ -24,7 +24,7 @@ WHY: dict[CopyPart, str] = {"parameters": "offload=true: in host memory between 
 def offloads(draft: Draft) -> Draft:
     """A copy is offloaded when every call under that layout asks for it; what is trained, when its training does."""
     trained = _trained(draft)
-    shared = {(e.model, e.of) for e in draft.setup if isinstance(e, Load) and e.of}
+    shared = {(e.model, e.alias_of) for e in draft.setup if isinstance(e, Load) and e.alias_of}
     away = _frozen(draft) | trained - shared
 
     def side(kind: type[Offload] | type[Onload], copy: Copy, what: CopyPart, at: str, because: str) -> Event:
@@ -32,7 +32,7 @@ def offloads(draft: Draft) -> Draft:
         buffer = (f"{model}@{layout}",)  # an optimizer's state comes after the parameters, and goes before them
         writes = buffer if what == "parameters" else ()
         return kind(id=0, mesh=draft.layouts[layout].mesh, reads=buffer, writes=writes, at=at, because=because,
-                    model=model, layout=layout, what=what)
+                    model=model, layout=layout, part=what)
 
     def around(e: Event) -> list[Item]:
         parts: list[tuple[Copy, CopyPart]] = [(c, "parameters") for c in dict.fromkeys(e.copies()) if c in away]
@@ -64,7 +64,7 @@ def _trained(draft: Draft) -> set[Copy]:
 
 
 def _frozen(draft: Draft) -> set[Copy]:
-    homes, places = {m.name: m.home for m in draft.placed.models}, dict(draft.placed.places)
+    homes, places = {m.name: m.train_layout for m in draft.placed.models}, dict(draft.placed.places)
     asked: dict[Copy, bool] = {}
     for n in g.nodes(draft.placed.graph.items):
         if isinstance(n, Call) and not homes[n.model]:
@@ -111,7 +111,7 @@ def _went(draft: Draft, onload: Onload, before: Sequence[Item]) -> int | None:
 
 
 def _what(e: Offload | Onload) -> tuple[str, str, CopyPart]:
-    return e.model, e.layout, e.what
+    return e.model, e.layout, e.part
 
 
 def _runs(draft: Draft, item: Event, onload: Onload) -> bool:
@@ -134,7 +134,7 @@ def check_offloads(items: Sequence[Item]) -> None:
     away: dict[tuple[str, str, str], list[type[Event]]] = {}
     for item in items:
         if isinstance(item, Offload | Onload):
-            away.setdefault((item.model, item.layout, item.what), []).append(type(item))
+            away.setdefault((item.model, item.layout, item.part), []).append(type(item))
         elif not isinstance(item, Event):
             check_offloads(item.body)
     for copy, kinds in away.items():

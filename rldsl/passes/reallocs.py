@@ -42,7 +42,7 @@ class _Reallocs:
     def __init__(self, draft: Draft):
         self.draft, self.models = draft, {m.name: m for m in draft.placed.models}
         self.dropped = dropped(draft)
-        self.one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.of}  # with what is trained
+        self.one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}  # with what is trained
         places = dict(draft.placed.places)
         self.given = {(n.model, places[n.id].layout.id): places[n.id].given for n in nodes(draft.placed.graph.items)
                       if isinstance(n, Call)}  # the ranks in order, of a mesh that leaves them free
@@ -101,7 +101,7 @@ class _Reallocs:
 
     def _realloc(self, model: Model, e: ModelCall) -> Realloc:
         draft = self.draft
-        src, dst = draft.layouts[model.home], draft.layouts[e.layout]
+        src, dst = draft.layouts[model.train_layout], draft.layouts[e.layout]
         if src == dst:
             raise internal_error(f"{e.called} needs a realloc of {model.name} to its home", "pass reallocs")
         total = self._total(model, src, dst, draft.meshes[dst.mesh])
@@ -131,7 +131,7 @@ def _trained(block: Every | Loop) -> set[str]:
 
 def check_reallocs(draft: Draft) -> None:
     """Each trained model is written by its loads, trains and own reallocs only, and these start at its home."""
-    homes = {m.name: m.home for m in draft.placed.models}
+    homes = {m.name: m.train_layout for m in draft.placed.models}
     for e in events(draft.body):
         if isinstance(e, Realloc) and homes[e.model]:
             if e.source:

@@ -74,7 +74,7 @@ def label(node: Node) -> str:
         case Generate():
             return f"{node.model}.generate"
         case Infer():
-            return f"{node.model}.{OUTPUTS[node.what].call}"
+            return f"{node.model}.{OUTPUTS[node.output_name].call}"
         case Train():
             return node.id
         case Compute():

@@ -38,7 +38,7 @@ def place_graph(graph: g.Graph, place_file: str = "", describe: Describe = descr
     means = sync.mean_layouts(graph, places, homes)
     models = tuple(replace(_model(m, families[m.name], homes.get(m.name, ""), sync.sync_sources(graph, m.name),
                                   graph.seed),
-                           mean=means.get(m.name, "")) for m in graph.models)
+                           ema_layout=means.get(m.name, "")) for m in graph.models)
     sync.check_adapters(graph, models)
     return Placed(graph, models, tuple(families.items()), tuple(places.items()), tokenizers.tokenizers(graph),
                   cluster.world, cluster.gpus, memory)
@@ -114,7 +114,7 @@ def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
     own = split_adapter_parameters(m, family, seed)
     return Model(m.name, m.kind, m.path, dtype, own.params, family.layers, family.config_digest, home,
-                 m.optimizer if home else None, sources=sources, base=own.base, lora=own.lora,
+                 m.optimizer if home else None, updated_from=sources, base=own.base, lora=own.lora,
                  sizes=sizes_of(family), invariant=m.invariant)
 
 

@@ -62,7 +62,7 @@ def names_of(node: Node) -> tuple[str, tuple[str, ...]]:
         case Generate():
             return node.model, ("generate",)
         case Infer():
-            return node.model, tuple(dict.fromkeys((OUTPUTS[node.what].call, node.what)))
+            return node.model, tuple(dict.fromkeys((OUTPUTS[node.output_name].call, node.output_name)))
         case Train():
             return node.model, ("train",)
         case _:

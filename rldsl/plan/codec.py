@@ -1,9 +1,8 @@
 """Plan <-> bytes. In: a `Plan`. Out: canonical JSON lines that end in their own digest, and back.
 
 One record a line: the header, then the tables in the order of `Plan`'s fields, the body, the classes, the digest.
-`{"kind": ...}` names the record; the body of a loop stands between its line and `{"kind":"end"}`. Keys are sorted,
-separators have no spaces, a field at its default is left out, and a record's own field `kind` is written "type".
-So one plan has exactly one encoding, and `decode(encode(p)) == p`. No pickle: reading a plan runs nothing of it.
+`{"kind": ...}` names the record, so no record has a field of that name; the body of a loop is between its line and
+`{"kind":"end"}`. Keys are sorted, separators have no spaces, and a field at its default is left out. So one plan has exactly one encoding, and `decode(encode(p)) == p`. No pickle: reading a plan runs nothing of it.
 
 A reader may walk the blocks and list the ranks of what it is given: blocks nest no deeper than `MOST_BLOCKS`, and ranks
 are of the world, which is no larger than `MOST_RANKS`.
@@ -124,7 +123,7 @@ def _plain(record: Any, skip: str = "") -> dict[str, Any]:
         value = getattr(record, field.name)
         value = float(value) if hints[field.name] is float else value
         if field.name != skip and not _is_default(field, value):
-            out[_written(field.name)] = _json(value, hints[field.name])
+            out[field.name] = _json(value, hints[field.name])
     return out
 
 
@@ -279,7 +278,7 @@ def read_record(cls: type[AnyRecord], obj: Any, place: str) -> AnyRecord:
 
 def _record(cls: type, obj: dict[str, Any], place: str, path: str = "", **given: Any) -> Any:
     """A dataclass from its JSON object. `given`: fields that do not come from it."""
-    known = {_written(f.name): f for f in fields(cls) if f.name not in given}
+    known = {f.name: f for f in fields(cls) if f.name not in given}
     where = path or cls.__name__.lower()
     for key in obj.keys() - known.keys():
         raise fail("RL0605", f"{where} has an unknown field {key!r}", place=place, help="fields: " + ", ".join(known))
@@ -340,7 +339,3 @@ def _hints(cls: Hashable) -> dict[str, Any]:
 def _is_default(field: Field[Any], value: Any) -> bool:
     """Equal in type too: True is not 1."""
     return field.default is not MISSING and type(field.default) is type(value) and field.default == value
-
-
-def _written(name: str) -> str:
-    return "type" if name == "kind" else name

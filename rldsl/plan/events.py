@@ -111,7 +111,7 @@ class Event:
 
 
 @event_kind(Traits(family="residency", blocking="alone", participants=("layout",), communicators="layout",
-                   buffers=Buffers(("{model}@{of}",), ("{model}@{layout}",)), scratch=True,
+                   buffers=Buffers(("{model}@{alias_of}",), ("{model}@{layout}",)), scratch=True,
                    summarized=("model", "layout")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Event):
@@ -119,12 +119,12 @@ class Load(Event):
 
     model: ModelName
     layout: LayoutId
-    of: LayoutId = ""  # the layout with the same boxes (`reshard/alias.py`): one copy serves both, nothing is read
+    alias_of: LayoutId = ""  # the layout with the same boxes (`reshard/alias.py`): one copy serves both, nothing is read
 
 
 @event_kind(Traits(family="movement", blocking="posted", forwards=True, participants=("src", "dst"), moves="rule",
                    order_cost=20, scratch=True, timed=True, drawing="move", color="realloc",
-                   summarized=("model", "src", "dst", "messages", "digest", "source", "version")))
+                   summarized=("model", "src", "dst", "messages", "digest", "source", "source_version")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realloc(Event):
     """Parameters of a model from layout to layout: a reshard (`reshard/`). bytes: received by all ranks.
@@ -139,7 +139,7 @@ class Realloc(Event):
     digest: str = ""  # sha256 over the routes of all boxes
     source: ModelName = ""  # the model whose parameters under `src` move; "": `model` itself
     decay: float = 0.0
-    version: str = ""  # of the source: the position of what made it, before this in the program; "": nothing did
+    source_version: str = ""  # of the source: the position of what made it, before this in the program; "": nothing did
 
     @property
     def origin(self) -> str:
@@ -169,14 +169,14 @@ class Offload(Event):
 
     model: ModelName
     layout: LayoutId
-    what: CopyPart = "parameters"
+    part: CopyPart = "parameters"
 
     @property
     def subject(self) -> str:
-        return self.model if self.what == "parameters" else f"optimizer of {self.model}"
+        return self.model if self.part == "parameters" else f"optimizer of {self.model}"
 
     def versions(self) -> Versions:
-        return _part_versions(self.model, self.what)
+        return _part_versions(self.model, self.part)
 
 
 @event_kind(Traits(family="residency", blocking="alone", participants=("layout",), timed=True,
@@ -187,14 +187,14 @@ class Onload(Event):
 
     model: ModelName
     layout: LayoutId
-    what: CopyPart = "parameters"
+    part: CopyPart = "parameters"
 
     @property
     def subject(self) -> str:
-        return self.model if self.what == "parameters" else f"optimizer of {self.model}"
+        return self.model if self.part == "parameters" else f"optimizer of {self.model}"
 
     def versions(self) -> Versions:
-        return _part_versions(self.model, self.what)
+        return _part_versions(self.model, self.part)
 
 
 def _part_versions(model: str, what: CopyPart) -> Versions:
@@ -223,7 +223,7 @@ class Checkpoint(Event):
     `every`-th step, and when the run is asked to stop, which all ranks then do together."""
 
     every: int
-    keep: int  # how many of the last checkpoints stay
+    keep_last: int  # how many of the last checkpoints stay
 
 
 # ---------------------------------------------------------------------------------------------- calls of models
@@ -265,7 +265,7 @@ class Generate(GenerateSpec, ModelCall):
 
 @event_kind(Traits(family="call", blocking="replica", participants=("layout",), communicators="layout", protocol=True,
                    weighs=("frame",), order_cost=100, scratch=True, timed=True, drawing="call",
-                   summarized=("model", "layout", "spread", "frame", "output")))
+                   summarized=("model", "layout", "spread", "frame", "value")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infer(InferSpec, ModelCall):
     """One forward pass."""
@@ -275,16 +275,16 @@ class Infer(InferSpec, ModelCall):
 
     @property
     def called(self) -> str:
-        output = OUTPUTS.get(self.what)  # a plan that has not been verified may name any
-        return f"{self.model}.{output.call if output is not None else self.what}"
+        output = OUTPUTS.get(self.output_name)  # a plan that has not been verified may name any
+        return f"{self.model}.{output.call if output is not None else self.output_name}"
 
     @property
     def makes(self) -> tuple[str, ...]:
-        return (self.output,)
+        return (self.value,)
 
     @property
     def subject(self) -> str:
-        return f"{self.output} = {self.called}"
+        return f"{self.value} = {self.called}"
 
 
 @event_kind(Traits(family="call", blocking="together", participants=("layout",), communicators="layout", protocol=True,

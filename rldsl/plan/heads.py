@@ -24,7 +24,7 @@ class Output:
     """What a forward pass returns: one float32 number per position."""
 
     call: str  # the call that computes it: "score"
-    what: str  # its name in a loss, in the plan and in a backend: "scores"
+    name: str  # its name in a loss, in the plan and in a backend: "scores"
     level: Level  # token: one per token of the response, seq: one per sequence, read at its last token
     reads: Literal["hidden", "token", "distribution"]  # last hidden states; or logits: of the tokens drawn, or all
     meaning: str  # for editors
@@ -74,7 +74,7 @@ _HEADS = (
     ), vocabulary=False, needs_trained_head=True),
 )
 HEADS: Mapping[str, Head] = {h.name: h for h in _HEADS}
-OUTPUTS: Mapping[str, Output] = {o.what: o for h in _HEADS for o in h.outputs}
+OUTPUTS: Mapping[str, Output] = {o.name: o for h in _HEADS for o in h.outputs}
 INFERENCE_CALLS = tuple(dict.fromkeys(o.call for o in OUTPUTS.values()))
 CALLS = tuple(dict.fromkeys(call for h in _HEADS for call in h.calls))
 

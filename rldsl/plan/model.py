@@ -23,7 +23,7 @@ from rldsl.plan.expr import Level, Program, Scalar
 from rldsl.plan.function import Function
 from rldsl.plan.heads import HeadName
 
-FORMAT = 1
+FORMAT = 2
 MOST_RANKS = 16_384 * 256  # nodes, devices of each: beyond it a number is a slip
 MOST_BLOCKS = 64  # around an event; the parser allows fewer brackets in brackets
 DEFAULT_BACKEND = "torch"  # where a layout names none
@@ -99,15 +99,15 @@ class Spread:
 
     id: str
     mesh: str  # id
-    layout: str = ""  # id; "" with unit "all"
-    # ids; their lengths weigh, and the rows of all of them follow the same division. They share a prompt space (unit
-    # "prompt") or a row space (unit "row")
+    layout: str = ""  # id; "" with granularity "all"
+    # ids; their lengths weigh, and the rows of all of them follow the same division. They share a prompt space (granularity
+    # "prompt") or a row space (granularity "row")
     frames: tuple[str, ...] = ()
     # what stays together: a sequence, all sequences of a prompt, or everything (every rank of the mesh holds every row)
-    unit: Literal["row", "prompt", "all"] = "row"
+    granularity: Literal["row", "prompt", "all"] = "row"
     # count: equal numbers in contiguous runs; tokens: balanced token counts; slot: equal numbers of 0..count-1, whether
     # a row is present or not (the same in each turn of a frame with several)
-    weigh: Literal["count", "tokens", "slot"] = "tokens"
+    balance_by: Literal["count", "tokens", "slot"] = "tokens"
     minibatches: int = 1  # per epoch
     epochs: int = 1  # per call
     shuffle: bool = False  # rows are divided into minibatches at random
@@ -137,7 +137,7 @@ class ParamSpec:
     # chooses its collectives by it
     style: str = "replicated"
     # with tp > 1 each rank computes only a part of its gradient, though it holds the whole tensor
-    partial: bool = False
+    partial_grad: bool = False
     experts: int = 0  # that dimension 0 counts; 0: not an expert's parameter
     # the tensors of the model's directory that make it up, if not one of its own name. With "{expert}" there is one per
     # expert; several are joined along dimension 1 of the parameter
@@ -186,7 +186,7 @@ class Sizes:
     head_dim: int = 0  # width of a head
     vocab: int = 0  # tokens
     activation: str = ""  # of the MLP, as in the config: "silu"
-    chosen: int = 0  # experts per token; 0: a dense model
+    experts_per_token: int = 0  # experts per token; 0: a dense model
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,19 +194,19 @@ class Model:
     """A model of the program, and the state that it has in a run."""
 
     name: str
-    kind: HeadName  # of its head: logits, one value per token, or one score per sequence
+    head_name: HeadName  # of its head: logits, one value per token, or one score per sequence
     path: str  # a HuggingFace directory
     dtype: str  # "float32" or "bfloat16"
     params: tuple[ParamSpec, ...]  # that have versions: they are trained, resharded, saved, and part of a checkpoint
     layers: int  # transformer layers
     config_digest: str  # sha256 of its config.json
-    home: str = ""  # the layout of the trained parameters and the optimizer state; "": frozen
+    train_layout: str = ""  # the layout of the trained parameters and the optimizer state; "": frozen
     optimizer: Optimizer | None = None  # None: frozen
-    updates: int = 0  # optimizer steps of the whole run
+    planned_updates: int = 0  # optimizer steps of the whole run
     # of a model that `sync` or `ema` writes: the model that each such event reads, in order
-    sources: tuple[str, ...] = ()
+    updated_from: tuple[str, ...] = ()
     # the layout under which `ema` takes its mean, in float32 so that small changes are not lost; "": none
-    mean: str = ""
+    ema_layout: str = ""
     # of a model with adapters: the frozen parameters. Each rank reads its slices of them from disk under every layout
     base: tuple[ParamSpec, ...] = ()
     lora: Lora | None = None  # its adapters
@@ -216,11 +216,11 @@ class Model:
     @property
     def head(self) -> heads.Head:
         """What it can do."""
-        return heads.HEADS[self.kind]
+        return heads.HEADS[self.head_name]
 
     def __hash__(self) -> int:
         """Quickly, as of a layout."""
-        return hash((self.name, self.home))
+        return hash((self.name, self.train_layout))
 
 
 # kind of data -> what its columns are for
@@ -235,7 +235,7 @@ class Data:
     format: Literal["jsonl", "parquet", "hf"]
     path: str  # a file, or a directory for "hf"
     # which columns it has by role (`ROLES`); all other columns reach Python functions
-    kind: Literal["prompts", "answers", "pairs"]
+    row_format: Literal["prompts", "answers", "pairs"]
     batch: int  # rows (prompts, or pairs) per step
     columns: tuple[tuple[str, str], ...]  # (role, column name)
     tokenizer: str  # the model directory whose tokenizer is used
@@ -251,18 +251,18 @@ class Frame:
     """Sequences of one step: `count` rows, of which row r belongs to prompt r // per_prompt."""
 
     id: str
-    rows: str  # its row space: frames with the same one (the two sides of a pair) combine sequence by sequence
-    prompts: str  # its prompt space
+    row_space: str  # its row space: frames with the same one (the two sides of a pair) combine sequence by sequence
+    prompt_space: str  # its prompt space
     count: int  # rows
     per_prompt: int  # rows per prompt
     data: str  # the source of its prompts
     max_prompt_tokens: int  # per row; bounds memory
     max_response_tokens: int  # per row; bounds memory
     temperature: float = 1.0  # of its log-probabilities
-    of: str = ""  # the frame that this one is a selection of, whose row numbers it keeps; "": none
+    selected_from: str = ""  # the frame that this one is a selection of, whose row numbers it keeps; "": none
     # the frame whose lengths say which rows are present (a row without tokens is absent); "": all are
-    partial: str = ""
-    turns: int = 1  # of a frame that `repeat ... until` collects: the number of batches it consists of
+    present_in: str = ""
+    iterations: int = 1  # of a frame that `repeat ... until` collects: the number of batches it consists of
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ class State:
     """A batch-level value that persists over steps."""
 
     value: str  # id
-    spread: str  # of unit "all": every rank of its mesh holds the value
+    spread: str  # of granularity "all": every rank of its mesh holds the value
     initial: float  # before the first step
 
 
@@ -294,7 +294,7 @@ class Group:
     id: str
     # of a layout: one group for each combination of the other coordinates; ep and copies: ranks along dp that share
     # experts, and those that hold the same ones; mesh: all ranks of `mesh`
-    axis: Literal["tp", "pp", "dp", "cp", "ep", "copies", "mesh"]
+    axis: Literal["tp", "pp", "dp", "cp", "ep", "expert_dp", "mesh"]
     layout: str = ""  # id; "" for axis "mesh"
     mesh: str = ""  # id; "" for the axes of a layout
 

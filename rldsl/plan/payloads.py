@@ -60,8 +60,8 @@ class InferSpec:
     __slots__ = ()
     model: ModelName
     frame: FrameId
-    what: What  # the output that it computes
-    output: ValueId
+    output_name: What  # the output that it computes
+    value: ValueId
     temperature: float = 1.0
 
 
@@ -73,8 +73,8 @@ class TrainSpec:
     model: ModelName
     frames: tuple[FrameId, ...]
     loss: ProgramId
-    fresh: tuple[tuple[str, FrameId, What], ...]  # program input -> (frame, what): this model's differentiable outputs
-    data: tuple[tuple[str, ValueId], ...]  # program input -> value
+    model_outputs: tuple[tuple[str, FrameId, What], ...]  # program input -> (frame, what): this model's differentiable outputs
+    data_inputs: tuple[tuple[str, ValueId], ...]  # program input -> value
     outputs: tuple[tuple[str, ValueId], ...]  # metric -> the value that it is written to
     nonfinite: Literal["stop", "skip"] = "stop"  # of a minibatch whose gradient is not finite: stop the run, or skip it
 

@@ -45,7 +45,7 @@ class Axes:
     cp: Axis    # context parallel
     mesh: Axis  # all ranks of the layout
     ep: Axis = SINGLE_RANK      # expert parallel: ranks along dp that divide the experts of a layer among themselves
-    copies: Axis = SINGLE_RANK  # expert data parallel: ranks along dp that hold the same experts
+    expert_dp: Axis = SINGLE_RANK  # expert data parallel: ranks along dp that hold the same experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strat
     sync_ranks = s.cp * s.tp * s.ep if independent else size
     seconds = call_seconds(isolated, isolated.event(s)) * job.times_per_step
     return Candidate(s, size, seconds, sync_ranks, memory.static_bytes, memory.shared_bytes, memory.copy_bytes,
-                     memory.active_bytes, own and problem.models[job.model].home != "", onload * job.times_per_step)
+                     memory.active_bytes, own and problem.models[job.model].train_layout != "", onload * job.times_per_step)
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -102,9 +102,9 @@ def _memory_of_stage(problem: Problem, isolated: IsolatedCall, job: Job, s: Stra
     if isinstance(event, Train):
         trained = held + gradient_bytes(copy) + optimizer_bytes(copy)
         return CallMemory(trained if problem.first_train[job.model] == job.number else 0, base, 0, active)
-    if copy.model.home == isolated.layout.id:
+    if copy.model.train_layout == isolated.layout.id:
         return CallMemory(0, base, 0, active + (held if s.offload else 0))
-    return CallMemory(0, base, held, active) if copy.model.home else CallMemory(0, base + held, 0, active)
+    return CallMemory(0, base, held, active) if copy.model.train_layout else CallMemory(0, base + held, 0, active)
 
 
 def onload_seconds(isolated: IsolatedCall) -> float:

@@ -82,10 +82,10 @@ class CandidateTable:
         """Strategies with different keys do not dominate each other: their reshards differ, or the parameters that
         other calls share with them."""
         model = self.problem.models[job.model]
-        if model.home:
+        if model.train_layout:
             return s.degrees
         models = (self.problem.models[j.model] for j in self.problem.calls)
-        sharing = sum(m.path == model.path and (not m.home or bool(m.base)) for m in models)
+        sharing = sum(m.path == model.path and (not m.train_layout or bool(m.base)) for m in models)
         return (s.tp, s.pp, s.ep) if sharing > 1 else ()
 
     def _all_candidates(self, job: Job, size: int, given: Mapping[str, object]) -> Iterator[Candidate]:
@@ -140,7 +140,7 @@ class CandidateTable:
         freed and sent again; nor is a training that feeds several copies, because each would onload it again."""
         variants = (s, replace(s, recompute=True)) if job.kind == "train" else (s,)
         uses = sum(j.model == job.model and j.kind != "train" for j in self.problem.calls)
-        can_offload = uses < 2 if job.kind == "train" else not self.problem.models[job.model].home
+        can_offload = uses < 2 if job.kind == "train" else not self.problem.models[job.model].train_layout
         return (*variants, *(replace(x, offload=True) for x in variants)) if can_offload and self.offload else variants
 
     def _max_rows(self, job: Job, dp: int) -> int:

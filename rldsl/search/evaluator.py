@@ -220,7 +220,7 @@ class Evaluator:
         """Equal for calls that hold the same slices of a directory, or of a model that `sync` or `ema` writes. Where
         only tensor parallelism divides a model, a rank has the same slice on every block."""
         model, s = self.problem.models[self.calls[i].model], e.strategy
-        what = (model.name,) if model.sources and not model.base else (model.path, model.kind, model.dtype)
+        what = (model.name,) if model.updated_from and not model.base else (model.path, model.head_name, model.dtype)
         where = (block,) if s.pp > 1 or s.ep > 1 else (block.start % s.tp,)
         return *what, *where, s.tp, s.pp, s.ep, s.backend
 

@@ -73,7 +73,7 @@ def machine_of(problem: Problem) -> Machine:
 
 def with_home(model: Model, layout: Layout, own: bool) -> Model:
     """The model as in a plan that trains it under this layout (own), under another one, or not at all."""
-    return replace(model, home=layout.id if own and model.home else model.home)
+    return replace(model, train_layout=layout.id if own and model.train_layout else model.train_layout)
 
 
 def call_event(node: g.Node, layout: Layout, spread: str, s: Strategy) -> AnyCall:
@@ -99,11 +99,11 @@ def stage_groups(x: Layout, size: int, gpus: int) -> dict[int, Groups]:
                "cp": _crosses_nodes((s + t for s in shards for t in range(x.tp)), x.tp, x.cp, gpus),
                "dp": _crosses_nodes((s + i for s in rows for i in range(inner)), inner, x.dp, gpus)}
     if x.ep > 1:
-        sizes |= {"ep": x.ep, "copies": x.dp // x.ep}
+        sizes |= {"ep": x.ep, "expert_dp": x.dp // x.ep}
         runs = [s + d * inner + i for s in rows for d in range(0, x.dp, x.ep) for i in range(inner)]
         places = [s + i for s in rows for i in range(x.ep * inner)]
         crosses |= {"ep": _crosses_nodes(runs, inner, x.ep, gpus),
-                    "copies": _crosses_nodes(places, x.ep * inner, x.dp // x.ep, gpus)}
+                    "expert_dp": _crosses_nodes(places, x.ep * inner, x.dp // x.ep, gpus)}
     pipeline = tuple(range(x.pp))
     return {s: Groups({a: pipeline if a in ("pp", "mesh", "shard") else (s,) for a in sizes}, sizes, crosses, s)
             for s in pipeline}

@@ -41,7 +41,7 @@ class MemoryAdvisor:
     def __init__(self, placed: Placed):
         self.placed, self._compiler = placed, SettingCompiler(placed)
         self.calls, self.old, self.bytes = self._compiler.calls, self._compiler.first, self._compiler.bytes
-        self.trained = sorted(m.name for m in placed.models if m.home)
+        self.trained = sorted(m.name for m in placed.models if m.train_layout)
 
     def best(self) -> MemoryAdvice | None:
         """The mildest change that fits this cluster, reduced to what is needed; None if nothing fits.
@@ -147,7 +147,7 @@ class MemoryAdvisor:
     @cached_property
     def _uses_copy(self) -> list[str]:
         """Calls of trained models that use a copy."""
-        homes = {m.name: m.home for m in self.placed.models if m.home and not m.base}
+        homes = {m.name: m.train_layout for m in self.placed.models if m.train_layout and not m.base}
         return list(dict.fromkeys(_selector(n) for n in self.calls if n.model in homes and not isinstance(n, g.Train)
                                   and self.old[n.id].layout.id != homes[n.model]))
 

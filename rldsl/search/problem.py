@@ -160,7 +160,7 @@ def build_problem(placed: Placed, cluster: Cluster, lengths: Lengths = AT_MOST, 
     """placed: the program under any placement, for its models. fixed: by node id."""
     graph = placed.graph
     jobs = tuple(_build_jobs(graph))
-    models = {m.name: replace(m, home="home" if m.home else "", mean="") for m in placed.models}
+    models = {m.name: replace(m, train_layout="home" if m.train_layout else "", ema_layout="") for m in placed.models}
     numbers = {j.node.id: j.number for j in jobs}
     by_number = {numbers[i]: f for i, f in (fixed or {}).items() if i in numbers}
     return Problem(graph, jobs, models, dict(placed.families), cluster, memory, lengths, by_number)

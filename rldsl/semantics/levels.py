@@ -34,7 +34,7 @@ class Spaces:
 
     def of(self, frame: Frame, level: Level) -> str:
         """The space that values of `level` over this frame have."""
-        return {"token": frame.id, "seq": frame.rows, "prompt": frame.prompts, "batch": ""}[level]
+        return {"token": frame.id, "seq": frame.row_space, "prompt": frame.prompt_space, "batch": ""}[level]
 
     def over(self, level: Level, space: str) -> tuple[Frame, ...]:
         """The frames that have `space` at `level`."""
@@ -54,8 +54,8 @@ class Spaces:
 
     def above(self, level: Level, space: str) -> str | None:
         """The space that a selection took `space` from; None for what is not one."""
-        chosen = next((f for f in self.frames.values() if f.of and self.of(f, level) == space), None)
-        return self.of(self.frames[chosen.of], level) if chosen is not None else None
+        chosen = next((f for f in self.frames.values() if f.selected_from and self.of(f, level) == space), None)
+        return self.of(self.frames[chosen.selected_from], level) if chosen is not None else None
 
     def selected(self, level: Level, space: str, of: str) -> bool:
         """Whether `space` is a selection of `of`, perhaps by way of others."""
@@ -64,7 +64,7 @@ class Spaces:
 
     def source(self, frame: Frame, other: Frame) -> bool:
         """Whether the rows of `frame` come from those of `other`: its prompts, or what either was selected from."""
-        above = self.frames.get(frame.of or frame.prompts)
+        above = self.frames.get(frame.selected_from or frame.prompt_space)
         if above is None or above.id == frame.id:
             return False
         return above.id == other.id or self.source(above, other)

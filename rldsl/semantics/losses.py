@@ -125,7 +125,7 @@ def _stop(conditions: list[Term], lower: Lower) -> Term | None:
 
 def _fresh(decl: ast.LossDecl, head: Head, frames: tuple[Frame, ...], use: LossUse,
            errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
-    has = {o.what: o.level for o in head.outputs}
+    has = {o.name: o.level for o in head.outputs}
     if not decl.fresh:
         return errors.add("RL0204", f"the loss `{decl.name.name}` uses no output of the model", use.span,
                           labels=(Label(decl.span, "declared here"),),
@@ -133,7 +133,7 @@ def _fresh(decl: ast.LossDecl, head: Head, frames: tuple[Frame, ...], use: LossU
     if len(frames) == 1:
         pairs = [(p, frames[0], p.name.name) for p in decl.fresh]
     elif len(frames) == len(decl.fresh):
-        pairs = [(p, f, head.main.what) for p, f in zip(decl.fresh, frames, strict=True)]
+        pairs = [(p, f, head.main.name) for p, f in zip(decl.fresh, frames, strict=True)]
     else:
         return errors.add("RL0204",
                           f"the loss `{decl.name.name}` takes {len(decl.fresh)} outputs of the model, but "

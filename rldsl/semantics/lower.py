@@ -151,7 +151,7 @@ class Lower:
             case FrameRef(frame=f, kind="generated"):
                 fields = {"logprobs": Term("input", (), "token", f.id, "f32", expr.span,
                                            (("name", f"{f.id}.logprobs"),)),
-                          "finished": Term("input", (), "seq", f.rows, "bool", expr.span,
+                          "finished": Term("input", (), "seq", f.row_space, "bool", expr.span,
                                            (("name", f"{f.id}.finished"),))}
         if what in fields:
             return fields[what]

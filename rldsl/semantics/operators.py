@@ -75,7 +75,7 @@ class Operators:
         if self.spaces.selected(b.level, meeting, b.space):
             old, new = b, self.to_space(b, meeting)
         else:
-            chosen = next((f for f in self.spaces.frames.values() if f.of and self.spaces.of(f, b.level) == b.space
+            chosen = next((f for f in self.spaces.frames.values() if f.selected_from and self.spaces.of(f, b.level) == b.space
                            and self.spaces.selected(a.level, self.spaces.of(f, a.level), a.space)), None)
             if chosen is None:
                 return None
@@ -191,7 +191,7 @@ class Operators:
             ref = args[0]
             if not isinstance(ref, FrameRef):
                 return self._kind("len", "sequences, such as a generated batch", ref, span)
-            return Term("len", (), "seq", ref.frame.rows, "f32", span, (("frame", ref.frame.id),),
+            return Term("len", (), "seq", ref.frame.row_space, "f32", span, (("frame", ref.frame.id),),
                         unit=units.Unit("tokens"))
         x = args[0]
         if not isinstance(x, Term):
@@ -266,12 +266,12 @@ class Operators:
         return Term("add", (x, zero), zero.level, zero.space, "f32", x.span, unit=x.unit)
 
     def _zeros(self, level: Level, frame: Frame, span: Span) -> Term:
-        length = Term("len", (), "seq", frame.rows, "f32", span, (("frame", frame.id),))
-        seq = Term("mul", (length, const(0.0, span)), "seq", frame.rows, "f32", span)
+        length = Term("len", (), "seq", frame.row_space, "f32", span, (("frame", frame.id),))
+        seq = Term("mul", (length, const(0.0, span)), "seq", frame.row_space, "f32", span)
         if level == "token":
             return Term("at_end", (seq,), "token", frame.id, "f32", span, (("frame", frame.id),))
         if level == "prompt":
-            return Term("sum", (seq,), "prompt", frame.prompts, "f32", span, (("to", "prompt"),))
+            return Term("sum", (seq,), "prompt", frame.prompt_space, "f32", span, (("to", "prompt"),))
         return seq
 
 

@@ -12,7 +12,7 @@ from rldsl.plan.model import Model
 
 def storage_dtype(model: Model, layout: str) -> str:
     """The dtype of the parameters under a layout: where they are trained, or a mean is taken, a small change counts."""
-    return "float32" if layout in (model.home, model.mean) else model.dtype
+    return "float32" if layout in (model.train_layout, model.ema_layout) else model.dtype
 
 
 def in_wire_dtype(source: Model, src: str, model: Model, dst: str, decay: float) -> Model:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from rldsl.plan.model import Layout, Mesh
 
-Axis = Literal["tp", "pp", "dp", "cp", "ep", "copies", "mesh"]
+Axis = Literal["tp", "pp", "dp", "cp", "ep", "expert_dp", "mesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ def dp_index(layout: Layout, index: int) -> int:
 def axis_ranks(layout: Layout, mesh: Mesh, axis: Axis) -> tuple[tuple[int, ...], ...]:
     """All groups of an axis: one for each combination of the other coordinates, in the order of these; members run
     along the axis. "mesh" is the one group of all ranks, in rank order of the mesh. "ep" cuts the groups of dp into
-    runs of ep ranks; "copies" joins what stands at one place of these runs."""
+    runs of ep ranks; "expert_dp" joins what stands at one place of these runs."""
     members = _members(layout, mesh)
     if axis == "mesh":
         return (members,)
     if axis == "ep":
         runs = range(0, layout.dp, layout.ep)
         return tuple(g[i : i + layout.ep] for g in axis_ranks(layout, mesh, "dp") for i in runs)
-    if axis == "copies":
+    if axis == "expert_dp":
         return tuple(g[i :: layout.ep] for g in axis_ranks(layout, mesh, "dp") for i in range(layout.ep))
     names = ("pp", "dp", "cp", "tp")
     degrees = tuple(getattr(layout, name) for name in names)

@@ -88,12 +88,12 @@ def shard_rows(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Length
     their rows that belong to its own. every: more frames, to look up what those were selected from. lengths are read
     only where tokens weigh and of frames that tell which rows there are. Unit "all" is one shard with every row."""
     known = {f.id: f for f in (*every, *frames)}
-    if spread.unit == "all":
+    if spread.granularity == "all":
         return ({f.id: present_rows(f, known, lengths) for f in frames},)
     first = _weighed(spread, known)[0]
     minibatches = [m for epoch in _schedule(spread, dp, known, lengths, seed, step) for m in epoch]
     unions = (sorted({unit for m in minibatches for unit in m[shard]}) for shard in range(dp))
-    return tuple({f.id: _follow(spread.unit, first, f, units, known, lengths) for f in frames} for units in unions)
+    return tuple({f.id: _follow(spread.granularity, first, f, units, known, lengths) for f in frames} for units in unions)
 
 
 def train_schedule(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int,
@@ -101,32 +101,32 @@ def train_schedule(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Le
     """[epoch][minibatch][shard] -> rows, which are those of every frame of the spread. frames: as for `shard_rows`."""
     known = {f.id: f for f in frames}
     first, *others = _weighed(spread, known)
-    assert all(f.rows == first.rows for f in others), f"the frames of spread {spread.id} do not share rows"
-    return tuple(tuple(tuple(_follow(spread.unit, first, first, units, known, lengths) for units in minibatch)
+    assert all(f.row_space == first.row_space for f in others), f"the frames of spread {spread.id} do not share rows"
+    return tuple(tuple(tuple(_follow(spread.granularity, first, first, units, known, lengths) for units in minibatch)
                        for minibatch in epoch) for epoch in _schedule(spread, dp, known, lengths, seed, step))
 
 
 def present_rows(frame: Frame, known: Mapping[str, Frame], lengths: Lengths) -> Rows:
     """The rows that the frame has: all, or those that the lengths of `frame.partial` tell."""
-    if not frame.partial:
+    if not frame.present_in:
         return tuple(range(frame.count))
-    tells = lengths[frame.partial]
+    tells = lengths[frame.present_in]
     each = frame.count // len(tells)  # completions of each row of selected prompts
     return tuple(r for r in range(frame.count) if tells[r // each] > 0)
 
 
 def source_frame(frame: Frame, known: Mapping[str, Frame]) -> Frame:
     """The frame that a selection, or a selection of a selection, was taken from: rows have the same numbers in both."""
-    while frame.of:
-        frame = known[frame.of]
+    while frame.selected_from:
+        frame = known[frame.selected_from]
     return frame
 
 
 def prompt_space(frame: Frame, known: Mapping[str, Frame]) -> str:
     """The prompt space in which the prompts of `frame` have the same numbers, selected or not."""
-    while frame.of or frame.partial not in ("", frame.id):
-        frame = known[frame.of or frame.partial]
-    return frame.prompts
+    while frame.selected_from or frame.present_in not in ("", frame.id):
+        frame = known[frame.selected_from or frame.present_in]
+    return frame.prompt_space
 
 
 def _weighed(spread: Spread, known: Mapping[str, Frame]) -> tuple[Frame, ...]:
@@ -138,13 +138,13 @@ def _schedule(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: Leng
               step: int) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
     """[epoch][minibatch][shard] -> units (rows or prompts)."""
     frames = _weighed(spread, known)
-    if spread.weigh == "slot":
-        return ((_slots(frames[0], spread.unit, dp),),)
+    if spread.balance_by == "slot":
+        return ((_slots(frames[0], spread.granularity, dp),),)
     weights = _weights(spread, frames, known, lengths)
     numbers = tuple(weights)
     return tuple(
         tuple(tuple(tuple(numbers[units[i]] for i in items)
-                    for items in partition([weights[numbers[u]] for u in units], dp, spread.weigh)) for units in epoch)
+                    for items in partition([weights[numbers[u]] for u in units], dp, spread.balance_by)) for units in epoch)
         for epoch in minibatch_rows(len(numbers), spread.minibatches, spread.epochs, spread.shuffle, seed, step)
     )
 
@@ -152,20 +152,20 @@ def _schedule(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: Leng
 def _slots(frame: Frame, unit: str, dp: int) -> tuple[Rows, ...]:
     """The same units of every turn for a shard, whether they are there or not."""
     units = frame.count // (frame.per_prompt if unit == "prompt" else 1)
-    turn = units // frame.turns
-    return tuple(tuple(t * turn + u for t in range(frame.turns) for u in run) for run in _runs(tuple(range(turn)), dp))
+    turn = units // frame.iterations
+    return tuple(tuple(t * turn + u for t in range(frame.iterations) for u in run) for run in _runs(tuple(range(turn)), dp))
 
 
 def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame], lengths: Lengths) -> dict[int, int]:
     """The weight of each unit that is there, ascending: what its sequences of all frames cost, or 1."""
-    per_unit = [f.per_prompt if spread.unit == "prompt" else 1 for f in frames]
+    per_unit = [f.per_prompt if spread.granularity == "prompt" else 1 for f in frames]
     assert all(f.count % per == 0 for f, per in zip(frames, per_unit, strict=True)), f"spread {spread.id} cuts a prompt"
     assert len({f.count // per for f, per in zip(frames, per_unit, strict=True)}) == 1, (
         f"the frames of spread {spread.id} have different numbers of units")
     weights: dict[int, int] = {}
     for frame, per in zip(frames, per_unit, strict=True):
         rows = present_rows(frame, known, lengths)
-        if spread.weigh == "count":
+        if spread.balance_by == "count":
             weights |= {row // per: 1 for row in rows}
             continue
         assert len(lengths[frame.id]) == frame.count, f"frame {frame.id}: {len(lengths[frame.id])} lengths"
@@ -177,14 +177,14 @@ def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame]
 def _follow(unit: str, divided: Frame, frame: Frame, units: Sequence[int], known: Mapping[str, Frame],
             lengths: Lengths) -> Rows:
     """The rows of `frame` for some units (rows or prompts) of `divided`."""
-    if unit == "row" and source_frame(frame, known).rows == source_frame(divided, known).rows:
+    if unit == "row" and source_frame(frame, known).row_space == source_frame(divided, known).row_space:
         rows: Sequence[int] = units
     else:
         assert prompt_space(frame, known) == prompt_space(divided, known), (
             f"frame {frame.id} shares no prompts with {divided.id}")
         prompts = units if unit == "prompt" else sorted({row // divided.per_prompt for row in units})
         rows = [r for p in prompts for r in range(p * frame.per_prompt, (p + 1) * frame.per_prompt)]
-    if not frame.partial:
+    if not frame.present_in:
         return tuple(rows)
     here = set(present_rows(frame, known, lengths))
     return tuple(r for r in rows if r in here)

@@ -65,15 +65,15 @@ class Stage:
         """Elements that an optimizer step of this rank changes under `zero`: experts are divided only over the ranks
         that hold the same ones."""
         s, sizes = self.shard, self.groups.sizes
-        return (s.trained - s.local_experts) / sizes["dp"] + s.local_experts / sizes.get("copies", 1)
+        return (s.trained - s.local_experts) / sizes["dp"] + s.local_experts / sizes.get("expert_dp", 1)
 
     def over_dp(self, gather: Callable[[float, int, bool], float], item: int, elements: float,
                 experts: float = 0.0) -> float:
         """Seconds of an all-gather or a reduce-scatter of so many elements over dp, and of experts over the ranks that
         hold the same ones. item: bytes of an element."""
-        size, copies, crosses = self.groups.sizes["dp"], self.groups.sizes.get("copies", 1), self.groups.crosses
+        size, copies, crosses = self.groups.sizes["dp"], self.groups.sizes.get("expert_dp", 1), self.groups.crosses
         return gather(item * elements / size, size, crosses["dp"]) + gather(
-            item * experts / copies, copies, crosses.get("copies", False))
+            item * experts / copies, copies, crosses.get("expert_dp", False))
 
     def hidden_bytes(self, tokens: float) -> float:
         """Bytes of hidden states."""
@@ -103,7 +103,7 @@ class Stage:
         size, sizes = self.groups.sizes.get("ep", 1), self.shard.model.sizes
         if size == 1 or not self.shard.experts:
             return 0.0
-        moved = tokens * max(sizes.chosen, 1) * sizes.hidden * itemsize(self.shard.model)
+        moved = tokens * max(sizes.experts_per_token, 1) * sizes.hidden * itemsize(self.shard.model)
         return 2 * layers * self.machine.all_to_all(moved, size, self.groups.crosses["ep"])
 
     def message(self, found: Message, receiver: int, moved: float) -> tuple[Op, Hashable]:
@@ -350,7 +350,7 @@ def _infer_passes(world: World, event: Infer, stage: Stage) -> StagePasses:
     count = _micro_batches(event, rows, row.tokens, layout.pp)
     if not count:
         return StagePasses(0, (), 0.0)
-    responses = 1.0 if OUTPUTS[event.what].level == "seq" else row.response
+    responses = 1.0 if OUTPUTS[event.output_name].level == "seq" else row.response
     one = count_micro_batch(stage.shard, rows / count, row, responses, layout.cp)
     tokens = rows / count * row.tokens / layout.cp
     seconds = (world.machine.forward(stage.shard, one) + stage.tensor_parallel(tokens, one.outputs, stage.shard.layers)
@@ -364,7 +364,7 @@ def _train_passes(world: World, event: Train, stage: Stage) -> StagePasses:
     count = _micro_batches(event, rows, sum(world.row(f).tokens for f in event.frames), layout.pp)
     if not count:
         return StagePasses(0, (), 0.0)
-    by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.fresh)
+    by_seq = all(OUTPUTS[what].level == "seq" for _, _, what in event.model_outputs)
     tokens = sum(rows / count * world.row(f).tokens for f in event.frames) / layout.cp
     operators = len(world.programs[event.loss].nodes)
     durations: list[tuple[float, float]] = []
@@ -432,8 +432,8 @@ def _gradient_reductions(stage: Stage, zero: int) -> list[Op]:
         ops += stage.collective_ops("cp", "gradients", stage.all_reduce("cp", 4 * stage.shard.trained))
     if stage.groups.sizes["dp"] > 1:
         common = stage.all_reduce("dp", 4 * (stage.shard.trained - stage.shard.local_experts))
-        if stage.groups.sizes.get("copies", 1) > 1:
-            common += stage.all_reduce("copies", 4 * stage.shard.local_experts)
+        if stage.groups.sizes.get("expert_dp", 1) > 1:
+            common += stage.all_reduce("expert_dp", 4 * stage.shard.local_experts)
         if zero:
             common = stage.over_dp(stage.machine.all_gather, 4, stage.shard.outside_layers)
             common += _gather_seconds(stage) if zero < 3 else 0.0

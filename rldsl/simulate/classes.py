@@ -82,7 +82,7 @@ def _refine_colors(plan: Plan, without: Collection[int] = ()) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The groups of a layout as one class sees them, by axis: "pp", "tp", "cp", "dp", "mesh", and "shard" (the ranks
-    that work on the same rows); with ep also "ep", and "copies" (the ranks that hold the same experts)."""
+    that work on the same rows); with ep also "ep", and "expert_dp" (the ranks that hold the same experts)."""
 
     members: dict[str, Members]  # axis -> the classes in its group
     sizes: dict[str, int]  # axis -> ranks in a group
@@ -110,7 +110,7 @@ def build_groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> d
 
 
 def _axes(layout: Layout) -> tuple[Axis, ...]:
-    return ("pp", "tp", "cp", "dp", "ep", "copies") if layout.ep > 1 else ("pp", "tp", "cp", "dp")
+    return ("pp", "tp", "cp", "dp", "ep", "expert_dp") if layout.ep > 1 else ("pp", "tp", "cp", "dp")
 
 
 def _shards(layout: Layout, mesh: Mesh) -> tuple[tuple[int, ...], ...]:

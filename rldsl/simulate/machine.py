@@ -38,7 +38,7 @@ class Machine:
     def measured(self, model: Model, tp: int) -> Measured | None:
         """Measurements of the model in the cluster's file, scaled from the nearest degree of tensor parallelism."""
         known = [m for m in self.cluster.measured if (m.config, m.head, m.dtype, m.threads) ==
-                 (model.config_digest, model.kind, model.dtype, self.threads)]
+                 (model.config_digest, model.head_name, model.dtype, self.threads)]
         nearest = min(known, key=lambda m: (abs(log2(m.tp / tp)), m.tp), default=None)
         return nearest.under(tp, LAYER_KERNELS * self.cluster.kernel_us) if nearest is not None else None
 

@@ -216,14 +216,14 @@ class _OpBuilder:
         at = cell_of(layout, world.meshes[layout.mesh], world.classes.first[self.c])
         assert at is not None, f"class {self.c} has no copy under {layout.id}"
         copy, buffer = Copy(world.models[event.model], layout, at), f"{event.model}@{event.layout}"
-        size = optimizer_bytes(copy) if event.what == "optimizer" else (
+        size = optimizer_bytes(copy) if event.part == "optimizer" else (
             copy.stored * resting(copy) + copy.compute * elements(copy.model.base, copy))
         name = (key, "host", self.c)  # a message of this class alone
-        if (gone := self.offloading.pop((buffer, event.what), None)) is not None:
+        if (gone := self.offloading.pop((buffer, event.part), None)) is not None:
             self.ops.append(Wait(gone))
         self.ops.append(Isend(name, (self.c,), 0.0 if world.machine.shared else world.machine.host(size)))
         if isinstance(event, Offload):
-            self.offloading[buffer, event.what] = name
+            self.offloading[buffer, event.part] = name
         else:
             keys, after = self.pending.get(buffer, ((), 0.0))
             self.pending[buffer] = ((*keys, name), after)
@@ -241,13 +241,13 @@ class _OpBuilder:
     def compute(self, event: Compute, key: Hashable) -> None:
         world, machine = self.world, self.world.machine
         program, spread = world.programs[event.program], world.spreads[event.spread]
-        ranks = 1 if spread.unit == "all" else world.size(event.mesh)
+        ranks = 1 if spread.granularity == "all" else world.size(event.mesh)
         rows = max((world.frames[f].count / ranks for f in event.frames), default=1.0)
         entries = max((rows * world.row(f).response for f in event.frames), default=1.0)
         self.run(machine.rows(rows) + machine.compute(len(program.nodes), entries))
         self.run(machine.rows(CALL_ROWS * rows) * sum(n.op == "py" for n in program.nodes))
         reductions = sum(in_family(n.op, "reduction") and n.level == "batch" for n in program.nodes)
-        if reductions and world.size(event.mesh) > 1 and spread.unit != "all":
+        if reductions and world.size(event.mesh) > 1 and spread.granularity != "all":
             self.together(event, key, 16.0, reductions)
 
 

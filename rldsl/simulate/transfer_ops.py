@@ -34,7 +34,7 @@ def transfer_ops(world: World, event: Transfer, value: str, c: int, key: Hashabl
     src, dst, record = world.spreads[event.src], world.spreads[event.dst], world.values[value]
     senders, receivers = world.on(src.mesh), world.on(dst.mesh)
     size = 8 if record.level == "batch" else BYTES[record.dtype]
-    held = (1.0 if record.level == "batch" or src.unit == "all" else 1 / world.dp(src))
+    held = (1.0 if record.level == "batch" or src.granularity == "all" else 1 / world.dp(src))
     rows = world.rows(dst, record.frame) if record.frame else 1
     whole = world.entries(record, rows) * size
     needs = {d: whole * (1 - held if d in senders else 1.0) for d in receivers}  # bytes, by class

@@ -68,7 +68,7 @@ class World:
         return self.lengths.of(self.frames[frame])
 
     def dp(self, spread: Spread) -> int:
-        return 1 if spread.unit == "all" or not spread.layout else self.layouts[spread.layout].dp
+        return 1 if spread.granularity == "all" or not spread.layout else self.layouts[spread.layout].dp
 
     def rows(self, spread: Spread, frame: str) -> int:
         """Sequences of a frame on the fullest shard of a spread."""

@@ -52,9 +52,9 @@ def _fits(weight: ParamSpec, a: ParamSpec, b: ParamSpec, lora: Lora) -> bool:
     side = None if split is None else (split.dim == 0) != lora.transposed  # whether the output is divided
     divided, whole = (b, a) if side else (a, b)
     if split is None or divided.split is None:
-        return split is a.split is b.split and a.partial == b.partial == weight.partial
-    return (whole.split is None and whole.partial and divided.split.parts == split.parts
-            and divided.split.dim == (0 if side else 1) and divided.partial == weight.partial)
+        return split is a.split is b.split and a.partial_grad == b.partial_grad == weight.partial_grad
+    return (whole.split is None and whole.partial_grad and divided.split.parts == split.parts
+            and divided.split.dim == (0 if side else 1) and divided.partial_grad == weight.partial_grad)
 
 
 def _bad(m: Model, what: str) -> Diagnostic:

@@ -36,7 +36,7 @@ def reads(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy:
         yield problem("RL0614", f"{name(e)} reads {value}, which its expression does not use", e)
     for buffer in e.reads:
         right = split(buffer)[1]
-        if buffer != copy and (right not in t.spreads or right != spread and t.spreads[right].unit != "all"):
+        if buffer != copy and (right not in t.spreads or right != spread and t.spreads[right].granularity != "all"):
             yield problem(
                 "RL0614",
                 f"{name(e)} works on spread {spread} and cannot read {buffer}",
@@ -61,7 +61,7 @@ def writes(t: Tables, e: Event, must: set[str], may: set[str], spread: str, copy
 def _call(t: Tables, e: AnyCall) -> Iterator[Diagnostic]:
     s = t.spreads[e.spread]
     if (
-        s.unit == "all"
+        s.granularity == "all"
         or _degrees(t.layouts[s.layout]) != _degrees(t.layouts[e.layout])
         or _ordered(t.meshes[t.layouts[s.layout].mesh]) != _ordered(t.meshes[t.layouts[e.layout].mesh])
     ):
@@ -80,7 +80,7 @@ def _call(t: Tables, e: AnyCall) -> Iterator[Diagnostic]:
 
 def _varies(m: Model, x: Layout) -> str:
     """Why the numbers of a token depend on what is computed beside it, or ""."""
-    if m.dtype != "float32" or m.sizes.chosen:
+    if m.dtype != "float32" or m.sizes.experts_per_token:
         return "computes in bfloat16" if m.dtype != "float32" else ("its experts process tokens of different sequences "
                                                                     "together")
     if (x.tp, x.cp, x.ep) != (1, 1, 1):
@@ -115,33 +115,33 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
             yield problem("RL0615", f"{name(e)} writes {id}, which is not {extent} of {e.frame} in {dtype}", e)
     f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
-    if (f.count, f.per_prompt, f.prompts, f.data, f.partial) != (p.count * s.n, p.per_prompt * s.n, p.prompts, p.data,
-                                                                p.partial):
+    if (f.count, f.per_prompt, f.prompt_space, f.data, f.present_in) != (p.count * s.n, p.per_prompt * s.n, p.prompt_space, p.data,
+                                                                p.present_in):
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
     if f.temperature != s.logprob_temperature or f.max_response_tokens < s.max_new_tokens:
         yield problem(
             "RL0615", f"{name(e)}: frame {e.frame} records another temperature or fewer tokens than it samples", e
         )
-    if not t.models[e.model].head.generates or t.spreads[e.spread].unit != "prompt":
+    if not t.models[e.model].head.generates or t.spreads[e.spread].granularity != "prompt":
         yield problem("RL0615", f"{name(e)} needs a model that generates, and a spread by prompts", e)
-    if t.data[p.data].kind != "prompts" or p.max_response_tokens:
+    if t.data[p.data].row_format != "prompts" or p.max_response_tokens:
         yield problem("RL0615", f"{name(e)} continues {e.prompts}, whose rows have responses already", e)
 
 
 def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     yield from reads(t, e, {f"{e.frame}.tokens"}, own(e.frame), e.spread, f"{e.model}@{e.layout}")
-    yield from writes(t, e, {e.output}, set(), e.spread)
-    v, output, head = t.values[e.output], OUTPUTS[e.what], t.models[e.model].head
+    yield from writes(t, e, {e.value}, set(), e.spread)
+    v, output, head = t.values[e.value], OUTPUTS[e.output_name], t.models[e.model].head
     extent = "row" if output.level == "seq" else "response"
     if v.frame != e.frame or v.extent != extent or v.dtype != "f32":
         yield problem(
             "RL0615",
-            f"{name(e)}: {e.what} of frame {e.frame} do not match value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
+            f"{name(e)}: {e.output_name} of frame {e.frame} do not match value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
             e,
         )
     if output not in head.outputs:
-        yield problem("RL0615", f"{name(e)}: {e.what} need a {' or a '.join(heads_with(output.call))}, but {e.model} "
+        yield problem("RL0615", f"{name(e)}: {e.output_name} need a {' or a '.join(heads_with(output.call))}, but {e.model} "
                       f"is a {head.name}", e)
     if output.logits and e.temperature != t.frames[e.frame].temperature:
         yield problem(
@@ -155,10 +155,10 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
 def check_train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     yield from _call(t, e)
     copy = f"{e.model}@{e.layout}"
-    must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data}
+    must = {f"{f}.tokens" for f in e.frames} | {v for _, v in e.data_inputs}
     yield from reads(t, e, must, own(*e.frames), e.spread, copy)
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread, copy)
-    for _, frame, what in e.fresh:
+    for _, frame, what in e.model_outputs:
         if frame not in e.frames or OUTPUTS.get(what) not in t.models[e.model].head.outputs:
             yield problem("RL0615", f"{name(e)}: {e.model} has no fresh {what} of frame {frame}", e)
     if not e.frames or any((t.values[v].level, t.values[v].dtype) != ("batch", "f32") for _, v in e.outputs):
@@ -172,7 +172,7 @@ def check_compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
         if node.op == "py":
             of = selections.origin(t, str(node.attr("frame")))
             must |= {f"{node.attr('frame')}.tokens"}
-            must |= {v.id for v in t.plan.values if v.extent == "columns" and t.frames[v.frame].prompts == of}
+            must |= {v.id for v in t.plan.values if v.extent == "columns" and t.frames[v.frame].prompt_space == of}
     kin = {f.id for f in t.plan.frames if f.data in sources}
     yield from reads(t, e, must, own(*kin), e.spread)
     yield from writes(t, e, {v for _, v in e.outputs}, set(), e.spread)

@@ -170,11 +170,11 @@ def _weighed(t: Tables, e: Event) -> set[str]:
         elif field in e.traits.weighs and t.values[id].extent in ("tokens", "response"):
             frames.add(t.values[id].frame)
     if isinstance(e, Select):
-        frames = {t.frames[e.frame].of} | (set() if e.condition else frames)
+        frames = {t.frames[e.frame].selected_from} | (set() if e.condition else frames)
     spreads = [id for _, role, id in references(e) if role is Role.SPREAD]
-    frames |= {f for s in spreads if t.spreads[s].weigh == "tokens" for f in t.spreads[s].frames}
-    return frames | {p for s in spreads for f in t.spreads[s].frames if (p := t.frames[f].partial)}
+    frames |= {f for s in spreads if t.spreads[s].balance_by == "tokens" for f in t.spreads[s].frames}
+    return frames | {p for s in spreads for f in t.spreads[s].frames if (p := t.frames[f].present_in)}
 
 
 def _lengths(t: Tables, frame: str) -> tuple[str, ...]:
-    return tuple(f"{frame}.lengths@{s.id}" for s in t.plan.spreads if s.unit == "all")
+    return tuple(f"{frame}.lengths@{s.id}" for s in t.plan.spreads if s.granularity == "all")

@@ -32,7 +32,7 @@ from rldsl.sharding.pipeline_schedule import Exchange, actions
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.total_order import circle
 
-AXES = ("tp", "cp", "pp", "dp", "ep", "copies", "mesh", "link", "tokens")
+AXES = ("tp", "cp", "pp", "dp", "ep", "expert_dp", "mesh", "link", "tokens")
 
 
 class Use(NamedTuple):
@@ -214,8 +214,8 @@ def _over(x: Layout, at: Coordinate, axis: str) -> Iterator[Use]:
         yield Use("dp", at.pp, 0)
     elif axis == "ep" and x.ep > 1:
         yield Use("ep", at.pp, at.dp // x.ep)
-    elif axis == "copies" and 1 < x.ep < x.dp:
-        yield Use("copies", at.pp, at.dp % x.ep)
+    elif axis == "expert_dp" and 1 < x.ep < x.dp:
+        yield Use("expert_dp", at.pp, at.dp % x.ep)
     elif axis == "mesh" and x.dp * x.tp * x.pp * x.cp > 1:
         yield Use("mesh", 0, 0)
 
@@ -230,7 +230,7 @@ def _forward(x: Layout, at: Coordinate) -> Iterator[Use]:
 def _divided(x: Layout, at: Coordinate) -> Iterator[Use]:
     """Over the ranks that `zero` divides parameters among; experts have ranks of their own."""
     yield from _over(x, at, "dp")
-    yield from _over(x, at, "copies")
+    yield from _over(x, at, "expert_dp")
 
 
 def _backward(x: Layout, at: Coordinate) -> Iterator[Use]:

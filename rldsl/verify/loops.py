@@ -29,16 +29,16 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
     collected = {e.into for e, _ in t.events if isinstance(e, Collect)}
     valued = {t.values[v].frame for e, _ in t.events for v, _ in map(split, e.writes) if v in t.values}
     for f in t.plan.frames:  # one of which nothing is read has no values, and nothing collects it
-        if f.turns > 1 and not f.of and f.id not in collected and f.id in valued:
-            yield problem("RL0536", f"frame {f.id} has {f.turns} iterations, but no loop collects it")
+        if f.iterations > 1 and not f.selected_from and f.id not in collected and f.id in valued:
+            yield problem("RL0536", f"frame {f.id} has {f.iterations} iterations, but no loop collects it")
     made: Counter[str] = Counter()
     for e, path in t.events:
         if isinstance(e, Train):
             made[e.model] += times(path) * t.spreads[e.spread].minibatches * t.spreads[e.spread].epochs
     for m in t.plan.models:
-        if m.updates != made[m.name]:
+        if m.planned_updates != made[m.name]:
             yield problem("RL0536",
-                          f"model {m.name} is planned for {m.updates} updates, but its events make {made[m.name]}")
+                          f"model {m.name} is planned for {m.planned_updates} updates, but its events make {made[m.name]}")
 
 
 def _inside(t: Tables, items: Sequence[Item]) -> Iterator[Diagnostic]:
@@ -49,10 +49,10 @@ def _inside(t: Tables, items: Sequence[Item]) -> Iterator[Diagnostic]:
             if item.until:
                 yield from _until(t, item)
             for e in item.body:
-                if isinstance(e, Collect) and t.frames[e.into].turns != item.trips:
+                if isinstance(e, Collect) and t.frames[e.into].iterations != item.trips:
                     yield problem("RL0536",
                                   f"loop {item.id} runs {item.trips} times, but its collected frame has room for "
-                                  f"{t.frames[e.into].turns}", e)
+                                  f"{t.frames[e.into].iterations}", e)
         yield from _inside(t, item.body)
 
 
@@ -63,6 +63,6 @@ def _until(t: Tables, loop: Loop) -> Iterator[Diagnostic]:
         yield problem("RL0536", f"loop {loop.id} ends on {value}, which is not a condition at the batch level",
                       *inside[:1])
     ranks = union(t.event_ranks(e) for e in inside)
-    if t.spreads[spread].unit != "all" or not ranks <= t.spread_ranks(spread):
+    if t.spreads[spread].granularity != "all" or not ranks <= t.spread_ranks(spread):
         yield problem("RL0536", f"loop {loop.id} ends on {loop.until}, which some of its ranks do not have",
                       *inside[:1], ranks=ranks - t.spread_ranks(spread))

@@ -29,7 +29,7 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
     if backwards or not 0 <= outputs.get("loss", -1) < len(nodes):
         return ""  # another check's
     frames = [t.frames[f] for f in e.frames]
-    spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.rows: 0 for f in frames}, **{f.prompts: 0 for f in frames}}
+    spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.row_space: 0 for f in frames}, **{f.prompt_space: 0 for f in frames}}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
         return f"uses {strange}, which is not a training input"
     if any(in_family(n.op, "reduction") and n.attr("to") == "prompt" for n in nodes):
@@ -37,7 +37,7 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
     inner = _under(nodes, [a for n in nodes if _reduces(n) for a in n.args])
     if any(_reduces(nodes[i]) for i in inner):
         return "uses a reduction over the batch elementwise"
-    return _affine(nodes, outputs["loss"], {n for n, _, _ in e.fresh})
+    return _affine(nodes, outputs["loss"], {n for n, _, _ in e.model_outputs})
 
 
 def _reduces(n: Node) -> bool:

@@ -45,13 +45,13 @@ def check_model_tables(plan: Plan, only: Iterable[str] | None = None,
     for m in plan.models:
         if m.name not in wanted:
             continue
-        key = (m.path, m.kind)
+        key = (m.path, m.head_name)
         if key not in found:
             names = _tensor_names(m.path)
             if names is None:
                 unreadable.append((m.name, m.path))
                 continue
-            found[key] = describe(m.path, m.kind, names), bool(names)
+            found[key] = describe(m.path, m.head_name, names), bool(names)
         faults += model_faults(m, *found[key])
         compared.append(m.name)
     return ModelCheck(tuple(faults), tuple(compared), tuple(unreadable))

@@ -98,19 +98,19 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
 
 
 def _load(t: Tables, e: Load) -> Iterator[Diagnostic]:
-    if e.of and not _one(t, e):
-        yield problem("RL0615", f"{name(e)} reuses {e.model}@{e.of} as {e.model}@{e.layout}, but their contents differ",
+    if e.alias_of and not _one(t, e):
+        yield problem("RL0615", f"{name(e)} reuses {e.model}@{e.alias_of} as {e.model}@{e.layout}, but their contents differ",
                       e)
 
 
 def _side(t: Tables, e: Offload | Onload) -> Iterator[Diagnostic]:
     copy = {f"{e.model}@{e.layout}"}
-    if e.what == "optimizer" and t.models[e.model].home != e.layout:
+    if e.part == "optimizer" and t.models[e.model].train_layout != e.layout:
         yield problem("RL0615", f"{name(e)} moves an optimizer state, but {e.model}@{e.layout} has none", e)
     if not ({*e.reads} <= copy and {*e.writes} <= copy):
         yield problem("RL0614", f"{name(e)} may use only {e.model}@{e.layout}", e)
-    if e.what == "parameters" and any(isinstance(x, Load) and x.of and x.model == e.model
-                                      and e.layout in (x.of, x.layout) for x, _ in t.events):
+    if e.part == "parameters" and any(isinstance(x, Load) and x.alias_of and x.model == e.model
+                                      and e.layout in (x.alias_of, x.layout) for x, _ in t.events):
         yield problem("RL0615", f"{name(e)} moves {e.model}@{e.layout}, which another layout also uses", e)
 
 
@@ -118,7 +118,7 @@ def _exchange(t: Tables, e: Lengths) -> Iterator[Diagnostic]:
     yield from calls.reads(t, e, {f"{e.frame}.tokens"} & {split(b)[0] for b in e.reads}, calls.own(e.frame), e.spread)
     if len(e.writes) != 1 or not _is_all(t, e.writes[0], f"{e.frame}.lengths"):
         yield problem("RL0614", f"{name(e)} must write {e.frame}.lengths for every row, not {e.writes}", e)
-    if not e.reads or t.spreads[e.spread].unit == "all":
+    if not e.reads or t.spreads[e.spread].granularity == "all":
         yield problem("RL0614", f"{name(e)} must read {e.frame}.tokens in a spread that divides rows", e)
 
 
@@ -142,20 +142,20 @@ def _free(t: Tables, e: Free) -> Iterator[Diagnostic]:
 def _again(t: Tables, model: str, layout: str) -> bool:
     """Whether a copy has nothing that its model does not hold at home: adapters stand on a base, which has no other."""
     m = t.models[model]
-    one = any(isinstance(e, Load) and e.of and (e.model, e.layout) == (model, layout) for e, _ in t.events)
-    return m.home not in ("", layout) and not m.base and not one
+    one = any(isinstance(e, Load) and e.alias_of and (e.model, e.layout) == (model, layout) for e, _ in t.events)
+    return m.train_layout not in ("", layout) and not m.base and not one
 
 
 def _one(t: Tables, e: Load) -> bool:
     """Whether the two layouts of a load are one copy of what is trained: each rank stands at the same place of equally
     many (`Side` is derived here, and not by the compiler), and computes from the same dtype by the same backend."""
     m, layouts = t.models[e.model], t.layouts
-    if e.of not in layouts or e.of != m.home or e.layout == e.of or m.base:
+    if e.alias_of not in layouts or e.alias_of != m.train_layout or e.layout == e.alias_of or m.base:
         return False
-    a, b = layouts[e.of], layouts[e.layout]
+    a, b = layouts[e.alias_of], layouts[e.layout]
     if a.zero or b.zero or (a.pp, a.vpp, a.ep, a.tp, a.backend) != (b.pp, b.vpp, b.ep, b.tp, b.backend):
         return False
-    rounded = m.dtype != "float32" and m.mean != b.id
+    rounded = m.dtype != "float32" and m.ema_layout != b.id
     return not rounded and MeshCells.of(a, t.meshes[a.mesh]) == MeshCells.of(b, t.meshes[b.mesh])
 
 
@@ -164,11 +164,11 @@ def _checkpoint(t: Tables, e: Checkpoint) -> Iterator[Diagnostic]:
     steps = t.plan.body[-1] if t.plan.body else None
     if not isinstance(steps, Loop) or not steps.body or steps.body[-1] is not e:
         yield problem("RL0529", f"{name(e)} is not at the end of the step", e)
-    if e.every < 1 or e.keep < 1:
-        yield problem("RL0529", f"{name(e)} runs every {e.every} steps and keeps {e.keep}", e)
-    must = {f"{m.name}@{m.home}" for m in t.plan.models if m.home}
+    if e.every < 1 or e.keep_last < 1:
+        yield problem("RL0529", f"{name(e)} runs every {e.every} steps and keeps {e.keep_last}", e)
+    must = {f"{m.name}@{m.train_layout}" for m in t.plan.models if m.train_layout}
     must |= {f"{s.value}@{s.spread}" for s in t.plan.states}
-    follow = {m.name for m in t.plan.models if m.sources}
+    follow = {m.name for m in t.plan.models if m.updated_from}
     copies = [split(b)[0] for b in e.reads if split(b)[0] in follow and split(b)[1] in t.layouts]
     if {b for b in e.reads if split(b)[0] not in follow} != must or sorted(copies) != sorted(follow) or e.writes:
         told = ", ".join(sorted(must | follow)) or "nothing"
@@ -180,12 +180,12 @@ def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
     yield from _exactly(e, (f"{source}@{e.src}", *([copy] if e.decay else [])), (copy,))
     if e.src == e.dst and not e.source:
         yield problem("RL0615", f"{name(e)} moves from layout {e.src} to itself", e)
-    if e.source == e.model or not 0 <= e.decay <= 1 or not e.source and (e.decay or e.version):
+    if e.source == e.model or not 0 <= e.decay <= 1 or not e.source and (e.decay or e.source_version):
         yield problem("RL0615", f"{name(e)} takes {e.source or 'no other model'} with decay {e.decay}, version "
-                      f"{e.version!r}", e)
-    if e.decay and t.models[e.model].mean != e.dst:
+                      f"{e.source_version!r}", e)
+    if e.decay and t.models[e.model].ema_layout != e.dst:
         yield problem("RL0615", f"{name(e)} takes a mean under {e.dst}, but {e.model} keeps one "
-                      f"{'under ' + t.models[e.model].mean if t.models[e.model].mean else 'nowhere'}", e)
+                      f"{'under ' + t.models[e.model].ema_layout if t.models[e.model].ema_layout else 'nowhere'}", e)
     mine, other = t.models[e.model], t.models[source]
     if _parts(mine) != _parts(other):
         yield problem("RL0615", f"{name(e)}: {e.model} and {source} have different parameters", e)
@@ -193,7 +193,7 @@ def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
 
 def _parts(m: Model) -> tuple[object, ...]:
     """What two models share between which parameters move."""
-    return m.kind, m.layers, m.params, m.base, (m.path, m.lora.alpha) if m.lora else None
+    return m.head_name, m.layers, m.params, m.base, (m.path, m.lora.alpha) if m.lora else None
 
 
 def _exactly(e: Event, reads: tuple[str, ...], writes: tuple[str, ...]) -> Iterator[Diagnostic]:
@@ -208,7 +208,7 @@ def _exactly(e: Event, reads: tuple[str, ...], writes: tuple[str, ...]) -> Itera
 
 def _is_all(t: Tables, buffer: str, value: str) -> bool:
     left, right = split(buffer)
-    return left == value and right in t.spreads and t.spreads[right].unit == "all"
+    return left == value and right in t.spreads and t.spreads[right].granularity == "all"
 
 
 def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
@@ -221,18 +221,18 @@ def _fetch(t: Tables, e: Fetch) -> Iterator[Diagnostic]:
         yield problem("RL0614", f"{name(e)} must read nothing and write tokens and lengths of {', '.join(e.frames)}", e)
     if any(
         split(b)[1] not in t.spreads
-        or t.spreads[split(b)[1]].unit != "all"
+        or t.spreads[split(b)[1]].granularity != "all"
         or t.spread_ranks(split(b)[1]) != t.event_ranks(e)
         for b in e.writes
     ):
         yield problem("RL0614", f"{name(e)} must write all rows on every rank of its mesh", e)
     data = t.data[e.data]
-    ends = ("chosen", "rejected") if data.kind == "pairs" else ("",)
+    ends = ("chosen", "rejected") if data.row_format == "pairs" else ("",)
     if len(e.frames) != len(ends) or not all(any(f.endswith(end) for f in e.frames) for end in ends):
         yield problem("RL0615", f"{name(e)}: {e.data} has no frames {', '.join(e.frames)}", e)
     for f in e.frames:
         frame = t.frames[f]
-        shape = (frame.partial, frame.of, frame.data, frame.count, frame.per_prompt)
+        shape = (frame.present_in, frame.selected_from, frame.data, frame.count, frame.per_prompt)
         if shape != (f if once else "", "", e.data, t.data[e.data].batch, 1):
             yield problem("RL0615", f"{name(e)} fetches frame {f}, which is not a batch of {e.data}", e)
         if (frame.max_prompt_tokens, frame.max_response_tokens) != (data.max_prompt_tokens, data.max_answer_tokens):
@@ -251,7 +251,7 @@ def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
         or not {*must} <= {*e.reads}
         or len({*e.reads}) != len(e.reads)
         or any(
-            split(b)[1] not in t.spreads or t.spreads[split(b)[1]].unit != "all" or not b.startswith(f"{v}.lengths@")
+            split(b)[1] not in t.spreads or t.spreads[split(b)[1]].granularity != "all" or not b.startswith(f"{v}.lengths@")
             for b in extra
             for v in {t.values[x].frame for x in e.values}
         )
@@ -279,11 +279,11 @@ def _rows(t: Tables) -> Iterator[Diagnostic]:
 
 def _divides(t: Tables, v: Value, spread: str) -> bool:
     s = t.spreads[spread]
-    if s.unit == "all" or v.level == "batch" or not s.frames:
+    if s.granularity == "all" or v.level == "batch" or not s.frames:
         return True
-    if selections.root(t, v.frame).rows == selections.root(t, s.frames[0]).rows:
+    if selections.root(t, v.frame).row_space == selections.root(t, s.frames[0]).row_space:
         return True
-    by_prompt = s.unit == "prompt" or v.level == "prompt"
+    by_prompt = s.granularity == "prompt" or v.level == "prompt"
     return by_prompt and selections.origin(t, v.frame) == selections.origin(t, s.frames[0])
 
 

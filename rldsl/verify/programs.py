@@ -84,7 +84,7 @@ def _sequence_fault(t: Tables, operator: Operator, node: Node, args: Sequence[No
         return f"takes {operator.takes} to {operator.gives}, not {levels} to {node.level}"
     fine, coarse = (args[0], node) if node.op == "last" else (node, args[0]) if args else (node, node)
     frame = t.frames.get(str(node.attr("frame") or (args[0].space if args else "")))
-    if frame is None or node.space != (frame.id if node.level == "token" else frame.rows):
+    if frame is None or node.space != (frame.id if node.level == "token" else frame.row_space):
         return f"does not belong to the sequences of {node.attr('frame') or node.space!r}"
     return _broadcast(t, coarse, fine)
 
@@ -108,9 +108,9 @@ def _has_space(t: Tables, level: str, space: str) -> bool:
         case "batch":
             return space == ""
         case "prompt":
-            return any(f.prompts == space for f in t.frames.values())
+            return any(f.prompt_space == space for f in t.frames.values())
         case "seq":
-            return any(f.rows == space for f in t.frames.values())
+            return any(f.row_space == space for f in t.frames.values())
     return space in t.frames
 
 
@@ -122,8 +122,8 @@ def _broadcast(t: Tables, coarse: Node, fine: Node) -> str:
         return ""
     if coarse.level == fine.level:
         return "" if coarse.space == fine.space else f"spaces {coarse.space} and {fine.space} differ"
-    of = [f for f in t.frames.values() if fine.space == (f.id if fine.level == "token" else f.rows)]
-    fits = any(coarse.space == (f.rows if coarse.level == "seq" else f.prompts) for f in of)
+    of = [f for f in t.frames.values() if fine.space == (f.id if fine.level == "token" else f.row_space)]
+    fits = any(coarse.space == (f.row_space if coarse.level == "seq" else f.prompt_space) for f in of)
     return "" if fits else f"space {coarse.space} does not cover {fine.space}"
 
 
@@ -133,7 +133,7 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
     for input, value in e.inputs:
         yield from _fits(t, e, program, input, t.values[value])
     frames = [t.frames[f] for f in e.frames]
-    spaces = {"", *(x for f in frames for x in (f.id, f.rows, f.prompts))}
+    spaces = {"", *(x for f in frames for x in (f.id, f.row_space, f.prompt_space))}
     if strange := [n.space for n in program.nodes if n.space not in spaces]:
         yield problem("RL0617",
                       f"{name(e)}: program {program.id} uses {strange[0]}, but the event uses "
@@ -154,13 +154,13 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
 
 def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     program = t.programs[e.loss]
-    yield from _bound(t, e, program, {n for n, _, _ in e.fresh} | {n for n, _ in e.data}, len(e.fresh) + len(e.data))
-    for input, value in e.data:
+    yield from _bound(t, e, program, {n for n, _, _ in e.model_outputs} | {n for n, _ in e.data_inputs}, len(e.model_outputs) + len(e.data_inputs))
+    for input, value in e.data_inputs:
         yield from _fits(t, e, program, input, t.values[value])
     for node in program.nodes:
-        for input, frame, what in e.fresh:
+        for input, frame, what in e.model_outputs:
             level = OUTPUTS[what].level
-            space = t.frames[frame].rows if level == "seq" else frame
+            space = t.frames[frame].row_space if level == "seq" else frame
             if (
                 node.op == "input"
                 and node.attr("name") == input
@@ -234,9 +234,9 @@ def _space(t: Tables, v: Value) -> str:
         case "batch":
             return ""
         case "prompt":
-            return t.frames[v.frame].prompts
+            return t.frames[v.frame].prompt_space
         case "seq":
-            return t.frames[v.frame].rows
+            return t.frames[v.frame].row_space
     return v.frame
 
 

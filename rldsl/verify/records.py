@@ -49,7 +49,7 @@ def _experts(t: Tables) -> Iterator[Diagnostic]:
     for m in t.plan.models:
         counts = {p.experts for p in (*m.params, *m.base) if p.experts}
         for x in t.plan.layouts:
-            if any(n % x.ep for n in counts) and (x.id == m.home or (m.name, x.id) in buffers):
+            if any(n % x.ep for n in counts) and (x.id == m.train_layout or (m.name, x.id) in buffers):
                 yield problem("RL0612", f"layout {x.id} has ep={x.ep}, which does not divide the experts of model "
                               f"{m.name}")
 
@@ -110,15 +110,15 @@ def _parameter(p: ParamSpec, layers: int) -> str:
         return f"has the parallel style {p.style}, which does not match its sharding"
     if p.experts and (len(p.shape) != 3 or p.shape[0] != p.experts or p.stored and p.shape[1] % len(p.stored)):
         return f"is recorded with {p.experts} experts"
-    return "has a partial gradient although it is sharded" if p.partial and s else ""
+    return "has a partial gradient although it is sharded" if p.partial_grad and s else ""
 
 
 def _data(d: Data) -> str:
     if d.batch < 1 or d.max_prompt_tokens < 0 or d.max_answer_tokens < 0:
         return f"has batch {d.batch} and limits {d.max_prompt_tokens}, {d.max_answer_tokens}"
-    if tuple(role for role, _ in d.columns) != ROLES[d.kind] or not all(column for _, column in d.columns):
-        return f"of kind {d.kind} has columns for {', '.join(role for role, _ in d.columns) or 'nothing'}"
-    if d.kind == "prompts" and d.max_answer_tokens:
+    if tuple(role for role, _ in d.columns) != ROLES[d.row_format] or not all(column for _, column in d.columns):
+        return f"of kind {d.row_format} has columns for {', '.join(role for role, _ in d.columns) or 'nothing'}"
+    if d.row_format == "prompts" and d.max_answer_tokens:
         return f"of kind prompts has answers of up to {d.max_answer_tokens} tokens"
     return _reads(d.path, d.tokenizer)
 

@@ -94,8 +94,8 @@ def _spread(t: Tables, s: Spread) -> Iterator[Diagnostic]:
     where = f"spread {s.id}"
     if s.mesh not in t.meshes:
         yield _unknown("mesh", s.mesh, where)
-    if (s.unit == "all") != (s.layout == ""):
-        yield _bad("RL0612", f"{where}: unit {s.unit} with layout {s.layout!r}")
+    if (s.granularity == "all") != (s.layout == ""):
+        yield _bad("RL0612", f"{where}: unit {s.granularity} with layout {s.layout!r}")
     elif s.layout and s.layout not in t.layouts:
         yield _unknown("layout", s.layout, where)
     elif s.layout and t.ranks.get(s.mesh) != t.ranks.get(t.layouts[s.layout].mesh):
@@ -104,25 +104,25 @@ def _spread(t: Tables, s: Spread) -> Iterator[Diagnostic]:
         yield _bad("RL0612", f"{where}: minibatches {s.minibatches}, epochs {s.epochs}")
     frames = [t.frames[f] for f in s.frames if f in t.frames]
     yield from (_unknown("frame", f, where) for f in s.frames if f not in t.frames)
-    spaces = {f.prompts if s.unit == "prompt" else f.rows for f in frames}
-    if s.unit != "all" and len(spaces) > 1:
-        yield _bad("RL0612", f"{where} divides frames that share no {s.unit}s: {', '.join(s.frames)}")
+    spaces = {f.prompt_space if s.granularity == "prompt" else f.row_space for f in frames}
+    if s.granularity != "all" and len(spaces) > 1:
+        yield _bad("RL0612", f"{where} divides frames that share no {s.granularity}s: {', '.join(s.frames)}")
 
 
 def _model(t: Tables, m: Model) -> Iterator[Diagnostic]:
     where = f"model {m.name}"
-    if m.home and m.home not in t.layouts:
-        yield _unknown("layout", m.home, where)
-    if m.mean and m.mean not in t.layouts:
-        yield _unknown("layout", m.mean, where)
-    if m.mean and not m.sources:
-        yield _bad("RL0612", f"{where} keeps an average under {m.mean}, but is not updated from another model")
-    if bool(m.home) != (m.optimizer is not None):
-        what = "a training layout but no optimizer" if m.home else "an optimizer but no training layout"
+    if m.train_layout and m.train_layout not in t.layouts:
+        yield _unknown("layout", m.train_layout, where)
+    if m.ema_layout and m.ema_layout not in t.layouts:
+        yield _unknown("layout", m.ema_layout, where)
+    if m.ema_layout and not m.updated_from:
+        yield _bad("RL0612", f"{where} keeps an average under {m.ema_layout}, but is not updated from another model")
+    if bool(m.train_layout) != (m.optimizer is not None):
+        what = "a training layout but no optimizer" if m.train_layout else "an optimizer but no training layout"
         yield _bad("RL0612", f"{where} has {what}")
-    yield from (_unknown("model", x, where) for x in dict.fromkeys(m.sources) if x not in t.models)
-    if m.home and m.sources:
-        yield _bad("RL0612", f"{where} is trained and also updated from {m.sources[0]}")
+    yield from (_unknown("model", x, where) for x in dict.fromkeys(m.updated_from) if x not in t.models)
+    if m.train_layout and m.updated_from:
+        yield _bad("RL0612", f"{where} is trained and also updated from {m.updated_from[0]}")
     if len({p.name for p in (*m.params, *m.base)}) != len(m.params) + len(m.base):
         yield _bad("RL0611", f"{where} lists a parameter twice")
     if bool(m.base) != (m.lora is not None):
@@ -135,23 +135,23 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
     for f in t.plan.frames:
         if f.data not in t.data:
             yield _unknown("data source", f.data, f"frame {f.id}")
-        if f.count < 1 or f.per_prompt < 1 or f.count % f.per_prompt or not f.rows or not f.prompts:
+        if f.count < 1 or f.per_prompt < 1 or f.count % f.per_prompt or not f.row_space or not f.prompt_space:
             yield _bad("RL0612", f"frame {f.id} has {f.count} rows, {f.per_prompt} per prompt")
-        yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.of, f.partial) if x and x not in t.frames)
-        if f.turns < 1 or f.count // max(f.per_prompt, 1) % max(f.turns, 1):
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.turns} iterations")
-        elif f.partial in t.frames and f.count % t.frames[f.partial].count:
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, which does not match its partial frame {f.partial}")
-        of = t.frames.get(f.of, f)
-        if (f.count, f.per_prompt, f.turns) != (of.count, of.per_prompt, of.turns):
+        yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.selected_from, f.present_in) if x and x not in t.frames)
+        if f.iterations < 1 or f.count // max(f.per_prompt, 1) % max(f.iterations, 1):
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.iterations} iterations")
+        elif f.present_in in t.frames and f.count % t.frames[f.present_in].count:
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, which does not match its partial frame {f.present_in}")
+        of = t.frames.get(f.selected_from, f)
+        if (f.count, f.per_prompt, f.iterations) != (of.count, of.per_prompt, of.iterations):
             yield _bad("RL0612", f"frame {f.id} numbers its rows differently from {of.id}, from which it is selected")
         if _circle(t, f.id):
             yield _bad("RL0612", f"frame {f.id} is derived from itself")
     rows: dict[str, Frame] = {}
     prompts: dict[str, Frame] = {}
     for f in t.plan.frames:
-        other, same = rows.setdefault(f.rows, f), prompts.setdefault(f.prompts, f)
-        if (f.prompts, f.count, f.per_prompt, f.turns) != (other.prompts, other.count, other.per_prompt, other.turns):
+        other, same = rows.setdefault(f.row_space, f), prompts.setdefault(f.prompt_space, f)
+        if (f.prompt_space, f.count, f.per_prompt, f.iterations) != (other.prompt_space, other.count, other.per_prompt, other.iterations):
             yield _bad("RL0612", f"frames {other.id} and {f.id} share rows, but not their number or prompts")
         if f.count * same.per_prompt != same.count * f.per_prompt:
             yield _bad("RL0612", f"frames {same.id} and {f.id} share prompts, but not their number")
@@ -161,7 +161,7 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
             yield _bad("RL0612", f"state {s.value} is not a number at the batch level")
         if s.spread not in t.spreads:
             yield _unknown("spread", s.spread, f"state {s.value}")
-        elif t.spreads[s.spread].unit != "all":
+        elif t.spreads[s.spread].granularity != "all":
             yield _bad("RL0612", f"state {s.value} is in spread {s.spread}, which divides rows")
     for v in t.plan.values:
         if v.frame not in t.frames and (v.frame or v.extent != "batch"):
@@ -173,7 +173,7 @@ def _circle(t: Tables, frame: str) -> bool:
     while frame in t.frames and frame not in seen:
         seen.add(frame)
         f = t.frames[frame]
-        frame = f.of or (f.partial if f.partial != frame else "")
+        frame = f.selected_from or (f.present_in if f.present_in != frame else "")
     return bool(frame) and frame in t.frames
 
 

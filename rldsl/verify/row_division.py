@@ -29,20 +29,20 @@ def check_row_division(t: Tables) -> Iterator[Diagnostic]:
 
 
 def _spread(t: Tables, s: Spread) -> str:
-    if s.unit == "all":
+    if s.granularity == "all":
         return ""
     frames = [t.frames[f] for f in s.frames]
     if not frames:
         return "divides rows but has no frame"
     if len({_units(f, s) for f in frames}) > 1 or len({*s.frames}) != len(frames):
-        return f"divides frames with different numbers of {s.unit}s: {', '.join(s.frames)}"
-    if s.weigh == "slot" and (len(frames) > 1 or s.minibatches * s.epochs > 1):
+        return f"divides frames with different numbers of {s.granularity}s: {', '.join(s.frames)}"
+    if s.balance_by == "slot" and (len(frames) > 1 or s.minibatches * s.epochs > 1):
         return "has slots for several frames or minibatches"
     return ""
 
 
 def _units(f: Frame, s: Spread) -> int:
-    return f.count // (f.per_prompt if s.unit == "prompt" else 1)
+    return f.count // (f.per_prompt if s.granularity == "prompt" else 1)
 
 
 def _event(t: Tables, e: Event) -> str:
@@ -60,15 +60,15 @@ def _infer(t: Tables, e: Infer) -> str:
 
 def _generate(t: Tables, e: Generate) -> str:
     s = t.spreads[e.spread]
-    if s.weigh == "tokens" and e.frame in s.frames:
+    if s.balance_by == "tokens" and e.frame in s.frames:
         return "divides its rows by lengths that do not exist yet"
     return "" if s.epochs == 1 else "uses rows that are repeated over several epochs"
 
 
 def _train(t: Tables, e: Train) -> str:
     s = t.spreads[e.spread]
-    if s.unit != "row" or s.weigh == "slot":
-        return f"makes minibatches of {s.unit}s by {s.weigh}"
+    if s.granularity != "row" or s.balance_by == "slot":
+        return f"makes minibatches of {s.granularity}s by {s.balance_by}"
     return "" if set(s.frames) == set(e.frames) else f"makes minibatches of frames {', '.join(s.frames)}"
 
 
@@ -76,9 +76,9 @@ def _compute(t: Tables, e: Compute) -> str:
     s, program = t.spreads[e.spread], t.programs[e.program]
     ranks = len(t.spread_ranks(e.spread))
     once = any(n.op == "py" or n.attr("to") == "batch" for n in program.nodes)
-    if once and ranks > 1 and (s.unit == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
+    if once and ranks > 1 and (s.granularity == "all" or t.layouts[s.layout].dp != ranks or s.epochs > 1):
         return f"must count each row once, but spread {e.spread} has rows on several ranks"
-    if any(n.level == "prompt" for n in program.nodes) and s.unit == "row" and t.layouts[s.layout].dp > 1:
+    if any(n.level == "prompt" for n in program.nodes) and s.granularity == "row" and t.layouts[s.layout].dp > 1:
         return f"needs whole prompts, but spread {e.spread} divides them"
     return ""
 

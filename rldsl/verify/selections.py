@@ -20,17 +20,17 @@ from rldsl.verify.tables import Tables, name, problem
 def root(t: Tables, frame: str) -> Frame:
     """The frame that a selection goes back to."""
     record = t.frames[frame]
-    while record.of:
-        record = t.frames[record.of]
+    while record.selected_from:
+        record = t.frames[record.selected_from]
     return record
 
 
 def origin(t: Tables, frame: str) -> str:
     """The prompt space that the prompts of a frame are numbered in."""
     record = t.frames[frame]
-    while record.of or record.partial not in ("", record.id):
-        record = t.frames[record.of or record.partial]
-    return record.prompts
+    while record.selected_from or record.present_in not in ("", record.id):
+        record = t.frames[record.selected_from or record.present_in]
+    return record.prompt_space
 
 
 def check_select(t: Tables, e: Select) -> Iterator[Diagnostic]:
@@ -69,25 +69,25 @@ def loops(items: Sequence[Item]) -> Iterator[Diagnostic]:
 
 def _select(t: Tables, e: Select) -> Iterator[Diagnostic]:
     frame, s = t.frames[e.frame], t.spreads[e.spread]
-    if not frame.of or frame.partial != frame.id and e.condition:
+    if not frame.selected_from or frame.present_in != frame.id and e.condition:
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not a selection, or does not record its rows", e)
         return
-    if s.unit == "all":
+    if s.granularity == "all":
         yield problem("RL0615", f"{name(e)} uses spread {e.spread}, which does not divide rows", e)
     above = {f.id for f in _above(t, frame)}
     for v, w in e.values:
         if t.values[w].frame != e.frame or t.values[v].frame not in above:
             yield problem("RL0615", f"{name(e)} derives {w} from {v}, but {e.frame} is not selected from its frame", e)
     if e.condition:
-        c, of = t.values[e.condition], t.frames[frame.of]
-        if (c.level, c.dtype) != ("seq", "bool") or t.frames[c.frame].rows != of.rows:
-            yield problem("RL0615", f"{name(e)}: {e.condition} is not a condition per row of {frame.of}", e)
+        c, of = t.values[e.condition], t.frames[frame.selected_from]
+        if (c.level, c.dtype) != ("seq", "bool") or t.frames[c.frame].row_space != of.row_space:
+            yield problem("RL0615", f"{name(e)}: {e.condition} is not a condition per row of {frame.selected_from}", e)
         if f"{e.frame}.tokens" not in [w for _, w in e.values]:
             yield problem("RL0614", f"{name(e)} must write {e.frame}.tokens", e)
     must = {v for v, _ in e.values} | ({e.condition} if e.condition else set())
     read = [split(b) for b in e.reads]
     if {v for v, _ in read} != must or len(read) != len(must) or any(
-            r != e.spread and (r not in t.spreads or t.spreads[r].unit != "all") for _, r in read):
+            r != e.spread and (r not in t.spreads or t.spreads[r].granularity != "all") for _, r in read):
         yield problem("RL0614", f"{name(e)} must read {', '.join(sorted(must))} on spread {e.spread}", e)
     if {*e.writes} != {f"{w}@{e.spread}" for _, w in e.values} or len(e.writes) != len(e.values):
         yield problem("RL0614", f"{name(e)} must write its values on spread {e.spread}", e)
@@ -95,15 +95,15 @@ def _select(t: Tables, e: Select) -> Iterator[Diagnostic]:
 
 def _above(t: Tables, frame: Frame) -> Iterator[Frame]:
     """Frames whose rows, or prompts, a selection's are among."""
-    while frame.of:
-        frame = t.frames[frame.of]
-        yield from (f for f in t.frames.values() if f.rows == frame.rows or f.prompts == frame.prompts)
+    while frame.selected_from:
+        frame = t.frames[frame.selected_from]
+        yield from (f for f in t.frames.values() if f.row_space == frame.row_space or f.prompt_space == frame.prompt_space)
 
 
 def _collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:
     f, g, src, dst = t.frames[e.frame], t.frames[e.into], t.spreads[e.src], t.spreads[e.dst]
-    if g.count != f.count * g.turns or g.per_prompt != f.per_prompt or g.partial != g.id:
-        yield problem("RL0615", f"{name(e)}: frame {e.into} is not {g.turns} iterations of {e.frame}", e)
+    if g.count != f.count * g.iterations or g.per_prompt != f.per_prompt or g.present_in != g.id:
+        yield problem("RL0615", f"{name(e)}: frame {e.into} is not {g.iterations} iterations of {e.frame}", e)
     if not (_whole(t, src, dst) or _slots(t, src, f) and _slots(t, dst, g) and src.layout == dst.layout):
         yield problem("RL0615", f"{name(e)}: spreads {e.src} and {e.dst} assign different rows to a rank", e)
     for v, w in e.values:
@@ -116,8 +116,8 @@ def _collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:
 
 
 def _whole(t: Tables, src: Spread, dst: Spread) -> bool:
-    return src.unit == dst.unit == "all" and t.ranks[dst.mesh] <= t.ranks[src.mesh]
+    return src.granularity == dst.granularity == "all" and t.ranks[dst.mesh] <= t.ranks[src.mesh]
 
 
 def _slots(t: Tables, s: Spread, frame: Frame) -> bool:
-    return s.weigh == "slot" and s.unit == "prompt" and s.frames == (frame.id,)
+    return s.balance_by == "slot" and s.granularity == "prompt" and s.frames == (frame.id,)

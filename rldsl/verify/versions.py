@@ -79,10 +79,10 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
     written: dict[str, list[str]] = defaultdict(list)
     for e, _ in t.events:
         if isinstance(e, Realloc) and e.source:
-            if e.version != made.get(e.source, ""):
+            if e.source_version != made.get(e.source, ""):
                 yield problem(
                     "RL0528",
-                    f"{name(e)} must copy the version of {e.source} from {e.version or 'before the step'}, but comes "
+                    f"{name(e)} must copy the version of {e.source} from {e.source_version or 'before the step'}, but comes "
                     "after the version from "
                     + (f"{made[e.source]}" if made.get(e.source) else "before the step"),
                     e,
@@ -91,9 +91,9 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
             written[e.model].append(e.source)
         made |= dict.fromkeys(e.versions().makes, e.at)
     for m in t.plan.models:
-        if tuple(written[m.name]) != m.sources:
+        if tuple(written[m.name]) != m.updated_from:
             yield problem("RL0528",
-                          f"model {m.name} should be updated from {list(m.sources)}, but is updated from "
+                          f"model {m.name} should be updated from {list(m.updated_from)}, but is updated from "
                           f"{written[m.name]}")
 
 
@@ -148,13 +148,13 @@ def _after(t: Tables, e: Event, s: State) -> State:
     after = replace(s, current=frozenset(c for c in s.current if c[0] not in renewed) | same | made,
                     there=s.there | made)
     if isinstance(e, Load):
-        after = replace(after, built=s.built | made, one=s.one | made if e.of else s.one)
+        after = replace(after, built=s.built | made, one=s.one | made if e.alias_of else s.one)
     return after
 
 
 def _moved(e: Offload | Onload, s: State) -> State:
     copy = frozenset({(e.model, e.layout)})
-    if e.what == "optimizer":
+    if e.part == "optimizer":
         return replace(s, parked=s.parked | copy if isinstance(e, Offload) else s.parked - copy)
     return replace(s, away=s.away | copy if isinstance(e, Offload) else s.away - copy)
 
@@ -171,10 +171,10 @@ def _freed(e: Event) -> Copies:
 
 def _side_problems(t: Tables, e: Offload | Onload, s: State) -> Iterator[Diagnostic]:
     copy, ranks = (e.model, e.layout), t.event_ranks(e)
-    if (copy in (s.away if e.what == "parameters" else s.parked)) != isinstance(e, Onload):
+    if (copy in (s.away if e.part == "parameters" else s.parked)) != isinstance(e, Onload):
         where = "in host memory" if isinstance(e, Offload) else "on the device"
         yield problem("RL0525", f"{name(e)}: {e.model}@{e.layout} is already {where}", e, ranks=ranks)
-    if e.what == "optimizer" and copy in s.away:
+    if e.part == "optimizer" and copy in s.away:
         yield problem("RL0525", f"{name(e)}: gradients of {e.model}@{e.layout} exist without its parameters", e,
                       ranks=ranks)
 
@@ -192,8 +192,8 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
     used = [c for c in _copies(t, e.reads) if "@".join(c) not in e.frees]
     for model, layout in used:
         if (model, layout) not in s.current:
-            there = sorted(x for m, x in s.current if m == model) if t.models[model].sources else []
-            there += [x for x in [t.models[model].home] if x and (model, x) in s.current]
+            there = sorted(x for m, x in s.current if m == model) if t.models[model].updated_from else []
+            there += [x for x in [t.models[model].train_layout] if x and (model, x) in s.current]
             yield problem(
                 "RL0521" if there else "RL0520",
                 f"{name(e)} uses {model}@{layout}, which "
@@ -211,7 +211,7 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
         if t.models[e.model].base and (e.model, e.dst) not in s.built:
             yield problem("RL0520", f"{name(e)} brings adapters to {e.model}@{e.dst}, whose base is never loaded", e,
                           ranks=ranks)
-        home, follows = t.models[e.model].home, bool(t.models[e.model].sources)
+        home, follows = t.models[e.model].train_layout, bool(t.models[e.model].updated_from)
         if not e.source and (e.model, e.dst) in s.current:
             yield problem("RL0522", f"{name(e)} brings {e.model}@{e.dst}, which is already current", e, ranks=ranks)
         if (e.model, e.dst) in s.away:
@@ -225,11 +225,11 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
                 e,
                 ranks=ranks,
             )
-    if isinstance(e, Train) and e.layout != t.models[e.model].home:
+    if isinstance(e, Train) and e.layout != t.models[e.model].train_layout:
         yield problem(
             "RL0524",
             f"{name(e)} trains {e.model} under {e.layout}, but its training layout is "
-            f"{t.models[e.model].home or 'none (frozen)'}",
+            f"{t.models[e.model].train_layout or 'none (frozen)'}",
             e,
             ranks=ranks,
         )

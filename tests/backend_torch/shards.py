@@ -30,7 +30,7 @@ def shard_of(model: Model, layout: Layout, rank: int, trainable: bool = False,
     """The shard of this rank on the first ranks of the world, on the layout's backend, and its place in dp. All ranks
     of the world must call."""
     mesh = Mesh("m0", ((0, degree_product(layout)),))
-    groups = {axis: axis_ranks(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")}
+    groups = {axis: axis_ranks(layout, mesh, axis) for axis in ("dp", "tp", "pp", "cp", "mesh", "ep", "expert_dp")}
     if rank >= degree_product(layout):
         for ranks in (r for found in groups.values() for r in found if len(r) > 1):
             dist.new_group(list(ranks))

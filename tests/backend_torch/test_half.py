@@ -39,7 +39,7 @@ def _copies(rank: int, path: str, layouts: list[tuple[int, int, int]]) -> list[t
     for layout in layouts:
         model = plan_model(path, "causal_lm", Optimizer(lr=1e-3), dtype="bfloat16")
         home = _partial(model, rank, *layout, trainable=True)
-        copy = _partial(replace(model, home="", optimizer=None), rank, *layout)
+        copy = _partial(replace(model, train_layout="", optimizer=None), rank, *layout)
         if home is None:
             continue
         for name, tensor in home.state_dict().items():

@@ -54,10 +54,10 @@ def ppo(places=None, *, cluster: g.Cluster | None = g.Cluster(1, 8, 80.0), rules
         trains.append(g.Train(
             id=node, reads=("gen.tokens", *(v for _, v in data)), writes=tuple(v for _, v in outputs),
             span=at(7 if name == "critic" else 8), clause=where.get(node), model=name, frames=("gen",), loss=f"{node}/loss",
-            fresh=((fresh, "gen", fresh),), data=data, outputs=outputs, minibatches=2, epochs=1, shuffle=True))
+            model_outputs=((fresh, "gen", fresh),), data_inputs=data, outputs=outputs, minibatches=2, epochs=1, shuffle=True))
     infer = lambda id, model, what, line: g.Infer(  # noqa: E731
-        id=id, reads=("gen.tokens",), writes=(id,), span=at(line), clause=where.get(id), model=model, frame="gen", what=what,
-        output=id, temperature=1.0)
+        id=id, reads=("gen.tokens",), writes=(id,), span=at(line), clause=where.get(id), model=model, frame="gen", output_name=what,
+        value=id, temperature=1.0)
     items = (
         g.Fetch(id="prompt", reads=(), writes=("prompt.tokens", "prompt.lengths", "prompt.columns"), span=at(0),
                 data="prompts", frames=("prompt",)),

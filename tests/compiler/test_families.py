@@ -56,7 +56,7 @@ def test_how_a_model_is_divided(models: Path) -> None:
     assert found[layer + "self_attn.k_proj.weight"].split == Split(0, ((2, 8),))
     assert found[layer + "self_attn.o_proj.weight"].split == Split(1, ((4, 8),))
     assert found[layer + "mlp.down_proj.weight"].split == Split(1, ((48, 1),))
-    assert found[layer + "self_attn.q_norm.weight"].partial and not found[layer + "input_layernorm.weight"].partial
+    assert found[layer + "self_attn.q_norm.weight"].partial_grad and not found[layer + "input_layernorm.weight"].partial_grad
     assert (found["lm_head.weight"].style, found["lm_head.weight"].stage) == ("head", "last")
     assert (found["model.embed_tokens.weight"].style, found["model.embed_tokens.weight"].stage) == ("vocab", "first")
     assert found["model.norm.weight"].stage == "last"

@@ -44,7 +44,7 @@ def test_reals_ppo() -> None:
     assert [(e.model, e.bytes > 0) for e in of(plan, p.Realloc)] == [("actor", True), ("critic", True)]
     assert len(of(plan, p.Load)) == 4 and len(of(plan, p.Lengths)) == 1
     assert decode(encode(plan), "x") == plan
-    assert {m.name: m.updates for m in plan.models} == {"actor": 8, "critic": 8, "ref": 0, "judge": 0}
+    assert {m.name: m.planned_updates for m in plan.models} == {"actor": 8, "critic": 8, "ref": 0, "judge": 0}
     kinds = (p.Load, p.Lengths, p.Transfer, p.Realloc, p.Free, p.Log, p.Offload, p.Onload)
     for e, _ in walk(plan.body):
         assert bool(e.because) == isinstance(e, kinds), e
@@ -101,7 +101,7 @@ def test_blocks() -> None:
     graph = ppo()
     train = next(i for i in graph.items if isinstance(i, g.Train) and i.model == "actor")
     values = replace(next(i for i in graph.items if isinstance(i, g.Infer) and i.id == "v"), id="v2", writes=("v2",),
-                     output="v2", clause=on(15, 4, 6, dp=2))
+                     value="v2", clause=on(15, 4, 6, dp=2))
     graph = replace(
         graph, values=(*graph.values, replace(next(v for v in graph.values if v.id == "v"), id="v2")),
         items=(*(i for i in graph.items if i is not train), g.Repeat(times=3, body=(train,), span=at(12)),
@@ -109,7 +109,7 @@ def test_blocks() -> None:
     plan = compiled(graph)
     repeat = next(i for i in next(x for x in plan.body if isinstance(x, p.Loop)).body if isinstance(i, p.Loop))
     assert repeat.trips == 3 and any(isinstance(e, p.Log) for e in repeat.body)
-    assert {m.name: m.updates for m in plan.models}["actor"] == 4 * 3 * 2
+    assert {m.name: m.planned_updates for m in plan.models}["actor"] == 4 * 3 * 2
     every = [path for e, path in walk(plan.body) if isinstance(e, p.Realloc) and isinstance(path[-1], p.Every)]
     assert every, "the second use of the critic is inside `every`, and so is its realloc"
 
@@ -120,7 +120,7 @@ def test_realloc_of_a_repeat_comes_once() -> None:
     rest = tuple(i for i in graph.items if i is not gen)
     cut = next(n for n, i in enumerate(rest) if isinstance(i, g.Compute))
     # `v` is read later, so the repeat holds a second inference of its own
-    again = replace(gen, id="w", writes=("w",), output="w")
+    again = replace(gen, id="w", writes=("w",), value="w")
     graph = replace(graph, values=(*graph.values, replace(next(v for v in graph.values if v.id == "v"), id="w")),
                     items=(*rest[:cut], g.Repeat(times=2, body=(again,), span=at(12)), gen, *rest[cut:]))
     plan = compiled(graph)

@@ -39,7 +39,7 @@ def test_reals_allocation() -> None:
                       "critic.train": "4:8 dp=2 pp=2", "actor.train": "0:4 dp=2 pp=2",
                       "adv": "4:8 dp=4"}  # the critic trains first, so its mesh computes
     assert (placed.world, placed.devices_per_node) == (8, 8)
-    assert {m.name: m.home for m in placed.models} == {
+    assert {m.name: m.train_layout for m in placed.models} == {
         "actor": "0:4 dp=2 pp=2", "critic": "4:8 dp=2 pp=2", "ref": "", "judge": ""}
 
 

@@ -12,9 +12,9 @@ from tests.tiny import make_model
 from tests.world import run_world
 
 
-def spec(name: str, style: str = "replicated", partial: bool = False) -> ParamSpec:
+def spec(name: str, style: str = "replicated", partial_grad: bool = False) -> ParamSpec:
     split = Split({"colwise": 0, "rowwise": 1}[style], ((4, 1),)) if style != "replicated" else None
-    return ParamSpec(f"model.layers.{{}}.{name}", (4, 4), "layer", 2, split, style, partial)
+    return ParamSpec(f"model.layers.{{}}.{name}", (4, 4), "layer", 2, split, style, partial_grad)
 
 
 IN, OUT = spec("attn.q.weight", "colwise"), spec("attn.o.weight", "rowwise")
@@ -24,7 +24,7 @@ NORM = spec("norm.weight")
 def test_sublayers_with_divided_weights_begin_with_a_gather() -> None:
     mlp = (spec("mlp.up.weight", "colwise"), spec("mlp.down.weight", "rowwise"))
     assert gathered_children((NORM, IN, OUT, *mlp)) == ("attn", "mlp")
-    assert gathered_children((IN, OUT, spec("attn.o.bias"), spec("attn.q_norm.weight", partial=True))) == ("attn",)
+    assert gathered_children((IN, OUT, spec("attn.o.bias"), spec("attn.q_norm.weight", partial_grad=True))) == ("attn",)
 
 
 @pytest.mark.parametrize("specs", [

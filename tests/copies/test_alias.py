@@ -40,7 +40,7 @@ def of(p: Plan, kind: type[Event]) -> list:
 
 
 def one(p: Plan) -> list[Load]:
-    return [e for e in of(p, Load) if e.of]
+    return [e for e in of(p, Load) if e.alias_of]
 
 
 @pytest.mark.parametrize("train, generate", [("dp=2 cp=2", "dp=4"), ("cp=4", "dp=4"), ("cp=2 tp=2", "dp=2 tp=2"),
@@ -48,7 +48,7 @@ def one(p: Plan) -> list[Load]:
 def test_the_same_boxes_are_one_copy(train: str, generate: str) -> None:
     p = plan(train, generate)
     (load,) = one(p)
-    assert not of(p, Realloc) and load.of == p.models[0].home and "one copy" in load.because
+    assert not of(p, Realloc) and load.alias_of == p.models[0].train_layout and "one copy" in load.because
     assert of(p, Generate)[0].layout == load.layout and not faults(p)
     for curve in curves(p):
         assert len([h for h in curve.holdings if h.what.startswith("parameters of")]) == 1
@@ -73,7 +73,7 @@ def test_other_boxes_are_not_one_copy() -> None:
     p = plan("tp=4", "dp=4")
     realloc = of(p, Realloc)[0]
     same = Load(id=900, mesh=of(p, Generate)[0].mesh, reads=(f"actor@{realloc.src}",),
-                writes=(f"actor@{realloc.dst}",), model="actor", layout=realloc.dst, of=realloc.src)
+                writes=(f"actor@{realloc.dst}",), model="actor", layout=realloc.dst, alias_of=realloc.src)
     body = edited(p.body, lambda e: (e, same) if e.id == of(p, Load)[0].id else () if e.id == realloc.id else (e,))
     assert "RL0615" in codes(with_body(p, body))
 
@@ -100,7 +100,7 @@ def test_what_is_another_copy_is_not_said_to_be_one(train: str, generate: str, d
     p = plan(train, generate, dtype)
     realloc = of(p, Realloc)[0]
     same = Load(id=900, mesh=realloc.mesh, reads=(f"actor@{realloc.src}",), writes=(f"actor@{realloc.dst}",),
-                model="actor", layout=realloc.dst, of=realloc.src)
+                model="actor", layout=realloc.dst, alias_of=realloc.src)
     body = edited(p.body, lambda e: (e, same) if e.id == of(p, Load)[0].id else () if e.id == realloc.id else (e,))
     assert "RL0615" in codes(with_body(p, body))
 
@@ -110,7 +110,7 @@ def test_it_stands_behind_what_it_is_one_with() -> None:
     assert "RL0520" in codes(moved(p, one(p)[0].id, of(p, Load)[0].id))
 
 
-@pytest.mark.parametrize("new", [dict(of="L9"), dict(of=""), dict(layout="L0", writes=("actor@L0",)), dict(reads=())])
+@pytest.mark.parametrize("new", [dict(alias_of="L9"), dict(alias_of=""), dict(layout="L0", writes=("actor@L0",)), dict(reads=())])
 def test_a_load_that_says_something_else_is_rejected(new: dict) -> None:
     p = plan("cp=4", "dp=4")
     assert codes(change(p, one(p)[0].id, **new))
@@ -122,14 +122,14 @@ def test_it_is_not_freed_moved_or_brought() -> None:
     generate = of(p, Generate)[0]
     free = Free(id=900, mesh=load.mesh, buffers=(f"actor@{load.layout}",))
     assert "RL0615" in codes(with_body(p, edited(p.body, lambda e: (e, free) if e.id == generate.id else (e,))))
-    for layout in (load.layout, load.of):
+    for layout in (load.layout, load.alias_of):
         away, back = (kind(id=901 + i, mesh=load.mesh, model="actor", layout=layout)
                       for i, kind in enumerate((Offload, Onload)))
         found = codes(with_body(p, edited(p.body, lambda e: (e, away, back) if e.id == train.id else (e,))))
         assert "RL0615" in found
     other = plan("tp=4", "dp=4")
-    realloc = replace(of(other, Realloc)[0], id=904, mesh=load.mesh, src=load.of, dst=load.layout,
-                      reads=(f"actor@{load.of}",), writes=(f"actor@{load.layout}",))
+    realloc = replace(of(other, Realloc)[0], id=904, mesh=load.mesh, src=load.alias_of, dst=load.layout,
+                      reads=(f"actor@{load.alias_of}",), writes=(f"actor@{load.layout}",))
     again = with_body(p, edited(p.body, lambda e: (realloc, e) if e.id == generate.id else (e,)))
     assert "RL0522" in codes(repaired(again))
 

@@ -45,7 +45,7 @@ WRITERS: dict[str, Callable[[Path, Rows], Path]] = {"jsonl": jsonl, "parquet": p
 
 
 def declared(path: Path | str, tokenizer: str, kind: Any = "prompts", **more: Any) -> Data:
-    given = dict(name="d", format="jsonl", path=str(path), kind=kind, batch=4, tokenizer=tokenizer,
+    given = dict(name="d", format="jsonl", path=str(path), row_format=kind, batch=4, tokenizer=tokenizer,
                  columns=tuple((r, r) for r in ROLES[kind])) | more
     return Data(**given)
 

@@ -55,7 +55,7 @@ def test_a_plan_holds_them() -> None:
 
 
 @pytest.mark.parametrize("change, code", [
-    (dict(format="csv"), "RL0606"), (dict(over_long="cut"), "RL0606"), (dict(kind="images"), "RL0606"),
+    (dict(format="csv"), "RL0606"), (dict(over_long="cut"), "RL0606"), (dict(row_format="images"), "RL0606"),
     (dict(batch=0), "RL0612"), (dict(max_prompt_tokens=-1), "RL0612"), (dict(max_answer_tokens=-1), "RL0612"),
     (dict(columns=(("prompt", "q"), ("prompt", "r"))), "RL0612"), (dict(columns=(("chosen", "q"),)), "RL0612"),
 ])

@@ -47,7 +47,7 @@ TRAIN = "actor.train(row, loss=nll(scale=1))"
 ])
 def test_a_schedule_is_as_long_as_the_run(root: Path, body: str, steps: int, updates: int) -> None:
     plan = decode(compile_program(program(root, body, steps), {}, None, root), "p")
-    assert plan.models[0].updates == updates
+    assert plan.models[0].planned_updates == updates
     metrics = run_program(root / "p.rlf", {}, root / "run")
     rates = [m["actor/lr"] for m in metrics if "actor/lr" in m]
     assert abs(rates[-1]) < 1e-12 or len(rates) < updates  # linear: 0 at the last update (or the mean of a step's)

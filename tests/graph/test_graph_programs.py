@@ -112,8 +112,8 @@ def test_ppo_page_of_the_design() -> None:
     assert made.models[0].optimizer is not None and made.models[0].optimizer.lr == 2e-6
     train = node(made, "actor.train")
     assert isinstance(train, g.Train)
-    assert train.fresh == (("logprobs", "gen", "logprobs"),)
-    assert dict(train.data) == {"old": "gen.logprobs", "adv": "expr#1"}
+    assert train.model_outputs == (("logprobs", "gen", "logprobs"),)
+    assert dict(train.data_inputs) == {"old": "gen.logprobs", "adv": "expr#1"}
     assert [m for m, _ in train.outputs] == ["loss", "grad_norm", "lr", "clip_frac", "kl"]
     assert train.minibatches == 4 and train.shuffle
     assert node(made, "adv").writes == ("adv", "ret")
@@ -139,7 +139,7 @@ def test_every_program_uses_only_the_operators_of_the_plan_and_reads_what_exists
 def test_grpo_frames_functions_and_columns() -> None:
     made = graph(GRPO)
     prompt, gen = made.frames
-    assert (gen.count, gen.per_prompt, gen.prompts, gen.rows) == (32, 8, prompt.prompts, "gen")
+    assert (gen.count, gen.per_prompt, gen.prompt_space, gen.row_space) == (32, 8, prompt.prompt_space, "gen")
     assert gen.temperature == 0.7 and gen.max_response_tokens == 16 and prompt.max_prompt_tokens == 512
     [function] = made.functions
     assert function.path == "rewards.py"
@@ -160,12 +160,12 @@ def test_sft_takes_answers_and_dpo_takes_pairs() -> None:
     sft, dpo = graph(SFT), graph(DPO)
     assert sft.data[0].kind == "answers" and sft.frames[0].max_response_tokens == 8
     assert dpo.data[0].kind == "pairs"
-    assert [(f.id, f.rows, f.prompts) for f in dpo.frames] == [("pair.chosen", "pair", "pair"),
+    assert [(f.id, f.row_space, f.prompt_space) for f in dpo.frames] == [("pair.chosen", "pair", "pair"),
                                                                ("pair.rejected", "pair", "pair")]
     train = node(dpo, "m.train")
     assert isinstance(train, g.Train)
-    assert train.fresh == (("chosen", "pair.chosen", "logprobs"), ("rejected", "pair.rejected", "logprobs"))
-    assert dict(train.data) == {"ref_chosen": "c", "ref_rejected": "expr#1"}
+    assert train.model_outputs == (("chosen", "pair.chosen", "logprobs"), ("rejected", "pair.rejected", "logprobs"))
+    assert dict(train.data_inputs) == {"ref_chosen": "c", "ref_rejected": "expr#1"}
 
 
 def test_generation_only() -> None:

@@ -180,7 +180,7 @@ def _term(name: str, value: Given | float, frames: dict[str, Frame], file: ast.F
     if not isinstance(value, Given):
         return input_(name, "batch", "", span)
     frame = frames[value.frame]
-    space = {"token": frame.id, "seq": frame.rows, "prompt": frame.prompts, "batch": ""}[value.level]
+    space = {"token": frame.id, "seq": frame.row_space, "prompt": frame.prompt_space, "batch": ""}[value.level]
     return input_(name, value.level, space, span, "bool" if value.data.dtype == torch.bool else "f32")
 
 

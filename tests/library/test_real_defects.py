@@ -89,7 +89,7 @@ def test_05_epochs_count_once(tmp_path: Path) -> None:
     """5. Three steps of two minibatches in two epochs are twelve updates, not twenty-four."""
     sets = {"base": str(make_model(tmp_path / "base")), "rows": str(write_jsonl(tmp_path / "p.jsonl", make_sums(64)))}
     plan = decode(compile_program(HERE / "defects.rlf", sets, None, tmp_path), "p")
-    assert {m.name: m.updates for m in plan.models} == {"actor": 3, "other": 12, "ref": 0}
+    assert {m.name: m.planned_updates for m in plan.models} == {"actor": 3, "other": 12, "ref": 0}
 
 
 def test_06_completions_belong_to_their_prompts(run: Metrics) -> None:

@@ -69,12 +69,12 @@ def test_only_adapters_have_versions(plan: Plan, base: Path) -> None:
 def test_factors_are_divided_as_their_modules(plan: Plan) -> None:
     """Rows of q_proj are divided by heads, columns of down_proj one by one."""
     found = {p.name.split("self_attn.")[-1].split("mlp.")[-1]: p for p in actor(plan).params}
-    assert found["q_proj.lora_A.weight"].split is None and found["q_proj.lora_A.weight"].partial
+    assert found["q_proj.lora_A.weight"].split is None and found["q_proj.lora_A.weight"].partial_grad
     assert found["q_proj.lora_B.weight"].split.dim == 0 and found["q_proj.lora_B.weight"].split.parts == ((4, 8),)
     divided = found["down_proj.lora_A.weight"].split
     assert (divided.dim, divided.parts) == (1, ((48, 1),))
-    assert found["down_proj.lora_B.weight"].split is None and found["down_proj.lora_B.weight"].partial
-    assert not found["q_proj.lora_B.weight"].partial and not found["down_proj.lora_A.weight"].partial
+    assert found["down_proj.lora_B.weight"].split is None and found["down_proj.lora_B.weight"].partial_grad
+    assert not found["q_proj.lora_B.weight"].partial_grad and not found["down_proj.lora_A.weight"].partial_grad
 
 
 def test_reallocs_move_what_is_lacking_of_the_adapters(plan: Plan) -> None:
@@ -122,7 +122,7 @@ def test_averages_of_adapters_move_adapters(base: Path, tmp_path: Path) -> None:
     top = f'model slow = causal_lm("{base}", lora(r=4, targets=["q_proj", "down_proj"]))'
     plan = compiled(base, tmp_path, more="ema slow from actor 0.9\n  save slow to \"x\"", top=top).plan
     slow = next(m for m in plan.models if m.name == "slow")
-    assert slow.sources == ("actor",) and slow.params == actor(plan).params and slow.base == actor(plan).base
+    assert slow.updated_from == ("actor",) and slow.params == actor(plan).params and slow.base == actor(plan).base
     verify(plan)
 
 
@@ -171,7 +171,7 @@ def test_a_record_that_is_not_what_it_says_is_refused(plan: Plan) -> None:
         "no scale": dict(lora=replace(lora, alpha=0.0)),
         "further targets": dict(lora=replace(lora, targets=(*lora.targets, "k_proj"))),
         "fewer targets": dict(lora=replace(lora, targets=("q_proj",))),
-        "no part of a gradient": dict(params=(replace(first, partial=False), *rest)),
+        "no part of a gradient": dict(params=(replace(first, partial_grad=False), *rest)),
         "divided otherwise": dict(params=(replace(first, split=m.params[1].split), *rest)),
         "on another stage": dict(params=(replace(first, stage="first", layers=0, name=first.name.replace("{}", "0")),
                                          *rest)),

@@ -281,7 +281,7 @@ def _half(rank: int, base: str) -> tuple[set[str], set[str], bool, bool]:
     model = adapted(base, Lora(4, 8.0, ()), optimizer=Optimizer(lr=1e-2), dtype="bfloat16")
     pool: dict[object, torch.Tensor] = {}
     shard = make_shard(model, rank, weight_cache=pool)
-    frozen = replace(model, params=model.base, base=(), lora=None, home="", optimizer=None)
+    frozen = replace(model, params=model.base, base=(), lora=None, train_layout="", optimizer=None)
     ref = make_shard(frozen, rank, weight_cache=pool)
     one = shard.infer([pack(ROWS)], "logprobs", 1.0)
     two = ref.infer([pack(ROWS)], "logprobs", 1.0)

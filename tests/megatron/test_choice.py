@@ -132,7 +132,7 @@ def test_a_computation_has_no_backend(tiny: Path, tmp_path: Path) -> None:
 def test_the_verifier_knows_backends_by_what_they_describe(change: dict[str, Any], code: str, tiny: Path,
                                                            tmp_path: Path) -> None:
     plan = decode(grpo(tiny, tmp_path, **ALL), "p")
-    home = next(m.home for m in plan.models if m.home)
+    home = next(m.train_layout for m in plan.models if m.train_layout)
     layouts = tuple(replace(x, **change) if x.id == home else x for x in plan.layouts)
     with pytest.raises(Failure) as caught:
         verify(replace(plan, layouts=layouts))

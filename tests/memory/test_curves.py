@@ -87,7 +87,7 @@ def test_values_are_held_from_their_maker_to_their_free() -> None:
 def test_parameters_gradients_and_moments_are_exact(rank: int, stage: int) -> None:
     plan = planned()
     actor = next(m for m in plan.models if m.name == "actor")
-    layout = next(x for x in plan.layouts if x.id == actor.home)
+    layout = next(x for x in plan.layouts if x.id == actor.train_layout)
     mesh = next(m for m in plan.meshes if m.id == layout.mesh)
     listed = sum(volume(p.box) for x in parameters(actor) for p in pieces_of_rank(x, actor.layers, layout, mesh, rank))
     assert elements(actor.params, Copy(actor, layout, Cell(stage, 0))) == listed

@@ -76,7 +76,7 @@ def test_ranks_that_share_experts_have_all_of_them_once():
     for degrees in (d for d in EVERY if not d["zero"]):
         on = mesh((0, degrees["dp"] * degrees["tp"] * degrees["pp"]))
         x = at(on, **degrees)
-        groups, copies = (axis_ranks(x, on, axis) for axis in ("ep", "copies"))
+        groups, copies = (axis_ranks(x, on, axis) for axis in ("ep", "expert_dp"))
         assert sorted(r for g in groups for r in g) == sorted(r for g in copies for r in g) == list(on.members())
         p = next(p for p in parameters(MODEL) if p.spec.experts)
         for g in groups:

@@ -107,7 +107,7 @@ def copies(rank: int, path: str) -> list[tuple[Layout, bool, bool]]:
     model = plan_model(path, "causal_lm", Optimizer(lr=1e-3), dtype="bfloat16")
     for x in (at(), at(dp=2, ep=2), at(tp=2)):
         home = shard_of(model, x, rank, True)
-        copy = shard_of(replace(model, home="", optimizer=None), x, rank, False)
+        copy = shard_of(replace(model, train_layout="", optimizer=None), x, rank, False)
         if home is None or copy is None:
             continue
         for name, tensor in home[0].state_dict().items():

@@ -137,7 +137,7 @@ def test_calls_without_a_placement_follow_the_train_call(tiny, tmp_path):
     layouts = {x.id: x for x in found.layouts}
     at = {type(e): layouts[e.layout] for e, _ in events(found) if isinstance(e, Generate | Train)}
     assert (at[Train].ep, at[Train].zero, at[Generate].ep, at[Generate].zero) == (4, 2, 4, 0)
-    assert {g.axis for g in found.groups if g.layout == at[Train].id} == {"dp", "ep", "copies", "mesh"}
+    assert {g.axis for g in found.groups if g.layout == at[Train].id} == {"dp", "ep", "expert_dp", "mesh"}
     assert any(isinstance(e, Infer) for e, _ in events(found))
     verify(found)
 
@@ -150,7 +150,7 @@ def test_experts_are_divided_in_the_estimate(tiny, tmp_path):
     model = compiled(tiny, "qwen", tmp_path, rules(1, "dp=1")).models[0]
     experts = sum(2 * 4 * 2 * torch.Size(p.shape).numel() for p in model.params if p.experts)
     assert state("dp=8") - state("dp=8 ep=4") == experts * 3 // 4
-    assert model.sizes.chosen == 3 and model.sizes.intermediate == 24
+    assert model.sizes.experts_per_token == 3 and model.sizes.intermediate == 24
 
 
 def test_adapters_beside_divided_experts(tiny, tmp_path):
@@ -168,7 +168,7 @@ def test_the_simulator_knows_experts(tiny, tmp_path):
     for where in ("dp=4", "dp=4 ep=4", "dp=2 tp=2 ep=2"):
         made = compiled(tiny, "qwen", tmp_path, rules(4, where))
         model = next(m for m in made.models if m.name == "actor")
-        found[where] = build_shard(model, next(x for x in made.layouts if x.id == model.home), 0)
+        found[where] = build_shard(model, next(x for x in made.layouts if x.id == model.train_layout), 0)
     whole, divided, both = found.values()
     expert = 3 * 24 * 32
     assert whole.experts == 8 * expert and divided.experts == 2 * expert and both.experts == 4 * expert // 2

@@ -29,7 +29,7 @@ class Rank(ModelStore):
         super().__init__(None, {("actor", "home"): Shard(self.seen)})  # type: ignore[arg-type, dict-item]
 
     def onload(self, what: Any) -> None:
-        model_events.onload(self, Onload(id=1, mesh="m", model="actor", layout="home", what=what))
+        model_events.onload(self, Onload(id=1, mesh="m", model="actor", layout="home", part=what))
 
 
 def test_nothing_waits_between_them() -> None:

@@ -62,11 +62,11 @@ def walked(items: tuple[Item, ...], away: frozenset[tuple[str, str, str]]) -> fr
         if isinstance(e, Every | Loop):
             assert walked(e.body, away) == away
         elif isinstance(e, Offload):
-            assert (e.model, e.layout, e.what) not in away
-            away |= {(e.model, e.layout, e.what)}
+            assert (e.model, e.layout, e.part) not in away
+            away |= {(e.model, e.layout, e.part)}
         elif isinstance(e, Onload):
-            assert (e.model, e.layout, e.what) in away
-            away -= {(e.model, e.layout, e.what)}
+            assert (e.model, e.layout, e.part) in away
+            away -= {(e.model, e.layout, e.part)}
         elif isinstance(e, Generate | Infer | Train | Save):
             assert (e.model, e.layout, "parameters") not in away
             assert not isinstance(e, Train) or (e.model, e.layout, "optimizer") not in away
@@ -80,7 +80,7 @@ def walked(items: tuple[Item, ...], away: frozenset[tuple[str, str, str]]) -> fr
     ("tp=2", "dp=2 keep=false", MORE, ', dtype="bfloat16"'), ("tp=2", "dp=2", MORE, ", lora(r=4)")])
 def test_everything_is_where_it_is_used(train: str, generate: str, more: str, options: str) -> None:
     p = plan(train + OFF, generate, "dp=2" + OFF, more, options)
-    home = p.models[0].home
+    home = p.models[0].train_layout
     assert walked(p.body, frozenset()) >= {("actor", home, "optimizer"), ("actor", home, "parameters")}
     assert {e.model for e in of(p, Offload)} == {"actor", "ref"} and not faults(p)
 
@@ -131,7 +131,7 @@ def test_optimizer_and_parameters_are_told_apart() -> None:
 def test_what_generates_too_stays() -> None:
     """Where generation works on what is trained under another layout's name, parameters stay, and the rest goes."""
     p = plan("cp=2" + OFF, "dp=2")
-    assert {e.what for e in of(p, Offload) if e.model == "actor"} == {"optimizer"} and not faults(p)
+    assert {e.part for e in of(p, Offload) if e.model == "actor"} == {"optimizer"} and not faults(p)
 
 
 def made(text: str) -> Plan:
@@ -144,7 +144,7 @@ def test_two_that_are_trained_are_not_there_together() -> None:
     p = made(TWO)
     there, most = {"actor", "critic"}, 0
     for e in of(p, Offload, Onload):
-        if e.what == "optimizer":
+        if e.part == "optimizer":
             there = there - {e.model} if isinstance(e, Offload) else there | {e.model}
         most = max(most, len(there)) if isinstance(e, Onload) else most
     assert most == 1 and not faults(p), show(p)
@@ -155,7 +155,7 @@ def test_what_would_come_back_before_another_call_stays() -> None:
     flat = [e for e, path in events(made(TWO)) if path and isinstance(e, Generate | Infer | Train | Offload | Onload)]
     values = next(i for i, e in enumerate(flat) if isinstance(e, Infer))
     between = flat[values + 1 : next(i for i, e in enumerate(flat) if isinstance(e, Train))]
-    assert [(type(e), e.what) for e in between] == [(Onload, "optimizer")]
+    assert [(type(e), e.part) for e in between] == [(Onload, "optimizer")]
 
 
 def test_what_follows_a_model_and_is_saved_is_away_too() -> None:
@@ -171,7 +171,7 @@ def test_what_follows_a_model_and_is_saved_is_away_too() -> None:
 
 
 def sides(p: Plan, kind: type[Event], what: str, model: str = "actor") -> list:
-    return [e for e, path in events(p) if isinstance(e, kind) and path and e.what == what and e.model == model]
+    return [e for e, path in events(p) if isinstance(e, kind) and path and e.part == what and e.model == model]
 
 
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
@@ -212,7 +212,7 @@ def test_coming_back_twice_is_rejected(what: str) -> None:
 
 def test_a_frozen_model_has_no_optimizer() -> None:
     p = both()
-    assert "RL0615" in codes(change(p, sides(p, Offload, "parameters", "ref")[0].id, what="optimizer", writes=()))
+    assert "RL0615" in codes(change(p, sides(p, Offload, "parameters", "ref")[0].id, part="optimizer", writes=()))
 
 
 def test_a_copy_has_no_optimizer() -> None:

@@ -49,9 +49,9 @@ def grpo() -> Plan:
     meshes = (Mesh("all", ((0, 4),)), Mesh("fit", ((0, 2),)), Mesh("ref", ((2, 4),)))
     layouts = (Layout("L1", "fit", tp=2), Layout("L2", "all", dp=4), Layout("L3", "ref", dp=2))
     spreads = (
-        Spread("s0", "all", unit="all", weigh="count"),
+        Spread("s0", "all", granularity="all", balance_by="count"),
         Spread("s1", "all", "L2", ("prompt",), "prompt", "count"),
-        Spread("s2", "all", unit="all", weigh="count"),
+        Spread("s2", "all", granularity="all", balance_by="count"),
         Spread("s3", "ref", "L3", ("gen",)),
         Spread("s4", "all", "L2", ("gen",), "prompt"),
         Spread("s5", "fit", "L1", ("gen",), minibatches=2, shuffle=True),
@@ -62,7 +62,7 @@ def grpo() -> Plan:
         ParamSpec("norm.weight", (8,), "last"),
     )
     actor = Model("actor", "causal_lm", "models/a", "float32", params, 2, "c0", "L1", Optimizer(1e-6), 20)
-    models = (actor, replace(actor, name="ref", home="", optimizer=None, updates=0))
+    models = (actor, replace(actor, name="ref", train_layout="", optimizer=None, planned_updates=0))
     moved = summary(plan_routes(actor, layouts[0], meshes[1], layouts[1], meshes[0], 4), actor)
     frames = (
         Frame("prompt", "prompt", "prompt.p", 8, 1, "tasks", 16, 0),
@@ -176,8 +176,8 @@ def grpo() -> Plan:
             layout="L3",
             spread="s3",
             frame="gen",
-            what="logprobs",
-            output="ref_lp",
+            output_name="logprobs",
+            value="ref_lp",
         ),
         Transfer(
             id=9,
@@ -246,8 +246,8 @@ def grpo() -> Plan:
             spread="s5",
             frames=("gen",),
             loss="pg",
-            fresh=(("logprobs", "gen", "logprobs"),),
-            data=(("old", "gen.logprobs"), ("adv", "adv"), ("ref", "ref_lp")),
+            model_outputs=(("logprobs", "gen", "logprobs"),),
+            data_inputs=(("old", "gen.logprobs"), ("adv", "adv"), ("ref", "ref_lp")),
             outputs=(("loss", "actor.train/loss"),),
         ),
         Log(

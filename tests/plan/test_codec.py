@@ -66,7 +66,7 @@ def test_other_files_are_refused(data):
     assert code(data)[0] == "RL0601"
 
 
-@pytest.mark.parametrize("format", [2, "1", True, None])
+@pytest.mark.parametrize("format", [1, 3, "2", True, None])
 def test_another_format_is_named(format):
     lines = body_lines()
     head = json.loads(lines[0])
@@ -98,7 +98,7 @@ def edit(prefix: str, old: str, new: str) -> tuple[bytes, str]:
         ('"kind":"mesh"', '"id":"all"', '"id":"no","id":"all"', "RL0603"),
         ('"kind":"mesh"', "[[0,4]]", "[[0,NaN]]", "RL0603"),
         ('"kind":"layout"', '"id":"L1"', '"dp":1,"id":"L1"', "RL0603"),
-        ('"kind":"spread"', '"unit":"all"', '"unit":"some"', "RL0606"),
+        ('"kind":"spread"', '"granularity":"all"', '"granularity":"some"', "RL0606"),
         ('"kind":"model"', '"lr":1e-06', '"lr":1e999', "RL0603"),
         ('"kind":"model"', '"lr":1e-06', '"lr":"1"', "RL0606"),
         ('"kind":"generate"', '"max_new_tokens":8', '"max_new":8', "RL0605"),

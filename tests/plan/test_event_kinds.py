@@ -67,7 +67,7 @@ def audit() -> Iterator[type[Event]]:
 def plan(audit: Any) -> Plan:
     """The program of the design page with an audit of what the actor has learned, through all passes."""
     placed = place_graph(ppo(), "", family)
-    home = next(m.home for m in placed.models if m.name == "actor")
+    home = next(m.train_layout for m in placed.models if m.name == "actor")
     draft = lower(placed)
     event = audit(id=0, mesh=draft.layouts[home].mesh, reads=(f"actor@{home}",), at="ppo.rlf:9:3", model="actor",
                   layout=home)
@@ -233,7 +233,7 @@ def test_references_are_found_and_renamed_however_deep() -> None:
     assert renamed(event, {Role.BUFFER: str.upper}) == {
         "reads": (), "writes": (), "metrics": (("kl", "KL@S1"), ("loss", "LOSS@S2"))}
     load = EVENTS["load"](id=0, mesh="m0", model="a", layout="L0")  # type: ignore[call-arg]
-    assert "of" not in {r.field for r in references(load)}, "a reference that is left out names nothing"
+    assert "alias_of" not in {r.field for r in references(load)}, "a reference that is left out names nothing"
 
 
 # ------------------------------------------------------------------------------------- how much else knows a kind

@@ -147,7 +147,7 @@ def test_both_sides_of_a_pair_share_rows():
 
 
 def test_unit_all_is_one_shard_with_everything():
-    assert shard_rows(Spread("s", "m", unit="all"), 1, (PROMPT, GEN), {}, 0, 0) == (
+    assert shard_rows(Spread("s", "m", granularity="all"), 1, (PROMPT, GEN), {}, 0, 0) == (
         {"prompt": tuple(range(6)), "gen": tuple(range(24))},)
 
 
@@ -247,9 +247,9 @@ def test_a_row_that_nobody_holds_is_caught():
 
 # -------------------------------------------------------------------------------- frames with rows that are not there
 
-KEPT = Frame("kept", "kept", "kept", 12, 3, "d", 8, 8, of="gen", partial="kept")
+KEPT = Frame("kept", "kept", "kept", 12, 3, "d", 8, 8, selected_from="gen", present_in="kept")
 WHOLE = Frame("gen", "gen", "prompt", 12, 3, "d", 8, 8)
-MORE = Frame("more", "more", "kept", 24, 6, "d", 8, 8, partial="kept")
+MORE = Frame("more", "more", "kept", 24, 6, "d", 8, 8, present_in="kept")
 
 
 @given(st.lists(st.integers(0, 9), min_size=12, max_size=12), st.integers(1, 5), st.integers(1, 4), st.booleans())
@@ -279,7 +279,7 @@ def test_a_selection_lies_where_its_rows_lie(lengths, dp):
 @given(st.integers(1, 5), st.integers(1, 4))
 def test_slots_are_the_same_in_every_turn(dp, turns):
     one = Frame("g", "g", "p", 12, 3, "d", 8, 8)
-    all_ = Frame("g.all", "g.all", "p.all", 12 * turns, 3, "d", 8, 8, partial="g.all", turns=turns)
+    all_ = Frame("g.all", "g.all", "p.all", 12 * turns, 3, "d", 8, 8, present_in="g.all", iterations=turns)
     there_ = {"g.all": [1] * (12 * turns)}
     slots = shard_rows(Spread("s", "m", "L", ("g",), "prompt", "slot"), dp, (one,), {}, 0, 0)
     whole = shard_rows(Spread("s", "m", "L", ("g.all",), "prompt", "slot"), dp, (all_,), there_, 0, 0)

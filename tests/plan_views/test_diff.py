@@ -51,7 +51,7 @@ def rewritten() -> Plan:
     """Another program: no reference, the entropy of the actor instead, a save every 5th step, another learning rate."""
     plan = drop(SAMPLE, 2, 7, 8, 13)
     asked = replace(EVENTS[8], id=18, reads=("actor@L1", "gen.tokens@s5"), writes=("ent@s5",), at="grpo.rlf:11",
-                    **dict(model="actor", layout="L1", spread="s5", what="entropy", output="ent", mesh="fit"))
+                    **dict(model="actor", layout="L1", spread="s5", output_name="entropy", value="ent", mesh="fit"))
     plan = insert(plan, 11, asked)
     plan = replace(plan, header=replace(plan.header, params=(("lr", 1e-5), ("n", 4)), sources=(("grpo.rlf", "cd"),)),
                    models=tuple(m for m in plan.models if m.name != "ref"))
@@ -122,13 +122,13 @@ def test_a_call_that_moved() -> None:
     (5, {"sampling": Sampling(n=4, max_new_tokens=8, top_p=0.9)}, "top_p", ("1.0", "0.9")),
     (5, {"sampling": Sampling(n=4, max_new_tokens=8, min_p=0.1)}, "min_p", ("0.0", "0.1")),
     (14, {"nonfinite": "skip"}, "nonfinite", ("stop", "skip")),
-    (14, {"data": (("old", "gen.logprobs"), ("adv", "adv"), ("ref", "gen.logprobs"))}, "data",
+    (14, {"data_inputs": (("old", "gen.logprobs"), ("adv", "adv"), ("ref", "gen.logprobs"))}, "data_inputs",
      ("old=gen.logprobs, adv, ref=ref_lp", "old=gen.logprobs, adv, ref=gen.logprobs")),
     (17, {"path": "elsewhere"}, "path", ("{out}/{step}", "elsewhere")),
     (4, {"bytes": 1}, "bytes", None), (4, {"decay": 0.5}, "decay", ("", "0.5")),
     (14, {"spread": "s4"}, "minibatches", ("2 x 1 shuffled", "1 x 1")),
-    (8, {"output": "rlp"}, "result", ("ref_lp", "rlp")),
-    (8, {"what": "entropy"}, "call", ("ref.logprobs", "ref.entropy")),
+    (8, {"value": "rlp"}, "result", ("ref_lp", "rlp")),
+    (8, {"output_name": "entropy"}, "call", ("ref.logprobs", "ref.entropy")),
 ])
 def test_options(id: int, changed: dict[str, Any], field: str, values: tuple[str, str] | None) -> None:
     found = diff(SAMPLE, change(SAMPLE, id, **changed))

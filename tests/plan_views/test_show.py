@@ -166,7 +166,7 @@ def test_json_is_as_documented() -> None:
 
 def test_the_command_gives_json_with_the_id_of_the_plan(work: Path) -> None:
     found = json.loads(rlc("show", "a.plan", "--json").output)
-    assert found["plan"] == plan_id((work / "a.plan").read_bytes()) and found["format"] == 1
+    assert found["plan"] == plan_id((work / "a.plan").read_bytes()) and found["format"] == 2
     assert json.loads(rlc("show", "a.plan", "--rank", "2", "--json").output)["rank"] == 2
 
 

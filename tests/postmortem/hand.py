@@ -39,13 +39,13 @@ PLAN = Plan(
         Transfer(id=TRANSFER, mesh="all", at="p.rlf:7:3", because="judge.score reads gen.tokens on mesh 4:8",
                  values=("gen.tokens",), src="s0", dst="s1", reads=("gen.tokens@s0",), writes=("gen.tokens@s1",)),
         Infer(id=SCORE, mesh="right", at="p.rlf:7:3", model="judge", layout="L1", spread="s1", frame="gen",
-              what="scores", output="score", reads=("gen.tokens@s1",)),
+              output_name="scores", value="score", reads=("gen.tokens@s1",)),
         Train(id=TRAIN, mesh="left", at="p.rlf:8:3", model="actor", layout="L0", spread="s0", frames=("gen",), loss="l",
-              fresh=(), data=(), outputs=(), reads=("gen.tokens@s0",)),
+              model_outputs=(), data_inputs=(), outputs=(), reads=("gen.tokens@s0",)),
         Realloc(id=REALLOC, mesh="all", at="p.rlf:7:3", because="judge is updated from actor", model="judge", src="L0",
                 dst="L1", source="actor", writes=("judge@L1",)),
         Loop("turns", 3, (Infer(id=TURN, mesh="right", at="p.rlf:10:5", model="judge", layout="L1", spread="s1",
-                                frame="gen", what="values", output="v", reads=("judge@L1",)),)),
+                                frame="gen", output_name="values", value="v", reads=("judge@L1",)),)),
         Every(2, (Save(id=SAVE, mesh="left", at="p.rlf:12:13", model="actor", layout="L0", path="x"),)),
     )),))
 DATA = encode(PLAN)

@@ -59,7 +59,7 @@ class Rank(ModelStore):
      Free(id=1, mesh="m", buffers=("actor@L",)), "given up"),
     (model_events.offload, Offload(id=1, mesh="m", model="actor", layout="L"), "given up"),
     (lambda models, event: train_event.train(models, SimpleNamespace(), event),
-     Train(id=1, mesh="m", model="actor", layout="L", spread="L", frames=(), loss="", fresh=(), data=(), outputs=()),
+     Train(id=1, mesh="m", model="actor", layout="L", spread="L", frames=(), loss="", model_outputs=(), data_inputs=(), outputs=()),
      "written"),
 ], ids=["free", "offload", "train"])
 def test_who_changes_parameters_waits_until_they_have_left(act: Any, event: Any, then: str) -> None:

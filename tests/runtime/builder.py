@@ -21,7 +21,7 @@ FRAMES = {
 
 def space(frame: str, level: Level) -> str:
     f = FRAMES[frame]
-    return {"token": f.id, "seq": f.rows, "prompt": f.prompts, "batch": ""}[level]
+    return {"token": f.id, "seq": f.row_space, "prompt": f.prompt_space, "batch": ""}[level]
 
 
 @dataclass

@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def declared(path: Path | str, tokenizer: str, kind: Any = "prompts", **more: Any) -> Data:
     roles = {"prompts": ("prompt",), "answers": ("prompt", "answer"), "pairs": ("prompt", "chosen", "rejected")}[kind]
-    given = dict(name="d", format="jsonl", path=str(path), kind=kind, batch=4, columns=tuple((r, r) for r in roles),
+    given = dict(name="d", format="jsonl", path=str(path), row_format=kind, batch=4, columns=tuple((r, r) for r in roles),
                  tokenizer=tokenizer) | more
     return Data(**given)
 

@@ -123,7 +123,7 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
         plan, wanted, found = line[line.index("rldsl.measure.profile") + 1 :][:3]
         seen.append(json.loads(Path(wanted).read_text()) | {"threads": environment["OMP_NUM_THREADS"]})
         models = {m.name: m for m in api.read_plan(plan).models}
-        measured = [{"config": models[m].config_digest, "head": models[m].kind, "dtype": models[m].dtype, "tp": tp,
+        measured = [{"config": models[m].config_digest, "head": models[m].head_name, "dtype": models[m].dtype, "tp": tp,
                      "threads": 1, **RATES} for m, tp, _ in seen[-1]["models"]]
         Path(found).write_text(json.dumps((FOUND if seen[-1]["machine"] else {}) | {"measured": measured}))
         return ""

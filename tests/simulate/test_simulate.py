@@ -281,7 +281,7 @@ def test_a_measured_step_is_the_sum_of_its_features() -> None:
     rows, tokens, layers = 16, 24, 4
     infer = 1e6 + layers * 1e3 + layers * rows * tokens * 10 + layers * rows * tokens**2 + rows * 16 * 0.1
     by = found.event_seconds()
-    (event,) = [e for e, _ in events(plan) if getattr(e, "output", "") == "ref_lp"]
+    (event,) = [e for e, _ in events(plan) if getattr(e, "value", "") == "ref_lp"]
     assert by[event.id] == pytest.approx(infer * 1e-6)
     (gen,) = [e for e, _ in events(plan) if isinstance(e, Generate)]
     fresh = rows // 2  # the two samples of a prompt share its prefill
@@ -297,7 +297,7 @@ def test_a_degree_that_was_not_measured_follows_from_the_nearest_one() -> None:
     one = Measured("c" * 64, "causal_lm", "float32", 2, 1, tuple(rates.items()), tuple(rates.items()),
                    tuple(rates.items()), (("call", 6.0),), (("element", 7.0),))
     machine = Machine(replace(ROUND, measured=(replace(one, tp=8, forward=(("call", 0.0),)), one)), 1)
-    model = next(m for m in known("together").models if m.kind == "causal_lm")
+    model = next(m for m in known("together").models if m.head_name == "causal_lm")
     assert machine.measured(model, 2) == one and machine.measured(model, 8).tp == 8
     found = machine.measured(model, 1)
     assert found is not None and dict(found.forward) == dict(call=1.0, layer=2.0, token=6.0, pair=8.0, output=10.0)
@@ -305,7 +305,7 @@ def test_a_degree_that_was_not_measured_follows_from_the_nearest_one() -> None:
     assert dict(replace(machine, cluster=replace(ROUND, measured=(read,), kernel_us=1.5)).measured(model, 4).forward) == {
         "layer": 60 + 40 / 2}
     assert found.train == found.decode == found.forward and (found.start, found.update) == (one.start, one.update)
-    assert machine.measured(replace(model, kind="reward_model"), 2) is None
+    assert machine.measured(replace(model, head_name="reward_model"), 2) is None
 
 
 def test_decoding_meets_shapes_as_sequences_grow() -> None:

@@ -68,10 +68,10 @@ def syncs(plan: Plan) -> list[Realloc]:
 
 def test_what_the_plan_says(plan):
     both = {m.name: m for m in plan.models}
-    assert (both["ref"].sources, both["slow"].sources, both["actor"].sources) == (("actor",), ("actor",), ())
+    assert (both["ref"].updated_from, both["slow"].updated_from, both["actor"].updated_from) == (("actor",), ("actor",), ())
     ema, first, follow = sorted(syncs(plan), key=lambda e: (e.model != "slow", not e.source))
     train = next(e for e, _ in walk(plan.body) if isinstance(e, Train))
-    assert (ema.source, ema.decay, ema.version) == ("actor", 0.9, train.at)
+    assert (ema.source, ema.decay, ema.source_version) == ("actor", 0.9, train.at)
     assert ema.reads == (f"actor@{ema.src}", f"slow@{ema.dst}") and ema.writes == (f"slow@{ema.dst}",)
     assert (first.model, first.source, first.decay) == ("ref", "actor", 0.0)
     assert (follow.model, follow.source, follow.src) == ("ref", "", first.dst) and first.bytes > 0
@@ -157,12 +157,12 @@ def before_the_train(plan: Plan) -> Plan:
 def other_source(plan: Plan) -> Plan:
     """ref from slow, with everything that goes with it."""
     slow = next(e for e in syncs(plan) if e.model == "slow")
-    return on_sync("ref", source="slow", src=slow.dst, reads=(f"slow@{slow.dst}",), version=slow.at,
+    return on_sync("ref", source="slow", src=slow.dst, reads=(f"slow@{slow.dst}",), source_version=slow.at,
                    **moved(plan, slow.dst))(plan)
 
 
 def trained_too(plan: Plan) -> Plan:
-    return replace(plan, models=tuple(replace(m, sources=("ref",)) if m.name == "actor" else m for m in plan.models))
+    return replace(plan, models=tuple(replace(m, updated_from=("ref",)) if m.name == "actor" else m for m in plan.models))
 
 
 def wrong_layout(plan: Plan) -> Plan:
@@ -182,7 +182,7 @@ def moved(plan: Plan, src: str) -> dict[str, object]:
 
 
 def mean(model: str, layout: str) -> Callable[[Plan], Plan]:
-    return lambda plan: replace(plan, models=tuple(replace(m, mean=layout) if m.name == model else m
+    return lambda plan: replace(plan, models=tuple(replace(m, ema_layout=layout) if m.name == model else m
                                                    for m in plan.models))
 
 
@@ -197,8 +197,8 @@ def other_shapes(plan: Plan) -> Plan:
     (without("ref", ""), "RL0521"),
     (before_the_train, "RL0528"),
     (other_source, "RL0528"),
-    (on_sync("ref", version=""), "RL0528"),
-    (on_sync("ref", version="elsewhere"), "RL0528"),
+    (on_sync("ref", source_version=""), "RL0528"),
+    (on_sync("ref", source_version="elsewhere"), "RL0528"),
     (on_sync("ref", source=""), "RL0614"),
     (on_sync("slow", decay=0.0), "RL0614"),
     (on_sync("slow", decay=1.5), "RL0615"),

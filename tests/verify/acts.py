@@ -127,14 +127,14 @@ def _infer(w: World, e: Infer, now: Moment) -> None:
     for rank in _here(w, e):
         w.knows(rank, e.frame, rows[rank.number], now)
         w.reads(rank, e, f"{e.frame}.tokens", rows[rank.number], now)
-        rank.buffers[f"{e.output}@{e.spread}"] = (now.stamp, rows[rank.number])
+        rank.buffers[f"{e.value}@{e.spread}"] = (now.stamp, rows[rank.number])
 
 
 def _train(w: World, e: Train, now: Moment) -> None:
     s, x = w.story.spreads[e.spread], w.story.layouts[e.layout]
     model = w.story.owners[e.model]
-    need(e.layout == model.home and e.mbs >= 0, "a copy that cannot be trained")
-    need(s.layout and w.story.layouts[s.layout].dp == x.dp and s.unit == "row", "minibatches of other shards")
+    need(e.layout == model.train_layout and e.mbs >= 0, "a copy that cannot be trained")
+    need(s.layout and w.story.layouts[s.layout].dp == x.dp and s.granularity == "row", "minibatches of other shards")
     _fits(w, e.mbt, *e.frames)
     rows = _model_call(w, e, e.frames[0], now)
     for f in e.frames:
@@ -145,7 +145,7 @@ def _train(w: World, e: Train, now: Moment) -> None:
             w.reads(rank, e, f"{f}.tokens", mine, now)
     need(not any((e.model, e.layout) in r.parked for r in _here(w, e)), "an optimizer's state that is elsewhere")
     for rank in _here(w, e):
-        for _, v in e.data:
+        for _, v in e.data_inputs:
             record, f = w.story.records[v], w.story.frames[e.frames[0]]
             mine = frozenset(kept(record, tuple(rows[rank.number]), f))
             w.reads(rank, e, v, mine, now)
@@ -160,7 +160,7 @@ def _model_call(w: World, e: Any, frame: str, now: Moment) -> dict[int, frozense
     s = w.story.spreads[e.spread]
     rows = {r.number: w.my_rows(r, s, frame, now) for r in _here(w, e)}
     for group in w.lines(e.layout, "dp"):
-        need(s.unit != "all" or len(group) == 1, "every shard would work on every row")
+        need(s.granularity != "all" or len(group) == 1, "every shard would work on every row")
     for axis in ("tp", "pp", "cp"):
         for group in w.lines(e.layout, axis):
             need(len({rows[r] for r in group}) == 1, "parts of one copy work on different rows")
@@ -183,9 +183,9 @@ def _compute(w: World, e: Compute, now: Moment) -> None:
     if any(n.level == "prompt" for n in program.nodes):
         for f, mine in own.items():
             prompts = [{r // w.story.frames[f].per_prompt for r in rows} for rows in mine]
-            if s.unit != "all" or len(ranks) == 1:
+            if s.granularity != "all" or len(ranks) == 1:
                 once = sum(map(len, prompts)) == len(set().union(*prompts))
-                need(once or s.unit == "all", "a prompt on several ranks")
+                need(once or s.granularity == "all", "a prompt on several ranks")
     for i, rank in enumerate(ranks):
         views = {f: own[f][i] for f in e.frames}
         for f, rows in views.items():
@@ -202,7 +202,7 @@ def _compute(w: World, e: Compute, now: Moment) -> None:
 def _python(w: World, e: Compute, rank: Rank, frame: str, views: dict[str, frozenset[int]], now: Moment) -> None:
     w.reads(rank, e, f"{frame}.tokens", views[frame], now)
     f, of = w.story.frames[frame], w.story.origins[frame]
-    columns = [v for v in w.plan.values if v.extent == "columns" and w.story.frames[v.frame].prompts == of]
+    columns = [v for v in w.plan.values if v.extent == "columns" and w.story.frames[v.frame].prompt_space == of]
     for v in columns[:1]:
         w.reads(rank, e, v.id, frozenset(r // f.per_prompt for r in views[frame]), now)
 
@@ -213,7 +213,7 @@ def _ids(w: World, v: Value, views: dict[str, frozenset[int]]) -> frozenset[int]
     known = w.story.frames
     of = known[v.frame]
     f = v.frame if v.frame in views else next(
-        f for f in views if (known[f].prompts == of.prompts if v.extent == "prompt" else known[f].rows == of.rows))
+        f for f in views if (known[f].prompt_space == of.prompt_space if v.extent == "prompt" else known[f].row_space == of.row_space))
     return frozenset(kept(v, tuple(views[f]), known[f]))
 
 
@@ -222,8 +222,8 @@ def _select(w: World, e: Select, now: Moment) -> None:
     need(set(w.members[e.mesh]) == set(w.members[s.mesh]), "a selection of other ranks")
     for rank in _here(w, e):
         if e.condition:
-            rows = w.my_rows(rank, s, f.of, now)
-            w.knows(rank, f.of, None, now)
+            rows = w.my_rows(rank, s, f.selected_from, now)
+            w.knows(rank, f.selected_from, None, now)
             w.reads(rank, e, e.condition, rows, now)
             mine = frozenset(w.story.kept_rows[e.frame, now.stamp]) & rows
             root = partition.source_frame(f, w.story.frames).id  # those that are not kept have no tokens, and it knows that
@@ -259,9 +259,9 @@ def _load(w: World, e: Load, now: Moment) -> None:
     w.on_layout(e, e.layout)
     for rank in _here(w, e):
         rank.shards.setdefault((e.model, e.layout), -1)
-        if e.of:
-            need((e.model, e.of) in rank.shards, "the same as what is not there")
-            rank.one[e.model, e.layout] = e.model, e.of
+        if e.alias_of:
+            need((e.model, e.alias_of) in rank.shards, "the same as what is not there")
+            rank.one[e.model, e.layout] = e.model, e.alias_of
 
 
 def _realloc(w: World, e: Realloc, now: Moment) -> None:
@@ -298,7 +298,7 @@ def _checkpoint(w: World, e: Checkpoint, now: Moment) -> None:
         if where in w.story.layouts:
             for r in w.members[w.story.layouts[where].mesh]:
                 w.uses(w.ranks[r], name, where, now, anywhere=True)
-            if not w.story.owners[name].home or w.story.owners[name].home == where:
+            if not w.story.owners[name].train_layout or w.story.owners[name].train_layout == where:
                 kept_models.add(name)
         else:
             for r in w.members[w.story.spreads[where].mesh]:
@@ -330,8 +330,8 @@ def _side(w: World, e: Offload | Onload, now: Moment) -> None:
     for rank in _here(w, e):
         key = (e.model, e.layout)
         need(key in rank.shards, f"rank {rank.number} has no {e.model}@{e.layout}")
-        away = rank.away if e.what == "parameters" else rank.parked
-        need(e.what == "parameters" or key not in rank.away, "gradients without parameters")
+        away = rank.away if e.part == "parameters" else rank.parked
+        need(e.part == "parameters" or key not in rank.away, "gradients without parameters")
         (away.add if isinstance(e, Offload) else away.discard)(key)
 
 

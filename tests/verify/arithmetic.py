@@ -121,7 +121,7 @@ def _ids(level: str, space: str, views: Mapping[str, View]) -> Sequence[int]:
 
 
 def _space(f: Frame, level: str) -> str:
-    return {"token": f.id, "seq": f.rows, "prompt": f.prompts, "batch": ""}[level]
+    return {"token": f.id, "seq": f.row_space, "prompt": f.prompt_space, "batch": ""}[level]
 
 
 def _over(n: Cell | Node, coarser: str, space: str, views: Mapping[str, View]) -> Mapping[int, int]:

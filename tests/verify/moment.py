@@ -68,7 +68,7 @@ def space(frames: Mapping[str, Frame], v: Value) -> str:
     if v.level == "batch":
         return ""
     f = frames[v.frame]
-    return {"token": f.id, "seq": f.rows, "prompt": f.prompts}[v.level]
+    return {"token": f.id, "seq": f.row_space, "prompt": f.prompt_space}[v.level]
 
 
 def kept(v: Value, rows: tuple[int, ...], f: Frame) -> tuple[int, ...]:
@@ -80,4 +80,4 @@ def kept(v: Value, rows: tuple[int, ...], f: Frame) -> tuple[int, ...]:
 
 def lasting_models(plan: Plan) -> list[str]:
     """What the next step takes over from this one."""
-    return [m.name for m in plan.models if m.home or m.sources]
+    return [m.name for m in plan.models if m.train_layout or m.updated_from]

@@ -275,7 +275,7 @@ def _other_specs(spec: ParamSpec) -> Iterator[tuple[str, ParamSpec]]:
     yield "stage", replace(spec, stage="ends" if spec.stage != "ends" else "first")
     yield "shape", replace(spec, shape=(*spec.shape[:-1], spec.shape[-1] + 1))
     yield "stored", replace(spec, stored=("model.norm.weight",))
-    yield "partial", replace(spec, partial=not spec.partial)
+    yield "partial_grad", replace(spec, partial_grad=not spec.partial_grad)
     if spec.layers:
         yield "layers", replace(spec, layers=spec.layers - 1)
     if spec.split is None:
@@ -294,10 +294,10 @@ def data_mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Every data source with another kind, other columns or limits, or a path that is no file of rows."""
     for i, d in enumerate(plan.data):
         for kind, roles in ROLES.items():
-            if kind != d.kind:
-                yield f"{d.name}: kind {kind}", _row(plan, "data", i, kind=kind)
+            if kind != d.row_format:
+                yield f"{d.name}: kind {kind}", _row(plan, "data", i, row_format=kind)
                 columns = tuple((role, role) for role in roles)
-                yield f"{d.name}: kind {kind} with its columns", _row(plan, "data", i, kind=kind, columns=columns)
+                yield f"{d.name}: kind {kind} with its columns", _row(plan, "data", i, row_format=kind, columns=columns)
         for path in ("/proc/self/mem", "/proc/self/../self/environ", "/dev/zero", "/sys/kernel/notes", "x\0y"):
             yield f"{d.name}: path {path!r}", _row(plan, "data", i, path=path)
             yield f"{d.name}: tokenizer {path!r}", _row(plan, "data", i, tokenizer=path)

@@ -76,7 +76,7 @@ class World:
         self.sound: set[tuple[type[Event], str, str]] = set()  # events that run a model, their meshes and layouts
         self.wanted: dict[object, frozenset[int]] = {}
         for s in p.states:
-            need(story.spreads[s.spread].unit == "all", "a state that is divided")
+            need(story.spreads[s.spread].granularity == "all", "a state that is divided")
             for r in self.members[story.spreads[s.spread].mesh]:
                 self.ranks[r].buffers[f"{s.value}@{s.spread}"] = (-1, frozenset({0}))
 
@@ -184,7 +184,7 @@ class World:
         need(x.backend == "torch" and x.dp % x.ep == 0 and 1 in (x.ep, x.cp), "what the backend does not do")
         need(not x.zero or not isinstance(e, Generate | Infer), "parameters that are whole in training alone")
         need(x.cp == 1 or not isinstance(e, Generate), "a new token cannot be divided")
-        for axis in ("tp", "pp", "dp", "cp", "mesh", *(("ep", "copies") if x.ep > 1 else ())):
+        for axis in ("tp", "pp", "dp", "cp", "mesh", *(("ep", "expert_dp") if x.ep > 1 else ())):
             for ranks in self.lines(layout, axis):
                 self.communicates(ranks)
         self.sound.add(kind)
@@ -214,19 +214,19 @@ class World:
         origins = self.story.origins
         of = origins[spread.frames[0]] if spread.frames else None
         mine = (f for f in self.story.frames.values() if of is None or origins[f.id] == of)
-        return [f for f in mine if not f.partial or f.partial in lens]
+        return [f for f in mine if not f.present_in or f.present_in in lens]
 
     def _weighing(self, spread: Spread, frames: list[Frame]) -> list[str]:
-        partial = {f.partial for f in frames if f.partial}
-        return sorted(partial | (set(spread.frames) if spread.weigh == "tokens" else set()))
+        partial = {f.present_in for f in frames if f.present_in}
+        return sorted(partial | (set(spread.frames) if spread.balance_by == "tokens" else set()))
 
     def knows_division(self, rank: Rank, spread: Spread, frame: str, now: Moment, own: bool = False) -> None:
         """That the rank can compute the same division: lengths that weigh and that tell which rows there are. own: of
         its own rows alone."""
-        known, weigh = self.story.frames, {*spread.frames} if spread.weigh == "tokens" else set()
-        for f in weigh | {known[f].partial for f in spread.frames} - {""}:
+        known, weigh = self.story.frames, {*spread.frames} if spread.balance_by == "tokens" else set()
+        for f in weigh | {known[f].present_in for f in spread.frames} - {""}:
             self.knows(rank, f, None, now)
-        if tells := known[frame].partial:
+        if tells := known[frame].present_in:
             mine = None
             if own:
                 root = partition.source_frame(known[frame], known)
@@ -242,7 +242,7 @@ class World:
         need(known is None or rows is not None and rows <= known, f"rank {rank.number} lacks lengths of {frame}")
 
     def shard(self, spread: Spread, rank: int) -> int:
-        if not spread.layout or spread.unit == "all":
+        if not spread.layout or spread.granularity == "all":
             return 0
         if (spread.layout, rank) not in self.placed:
             layout = self.story.layouts[spread.layout]

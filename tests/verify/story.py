@@ -65,8 +65,8 @@ class Story:
         self.step = self.closed = 0
         for f in p.frames:
             above, steps = f, 0
-            while above.of or above.partial not in ("", above.id):
-                above, steps = self.frames[above.of or above.partial], steps + 1
+            while above.selected_from or above.present_in not in ("", above.id):
+                above, steps = self.frames[above.selected_from or above.present_in], steps + 1
                 need(steps <= len(p.frames), f"frame {f.id} comes from itself")
         self.origins = {f.id: partition.prompt_space(f, self.frames) for f in p.frames}
     # ------------------------------------------------------------------------------------------------ walking
@@ -149,7 +149,7 @@ class Story:
     def rows(self, frame: str, lens: Mapping[str, Lens] | None = None) -> tuple[int, ...]:
         """The rows that a frame has, by the present lengths or by others."""
         f, lens = self.frames[frame], self.lens if lens is None else lens
-        return partition.present_rows(f, self.frames, {f.partial: lens[f.partial].totals()} if f.partial else {})
+        return partition.present_rows(f, self.frames, {f.present_in: lens[f.present_in].totals()} if f.present_in else {})
 
     def cell(self, value: str) -> Cell:
         v, held = self.records[value], self.values[value]
@@ -168,10 +168,10 @@ class Story:
     def _fetch(self, e: Fetch, now: Moment, short: bool) -> None:
         d = self.data[e.data]
         here = d.batch - 1 if short and d.batch > 1 else d.batch
-        for suffix, role in SPLITS[d.kind].items():
+        for suffix, role in SPLITS[d.row_format].items():
             frame = next(f for f in e.frames if not suffix or f.endswith(f".{suffix}"))
             f = self.frames[frame]
-            need(f.count == d.batch and (here == d.batch or f.partial == frame), "rows that the frame has no room for")
+            need(f.count == d.batch and (here == d.batch or f.present_in == frame), "rows that the frame has no room for")
             made = {r: term("row", repr(d), suffix, now.times, r) for r in range(here)}
             prompt = tuple(1 + made[r] % 3 if r < here else 0 for r in range(f.count))
             response = tuple(1 + made[r] % 2 if r < here and role else 0 for r in range(f.count))
@@ -203,28 +203,28 @@ class Story:
     def _infer(self, e: Infer, now: Moment) -> None:
         tokens, model = self.values[f"{e.frame}.tokens"], self.models[e.model][1]
         heads = {"causal_lm": ("logprobs", "entropy"), "value_model": ("values",), "reward_model": ("scores",)}
-        need(e.what in heads[self.owners[e.model].kind], "another head")
-        need(self.records[e.output].frame == e.frame, "an output for other rows")
+        need(e.output_name in heads[self.owners[e.model].head_name], "another head")
+        need(self.records[e.value].frame == e.frame, "an output for other rows")
         drawn = self.frames[e.frame].temperature
-        need(e.what not in heads["causal_lm"] or e.temperature == drawn, "another temperature")
-        made = {r: term(e.what, model, e.temperature, tokens.of[r]) for r in self.rows(e.frame)}
-        self._make(e.output, now, made, False, "row" if e.what == "scores" else "response")
+        need(e.output_name not in heads["causal_lm"] or e.temperature == drawn, "another temperature")
+        made = {r: term(e.output_name, model, e.temperature, tokens.of[r]) for r in self.rows(e.frame)}
+        self._make(e.value, now, made, False, "row" if e.output_name == "scores" else "response")
 
     def _train(self, e: Train, now: Moment) -> None:
         model, s, program = self.owners[e.model], self.spreads[e.spread], self.programs[e.loss]
         need(model.optimizer is not None, "nothing to train with")
         frames = {f: self.frames[f] for f in e.frames}
-        cells = {n: self.cell(v) for n, v in e.data}
+        cells = {n: self.cell(v) for n, v in e.data_inputs}
         levels = {"logprobs": "token", "entropy": "token", "values": "token", "scores": "seq"}
-        for n, f, what in e.fresh:
+        for n, f, what in e.model_outputs:
             rows = {r: term(what, self.models[e.model][1], self.values[f"{f}.tokens"].of[r]) for r in self.rows(f)}
-            cells[n] = Cell(levels[what], f if levels[what] == "token" else frames[f].rows, False, rows)
-        need(len(cells) == len(e.data) + len(e.fresh), "one input given twice")
+            cells[n] = Cell(levels[what], f if levels[what] == "token" else frames[f].row_space, False, rows)
+        need(len(cells) == len(e.data_inputs) + len(e.model_outputs), "one input given twice")
         views = {f: View(frames[f], self.rows(f)) for f in e.frames}
         made = evaluate(program, cells, views, {}, 0)
-        known = check_loss(program, model.kind, e, frames)
+        known = check_loss(program, model.head_name, e, frames)
         need(all(n in known for n, _ in e.outputs), "a metric that no training has")
-        version = (self.models[e.model][1], repr(program), repr(model.optimizer), model.updates, s.minibatches,
+        version = (self.models[e.model][1], repr(program), repr(model.optimizer), model.planned_updates, s.minibatches,
                    s.epochs, s.shuffle, self.plan.header.seed, e.nonfinite, tuple(made[n].of[0] for n in sorted(made)))
         self.models[e.model] = now.stamp, term("train", *version)
         for n, v in e.outputs:
@@ -243,10 +243,10 @@ class Story:
     def _select(self, e: Select, now: Moment) -> None:
         f = self.frames[e.frame]
         if e.condition:
-            condition, of = self.values[e.condition], self.lens[f.of]
+            condition, of = self.values[e.condition], self.lens[f.selected_from]
             need(condition.truth, "a condition that is a number")
-            keeps = self.kept_rows[e.frame, now.stamp] = {r for r in self.rows(f.of) if condition.of[r] & 1}
-            need(f.count == self.frames[f.of].count and f.partial == f.id, "a selection that cannot tell its rows")
+            keeps = self.kept_rows[e.frame, now.stamp] = {r for r in self.rows(f.selected_from) if condition.of[r] & 1}
+            need(f.count == self.frames[f.selected_from].count and f.present_in == f.id, "a selection that cannot tell its rows")
             both = ([n if r in keeps else 0 for r, n in enumerate(x)] for x in (of.prompt, of.response))
             self.lens[e.frame] = Lens(now.stamp, *map(tuple, both))  # type: ignore[arg-type]
         self._lens_of(e.frame)
@@ -259,15 +259,15 @@ class Story:
     def _above(self, f: Frame, v: Value) -> bool:
         """Whether the rows of a value are those that a selection was taken from, under the same numbers."""
         of = self.frames[v.frame]
-        while f.of:
-            f = self.frames[f.of]
-            same = of.prompts == f.prompts if v.level == "prompt" else of.rows == f.rows
+        while f.selected_from:
+            f = self.frames[f.selected_from]
+            same = of.prompt_space == f.prompt_space if v.level == "prompt" else of.row_space == f.row_space
             if v.frame == f.id or same:
                 return True
         return False
 
     def _lens_of(self, frame: str) -> Lens:
-        tells = self.frames[frame].partial or frame
+        tells = self.frames[frame].present_in or frame
         need(tells in self.lens, f"the lengths of {frame} are not known")
         return self.lens[tells]
 

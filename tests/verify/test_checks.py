@@ -59,7 +59,7 @@ ALONE: list[tuple[int, str, Callable[[Plan], Plan]]] = [
     (6, "RL0511", lambda p: swapped(p, 1, 9, 13)),
     (6, "RL0511", lambda p: swapped(p, 0, 5, 16)),
     (7, "RL0536", lambda p: steps(p, trips=11)),
-    (7, "RL0536", lambda p: row(p, "models", 0, updates=19)),
+    (7, "RL0536", lambda p: row(p, "models", 0, planned_updates=19)),
     (8, "RL0513", lambda p: moved(p, 16, 15)),
     (8, "RL0514", lambda p: with_body(p, edited(p.body, lambda e: (e, replace(e, id=40)) if e.id == 12 else (e,)))),
     (8, "RL0515", lambda p: with_body(p, edited(p.body, lambda e: (e, replace(e, id=40)) if e.id == 16 else (e,)))),
@@ -83,7 +83,7 @@ def test_a_mutant_that_one_check_alone_rejects(check: int, code: str, mutant: Ca
 def test_a_file_that_was_changed() -> None:
     data = encode(grpo())
     assert decode(data, "x.plan") == grpo()
-    for old, new in ((b'"steps":10', b'"steps":11'), (b'"format":1', b'"format":9'), (b"}\n", b"} \n")):
+    for old, new in ((b'"steps":10', b'"steps":11'), (b'"format":2', b'"format":9'), (b"}\n", b"} \n")):
         with pytest.raises(Failure) as wrong:
             decode(data.replace(old, new, 1), "x.plan")
         assert [d.code for d in wrong.value.diagnostics] == ["RL0601" if b"format" in old else "RL0602"]
@@ -191,11 +191,11 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: change(p, 8, reads=("ref@L3", "gen.tokens@s1")), "RL0614"),
     (lambda p: change(p, 5, writes=("gen.tokens@s1", "gen.logprobs@s1")), "RL0614"),
     (lambda p: change(p, 10, spread="s1"), "RL0614"),
-    (lambda p: change(p, 8, what="values"), "RL0615"),
+    (lambda p: change(p, 8, output_name="values"), "RL0615"),
     (lambda p: row(p, "models", 0, invariant=True), "RL0615"),  # it is trained with tp=2
     (lambda p: row(p, "models", 1, invariant=True, dtype="bfloat16"), "RL0615"),
     (lambda p: row(row(p, "models", 1, invariant=True), "layouts", 2, backend="megatron"), "RL0615"),
-    (lambda p: row(p, "models", 1, invariant=True, sizes=replace(p.models[1].sizes, chosen=2)), "RL0615"),
+    (lambda p: row(p, "models", 1, invariant=True, sizes=replace(p.models[1].sizes, experts_per_token=2)), "RL0615"),
     (lambda p: change(p, 8, temperature=0.5), "RL0615"),
     (lambda p: drop(p, 0), "RL0520"),
     (lambda p: drop(p, 14, project=False), "RL0542"),
@@ -217,9 +217,9 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: row(p, "values", 0, dtype="f32"), "RL0612"),
     (lambda p: row(p, "values", 0, extent="row"), "RL0612"),
     (lambda p: row(p, "frames", 1, count=33), "RL0612"),
-    (lambda p: row(p, "frames", 1, of="gen"), "RL0612"),
+    (lambda p: row(p, "frames", 1, selected_from="gen"), "RL0612"),
     (lambda p: row(p, "data", 0, batch=0), "RL0612"),
-    (lambda p: row(p, "data", 0, kind="pairs",
+    (lambda p: row(p, "data", 0, row_format="pairs",
                    columns=(("prompt", "p"), ("chosen", "c"), ("rejected", "r"))), "RL0615"),
     (lambda p: row(p, "functions", 0, returns="batch"), "RL0612"),
     (lambda p: row(p, "models", 0, dtype="float16"), "RL0612"),
@@ -227,17 +227,17 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: row(p, "models", 0, optimizer=replace(p.models[0].optimizer, lr=-1.0)), "RL0612"),
     (lambda p: row(p, "models", 0, params=(replace(p.models[0].params[0], style="rowwise"), *p.models[0].params[1:])),
      "RL0612"),
-    (lambda p: row(p, "models", 0, params=(replace(p.models[0].params[1], partial=True), *p.models[0].params[2:])),
+    (lambda p: row(p, "models", 0, params=(replace(p.models[0].params[1], partial_grad=True), *p.models[0].params[2:])),
      "RL0612"),
     (lambda p: change(p, 5, sampling=replace(p.body[-1].body[2].sampling, temperature=0.0)), "RL0612"),
     (lambda p: change(p, 5, sampling=replace(p.body[-1].body[2].sampling, top_p=1.5)), "RL0612"),
     (lambda p: change(p, 5, sampling=replace(p.body[-1].body[2].sampling, min_p=-0.1)), "RL0612"),
     (lambda p: change(p, 5, sampling=replace(p.body[-1].body[2].sampling, min_new_tokens=9)), "RL0612"),
-    (lambda p: row(p, "spreads", 4, unit="row"), "RL0538"),
+    (lambda p: row(p, "spreads", 4, granularity="row"), "RL0538"),
     (lambda p: row(p, "spreads", 4, epochs=2), "RL0538"),
     (lambda p: row(p, "spreads", 4, frames=()), "RL0538"),
-    (lambda p: row(p, "spreads", 5, unit="prompt"), "RL0538"),
-    (lambda p: row(p, "spreads", 1, frames=("gen",), weigh="tokens"), "RL0538"),
+    (lambda p: row(p, "spreads", 5, granularity="prompt"), "RL0538"),
+    (lambda p: row(p, "spreads", 1, frames=("gen",), balance_by="tokens"), "RL0538"),
     (lambda p: row(p, "programs", 0, outputs=(("adv", 1), ("reward", 3))), "RL0617"),
     (lambda p: row(p, "programs", 0, nodes=p.programs[0].nodes[::-1]), "RL0616"),
     (lambda p: node(p, 0, 1, attrs=(("to", "seq"),), level="seq", space="gen"), "RL0616"),
@@ -250,7 +250,7 @@ MISTAKES: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: row(p, "programs", 1, nodes=(*p.programs[1].nodes, Node("add", (8, 1), "token", "gen"),
                                             Node("mean", (9,), attrs=(("to", "batch"),))), outputs=(("loss", 10),)),
      "RL0618"),
-    (lambda p: change(p, 14, fresh=(), data=(("logprobs", "gen.logprobs"), ("old", "gen.logprobs"), ("adv", "adv"),
+    (lambda p: change(p, 14, model_outputs=(), data_inputs=(("logprobs", "gen.logprobs"), ("old", "gen.logprobs"), ("adv", "adv"),
                                             ("ref", "ref_lp"))), "RL0618"),
     (lambda p: replace(p, body=(*p.body, Loop("again", 10, ()))), "RL0536"),
 ]

@@ -121,7 +121,7 @@ def gathered_children(specs: Sequence[ParamSpec]) -> tuple[str, ...]:
     for name in divided:
         own = children[name]
         row_parallel = {s.name.rpartition(".")[0] for s in own if s.style == "rowwise"}
-        allowed = (s.split is not None or s.partial or s.name.rpartition(".")[0] in row_parallel for s in own)
+        allowed = (s.split is not None or s.partial_grad or s.name.rpartition(".")[0] in row_parallel for s in own)
         if not row_parallel or not all(allowed):
             return ()
     return divided

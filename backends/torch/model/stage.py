@@ -118,7 +118,7 @@ class Stage(ActivationCheckpointing):
         self.unsharded_held = held_here(parameters(model))
         self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank))
                      for name, (p, _) in self.unsharded_held.items()} if layout.zero else self.unsharded_held
-        read_only = not (model.home or model.sources or model.base)
+        read_only = not (model.train_layout or model.updated_from or model.base)
         self.parameters, self.unread = allocate_parameters(model.path, self.held, dtype, device,
                                                            weight_cache if read_only else None)
         self.base_held = held_here(expand_specs(model.base, model.layers))
@@ -184,7 +184,7 @@ class Stage(ActivationCheckpointing):
             names = [n for n, (p, _) in self.held.items()
                      if p.layer == layer and divided_experts == (axes.ep.size > 1 and p.spec.experts > 0)]
             return Unit([self.parameters[n] for n in names], [self.unsharded[n] for n in names],
-                        axes.copies if divided_experts else axes.dp) if names else None
+                        axes.expert_dp if divided_experts else axes.dp) if names else None
 
         def unit(layer: int | None) -> Unit | UnitGroup:
             units = [u for divided in (False, True) if (u := part(layer, divided)) is not None]

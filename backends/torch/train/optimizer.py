@@ -37,7 +37,7 @@ class Trainer:
     def __init__(self, stage: Stage, model: Model, layout: Layout, mesh: Mesh, axes: Axes):
         if model.optimizer is None:
             raise ValueError(f"{model.name} has no optimizer")
-        self.stage, self.axes, self.options, self.updates = stage, axes, model.optimizer, model.updates
+        self.stage, self.axes, self.options, self.updates = stage, axes, model.optimizer, model.planned_updates
         self.done = 0
         rank = axes.mesh.ranks[axes.mesh.index]
         named = list(stage.parameters.items())
@@ -54,7 +54,7 @@ class Trainer:
         tp = axes.tp.size
         # complete on every tp rank, but each sees only its own heads or tokens: their gradients are partial sums
         self.partial = [i for i, (p, _) in enumerate(held) if tp > 1 and (
-            p.spec.partial or (stage.sequence_parallel.available and p.layer is not None and p.spec.split is None))]
+            p.spec.partial_grad or (stage.sequence_parallel.available and p.layer is not None and p.spec.split is None))]
         # fewer units (KV heads, say) than tp ranks, so several ranks hold the same one
         self.duplicated = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
                         and any(units < tp for units, _ in p.spec.split.parts)]
@@ -150,7 +150,7 @@ class Trainer:
         return grads
 
     def _reduce_grads(self) -> None:
-        tp, pp, dp, cp, expert_dp = self.axes.tp, self.axes.pp, self.axes.dp, self.axes.cp, self.axes.copies
+        tp, pp, dp, cp, expert_dp = self.axes.tp, self.axes.pp, self.axes.dp, self.axes.cp, self.axes.expert_dp
         if self.stage.zero:
             self.stage.zero.end_minibatch(use_grads=True)
         grads = self._grads()

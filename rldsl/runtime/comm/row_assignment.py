@@ -59,7 +59,7 @@ class StepRows:
             space = prompt_space(every[spread.frames[0]], every) if spread.frames else None
             frames = [f for f in every.values() if space is None or prompt_space(f, every) == space]
             # rows of the others do not exist yet
-            frames = [f for f in frames if not f.partial or f.partial in self.lens]
+            frames = [f for f in frames if not f.present_in or f.present_in in self.lens]
             self._rows_by_dp[spread.id] = shard_rows(
                 spread, self.world.dp(spread), frames, self._totals(spread, frames), self.plan.header.seed,
                 self.step_index, tuple(every.values()))
@@ -88,7 +88,7 @@ class StepRows:
         ids_by_dp = [tuple(rows[frame.id]) for rows in self.rows_by_dp(spread)]
         if value.extent == "prompt":
             ids_by_dp = [tuple(sorted({r // frame.per_prompt for r in rows})) for rows in ids_by_dp]
-        if spread.unit == "all" or not spread.layout:
+        if spread.granularity == "all" or not spread.layout:
             return dict.fromkeys(ranks, ids_by_dp[0])
         layout = self.world.layouts[spread.layout]
         return {rank: ids_by_dp[dp_index(layout, i)] for i, rank in enumerate(ranks)}
@@ -102,5 +102,5 @@ class StepRows:
     def _totals(self, spread: Spread, frames: Sequence[Frame]) -> dict[str, list[int]]:
         """Frame -> tokens of each row: of the frames that are balanced by tokens, and of those whose lengths say which
         rows of `frames` exist."""
-        wanted = {f.partial for f in frames if f.partial} | ({*spread.frames} if spread.weigh == "tokens" else set())
+        wanted = {f.present_in for f in frames if f.present_in} | ({*spread.frames} if spread.balance_by == "tokens" else set())
         return {f: self.lens[f].of("tokens").tolist() for f in sorted(wanted)}

@@ -99,7 +99,7 @@ class World:
         """This rank's communicators under a layout."""
         if layout.id not in self._axes:
             mesh = self.meshes[layout.mesh]
-            names: tuple[AxisName, ...] = ("dp", "tp", "pp", "cp", "mesh", "ep", "copies")
+            names: tuple[AxisName, ...] = ("dp", "tp", "pp", "cp", "mesh", "ep", "expert_dp")
             self._axes[layout.id] = Axes(**{name: self._axis(layout, mesh, name) for name in names})
         return self._axes[layout.id]
 

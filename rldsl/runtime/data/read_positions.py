@@ -44,7 +44,7 @@ class SourceReading:
         """digest: of its files, where it is known already."""
         data, files = source.data, [Path(f) for f in FILES[source.data.format](source.data.path)]
         size = sum(f.stat().st_size for f in files)
-        return cls(data.format, data.path, data.kind, data.batch, data.shuffle, len(source.table), size,
+        return cls(data.format, data.path, data.row_format, data.batch, data.shuffle, len(source.table), size,
                    digest or content_digest(data))
 
     @classmethod

@@ -75,7 +75,7 @@ class Source:
 
         prompts = [ids[-self.data.max_prompt_tokens :] for ids in self.tokens.prompts(rows, place)]  # [-0:] is all
         frames = {}
-        for name, role in FRAMES[self.data.kind].items():
+        for name, role in FRAMES[self.data.row_format].items():
             most = self.data.max_answer_tokens or None
             answers = [ids[:most] for ids in self.tokens.answers(rows, role, place)] if role else [[]] * len(rows)
             tokens = [torch.tensor(p + a, dtype=torch.int64) for p, a in zip(prompts, answers, strict=True)]
@@ -114,7 +114,7 @@ def column_name(data: Data, role: str) -> str:
 def open_source(data: Data, steps_needed: int, speaks: bool = False) -> Source:
     """Check the file and load its tokenizer. Raises a Failure when either cannot be used. speaks: this rank tells the
     user about truncated rows."""
-    needs = RowNeeds({role: column_name(data, role) for role in ROLES[data.kind]}, data.numbers)
+    needs = RowNeeds({role: column_name(data, role) for role in ROLES[data.row_format]}, data.numbers)
     scanned = SCANS[data.format](data.path, needs)
     table = rows_of(scanned)
     _enough(data, table, "")

@@ -118,7 +118,7 @@ def load_tokenizer(data: Data) -> Any:
         raise fail("RL0751", "the tokenizer cannot be loaded", place=directory,
                    notes=(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",),
                    help="the directory needs the files written by `tokenizer.save_pretrained`") from None
-    if data.kind != "prompts" and tokenizer.eos_token_id is None:
+    if data.row_format != "prompts" and tokenizer.eos_token_id is None:
         raise fail("RL0751", "the tokenizer has no end-of-sequence token", place=directory,
                    help="it marks the end of answers; set `eos_token` in tokenizer_config.json")
     return tokenizer

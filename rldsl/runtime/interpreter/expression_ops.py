@@ -55,7 +55,7 @@ class RaggedIndex:
     def space(self, frame: str, level: Level) -> str:
         """The index set over which values of `level` of a frame range."""
         record = self.frames[frame]
-        return {"token": record.id, "seq": record.rows, "prompt": record.prompts, "batch": ""}[level]
+        return {"token": record.id, "seq": record.row_space, "prompt": record.prompt_space, "batch": ""}[level]
 
     def size(self, level: Level, space: str) -> int:
         """The number of elements at hand."""
@@ -66,7 +66,7 @@ class RaggedIndex:
 
     def prompts(self, space: str) -> Tensor:
         """The distinct prompt ids of a prompt space, ascending."""
-        by_frame = [v.prompts for f, v in self.frame_rows.items() if self.frames[f].prompts == space]
+        by_frame = [v.prompts for f, v in self.frame_rows.items() if self.frames[f].prompt_space == space]
         return self._once(("", "prompts", space), lambda: torch.cat(by_frame).unique())
 
     def index(self, level: Level, space: str, to: Level) -> Tensor:
@@ -77,10 +77,10 @@ class RaggedIndex:
             seqs = torch.arange(rows.lens.numel(), device=rows.lens.device)
             return self._once((frame, "seq"), lambda: seqs.repeat_interleave(rows.lens, output_size=rows.total))
         if (level, to) == ("seq", "prompt"):
-            prompts = self.prompts(self.frames[frame].prompts)
+            prompts = self.prompts(self.frames[frame].prompt_space)
             return self._once((frame, "prompt"), lambda: torch.searchsorted(prompts, rows.prompts))
         assert (level, to) == ("token", "prompt"), f"no index from {level} to {to}"
-        return self.index("seq", self.frames[frame].rows, "prompt")[self.index("token", space, "seq")]
+        return self.index("seq", self.frames[frame].row_space, "prompt")[self.index("token", space, "seq")]
 
     def ends(self, frame: str) -> Tensor:
         """[S]: the number of the token after each sequence."""

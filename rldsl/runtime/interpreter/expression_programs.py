@@ -176,8 +176,8 @@ def loss_counts(program: Program, frames: Mapping[str, Frame], rows: Sequence[in
     sizes: dict[tuple[Level, str], int] = {}
     for frame in frames.values():
         sizes["token", frame.id] = sum(int(response_lens[frame.id][r]) for r in rows)
-        sizes["seq", frame.rows] = len(rows)
-        sizes["prompt", frame.prompts] = len({r // frame.per_prompt for r in rows})
+        sizes["seq", frame.row_space] = len(rows)
+        sizes["prompt", frame.prompt_space] = len({r // frame.per_prompt for r in rows})
     assert all((n.level, n.space) in sizes for n in program.nodes if n.level != "batch"), f"{program.id}: unknown frame"
     return Counts(frames, sizes)
 

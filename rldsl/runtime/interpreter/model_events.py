@@ -26,8 +26,8 @@ def load(models: ModelStore, resumed: LoadedCheckpoint | None, event: Load) -> N
     """Fill a shard from the model's directory, or from the checkpoint that the run resumes from; or let it use the
     parameters of another layout."""
     key, context = (event.model, event.layout), models.context
-    if event.of:  # has been filled already, from the checkpoint if there is one
-        models.shard(*key).alias(models.shard_to_read(event.model, event.of))
+    if event.alias_of:  # has been filled already, from the checkpoint if there is one
+        models.shard(*key).alias(models.shard_to_read(event.model, event.alias_of))
         return
     if resumed is None or not resumed.has(event.model):
         models.shard(*key, load=True)
@@ -67,16 +67,16 @@ def reallocate(models: ModelStore, ring: EventRing, event: Realloc) -> None:
 
 
 def offload(models: ModelStore, event: Offload) -> None:
-    models.shard_to_write(event.model, event.layout).offload(event.what)
+    models.shard_to_write(event.model, event.layout).offload(event.part)
 
 
 def onload(models: ModelStore, event: Onload) -> None:
     """Issued here; whoever uses the shard waits for it. Parameters that are still arriving are complete before they
     move; the optimizer's part follows them, and nothing waits between the two."""
     key = (event.model, event.layout)
-    if event.what == "parameters":
+    if event.part == "parameters":
         models.shard_to_read(*key)
-    before, finish = models.arriving.pop(key, None), models.shards[key].onload(event.what)
+    before, finish = models.arriving.pop(key, None), models.shards[key].onload(event.part)
     models.arriving[key] = Pending(finish if before is None else lambda: (before.finish(), finish()))
 
 
@@ -119,12 +119,12 @@ def infer(models: ModelStore, step: StepState, event: Infer) -> None:
         count = max(num_micro_batches(rows[event.frame], totals, *bounds) for rows in step.rows.rows_by_dp(spread))
         parts += [torch.zeros(0, dtype=torch.int64, device=context.device)] * (count - len(parts))
     batches = [step.packed(event.frame, tokens, part) for part in parts]
-    result = models.shard_to_read(event.model, event.layout).infer(batches, event.what, event.temperature)
+    result = models.shard_to_read(event.model, event.layout).infer(batches, event.output_name, event.temperature)
     order = torch.cat(parts) if parts else rows
-    sizes = step.rows.sizes(context.values[event.output], order)
+    sizes = step.rows.sizes(context.values[event.value], order)
     results = _by_micro_batch(parts, sizes, result)
     joined = RaggedRows.join(results) if results else RaggedRows(order, sizes, result)
-    step.write(event.output, spread.id, joined.ids, joined.data)
+    step.write(event.value, spread.id, joined.ids, joined.data)
 
 
 def _by_micro_batch(parts: Sequence[torch.Tensor], sizes: torch.Tensor, data: torch.Tensor) -> list[RaggedRows]:

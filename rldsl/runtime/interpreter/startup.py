@@ -115,7 +115,7 @@ def _resumed(context: RunContext, options: Options) -> LoadedCheckpoint | None:
             refuse_checkpoints(context.out)
         return None
     held = load_checkpoint(Path(options.resume), program_identity(context.plan), context.device)
-    lacking = [m.name for m in context.plan.models if (m.home or m.sources) and not held.has(m.name)]
+    lacking = [m.name for m in context.plan.models if (m.train_layout or m.updated_from) and not held.has(m.name)]
     lacking += [s.value for s in context.plan.states if s.value not in held.states]
     if lacking:
         raise fail("RL0762", f"the checkpoint does not contain `{'`, `'.join(lacking)}`", place=str(held.path),

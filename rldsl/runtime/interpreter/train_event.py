@@ -95,12 +95,12 @@ class _TrainCall:
         self.frames = {f: step.context.frames[f] for f in event.frames}
         self.temperature = self.frames[event.frames[0]].temperature
         # for each frame, the model outputs that the loss reads
-        self.outputs = [[output for _, frame, output in event.fresh if frame == f] for f in event.frames]
+        self.outputs = [[output for _, frame, output in event.model_outputs if frame == f] for f in event.frames]
         lens = {f: step.rows.lens[f] for f in event.frames}
         self.lens, self.responses = lens, {f: x.response.tolist() for f, x in lens.items()}
         self.totals = [sum(x) for x in zip(*(x.of("tokens").tolist() for x in lens.values()), strict=True)]
         self.tokens = {f: step.read(event.reads, f"{f}.tokens") for f in event.frames}
-        self.data = {name: step.read(event.reads, value) for name, value in event.data}
+        self.data = {name: step.read(event.reads, value) for name, value in event.data_inputs}
 
     def dump_tensors(self, rows: Rows) -> dict[str, torch.Tensor]:
         """What the loss sees of some rows, by name, for a dump (`nonfinite.py` says what the names are)."""
@@ -111,7 +111,7 @@ class _TrainCall:
             tensors |= {f"{frame}.rows": packed.rows, f"{frame}.prompt_lens": packed.prompt_lens,
                         f"{frame}.response_lens": packed.response_lens, f"{frame}.tokens": packed.tokens}
         per_prompt = self.frames[self.event.frames[0]].per_prompt
-        for name, value in self.event.data:
+        for name, value in self.event.data_inputs:
             tensors[f"data.{name}"] = _data(self.step.context, value, self.data[name], part, per_prompt).reshape(-1)
         return tensors if rows else {}
 
@@ -133,9 +133,9 @@ class _TrainCall:
         def loss(i: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
             frame_rows = {f: FrameRows(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]],
                              sum(self.responses[f][r] for r in divided[i])) for f in event.frames}
-            inputs = {name: fresh[event.frames.index(f)][output] for name, f, output in event.fresh}
+            inputs = {name: fresh[event.frames.index(f)][output] for name, f, output in event.model_outputs}
             inputs |= {name: _data(step.context, value, self.data[name], parts[i], frames[event.frames[0]].per_prompt)
-                       for name, value in event.data}
+                       for name, value in event.data_inputs}
             return minibatch_loss(inputs, frame_rows)
 
         return minibatch_loss, batches, loss

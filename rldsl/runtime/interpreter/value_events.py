@@ -117,9 +117,9 @@ def select(step: StepState, event: Select) -> None:
     context = step.context
     frame, spread = context.frames[event.frame], context.spreads[event.spread]
     if event.condition:
-        rows = step.my_rows(spread, frame.of)
+        rows = step.my_rows(spread, frame.selected_from)
         kept = rows[step.read(event.reads, event.condition).select(rows).data.to(torch.bool)]
-        source = step.rows.lens[frame.of]
+        source = step.rows.lens[frame.selected_from]
         lens = RowLengths(torch.zeros_like(source.prompt), torch.zeros_like(source.response))
         lens.prompt[kept], lens.response[kept] = source.prompt[kept], source.response[kept]
         step.rows.set_lengths(frame.id, lens)  # of this rank's rows only, until the lengths are exchanged
@@ -178,8 +178,8 @@ def _ids(context: RunContext, extent: str, frame: str, frame_rows: dict[str, Fra
 def _same_index_set(context: RunContext, extent: str, frame: str, frame_rows: dict[str, FrameRows]) -> str:
     """A frame of `frame_rows` that has the same prompts, or the same rows, as `frame`, which is none of them."""
     wanted, frames = context.frames[frame], context.frames
-    return next(f for f in frame_rows if (frames[f].prompts == wanted.prompts if extent == "prompt"
-                                          else frames[f].rows == wanted.rows))
+    return next(f for f in frame_rows if (frames[f].prompt_space == wanted.prompt_space if extent == "prompt"
+                                          else frames[f].row_space == wanted.row_space))
 
 
 def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
@@ -193,7 +193,7 @@ def reward_rows(step: StepState, reader: DataReader, event: Compute, frame: str,
     record = context.frames[frame]
     of = prompt_space(record, context.frames)
     columns = next((step.buffers.get(b) for b in event.reads if split(b)[0].endswith(".columns")
-                    and context.frames[context.values[split(b)[0]].frame].prompts == of), None)
+                    and context.frames[context.values[split(b)[0]].frame].prompt_space == of), None)
     packed = step.packed(frame, step.read(event.reads, f"{frame}.tokens"), rows)
     source = reader.source(record.data)
     tokenizer, ends = source.tokenizer, source.ends

@@ -48,7 +48,7 @@ def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
     for frame in made:
         where = [split(b)[1] for b in buffers if split(b)[0] == f"{frame}.tokens"]
         beside = [split(b)[1] for b in buffers if (v := values.get(split(b)[0])) is not None
-                  and v.extent == "row" and frames[v.frame].rows == frames[frame].rows]
+                  and v.extent == "row" and frames[v.frame].row_space == frames[frame].row_space]
         best = max(where, key=beside.count)  # the first of those with as many
         found.append(SampleSource(frame, best, meshes[spreads[best].mesh].members()[0]))
     return tuple(found)
@@ -58,8 +58,8 @@ def value_names(plan: Plan, spaces: set[str]) -> dict[str, str]:
     """Value of a sequence -> what a line calls it: its name, or the input of the loss that it is. spaces: rows whose
     values are wanted."""
     inputs = {v: f"{e.model}/{name}" for e, _ in reversed(list(events(plan))) if isinstance(e, Train)
-              for name, v in e.data}
-    rows = {f.id: f.rows for f in plan.frames}
+              for name, v in e.data_inputs}
+    rows = {f.id: f.row_space for f in plan.frames}
     known = (v.id for v in plan.values if v.extent == "row" and v.dtype != "text" and rows.get(v.frame) in spaces)
     return {v: inputs[v] if ANONYMOUS.fullmatch(v) else v for v in known if v in inputs or not ANONYMOUS.fullmatch(v)}
 
@@ -74,7 +74,7 @@ class Samples:
         self._tokens: dict[str, tuple[RaggedRows, Any]] = {}
         self._values: dict[str, RaggedRows] = {}
         self._begun: set[Path] = set()
-        self._names = value_names(context.plan, {context.frames[s.frame].rows for s in self._mine})
+        self._names = value_names(context.plan, {context.frames[s.frame].row_space for s in self._mine})
         for source in self._mine:
             data.source(context.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
 
@@ -106,7 +106,7 @@ class Samples:
         rows = tokens.ids[lens.of("tokens")[tokens.ids] > 0][: self._most]
         tokenizer = self._data.source(frame.data).tokenizer
         known = {self._names[value]: _numbers(column, rows) for value, column in sorted(self._values.items())
-                 if self._context.frames[self._context.values[value].frame].rows == frame.rows}
+                 if self._context.frames[self._context.values[value].frame].row_space == frame.row_space}
         lines = []
         for i, row in enumerate(rows.tolist()):
             ids = tokens.select(rows[i : i + 1]).data.tolist()

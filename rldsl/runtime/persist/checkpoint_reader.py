@@ -66,7 +66,7 @@ class LoadedCheckpoint:
     @torch.no_grad()
     def fill(self, model: Model, layout: Layout, mesh: Mesh, rank: int, shard: Shard) -> None:
         """The parameters of a shard and, at home, its optimizer."""
-        parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.home == layout.id else {})}
+        parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.train_layout == layout.id else {})}
         with ExitStack() as stack:
             open_files: dict[Path, Any] = {}
             for parameter in parameters(model):
@@ -79,7 +79,7 @@ class LoadedCheckpoint:
                                 open_files[file] = stack.enter_context(safe_open(file, framework="pt"))
                             value = open_files[file].get_slice(key)[slices_within(common, box)]
                             target[slices_within(common, piece.box)].copy_(value)
-        if model.home == layout.id:
+        if model.train_layout == layout.id:
             try:
                 shard.load_schedule_state(self.models[model.name])
             except KeyError as error:

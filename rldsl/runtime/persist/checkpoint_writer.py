@@ -67,7 +67,7 @@ def checkpoint(models: ModelStore, step: StepState, data: DataReader, writer: Ch
     if stop and not due:
         writer.join()
     if due or stop:
-        writer.begin(step.number, event.keep, _tensors(models, writer, event), _facts(models, step, data, event))
+        writer.begin(step.number, event.keep_last, _tensors(models, writer, event), _facts(models, step, data, event))
     return stop
 
 
@@ -99,7 +99,7 @@ def _tensors(models: ModelStore, writer: CheckpointWriter, event: Checkpoint) ->
         if rank not in mesh.members():
             continue
         shard = models.shard_to_read(name, layout)
-        parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.home == layout else {})}
+        parts = {"param": shard.state_dict(), **(shard.optimizer_state() if model.train_layout == layout else {})}
         if (name, layout) not in writer.mine:
             writer.mine[name, layout] = owned_pieces(model, where, mesh, rank)
         for parameter, piece in writer.mine[name, layout]:
@@ -124,7 +124,7 @@ def _facts(models: ModelStore, step: StepState, data: DataReader, event: Checkpo
     states = {value: float(step.buffers.get(b).data) for b, value, _ in reads
               if value not in records and models.context.holds(b)}
     progress = {name: dict(models.shards[name, layout].schedule_state()) for _, name, layout in reads
-                if name in records and records[name].home == layout and (name, layout) in models.shards}
+                if name in records and records[name].train_layout == layout and (name, layout) in models.shards}
     readings = {name: asdict(reading) for name, reading in data.readings.items()}
     return {"states": states, "data": dict(data.position), "readings": readings, "models": progress}
 

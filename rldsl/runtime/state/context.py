@@ -79,12 +79,12 @@ class RunContext:
     def offloaded(self) -> frozenset[ShardKey]:
         """The shards whose parameters the plan moves between device and host."""
         return frozenset((e.model, e.layout) for e, _ in events(self.plan)
-                         if isinstance(e, Offload) and e.what == "parameters")
+                         if isinstance(e, Offload) and e.part == "parameters")
 
     @cached_property
     def aliases(self) -> Mapping[ShardKey, str]:
         """Shard -> the layout of the same model whose parameters it uses, instead of its own."""
-        return {(e.model, e.layout): e.of for e, _ in events(self.plan) if isinstance(e, Load) and e.of}
+        return {(e.model, e.layout): e.alias_of for e, _ in events(self.plan) if isinstance(e, Load) and e.alias_of}
 
     def holds(self, buffer: str) -> bool:
         """Whether this rank is on the mesh of a value's buffer (`value@spread`)."""

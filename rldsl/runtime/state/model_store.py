@@ -49,7 +49,7 @@ class ModelStore:
             record, where = context.models[model], context.world.layouts[layout]
             build = importlib.import_module(backends.package(where.backend)).build
             self.shards[key] = build(record, where, context.world.meshes[where.mesh], context.world.axes(where),
-                                     context.device, load=load, trainable=record.home == layout,
+                                     context.device, load=load, trainable=record.train_layout == layout,
                                      weight_cache=None if key in context.offloaded else self.shared_tensors)
         return self.shards[key]
 

@@ -85,7 +85,7 @@ class Plain:
         from rldsl.backends.torch.train.optimizer import learning_rate
 
         self.done += updates
-        return learning_rate(self.model.optimizer, self.done - 1, self.model.updates)
+        return learning_rate(self.model.optimizer, self.done - 1, self.model.planned_updates)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         return {kind: {n: self.adam.state[p][kind] for n, p in self.named.items()} for kind in MOMENTS}
