@@ -16,7 +16,7 @@ from typing import Any
 from rldsl.diag import internal_error
 from rldsl.inspect.event_matching import Found, Pair, found, pairs, text
 from rldsl.plan.codec import encode
-from rldsl.plan.events import EVENTS, Event, Every, Item, Log
+from rldsl.plan.events import EVENTS, Event, Every, Item
 from rldsl.plan.model import Model, Plan
 from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import events, times
@@ -177,7 +177,7 @@ def _block(items: Iterable[Item], path: str) -> Iterator[tuple[str, Record]]:
 
 
 def _metrics(plan: Plan) -> dict[str, str]:
-    return {name: "" for event, _ in events(plan) if isinstance(event, Log) for name, _ in event.metrics}
+    return {name: "" for event, _ in events(plan) for name, _ in event.logged}
 
 
 # ----------------------------------------------------------------------------------------------------------- events

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from posixpath import normpath
 
 from rldsl.diag import visible
-from rldsl.plan.events import Save
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
 
@@ -45,7 +44,7 @@ def paths(plan: Plan) -> Paths:
                    for path, digest in files)
     modules = dict.fromkeys((path, digest) for f in plan.functions for _, path, digest in f.modules)
     python += tuple((path, (), digest) for path, digest in modules)
-    saved = dict.fromkeys(e.path for e, _ in events(plan) if isinstance(e, Save))
+    saved = dict.fromkeys(e.saves_to for e, _ in events(plan) if e.saves_to is not None)
     return Paths(_once(reads), python, tuple(saved))
 
 

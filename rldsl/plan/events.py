@@ -98,6 +98,21 @@ class Event:
         """What it is about: "gen = actor.generate", "actor"."""
         return next((r.id for r in references(self) if r.role is Role.MODEL), "")
 
+    @property
+    def new_rows(self) -> tuple[FrameId, ...]:
+        """The frames whose rows begin with it; selections and collections are made of rows that exist."""
+        return ()
+
+    @property
+    def logged(self) -> tuple[tuple[str, Buffer], ...]:
+        """What it writes to the log: (name, value)."""
+        return ()
+
+    @property
+    def saves_to(self) -> str | None:
+        """The directory that it writes, as the program names it; None for none."""
+        return None
+
     def copies(self) -> tuple[Copy, ...]:
         """The copies of parameters that it works on, as they are on the device."""
         return ()
@@ -212,6 +227,10 @@ class Save(SaveSpec, Event):
 
     layout: LayoutId
 
+    @property
+    def saves_to(self) -> str:
+        return self.path
+
     def copies(self) -> tuple[Copy, ...]:
         return ((self.model, self.layout),)
 
@@ -256,6 +275,10 @@ class Generate(GenerateSpec, ModelCall):
 
     @property
     def makes(self) -> tuple[str, ...]:
+        return (self.frame,)
+
+    @property
+    def new_rows(self) -> tuple[FrameId, ...]:
         return (self.frame,)
 
     @property
@@ -324,6 +347,10 @@ class Fetch(FetchSpec, Event):
 
     @property
     def makes(self) -> tuple[str, ...]:
+        return self.frames
+
+    @property
+    def new_rows(self) -> tuple[FrameId, ...]:
         return self.frames
 
     @property
@@ -439,6 +466,10 @@ class Log(Event):
 
     metrics: tuple[tuple[str, Buffer], ...]  # (name, value)
     to: Rank = 0  # the rank that writes them
+
+    @property
+    def logged(self) -> tuple[tuple[str, Buffer], ...]:
+        return self.metrics
 
     @property
     def subject(self) -> str:

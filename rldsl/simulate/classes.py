@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rldsl.plan.events import Log, ModelCall
+from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 from rldsl.plan.projection import events, to_ranges
 from rldsl.sharding.layout import Axis, axis_ranks
@@ -39,7 +39,7 @@ def build_classes(plan: Plan, per_rank: bool = False) -> Classes:
     """The classes of a plan. per_rank: every rank is a class of its own."""
     colour = list(range(plan.header.world)) if per_rank else _refine_colors(plan)
     if not per_rank and len(set(colour)) > MANY:
-        colour = _refine_colors(plan, {e.id for e, _ in events(plan) if isinstance(e, Log)})
+        colour = _refine_colors(plan, {e.id for e, _ in events(plan) if e.logged})
     by: dict[int, list[int]] = {}
     for rank, c in enumerate(colour):
         by.setdefault(c, []).append(rank)

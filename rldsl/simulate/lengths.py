@@ -12,7 +12,6 @@ from math import isfinite
 from pathlib import Path
 
 from rldsl.diag import fail
-from rldsl.plan.events import Fetch, Generate
 from rldsl.plan.metrics_file import METRICS, read
 from rldsl.plan.model import Frame, Plan
 from rldsl.plan.projection import events, times
@@ -75,9 +74,8 @@ def token_frames(plan: Plan) -> tuple[tuple[Frame, int], ...]:
     frames = {f.id: f for f in plan.frames}
     found: Counter[str] = Counter()
     for event, path in events(plan):
-        if isinstance(event, Generate | Fetch):
-            for name in (event.frame,) if isinstance(event, Generate) else event.frames:
-                found[name] += times(path[1:])
+        for name in event.new_rows:
+            found[name] += times(path[1:])
     return tuple((frames[name], count) for name, count in found.items()
                  if count and frames[name].max_response_tokens)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rldsl.diag import Diagnostic
-from rldsl.plan.events import Event, Every, Fetch, Item, Loop, split
+from rldsl.plan.events import Event, Every, Item, Loop, split
 from rldsl.plan.projection import Path
+from rldsl.plan.references import Role, references
 from rldsl.verify.tables import Tables, name, problem
 
 
@@ -32,12 +33,12 @@ def over(path: Path) -> str:
 def _loop(t: Tables, loop: Loop, inside: bool) -> Iterator[Diagnostic]:
     where = f"the evaluation of {loop.over} ({loop.id})"
     own = [e for e in loop.body if isinstance(e, Event)]
-    fetches = [e for e in own if isinstance(e, Fetch)]
+    fetches = [(e, r.id) for e in own for r in references(e) if r.role is Role.DATA]
     if not inside or loop.until or len(own) != len(loop.body):
         yield problem("RL0530", f"{where} must be a simple loop inside the step", *own[:1])
-    if [e.data for e in fetches] != [loop.over]:
+    if [data for _, data in fetches] != [loop.over]:
         yield problem("RL0530", f"{where} must fetch from its source once per iteration, and from no other source",
-                      *fetches)
+                      *(e for e, _ in fetches))
     states = {s.value for s in t.plan.states}
     for e in own:
         lasting = e.versions().makes & t.models.keys() or states & {split(b)[0] for b in e.writes}

@@ -36,7 +36,7 @@ def step(evaluated_source: str = "heldout", iteration: int = 0) -> Any:
 def batches(rows: int, times: int) -> list[list[int]]:
     out = []
     for i in range(times):
-        source, number = eval_loops.next_rows(step(iteration=i), reader(rows), FETCH)
+        source, number = eval_loops.next_rows(step(iteration=i), reader(rows), FETCH.data)
         out.append(source.batch(number, 7))
     return out
 
@@ -50,14 +50,14 @@ def test_every_row_once_in_the_order_of_the_file(rows: int) -> None:
 
 def test_training_keeps_its_place() -> None:
     here = reader(8)
-    eval_loops.next_rows(step(), here, FETCH)
+    eval_loops.next_rows(step(), here, FETCH.data)
     assert here.position == {}
 
 
 def test_the_same_source_in_training_goes_on_by_itself() -> None:
     here, outside = reader(9), step("")
-    assert [eval_loops.next_rows(outside, here, FETCH)[1] for _ in range(3)] == [0, 1, 2]
-    assert not isinstance(eval_loops.next_rows(outside, here, FETCH)[0], eval_loops.InOrderSource)
+    assert [eval_loops.next_rows(outside, here, FETCH.data)[1] for _ in range(3)] == [0, 1, 2]
+    assert not isinstance(eval_loops.next_rows(outside, here, FETCH.data)[0], eval_loops.InOrderSource)
 
 
 def checked(rows: int, others: list[int], monkeypatch: pytest.MonkeyPatch, trips: int = 4) -> str:

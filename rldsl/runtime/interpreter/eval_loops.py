@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import fail
-from rldsl.plan.events import Event, Fetch, Item, Loop
+from rldsl.plan.events import Event, Item, Loop
 from rldsl.runtime.data import Source
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.data_reader import DataReader
@@ -37,13 +37,13 @@ def num_iterations(reader: DataReader, loop: Loop) -> int:
     return -(-len(source.table) // source.data.batch)
 
 
-def next_rows(step: StepState, reader: DataReader, event: Fetch) -> tuple[Source, int]:
-    """The source that a fetch reads, and the number of its batch: in an evaluation the loop's iteration, otherwise the
-    next batch of training."""
-    source = reader.source(event.data)
-    if step.evaluated_source == event.data:
+def next_rows(step: StepState, reader: DataReader, data: str) -> tuple[Source, int]:
+    """The source that a fetch of `data` reads, and the number of its batch: in an evaluation the loop's iteration,
+    otherwise the next batch of training."""
+    source = reader.source(data)
+    if step.evaluated_source == data:
         return InOrderSource(**{f.name: getattr(source, f.name) for f in fields(source)}), step.iteration
-    return source, reader.next_batch(event.data)
+    return source, reader.next_batch(data)
 
 
 def check_evaluations(context: RunContext, reader: DataReader, items: Sequence[Item]) -> None:

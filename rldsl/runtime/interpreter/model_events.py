@@ -90,7 +90,8 @@ def generate(models: ModelStore, step: StepState, event: Generate) -> None:
     prompts = PackedBatch(rows + step.first_row(record.count), lens, torch.zeros_like(lens),
                           _repeated(tokens, prompt_rows))
     shard = models.shard_to_read(event.model, event.layout)
-    generated = shard.generate(prompts, event.sampling, seed=step.sampling_seed(event), step=step.index,
+    seed = step.sampling_seed(event.id, event.frame)
+    generated = shard.generate(prompts, event.sampling, seed=seed, step=step.index,
                                max_num_seqs=event.mbs, max_prompt_len=context.frames[event.prompts].max_prompt_tokens)
     all_lens = RowLengths(*(torch.zeros(record.count, dtype=torch.int64, device=context.device) for _ in range(2)))
     all_lens.prompt[rows], all_lens.response[rows] = lens, generated.batch.response_lens

@@ -27,7 +27,7 @@ from rldsl.sharding.partition import prompt_space
 def fetch(step: StepState, reader: DataReader, event: Fetch) -> None:
     """The next rows of a data source. Every participant reads and tokenizes the same ones; nothing is sent."""
     context = step.context
-    source, batch = next_rows(step, reader, event)
+    source, batch = next_rows(step, reader, event.data)
     spreads = dict(split(b) for b in event.writes)
     for name, fetched in source.step(batch, context.seed).items():
         frame = next(f for f in event.frames if not name or f.endswith(f".{name}"))
@@ -102,7 +102,7 @@ def compute(step: StepState, reader: DataReader, rewards: RewardPool, ring: Even
         return torch.tensor(numbers, dtype=torch.float32, device=context.device)
 
     results = run_compute(program, inputs, frame_rows, {f: context.frames[f] for f in event.frames},
-                          context.world.group(spread.mesh), call_python, step.compute_seed(event), step.index,
+                          context.world.group(spread.mesh), call_python, step.compute_seed(event.id), step.index,
                           step.iteration if step.evaluated_source else 0)
     for name, value in event.outputs:
         record, data = context.values[value], results[name]

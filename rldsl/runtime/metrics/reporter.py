@@ -14,10 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from rldsl.plan.events import Event, Free, Log
+from rldsl.plan.events import Event
 from rldsl.plan.metrics_file import METRICS
 from rldsl.plan.naming import describe_event
 from rldsl.plan.projection import events
+from rldsl.plan.references import Role, references
 from rldsl.runtime.files import check_writable, written
 from rldsl.runtime.metrics.builtin_metrics import Meter
 from rldsl.runtime.metrics.json_lines import encoded, truncate
@@ -74,7 +75,8 @@ class Reporter:
     def __init__(self, context: RunContext, step: StepState, data: DataReader, options: ReportOptions,
                  stream: TextIO | None = None):
         """stream: where progress is shown (default: stderr). Everything that can be refused is refused here."""
-        header, logs = context.plan.header, {e.to for e, _ in events(context.plan) if isinstance(e, Log)} or {0}
+        header = context.plan.header
+        logs = {r.id for e, _ in events(context.plan) if e.logged for r in references(e) if r.role is Role.RANK} or {0}
         self._out, self._step = context.out, step
         self._steps, self._stream = header.steps, stream or sys.stderr
         self.meter = Meter(context.plan) if context.rank in logs else None
@@ -118,9 +120,9 @@ class Reporter:
     def begins(self, event: Event) -> None:
         if self._lines:
             self.write_lines()
-        if self._samples is not None and isinstance(event, Free):
+        if self._samples is not None and event.frees:
             self._samples.frees(self._step, event)
-        if self._view is not None and not isinstance(event, Free):
+        if self._view is not None and not event.frees:
             self._view.doing(f"{describe_event(event).title} {event.at}".strip())
 
     def took(self, event: Event, seconds: float) -> None:

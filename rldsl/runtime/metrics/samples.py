@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rldsl.plan.events import Free, Generate, Train, split
+from rldsl.plan.events import Event, Generate, Train, split
 from rldsl.plan.model import Frame, Plan
 from rldsl.plan.projection import events
 from rldsl.runtime.files import written
@@ -78,9 +78,9 @@ class Samples:
         for source in self._mine:
             data.source(context.frames[source.frame].data)  # its tokenizer; what is wrong with it is found now
 
-    def frees(self, step: StepState, event: Free) -> None:
+    def frees(self, step: StepState, event: Event) -> None:
         """Before the event: its buffers are about to go."""
-        for buffer in event.buffers:
+        for buffer in event.frees:
             self._keep(step, buffer)
 
     def _keep(self, step: StepState, buffer: str) -> None:

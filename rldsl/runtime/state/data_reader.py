@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from rldsl.plan.events import Fetch
 from rldsl.plan.projection import events
+from rldsl.plan.references import Role, references
 from rldsl.runtime.comm.content_digests import ContentDigest
 from rldsl.runtime.data import Source, open_source
 from rldsl.runtime.data.read_positions import SourceReading, content_digest
@@ -52,7 +52,7 @@ class DataReader:
     def reports(self, data: str) -> bool:
         """Whether this rank is the one that reports on a source to the user: the first that reads it."""
         context = self.context
-        fetches = (e for e, _ in events(context.plan) if isinstance(e, Fetch) and e.data == data)
+        fetches = (e for e, _ in events(context.plan) if (Role.DATA, data) in {(r.role, r.id) for r in references(e)})
         return context.rank == min((min(context.world.meshes[e.mesh].members()) for e in fetches), default=0)
 
     def next_batch(self, data: str) -> int:

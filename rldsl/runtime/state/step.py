@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rldsl.plan.events import Compute, Generate, split
+from rldsl.plan.events import split
 from rldsl.plan.model import Spread
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
@@ -68,15 +68,17 @@ class StepState:
 
     # random seeds
 
-    def sampling_seed(self, event: Generate) -> int:
+    def sampling_seed(self, event: int, frame: str) -> int:
         """A different seed for each generate of the program and each time that it runs in a step: two calls on the same
-        prompts must not draw the same samples. Frames are in the order of the program under every placement."""
-        frame = next(i for i, f in enumerate(self.context.plan.frames) if f.id == event.frame)
-        return mix(self.context.seed, frame, self._next_draw(event.id)) >> 1  # 63 bits: devices have signed integers
+        prompts must not draw the same samples. Frames are in the order of the program under every placement.
 
-    def compute_seed(self, event: Compute) -> int:
+        event: its id. frame: the one that it makes."""
+        number = next(i for i, f in enumerate(self.context.plan.frames) if f.id == frame)
+        return mix(self.context.seed, number, self._next_draw(event)) >> 1  # 63 bits: devices have signed integers
+
+    def compute_seed(self, event: int) -> int:
         """A seed for each time that a computation runs in a step; `uniform` adds the number of its call to it."""
-        return mix(self.context.seed, COMPUTE_SEEDS, self._next_draw(event.id))
+        return mix(self.context.seed, COMPUTE_SEEDS, self._next_draw(event))
 
     def first_row(self, count: int) -> int:
         """The number of the first of a frame's `count` rows for random numbers: in an evaluation counted over all of
