@@ -7,6 +7,8 @@ nothing is lost when the process ends without a word.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,18 +21,30 @@ class Tee:
     """A text stream. screen: where it was going; a live view puts itself in its place."""
 
     def __init__(self, screen: TextIO, log: TextIO):
-        self.screen, self.log = screen, log
+        self.screen = screen
+        self.log: TextIO | None = log
 
     def write(self, text: str) -> int:
         """Control characters are escaped, but for ends of lines and the colours of our own messages."""
         shown = "".join(part if i % 2 else visible(part, "\n\t") for i, part in enumerate(COLOUR.split(text)))
-        self.log.write(shown)
+        self._log(lambda log: log.write(shown))
         self.screen.write(shown)
         return len(text)
 
     def flush(self) -> None:
-        self.log.flush()
+        self._log(lambda log: log.flush())
         self.screen.flush()
+
+    def _log(self, work: Callable[[TextIO], object]) -> None:
+        """A full disk ends the log, not the run: whoever writes the run's files reports it (RL0708), on the screen."""
+        if self.log is None:
+            return
+        try:
+            work(self.log)
+        except OSError:
+            log, self.log = self.log, None
+            with suppress(OSError):
+                log.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.screen, name)
