@@ -74,7 +74,7 @@ def fail(code: str, title: str, span: Span | None = None, label: str = "", *, he
 
 
 class InternalError(Exception):
-    """The compiler contradicts itself: no user's mistake, so whoever handles Failures lets it pass."""
+    """The compiler or the runtime contradicts itself: no user's mistake, so whoever handles Failures lets it pass."""
 
     def __init__(self, diagnostic: Diagnostic):
         self.diagnostic = diagnostic

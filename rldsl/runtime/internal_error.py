@@ -1,18 +1,16 @@
-"""Errors that are this package's own mistakes, never the user's: they end a run with RL0799 and a traceback."""
+"""Values that the plan's verifier guarantees: without one, this package contradicts itself, and the run ends."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
+from rldsl.diag import internal_error
+
 T = TypeVar("T")
 
 
-class InternalError(Exception):
-    """Something that the plan's verifier or this package's own code rules out has happened."""
-
-
 def present(value: T | None, what: str) -> T:
-    """`value`, which cannot be None here. what: of what it is, for the message."""
+    """`value`, which cannot be None here. what: its name, for the message. Raises InternalError (RL0699)."""
     if value is None:
-        raise InternalError(f"there is no {what}")
+        raise internal_error(f"there is no {what}", place="run")
     return value
