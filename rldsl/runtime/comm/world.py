@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from rldsl.diag import fail
-from rldsl.plan.events import Log
 from rldsl.plan.model import Layout, Mesh, Plan, Spread
 from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import events
@@ -134,7 +133,7 @@ def join(plan: Plan, rank: int, device: torch.device, timeout: timedelta | None 
 
 def _log_group(plan: Plan, meshes: Mapping[str, Mesh], device: torch.device, timeout: timedelta | None) -> Any:
     """Metrics travel between hosts: a message of NCCL that waits for its peer would hold up every later one."""
-    ranks = sorted({r for e, _ in events(plan) if isinstance(e, Log) for r in meshes[e.mesh].members()})
+    ranks = sorted({r for e, _ in events(plan) if e.logged for r in meshes[e.mesh].members()})
     if device.type == "cpu" or len(ranks) < 2:
         return None
     return dist.new_group(ranks, timeout=timeout, backend="gloo")
