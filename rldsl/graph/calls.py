@@ -100,7 +100,8 @@ class CallsOfFlow:
         answer = 0 if data.kind == "prompts" else int(given["max_answer_tokens"])
         frames = [self.flow.spaces.add(Frame(side, target, target, int(given["batch"]), 1, owner.name,
                                              int(given["max_prompt_tokens"]), answer,
-                                             present_in=side if self.flow.evaluations.inside else "")) for side in sides]
+                                             present_in=side if self.flow.evaluations.inside else ""))
+                for side in sides]
         writes = [w for s in sides for w in (self.flow.value(f"{s}.tokens", "token", s, "i64", "tokens"),
                                              self.flow.value(f"{s}.lengths", "seq", s, "i64", "lengths"))]
         writes.append(self.flow.value(f"{sides[0]}.columns", "seq", sides[0], "text", "columns"))
@@ -134,7 +135,8 @@ class CallsOfFlow:
         sampling = Sampling(**cast(dict[str, Any], given))
         source = prompts.frame
         frame = self.flow.spaces.add(replace(
-            source, id=target, row_space=target, selected_from="", iterations=1, count=source.count * sampling.n, per_prompt=sampling.n,
+            source, id=target, row_space=target, selected_from="", iterations=1,
+            count=source.count * sampling.n, per_prompt=sampling.n,
             max_response_tokens=sampling.max_new_tokens,
             temperature=sampling.logprob_temperature))
         value = self.flow.value
@@ -245,7 +247,8 @@ class CallsOfFlow:
         reads = dict.fromkeys([*(f"{f.id}.tokens" for f in frames), *(v for _, v in data)])
         self.flow.items.append(g.Train(
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
-            model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id, model_outputs=made.fresh, data_inputs=data,
+            model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id,
+            model_outputs=made.fresh, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, nonfinite="skip" if skips else "stop"))
         return BAD

@@ -97,8 +97,10 @@ class Selections:
 
     def _selected(self, ref: FrameRef, target: str, condition: str, s: ast.Assign) -> FrameRef:
         old = ref.frame
-        side = f".{old.id.rpartition('.')[2]}" if old.id != old.row_space and old.id.startswith(f"{old.row_space}.") else ""
-        frame = self.spaces.add(replace(old, id=target + side, row_space=target, prompt_space=target, selected_from=old.id,
+        of_pair = old.id != old.row_space and old.id.startswith(f"{old.row_space}.")
+        side = f".{old.id.rpartition('.')[2]}" if of_pair else ""
+        frame = self.spaces.add(replace(old, id=target + side, row_space=target, prompt_space=target,
+                                        selected_from=old.id,
                                         present_in=target + side))
         values = [(f"{old.id}.{x}", self.flow.value(f"{frame.id}.{x}", v.level, frame.id, v.dtype, v.extent))
                   for x in STANDARD for v in self._of(f"{old.id}.{x}")]
@@ -115,7 +117,8 @@ class Selections:
     def narrow(self, term: Term, space: str) -> Term:
         """The values of `term` for the rows of the selection that has `space`."""
         held = self.flow.held(term, "expr", term.span)
-        frame = next(f for f in self.spaces.frames.values() if f.selected_from and self.spaces.of(f, term.level) == space)
+        frame = next(f for f in self.spaces.frames.values()
+                     if f.selected_from and self.spaces.of(f, term.level) == space)
         name = self.flow.unique(f"{held.name}|{frame.id}")
         self.flow.value(name, term.level, frame.id, term.dtype)
         self.flow.items.append(g.Select(id=name, reads=(held.name,), writes=(name,), span=term.span, frame=frame.id,
@@ -168,8 +171,10 @@ class Selections:
             self.errors.add("RL0212", f"{block} uses prompts from outside the block", span,
                             help="fetch them inside the block: `prompt = prompts.next()`")
         whole = {f.id: self.spaces.add(replace(
-            f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all", count=f.count * turns, iterations=turns,
-            selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "", present_in=f"{f.id}.all")) for f in new}
+            f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all", count=f.count * turns,
+            iterations=turns,
+            selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "",
+            present_in=f"{f.id}.all")) for f in new}
         values = [v for v in self.flow.values if v.frame in whole and v.extent != "lengths"]
         for frame in new:
             into = whole[frame.id]

@@ -148,7 +148,8 @@ def _told(model: Model) -> dict[str, Any]:
     optimizer = {f"optimizer.{k}": v for k, v in _flat(model.optimizer).items()} if model.optimizer else {}
     lora = {f"lora.{k}": v for k, v in _flat(model.lora).items()} if model.lora else {}
     return {"kind": model.head_name, "path": model.path, "dtype": model.dtype, "layers": model.layers,
-            "config": model.config_digest[:12], "trained": bool(model.train_layout), "planned_updates": model.planned_updates,
+            "config": model.config_digest[:12], "trained": bool(model.train_layout),
+            "planned_updates": model.planned_updates,
             "follows": ", ".join(dict.fromkeys(model.updated_from)), "parameters": _digest(model.params),
             "base": _digest(model.base), "sizes": text(tuple(_flat(model.sizes).items())),
             "invariant": model.invariant, **optimizer, **lora}

@@ -133,8 +133,10 @@ def plan_json(plan: Plan, id: str, rank: int | None = None) -> dict[str, Any]:
         "meshes": [asdict(m) for m in plan.meshes if m.id in mine],
         "layouts": [asdict(x) for x in plan.layouts if x.mesh in mine],
         "spreads": [asdict(s) for s in plan.spreads if s.mesh in mine],
-        "models": [{"name": m.name, "kind": m.head_name, "path": m.path, "dtype": m.dtype, "train_layout": m.train_layout,
-                    "follows": list(dict.fromkeys(m.updated_from)), "lora": m.lora.r if m.lora else 0} for m in plan.models],
+        "models": [{"name": m.name, "kind": m.head_name, "path": m.path, "dtype": m.dtype,
+                    "train_layout": m.train_layout,
+                    "follows": list(dict.fromkeys(m.updated_from)), "lora": m.lora.r if m.lora else 0}
+                   for m in plan.models],
         "classes": [asdict(c) for c in classes],
         "body": [_item(plan, places, item) for item in body],
     }

@@ -189,7 +189,8 @@ def _measured(given: argparse.Namespace, rank: int, device: torch.device) -> dic
     if rank == 0:
         sampling = next((e.sampling for e, _ in events(plan) if isinstance(e, Generate)), Sampling())
         found["measured"] = [
-            {"config": m.config_digest, "head": m.head_name, "dtype": m.dtype, "tp": tp, "threads": torch.get_num_threads(),
+            {"config": m.config_digest, "head": m.head_name, "dtype": m.dtype, "tp": tp,
+             "threads": torch.get_num_threads(),
              **measure_calls(m, tp, backend, sampling, device)}
             for name, tp, backend in wanted["models"] for m in (models[name],)]
     return found

@@ -72,7 +72,8 @@ def layer_activations(model: Model, layout: Layout, compute: int, stream: int, a
     inside = 4 if model.lora is not None or s.activation in COMPOSED else 3
     attending = _attention(q, kv, heads, compute, "grid", longest) + compute * q
     attending += 3 * 4 * heads * longest if attention == "plain" else 0  # scores, masked, and their softmax
-    routed = 4 * ways * compute * h if s.experts_per_token else 0  # rows by expert, what comes of them, weighed and put in order
+    # rows by expert, what comes of them, weighed and put in order
+    routed = 4 * ways * compute * h if s.experts_per_token else 0
     forward = stays + max(inside * ways * compute * inner + routed, attending)
     backward = max(2 * ways * compute * inner + routed, 3 * compute * q) + stream * h
     final = (stream + 4 if stream == 4 else 6) * h if not layer_norm else 4 * h

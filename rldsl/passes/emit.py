@@ -29,7 +29,8 @@ def emit(draft: Draft, compiler: str) -> Plan:
     setup = tuple(rename.event(e, next(numbers)) for e in draft.setup)
     steps = Loop("steps", graph.steps, rename.block(draft.body, numbers))
     body: tuple[Item, ...] = (*setup, steps)
-    models = tuple(replace(m, train_layout=names.get(m.train_layout, ""), ema_layout=names.get(m.ema_layout, ""), planned_updates=updates(draft, m.name))
+    models = tuple(replace(m, train_layout=names.get(m.train_layout, ""),
+                           ema_layout=names.get(m.ema_layout, ""), planned_updates=updates(draft, m.name))
                    for m in placed.models)
     used = {r.id for e in every for r in references(e) if r.role is Role.MODEL}
     header = Header(FORMAT, compiler, graph.program, graph.flow, placed.world, placed.devices_per_node, graph.steps,

@@ -42,7 +42,8 @@ class _Reallocs:
     def __init__(self, draft: Draft):
         self.draft, self.models = draft, {m.name: m for m in draft.placed.models}
         self.dropped = dropped(draft)
-        self.one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}  # with what is trained
+        # copies that are aliases of the trained one
+        self.one = {(e.model, e.layout) for e in draft.setup if isinstance(e, Load) and e.alias_of}
         places = dict(draft.placed.places)
         self.given = {(n.model, places[n.id].layout.id): places[n.id].given for n in nodes(draft.placed.graph.items)
                       if isinstance(n, Call)}  # the ranks in order, of a mesh that leaves them free

@@ -2,7 +2,8 @@
 
 One record a line: the header, then the tables in the order of `Plan`'s fields, the body, the classes, the digest.
 `{"kind": ...}` names the record, so no record has a field of that name; the body of a loop is between its line and
-`{"kind":"end"}`. Keys are sorted, separators have no spaces, and a field at its default is left out. So one plan has exactly one encoding, and `decode(encode(p)) == p`. No pickle: reading a plan runs nothing of it.
+`{"kind":"end"}`. Keys are sorted, separators have no spaces, and a field at its default is left out. So one
+plan has exactly one encoding, and `decode(encode(p)) == p`. No pickle: reading a plan runs nothing of it.
 
 A reader may walk the blocks and list the ranks of what it is given: blocks nest no deeper than `MOST_BLOCKS`, and ranks
 are of the world, which is no larger than `MOST_RANKS`.

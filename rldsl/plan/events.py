@@ -134,7 +134,8 @@ class Load(Event):
 
     model: ModelName
     layout: LayoutId
-    alias_of: LayoutId = ""  # the layout with the same boxes (`reshard/alias.py`): one copy serves both, nothing is read
+    # a layout with the same boxes (`reshard/alias.py`), whose copy serves both; nothing is read from disk. "": none
+    alias_of: LayoutId = ""
 
 
 @event_kind(Traits(family="movement", blocking="posted", forwards=True, participants=("src", "dst"), moves="rule",

@@ -100,8 +100,8 @@ class Spread:
     id: str
     mesh: str  # id
     layout: str = ""  # id; "" with granularity "all"
-    # ids; their lengths weigh, and the rows of all of them follow the same division. They share a prompt space (granularity
-    # "prompt") or a row space (granularity "row")
+    # ids; the rows of all of them are divided alike, balanced by all their lengths. They share a prompt space
+    # (granularity "prompt") or a row space (granularity "row")
     frames: tuple[str, ...] = ()
     # what stays together: a sequence, all sequences of a prompt, or everything (every rank of the mesh holds every row)
     granularity: Literal["row", "prompt", "all"] = "row"

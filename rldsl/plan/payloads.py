@@ -73,8 +73,9 @@ class TrainSpec:
     model: ModelName
     frames: tuple[FrameId, ...]
     loss: ProgramId
-    model_outputs: tuple[tuple[str, FrameId, What], ...]  # program input -> (frame, what): this model's differentiable outputs
-    data_inputs: tuple[tuple[str, ValueId], ...]  # program input -> value
+    # (program input, frame, output): outputs of the trained model, computed now and differentiable
+    model_outputs: tuple[tuple[str, FrameId, What], ...]
+    data_inputs: tuple[tuple[str, ValueId], ...]  # (program input, value): inputs without gradient
     outputs: tuple[tuple[str, ValueId], ...]  # metric -> the value that it is written to
     nonfinite: Literal["stop", "skip"] = "stop"  # of a minibatch whose gradient is not finite: stop the run, or skip it
 

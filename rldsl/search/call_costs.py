@@ -79,7 +79,8 @@ def build_candidate(isolated: IsolatedCall, problem: Problem, job: Job, s: Strat
     sync_ranks = s.cp * s.tp * s.ep if independent else size
     seconds = call_seconds(isolated, isolated.event(s)) * job.times_per_step
     return Candidate(s, size, seconds, sync_ranks, memory.static_bytes, memory.shared_bytes, memory.copy_bytes,
-                     memory.active_bytes, own and problem.models[job.model].train_layout != "", onload * job.times_per_step)
+                     memory.active_bytes, own and problem.models[job.model].train_layout != "",
+                     onload * job.times_per_step)
 
 
 # ---------------------------------------------------------------------------------------------------- memory

@@ -75,7 +75,8 @@ class Operators:
         if self.spaces.selected(b.level, meeting, b.space):
             old, new = b, self.to_space(b, meeting)
         else:
-            chosen = next((f for f in self.spaces.frames.values() if f.selected_from and self.spaces.of(f, b.level) == b.space
+            chosen = next((f for f in self.spaces.frames.values()
+                           if f.selected_from and self.spaces.of(f, b.level) == b.space
                            and self.spaces.selected(a.level, self.spaces.of(f, a.level), a.space)), None)
             if chosen is None:
                 return None

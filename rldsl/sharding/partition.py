@@ -93,7 +93,8 @@ def shard_rows(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Length
     first = _weighed(spread, known)[0]
     minibatches = [m for epoch in _schedule(spread, dp, known, lengths, seed, step) for m in epoch]
     unions = (sorted({unit for m in minibatches for unit in m[shard]}) for shard in range(dp))
-    return tuple({f.id: _follow(spread.granularity, first, f, units, known, lengths) for f in frames} for units in unions)
+    return tuple({f.id: _follow(spread.granularity, first, f, units, known, lengths) for f in frames}
+                 for units in unions)
 
 
 def train_schedule(spread: Spread, dp: int, frames: Sequence[Frame], lengths: Lengths, seed: int,
@@ -144,7 +145,8 @@ def _schedule(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: Leng
     numbers = tuple(weights)
     return tuple(
         tuple(tuple(tuple(numbers[units[i]] for i in items)
-                    for items in partition([weights[numbers[u]] for u in units], dp, spread.balance_by)) for units in epoch)
+                    for items in partition([weights[numbers[u]] for u in units], dp, spread.balance_by))
+                     for units in epoch)
         for epoch in minibatch_rows(len(numbers), spread.minibatches, spread.epochs, spread.shuffle, seed, step)
     )
 
@@ -153,7 +155,8 @@ def _slots(frame: Frame, unit: str, dp: int) -> tuple[Rows, ...]:
     """The same units of every turn for a shard, whether they are there or not."""
     units = frame.count // (frame.per_prompt if unit == "prompt" else 1)
     turn = units // frame.iterations
-    return tuple(tuple(t * turn + u for t in range(frame.iterations) for u in run) for run in _runs(tuple(range(turn)), dp))
+    return tuple(tuple(t * turn + u for t in range(frame.iterations) for u in run)
+                 for run in _runs(tuple(range(turn)), dp))
 
 
 def _weights(spread: Spread, frames: Sequence[Frame], known: Mapping[str, Frame], lengths: Lengths) -> dict[int, int]:

@@ -55,7 +55,8 @@ def build_shard(model: Model, layout: Layout, stage: int) -> Shard:
     matrices = [s for s in specs if s.stage == "layer" and len(s.shape) > 1]
     layer = sum(_local_elements(s, layout) for s in matrices)
     experts = sum(_local_elements(s, layout) for s in matrices if s.experts)
-    chosen = sum(_local_elements(s, layout) * layout.ep * sizes.experts_per_token // s.experts for s in matrices if s.experts)
+    chosen = sum(_local_elements(s, layout) * layout.ep * sizes.experts_per_token // s.experts
+                 for s in matrices if s.experts)
     local_experts = tuple(s for s in model.params if s.experts and layout.ep > 1)
     heads = ceil((sizes.heads or 1) / layout.tp)
     kv = max(1, ceil((sizes.kv_heads or sizes.heads or 1) / layout.tp))

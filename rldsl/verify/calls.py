@@ -115,7 +115,8 @@ def check_generate(t: Tables, e: Generate) -> Iterator[Diagnostic]:
         if v is not None and (v.frame, v.extent, v.dtype) != (e.frame, extent, dtype):
             yield problem("RL0615", f"{name(e)} writes {id}, which is not {extent} of {e.frame} in {dtype}", e)
     f, p, s = t.frames[e.frame], t.frames[e.prompts], e.sampling
-    if (f.count, f.per_prompt, f.prompt_space, f.data, f.present_in) != (p.count * s.n, p.per_prompt * s.n, p.prompt_space, p.data,
+    if (f.count, f.per_prompt, f.prompt_space, f.data, f.present_in) != (
+            p.count * s.n, p.per_prompt * s.n, p.prompt_space, p.data,
                                                                 p.present_in):
         yield problem("RL0615", f"{name(e)}: frame {e.frame} is not {s.n} completions for each row of {e.prompts}", e)
     if f.temperature != s.logprob_temperature or f.max_response_tokens < s.max_new_tokens:
@@ -137,11 +138,13 @@ def check_infer(t: Tables, e: Infer) -> Iterator[Diagnostic]:
     if v.frame != e.frame or v.extent != extent or v.dtype != "f32":
         yield problem(
             "RL0615",
-            f"{name(e)}: {e.output_name} of frame {e.frame} do not match value {v.id} ({v.frame}, {v.extent}, {v.dtype})",
+            f"{name(e)}: {e.output_name} of frame {e.frame} do not match value {v.id} "
+            f"({v.frame}, {v.extent}, {v.dtype})",
             e,
         )
     if output not in head.outputs:
-        yield problem("RL0615", f"{name(e)}: {e.output_name} need a {' or a '.join(heads_with(output.call))}, but {e.model} "
+        yield problem("RL0615", f"{name(e)}: {e.output_name} need a {' or a '.join(heads_with(output.call))}, "
+                      f"but {e.model} "
                       f"is a {head.name}", e)
     if output.logits and e.temperature != t.frames[e.frame].temperature:
         yield problem(

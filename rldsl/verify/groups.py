@@ -1,7 +1,8 @@
 """Every communicator that an event needs is declared, once.
 
 In: tables. Out: diagnostics RL0531 (missing), RL0532 (declared twice or malformed). What is needed, by the traits of
-the kind: of the event's layout, the axes tp, pp, dp, cp and ep with a degree above 1, "expert_dp" when several ranks hold
+the kind: of the event's layout, the axes tp, pp, dp, cp and ep with a degree above 1, "expert_dp" when several ranks
+hold
 the same experts, and "mesh" when it has several ranks; or the mesh of the event when it has several; or none: what
 goes from point to point uses the group of all ranks. Groups are created at start-up, in their order, so declared means
 declared before use.

@@ -38,7 +38,8 @@ def check_loops(t: Tables) -> Iterator[Diagnostic]:
     for m in t.plan.models:
         if m.planned_updates != made[m.name]:
             yield problem("RL0536",
-                          f"model {m.name} is planned for {m.planned_updates} updates, but its events make {made[m.name]}")
+                          f"model {m.name} is planned for {m.planned_updates} updates, but its "
+                          f"events make {made[m.name]}")
 
 
 def _inside(t: Tables, items: Sequence[Item]) -> Iterator[Diagnostic]:

@@ -29,7 +29,8 @@ def _fault(t: Tables, e: Train, program: Program) -> str:
     if backwards or not 0 <= outputs.get("loss", -1) < len(nodes):
         return ""  # another check's
     frames = [t.frames[f] for f in e.frames]
-    spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.row_space: 0 for f in frames}, **{f.prompt_space: 0 for f in frames}}
+    spaces = {"": 0, **{f.id: 0 for f in frames}, **{f.row_space: 0 for f in frames},
+              **{f.prompt_space: 0 for f in frames}}
     if strange := next((n.space for n in nodes if n.space not in spaces), None):
         return f"uses {strange}, which is not a training input"
     if any(in_family(n.op, "reduction") and n.attr("to") == "prompt" for n in nodes):

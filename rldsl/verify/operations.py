@@ -99,7 +99,8 @@ def _fields(t: Tables, e: Event) -> Iterator[Diagnostic]:
 
 def _load(t: Tables, e: Load) -> Iterator[Diagnostic]:
     if e.alias_of and not _one(t, e):
-        yield problem("RL0615", f"{name(e)} reuses {e.model}@{e.alias_of} as {e.model}@{e.layout}, but their contents differ",
+        yield problem("RL0615", f"{name(e)} reuses {e.model}@{e.alias_of} as {e.model}@{e.layout}, "
+                      "but their contents differ",
                       e)
 
 
@@ -251,7 +252,8 @@ def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
         or not {*must} <= {*e.reads}
         or len({*e.reads}) != len(e.reads)
         or any(
-            split(b)[1] not in t.spreads or t.spreads[split(b)[1]].granularity != "all" or not b.startswith(f"{v}.lengths@")
+            split(b)[1] not in t.spreads or t.spreads[split(b)[1]].granularity != "all"
+            or not b.startswith(f"{v}.lengths@")
             for b in extra
             for v in {t.values[x].frame for x in e.values}
         )

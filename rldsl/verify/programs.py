@@ -154,7 +154,8 @@ def _compute(t: Tables, e: Compute) -> Iterator[Diagnostic]:
 
 def _train(t: Tables, e: Train) -> Iterator[Diagnostic]:
     program = t.programs[e.loss]
-    yield from _bound(t, e, program, {n for n, _, _ in e.model_outputs} | {n for n, _ in e.data_inputs}, len(e.model_outputs) + len(e.data_inputs))
+    yield from _bound(t, e, program, {n for n, _, _ in e.model_outputs} | {n for n, _ in e.data_inputs},
+                      len(e.model_outputs) + len(e.data_inputs))
     for input, value in e.data_inputs:
         yield from _fits(t, e, program, input, t.values[value])
     for node in program.nodes:

@@ -137,11 +137,13 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
             yield _unknown("data source", f.data, f"frame {f.id}")
         if f.count < 1 or f.per_prompt < 1 or f.count % f.per_prompt or not f.row_space or not f.prompt_space:
             yield _bad("RL0612", f"frame {f.id} has {f.count} rows, {f.per_prompt} per prompt")
-        yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.selected_from, f.present_in) if x and x not in t.frames)
+        yield from (_unknown("frame", x, f"frame {f.id}") for x in (f.selected_from, f.present_in)
+                    if x and x not in t.frames)
         if f.iterations < 1 or f.count // max(f.per_prompt, 1) % max(f.iterations, 1):
             yield _bad("RL0612", f"frame {f.id} has {f.count} rows in {f.iterations} iterations")
         elif f.present_in in t.frames and f.count % t.frames[f.present_in].count:
-            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, which does not match its partial frame {f.present_in}")
+            yield _bad("RL0612", f"frame {f.id} has {f.count} rows, which does not match {f.present_in}, the "
+                       "frame in which its rows are present")
         of = t.frames.get(f.selected_from, f)
         if (f.count, f.per_prompt, f.iterations) != (of.count, of.per_prompt, of.iterations):
             yield _bad("RL0612", f"frame {f.id} numbers its rows differently from {of.id}, from which it is selected")
@@ -151,7 +153,8 @@ def _values(t: Tables) -> Iterator[Diagnostic]:
     prompts: dict[str, Frame] = {}
     for f in t.plan.frames:
         other, same = rows.setdefault(f.row_space, f), prompts.setdefault(f.prompt_space, f)
-        if (f.prompt_space, f.count, f.per_prompt, f.iterations) != (other.prompt_space, other.count, other.per_prompt, other.iterations):
+        if (f.prompt_space, f.count, f.per_prompt, f.iterations) != (
+                other.prompt_space, other.count, other.per_prompt, other.iterations):
             yield _bad("RL0612", f"frames {other.id} and {f.id} share rows, but not their number or prompts")
         if f.count * same.per_prompt != same.count * f.per_prompt:
             yield _bad("RL0612", f"frames {same.id} and {f.id} share prompts, but not their number")

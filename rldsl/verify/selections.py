@@ -97,7 +97,8 @@ def _above(t: Tables, frame: Frame) -> Iterator[Frame]:
     """Frames whose rows, or prompts, a selection's are among."""
     while frame.selected_from:
         frame = t.frames[frame.selected_from]
-        yield from (f for f in t.frames.values() if f.row_space == frame.row_space or f.prompt_space == frame.prompt_space)
+        yield from (f for f in t.frames.values()
+                   if f.row_space == frame.row_space or f.prompt_space == frame.prompt_space)
 
 
 def _collect(t: Tables, e: Collect) -> Iterator[Diagnostic]:

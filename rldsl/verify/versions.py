@@ -82,7 +82,8 @@ def _declared(t: Tables) -> Iterator[Diagnostic]:
             if e.source_version != made.get(e.source, ""):
                 yield problem(
                     "RL0528",
-                    f"{name(e)} must copy the version of {e.source} from {e.source_version or 'before the step'}, but comes "
+                    f"{name(e)} must copy the version of {e.source} from {e.source_version or 'before the step'}, but "
+                    "comes "
                     "after the version from "
                     + (f"{made[e.source]}" if made.get(e.source) else "before the step"),
                     e,

@@ -54,7 +54,8 @@ class Trainer:
         tp = axes.tp.size
         # complete on every tp rank, but each sees only its own heads or tokens: their gradients are partial sums
         self.partial = [i for i, (p, _) in enumerate(held) if tp > 1 and (
-            p.spec.partial_grad or (stage.sequence_parallel.available and p.layer is not None and p.spec.split is None))]
+            p.spec.partial_grad
+            or (stage.sequence_parallel.available and p.layer is not None and p.spec.split is None))]
         # fewer units (KV heads, say) than tp ranks, so several ranks hold the same one
         self.duplicated = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
                         and any(units < tp for units, _ in p.spec.split.parts)]

@@ -102,5 +102,6 @@ class StepRows:
     def _totals(self, spread: Spread, frames: Sequence[Frame]) -> dict[str, list[int]]:
         """Frame -> tokens of each row: of the frames that are balanced by tokens, and of those whose lengths say which
         rows of `frames` exist."""
-        wanted = {f.present_in for f in frames if f.present_in} | ({*spread.frames} if spread.balance_by == "tokens" else set())
+        wanted = {f.present_in for f in frames if f.present_in}
+        wanted |= {*spread.frames} if spread.balance_by == "tokens" else set()
         return {f: self.lens[f].of("tokens").tolist() for f in sorted(wanted)}

@@ -52,7 +52,8 @@ class Meter:
 
     def _lengths(self, step: StepState, frame: str) -> None:
         record = step.context.frames[frame]
-        if record.selected_from or not record.max_response_tokens:  # a selection's rows are those of its frame; or prompts alone
+        # a selection's rows are those of its frame; or prompts alone
+        if record.selected_from or not record.max_response_tokens:
             return
         lens = step.rows.lens[frame]
         total = int(lens.response.sum())
