@@ -171,8 +171,8 @@ class Selections:
             self.errors.add("RL0212", f"{block} uses prompts from outside the block", span,
                             help="fetch them inside the block: `prompt = prompts.next()`")
         whole = {f.id: self.spaces.add(replace(
-            f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all", count=f.count * turns,
-            iterations=turns,
+            f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all",
+            count=f.count * turns, iterations=turns,
             selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "",
             present_in=f"{f.id}.all")) for f in new}
         values = [v for v in self.flow.values if v.frame in whole and v.extent != "lengths"]

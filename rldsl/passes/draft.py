@@ -1,4 +1,4 @@
-"""The value that passes hand on, and how to walk it.
+"""The plan under construction, which every pass takes and returns, and how to walk it.
 
 In: a `Placed`. Out: a `Draft`: events before the loop (`setup`) and in a step (`body`), with ids made of content.
 Invariant: every buffer of an event is `value@spread` or `model@layout` with the right side in the draft's tables.

@@ -32,6 +32,8 @@ def reallocs(draft: Draft) -> Draft:
     worker = _Reallocs(draft)
     start = frozenset((e.model, e.layout) for e in draft.setup if isinstance(e, Load))
     top = start
+    # Fixed point: which copies are current at the top depends on what the last iteration left. Start from
+    # what is current on entry, run the body, keep only what is current after it too; the set only shrinks.
     while (end := top & worker.block(draft.body, top)[1]) != top:
         top = end
     body, _ = worker.block(draft.body, top)

@@ -108,6 +108,8 @@ def _run(t: Tables, body: tuple[Item, ...], state: State, found: list[Diagnostic
             state = _after(t, item, state)
         elif isinstance(item, Loop):
             top = state
+            # Fixed point: which copies are current at the top depends on what the last iteration left. Start from
+            # what is current on entry, run the body, keep only what is current after it too; the set only shrinks.
             while (end := _meet(top, _end(t, item, top, known))) != top:
                 top = end
             if (end := _run(t, item.body, top, found, known)).sides != state.sides:
