@@ -20,9 +20,9 @@ from dataclasses import replace
 from benchmarks.layouts import LLAMA_70B
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
 from rldsl.reshard.device_order import reorder_devices
-from rldsl.reshard.records import Routes
+from rldsl.reshard.planning import plan_reshard
+from rldsl.reshard.records import ReshardPlan
 from rldsl.reshard.rounds import num_buckets, num_rounds
-from rldsl.reshard.routes import plan_routes
 from rldsl.reshard.summary import summary
 from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.sharding.boxes import itemsize, parameters, volume
@@ -65,7 +65,7 @@ def layout(name: str, ranks: tuple[int, int], tp: int = 1, pp: int = 1, ep: int 
     return Layout(name, name, dp=dp, tp=tp, pp=pp, ep=ep), Mesh(name, (ranks,))
 
 
-def seconds(p: Routes, size: int, ranks: range) -> float:
+def seconds(p: ReshardPlan, size: int, ranks: range) -> float:
     """Of the slowest rank."""
     worst = 0.0
     for rank in ranks:
@@ -81,7 +81,7 @@ def seconds(p: Routes, size: int, ranks: range) -> float:
     return worst * num_rounds(p, number) / number
 
 
-def lacking(p: Routes, size: int, ranks: range) -> int:
+def lacking(p: ReshardPlan, size: int, ranks: range) -> int:
     """Bytes that come to the rank that lacks most."""
     return max(sum(lane.stop - lane.start for lane in rank_slices(p, rank)[1]) for rank in ranks) * size
 
@@ -90,7 +90,7 @@ def refit() -> None:
     model = deepseek_v3()
     total = sum(volume(tuple((0, n) for n in x.spec.shape)) for x in parameters(model))
     src, dst = layout("PP16 EP16", (0, 256), pp=16, ep=16), layout("TP32 DP8", (256, 512), tp=32)
-    p = plan_routes(model, *src, *dst, NODE)
+    p = plan_reshard(model, *src, *dst, NODE)
     needs = lacking(p, itemsize(model), range(256, 512))
     bound, time = needs / NETWORK, seconds(p, itemsize(model), range(512))
     print(f"DeepSeek-V3 ({total / 1e9:.0f}e9 parameters, bfloat16), PP16 EP16 on 256 ranks -> TP32 DP8 on 256 others\n"
@@ -105,7 +105,7 @@ def switch() -> None:
     for tp, pp, wide in ((8, 4, 8), (8, 4, 4), (8, 2, 4), (8, 2, 2), (4, 4, 2)):
         src, (dst, on) = layout("train", (0, 128), tp, pp), layout("generate", (0, 128), wide)
         free = reorder_devices(LLAMA_70B, *src, dst, on.ranks, NODE)
-        fixed, moved = (summary(plan_routes(LLAMA_70B, *src, replace(dst, mesh=m.id), m, NODE), LLAMA_70B).bytes
+        fixed, moved = (summary(plan_reshard(LLAMA_70B, *src, replace(dst, mesh=m.id), m, NODE), LLAMA_70B).bytes
                         for m in (on, free))
         size = 2 * sum(volume(tuple((0, n) for n in x.spec.shape)) for x in parameters(LLAMA_70B))
         formula = 128 * size * (tp * pp - wide) / (wide * tp * pp)

@@ -25,7 +25,7 @@ from benchmarks.layouts import case as make
 from benchmarks.layouts import llama
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, Round
 from rldsl.runtime.comm.exchange import post
-from rldsl.runtime.comm.reshard import Route, realloc
+from rldsl.runtime.comm.reshard import RankReshard, reshard
 from tests.realloc.cases import Case
 from tests.realloc.test_run import place, tensors
 from tests.world import run_world
@@ -60,7 +60,7 @@ def by_peer(rounds: tuple[Round, ...]) -> tuple[Counter[int], Counter[int]]:
 
 
 def measure(rank: int, case: Case, turns: int, bucket: int) -> dict[str, float]:
-    way = Route.of(case.model, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, rank, bucket)
+    way = RankReshard.plan(case.model, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, rank, bucket)
     held = {name: torch.zeros_like(t) for name, t in tensors(case, "dst", rank, torch.float32).items()}
     src = place(case, "src", rank, tensors(case, "src", rank, torch.float32))
     dst = place(case, "dst", rank, held)
@@ -75,7 +75,7 @@ def measure(rank: int, case: Case, turns: int, bucket: int) -> dict[str, float]:
         post(out, into, 7).wait()
 
     def ours() -> None:
-        realloc(way, src, dst, torch.float32, CPU, 9).finish()
+        reshard(way, src, dst, torch.float32, CPU, 9).finish()
 
     def canary() -> float:
         return min(timed(lambda: stayed.copy_(stays))[0] for _ in range(5))

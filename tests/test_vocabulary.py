@@ -41,7 +41,7 @@ PROSE = {
 IDENTIFIERS = {
     "mended": "fixed", "waist": "ir",
     # rldsl/reshard
-    "Hops": "IntraNodeCopy", "Hop": "IntraNodeCopy", "Way": "Route", "Ends": "TransferSlice", "Side": "MeshView",
+    "Hops": "IntraNodeCopy", "Hop": "IntraNodeCopy", "Way": "RankReshard", "Ends": "TransferSlice", "Side": "MeshView",
     "Kin": "NodeGroup", "lanes": "transfer_slices", "Lane": "TransferSlice, or MicroBatchGroup",
     # backends/torch
     "Slab": "KVCache", "slab": "kv_cache", "slabs": "kv_caches", "shades": "mask_values", "Desk": "DecodeState",

@@ -196,8 +196,8 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     each = [m.tokens * b.stream * _num_boundary_states(copy, c) + layers * (m.tokens * b.stream if full else kept)
             for c, layers in enumerate(copy.chunks)]
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
-    order = rank_passes(layout.pp, layout.vpp, scheduled, copy.cell.stage)
-    passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.stage)
+    order = rank_passes(layout.pp, layout.vpp, scheduled, copy.cell.pp_rank)
+    passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
     inside = max_activations_in_flight(order, each) + (kept if full else 0) + weight
     inside += m.tokens * b.backward + 2 * m.whole * b.seen

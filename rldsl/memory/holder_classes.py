@@ -27,7 +27,7 @@ class HolderClass:
     cells: tuple[Mapping[str, Cell], ...]  # layout -> cell, for each combination of tensor- and expert-parallel parts
 
     def stage(self, layout: str) -> int:
-        return self.cells[0][layout].stage
+        return self.cells[0][layout].pp_rank
 
     def at(self, layout: str) -> tuple[Cell, ...]:
         """The cells of one layout; none if these ranks are not part of it."""

@@ -36,10 +36,10 @@ from rldsl.plan.events import (
 from rldsl.plan.model import Layout, Plan
 from rldsl.plan.notation import degrees_of
 from rldsl.plan.traits import rule
-from rldsl.reshard.records import Routes
-from rldsl.sharding.boxes import num_shards
+from rldsl.reshard.records import ReshardPlan
+from rldsl.sharding.boxes import num_zero_shards
 
-Ways = Mapping[tuple[str, str, str], Routes]
+Ways = Mapping[tuple[str, str, str], ReshardPlan]
 
 
 def lifetimes(plan: Plan, ranks: HolderClass, device: str, ways: Ways) -> Curve:
@@ -299,7 +299,7 @@ class _Lifetimes:
         for buffer in e.reads:
             if split(buffer)[0] in self.models and (copies := self._copies(buffer)):
                 parts = 3 if copies[0].trained else 1
-                whole = max(c.stored * resting(c) * num_shards(c.layout) for c in copies)
+                whole = max(c.stored * resting(c) * num_zero_shards(c.layout) for c in copies)
                 size += parts * whole // (copies[0].layout.dp * copies[0].layout.cp)
         if size:
             start = self.top if self._many_steps() else 2 * i + 1

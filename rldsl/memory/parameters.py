@@ -54,15 +54,15 @@ class Copy:
     def chunks(self) -> tuple[int, ...]:
         """Layers of each chunk."""
         pp, count = self.layout.pp, self.layout.pp * self.layout.vpp
-        return tuple([len(stage_layers(self.model.layers, count, s)) for s in range(self.cell.stage, count, pp)])
+        return tuple([len(stage_layers(self.model.layers, count, s)) for s in range(self.cell.pp_rank, count, pp)])
 
     @property
     def first(self) -> bool:
-        return self.cell.stage == 0
+        return self.cell.pp_rank == 0
 
     @property
     def last(self) -> bool:
-        return self.cell.stage == self.layout.pp - 1
+        return self.cell.pp_rank == self.layout.pp - 1
 
     @property
     def shared(self) -> tuple[ParamSpec, ...]:
@@ -86,7 +86,7 @@ def resting(copy: Copy) -> int:
 def held(spec: ParamSpec, copy: Copy) -> Sequence[int]:
     """The layers of which a rank has a spec; one for what belongs to none."""
     if spec.stage == "layer":
-        return own_layers(copy.model.layers, copy.layout, copy.cell.stage)
+        return own_layers(copy.model.layers, copy.layout, copy.cell.pp_rank)
     there = {"first": copy.first, "last": copy.last, "ends": copy.first or copy.last, "all": True}
     return range(int(there[spec.stage]))
 

@@ -16,10 +16,10 @@ from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Model, ParamSpec, Plan
 from rldsl.plan.projection import events
 from rldsl.reshard.in_place import Held, buffer_elements, is_contiguous, packed_elements
-from rldsl.reshard.records import Routes
+from rldsl.reshard.planning import plan_reshard
+from rldsl.reshard.records import ReshardPlan
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, num_buckets, num_rounds, selected_rounds
-from rldsl.reshard.routes import plan_routes
-from rldsl.reshard.transfer_slices import RouteCache
+from rldsl.reshard.transfer_slices import ReshardCache
 from rldsl.sharding import boxes
 from rldsl.sharding.boxes import (
     Box,
@@ -29,26 +29,26 @@ from rldsl.sharding.boxes import (
     cell_of,
     itemsize,
     num_parts,
-    num_shards,
+    num_zero_shards,
     parameters,
     volume,
 )
 from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
 
 
-def reshard_routes(plan: Plan) -> dict[tuple[str, str, str], Routes]:
+def reshard_routes(plan: Plan) -> dict[tuple[str, str, str], ReshardPlan]:
     """How each reallocation of a plan goes, by model and layouts."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
     models, found = {m.name: m for m in plan.models}, {}
     for e, _ in events(plan):
         if isinstance(e, Realloc) and (e.model, e.src, e.dst) not in found:
             src, dst = layouts[e.src], layouts[e.dst]
-            found[e.model, e.src, e.dst] = plan_routes(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],
+            found[e.model, e.src, e.dst] = plan_reshard(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],
                                                  plan.header.devices_per_node)
     return found
 
 
-def realloc_bytes(plan: Plan, way: Routes, e: Realloc, ranks: HolderClass) -> int:
+def realloc_bytes(plan: Plan, way: ReshardPlan, e: Realloc, ranks: HolderClass) -> int:
     """The buffers of a rank, from the event until its last rounds have been waited for. Ranks that hold the same differ
     little in what they send, so the first of each range stands for the others; rounds are about equal, so those at the
     beginning, in the middle and at the end stand for all."""
@@ -59,7 +59,7 @@ def realloc_bytes(plan: Plan, way: Routes, e: Realloc, ranks: HolderClass) -> in
     total = num_rounds(way, parts)
     starts = (0, total // 2, total - ROUNDS_IN_FLIGHT)
     numbers = sorted({n for start in starts for n in range(start, start + ROUNDS_IN_FLIGHT) if 0 <= n < total})
-    found, known = 0, RouteCache(way)
+    found, known = 0, ReshardCache(way)
     for rank, _ in ranks.ranks:
         # what lies in one piece, in the dtype that travels, is sent from and received into its place, without a buffer
         in_place = (partial(_in_place, storage_dtype(source, e.src) == travels.dtype, _held(plan, model, e.src, rank)),
@@ -103,7 +103,8 @@ def _parameters_by_name(model: Model) -> dict[str, Parameter]:
 def saved_bytes(copy: Copy) -> int:
     """Bytes of the parameters that a rank writes, whole, and of what it sends and receives until all are whole.
     Parameters are spread evenly over the ranks that write them."""
-    count, ranks = num_parts(copy.layout) * num_shards(copy.layout), copy.layout.dp * copy.layout.cp * copy.layout.tp
+    count = num_parts(copy.layout) * num_zero_shards(copy.layout)
+    ranks = copy.layout.dp * copy.layout.cp * copy.layout.tp
     here = [p for p in copy.model.params if _whole((p,), copy)]
     own = max(_whole(here, copy) // ranks, max((_volume(p) for p in here), default=0))
     if copy.model.lora is not None:  # one file of one rank

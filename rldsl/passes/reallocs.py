@@ -21,7 +21,7 @@ from rldsl.placement.model import Call
 from rldsl.plan.events import Every, Item, Load, Loop, ModelCall, Realloc, Train
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.notation import degrees_of, human
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.summary import Summary, summary
 from rldsl.sharding.dtypes import in_wire_dtype
 
@@ -123,7 +123,7 @@ class _Reallocs:
 
     def _total(self, model: Model, src: Layout, dst: Layout, mesh: Mesh) -> Summary:
         if (model.name, dst.id) not in self.known:
-            way = plan_routes(model, src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node)
+            way = plan_reshard(model, src, self.draft.meshes[src.mesh], dst, mesh, self.draft.placed.devices_per_node)
             self.known[model.name, dst.id] = summary(way, in_wire_dtype(model, src.id, model, dst.id, 0.0))
         return self.known[model.name, dst.id]
 

@@ -17,7 +17,7 @@ from rldsl.passes.draft import Draft, events, union
 from rldsl.plan.events import Load, Realloc
 from rldsl.plan.model import Mesh, Model
 from rldsl.plan.notation import degrees_of
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.summary import summary
 from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
 
@@ -53,7 +53,7 @@ class Syncs:
         src, dst = draft.layouts[e.src], draft.layouts[e.dst]
         key = (source.name, e.src, e.model, e.dst, e.decay > 0)
         if key not in self.known:
-            way = plan_routes(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
+            way = plan_reshard(model, src, draft.meshes[src.mesh], dst, draft.meshes[dst.mesh],
                               draft.placed.devices_per_node)
             total = summary(way, in_wire_dtype(source, e.src, model, e.dst, e.decay))
             self.known[key] = replace(e, bytes=total.bytes, messages=total.messages, digest=total.digest)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
+from functools import cache
 from typing import TypeVar
 
 from rldsl.plan.model import Layout, Mesh, Model, Ranges
 from rldsl.plan.projection import to_ranges
+from rldsl.reshard.box_classes import box_classes
 from rldsl.reshard.node_groups import MeshView
-from rldsl.reshard.shard_classes import shard_classes
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.layout import degree_product
 
@@ -32,26 +33,24 @@ CellCounts = Counter[tuple[Cell | None, Cell | None]]  # (held cell, wanted cell
 
 def reorder_devices(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, ranks: Ranges,
                     devices_per_node: int) -> Mesh:
-    """The mesh of `dst`, of ranks out of `ranks`, of which there are at least as many as it needs. As given: the first
-    of them, in their order."""
-    every = Mesh(dst.mesh, ranks).members()
+    """The mesh of `dst`, of ranks out of `ranks`, of which there are at least as many as it needs. Without any gain,
+    the first of them in their order."""
+    members = Mesh(dst.mesh, ranks).members()
     size = degree_product(dst)
-    assert len(set(every)) == len(every) >= size, f"{len(every)} ranks for the {size} of layout {dst.id}"
+    assert len(set(members)) == len(members) >= size, f"{len(members)} ranks for the {size} of layout {dst.id}"
     kept = _kept(model, src, dst)
-    here, there = MeshView.of(src, src_mesh), MeshView.of(dst, Mesh(dst.mesh, ((0, size),)))
-    nodes: dict[int, list[int]] = defaultdict(list)  # node -> positions in `every`
-    for position, rank in enumerate(every):
+    src_view, dst_view = MeshView.of(src, src_mesh), MeshView.of(dst, Mesh(dst.mesh, ((0, size),)))
+    nodes: dict[int, list[int]] = defaultdict(list)  # node -> positions in `members`
+    for position, rank in enumerate(members):
         nodes[rank // devices_per_node].append(position)
-    held = {node: tuple(here.cell(every[x]) for x in found) for node, found in nodes.items()}
-    wanted = {node: tuple(there.cell(x) for x in found) for node, found in nodes.items()}
+    held = {node: tuple(src_view.cell(members[x]) for x in positions) for node, positions in nodes.items()}
+    wanted = {node: tuple(dst_view.cell(x) for x in positions) for node, positions in nodes.items()}
 
-    known: dict[tuple[NodeCells, NodeCells], tuple[int, CellCounts]] = {}
-
+    @cache
     def inside(row: NodeCells, column: NodeCells) -> tuple[int, CellCounts]:
-        if (row, column) not in known:
-            best = best_assignment(Counter(zip(row, column, strict=True)), lambda a, b: kept.get((a, b), 0))
-            known[row, column] = sum(kept.get(ends, 0) * n for ends, n in best.items()), best
-        return known[row, column]
+        """Elements kept if a node that holds `row` takes the cells `column`, and the assignment of its ranks."""
+        best = best_assignment(Counter(zip(row, column, strict=True)), lambda a, b: kept.get((a, b), 0))
+        return sum(kept.get(ends, 0) * n for ends, n in best.items()), best
 
     given = Counter((held[node], wanted[node]) for node in nodes)
     best = best_assignment(given, lambda a, b: inside(a, b)[0] if len(a) == len(b) else None)
@@ -59,18 +58,18 @@ def reorder_devices(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, rank
     for node, other in _matched(held, wanted, best).items():
         cells = inside(held[node], wanted[other])[1]
         pairs = _matched(dict(enumerate(held[node])), dict(enumerate(wanted[other])), cells)
-        order |= {nodes[other][b]: every[nodes[node][a]] for a, b in pairs.items()}
+        order |= {nodes[other][b]: members[nodes[node][a]] for a, b in pairs.items()}
     return Mesh(dst.mesh, to_ranges([order[x] for x in range(size)]))
 
 
 def _kept(model: Model, src: Layout, dst: Layout) -> dict[tuple[Cell | None, Cell | None], int]:
     """Elements that a rank has already when it goes from one cell to the other."""
-    found: Counter[tuple[Cell | None, Cell | None]] = Counter()
-    for line in shard_classes(model, src, dst):
-        for a in line.holders:
-            for b in line.needers:
-                found[a, b] += line.size
-    return dict(found)
+    kept: Counter[tuple[Cell | None, Cell | None]] = Counter()
+    for box_class in box_classes(model, src, dst):
+        for holder in box_class.holders:
+            for needer in box_class.needers:
+                kept[holder, needer] += box_class.size
+    return dict(kept)
 
 
 def best_assignment(given: Mapping[tuple[Row, Column], int],
@@ -119,18 +118,18 @@ def _matched(rows: Mapping[int, Row], columns: Mapping[int, Column],
              best: Mapping[tuple[Row, Column], int]) -> dict[int, int]:
     """A column's item for each row's, in the numbers that `best` says; its own where that may be."""
     left = Counter(best)
-    found: dict[int, int] = {}
+    assigned: dict[int, int] = {}
     for i in rows:
         if left[rows[i], columns[i]] > 0:
             left[rows[i], columns[i]] -= 1
-            found[i] = i
+            assigned[i] = i
     free: dict[Column, list[int]] = defaultdict(list)
     for i in columns:
-        if i not in found:
+        if i not in assigned:
             free[columns[i]].append(i)
     for i in rows:
-        if i not in found:
+        if i not in assigned:
             column = next(c for c in free if left[rows[i], c] > 0 and free[c])
             left[rows[i], column] -= 1
-            found[i] = free[column].pop(0)
-    return found
+            assigned[i] = free[column].pop(0)
+    return assigned

@@ -21,7 +21,7 @@ from rldsl.sharding.boxes import (
     cells,
     contains,
     parameters,
-    part_shards,
+    part_shard_pairs,
     pieces_at,
     pieces_of_cell,
     stages,
@@ -32,9 +32,9 @@ from rldsl.sharding.boxes import (
 def owners(model: Model, layout: Layout, mesh: Mesh) -> dict[str, int]:
     """A rank for each parameter that is to have it whole: of its stages the one with the fewest bytes so far, largest
     parameters first."""
-    side = MeshView.of(layout, mesh)
-    loads = [[(0, side.rank(cell, replica)) for replica in range(side.replicas) for cell in cells(layout, stage)]
-             for stage in range(layout.pp)]
+    view = MeshView.of(layout, mesh)
+    loads = [[(0, view.rank(cell, replica)) for replica in range(view.replicas) for cell in cells(layout, pp_rank)]
+             for pp_rank in range(layout.pp)]
     for heap in loads:
         heapify(heap)
     chosen: dict[str, int] = {}
@@ -73,44 +73,46 @@ def _messages(by_peer: Mapping[int, list[tuple[str, Box]]]) -> tuple[Message, ..
 
 
 class _Sources:
-    """Boxes that are a whole parameter, and who sends them: the same for all layers of a group."""
+    """Boxes that together are a whole parameter, and the ranks that send them: the same for all layers of a spec."""
 
-    def __init__(self, layout: Layout, side: MeshView):
-        self.layout, self.side = layout, side
+    def __init__(self, layout: Layout, view: MeshView):
+        self.layout, self.view = layout, view
+        # name of the spec -> its (part, zero shard, box)es
         self.boxes: dict[str, tuple[tuple[int, int, Box], ...]] = {}
-        self.known: dict[tuple[str, int, int], tuple[tuple[int, int, Box], ...]] = {}
+        # results of `of`
+        self.cache: dict[tuple[str, int, int], tuple[tuple[int, int, Box], ...]] = {}
 
-    def of(self, spec: ParamSpec, stage: int, replica: int) -> tuple[tuple[int, int, Box], ...]:
-        """(rank, shard, box). stage, replica: of the ranks."""
-        key = (spec.name, stage, replica)
-        if key not in self.known:
+    def of(self, spec: ParamSpec, pp_rank: int, replica: int) -> tuple[tuple[int, int, Box], ...]:
+        """(rank, zero shard, box)es. pp_rank, replica: of the ranks."""
+        key = (spec.name, pp_rank, replica)
+        if key not in self.cache:
             if spec.name not in self.boxes:
                 self.boxes[spec.name] = tuple(self._divided(spec))
-            self.known[key] = tuple((self.side.rank(Cell(stage, part, shard), replica), shard, box)
-                                    for part, shard, box in self.boxes[spec.name])
-        return self.known[key]
+            self.cache[key] = tuple((self.view.rank(Cell(pp_rank, part, zero_shard), replica), zero_shard, box)
+                                    for part, zero_shard, box in self.boxes[spec.name])
+        return self.cache[key]
 
     def _divided(self, spec: ParamSpec) -> Iterator[tuple[int, int, Box]]:
-        """(part, shard, box), each box where it is found first."""
-        seen: dict[int, list[Box]] = defaultdict(list)  # by shard: those of different ones have nothing in common
-        for part, shard in part_shards(self.layout):
-            for piece in pieces_at(spec, self.layout, part, shard):
-                if not any(contains(box, piece.box) for box in seen[shard]):
-                    seen[shard].append(piece.box)
-                    yield part, shard, piece.box
+        """(part, zero shard, box)es, each box where it occurs first."""
+        seen: dict[int, list[Box]] = defaultdict(list)  # by zero shard: boxes of different ones do not overlap
+        for part, zero_shard in part_shard_pairs(self.layout):
+            for piece in pieces_at(spec, self.layout, part, zero_shard):
+                if not any(contains(box, piece.box) for box in seen[zero_shard]):
+                    seen[zero_shard].append(piece.box)
+                    yield part, zero_shard, piece.box
 
 
 def _lacking(parameter: Parameter, model: Model, layout: Layout, sources: _Sources,
              owner: int) -> Iterator[tuple[int, Box]]:
-    """(sender, box) of all that the owner does not hold."""
-    at = sources.side.cell(owner)
-    mine = [p.box for p in pieces_of_cell(parameter, model.layers, layout, at)]
-    there, replica = stages(parameter, model.layers, layout), 0
-    stage = there[0]
-    if at is not None:
-        stage, replica = at.stage if at.stage in there else stage, sources.side.replica(owner)
-    for rank, shard, box in sources.of(parameter.spec, stage, replica):
-        if at is None or shard != at.shard or not any(contains(own, box) for own in mine):
+    """(sender, box) of everything that the owner does not hold."""
+    cell = sources.view.cell(owner)
+    held = [p.box for p in pieces_of_cell(parameter, model.layers, layout, cell)]
+    pp_ranks, replica = stages(parameter, model.layers, layout), 0
+    pp_rank = pp_ranks[0]
+    if cell is not None:
+        pp_rank, replica = cell.pp_rank if cell.pp_rank in pp_ranks else pp_rank, sources.view.replica(owner)
+    for rank, zero_shard, box in sources.of(parameter.spec, pp_rank, replica):
+        if cell is None or zero_shard != cell.zero_shard or not any(contains(own, box) for own in held):
             yield rank, box
 
 

@@ -24,8 +24,8 @@ def pieces_by_parameter(model: Model, layout: Layout, at: Cell | None) -> Held:
 
 
 def split_message(message: Message) -> tuple[Message, ...]:
-    """At most `PARTS`: the largest boxes go by themselves, so that they need not be copied. Both ends see that
-    alike."""
+    """At most `MAX_PARTS` messages: the largest boxes travel separately, so that they need not be copied. Sender and
+    receiver split a message in the same way."""
     sizes = [volume(box) for _, box in message.boxes]
     largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])[: MAX_PARTS - 1]
     alone = sorted(i for i in largest if sizes[i] >= MIN_SEPARATE or 2 * sizes[i] >= sum(sizes))
@@ -33,18 +33,18 @@ def split_message(message: Message) -> tuple[Message, ...]:
     return tuple(Message(message.peer, some) for some in (*((message.boxes[i],) for i in alone), rest) if some)
 
 
-def is_contiguous(message: Message, there: Held) -> bool:
+def is_contiguous(message: Message, held: Held) -> bool:
     """Whether the elements of a message are contiguous in a row-major local tensor."""
     if len(message.boxes) > 1:
         return False
     (name, box), = message.boxes
-    parameter, pieces = there[name]
+    parameter, pieces = held[name]
     if not any(contains(p.box, box) for p in pieces):
         return False
-    return _one_stretch(local_shape(parameter, pieces), box)
+    return _is_contiguous_box(local_shape(parameter, pieces), box)
 
 
-def _one_stretch(shape: tuple[int, ...], box: Box) -> bool:
+def _is_contiguous_box(shape: tuple[int, ...], box: Box) -> bool:
     """A box is contiguous if every dimension before the innermost partial one has a single index."""
     counts = [stop - start for start, stop in box]
     inner = len(shape)
@@ -56,14 +56,16 @@ def _one_stretch(shape: tuple[int, ...], box: Box) -> bool:
 def buffer_elements(rounds: Iterable[int]) -> list[int]:
     """Elements of the send or receive buffers: one buffer per round in flight, as large as the largest round that uses
     it. rounds: elements of each round that need a buffer."""
-    found = [0] * ROUNDS_IN_FLIGHT
+    largest = [0] * ROUNDS_IN_FLIGHT
     for number, size in enumerate(rounds):
-        found[number % ROUNDS_IN_FLIGHT] = max(found[number % ROUNDS_IN_FLIGHT], size)
-    return found
+        largest[number % ROUNDS_IN_FLIGHT] = max(largest[number % ROUNDS_IN_FLIGHT], size)
+    return largest
 
 
-def packed_elements(ops: Round, lies: tuple[Callable[[Message], bool], Callable[[Message], bool]]) -> tuple[int, int]:
-    """Elements of a round that need a buffer, of sends and of receives. lies: whether a part that is sent, and one that
-    is received, is contiguous."""
-    sends, receives = ([m for whole in side for m in split_message(whole)] for side in (ops.sends, ops.receives))
-    return (sum(m.size() for m in sends if not lies[0](m)), sum(m.size() for m in receives if not lies[1](m)))
+def packed_elements(ops: Round,
+                    in_place: tuple[Callable[[Message], bool], Callable[[Message], bool]]) -> tuple[int, int]:
+    """Elements of a round that need a buffer, of sends and of receives. in_place: whether a part that is sent, and one
+    that is received, is contiguous in a parameter."""
+    sends, receives = ([part for message in side for part in split_message(message)]
+                       for side in (ops.sends, ops.receives))
+    return (sum(m.size() for m in sends if not in_place[0](m)), sum(m.size() for m in receives if not in_place[1](m)))

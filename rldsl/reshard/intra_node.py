@@ -1,4 +1,4 @@
-"""Inside a node: through which devices shard classes enter over the network, and who sends what to whom.
+"""Inside a node: through which devices box classes enter over the network, and who sends what to whom.
 
 In: the classes that the devices of a node hold and lack. Out: a `NodeGroup`, still without trees. There may be
 thousands of classes and groups (a model divided over all ranks), so whatever is equal for classes that the same devices
@@ -41,23 +41,24 @@ class ArrivalPlan:
                            for needers, found in self.wanted.items() for i in found))
 
 
-def node_group(sizes: Sequence[int], nodes: tuple[int, ...], places: CellPairs, wants: Needs) -> NodeGroup:
+def node_group(sizes: Sequence[int], nodes: tuple[int, ...], cells: CellPairs, wants: Needs) -> NodeGroup:
     """The record of a group of nodes. Of the arrival plans tried, the one whose busiest device has the least to do.
     sizes: elements of every class."""
-    ways = [_arrival_plan(sizes, wants.remote, {}, 0)]
+    plans = [_arrival_plan(sizes, wants.remote, {}, 0)]
     if wants.remote and wants.local:  # devices that send much inside the node may receive less from outside
-        ways.append(_arrival_plan(sizes, wants.remote, _sent(_direct_copies(sizes, wants.local, {}, {})), 1))
-    made = [(way, _local_copies(sizes, wants.local, way)) for way in ways]
-    way, hops = min(made, key=lambda x: _busiest_device(*x)) if len(made) > 1 else made[0]  # `_busy` takes its time
-    return NodeGroup(nodes, places, way.arrivals(), hops, len(nodes))
+        plans.append(_arrival_plan(sizes, wants.remote, _sent(_direct_copies(sizes, wants.local, {}, {})), 1))
+    candidates = [(plan, _local_copies(sizes, wants.local, plan)) for plan in plans]
+    # `_busiest_device` is slow, so it runs only if there is a choice
+    plan, copies = min(candidates, key=lambda x: _busiest_device(*x)) if len(candidates) > 1 else candidates[0]
+    return NodeGroup(nodes, cells, plan.arrivals(), copies, len(nodes))
 
 
-def _busiest_device(way: ArrivalPlan, hops: Sequence[IntraNodeCopy]) -> int:
+def _busiest_device(plan: ArrivalPlan, copies: Sequence[IntraNodeCopy]) -> int:
     """The load of the busiest device of a node, where a byte over the network counts `NETWORK_COST` times."""
-    sent, near, far = _sent(hops) + forwarded_by_device(way.arrived), Counter[int](), Counter[int]()
-    for copy in hops:
+    sent, near, far = _sent(copies) + forwarded_by_device(plan.arrived), Counter[int](), Counter[int]()
+    for copy in copies:
         near[copy.dst] += copy.stop - copy.start
-    for needers, parts in way.arrived.items():
+    for needers, parts in plan.arrived.items():
         near.update(dict.fromkeys(needers, sum(parts.values())))
         for who, size in parts.items():
             far[who] += size
@@ -72,21 +73,21 @@ def _arrival_plan(sizes: Sequence[int], wanted: Mapping[Devices, Sequence[int]],
     weights = {needers: max(1, (len(needers) - 1) ** fewer) for needers in wanted}
     totals = {needers: sum(sizes[i] for i in found) * weights[needers] for needers, found in wanted.items()}
     shares: dict[int, list[Share]] = {i: [] for found in wanted.values() for i in found}
-    came: dict[Devices, Counter[int]] = {}
+    arrived: dict[Devices, Counter[int]] = {}
     for needers, amounts in balance(totals, loads).items():
-        weight, mine = weights[needers], came.setdefault(needers, Counter())
+        weight, received = weights[needers], arrived.setdefault(needers, Counter())
         for i, (who, start, stop) in cut_at(((i, sizes[i] * weight) for i in wanted[needers]), amounts):
             if (start := start // weight) < (stop := stop // weight):
                 shares[i].append(Share(needers[who], start, stop))
-                mine[needers[who]] += stop - start
-    return ArrivalPlan(wanted, shares, came)
+                received[needers[who]] += stop - start
+    return ArrivalPlan(wanted, shares, arrived)
 
 
 def _local_copies(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devices]],
-                  way: ArrivalPlan) -> tuple[IntraNodeCopy, ...]:
+                  plan: ArrivalPlan) -> tuple[IntraNodeCopy, ...]:
     """Copies from holders directly to all devices that lack a class; or, where more devices lack a class than hold it
     and it lightens the busiest device, in parts that the receivers then exchange."""
-    loads = forwarded_by_device(way.arrived)
+    loads = forwarded_by_device(plan.arrived)
     few = [i for i, (hold, lack) in inside.items() if len(hold) < len(lack)]
     direct = tuple(_direct_copies(sizes, inside, loads, {}))
     if not few:
@@ -94,7 +95,7 @@ def _local_copies(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devi
     need = Counter[int]()
     for i, (_, lack) in inside.items():
         need.update(dict.fromkeys(lack, sizes[i]))
-    for needers, parts in way.arrived.items():
+    for needers, parts in plan.arrived.items():
         need.update(dict.fromkeys(needers, sum(parts.values())))
     if _busiest_sender(loads, direct) <= max(need.values()):
         return direct
@@ -110,7 +111,7 @@ def _local_copies(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devi
 def _direct_copies(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Devices]], loads: Mapping[int, int],
             divided: Mapping[int, Sequence[Share]]) -> Iterator[IntraNodeCopy]:
     """Copies of step 0. divided: for classes of which every device first gets only its part."""
-    lists: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)  # (device, line, start, stop)
+    lists: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)  # (device, class, start, stop)
     for i, (hold, lack) in inside.items():
         parts = divided[i] if i in divided else [Share(d, 0, sizes[i]) for d in lack]
         lists[hold] += [(who, i, start, stop) for who, start, stop in parts]
@@ -120,20 +121,21 @@ def _direct_copies(sizes: Sequence[int], inside: Mapping[int, tuple[Devices, Dev
             yield IntraNodeCopy(0, i, hold[part.who], device, start + part.start, start + part.stop)
 
 
-def _sent(hops: Iterable[IntraNodeCopy]) -> Counter[int]:
+def _sent(copies: Iterable[IntraNodeCopy]) -> Counter[int]:
+    """Elements that each device sends."""
     sent: Counter[int] = Counter()
-    for copy in hops:
+    for copy in copies:
         sent[copy.src] += copy.stop - copy.start
     return sent
 
 
-def _busiest_sender(loads: Counter[int], hops: Iterable[IntraNodeCopy]) -> int:
-    return max((loads + _sent(hops)).values(), default=0)
+def _busiest_sender(loads: Counter[int], copies: Iterable[IntraNodeCopy]) -> int:
+    return max((loads + _sent(copies)).values(), default=0)
 
 
 def elements_arriving(group: NodeGroup) -> Counter[int]:
     """Elements that each device receives over the network."""
-    found = Counter[int]()
+    received = Counter[int]()
     for parts in arrivals_by_device(group.arrivals.values()).values():
-        found.update(parts)
-    return found
+        received.update(parts)
+    return received

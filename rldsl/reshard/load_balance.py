@@ -63,12 +63,12 @@ def balance(sizes: Mapping[tuple[Taker, ...], int],
     return shares
 
 
-def cut_at(line: Iterable[tuple[Key, int]], amounts: Sequence[int]) -> Iterator[tuple[Key, Share]]:
+def cut_at(items: Iterable[tuple[Key, int]], amounts: Sequence[int]) -> Iterator[tuple[Key, Share]]:
     """A sequence of (item, length), cut at the running totals of `amounts`, which add up to its length: which interval
     of which item each taker has, in order."""
     ends = list(accumulate(amounts))
     who = at = 0
-    for key, length in line:
+    for key, length in items:
         start = 0
         while start < length:
             while ends[who] <= at + start:

@@ -1,4 +1,4 @@
-"""Nodes whose devices have the same cells under both layouts form a group: they send and receive alike.
+"""Nodes whose devices have the same cells under both layouts form a group: they send and receive the same.
 
 In: layouts on their meshes. Out: the cell of each rank, in closed form, and the groups of the nodes that the
 destination uses.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.sharding.boxes import Cell, num_parts, num_shards
+from rldsl.sharding.boxes import Cell, num_parts, num_zero_shards
 from rldsl.sharding.layout import degree_product
 
 CellPairs = tuple[tuple[Cell | None, Cell | None], ...]  # per device of a node: its cell under source and destination
@@ -22,8 +22,8 @@ CellPairs = tuple[tuple[Cell | None, Cell | None], ...]  # per device of a node:
 class MeshView:
     """A layout on its mesh: rank to cell and back, in closed form."""
 
-    parts: int  # a stage's parameters are divided into so many by tp and ep
-    shards: int  # and each part into so many runs of rows by zero
+    parts: int  # into how many parts tp and ep divide the parameters of a pipeline stage
+    zero_shards: int  # into how many runs of rows zero divides each part
     replicas: int  # ranks at each cell
     runs: tuple[tuple[int, int, int], ...]  # (first rank, past the last, index of the first in the mesh), by rank
     ordered: tuple[tuple[int, int, int], ...]  # the same, by index in the mesh
@@ -37,7 +37,7 @@ class MeshView:
         assert layout.mesh == mesh.id, f"layout {layout.id} is on mesh {layout.mesh}, not {mesh.id}"
         assert degree_product(layout) == total, f"layout {layout.id} does not fill mesh {mesh.id}"
         runs = tuple(sorted(ordered))
-        count = num_shards(layout)
+        count = num_zero_shards(layout)
         replicas = total // (layout.pp * num_parts(layout) * count)
         return MeshView(num_parts(layout), count, replicas, runs, ordered, tuple(r[0] for r in runs))
 
@@ -49,11 +49,12 @@ class MeshView:
         return self.runs[at][2] + rank - self.runs[at][0]
 
     def cell(self, rank: int) -> Cell | None:
+        """The cell of `rank`; None outside the mesh."""
         index = self.index(rank)
         if index is None:
             return None
-        stage, shard = divmod(index // (self.replicas * self.parts), self.shards)
-        return Cell(stage, index % self.parts, shard)
+        pp_rank, zero_shard = divmod(index // (self.replicas * self.parts), self.zero_shards)
+        return Cell(pp_rank, index % self.parts, zero_shard)
 
     def replica(self, rank: int) -> int:
         """Which of the replicas of its cell `rank` is."""
@@ -62,18 +63,21 @@ class MeshView:
         return index // self.parts % self.replicas
 
     def rank(self, cell: Cell, replica: int) -> int:
-        index = ((cell.stage * self.shards + cell.shard) * self.replicas + replica) * self.parts + cell.part
+        """The rank that is replica `replica` of a cell."""
+        block = cell.pp_rank * self.zero_shards + cell.zero_shard
+        index = (block * self.replicas + replica) * self.parts + cell.part
         at = bisect_right(self.ordered, index, key=lambda r: r[2]) - 1
         return self.ordered[at][0] + index - self.ordered[at][2]
 
-    def key(self, first: int, stop: int) -> object:
-        """Equal for two blocks of ranks only if their ranks have the same cells. Takes one step where the block lies
-        within one shard of one stage."""
+    def block_signature(self, first: int, stop: int) -> object:
+        """Equal for two blocks of ranks only if their ranks have the same cells. Two signatures may differ although the
+        cells are equal; `node_groups` merges those. Takes one step if the block lies within one zero shard of one
+        stage."""
         at = bisect_right(self.starts, first) - 1
         if at >= 0 and stop <= self.runs[at][1]:
-            index, shard = self.runs[at][2] + first - self.runs[at][0], self.replicas * self.parts
-            if index // shard == (index + stop - first - 1) // shard:
-                return index // shard, index % self.parts
+            index, size = self.runs[at][2] + first - self.runs[at][0], self.replicas * self.parts
+            if index // size == (index + stop - first - 1) // size:
+                return index // size, index % self.parts
         elif (at < 0 or self.runs[at][1] <= first) and (at + 1 == len(self.runs) or stop <= self.starts[at + 1]):
             return None
         return tuple(self.cell(rank) for rank in range(first, stop))
@@ -81,21 +85,22 @@ class MeshView:
 
 def node_groups(src: MeshView, dst: MeshView, devices: int) -> dict[CellPairs, tuple[int, ...]]:
     """The nodes of each group, ascending, for nodes of `devices` ranks; in the order of their first nodes."""
-    keys: dict[tuple[object, object], list[int]] = {}
+    by_signature: dict[tuple[object, object], list[int]] = {}
     for node in _nodes(dst, devices):
         first, stop = node * devices, (node + 1) * devices
-        keys.setdefault((src.key(first, stop), dst.key(first, stop)), []).append(node)
-    found: dict[CellPairs, list[int]] = {}
-    for nodes in keys.values():  # two keys may stand for the same cells
+        signature = src.block_signature(first, stop), dst.block_signature(first, stop)
+        by_signature.setdefault(signature, []).append(node)
+    by_cells: dict[CellPairs, list[int]] = {}
+    for nodes in by_signature.values():  # two signatures may stand for the same cells
         block = range(nodes[0] * devices, (nodes[0] + 1) * devices)
-        found.setdefault(tuple((src.cell(r), dst.cell(r)) for r in block), []).extend(nodes)
-    return {places: tuple(sorted(nodes)) for places, nodes in found.items()}
+        by_cells.setdefault(tuple((src.cell(r), dst.cell(r)) for r in block), []).extend(nodes)
+    return {cells: tuple(sorted(nodes)) for cells, nodes in by_cells.items()}
 
 
-def _nodes(side: MeshView, devices: int) -> Iterator[int]:
+def _nodes(view: MeshView, devices: int) -> Iterator[int]:
     """Every node that has a rank of the mesh, ascending."""
     last = -1
-    for start, stop, _ in side.runs:
+    for start, stop, _ in view.runs:
         for node in range(max(last + 1, start // devices), (stop - 1) // devices + 1):
             yield node
             last = node

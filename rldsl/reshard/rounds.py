@@ -1,7 +1,7 @@
 """Rounds: the messages of one rank, bucket by bucket.
 
 In: the transfer slices of a rank. Out: `Round`s, which all ranks execute in the same order. Bucket b of B carries the
-b-th part of every shard class, so every round moves about the same number of bytes and every rank is equally busy in
+b-th part of every box class, so every round moves about the same number of bytes and every rank is equally busy in
 all rounds; a class that is small compared to a bucket travels whole in one of them. Two rounds are in flight at a time:
 what arrives in a round is forwarded exactly two rounds later, so two buckets of memory are enough.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rldsl.reshard.box_classes import boxes_between
 from rldsl.reshard.broadcast_trees import height
-from rldsl.reshard.records import Routes
-from rldsl.reshard.shard_classes import boxes_between
-from rldsl.reshard.transfer_slices import RouteCache, TransferSlice, rank_slices
+from rldsl.reshard.records import ReshardPlan
+from rldsl.reshard.transfer_slices import ReshardCache, TransferSlice, rank_slices
 from rldsl.sharding.boxes import Box, volume
 
 BUCKET = 256 << 20  # bytes in flight to or from a rank; more gains little, and two must fit next to the parameters
@@ -44,71 +44,74 @@ class Round:
     receives: tuple[Message, ...]
 
 
-def rank_rounds(p: Routes, rank: int, buckets: int) -> tuple[Round, ...]:
+def rank_rounds(plan: ReshardPlan, rank: int, buckets: int) -> tuple[Round, ...]:
     """All rounds of a rank, including empty ones, so that round i is the same for all ranks."""
-    return tuple(selected_rounds(p, rank, buckets, range(num_rounds(p, buckets))))
+    return tuple(selected_rounds(plan, rank, buckets, range(num_rounds(plan, buckets))))
 
 
-def selected_rounds(p: Routes, rank: int, buckets: int, numbers: Iterable[int],
-                known: RouteCache | None = None) -> Iterator[Round]:
-    """The rounds with the given numbers. known: a cache of these routes, for callers that ask for many ranks."""
-    sends, receives = rank_slices(p, rank, known)
-    short = _short(p, buckets)
+def selected_rounds(plan: ReshardPlan, rank: int, buckets: int, numbers: Iterable[int],
+                shared: ReshardCache | None = None) -> Iterator[Round]:
+    """The rounds with the given numbers. shared: the cache of this plan, for callers that ask for many ranks."""
+    sends, receives = rank_slices(plan, rank, shared)
+    short = _short(plan, buckets)
     for number in numbers:
-        yield Round(*(tuple(_messages(p, side, number, buckets, short)) for side in (sends, receives)))
+        yield Round(*(tuple(_messages(plan, side, number, buckets, short)) for side in (sends, receives)))
 
 
-def num_rounds(p: Routes, buckets: int) -> int:
+def num_rounds(plan: ReshardPlan, buckets: int) -> int:
     """The number of rounds."""
-    return buckets + ROUNDS_IN_FLIGHT * (num_steps(p) - 1) if num_steps(p) else 0
+    return buckets + ROUNDS_IN_FLIGHT * (num_steps(plan) - 1) if num_steps(plan) else 0
 
 
-def _messages(p: Routes, slices: Sequence[TransferSlice], number: int, buckets: int, short: int) -> Iterator[Message]:
-    found: dict[int, list[tuple[str, Box]]] = {}
-    for piece in slices:
-        if part := tuple(boxes_between(p.classes[piece.shard_class], *_stretch(p, piece, number, buckets, short))):
-            found.setdefault(piece.peer, []).extend(part)
-    return (Message(peer, tuple(found[peer])) for peer in sorted(found))
+def _messages(plan: ReshardPlan, slices: Sequence[TransferSlice], number: int, buckets: int,
+              short: int) -> Iterator[Message]:
+    by_peer: dict[int, list[tuple[str, Box]]] = {}
+    for slice_ in slices:
+        interval = _bucket_interval(plan, slice_, number, buckets, short)
+        if part := tuple(boxes_between(plan.classes[slice_.box_class], *interval)):
+            by_peer.setdefault(slice_.peer, []).extend(part)
+    return (Message(peer, tuple(by_peer[peer])) for peer in sorted(by_peer))
 
 
-def _stretch(p: Routes, piece: TransferSlice, number: int, buckets: int, short: int) -> tuple[int, int]:
-    """What of a piece travels in a round: bucket b takes its step j in round b + AHEAD * j."""
-    bucket, size = number - ROUNDS_IN_FLIGHT * piece.step, p.classes[piece.shard_class].size
+def _bucket_interval(plan: ReshardPlan, slice_: TransferSlice, number: int, buckets: int,
+                     short: int) -> tuple[int, int]:
+    """The part of a slice that travels in a round: step j of bucket b is in round b + ROUNDS_IN_FLIGHT * j."""
+    bucket, size = number - ROUNDS_IN_FLIGHT * slice_.step, plan.classes[slice_.box_class].size
     if not 0 <= bucket < buckets:
         return 0, 0
     if size <= short:
-        return (piece.start, piece.stop) if bucket == piece.shard_class % buckets else (0, 0)
+        return (slice_.start, slice_.stop) if bucket == slice_.box_class % buckets else (0, 0)
     first, past = size * bucket // buckets, size * (bucket + 1) // buckets
-    return first + piece.start * (past - first) // size, first + piece.stop * (past - first) // size
+    return first + slice_.start * (past - first) // size, first + slice_.stop * (past - first) // size
 
 
-def _short(p: Routes, buckets: int) -> int:
+def _short(plan: ReshardPlan, buckets: int) -> int:
     """Classes of at most so many elements are not divided."""
-    return p.busiest // (WHOLE_BELOW * buckets)
+    return plan.busiest // (WHOLE_BELOW * buckets)
 
 
-def kept_boxes(p: Routes, rank: int) -> tuple[tuple[str, Box], ...]:
-    """What `rank` holds under both layouts and so keeps. Each box lies inside one piece of either layout."""
-    have, want = p.src.cell(rank), p.dst.cell(rank)
-    both = (c for c in p.classes if have in c.holders and want in c.needers)
+def kept_boxes(plan: ReshardPlan, rank: int) -> tuple[tuple[str, Box], ...]:
+    """What `rank` holds under both layouts and so keeps. Each box lies inside one slice_ of either layout."""
+    have, want = plan.src.cell(rank), plan.dst.cell(rank)
+    both = (c for c in plan.classes if have in c.holders and want in c.needers)
     return tuple(x for c in both for x in boxes_between(c, 0, c.size))
 
 
-def num_steps(p: Routes) -> int:
+def num_steps(plan: ReshardPlan) -> int:
     """How many steps one bucket takes: into nodes, down the trees, and inside nodes."""
-    most = 1 if any(k.local_copies for k in p.groups) else 0
-    for group in p.groups:
-        most = max(most, 1, *(h.step + 1 for h in group.local_copies)) if group.local_copies else most
+    most = 1 if any(group.local_copies for group in plan.groups) else 0
+    for group in plan.groups:
+        most = max(most, 1, *(copy.step + 1 for copy in group.local_copies)) if group.local_copies else most
         if group.arrivals:
             largest = max(stop - start for start, stop in map(group.tree_nodes, range(group.num_trees)))
             deep = height(largest)
-            most = max(most, deep + 1 + any(len(e.needers) > 1 for e in group.arrivals.values()))
+            most = max(most, deep + 1 + any(len(arrival.needers) > 1 for arrival in group.arrivals.values()))
     return most
 
 
-def num_buckets(p: Routes, itemsize: int, limit: int = BUCKET) -> int:
+def num_buckets(plan: ReshardPlan, itemsize: int, limit: int = BUCKET) -> int:
     """Into how many buckets the classes are divided, so that no rank has more than `limit` bytes in flight in one
     direction, up to undivided classes and one row of each box. itemsize: bytes per element."""
-    amount = p.busiest * itemsize
-    enough = BUCKETS_PER_STEP * ROUNDS_IN_FLIGHT * max(1, num_steps(p) - 1)
+    amount = plan.busiest * itemsize
+    enough = BUCKETS_PER_STEP * ROUNDS_IN_FLIGHT * max(1, num_steps(plan) - 1)
     return max(1, -(-ROUNDS_IN_FLIGHT * amount // limit), min(enough, amount // MIN_ROUND_BYTES))

@@ -1,7 +1,8 @@
 """Transfer slices: what one rank sends and receives in a resharding.
 
-In: `Routes` and a rank. Out: the rank's `TransferSlice`s. No other rank's are computed, so the work does not grow with
-the number of ranks. Invariant: a slice is in the list of its receiver if and only if it is in the list of its sender.
+In: a `ReshardPlan` and a rank. Out: the rank's `TransferSlice`s. No other rank's are computed, so the work does not
+grow with the number of ranks. Invariant: a slice is in the list of its receiver if and only if it is in the list of its
+sender.
 """
 
 from __future__ import annotations
@@ -13,116 +14,117 @@ from functools import cache
 from typing import NamedTuple
 
 from rldsl.reshard.broadcast_trees import TREES, children, depth, parent, root
-from rldsl.reshard.records import IntraNodeCopy, NodeGroup, Routes, TreeSupply
+from rldsl.reshard.records import IntraNodeCopy, NodeGroup, ReshardPlan, TreeSupply
 from rldsl.sharding.boxes import Cell
 
 
 class TransferSlice(NamedTuple):
-    """An interval of a shard class that goes to or comes from a peer."""
+    """An interval of a box class that goes to or comes from a peer."""
 
     step: int  # of every bucket
     peer: int  # rank
-    shard_class: int  # number in `Routes.classes`
+    box_class: int  # number in `ReshardPlan.classes`
     start: int  # first element of the class
     stop: int  # past the last
 
 
 class SourceSlice(NamedTuple):
-    """An interval of a shard class that a cell sends to one device of the first node of a tree."""
+    """An interval of a box class that a cell sends to one device of the first node of a tree."""
 
     offset: int  # in everything that the cell sends to that tree
     tree: int  # 0 or 1: which of the two trees over the same nodes
     device: int  # of the node
-    shard_class: int  # number in `Routes.classes`
+    box_class: int  # number in `ReshardPlan.classes`
     start: int
     stop: int
 
 
 TransferSlices = tuple[TransferSlice, ...]
-ClassSlice = tuple[int, int, int]  # (shard class, start, stop)
+ClassSlice = tuple[int, int, int]  # (box class, start, stop)
 CopiesByDevice = Mapping[int, Sequence[IntraNodeCopy]]
 
 
-def rank_slices(p: Routes, rank: int, known: RouteCache | None = None) -> tuple[TransferSlices, TransferSlices]:
-    """(sends, receives) of a rank, sorted. known: a cache of these routes, for callers that ask for many ranks."""
-    node, device = divmod(rank, p.devices)
-    known = known or RouteCache(p)
-    sends, receives = list(_sent_as_holder(p, rank, known)), []
-    for q, at in known.groups_of_node.get(node, ()):
-        group = p.groups[q]
-        first, (out, into) = node * p.devices, known.local_copies(q, *_steps(group, at))
-        sends += [TransferSlice(c.step, first + c.dst, c.shard_class, c.start, c.stop) for c in out.get(device, ())]
-        receives += [TransferSlice(c.step, first + c.src, c.shard_class, c.start, c.stop)
+def rank_slices(plan: ReshardPlan, rank: int,
+                shared: ReshardCache | None = None) -> tuple[TransferSlices, TransferSlices]:
+    """(sends, receives) of a rank, sorted. shared: the cache of this plan, for callers that ask for many ranks."""
+    node, device = divmod(rank, plan.devices)
+    shared = shared or ReshardCache(plan)
+    sends, receives = list(_sent_as_holder(plan, rank, shared)), []
+    for group_index, at in shared.groups_of_node.get(node, ()):
+        group = plan.groups[group_index]
+        first, (out, into) = node * plan.devices, shared.local_copies(group_index, *_steps(group, at))
+        sends += [TransferSlice(c.step, first + c.dst, c.box_class, c.start, c.stop) for c in out.get(device, ())]
+        receives += [TransferSlice(c.step, first + c.src, c.box_class, c.start, c.stop)
                      for c in into.get(device, ())]
-        sends += _forwarded(p, q, at, device, known)
-        receives += _from_network(p, q, at, device, known)
+        sends += _forwarded(plan, group_index, at, device, shared)
+        receives += _from_network(plan, group_index, at, device, shared)
     return tuple(sorted(sends)), tuple(sorted(receives))
 
 
-class RouteCache:
-    """What many ranks share, computed once: every method is cached."""
+class ReshardCache:
+    """What is the same for many ranks of a plan, computed once: every method is cached."""
 
-    def __init__(self, p: Routes):
-        self.p = p
+    def __init__(self, plan: ReshardPlan):
+        self.plan = plan
         self.sent_by: dict[Cell, list[ClassSlice]] = defaultdict(list)
-        for shard_class, shares in p.shares.items():
-            for who, start, stop in shares:
-                self.sent_by[p.classes[shard_class].holders[who]].append((shard_class, start, stop))
+        for box_class, parts in plan.sent_parts.items():
+            for who, start, stop in parts:
+                self.sent_by[plan.classes[box_class].holders[who]].append((box_class, start, stop))
         self.groups_of_node: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (group, position in it)
-        for q, group in enumerate(p.groups):
+        for group_index, group in enumerate(plan.groups):
             for at, node in enumerate(group.nodes):
-                self.groups_of_node[node].append((q, at))
+                self.groups_of_node[node].append((group_index, at))
         self.local_copies, self.received = cache(self._local_copies), cache(self._received)
         self.sent_to_tree, self.sent_to_roots = cache(self._sent_to_tree), cache(self._sent_to_roots)
 
-    def _local_copies(self, q: int, *steps: int) -> tuple[CopiesByDevice, CopiesByDevice]:
-        """The copies inside a node of group `q`, by sender and by receiver. steps: per tree, the step in which the node
-        receives; its devices exchange what arrived in the next step."""
+    def _local_copies(self, group_index: int, *steps: int) -> tuple[CopiesByDevice, CopiesByDevice]:
+        """The copies inside a node of group `group_index`, by sender and by receiver. steps: per tree, the step in
+        which the node receives; its devices exchange what arrived in the next step."""
         out, into = defaultdict[int, list[IntraNodeCopy]](list), defaultdict[int, list[IntraNodeCopy]](list)
-        group = self.p.groups[q]
-        given = (IntraNodeCopy(step + 1, shard_class, device, needer, start, stop) for tree, step in enumerate(steps)
-                 for device, found in self.received(q, tree, len(steps) > 1).items()
-                 for shard_class, start, stop in found
-                 for needer in group.arrivals[shard_class].needers if needer != device)
-        for copy in (*group.local_copies, *given):
+        group = self.plan.groups[group_index]
+        second = (IntraNodeCopy(step + 1, box_class, device, needer, start, stop) for tree, step in enumerate(steps)
+                 for device, slices in self.received(group_index, tree, len(steps) > 1).items()
+                 for box_class, start, stop in slices
+                 for needer in group.arrivals[box_class].needers if needer != device)
+        for copy in (*group.local_copies, *second):
             out[copy.src].append(copy)
             into[copy.dst].append(copy)
         return out, into
 
-    def _received(self, q: int, tree: int, several: bool) -> Mapping[int, Sequence[ClassSlice]]:
+    def _received(self, group_index: int, tree: int, several: bool) -> Mapping[int, Sequence[ClassSlice]]:
         """What each device of a node receives down a tree."""
-        found = defaultdict[int, list[ClassSlice]](list)
-        for shard_class, arrival in self.p.groups[q].arrivals.items():
-            for device, start, stop in arrival.shares:
+        by_device = defaultdict[int, list[ClassSlice]](list)
+        for box_class, arrival in self.plan.groups[group_index].arrivals.items():
+            for device, start, stop in arrival.received_parts:
                 start, stop = tree_half(tree, start, stop, several)
                 if start < stop:
-                    found[device].append((shard_class, start, stop))
-        return found
+                    by_device[device].append((box_class, start, stop))
+        return by_device
 
-    def _sent_to_tree(self, q: int, several: bool, cell: Cell) -> Sequence[SourceSlice]:
-        """What a cell sends to one tree of group `q`, device after device, so that each device hears from few ranks.
-        several: whether the tree has more than one node."""
-        arrivals, cuts = self.p.groups[q].arrivals, []
-        for shard_class, low, high in self.sent_by.get(cell, ()):
-            for device, first, past in arrivals[shard_class].shares if shard_class in arrivals else ():
+    def _sent_to_tree(self, group_index: int, several: bool, cell: Cell) -> Sequence[SourceSlice]:
+        """What a cell sends to one tree of group `group_index`, device after device, so that each device hears from few
+        ranks. several: whether the tree has more than one node."""
+        arrivals, cuts = self.plan.groups[group_index].arrivals, []
+        for box_class, low, high in self.sent_by.get(cell, ()):
+            for device, first, past in arrivals[box_class].received_parts if box_class in arrivals else ():
                 for tree in TREES[: 2 if several else 1]:
                     start, stop = tree_half(tree, first, past, several)
                     if max(start, low) < min(stop, high):
-                        cuts.append((tree, device, shard_class, max(start, low), min(stop, high)))
-        found, at = [], 0
-        for tree, device, shard_class, start, stop in sorted(cuts):
-            found.append(SourceSlice(at, tree, device, shard_class, start, stop))
-            at += stop - start
-        return found
+                        cuts.append((tree, device, box_class, max(start, low), min(stop, high)))
+        slices, offset = [], 0
+        for tree, device, box_class, start, stop in sorted(cuts):
+            slices.append(SourceSlice(offset, tree, device, box_class, start, stop))
+            offset += stop - start
+        return slices
 
-    def _sent_to_roots(self, q: int,
+    def _sent_to_roots(self, group_index: int,
                        several: bool) -> Mapping[tuple[int, int], Sequence[tuple[Cell, TreeSupply, SourceSlice]]]:
-        """What cells send to the first nodes of the trees of group `q`, by tree and device."""
+        """What cells send to the first nodes of the trees of group `group_index`, by tree and device."""
         found = defaultdict[tuple[int, int], list[tuple[Cell, TreeSupply, SourceSlice]]](list)
-        for cell, source in self.p.senders.items():
-            at = bisect_left(source.supplies, q, key=lambda s: s.group)
-            if at < len(source.supplies) and source.supplies[at].group == q:
-                for part in self.sent_to_tree(q, several, cell):
+        for cell, source in self.plan.senders.items():
+            at = bisect_left(source.supplies, group_index, key=lambda s: s.group)
+            if at < len(source.supplies) and source.supplies[at].group == group_index:
+                for part in self.sent_to_tree(group_index, several, cell):
                     found[part.tree, part.device].append((cell, source.supplies[at], part))
         return found
 
@@ -146,74 +148,78 @@ def _steps(group: NodeGroup, at: int) -> tuple[int, ...]:
     return tuple(depth(count, tree, at - first) for tree in TREES[: 2 if count > 1 else 1])
 
 
-def _forwarded(p: Routes, q: int, at: int, device: int, known: RouteCache) -> Iterator[TransferSlice]:
+def _forwarded(plan: ReshardPlan, group_index: int, at: int, device: int,
+               shared: ReshardCache) -> Iterator[TransferSlice]:
     """What a device forwards to the same device of its child nodes."""
-    group = p.groups[q]
+    group = plan.groups[group_index]
     _, first, count = tree_position(group, at)
     for tree in TREES if count > 1 else ():
         for child in children(count, tree, at - first):
-            step, peer = depth(count, tree, child), group.nodes[first + child] * p.devices + device
-            for shard_class, start, stop in known.received(q, tree, True).get(device, ()):
-                yield TransferSlice(step, peer, shard_class, start, stop)
+            step, peer = depth(count, tree, child), group.nodes[first + child] * plan.devices + device
+            for box_class, start, stop in shared.received(group_index, tree, True).get(device, ()):
+                yield TransferSlice(step, peer, box_class, start, stop)
 
 
-def _from_network(p: Routes, q: int, at: int, device: int, known: RouteCache) -> Iterator[TransferSlice]:
+def _from_network(plan: ReshardPlan, group_index: int, at: int, device: int,
+                  shared: ReshardCache) -> Iterator[TransferSlice]:
     """What a device receives over the network."""
-    group = p.groups[q]
+    group = plan.groups[group_index]
     i, first, count = tree_position(group, at)
     for tree in TREES[: 2 if count > 1 else 1]:
         above = parent(count, tree, at - first)
         if above is not None:
-            step, peer = depth(count, tree, at - first), group.nodes[first + above] * p.devices + device
-            for shard_class, start, stop in known.received(q, tree, True).get(device, ()):
-                yield TransferSlice(step, peer, shard_class, start, stop)
+            step, peer = depth(count, tree, at - first), group.nodes[first + above] * plan.devices + device
+            for box_class, start, stop in shared.received(group_index, tree, True).get(device, ()):
+                yield TransferSlice(step, peer, box_class, start, stop)
         else:
-            yield from _from_sources(p, q, i, tree, device, known)
+            yield from _from_sources(plan, group_index, i, tree, device, shared)
 
 
 # ---------------------------------------------------------------------------------------------------- sources
 
 
-def _sent_as_holder(p: Routes, rank: int, known: RouteCache) -> Iterator[TransferSlice]:
-    """What a rank sends as a holder of shard classes."""
-    cell = p.src.cell(rank)
-    source = p.senders.get(cell) if cell is not None else None
+def _sent_as_holder(plan: ReshardPlan, rank: int, shared: ReshardCache) -> Iterator[TransferSlice]:
+    """What a rank sends as a holder of box classes."""
+    cell = plan.src.cell(rank)
+    source = plan.senders.get(cell) if cell is not None else None
     if cell is None or source is None:
         return
-    window = _window(source.num_senders, p.src.replicas, p.src.replica(rank))
-    if window is None:
+    sender_index = _sender_index(source.num_senders, plan.src.replicas, plan.src.replica(rank))
+    if sender_index is None:
         return
-    low, high = (source.size * x // source.num_senders for x in (window, window + 1))
-    for q, trees, amount, at in source.supplies:
+    low, high = (source.size * x // source.num_senders for x in (sender_index, sender_index + 1))
+    for group_index, trees, amount, at in source.supplies:
         for i in range(max(low - at, 0) // amount, min(trees, -(-max(high - at, 0) // amount))):
-            group = p.groups[q]
+            group = plan.groups[group_index]
             first, past = group.tree_nodes(i)
-            for part in known.sent_to_tree(q, past - first > 1, cell):
+            for part in shared.sent_to_tree(group_index, past - first > 1, cell):
                 begin = at + i * amount + part.offset
                 start, stop = max(low, begin), min(high, begin + part.stop - part.start)
                 if start < stop:
                     node = group.nodes[first + root(past - first, part.tree)]
-                    yield TransferSlice(0, node * p.devices + part.device, part.shard_class, part.start + start - begin,
-                               part.start + stop - begin)
+                    yield TransferSlice(0, node * plan.devices + part.device, part.box_class,
+                                        part.start + start - begin, part.start + stop - begin)
 
 
-def _from_sources(p: Routes, q: int, i: int, tree: int, device: int, known: RouteCache) -> Iterator[TransferSlice]:
+def _from_sources(plan: ReshardPlan, group_index: int, i: int, tree: int, device: int,
+                  shared: ReshardCache) -> Iterator[TransferSlice]:
     """What the first node of tree `i` of a group receives from the holders."""
-    first, past = p.groups[q].tree_nodes(i)
-    for cell, supply, part in known.sent_to_roots(q, past - first > 1).get((tree, device), ()):
-        source = p.senders[cell]
+    first, past = plan.groups[group_index].tree_nodes(i)
+    for cell, supply, part in shared.sent_to_roots(group_index, past - first > 1).get((tree, device), ()):
+        source = plan.senders[cell]
         start = begin = supply.start + i * supply.amount + part.offset
         end = begin + part.stop - part.start
         while start < end:
-            window = ((start + 1) * source.num_senders - 1) // source.size
-            stop = min(end, source.size * (window + 1) // source.num_senders)
-            peer = p.src.rank(cell, window * p.src.replicas // source.num_senders)
-            yield TransferSlice(0, peer, part.shard_class, part.start + start - begin, part.start + stop - begin)
+            sender_index = ((start + 1) * source.num_senders - 1) // source.size
+            stop = min(end, source.size * (sender_index + 1) // source.num_senders)
+            peer = plan.src.rank(cell, sender_index * plan.src.replicas // source.num_senders)
+            yield TransferSlice(0, peer, part.box_class, part.start + start - begin, part.start + stop - begin)
             start = stop
 
 
-def _window(senders: int, replicas: int, replica: int) -> int | None:
+def _sender_index(senders: int, replicas: int, replica: int) -> int | None:
     """Which of the sending ranks of a cell a replica is; None if it does not send. The senders are spread evenly over
-    the replicas, so that they lie on different nodes where replicas do."""
-    window = -(-replica * senders // replicas)
-    return window if window < senders and window * replicas // senders == replica else None
+    the replicas, so that they are on different nodes if the replicas are. Sender i is replica i * replicas // senders;
+    this is the inverse."""
+    sender_index = -(-replica * senders // replicas)
+    return sender_index if sender_index < senders and sender_index * replicas // senders == replica else None

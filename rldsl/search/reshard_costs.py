@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from rldsl.plan.model import Layout, Model
 from rldsl.reshard.alias import share_one_copy
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.rounds import BUCKET, num_buckets, num_rounds
-from rldsl.reshard.routes import plan_routes
 from rldsl.search.problem import Problem
 from rldsl.search.space import Block, Strategy
 from rldsl.sharding.dtypes import in_wire_dtype
@@ -79,7 +79,7 @@ class ReshardCosts:
         if src == dst or share_one_copy(model, src, a.mesh(), dst, b.mesh()):
             return ReshardCost()
         item_size = ITEM_SIZE[in_wire_dtype(model, src.id, model, dst.id, 0.0).dtype]
-        routes = plan_routes(model, src, a.mesh(), dst, b.mesh(), gpus)
+        routes = plan_reshard(model, src, a.mesh(), dst, b.mesh(), gpus)
         loads = Loads.of(routes).distinct_loads()
         received = item_size * max((t.received for t in loads), default=0)
         if not received:

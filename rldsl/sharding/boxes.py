@@ -25,14 +25,12 @@ from rldsl.sharding.layout import coordinate, degree_product, layer_stage
 Box = tuple[tuple[int, int], ...]  # [start, stop) for each dimension of the global tensor
 
 
-class Cell(NamedTuple):  # hashed more often than anything else of a plan
-    """What decides the boxes that a rank holds: all ranks of a layout at one cell hold the same. stage: along pp, which
-    with `vpp` is a rank's place in the pipeline and not one run of layers. part: ep * tp of them,
-    tp fastest. shard: of the rows of that part, over dp / ep; 0 without `zero`."""
+class Cell(NamedTuple):  # a tuple, since cells are hashed more often than anything else of a plan
+    """What decides the boxes that a rank holds: all ranks of a layout at one cell hold the same parameters."""
 
-    stage: int
-    part: int
-    shard: int = 0
+    pp_rank: int  # coordinate along pp; with `vpp` such a rank has several runs of layers
+    part: int  # (ep, tp) coordinate: expert coordinate * tp + tp coordinate
+    zero_shard: int = 0  # which of the runs of rows into which `zero` divides a part, over dp / ep; 0 without `zero`
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +43,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One tensor of a model. layer: which one, for a spec that stands for all layers; else None."""
+    """One tensor of a model."""
 
     name: str
     spec: ParamSpec
-    layer: int | None
+    layer: int | None  # of a spec that stands for all layers; None for any other
 
     @property
     def dim(self) -> int:
@@ -102,7 +100,8 @@ def chunks(parameter: Parameter, layers: int, count: int) -> tuple[int, ...]:
 
 
 def stages(parameter: Parameter, layers: int, layout: Layout) -> tuple[int, ...]:
-    """The coordinates along pp that hold a parameter of a model with `layers` layers, ascending."""
+    """The coordinates along pp that hold a parameter of a model with `layers` layers, ascending. With `vpp`, chunk c
+    is on coordinate c % pp."""
     pp = layout.pp
     return tuple(dict.fromkeys(chunk % pp for chunk in chunks(parameter, layers, pp * layout.vpp)))
 
@@ -125,103 +124,112 @@ def pieces(spec: ParamSpec, tp: int, index: int) -> tuple[Piece, ...]:
         runs.append(run)
         origin += units * size
     assert origin == spec.shape[dim], f"{spec.name}: parts fill {origin} of {spec.shape[dim]} along dimension {dim}"
-    found, offset = [], 0
+    result, offset = [], 0
     for run in runs:
-        found.append(Piece(tuple(run if d == dim else (0, n) for d, n in enumerate(spec.shape)), offset))
+        result.append(Piece(tuple(run if d == dim else (0, n) for d, n in enumerate(spec.shape)), offset))
         offset += run[1] - run[0]
-    return tuple(found)
+    return tuple(result)
 
 
 def num_parts(layout: Layout) -> int:
-    """Into how many parts a layout divides parameters, by heads, columns, rows or experts."""
+    """Into how many parts a layout divides parameters by tp and ep: by heads, columns, rows or experts."""
     return layout.tp * layout.ep
 
 
-def num_shards(layout: Layout) -> int:
-    """Into how many runs of rows a layout divides its parts."""
+def num_zero_shards(layout: Layout) -> int:
+    """Into how many runs of rows a layout divides each part by `zero`."""
     return layout.dp // layout.ep if layout.zero else 1
 
 
-def cut_rows(spec: ParamSpec, whole: tuple[Piece, ...], count: int, shard: int) -> tuple[Piece, ...]:
-    """The rows of shard `shard` of `count` of the local tensor that `whole` makes up. What has no dimensions is the
-    first one's."""
+def cut_rows(spec: ParamSpec, pieces: tuple[Piece, ...], count: int, index: int) -> tuple[Piece, ...]:
+    """Run `index` of the `count` equal runs of rows of a local tensor, which `pieces` make up. A parameter without
+    dimensions belongs to the first run."""
     if count == 1 or not spec.shape:
-        return () if shard else whole
-    along = spec.split is not None and spec.split.dim == 0
-    ends = [(p.offset, p.offset + p.box[0][1] - p.box[0][0]) if along else p.box[0] for p in whole]
-    size = -(-max(stop for _, stop in ends) // count)
-    low, high = shard * size, (shard + 1) * size
-    found = []
-    for piece, (start, stop) in zip(whole, ends, strict=True):
+        return () if index else pieces
+    # rows of the local tensor; if it is split along its rows, the pieces are stacked by their offsets
+    stacked = spec.split is not None and spec.split.dim == 0
+    rows = [(p.offset, p.offset + p.box[0][1] - p.box[0][0]) if stacked else p.box[0] for p in pieces]
+    size = -(-max(stop for _, stop in rows) // count)
+    low, high = index * size, (index + 1) * size
+    result = []
+    for piece, (start, stop) in zip(pieces, rows, strict=True):
         first, past = max(start, low), min(stop, high)
         if first < past:
-            shift = piece.box[0][0] - start
-            found.append(Piece(((first + shift, past + shift), *piece.box[1:]),
-                               first - low if along else piece.offset))
-    return tuple(found)
+            shift = piece.box[0][0] - start  # from rows of the local tensor to rows of the parameter
+            result.append(Piece(((first + shift, past + shift), *piece.box[1:]),
+                                first - low if stacked else piece.offset))
+    return tuple(result)
 
 
-def part_shards(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Every (part, shard) of a layout, ascending."""
-    return product(range(num_parts(layout)), range(num_shards(layout)))
+def part_shard_pairs(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Every (part, zero shard) of a layout, ascending."""
+    return product(range(num_parts(layout)), range(num_zero_shards(layout)))
 
 
-def cells(layout: Layout, stage: int) -> Iterator[Cell]:
-    """Those of a pipeline stage, ascending."""
-    return (Cell(stage, *place) for place in part_shards(layout))
+def cells(layout: Layout, pp_rank: int) -> Iterator[Cell]:
+    """The cells at a coordinate along pp, ascending."""
+    return (Cell(pp_rank, *pair) for pair in part_shard_pairs(layout))
 
 
-def pieces_at(spec: ParamSpec, layout: Layout, part: int, shard: int) -> tuple[Piece, ...]:
-    """What the ranks at (part, shard) hold of a parameter, on the stages that have it. The one place that says what a
-    layout means for boxes."""
-    expert, index = divmod(part, layout.tp)
-    whole, count = pieces(spec, layout.tp, index), num_shards(layout)
+def pieces_at(spec: ParamSpec, layout: Layout, part: int, zero_shard: int) -> tuple[Piece, ...]:
+    """What the ranks at (part, zero shard) hold of a parameter, if their coordinate along pp has it. Everything that a
+    layout means for boxes is said here, and only here."""
+    # Example: dp=4 ep=2 zero=1 tp=2. part = expert * tp + tp coordinate, so there are 4 parts, and each is cut into
+    # dp / ep = 2 zero shards. A tensor that does not belong to experts is the same in both expert coordinates, so there
+    # all dp=4 ranks share its rows: its run of rows is zero_shard * ep + expert, of 4.
+    expert, tp_rank = divmod(part, layout.tp)
+    local, count = pieces(spec, layout.tp, tp_rank), num_zero_shards(layout)
     if layout.ep == 1:
-        return cut_rows(spec, whole, count, shard)
+        return cut_rows(spec, local, count, zero_shard)
     if not spec.experts:
-        return cut_rows(spec, whole, layout.dp if layout.zero else 1, shard * layout.ep + expert if layout.zero else 0)
+        return cut_rows(spec, local, layout.dp if layout.zero else 1,
+                        zero_shard * layout.ep + expert if layout.zero else 0)
     assert spec.experts % layout.ep == 0, f"{spec.name}: {spec.experts} experts over ep={layout.ep}"
-    own = spec.experts // layout.ep
-    size = -(-own // count)
-    first = expert * own + shard * size
-    rows = (first, min(first + size, (expert + 1) * own))
-    return tuple(Piece((rows, *p.box[1:]), p.offset) for p in whole) if rows[0] < rows[1] else ()
+    # dimension 0 of an expert tensor counts experts: those of this coordinate along ep, cut by zero
+    local_experts = spec.experts // layout.ep
+    size = -(-local_experts // count)
+    first = expert * local_experts + zero_shard * size
+    rows = (first, min(first + size, (expert + 1) * local_experts))
+    return tuple(Piece((rows, *p.box[1:]), p.offset) for p in local) if rows[0] < rows[1] else ()
 
 
 def cell_of(layout: Layout, mesh: Mesh, rank: int) -> Cell | None:
-    """Where `rank` stands; None outside the mesh."""
+    """The cell of `rank`; None outside the mesh."""
     if rank not in mesh.members():
         return None
     at = coordinate(layout, mesh, rank)
-    run, expert = divmod(at.dp, layout.ep)
-    return Cell(at.pp, expert * layout.tp + at.tp, run if layout.zero else 0)
+    zero_shard, expert = divmod(at.dp, layout.ep)
+    return Cell(at.pp, expert * layout.tp + at.tp, zero_shard if layout.zero else 0)
 
 
 def pieces_of_cell(parameter: Parameter, layers: int, layout: Layout, at: Cell | None) -> tuple[Piece, ...]:
     """What a rank at a cell holds of a parameter; empty if nothing. layers: of the model."""
-    if at is None or at.stage not in stages(parameter, layers, layout):
+    if at is None or at.pp_rank not in stages(parameter, layers, layout):
         return ()
-    return pieces_at(parameter.spec, layout, at.part, at.shard)
+    return pieces_at(parameter.spec, layout, at.part, at.zero_shard)
 
 
 def pieces_of_rank(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> tuple[Piece, ...]:
-    """What `rank` holds of a parameter; empty if nothing. For many parameters, ask `cell` once and then `held`."""
+    """What `rank` holds of a parameter; empty if nothing. For many parameters, ask `cell_of` once and
+    then `pieces_of_cell`."""
     return pieces_of_cell(parameter, layers, layout, cell_of(layout, mesh, rank))
 
 
 def holdings(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh) -> tuple[Holding, ...]:
-    """All holders of a parameter, those with equal pieces together. The same as asking `holding` for every rank."""
+    """All holders of a parameter, grouped by what they hold: `pieces_of_rank` for every rank of the mesh, at less
+    cost."""
     members = mesh.members()
     assert degree_product(layout) == len(members), f"layout {layout.id} does not fill mesh {mesh.id}"
     ranks: dict[tuple[Piece, ...], list[int]] = {}
     stage_size = layout.dp * layout.cp * layout.tp
-    block = stage_size // num_shards(layout)
-    for part, shard in part_shards(layout):
-        same = ranks.setdefault(pieces_at(parameter.spec, layout, part, shard), [])
-        for stage in stages(parameter, layers, layout):
-            first = stage * stage_size + shard * block
-            same.extend(members[first + part : first + block : num_parts(layout)])
-    return tuple(Holding(held, tuple(sorted(found))) for held, found in ranks.items() if held)
+    block = stage_size // num_zero_shards(layout)
+    # the ranks at one coordinate along pp: a block for each zero shard, in which part varies fastest
+    for part, zero_shard in part_shard_pairs(layout):
+        holders = ranks.setdefault(pieces_at(parameter.spec, layout, part, zero_shard), [])
+        for pp_rank in stages(parameter, layers, layout):
+            first = pp_rank * stage_size + zero_shard * block
+            holders.extend(members[first + part : first + block : num_parts(layout)])
+    return tuple(Holding(held, tuple(sorted(holders))) for held, holders in ranks.items() if held)
 
 
 def replicas(parameter: Parameter, layers: int, layout: Layout, mesh: Mesh, rank: int) -> int:

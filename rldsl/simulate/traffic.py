@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from rldsl.plan.model import Ranges
-from rldsl.reshard.records import NodeGroup, Routes, arrivals_by_device, forwarded_by_device
+from rldsl.reshard.records import NodeGroup, ReshardPlan, arrivals_by_device, forwarded_by_device
 from rldsl.sharding.boxes import Cell
 from rldsl.simulate.machine import Machine
 
@@ -57,13 +57,13 @@ class Loads:
     """What every rank sends and receives, summed over the routes. What a cell sends over the network counts for every
     rank at it, even where only some of them send."""
 
-    routes: Routes
+    routes: ReshardPlan
     group_of_node: Mapping[int, int]  # node -> index of its group in `routes.groups`
     by_group_and_device: Sequence[Sequence[Traffic]]  # of the ranks of receiving nodes
     pure_senders: Mapping[Cell, Traffic]  # of ranks on nodes that only send
 
     @staticmethod
-    def of(routes: Routes) -> Loads:
+    def of(routes: ReshardPlan) -> Loads:
         pure_senders = {cell: Traffic(0, 0, 0, -(-s.size // s.num_senders)) for cell, s in routes.senders.items()}
         return Loads(routes, {node: q for q, group in enumerate(routes.groups) for node in group.nodes},
                      tuple(tuple(_device_loads(routes, group)) for group in routes.groups), pure_senders)
@@ -84,7 +84,7 @@ class Loads:
         return Traffic(*(max(getattr(t, f.name) for t in loads) for f in fields(Traffic)))
 
 
-def _device_loads(routes: Routes, group: NodeGroup) -> Iterator[Traffic]:
+def _device_loads(routes: ReshardPlan, group: NodeGroup) -> Iterator[Traffic]:
     """The loads of the devices of a node. A device that receives over the network forwards to the others of its
     node."""
     arrived = arrivals_by_device(group.arrivals.values())

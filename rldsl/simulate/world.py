@@ -10,7 +10,7 @@ from rldsl.memory.reshard_buffers import reshard_routes
 from rldsl.memory.values import rows
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
-from rldsl.reshard.records import Routes
+from rldsl.reshard.records import ReshardPlan
 from rldsl.simulate.classes import Classes, Groups, build_classes, build_groups, call_layouts
 from rldsl.simulate.engine import Compute, Isend, Op, Wait
 from rldsl.simulate.lengths import Lengths, Row
@@ -58,7 +58,7 @@ class World:
                 for id, layout in call_layouts(self.plan).items()}
 
     @cached_property
-    def routes(self) -> dict[tuple[str, str, str], Routes]:
+    def routes(self) -> dict[tuple[str, str, str], ReshardPlan]:
         """(model, source layout, destination layout) -> the routes of that reshard."""
         return reshard_routes(self.plan)
 

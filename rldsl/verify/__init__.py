@@ -7,7 +7,7 @@ schedules that are known to be right.
 
 What is computed here once more, though the planner or a pass computes it too, is so on purpose: a proof that shares the
 code of what it proves repeats its mistakes. So `transfer_slices` derives where ranks
-stand, `shard_classes` and `saves` who holds a box, `selections` which frame a value comes from, `class_schedules` which
+stand, `box_classes` and `saves` who holds a box, `selections` which frame a value comes from, `class_schedules` which
 ranks are of a class, `programs` what is true or false.
 """
 

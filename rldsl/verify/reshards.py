@@ -3,7 +3,7 @@
 In: tables with sound references. Out: diagnostics RL0526 (bytes, messages or digest differ from what the ranks will
 do), RL0527 (a destination has a gap or an overlap, or a rank receives what it has), RL0533 (what one rank sends is not
 what the other expects, or it does not have it then) and RL0535 (too many messages at once). The routes are those that
-every rank computes (`rldsl/reshard`). They are not trusted: `shard_classes.py` checks their boxes and
+every rank computes (`rldsl/reshard`). They are not trusted: `box_classes.py` checks their boxes and
 `transfer_slices.py` their ranks.
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from rldsl.diag import Diagnostic
 from rldsl.plan.events import Realloc
 from rldsl.plan.model import Layout, Mesh, Model
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.summary import Summary, summary
 from rldsl.sharding.boxes import itemsize
 from rldsl.sharding.dtypes import in_wire_dtype
-from rldsl.verify import shard_classes, transfer_slices
+from rldsl.verify import box_classes, transfer_slices
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import Fault, MeshCells
 
@@ -41,10 +41,10 @@ def check_reshards(t: Tables) -> Iterator[Diagnostic]:
 def examine_reshard(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh,
             devices: int, world: int) -> tuple[Summary, Sequence[Fault]]:
     """What the ranks do, and what is wrong with it. model: in the dtype that travels."""
-    p = plan_routes(model, src, src_mesh, dst, dst_mesh, devices)
+    p = plan_reshard(model, src, src_mesh, dst, dst_mesh, devices)
     total = summary(p, model)
-    found: list[Fault] = list(shard_classes.class_faults(model, src, dst, p.classes))
-    if not found:  # otherwise a line says nothing about boxes
+    found: list[Fault] = list(box_classes.class_faults(model, src, dst, p.classes))
+    if not found:  # otherwise the box classes say nothing about boxes
         here, there = MeshCells.of(src, src_mesh), MeshCells.of(dst, dst_mesh)
         found += transfer_slices.slice_faults(p, here, there, world)
         if (lacking := transfer_slices.missing_elements(p.classes, here, there) * itemsize(model)) != total.bytes:

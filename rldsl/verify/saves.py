@@ -18,7 +18,7 @@ from rldsl.reshard.gather import gather_messages, owners
 from rldsl.reshard.rounds import Message
 from rldsl.sharding.boxes import Box, Cell, Parameter, contains, parameters, pieces_at, stages, volume
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
-from rldsl.verify.shard_classes import overlapping
+from rldsl.verify.box_classes import overlapping
 from rldsl.verify.tables import Tables, name, problem
 from rldsl.verify.transfer_slices import Fault, MeshCells
 
@@ -65,9 +65,9 @@ class _Held:
         at = self.cells[rank]
         if at.stage not in self.stages[p.name]:
             return ()
-        key = (p.spec.name, at.part, at.shard)
+        key = (p.spec.name, at.part, at.zero_shard)
         if key not in self.known:
-            self.known[key] = tuple(piece.box for piece in pieces_at(p.spec, self.x, at.part, at.shard))
+            self.known[key] = tuple(piece.box for piece in pieces_at(p.spec, self.x, at.part, at.zero_shard))
         return self.known[key]
 
 

@@ -1,8 +1,8 @@
 """What each rank sends and receives in a resharding, against what every other rank expects.
 
-In: the `Routes` of a resharding and its two layouts. Out: faults (code, text, ranks). Proved for a rank: of every shard
-class that it needs and lacks it receives each element once, and nothing of any other class (RL0527); each slice is in
-the lists of both ends, in the same step, and its sender holds the class or received the slice in the step before
+In: the `ReshardPlan` of a resharding and its two layouts. Out: faults (code, text, ranks). Proved for a rank: of every
+shard class that it needs and lacks it receives each element once, and nothing of any other class (RL0527); each slice
+is in the lists of both ends, in the same step, and its sender holds the class or received the slice in the step before
 (RL0533); and a batch of messages that are posted together has at most `MAX_MESSAGES` (RL0535).
 
 Small worlds are checked rank by rank. In large ones, some nodes of each group are checked, with everybody they exchange
@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from rldsl.plan.model import Layout, Mesh
+from rldsl.reshard.box_classes import BoxClass
 from rldsl.reshard.broadcast_trees import TREES, children, depth
 from rldsl.reshard.in_place import MAX_PARTS
-from rldsl.reshard.records import NodeGroup, Routes
-from rldsl.reshard.shard_classes import ShardClass
-from rldsl.reshard.transfer_slices import RouteCache, rank_slices, tree_position
+from rldsl.reshard.records import NodeGroup, ReshardPlan
+from rldsl.reshard.transfer_slices import ReshardCache, rank_slices, tree_position
 from rldsl.sharding.boxes import Cell
 from rldsl.sharding.message_batches import MAX_MESSAGES, message_batches
 
@@ -45,7 +45,7 @@ class MeshCells:
                      for i, r in enumerate(mesh.members())})
 
 
-Interval = tuple[int, int, int, int]  # (step, shard class, start, stop): a slice without its peer
+Interval = tuple[int, int, int, int]  # (step, box class, start, stop): a slice without its peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,17 @@ class RankSlices:
     receives: Mapping[int, Sequence[Interval]]  # from each peer
 
     @staticmethod
-    def of(p: Routes, rank: int, known: RouteCache) -> RankSlices:
+    def of(p: ReshardPlan, rank: int, known: ReshardCache) -> RankSlices:
         sends, receives = defaultdict[int, list[Interval]](list), defaultdict[int, list[Interval]](list)
         out, into = rank_slices(p, rank, known)
-        for step, peer, shard_class, start, stop in out:
-            sends[peer].append((step, shard_class, start, stop))
-        for step, peer, shard_class, start, stop in into:
-            receives[peer].append((step, shard_class, start, stop))
+        for step, peer, box_class, start, stop in out:
+            sends[peer].append((step, box_class, start, stop))
+        for step, peer, box_class, start, stop in into:
+            receives[peer].append((step, box_class, start, stop))
         return RankSlices(sends, receives)
 
     def by_class(self) -> Mapping[int, Sequence[Interval]]:
-        """What arrives of each shard class."""
+        """What arrives of each box class."""
         found = defaultdict[int, list[Interval]](list)
         for intervals in self.receives.values():
             for interval in intervals:
@@ -74,7 +74,7 @@ class RankSlices:
         return found
 
 
-def missing_elements(lines: Sequence[ShardClass], src: MeshCells, dst: MeshCells) -> int:
+def missing_elements(lines: Sequence[BoxClass], src: MeshCells, dst: MeshCells) -> int:
     """Elements that all ranks of the destination together do not have."""
     pairs = Counter((src.cells.get(rank), cell) for rank, cell in dst.cells.items())
     index = _ClassIndex(lines)
@@ -82,9 +82,9 @@ def missing_elements(lines: Sequence[ShardClass], src: MeshCells, dst: MeshCells
 
 
 class _ClassIndex:
-    """The shard classes that a cell holds and needs."""
+    """The box classes that a cell holds and needs."""
 
-    def __init__(self, lines: Sequence[ShardClass]):
+    def __init__(self, lines: Sequence[BoxClass]):
         self.held, self.needed = (defaultdict[Cell, set[int]](set) for _ in range(2))
         for i, line in enumerate(lines):
             for cell in line.holders:
@@ -100,11 +100,11 @@ class _ClassIndex:
             self.known[held, cell] = frozenset(need - self.held.get(held, set()) if held is not None else need)
         return self.known[held, cell]
 
-    def holds(self, held: Cell | None, shard_class: int) -> bool:
-        return held is not None and shard_class in self.held.get(held, ())
+    def holds(self, held: Cell | None, box_class: int) -> bool:
+        return held is not None and box_class in self.held.get(held, ())
 
 
-def slice_faults(p: Routes, src: MeshCells, dst: MeshCells, world: int) -> Iterator[Fault]:
+def slice_faults(p: ReshardPlan, src: MeshCells, dst: MeshCells, world: int) -> Iterator[Fault]:
     """world: the number of all ranks."""
     if found := [*_group_faults(p, src, dst)]:
         yield from found  # otherwise the slices of a rank may not even be defined
@@ -121,10 +121,10 @@ def slice_faults(p: Routes, src: MeshCells, dst: MeshCells, world: int) -> Itera
 class _SliceCache:
     """Those of the ranks that were asked for."""
 
-    def __init__(self, p: Routes):
+    def __init__(self, p: ReshardPlan):
         self.p = p
         self.known: dict[int, RankSlices] = {}
-        self.common, self.index = RouteCache(p), _ClassIndex(p.classes)
+        self.common, self.index = ReshardCache(p), _ClassIndex(p.classes)
 
     def of(self, rank: int) -> RankSlices:
         if rank not in self.known:
@@ -132,14 +132,14 @@ class _SliceCache:
         return self.known[rank]
 
 
-def _coverage_faults(p: Routes, rank: int, lacks: Set[int],
+def _coverage_faults(p: ReshardPlan, rank: int, lacks: Set[int],
                      arriving: Mapping[int, Sequence[Interval]]) -> Iterator[Fault]:
-    """Of every shard class that a rank lacks it receives each element once, and of any other nothing."""
+    """Of every box class that a rank lacks it receives each element once, and of any other nothing."""
     for i in sorted(lacks | arriving.keys()):
         line = p.classes[i]
         if not _covers_once(arriving.get(i, ()), line.size if i in lacks else 0):
             what = ", ".join(f"{e.spec} {e.box}" for e in line.segments[:2])
-            yield "RL0527", f"rank {rank} does not receive shard class {i} ({what}) exactly once", (rank,)
+            yield "RL0527", f"rank {rank} does not receive box class {i} ({what}) exactly once", (rank,)
 
 
 def _pairing_faults(rank: int, known: _SliceCache, paired: set[tuple[int, int]]) -> Iterator[Fault]:
@@ -160,7 +160,7 @@ def _holding_faults(rank: int, held: Cell | None, known: _SliceCache,
     for peer, slices in known.of(rank).sends.items():
         for piece in slices:
             if not known.index.holds(held, piece[1]) and not _arrived_before(arriving.get(piece[1], ()), piece):
-                yield ("RL0533", f"rank {rank} would send rank {peer} a part of shard class {piece[1]} that it does "
+                yield ("RL0533", f"rank {rank} would send rank {peer} a part of box class {piece[1]} that it does "
                        f"not have in step {piece[0]}", (rank, peer))
 
 
@@ -195,7 +195,7 @@ def _arrived_before(arriving: Sequence[Interval], piece: Interval) -> bool:
 # ------------------------------------------------------------------------------------------------------- groups
 
 
-def _group_faults(p: Routes, src: MeshCells, dst: MeshCells) -> Iterator[Fault]:
+def _group_faults(p: ReshardPlan, src: MeshCells, dst: MeshCells) -> Iterator[Fault]:
     """Every node in which a rank lacks something is of one group, whose ranks stand as the group says."""
     of = Counter(node for group in p.groups for node in group.nodes)
     if twice := [node for node, count in of.items() if count > 1]:
@@ -211,7 +211,7 @@ def _group_faults(p: Routes, src: MeshCells, dst: MeshCells) -> Iterator[Fault]:
                 yield "RL0527", f"node {node} does not have the cells of the group that lists it", tuple(ranks)
 
 
-def sampled_ranks(p: Routes, src: MeshCells, dst: MeshCells) -> Sequence[int]:
+def sampled_ranks(p: ReshardPlan, src: MeshCells, dst: MeshCells) -> Sequence[int]:
     """The ranks that are looked at: all, or those of the first and last node of a group at each place in its trees, and
     a first, a middle and a last holder of what crosses the network."""
     every = src.cells.keys() | dst.cells.keys()

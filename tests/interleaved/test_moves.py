@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from rldsl.plan.model import Layout, Mesh
 from rldsl.reshard.alias import share_one_copy
-from rldsl.reshard.shard_classes import shard_classes
+from rldsl.reshard.box_classes import box_classes
 from rldsl.sharding.boxes import chunks, holdings, parameters, pieces_of_rank, stages
 from rldsl.sharding.layout import own_layers, stage_layers
 from rldsl.sharding.pipeline_schedule import actions, max_waiting_messages
-from rldsl.verify.shard_classes import class_faults
+from rldsl.verify.box_classes import class_faults
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case
 from tests.realloc.test_run import move_all
@@ -72,16 +72,16 @@ def pairs(draw: st.DrawFn) -> Case:
 @given(pairs())
 @settings(max_examples=60, deadline=None)
 def test_lines_between_them_are_right(case: Case) -> None:
-    assert not list(class_faults(case.model, case.src, case.dst, shard_classes(case.model, case.src, case.dst)))
+    assert not list(class_faults(case.model, case.src, case.dst, box_classes(case.model, case.src, case.dst)))
 
 
 def test_wrong_lines_are_found() -> None:
     """Those of layers that stand one after the other."""
     on, made = mesh((0, 2)), model(layers=4)
     src, dst = interleaved(on, 2, pp=2), layout(on, dp=2)
-    assert not list(class_faults(made, src, dst, shard_classes(made, src, dst)))
-    assert list(class_faults(made, src, dst, shard_classes(made, replace(src, vpp=1), dst)))
-    assert list(class_faults(made, dst, src, shard_classes(made, dst, replace(src, vpp=1))))
+    assert not list(class_faults(made, src, dst, box_classes(made, src, dst)))
+    assert list(class_faults(made, src, dst, box_classes(made, replace(src, vpp=1), dst)))
+    assert list(class_faults(made, dst, src, box_classes(made, dst, replace(src, vpp=1))))
 
 
 def test_layouts_that_differ_in_it_are_no_copies_of_each_other() -> None:

@@ -14,7 +14,7 @@ from rldsl.backends.torch.train.optimizer import learning_rate
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Sampling
 from rldsl.plan.model import Optimizer
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.transfer_slices import rank_slices
 from tests.backend_torch.shards import layout_of, pack, plan_model, shard_of
 from tests.backend_torch.test_forward import ROWS
@@ -195,7 +195,7 @@ def test_15_senders_share_the_load(src: tuple[int, int], dst: tuple[int, int]) -
     """15. One replica sent everything: to ranks that hold nothing, the busiest of equal senders sends its part."""
     made, a, b = model(), mesh((0, 4)), mesh((4, 8))
     sent = dict.fromkeys(range(4), 0)
-    way = plan_routes(made, layout(a, dp=src[0], tp=src[1]), a, layout(b, dp=dst[0], tp=dst[1]), b, 8)
+    way = plan_reshard(made, layout(a, dp=src[0], tp=src[1]), a, layout(b, dp=dst[0], tp=dst[1]), b, 8)
     for rank in sent:
         sent[rank] = sum(lane.stop - lane.start for lane in rank_slices(way, rank)[0])
     assert max(sent.values()) <= 1.01 * sum(sent.values()) / 4

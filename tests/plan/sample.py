@@ -40,7 +40,7 @@ from rldsl.plan.model import (
     Value,
 )
 from rldsl.plan.projection import rank_classes
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.summary import summary
 
 
@@ -63,7 +63,7 @@ def grpo() -> Plan:
     )
     actor = Model("actor", "causal_lm", "models/a", "float32", params, 2, "c0", "L1", Optimizer(1e-6), 20)
     models = (actor, replace(actor, name="ref", train_layout="", optimizer=None, planned_updates=0))
-    moved = summary(plan_routes(actor, layouts[0], meshes[1], layouts[1], meshes[0], 4), actor)
+    moved = summary(plan_reshard(actor, layouts[0], meshes[1], layouts[1], meshes[0], 4), actor)
     frames = (
         Frame("prompt", "prompt", "prompt.p", 8, 1, "tasks", 16, 0),
         Frame("gen", "gen", "prompt.p", 32, 4, "tasks", 16, 8),

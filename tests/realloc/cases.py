@@ -8,8 +8,8 @@ from itertools import product
 from hypothesis import strategies as st
 
 from rldsl.plan.model import Layout, Mesh, Model, Split
-from rldsl.reshard.records import Routes
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
+from rldsl.reshard.records import ReshardPlan
 from tests.plan_algebra.models import layout, layouts, mesh, model
 
 
@@ -22,8 +22,8 @@ class Case:
     dst_mesh: Mesh
     devices: int
 
-    def paths(self) -> Routes:
-        return plan_routes(self.model, self.src, self.src_mesh, self.dst, self.dst_mesh, self.devices)
+    def paths(self) -> ReshardPlan:
+        return plan_reshard(self.model, self.src, self.src_mesh, self.dst, self.dst_mesh, self.devices)
 
     def ranks(self) -> list[int]:
         return sorted({*self.src_mesh.members(), *self.dst_mesh.members()})

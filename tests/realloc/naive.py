@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rldsl.reshard.records import NodeGroup, Routes
+from rldsl.reshard.records import NodeGroup, ReshardPlan
 from rldsl.reshard.transfer_slices import TransferSlice
 from rldsl.sharding.boxes import Cell, cell_of
 from tests.realloc.cases import Case
@@ -32,12 +32,12 @@ def flows(case: Case) -> list[Flow]:
     return sorted(found)
 
 
-def _group(p: Routes, group: NodeGroup, nodes: list[int]) -> Iterator[Flow]:
+def _group(p: ReshardPlan, group: NodeGroup, nodes: list[int]) -> Iterator[Flow]:
     """What the nodes of one pair of trees do among themselves."""
     for node in nodes:
         base = node * p.devices
         for copy in group.local_copies:
-            yield base + copy.src, base + copy.dst, copy.step, copy.shard_class, copy.start, copy.stop
+            yield base + copy.src, base + copy.dst, copy.step, copy.box_class, copy.start, copy.stop
     for tree in range(2 if len(nodes) > 1 else 1):
         for node, above, depth in _tree(nodes, tree):
             for line, device, start, stop in _halves(group, tree, len(nodes) > 1):
@@ -50,7 +50,7 @@ def _group(p: Routes, group: NodeGroup, nodes: list[int]) -> Iterator[Flow]:
 
 def _halves(group: NodeGroup, tree: int, two: bool) -> Iterator[tuple[int, int, int, int]]:
     for line, entering in group.arrivals.items():
-        for device, start, stop in entering.shares:
+        for device, start, stop in entering.received_parts:
             middle = (start + stop) // 2 if two else stop
             start, stop = ((start, middle), (middle, stop))[tree]
             if start < stop:
@@ -73,7 +73,7 @@ def _tree(nodes: list[int], tree: int) -> list[tuple[int, int | None, int]]:
     return out
 
 
-def _from_holders(case: Case, p: Routes, roots: list[tuple[int, int, NodeGroup, list[int]]]) -> Iterator[Flow]:
+def _from_holders(case: Case, p: ReshardPlan, roots: list[tuple[int, int, NodeGroup, list[int]]]) -> Iterator[Flow]:
     """Each cell lays all that it sends end to end; its senders take equal stretches, element by element."""
     for at in sorted(p.senders):
         holders = [r for r in case.src_mesh.members() if cell_of(case.src, case.src_mesh, r) == at]
@@ -93,12 +93,12 @@ def _from_holders(case: Case, p: Routes, roots: list[tuple[int, int, NodeGroup, 
             yield senders[k], receiver, 0, line, begin, stop
 
 
-def _of_cell(p: Routes, at: Cell, q: int, i: int, group: NodeGroup, nodes: list[int]) -> list[tuple[int, int, int, int]]:
+def _of_cell(p: ReshardPlan, at: Cell, q: int, i: int, group: NodeGroup, nodes: list[int]) -> list[tuple[int, int, int, int]]:
     out = []
     for tree in range(2 if len(nodes) > 1 else 1):
         root = next(node for node, above, _ in _tree(nodes, tree) if above is None)
         for line, device, start, stop in _halves(group, tree, len(nodes) > 1):
-            for who, low, high in p.shares[line]:
+            for who, low, high in p.sent_parts[line]:
                 if p.classes[line].holders[who] == at and max(low, start) < min(high, stop):
                     out.append((tree, device, line, max(low, start), min(high, stop), root))
     return [(root * p.devices + device, line, start, stop) for _, device, line, start, stop, root in sorted(out)]

@@ -31,9 +31,9 @@ def test_shapes_say_what_tensors_say(case: Case) -> None:
             tensors = {name: torch.empty(local_shape(p, pieces)) for name, (p, pieces) in there.items() if pieces}
             for ops in rank_rounds(case.paths(), rank, 2):
                 for part in _message_parts((*ops.sends, *ops.receives), there):
-                    spot = part.spots[0] if len(part.spots) == 1 else None
+                    spot = part.local_boxes[0] if len(part.local_boxes) == 1 else None
                     lies = spot is not None and tensors[spot[0]][spot[1]].is_contiguous()
-                    assert is_contiguous(part.message, there) == part.stretch == lies
+                    assert is_contiguous(part.message, there) == part.is_contiguous == lies
                     assert (_in_place_view(part, tensors, torch.float32) is not None) == lies
                     assert _in_place_view(part, tensors, torch.float64) is None
                     assert _in_place_view(part, None, torch.float32) is None

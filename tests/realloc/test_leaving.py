@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rldsl.plan.events import Free, Offload, Realloc, Train
-from rldsl.runtime.comm.reshard import realloc
+from rldsl.runtime.comm.reshard import reshard
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.interpreter import model_events, train_event, value_events
 from rldsl.runtime.state.model_store import ModelStore
@@ -88,7 +88,7 @@ class Moving(ModelStore):
                                   device=torch.device("cpu"))
         shards = {("actor", x): SimpleNamespace(state_dict=lambda: {"w": torch.zeros(2, dtype=held)})
                   for x in ("L1", "L2")}
-        super().__init__(context, shards, routes={5: None},  # type: ignore[arg-type, dict-item]
+        super().__init__(context, shards, reshards={5: None},  # type: ignore[arg-type, dict-item]
                          leaving={("actor", "L2"): {1: Pending(lambda: self.seen.append("left"))}})
 
 
@@ -110,7 +110,7 @@ def test_a_reallocation_says_what_is_on_its_way(rank: int, held: torch.dtype, mo
     monkeypatch.setattr(model_events, "realloc", lambda *_: state.seen.append("posted") or Pending(
         lambda: state.seen.append("here")))
     event = Realloc(id=5, mesh="m", model="actor", src="L1", dst="L2", bytes=0, messages=0, digest="")
-    model_events.reallocate(state, EventRing(), event)
+    model_events.realloc(state, EventRing(), event)
     assert state.seen == {0: ["posted", "here"], 1: ["left", "posted"], 2: ["left", "posted"]}[rank]
     sent = state.leaving.get(("actor", "L1"), {})
     assert sent.keys() == ({5} if rank == 1 and held == torch.bfloat16 else set())
@@ -126,7 +126,7 @@ def written_at_once(rank: int) -> bool:
         source = place(case, "src", rank, tensors(case, "src", rank, torch.float32))
         right = tensors(case, "dst", rank, torch.float32)
         held = {name: torch.zeros_like(t) for name, t in right.items()}
-        pending = realloc(route(case, rank, 1 << 30), source, place(case, "dst", rank, held), torch.float32,
+        pending = reshard(route(case, rank, 1 << 30), source, place(case, "dst", rank, held), torch.float32,
                           torch.device("cpu"), number * 16)
         pending.finish()
         pending.finish()  # the copy's reader and the source's writer both ask

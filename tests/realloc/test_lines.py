@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.plan.model import Layout, ParamSpec, Split
+from rldsl.reshard.box_classes import BoxClass, Segment, box_classes, boxes_between
 from rldsl.reshard.node_groups import MeshView, node_groups
-from rldsl.reshard.shard_classes import Segment, ShardClass, boxes_between, shard_classes
 from rldsl.sharding.boxes import cell_of, contains, parameters, pieces_of_rank, volume
 from tests.plan_algebra.models import layout, layouts, mesh, model
 from tests.realloc.cases import cases
@@ -22,7 +22,7 @@ def test_lines_cover_every_parameter_once(kind):
     for a in layouts(on):
         for b in layouts(on):
             count = {p.name: np.zeros(p.spec.shape, int) for p in parameters(made)}
-            for line in shard_classes(made, a, b):
+            for line in box_classes(made, a, b):
                 assert sum(volume(box) for _, box in boxes_between(line, 0, line.size)) == line.size
                 for name, box in boxes_between(line, 0, line.size):
                     count[name][tuple(slice(*x) for x in box)] += 1
@@ -33,7 +33,7 @@ def test_lines_cover_every_parameter_once(kind):
 @settings(max_examples=40, deadline=None)
 def test_cells_hold_and_want_their_lines(case):
     by_name = {p.name: p for p in parameters(case.model)}
-    for line in shard_classes(case.model, case.src, case.dst):
+    for line in box_classes(case.model, case.src, case.dst):
         for name, box in boxes_between(line, 0, line.size):
             for cells, at, on in ((line.holders, case.src, case.src_mesh), (line.needers, case.dst, case.dst_mesh)):
                 for rank in on.members():
@@ -43,15 +43,15 @@ def test_cells_hold_and_want_their_lines(case):
 
 def test_the_number_of_lines_does_not_depend_on_layers_or_ranks():
     few, many = mesh((0, 8)), mesh((0, 512))
-    assert (len(shard_classes(model(layers=4), layout(few, tp=4, pp=2), layout(few, tp=2, dp=4)))
-            == len(shard_classes(model(layers=64), layout(many, tp=4, pp=2, dp=64), layout(many, tp=2, dp=256))))
+    assert (len(box_classes(model(layers=4), layout(few, tp=4, pp=2), layout(few, tp=2, dp=4)))
+            == len(box_classes(model(layers=64), layout(many, tp=4, pp=2, dp=64), layout(many, tp=2, dp=256))))
 
 
 @given(st.lists(st.integers(0, 100), max_size=5))
 def test_stretches_of_a_line_never_overlap(cuts):
     entries = (Segment("a.{}", (0, 2), ((0, 3), (4, 8)), 0), Segment("b", (None,), ((5, 16), (0, 7)), 24),
                Segment("c", (None,), (), 101))
-    line = ShardClass((), (), entries, 102)
+    line = BoxClass((), (), entries, 102)
     count = Counter()
     for start, stop in pairwise(sorted({0, 102, *cuts})):
         found = list(boxes_between(line, start, stop))
@@ -68,7 +68,7 @@ def test_a_split_that_leaves_something_out_is_refused():
     at = Layout("a", "m", tp=2)
     made = model()
     with pytest.raises(AssertionError, match="parts fill 3 of 4"):
-        shard_classes(type(made)("m", "causal_lm", "", "float32", (spec,), 1, ""), at, at)
+        box_classes(type(made)("m", "causal_lm", "", "float32", (spec,), 1, ""), at, at)
 
 
 # ------------------------------------------------------------------------------------------------------ nodes

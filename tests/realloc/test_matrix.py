@@ -11,11 +11,11 @@ from itertools import count
 import pytest
 import torch
 import torch.distributed as dist
-from rldsl.backends.torch import build
 
+from rldsl.backends.torch import build
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes, Shard
-from rldsl.runtime.comm.reshard import Route, Tensors, realloc
+from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
 from rldsl.sharding.layout import axis_ranks
 from tests.backend_torch.shards import _axis, pack, plan_model, ragged
 from tests.tiny import make_model
@@ -51,8 +51,8 @@ class At:
 
 
 def move(model: Model, rank: int, a: At, b: At, tag: int) -> None:
-    route = Route.of(model, a.layout, a.mesh, b.layout, b.mesh, 4, rank)
-    realloc(route, a.state_dict(), b.state_dict(), torch.float32, CPU, tag).finish()
+    route = RankReshard.plan(model, a.layout, a.mesh, b.layout, b.mesh, 4, rank)
+    reshard(route, a.state_dict(), b.state_dict(), torch.float32, CPU, tag).finish()
 
 
 def seen(at: At, what: str) -> torch.Tensor | None:

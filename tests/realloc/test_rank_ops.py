@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from rldsl.plan.model import Layout, Mesh
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.rounds import ROUNDS_IN_FLIGHT, WHOLE_BELOW, Message, num_buckets, num_rounds, num_steps, rank_rounds
-from rldsl.reshard.routes import plan_routes
 from rldsl.reshard.summary import digest, summary
 from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.sharding.boxes import volume
@@ -57,7 +57,7 @@ def test_a_rank_without_a_part_does_nothing() -> None:
 def test_the_same_layout_moves_nothing() -> None:
     on = mesh((0, 8))
     at = layout(on, pp=2, dp=2, tp=2)
-    p = plan_routes(model(), at, on, at, on, 4)
+    p = plan_reshard(model(), at, on, at, on, 4)
     assert all(rank_slices(p, r) == ((), ()) for r in range(8))
     total = summary(p, model())
     assert (total.bytes, total.network_bytes, total.messages, total.busiest_bytes) == (0, 0, 0, 0)
@@ -109,7 +109,7 @@ def test_no_round_is_larger_than_half_a_bucket(case: Case) -> None:
 def test_bytes_are_those_that_are_lacking() -> None:
     on = mesh((0, 4))
     made = wide("gqa")
-    p = plan_routes(made, layout(on, tp=2, dp=2), on, layout(on, dp=4), on, 2)
+    p = plan_reshard(made, layout(on, tp=2, dp=2), on, layout(on, dp=4), on, 2)
     received: Counter[int] = Counter()
     for rank in range(4):
         received[rank] = sum(x.stop - x.start for x in rank_slices(p, rank)[1])
@@ -123,22 +123,22 @@ def test_the_digest_sees_what_changes() -> None:
     on, other = mesh((0, 8)), mesh((8, 16))
     made = model("fused")
     args = (made, layout(on, pp=2, dp=2, tp=2), on, layout(on, dp=4, tp=2), on, 4)
-    seen = {digest(plan_routes(*args), 1), digest(plan_routes(*args), 2)}
-    assert digest(plan_routes(*args), 1) in seen
+    seen = {digest(plan_reshard(*args), 1), digest(plan_reshard(*args), 2)}
+    assert digest(plan_reshard(*args), 1) in seen
     for changed in (
         (model("gqa"), *args[1:]), (model("fused", 4), *args[1:]), (*args[:3], layout(on, dp=2, tp=4), on, 4),
         (*args[:3], layout(other, dp=4, tp=2), other, 4), (*args[:5], 8), (made, *args[3:5], *args[1:3], 4),
     ):
-        seen.add(digest(plan_routes(*changed), 1))
+        seen.add(digest(plan_reshard(*changed), 1))
     assert len(seen) == 8
 
 
 def test_a_layout_must_fill_its_mesh() -> None:
     on = mesh((0, 4))
     with pytest.raises(AssertionError, match="does not fill"):
-        plan_routes(model(), layout(on, tp=2), on, layout(on, tp=4), on, 8)
+        plan_reshard(model(), layout(on, tp=2), on, layout(on, tp=4), on, 8)
     with pytest.raises(AssertionError, match="is on mesh"):
-        plan_routes(model(), layout(on, tp=4), mesh((0, 5)), layout(on, tp=4), on, 8)
+        plan_reshard(model(), layout(on, tp=4), mesh((0, 5)), layout(on, tp=4), on, 8)
 
 
 def test_the_work_does_not_grow_with_the_ranks() -> None:
@@ -146,6 +146,6 @@ def test_the_work_does_not_grow_with_the_ranks() -> None:
     def cost(ranks: int) -> int:
         on = Mesh("m", ((0, ranks),))
         src, dst = Layout("s", "m", dp=ranks // 32, tp=8, pp=4), Layout("d", "m", dp=ranks // 4, tp=4)
-        return lines(lambda: rank_slices(plan_routes(model("gqa", layers=70), src, on, dst, on, 8), ranks // 2 + 3))
+        return lines(lambda: rank_slices(plan_reshard(model("gqa", layers=70), src, on, dst, on, 8), ranks // 2 + 3))
 
     assert cost(10240) <= 1.5 * cost(64)

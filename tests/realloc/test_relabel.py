@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from scipy.optimize import linear_sum_assignment
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
+from rldsl.reshard.box_classes import box_classes
 from rldsl.reshard.device_order import reorder_devices
-from rldsl.reshard.routes import plan_routes
-from rldsl.reshard.shard_classes import shard_classes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.summary import summary
 from rldsl.sharding.boxes import cell_of, volume
 from tests.plan_algebra.models import layout, mesh, model
@@ -19,7 +19,7 @@ from tests.realloc.cases import cases
 
 
 def moved(made, src, on, dst, at, devices=8):
-    return summary(plan_routes(made, src, on, dst, at, devices), made).bytes // 4
+    return summary(plan_reshard(made, src, on, dst, at, devices), made).bytes // 4
 
 
 def even(layers=32):
@@ -75,7 +75,7 @@ def test_exact(case):
     at = reorder_devices(case.model, case.src, case.src_mesh, case.dst, (*case.dst_mesh.ranks, (24, 28)), 64)
     ordered = Mesh(case.dst.mesh, ((0, size),))
     worth = np.zeros((len(every), size))
-    for line in shard_classes(case.model, case.src, case.dst):
+    for line in box_classes(case.model, case.src, case.dst):
         for i, rank in enumerate(every):
             for j in range(size):
                 if cell_of(case.src, case.src_mesh, rank) in line.holders and cell_of(case.dst, ordered, j) in line.needers:

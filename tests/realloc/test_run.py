@@ -11,7 +11,7 @@ import torch
 
 from rldsl.reshard.in_place import pieces_by_parameter
 from rldsl.reshard.rounds import kept_boxes
-from rldsl.runtime.comm.reshard import Route, Tensors, local_box, realloc
+from rldsl.runtime.comm.reshard import RankReshard, Tensors, local_box, reshard
 from rldsl.sharding.boxes import cell_of, parameters, pieces_of_rank
 from tests.plan_algebra.models import layout, mesh, model
 from tests.realloc.cases import Case, wide
@@ -46,8 +46,8 @@ def place(case: Case, side: str, rank: int, held: dict[str, torch.Tensor]) -> Te
     return held if rank in on.members() else None
 
 
-def route(case: Case, rank: int, bucket: int) -> Route:
-    return Route.of(case.model, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, rank, bucket)
+def route(case: Case, rank: int, bucket: int) -> RankReshard:
+    return RankReshard.plan(case.model, case.src, case.src_mesh, case.dst, case.dst_mesh, case.devices, rank, bucket)
 
 
 def move_all(rank: int, bucket: int, decay: float, cases: Sequence[Case]) -> list[str]:
@@ -57,7 +57,7 @@ def move_all(rank: int, bucket: int, decay: float, cases: Sequence[Case]) -> lis
         right = tensors(case, "dst", rank, torch.float32)
         held = {name: torch.full_like(t, 3.0) for name, t in right.items()}
         way = route(case, rank, bucket)
-        pending = realloc(way, place(case, "src", rank, tensors(case, "src", rank, torch.float32)),
+        pending = reshard(way, place(case, "src", rank, tensors(case, "src", rank, torch.float32)),
                           place(case, "dst", rank, held), torch.float32, torch.device("cpu"), number * 16, decay)
         pending.finish()
         for name, t in right.items():
@@ -99,7 +99,7 @@ def _room(rank: int, case: Case, bucket: int, number: int) -> tuple[int, int]:
     held = {name: torch.zeros_like(t) for name, t in tensors(case, "dst", rank, torch.float32).items()}
     sides = place(case, "src", rank, tensors(case, "src", rank, torch.float32)), place(case, "dst", rank, held)
     with Watch():
-        realloc(way, *sides, torch.float32, torch.device("cpu"), number * 16).finish()
+        reshard(way, *sides, torch.float32, torch.device("cpu"), number * 16).finish()
     boxes = max((len(m.boxes) for r in way.rounds for m in (*r.sends, *r.receives)), default=0)
     peers = max((len(r.sends) + len(r.receives) for r in way.rounds), default=0)
     return Watch.most, 4 * boxes * peers * 512
@@ -125,4 +125,4 @@ def test_a_route_that_was_spoiled_is_noticed() -> None:
     spoiled = replace(way, copies=((way.copies[0][0], None),))
     sides = (place(case, side, 0, tensors(case, side, 0, torch.float32)) for side in ("src", "dst"))
     with pytest.raises(AssertionError, match="does not expect"):
-        realloc(spoiled, *sides, torch.float32, torch.device("cpu"), 0)
+        reshard(spoiled, *sides, torch.float32, torch.device("cpu"), 0)

@@ -16,7 +16,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Infer, Item, Load, Loop, Offload, Onload, Realloc, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import rank_classes, walk
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.summary import summary
 from rldsl.source import SourceFile
 from rldsl.verify import verify
@@ -176,7 +176,7 @@ def moved(plan: Plan, src: str) -> dict[str, object]:
     layouts, meshes = {x.id: x for x in plan.layouts}, {m.id: m for m in plan.meshes}
     a, b = layouts[src], layouts[ref.dst]
     model = next(m for m in plan.models if m.name == "ref")
-    total = summary(plan_routes(model, a, meshes[a.mesh], b, meshes[b.mesh], plan.header.devices_per_node), model)
+    total = summary(plan_reshard(model, a, meshes[a.mesh], b, meshes[b.mesh], plan.header.devices_per_node), model)
     mesh = next(m.id for m in plan.meshes if {*m.members()} == {*meshes[a.mesh].members(), *meshes[b.mesh].members()})
     return dict(mesh=mesh, bytes=total.bytes, messages=total.messages, digest=total.digest)
 

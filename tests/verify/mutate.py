@@ -19,7 +19,7 @@ from rldsl.diag import Failure
 from rldsl.plan.events import Event, Every, Item, Loop, Realloc
 from rldsl.plan.model import ROLES, ParamSpec, Plan, Split
 from rldsl.plan.projection import rank_classes, walk
-from rldsl.reshard import routes, summary
+from rldsl.reshard import planning, summary
 from rldsl.sharding import dtypes
 
 Path = tuple[str | int, ...]
@@ -232,7 +232,7 @@ def repaired(plan: Plan) -> Plan:
             return None
         try:
             model, src, dst = models[e.model], layouts[e.src], layouts[e.dst]
-            way = routes.plan_routes(model, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
+            way = planning.plan_reshard(model, src, meshes[src.mesh], dst, meshes[dst.mesh], plan.header.devices_per_node)
             total = summary.summary(way, dtypes.in_wire_dtype(models[e.source or e.model], e.src, model, e.dst, e.decay))
         except (LookupError, AssertionError, ValueError, ArithmeticError, Failure):
             return None

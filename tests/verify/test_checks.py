@@ -16,7 +16,7 @@ from rldsl.plan.events import Event, Loop, Offload, Onload
 from rldsl.plan.expr import Node
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import class_of
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.transfer_slices import rank_slices
 from rldsl.verify import reshards, transfer_slices, verify
 from tests.plan.sample import grpo
@@ -110,7 +110,7 @@ def test_more_messages_at_once_than_a_group_may_have(monkeypatch: pytest.MonkeyP
 def spoiled(**new: object) -> Callable[..., object]:
     """A planner whose first node group is another."""
     def made(*args: object) -> object:
-        p = plan_routes(*args)  # type: ignore[arg-type]
+        p = plan_reshard(*args)  # type: ignore[arg-type]
         first = p.groups[0]
         return replace(p, groups=(replace(first, **{k: v(getattr(first, k)) for k, v in new.items()}), *p.groups[1:]))
     return made
@@ -118,14 +118,14 @@ def spoiled(**new: object) -> Callable[..., object]:
 
 def classes(edit: Callable[[tuple], tuple]) -> Callable[..., object]:
     def made(*args: object) -> object:
-        p = plan_routes(*args)  # type: ignore[arg-type]
+        p = plan_reshard(*args)  # type: ignore[arg-type]
         return replace(p, classes=edit(p.classes))
     return made
 
 
-def segment(shard_class: object, **new: object) -> object:
-    first, *rest = shard_class.segments  # type: ignore[attr-defined]
-    return replace(shard_class, segments=(replace(first, **new), *rest))  # type: ignore[type-var]
+def segment(box_class: object, **new: object) -> object:
+    first, *rest = box_class.segments  # type: ignore[attr-defined]
+    return replace(box_class, segments=(replace(first, **new), *rest))  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("planner", [
@@ -146,7 +146,7 @@ def segment(shard_class: object, **new: object) -> object:
 def test_a_planner_that_leaves_gaps_or_overlaps(planner: Callable[..., object],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Coverage is tested on boxes and transfer slices, whatever the planner's own bytes and digest say."""
-    monkeypatch.setattr(reshards, "plan_routes", planner)
+    monkeypatch.setattr(reshards, "plan_reshard", planner)
     found = codes(grpo())
     assert "RL0527" in found and found <= {"RL0527", "RL0526", "RL0533"}, found  # and who would pass it on lacks it
 
@@ -158,7 +158,7 @@ def test_a_planner_that_leaves_gaps_or_overlaps(planner: Callable[..., object],
 def test_a_planner_that_sends_what_is_not_there(planner: Callable[..., object],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """From a rank that does not hold it; and so late that those who pass it on do not have it yet."""
-    monkeypatch.setattr(reshards, "plan_routes", planner)
+    monkeypatch.setattr(reshards, "plan_reshard", planner)
     assert codes(grpo()) - {"RL0526"} == {"RL0533"}
 
 

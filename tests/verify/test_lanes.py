@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rldsl.plan.model import Layout, Mesh
-from rldsl.reshard.records import Routes
-from rldsl.reshard.routes import plan_routes
+from rldsl.reshard.planning import plan_reshard
+from rldsl.reshard.records import ReshardPlan
 from rldsl.verify import transfer_slices
 from rldsl.verify.transfer_slices import MeshCells
 from tests.plan_algebra.models import model
@@ -28,18 +28,18 @@ def side(name: str, ranks: tuple[int, int], tp: int, pp: int) -> tuple[Layout, M
     return Layout(f"L{name}", name, dp=(ranks[1] - ranks[0]) // (tp * pp), tp=tp, pp=pp), mesh
 
 
-def made(pair: tuple[Any, Any]) -> tuple[Routes, MeshCells, MeshCells]:
+def made(pair: tuple[Any, Any]) -> tuple[ReshardPlan, MeshCells, MeshCells]:
     (src, a), (dst, b) = side("a", *pair[0]), side("b", *pair[1])
-    return plan_routes(model(), src, a, dst, b, 8), MeshCells.of(src, a), MeshCells.of(dst, b)
+    return plan_reshard(model(), src, a, dst, b, 8), MeshCells.of(src, a), MeshCells.of(dst, b)
 
 
-def whole(p: Routes, src: MeshCells, dst: MeshCells, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def whole(p: ReshardPlan, src: MeshCells, dst: MeshCells, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     with monkeypatch.context() as here:
         here.setattr(transfer_slices, "FEW", 10 * WORLD)
         return some(p, src, dst)
 
 
-def some(p: Routes, src: MeshCells, dst: MeshCells) -> set[str]:
+def some(p: ReshardPlan, src: MeshCells, dst: MeshCells) -> set[str]:
     try:
         return {code for code, _, _ in transfer_slices.slice_faults(p, src, dst, WORLD)}
     except (LookupError, ZeroDivisionError, AssertionError, TypeError, AttributeError, RuntimeError) as wrong:

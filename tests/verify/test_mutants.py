@@ -21,8 +21,8 @@ from rldsl.memory.holder_classes import HolderClass
 from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import EVENTS, Compute, Every, Free, Lengths, Loop, Realloc
 from rldsl.plan.model import Plan
-from rldsl.reshard import routes
-from rldsl.reshard.records import Routes
+from rldsl.reshard import planning
+from rldsl.reshard.records import ReshardPlan
 from rldsl.verify import STAGES, issue_order, reshards, saves, verify
 from rldsl.verify.tables import tables
 from tests.plan.sample import grpo
@@ -44,12 +44,12 @@ def plans() -> dict[str, Plan]:
 @pytest.fixture(autouse=True)
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows from layouts and models alone is found once for many mutants."""
-    found = lru_cache(None)(routes.plan_routes)
+    found = lru_cache(None)(planning.plan_reshard)
     for module, name, function in (
             (reshards, "examine_reshard", lru_cache(None)(reshards.examine_reshard)),
             (saves, "examine_save", lru_cache(None)(saves.examine_save)),
-            (issue_order, "stuck", lru_cache(None)(issue_order.stuck)), (routes, "plan_routes", found),
-            (reshard_buffers, "plan_routes", found),
+            (issue_order, "stuck", lru_cache(None)(issue_order.stuck)), (planning, "plan_reshard", found),
+            (reshard_buffers, "plan_reshard", found),
             (import_module("rldsl.memory.lifetimes"), "realloc_bytes", moved(reshard_buffers.realloc_bytes))):
         monkeypatch.setattr(module, name, function)
 
@@ -58,7 +58,7 @@ def moved(find: Callable[..., int]) -> Callable[..., int]:
     """`moves.realloc_bytes`, which need not look at the same way twice."""
     seen: dict[object, int] = {}
 
-    def found(plan: Plan, way: Routes, e: Realloc, ranks: HolderClass) -> int:
+    def found(plan: Plan, way: ReshardPlan, e: Realloc, ranks: HolderClass) -> int:
         key = (id(way), e.model, e.source, e.src, e.dst, e.decay, ranks.ranks, plan.models, plan.layouts, plan.meshes)
         if key not in seen:
             seen[key] = find(plan, way, e, ranks)

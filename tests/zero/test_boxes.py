@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from rldsl.plan.model import Layout, Mesh, Model, ParamSpec, Split
+from rldsl.reshard.box_classes import box_classes
 from rldsl.reshard.gather import gather, owners
 from rldsl.reshard.node_groups import MeshView
-from rldsl.reshard.routes import plan_routes
-from rldsl.reshard.shard_classes import shard_classes
+from rldsl.reshard.planning import plan_reshard
 from rldsl.reshard.summary import summary
-from rldsl.runtime.comm.reshard import Route, realloc
+from rldsl.runtime.comm.reshard import RankReshard, reshard
 from rldsl.sharding.boxes import (
     Parameter,
     cell_of,
@@ -67,10 +67,10 @@ def test_rows_are_even_runs_of_the_local_tensor(kind: str) -> None:
                 mine, whole = local(p, full, pieces_of_rank(p, made.layers, at, on, rank)), local(
                     p, full, pieces_of_rank(p, made.layers, plain, on, rank))
                 if whole is None or not whole.ndim:
-                    expected = whole if whole is not None and where.shard == 0 else None
+                    expected = whole if whole is not None and where.zero_shard == 0 else None
                 else:
                     rows = -(-whole.shape[0] // dp)
-                    expected = whole[where.shard * rows : (where.shard + 1) * rows]
+                    expected = whole[where.zero_shard * rows : (where.zero_shard + 1) * rows]
                     expected = expected if expected.size else None
                 assert (mine is None) == (expected is None)
                 assert mine is None or np.array_equal(mine, expected)
@@ -133,7 +133,7 @@ def test_every_move_is_proved_and_moves_no_more_than_is_lacking() -> None:
             overlap(box, piece.box) for piece in pieces_of_rank(p, made.layers, a, am, r))
             for r in bm.members() for p in parameters(made)
             for box in (q.box for q in pieces_of_rank(p, made.layers, b, bm, r)))
-        assert total.bytes == 4 * lacking == summary(plan_routes(made, a, am, b, bm, devices), made).bytes
+        assert total.bytes == 4 * lacking == summary(plan_reshard(made, a, am, b, bm, devices), made).bytes
 
 
 def overlap(a: tuple, b: tuple) -> int:
@@ -142,7 +142,7 @@ def overlap(a: tuple, b: tuple) -> int:
 
 def test_paths_of_different_divisions_have_different_digests() -> None:
     made, dst = model(), layout(FOUR, tp=2, dp=2)
-    digests = {summary(plan_routes(made, a, FOUR, dst, FOUR, 4), made).digest for a in (
+    digests = {summary(plan_reshard(made, a, FOUR, dst, FOUR, 4), made).digest for a in (
         layout(FOUR, dp=4), sharded(FOUR, 1, dp=4), sharded(FOUR, 1, dp=2, tp=2), layout(FOUR, dp=2, tp=2))}
     assert len(digests) == 4
 
@@ -150,7 +150,7 @@ def test_paths_of_different_divisions_have_different_digests() -> None:
 def test_lines_stay_few() -> None:
     """As many as there are places, whatever the layers."""
     on = mesh((0, 64))
-    found = [len(shard_classes(model(layers=n), sharded(on, 3, dp=16, tp=4), layout(on, dp=64))) for n in (4, 64)]
+    found = [len(box_classes(model(layers=n), sharded(on, 3, dp=16, tp=4), layout(on, dp=64))) for n in (4, 64)]
     assert found[0] == found[1] <= 64
 
 
@@ -171,7 +171,7 @@ def move_all(rank: int) -> list[str]:
         right = held(b, bm)
         got = {name: torch.full_like(t, -1) for name, t in right.items()}
         src, dst = (x if rank in on.members() else None for x, on in ((held(a, am), am), (got, bm)))
-        realloc(Route.of(made, a, am, b, bm, devices, rank), src, dst, torch.float32, torch.device("cpu"), number * 16).finish()
+        reshard(RankReshard.plan(made, a, am, b, bm, devices, rank), src, dst, torch.float32, torch.device("cpu"), number * 16).finish()
         wrong += [f"{a.id} to {b.id}: {name}" for name, t in right.items() if not torch.equal(got[name], t)]
     return wrong
 

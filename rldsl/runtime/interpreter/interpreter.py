@@ -73,7 +73,7 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
     Fetch: lambda s, e: value_events.fetch(s.step, s.services.data, e),
     Lengths: lambda s, e: value_events.lengths(s.step, e),
     Transfer: lambda s, e: value_events.transfer_values(s.step, s.services.ring, e),
-    Realloc: lambda s, e: model_events.reallocate(s.models, s.services.ring, e),
+    Realloc: lambda s, e: model_events.realloc(s.models, s.services.ring, e),
     Offload: lambda s, e: model_events.offload(s.models, e),
     Onload: lambda s, e: model_events.onload(s.models, e),
     Generate: lambda s, e: model_events.generate(s.models, s.step, e),

@@ -9,7 +9,7 @@ import torch
 from rldsl.plan.events import Generate, Infer, Load, Offload, Onload, Realloc
 from rldsl.runtime.backend import PackedBatch
 from rldsl.runtime.comm.exchange import message_tag
-from rldsl.runtime.comm.reshard import Route, Tensors, realloc
+from rldsl.runtime.comm.reshard import RankReshard, Tensors, reshard
 from rldsl.runtime.comm.row_assignment import RowLengths
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.persist.checkpoint_reader import LoadedCheckpoint
@@ -36,7 +36,7 @@ def load(models: ModelStore, resumed: LoadedCheckpoint | None, event: Load) -> N
     resumed.fill(model, layout, context.world.meshes[layout.mesh], context.rank, models.shard(*key))
 
 
-def reallocate(models: ModelStore, ring: EventRing, event: Realloc) -> None:
+def realloc(models: ModelStore, ring: EventRing, event: Realloc) -> None:
     """Reshard a model ("realloc" in the plan). The first call that uses the new copy, or changes the old one, waits for
     the last rounds. Earlier communication into either copy is finished first."""
     context = models.context
@@ -44,9 +44,9 @@ def reallocate(models: ModelStore, ring: EventRing, event: Realloc) -> None:
     src, dst = world.layouts[event.src], world.layouts[event.dst]
     src_mesh, dst_mesh = world.meshes[src.mesh], world.meshes[dst.mesh]
     moved = in_wire_dtype(source, src.id, model, dst.id, event.decay)
-    if event.id not in models.routes:
-        models.routes[event.id] = Route.of(moved, src, src_mesh, dst, dst_mesh, context.plan.header.devices_per_node,
-                                           world.rank)
+    if event.id not in models.reshards:
+        models.reshards[event.id] = RankReshard.plan(moved, src, src_mesh, dst, dst_mesh,
+                                                     context.plan.header.devices_per_node, world.rank)
     have: Tensors | None = None
     want: Tensors | None = None
     if world.rank in src_mesh.members():
@@ -56,7 +56,7 @@ def reallocate(models: ModelStore, ring: EventRing, event: Realloc) -> None:
         models.shard(model.name, dst.id)
         want = models.shard_to_write(model.name, dst.id).state_dict()
     dtype = DTYPE[moved.dtype]
-    issued = realloc(models.routes[event.id], have, want, dtype, context.device, message_tag(event), event.decay)
+    issued = reshard(models.reshards[event.id], have, want, dtype, context.device, message_tag(event), event.decay)
     pending = Pending(ring.wait_tracker(issued.finish), issued.bytes)
     if want is None:
         pending.finish()

@@ -16,7 +16,7 @@ import torch
 from rldsl.plan import backends
 from rldsl.runtime.backend import Shard
 from rldsl.runtime.comm.content_digests import ContentDigest, compare_contents
-from rldsl.runtime.comm.reshard import Route
+from rldsl.runtime.comm.reshard import RankReshard
 from rldsl.runtime.state.context import RunContext, ShardKey
 from rldsl.runtime.store import Pending
 
@@ -32,7 +32,7 @@ class ModelStore:
     # read-only tensors that several shards use (`runtime/backend.py`, WeightCache)
     shared_tensors: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     # realloc event -> what this rank sends and receives in it
-    routes: dict[int, Route] = field(default_factory=dict)
+    reshards: dict[int, RankReshard] = field(default_factory=dict)
     # shard -> communication into its parameters, or onload, that nobody has waited for yet
     arriving: dict[ShardKey, Pending] = field(default_factory=dict)
     # shard that owns the parameters -> realloc event -> communication that still reads them

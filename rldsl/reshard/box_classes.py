@@ -1,6 +1,6 @@
-"""Shard classes: the boxes that the same cells hold before a layout change and the same cells want after it.
+"""Box classes: the boxes that the same cells hold before a layout change and the same cells want after it.
 
-In: a model and two layouts. Out: `ShardClass`es, whose boxes cover every parameter exactly once; no piece of either
+In: a model and two layouts. Out: `BoxClass`es, whose boxes cover every parameter exactly once; no piece of either
 layout crosses a box. The boxes of a class are laid end to end, so an offset addresses an element. Layers that move
 between the same two pipeline stages share a segment. So the number of classes and segments depends on degrees and on
 kinds of parameters, never on ranks or layers.
@@ -16,11 +16,21 @@ from functools import cache
 from itertools import pairwise, product
 
 from rldsl.plan.model import Layout, Model, ParamSpec
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, expand_specs, part_shards, pieces_at, stages, volume
+from rldsl.sharding.boxes import (
+    Box,
+    Cell,
+    Parameter,
+    contains,
+    expand_specs,
+    part_shard_pairs,
+    pieces_at,
+    stages,
+    volume,
+)
 
 MIN_CUT_ROWS = 256  # cutting a box at whole rows then misses the wanted offset by at most 1/256 of the box
 
-PartShards = tuple[tuple[int, int], ...]  # (part, shard) of a layout, ascending
+PartShardPairs = tuple[tuple[int, int], ...]  # (part, zero shard) of a layout, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +49,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardClass:
+class BoxClass:
     """Boxes that the same cells hold and the same cells want, laid end to end."""
 
     holders: tuple[Cell, ...]  # of the source layout, ascending
@@ -48,33 +58,35 @@ class ShardClass:
     size: int  # elements
 
 
-def shard_classes(model: Model, src: Layout, dst: Layout) -> tuple[ShardClass, ...]:
+def box_classes(model: Model, src: Layout, dst: Layout) -> tuple[BoxClass, ...]:
     """All classes, in the order of their first boxes in the model."""
     entries: dict[tuple[tuple[Cell, ...], tuple[Cell, ...]], list[Segment]] = defaultdict(list)
     sizes: dict[tuple[tuple[Cell, ...], tuple[Cell, ...]], int] = defaultdict(int)
 
     @cache
-    def cells(at: tuple[int, ...], part: PartShards) -> tuple[Cell, ...]:
-        return tuple(Cell(s, *x) for s in sorted(at) for x in part)
+    def cells(pp_ranks: tuple[int, ...], pairs: PartShardPairs) -> tuple[Cell, ...]:
+        return tuple(Cell(pp_rank, *pair) for pp_rank in sorted(pp_ranks) for pair in pairs)
 
     for spec in model.params:
         uncut = tuple(_uncut_boxes(spec, src, dst))
         between: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Parameter]] = defaultdict(list)
         for p in expand_specs((spec,), model.layers):
             between[stages(p, model.layers, src), stages(p, model.layers, dst)].append(p)
-        for ends, found in between.items():
-            layers = tuple(p.layer for p in found)
-            for box, parts in uncut:
-                have, want = (cells(at, part) for at, part in zip(ends, parts, strict=True))
+        for pp_ranks, same_stages in between.items():
+            layers = tuple(p.layer for p in same_stages)
+            for box, pairs in uncut:
+                have, want = (cells(*side) for side in zip(pp_ranks, pairs, strict=True))
                 entries[have, want].append(Segment(spec.name, layers, box, sizes[have, want]))
                 sizes[have, want] += volume(box) * len(layers)
-    return tuple(ShardClass(*key, tuple(found), sizes[key]) for key, found in entries.items())
+    return tuple(BoxClass(*key, tuple(segments), sizes[key]) for key, segments in entries.items())
 
 
-def _uncut_boxes(spec: ParamSpec, src: Layout, dst: Layout) -> Iterator[tuple[Box, tuple[PartShards, PartShards]]]:
-    """The boxes of one parameter that no piece of either layout crosses, each with the (part, shard)s of the source
-    that hold it and those of the destination that want it."""
-    sides = [[(place, p.box) for place in part_shards(at) for p in pieces_at(spec, at, *place)] for at in (src, dst)]
+def _uncut_boxes(spec: ParamSpec, src: Layout,
+                 dst: Layout) -> Iterator[tuple[Box, tuple[PartShardPairs, PartShardPairs]]]:
+    """The boxes of one parameter that no piece of either layout crosses, each with the (part, zero shard) pairs of the
+    source that hold it and those of the destination that want it."""
+    sides = [[(pair, p.box) for pair in part_shard_pairs(layout) for p in pieces_at(spec, layout, *pair)]
+             for layout in (src, dst)]
     boxes = [box for side in sides for _, box in side]
     cuts = [sorted({end for box in boxes for end in box[d]}) for d in range(len(spec.shape))]
     src_rows, dst_rows = (_by_row(side, cuts[0] if cuts else ()) for side in sides)
@@ -82,8 +94,8 @@ def _uncut_boxes(spec: ParamSpec, src: Layout, dst: Layout) -> Iterator[tuple[Bo
     for at, row in enumerate(rows):
         for rest in product(*(tuple(pairwise(c)) for c in cuts[1:])):
             box: Box = (row, *rest) if cuts else ()
-            have, want = (tuple(place for place, outer in found[at] if contains(outer, box))
-                          for found in (src_rows, dst_rows))
+            have, want = (tuple(pair for pair, outer in by_row[at] if contains(outer, box))
+                          for by_row in (src_rows, dst_rows))
             assert have, f"no rank holds {box} of {spec.name}"
             if want:
                 yield box, (have, want)
@@ -93,30 +105,31 @@ def _by_row(side: list[tuple[tuple[int, int], Box]],
             cuts: Sequence[int]) -> list[list[tuple[tuple[int, int], Box]]]:
     """For each interval between two cuts of dimension 0, the pieces that cover it: an index, so that layouts which
     divide the rows many times are not compared piece by piece."""
-    found: list[list[tuple[tuple[int, int], Box]]] = [[] for _ in range(max(len(cuts) - 1, 1))]
+    by_interval: list[list[tuple[tuple[int, int], Box]]] = [[] for _ in range(max(len(cuts) - 1, 1))]
     for piece in side:
         first, past = (bisect_left(cuts, end) for end in piece[1][0]) if cuts else (0, 1)
         for at in range(first, past):
-            found[at].append(piece)
-    return found
+            by_interval[at].append(piece)
+    return by_interval
 
 
-def boxes_between(line: ShardClass, start: int, stop: int) -> Iterator[tuple[str, Box]]:
+def boxes_between(box_class: BoxClass, start: int, stop: int) -> Iterator[tuple[str, Box]]:
     """What lies in [start, stop) of a class, by parameter. Each box is cut at the nearest whole row, so adjacent
     intervals neither overlap nor leave a gap."""
-    at = bisect_right(line.segments, start, key=lambda e: e.start) - 1
-    while at < len(line.segments) and (entry := line.segments[at]).start < stop:
-        size = volume(entry.box)
-        dim = _cut_dimension(entry.box)
-        low, high = entry.box[dim] if entry.box else (0, 1)
-        row = size // (high - low)
-        here, end = max(start - entry.start, 0), min(stop - entry.start, size * len(entry.layers))
-        for i in range(here // size, -(-end // size)):
-            first = (2 * max(here - i * size, 0) + row) // (2 * row)
+    at = bisect_right(box_class.segments, start, key=lambda segment: segment.start) - 1
+    while at < len(box_class.segments) and (segment := box_class.segments[at]).start < stop:
+        size = volume(segment.box)
+        dim = _cut_dimension(segment.box)
+        low, high = segment.box[dim] if segment.box else (0, 1)
+        row = size // (high - low)  # elements
+        begin, end = max(start - segment.start, 0), min(stop - segment.start, size * len(segment.layers))
+        for i in range(begin // size, -(-end // size)):
+            # rows of the box of layer i, rounded to the nearest
+            first = (2 * max(begin - i * size, 0) + row) // (2 * row)
             last = (2 * min(end - i * size, size) + row) // (2 * row)
             if first < last:
-                part = entry.box[:dim] + ((low + first, low + last),) + entry.box[dim + 1 :]
-                yield entry.name(i), part if entry.box else ()
+                part = segment.box[:dim] + ((low + first, low + last),) + segment.box[dim + 1 :]
+                yield segment.name(i), part if segment.box else ()
         at += 1
 
 

@@ -1,6 +1,6 @@
-"""The shard classes of a resharding state correctly who holds and who needs which box.
+"""The box classes of a resharding state correctly who holds and who needs which box.
 
-In: a model, two layouts, the `ShardClass`es of their routes. Out: faults (RL0527). Proved: the boxes that a cell of the
+In: a model, two layouts, the `BoxClass`es of their routes. Out: faults (RL0527). Proved: the boxes that a cell of the
 destination needs make up its pieces of every parameter, each element once; and the holders of a class are the cells of
 the source that have its boxes, all of them and no others. Pieces are those of `sharding/boxes.py`, which defines what a
 layout means. Boxes with the same ends are checked once, whatever the number of layers.
@@ -14,30 +14,30 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from rldsl.plan.model import Layout, Model, ParamSpec
-from rldsl.reshard.shard_classes import ShardClass
-from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, part_shards, pieces_at, stages, volume
+from rldsl.reshard.box_classes import BoxClass
+from rldsl.sharding.boxes import Box, Cell, Parameter, contains, intersect, part_shard_pairs, pieces_at, stages, volume
 
 Claim = tuple[Box, tuple[Cell, ...], tuple[Cell, ...]]  # a box, who is said to have it, who is said to want it
 
 
 def class_faults(model: Model, src: Layout, dst: Layout,
-                 lines: Sequence[ShardClass]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+                 classes: Sequence[BoxClass]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Code, what is wrong, no ranks."""
-    yield from (("RL0527", what, ()) for what in _faults(model, src, dst, lines))
+    yield from (("RL0527", what, ()) for what in _faults(model, src, dst, classes))
 
 
-def _faults(model: Model, src: Layout, dst: Layout, lines: Sequence[ShardClass]) -> Iterator[str]:
+def _faults(model: Model, src: Layout, dst: Layout, classes: Sequence[BoxClass]) -> Iterator[str]:
     said: dict[tuple[str, int | None], list[Claim]] = defaultdict(list)
-    for i, line in enumerate(lines):
+    for i, box_class in enumerate(classes):
         at = 0
-        for e in line.segments:
+        for e in box_class.segments:
             if e.start != at:
-                yield f"box {e.box} of {e.spec} does not begin where the previous box of shard class {i} ends"
+                yield f"box {e.box} of {e.spec} does not begin where the previous box of box class {i} ends"
             at = e.start + volume(e.box) * len(e.layers)
             for layer in e.layers:
-                said[e.spec, layer].append((e.box, line.holders, line.needers))
-        if at != line.size:
-            yield f"shard class {i} has {line.size} elements, its boxes have {at}"
+                said[e.spec, layer].append((e.box, box_class.holders, box_class.needers))
+        if at != box_class.size:
+            yield f"box class {i} has {box_class.size} elements, its boxes have {at}"
     tested: dict[object, str] = {}
     for spec in model.params:
         sides = (_Pieces(spec, src), _Pieces(spec, dst))
@@ -60,7 +60,7 @@ class _Pieces:
     pieces up to one go."""
 
     def __init__(self, spec: ParamSpec, layout: Layout):
-        self.at = {place: tuple(p.box for p in pieces_at(spec, layout, *place)) for place in part_shards(layout)}
+        self.at = {place: tuple(p.box for p in pieces_at(spec, layout, *place)) for place in part_shard_pairs(layout)}
         by_rows: dict[tuple[int, int], list[tuple[Box, tuple[int, int]]]] = defaultdict(list)
         for place, boxes in self.at.items():
             for box in boxes:
@@ -114,5 +114,5 @@ def overlapping(boxes: Sequence[Box]) -> bool:
 
 
 def _cell_text(cells: object) -> str:
-    return ", ".join(f"{c.stage}.{c.part}" + (f".{c.shard}" if c.shard else "")
+    return ", ".join(f"{c.pp_rank}.{c.part}" + (f".{c.zero_shard}" if c.zero_shard else "")
                      for c in sorted(cells)) or "nobody"  # type: ignore[call-overload]
