@@ -63,7 +63,7 @@ class _Held:
 
     def of(self, p: Parameter, rank: int) -> tuple[Box, ...]:
         at = self.cells[rank]
-        if at.stage not in self.stages[p.name]:
+        if at.pp_rank not in self.stages[p.name]:
             return ()
         key = (p.spec.name, at.part, at.zero_shard)
         if key not in self.known:

@@ -107,7 +107,7 @@ def test_a_reallocation_says_what_is_on_its_way(rank: int, held: torch.dtype, mo
     out in another dtype is a copy, which nobody can change."""
     state = Moving(rank, held)
     monkeypatch.setattr(model_events, "in_wire_dtype", lambda *_: SimpleNamespace(dtype="bfloat16"))
-    monkeypatch.setattr(model_events, "realloc", lambda *_: state.seen.append("posted") or Pending(
+    monkeypatch.setattr(model_events, "reshard", lambda *_: state.seen.append("posted") or Pending(
         lambda: state.seen.append("here")))
     event = Realloc(id=5, mesh="m", model="actor", src="L1", dst="L2", bytes=0, messages=0, digest="")
     model_events.realloc(state, EventRing(), event)
