@@ -107,7 +107,7 @@ def build_blocks(table: Table, held: HeldPieces, path: str, dtype: Callable[[Par
     targets(name, layer): the modules' parameters on this rank for a tensor of the table.
     weight_cache: as in `load_weights.allocate_parameters`."""
     found: list[Block] = []
-    unread: set[str] = set()
+    to_load: set[str] = set()
     for names, (key, layer) in _group_names(table, held).items():
         shapes = [local_shape(held[name][0], held[name][1]) for name in names]
         whole = (sum(s[0] for s in shapes), *shapes[0][1:])
@@ -116,12 +116,12 @@ def build_blocks(table: Table, held: HeldPieces, path: str, dtype: Callable[[Par
         memory = weight_cache.get(cache_key) if weight_cache is not None else None
         if memory is None:
             memory = torch.empty(whole, dtype=kind, device=device)
-            unread.update(names)
+            to_load.update(names)
             if weight_cache is not None:
                 weight_cache[cache_key] = memory
         rows = {n: s[0] for n, s in zip(names, shapes, strict=True)}
         found.append(Block(memory, rows, targets(key, layer) if key else ()))
-    return found, unread
+    return found, to_load
 
 
 def _group_names(table: Table, held: HeldPieces) -> dict[tuple[str, ...], tuple[str, int | None]]:

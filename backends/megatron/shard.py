@@ -14,11 +14,11 @@ from rldsl.backends.megatron.blocks import Block
 from rldsl.backends.megatron.stage import MegatronStage
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.shard import TorchShard
-from rldsl.backends.torch.train.optimizer import Trainer
+from rldsl.backends.torch.train.optimizer import ShardOptimizer
 from rldsl.runtime.backend import Shard
 
 
-class MegatronTrainer(Trainer):
+class MegatronOptimizer(ShardOptimizer):
     """The gradients of Megatron's parameters are in the buffer of the HuggingFace parameters."""
 
     def _allocate_grads(self) -> None:
@@ -38,7 +38,7 @@ class MegatronTrainer(Trainer):
 
 
 class MegatronShard(TorchShard):
-    stage_class, trainer_class = MegatronStage, MegatronTrainer
+    stage_class, trainer_class = MegatronStage, MegatronOptimizer
 
     def alias(self, other: Shard) -> None:
         if not isinstance(other, MegatronShard):

@@ -59,17 +59,17 @@ class MegatronStage(ActivationCheckpointing):
     held: HeldPieces
     unsharded_held: HeldPieces
     base_held: HeldPieces
-    unread: HeldPieces
-    unread_base: HeldPieces
+    to_load: HeldPieces
+    base_to_load: HeldPieces
     zero: ZeroSharding | None
     head: torch.Tensor | None
     score: torch.Tensor | None
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
-                 head_dtype: torch.dtype, weight_cache: WeightCache | None = None):
+                 matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None):
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
-        self.device, self.head_dtype, self.compute_dtype = device, head_dtype, torch.float32
+        self.device, self.matmul_dtype, self.residual_dtype = device, matmul_dtype, torch.float32
         self.config = load_config(model)
         text = self.config.get_text_config()
         self.hidden, self.vocab = int(text.hidden_size), int(text.vocab_size)
@@ -79,7 +79,7 @@ class MegatronStage(ActivationCheckpointing):
         with torch.device(device):
             rotary = LlamaRotaryEmbedding(text)
         self.frequencies = rotary.inv_freq.float()
-        self.kernels = kernels_here(device.type, half=head_dtype == torch.bfloat16, grads_buffered=not layout.zero,
+        self.kernels = kernels_here(device.type, half=matmul_dtype == torch.bfloat16, grads_buffered=not layout.zero,
                                     biases=any(spec.name.endswith(".bias") for spec in model.params))
         self.chunks = [_chunk(text, model.layers, number, pp.size * layout.vpp, tp, axes.ep, rotary.attention_scaling,
                               self.kernels)
@@ -90,24 +90,24 @@ class MegatronStage(ActivationCheckpointing):
         self.unsharded_held = {p.name: (p, found) for p, found in pieces if found}
         read_only = not (model.train_layout or model.updated_from)
         self.tied = OUTPUT not in {spec.name for spec in model.params} and model.head.vocabulary
-        self.blocks, unread = build_blocks(
+        self.blocks, to_load = build_blocks(
             table_of(self.config.model_type, bool(self.kernels.linear)), self.unsharded_held, model.path,
             self._dtype_of(dtype, layout.zero), device, weight_cache if read_only else None, self._module_tensors)
         self.unsharded = {n: p for block in self.blocks for n, p in block.hf_parameters.items()}
         self.held, self.parameters = {name: self.unsharded_held[name] for name in self.unsharded}, self.unsharded
-        self.unread = {name: self.held[name] for name in unread}
+        self.to_load = {name: self.held[name] for name in to_load}
         if layout.zero:
             self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank))
                          for name, (p, _) in self.held.items()}
-            self.parameters, self.unread = allocate_parameters(model.path, self.held, dtype, device, None)
+            self.parameters, self.to_load = allocate_parameters(model.path, self.held, dtype, device, None)
             self.zero = self._zero_sharding(axes)
         self.base: dict[str, nn.Parameter] = {}
-        self.base_held, self.unread_base = {}, {}
+        self.base_held, self.base_to_load = {}, {}
         self._install_ends(model, tp)
         missing = [n for c in self.chunks for n, p in c.model.named_parameters() if p.is_meta]
         if missing:
             raise RuntimeError(f"no parameter of the model is {missing[0]} of GPTModel")
-        if head_dtype == torch.bfloat16:
+        if matmul_dtype == torch.bfloat16:
             for module in [m for chunk in self.chunks for m in chunk.model.modules()]:
                 if isinstance(module, HeadNorm):
                     round_parameter(module, "weight")
@@ -135,7 +135,7 @@ class MegatronStage(ActivationCheckpointing):
             out = gather_from_sequence_parallel_region(out, parallel.tp, tensor_parallel_output_grad=False)
         if chunk.last:
             out = chunk.model.decoder.final_layernorm(out)
-        return out[:count].to(self.head_dtype if chunk.last else self.compute_dtype)
+        return out[:count].to(self.matmul_dtype if chunk.last else self.residual_dtype)
 
     def _embed(self, chunk: Chunk, tokens: torch.Tensor) -> torch.Tensor:
         """[T, 1, H] of this rank's tokens. As in HuggingFace's embedding, the padding token's row gets no gradient."""
@@ -143,7 +143,7 @@ class MegatronStage(ActivationCheckpointing):
         x = x if self.sequence_parallel.available else x.transpose(0, 1)
         if self.padding is not None and torch.is_grad_enabled():
             x = torch.where((self._own_tokens(tokens) == self.padding)[:, None, None], x.detach(), x)
-        return round_to_bfloat16(x.float()) if self.head_dtype == torch.bfloat16 else x
+        return round_to_bfloat16(x.float()) if self.matmul_dtype == torch.bfloat16 else x
 
     def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of a tensor that is equal on all ranks of tp."""
@@ -154,7 +154,7 @@ class MegatronStage(ActivationCheckpointing):
         """The dtype of what modules compute with: under `zero`, matrices are filled as autocast would cast them."""
         def dtype(parameter: Parameter) -> torch.dtype:
             matrix = parameter.layer is not None and len(parameter.spec.shape) > 1
-            return self.head_dtype if zero and matrix else kept
+            return self.matmul_dtype if zero and matrix else kept
 
         return dtype
 

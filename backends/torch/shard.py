@@ -18,7 +18,7 @@ from rldsl.backends.torch.model.model_inputs import pack_inputs
 from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.outputs import model_outputs
 from rldsl.backends.torch.model.stage import Stage
-from rldsl.backends.torch.train.optimizer import Trainer
+from rldsl.backends.torch.train.optimizer import ShardOptimizer
 from rldsl.backends.torch.train.pipeline import pipeline_forward, pipeline_forward_backward
 from rldsl.plan.events import CopyPart, Sampling
 from rldsl.plan.heads import OUTPUTS
@@ -35,7 +35,8 @@ from rldsl.runtime.backend import (
 )
 from rldsl.sharding.dtypes import storage_dtype
 
-ONE_TOKEN = PackedBatch(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
+# one token, for ranks without rows that must run a pass
+DUMMY_BATCH = PackedBatch(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
 
 
 class TorchShard:
@@ -43,21 +44,21 @@ class TorchShard:
 
     # what a backend with modules of its own replaces
     stage_class: type[Any] = Stage
-    trainer_class: type[Trainer] = Trainer
+    trainer_class: type[ShardOptimizer] = ShardOptimizer
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load_weights: bool,
                  trainable: bool, weight_cache: WeightCache | None = None):
         self.model, self.axes, self.device = model, axes, device
         self.uses_bfloat16 = model.dtype == "bfloat16"
-        multiplied, kept = (torch.bfloat16 if name == "bfloat16" else torch.float32
-                            for name in (model.dtype, storage_dtype(model, layout.id)))
-        self.stage = self.stage_class(model, layout, mesh, axes, device, kept, multiplied, weight_cache)
+        matmul_dtype, param_dtype = (torch.bfloat16 if name == "bfloat16" else torch.float32
+                                     for name in (model.dtype, storage_dtype(model, layout.id)))
+        self.stage = self.stage_class(model, layout, mesh, axes, device, param_dtype, matmul_dtype, weight_cache)
         reads = WeightReads()
-        load(model, self.stage.unread_base, self.stage.base, reads)
+        load(model, self.stage.base_to_load, self.stage.base, reads)
         if load_weights and model.lora is not None:
             init_lora(model, self.stage.held, self.stage.parameters, reads)
         elif load_weights:
-            load(model, self.stage.unread, self.stage.parameters, reads)
+            load(model, self.stage.to_load, self.stage.parameters, reads)
         self._weight_digests = tuple(reads.digests())
         self.host_memory = HostMemory(device)
         self.decode_states: dict[Hashable, DecodeState] = {}
@@ -80,7 +81,7 @@ class TorchShard:
     def infer(self, batches: Sequence[PackedBatch], output: str, temperature: float) -> torch.Tensor:
         passes_must_match = self.axes.ep.size > 1  # ranks that share experts make the same passes
         batches = [b for b in batches if passes_must_match or len(b)]
-        inputs = [pack_inputs((b if len(b) else ONE_TOKEN,), self.device, self.axes.cp, self.stage.sequence_parallel)
+        inputs = [pack_inputs((b if len(b) else DUMMY_BATCH,), self.device, self.axes.cp, self.stage.sequence_parallel)
                   for b in batches]
         results: list[torch.Tensor] = []
 
@@ -105,7 +106,7 @@ class TorchShard:
         has_rows = [any(len(frame) for frame in frames) for frames in minibatch]
         # other ranks wait for the passes of this one under `zero` and `ep`: one without rows runs a token
         passes = [i for i, some in enumerate(has_rows) if some or zero or self.axes.ep.size > 1]
-        inputs = [pack_inputs(minibatch[i] if has_rows[i] else (ONE_TOKEN,), self.device, self.axes.cp,
+        inputs = [pack_inputs(minibatch[i] if has_rows[i] else (DUMMY_BATCH,), self.device, self.axes.cp,
                               self.stage.sequence_parallel) for i in passes]
         wanted = {name for names in outputs for name in names}
 
@@ -187,7 +188,7 @@ class TorchShard:
         casts = self.uses_bfloat16 and any(p.dtype == torch.float32 for p in self.stage.parameters.values())
         return self.device.type == "cpu" and not casts and isinstance(self.stage, Stage)
 
-    def _trainer(self) -> Trainer:
+    def _trainer(self) -> ShardOptimizer:
         if self.trainer is None:
             raise RuntimeError(f"{self.model.name} is not trained under this layout")
         return self.trainer

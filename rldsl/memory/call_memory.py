@@ -23,7 +23,7 @@ from rldsl.plan.backends import costs, unusable
 from rldsl.plan.events import AnyCall, Generate, Infer, Train
 from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout
-from rldsl.sharding.partition import micro_batch_count
+from rldsl.sharding.partition import count_without_token_limit
 from rldsl.sharding.pipeline_schedule import actions, max_activations_in_flight, max_waiting_messages, rank_passes
 
 INDEX = 48  # bytes of indices per token of a call: token ids, positions, offsets
@@ -118,7 +118,7 @@ def largest_micro_batch(t: Tables, frames: tuple[str, ...], rows: int, limit: in
     row, which at worst hold nothing but responses. A token budget counts as full, since shorter rows are packed until
     it is."""
     at_least, pieces = layout.pp, 2 * layout.cp
-    count = micro_batch_count(rows, limit, at_least)
+    count = count_without_token_limit(rows, limit, at_least)
     each = -(-rows // count)
     records = [t.frames[f] for f in frames]
     longest = sum(map(width, records))

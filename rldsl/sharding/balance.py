@@ -3,7 +3,8 @@
 In: weights. Out: the item numbers of each shard. Integers only, and ties go by number, so that every rank finds the
 same. First the longest first (Graham 1969: at most 4/3 of the best possible), then exchanges of one item for another
 between the heaviest shard and the lightest ones, until the heaviest is within a thousandth of the bound or no exchange
-helps. """
+helps.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heapreplace
 
-LINEAR = 24576  # tokens: what is linear in a forward pass, in units of attention; 6 h of a layer (24 h^2 and 4 h per
-#                 pair of tokens), for h = 4096
-LIGHTEST = 4  # shards that the heaviest exchanges with
-TURNS = 4  # exchanges for each shard, at most
+# FLOPs of a layer: 24 h^2 per token and 4 h per pair of tokens, so proportional to n * (6 h + n) for n tokens; this is
+# 6 h for h = 4096.
+LINEAR = 24576
+LIGHTEST = 4  # the heaviest shard exchanges items with so many of the lightest
+MAX_EXCHANGES_PER_SHARD = 4
 
 Items = list[tuple[int, int]]  # (weight, number), ascending
 
 
 def sequence_cost(tokens: int) -> int:
-    """What a sequence costs a transformer, up to a factor."""
+    """The cost of a sequence in a transformer, up to a factor."""
     return tokens * (LINEAR + tokens)
 
 
@@ -51,15 +53,15 @@ def _exchange(chosen: list[Items]) -> None:
     order = sorted((sum(weight for weight, _ in items), shard) for shard, items in enumerate(chosen))
     mean = -(-sum(x for x, _ in order) // len(chosen))
     bound = max(max((items[-1][0] for items in chosen if items), default=0), mean)
-    for _ in range(TURNS * len(chosen)):
+    for _ in range(MAX_EXCHANGES_PER_SHARD * len(chosen)):
         top, heavy = order[-1]
         if top * 1024 <= bound * 1025:
             return
-        found = min((way for low, light in order[:LIGHTEST]
-                     for way in _swaps(chosen[heavy], chosen[light], top, low, light)), default=None)
-        if found is None:
+        best = min((swap for low, light in order[:LIGHTEST]
+                    for swap in _swaps(chosen[heavy], chosen[light], top, low, light)), default=None)
+        if best is None:
             return
-        _, light, a, b, low = found
+        _, light, a, b, low = best
         one, other = chosen[heavy].pop(a), chosen[light].pop(b)
         insort(chosen[heavy], other)
         insort(chosen[light], one)

@@ -1,4 +1,4 @@
-"""Where a rank stands in a layout, and which ranks stand together.
+"""Coordinates of ranks in a layout, and the groups of its axes.
 
 In: a `Layout`, its `Mesh`, ranks. Out: coordinates, groups of ranks.
 Invariant: the ranks of a mesh have all coordinates of its layout, each once, in their order; the groups of one axis
@@ -50,7 +50,7 @@ def dp_index(layout: Layout, index: int) -> int:
 def axis_ranks(layout: Layout, mesh: Mesh, axis: Axis) -> tuple[tuple[int, ...], ...]:
     """All groups of an axis: one for each combination of the other coordinates, in the order of these; members run
     along the axis. "mesh" is the one group of all ranks, in rank order of the mesh. "ep" cuts the groups of dp into
-    runs of ep ranks; "expert_dp" joins what stands at one place of these runs."""
+    runs of ep ranks; "expert_dp" groups the ranks at the same position of these runs."""
     members = _members(layout, mesh)
     if axis == "mesh":
         return (members,)
@@ -80,9 +80,9 @@ def layer_stage(layers: int, pp: int, layer: int) -> int:
     return ((layer + 1) * pp - 1) // layers
 
 
-def own_layers(layers: int, layout: Layout, rank: int) -> tuple[int, ...]:
-    """The layers of the ranks at coordinate `rank` along pp: chunk c is stage c * pp + rank of pp * vpp."""
-    return _layers_of(layers, layout.pp, layout.vpp, rank)
+def own_layers(layers: int, layout: Layout, pp_rank: int) -> tuple[int, ...]:
+    """The layers of the ranks at a coordinate along pp: chunk c is virtual stage c * pp + pp_rank of pp * vpp."""
+    return _layers_of(layers, layout.pp, layout.vpp, pp_rank)
 
 
 @cache

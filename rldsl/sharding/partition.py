@@ -193,29 +193,29 @@ def _follow(unit: str, divided: Frame, frame: Frame, units: Sequence[int], known
     return tuple(r for r in rows if r in here)
 
 
-def micro_batches(rows: Sequence[int], lengths: Sequence[int], limit: int, at_least: int,
-                  budget: int = 0) -> tuple[Rows, ...]:
-    """`rows` in micro-batches of at most `limit` rows and `budget` tokens (0: any number), of about equal token counts,
-    at least `at_least` of them while there are that many rows. A row longer than the budget is alone. lengths: tokens,
+def micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min_count: int,
+                  mbt: int = 0) -> tuple[Rows, ...]:
+    """`rows` in micro-batches of at most `mbs` rows and `mbt` tokens (0: any number), of about equal token counts,
+    at least `min_count` of them while there are that many rows. A row longer than `mbt` is alone. lengths: tokens,
     by row number. Rows ascend inside a micro-batch and micro-batches by their first row, so their concatenation is in
     general *not* in the order of `rows`."""
     if not rows:
         return ()
     rows = sorted(rows)
     sizes = [lengths[r] for r in rows]
-    count = max(micro_batch_count(len(rows), limit, at_least), _bins(sizes, budget) if budget else 1)
-    parts = balance_items(sizes, count, limit or len(rows))
-    while budget and any(len(part) > 1 and sum(sizes[i] for i in part) > budget for part in parts):
+    count = max(count_without_token_limit(len(rows), mbs, min_count), _bins(sizes, mbt) if mbt else 1)
+    parts = balance_items(sizes, count, mbs or len(rows))
+    while mbt and any(len(part) > 1 and sum(sizes[i] for i in part) > mbt for part in parts):
         count += 1
-        parts = balance_items(sizes, count, limit or len(rows))
+        parts = balance_items(sizes, count, mbs or len(rows))
     return tuple(sorted(tuple(rows[i] for i in part) for part in parts))
 
 
-def num_micro_batches(rows: Sequence[int], lengths: Sequence[int], limit: int, at_least: int, budget: int = 0) -> int:
+def num_micro_batches(rows: Sequence[int], lengths: Sequence[int], mbs: int, min_count: int, mbt: int = 0) -> int:
     """Into how many micro-batches `micro_batches` divides them."""
-    if budget:
-        return len(micro_batches(rows, lengths, limit, at_least, budget))
-    return micro_batch_count(len(rows), limit, at_least)
+    if mbt:
+        return len(micro_batches(rows, lengths, mbs, min_count, mbt))
+    return count_without_token_limit(len(rows), mbs, min_count)
 
 
 def _bins(sizes: Sequence[int], budget: int) -> int:
@@ -231,9 +231,9 @@ def _bins(sizes: Sequence[int], budget: int) -> int:
     return len(room)
 
 
-def micro_batch_count(rows: int, limit: int, at_least: int) -> int:
+def count_without_token_limit(rows: int, mbs: int, min_count: int) -> int:
     """Into how many micro-batches `micro_batches` divides so many rows where tokens have no bound."""
-    return min(rows, max(at_least, -(-rows // limit) if limit else 1, 1))
+    return min(rows, max(min_count, -(-rows // mbs) if mbs else 1, 1))
 
 
 # ---------------------------------------------------------------------------------------------------- moves
@@ -244,42 +244,44 @@ def row_moves(src_rows: Mapping[int, Collection[int]], dst_rows: Mapping[int, Co
     """The rows that each destination rank lacks, from the nearest holders (own node first), then from the one that
     sends the fewest rows so far. Rows with the same nearest holders come from one of them, so a rank hears from as few
     as possible. Ordered by destination, then source."""
-    found: dict[int, list[int]] = {}
+    holders_of_row: dict[int, list[int]] = {}
     for rank in sorted(src_rows):
         for row in src_rows[rank]:
-            found.setdefault(row, []).append(rank)
-    known: dict[tuple[int, ...], int] = {}  # sets of holders by number: there are few, and each may have all ranks
-    holders = {row: known.setdefault(tuple(ranks), len(known)) for row, ranks in found.items()}
-    every = list(known)
-    nodes = [{node: tuple(those) for node, those in groupby(ranks, lambda r: r // devices_per_node)}
-             for ranks in every]  # they are ascending
-    near: dict[tuple[int, int], int] = {}
-    least: dict[int, list[tuple[int, int]]] = {}
-    load = dict.fromkeys(src_rows, 0)
+            holders_of_row.setdefault(row, []).append(rank)
+    # sets of holders by number: there are few, and each may have all ranks
+    set_ids: dict[tuple[int, ...], int] = {}
+    set_of_row = {row: set_ids.setdefault(tuple(ranks), len(set_ids)) for row, ranks in holders_of_row.items()}
+    holder_sets = list(set_ids)
+    by_node = [{node: tuple(ranks) for node, ranks in groupby(holders, lambda r: r // devices_per_node)}
+               for holders in holder_sets]  # holders ascend
+    nearest_set: dict[tuple[int, int], int] = {}  # (set of holders, node of the destination) -> those of them to ask
+    heap_of_set: dict[int, list[tuple[int, int]]] = {}
+    rows_sent = dict.fromkeys(src_rows, 0)
     moves: dict[tuple[int, int], list[int]] = {}
     for dst in sorted(dst_rows):
         node = dst // devices_per_node
-        groups: dict[int, list[int]] = defaultdict(list)
+        rows_by_set: dict[int, list[int]] = defaultdict(list)
         for row in sorted(set(dst_rows[dst]).difference(src_rows.get(dst, ()))):
-            assert row in holders, f"no rank holds row {row}, which rank {dst} needs"
-            at = holders[row], node
-            if at not in near:
-                ranks = nodes[at[0]].get(node)
-                near[at] = known.setdefault(ranks, len(known)) if ranks else at[0]
-                if near[at] not in least:
-                    least[near[at]] = sorted((load[r], r) for r in ranks or every[at[0]])
-            groups[near[at]].append(row)
-        for ranks_id, rows in groups.items():
-            src = _least(least[ranks_id], load)
-            load[src] += len(rows)
+            assert row in set_of_row, f"no rank holds row {row}, which rank {dst} needs"
+            key = set_of_row[row], node
+            if key not in nearest_set:
+                ranks = by_node[key[0]].get(node)
+                nearest_set[key] = set_ids.setdefault(ranks, len(set_ids)) if ranks else key[0]
+                if nearest_set[key] not in heap_of_set:
+                    heap_of_set[nearest_set[key]] = sorted((rows_sent[r], r) for r in ranks or holder_sets[key[0]])
+            rows_by_set[nearest_set[key]].append(row)
+        for set_id, rows in rows_by_set.items():
+            src = _least_loaded(heap_of_set[set_id], rows_sent)
+            rows_sent[src] += len(rows)
             moves.setdefault((dst, src), []).extend(rows)
     return tuple(RowMove(src, dst, tuple(sorted(rows))) for (dst, src), rows in sorted(moves.items()))
 
 
-def _least(heap: list[tuple[int, int]], load: Mapping[int, int]) -> int:
-    """The rank with the smallest load, the first of equals. heap: loads as they were, which only grow."""
+def _least_loaded(heap: list[tuple[int, int]], load: Mapping[int, int]) -> int:
+    """The rank with the smallest load, the first of equals."""
+    # A lazy heap: entries may be out of date, but loads only grow, so update the top until it is right.
     while True:
-        was, rank = heap[0]
-        if load[rank] == was:
+        noted, rank = heap[0]
+        if load[rank] == noted:
             return rank
         heapreplace(heap, (load[rank], rank))

@@ -1,16 +1,17 @@
 """What a rank of a pipeline does in a minibatch of training: its passes, and what it exchanges between them.
 
 In: the number of ranks along pp, of chunks of layers on each, of micro-batches, and a rank. Out: its actions, in order.
-Chunk c of rank p is stage c * pp + p of the model (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). With one
-chunk this is 1F1B (PipeDream-flush: arXiv:2006.09503): run ahead by the distance from the end, then one forward and one
-backward. With more, a rank runs one group of micro-batches after the other through its chunks, and filling and draining
-cost (pp - 1) / chunks of what they cost otherwise.
+Chunk c of rank p is virtual stage c * pp + p of the model (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). With
+one chunk this is 1F1B (PipeDream-flush: arXiv:2006.09503): run ahead by the distance from the end, then one forward and
+one backward. With more, a rank runs one group of micro-batches after the other through its chunks, and filling and
+draining cost (pp - 1) / chunks of what they cost otherwise.
 
 Micro-batches come in groups of about equal size, of pp or more, so that a chunk is done with a group when the next
 chunk's comes back; any number of them does. Fewer than pp make one group, and wait.
 
-Invariants: each pass of each chunk and micro-batch stands once; every message is in the list of both its ends; and all
-lists increase in one order of time, `_moments`, so that nobody waits for ever even if messages are rendezvous.
+Invariants: each pass of each chunk and micro-batch occurs once; every message is in the lists of both its ends; and all
+lists increase in the order of clock ticks (`_clock_ticks`), so no rank waits forever even if messages are rendezvous.
+"Rank" is the coordinate along pp.
 """
 
 from __future__ import annotations
@@ -23,45 +24,45 @@ from typing import NamedTuple
 from rldsl.diag import internal_error
 
 
-class Pass(NamedTuple):
-    """Of one chunk and micro-batch of a rank, both by number."""
+class MicroBatchPass(NamedTuple):
+    """The forward or backward pass of one micro-batch through one chunk of layers of a rank."""
 
     backward: bool
-    chunk: int
-    micro: int
+    chunk: int  # number on its rank
+    micro: int  # number of the micro-batch
 
 
 class Message(NamedTuple):
-    """Hidden states for a forward pass, or their gradient for a backward one. wanted: the pass that needs it. peer: the
-    rank along pp at the other end."""
+    """Hidden states for a forward pass, or their gradient for a backward one."""
 
-    wanted: Pass
-    peer: int
+    for_pass: MicroBatchPass  # the pass that needs it
+    peer: int  # the rank along pp at the other end
 
 
 class Exchange(NamedTuple):
-    """Posted together. sends: what the pass before it has made, if another rank wants that."""
+    """Messages that a rank posts together."""
 
-    sends: tuple[Message, ...]
-    takes: tuple[Message, ...]
-
-
-Action = Pass | Exchange
+    sends: tuple[Message, ...]  # the output of the pass before, if another rank needs it
+    receives: tuple[Message, ...]
 
 
-def rank_passes(pp: int, chunks: int, count: int, rank: int) -> tuple[Pass, ...]:
-    """Of `count` micro-batches, in order."""
+Action = MicroBatchPass | Exchange
+
+
+def rank_passes(pp: int, chunks: int, count: int, rank: int) -> tuple[MicroBatchPass, ...]:
+    """The passes of a rank for `count` micro-batches, in order."""
     if not (0 <= rank < pp and chunks >= 1 and (pp > 1 or chunks == 1)):
         raise ValueError(f"no schedule for rank {rank} of {pp} with {chunks} chunks")
     groups = _groups(pp, count)
-    ahead = [Pass(False, c, i) for group in groups for c in range(chunks) for i in group]
-    back = [Pass(True, c, i) for group in groups for c in reversed(range(chunks)) for i in group]
-    apart = pp - 1 - rank
-    if chunks > 1:
-        apart = 2 * apart + (chunks - 1) * max(map(len, groups), default=0)
-    warm = min(apart, len(ahead))
-    paired = (p for pair in zip(ahead[warm:], back, strict=False) for p in pair)
-    return (*ahead[:warm], *paired, *back[len(ahead) - warm :])
+    forwards = [MicroBatchPass(False, c, i) for group in groups for c in range(chunks) for i in group]
+    backwards = [MicroBatchPass(True, c, i) for group in groups for c in reversed(range(chunks)) for i in group]
+    # forward passes before the first backward pass
+    warmup = pp - 1 - rank
+    if chunks > 1:  # interleaved: two passes per later rank, and a group for every chunk but the last (section 2.2)
+        warmup = 2 * warmup + (chunks - 1) * max(map(len, groups), default=0)
+    warmup = min(warmup, len(forwards))
+    paired = (p for pair in zip(forwards[warmup:], backwards, strict=False) for p in pair)
+    return (*forwards[:warmup], *paired, *backwards[len(forwards) - warmup :])
 
 
 def _groups(pp: int, count: int) -> list[range]:
@@ -71,52 +72,53 @@ def _groups(pp: int, count: int) -> list[range]:
 
 @lru_cache(maxsize=64)
 def actions(pp: int, chunks: int, count: int) -> tuple[tuple[Action, ...], ...]:
-    """Of every rank. What a pass has made travels as soon as it is there: its message stands, on both sides, behind the
-    passes of its moment."""
-    found: list[list[Action]] = [[] for _ in range(pp)]
+    """The actions of every rank. The output of a pass is sent at once: on both sides its message comes right after the
+    passes of its clock tick."""
+    result: list[list[Action]] = [[] for _ in range(pp)]
     for together in _clock_ticks([rank_passes(pp, chunks, count, rank) for rank in range(pp)], chunks):
         sends: dict[int, list[Message]] = defaultdict(list)
-        takes: dict[int, list[Message]] = defaultdict(list)
+        receives: dict[int, list[Message]] = defaultdict(list)
         for rank, p in together:
-            found[rank].append(p)
+            result[rank].append(p)
             to = next_pass(pp, chunks, rank, p)
             if to is not None and to[0] != rank:
                 sends[rank].append(Message(to[1], to[0]))
-                takes[to[0]].append(Message(to[1], rank))
-        for rank in sorted({*sends, *takes}):
-            found[rank].append(Exchange(tuple(sends[rank]), tuple(takes[rank])))
-    return tuple(map(tuple, found))
+                receives[to[0]].append(Message(to[1], rank))
+        for rank in sorted({*sends, *receives}):
+            result[rank].append(Exchange(tuple(sends[rank]), tuple(receives[rank])))
+    return tuple(map(tuple, result))
 
 
-def next_pass(pp: int, chunks: int, rank: int, p: Pass) -> tuple[int, Pass] | None:
-    """Who wants what a pass makes: (rank, its pass); None for the loss and the gradient of the embedding."""
+def next_pass(pp: int, chunks: int, rank: int, p: MicroBatchPass) -> tuple[int, MicroBatchPass] | None:
+    """(rank, pass) that needs the output of a pass; None for the loss and the gradient of the embedding."""
     stage = p.chunk * pp + rank + (-1 if p.backward else 1)
-    return (stage % pp, Pass(p.backward, stage // pp, p.micro)) if 0 <= stage < pp * chunks else None
+    return (stage % pp, MicroBatchPass(p.backward, stage // pp, p.micro)) if 0 <= stage < pp * chunks else None
 
 
-def _clock_ticks(lists: Sequence[Sequence[Pass]], chunks: int) -> Iterator[list[tuple[int, Pass]]]:
-    """The passes of all ranks, by moments in which each rank makes at most one: as early as what they need allows, were
-    all passes equally long."""
+def _clock_ticks(lists: Sequence[Sequence[MicroBatchPass]], chunks: int) -> Iterator[list[tuple[int, MicroBatchPass]]]:
+    """The (rank, pass)es of each clock tick, in which each rank makes at most one pass: as early as their inputs allow,
+    if all passes were equally long."""
     pp, at = len(lists), [0] * len(lists)
-    needs: set[tuple[int, Pass]] = {(0, p) for p in lists[0] if not p.backward and p.chunk == 0}
+    # (rank, pass)es whose inputs exist
+    ready: set[tuple[int, MicroBatchPass]] = {(0, p) for p in lists[0] if not p.backward and p.chunk == 0}
     while any(i < len(own) for i, own in zip(at, lists, strict=True)):
         together = [(rank, own[i]) for rank, (i, own) in enumerate(zip(at, lists, strict=True))
-                    if i < len(own) and (rank, own[i]) in needs]
+                    if i < len(own) and (rank, own[i]) in ready]
         if not together:
             raise internal_error(f"the schedule of {pp} ranks and {chunks} chunks deadlocks", "pipeline schedule",
                                  tuple(grid(lists, at, chunks > 1).splitlines()))
         yield together
         for rank, p in together:
             at[rank] += 1
-            needs.remove((rank, p))
+            ready.remove((rank, p))
             to = next_pass(pp, chunks, rank, p)
             if to is not None:
-                needs.add(to)
+                ready.add(to)
             elif not p.backward:
-                needs.add((rank, Pass(True, p.chunk, p.micro)))
+                ready.add((rank, MicroBatchPass(True, p.chunk, p.micro)))
 
 
-def show_pass(p: Pass, chunked: bool = False) -> str:
+def show_pass(p: MicroBatchPass, chunked: bool = False) -> str:
     """"F0": the forward pass of micro-batch 0; "B3": a backward pass. chunked: with the chunk, "F0.1"."""
     return f"{'B' if p.backward else 'F'}{p.micro}" + (f".{p.chunk}" if chunked else "")
 
@@ -127,8 +129,9 @@ def show_schedule(pp: int, chunks: int, count: int) -> str:
                      for rank in range(pp))
 
 
-def grid(lists: Sequence[Sequence[Pass]], done: Sequence[int], chunked: bool = False) -> str:
-    """Ranks as rows and passes as columns, with a mark where each rank stands. done: how many passes each has made."""
+def grid(lists: Sequence[Sequence[MicroBatchPass]], done: Sequence[int], chunked: bool = False) -> str:
+    """A text with ranks as rows and passes as columns, and a mark at the next pass of each rank. done: how many passes
+    each rank has made."""
     texts = [[show_pass(p, chunked) for p in own] for own in lists]
     wide = max((len(text) for own in texts for text in own), default=0)
     rows = []
@@ -138,9 +141,9 @@ def grid(lists: Sequence[Sequence[Pass]], done: Sequence[int], chunked: bool = F
     return "\n".join(rows)
 
 
-def max_activations_in_flight(order: Sequence[Pass], weights: Sequence[int], of: int | None = None) -> int:
-    """The most that is kept for backward passes when one begins. weights: kept of a pass through each chunk. of: only
-    when it is one of this chunk."""
+def max_activations_in_flight(order: Sequence[MicroBatchPass], weights: Sequence[int], of: int | None = None) -> int:
+    """The most that is kept for backward passes when one begins. weights: what a pass through each chunk keeps. of:
+    only count backward passes of this chunk."""
     kept = most = 0
     for p in order:
         if not p.backward:
@@ -153,13 +156,13 @@ def max_activations_in_flight(order: Sequence[Pass], weights: Sequence[int], of:
 
 
 def max_waiting_messages(own: Sequence[Action]) -> int:
-    """The most messages that have come to a rank and wait for their passes, with the one that a pass reads."""
-    here: Counter[Pass] = Counter()
+    """The most messages that a rank has received and not used yet, with the one that a pass reads."""
+    waiting: Counter[MicroBatchPass] = Counter()
     most = 0
     for action in own:
         if isinstance(action, Exchange):
-            here.update(m.wanted for m in action.takes)
-            most = max(most, here.total())
+            waiting.update(m.for_pass for m in action.receives)
+            most = max(most, waiting.total())
         else:
-            here.pop(action, None)
+            waiting.pop(action, None)
     return most

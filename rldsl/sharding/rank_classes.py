@@ -1,9 +1,10 @@
-"""Ranks that are in the same places do the same: found from ranges, so that it costs what a plan says and not how many
-ranks it is for.
+"""Groups of ranks that are in the same places and so do the same, found from ranges: the cost depends on the size of a
+plan, not on the number of ranks.
 
 In: for each place (a mesh, a stage of a layout) the ranks that are in it. Out: the ranks by the places that they are
-in. The one sweep for the estimate of memory and for the verifier. `project.rank_classes`, which makes the classes that
-the verifier proves, counts rank by rank on purpose: what is proved and what proves it share no code. """
+in, for the memory estimate and the verifier. `plan.projection.rank_classes`, which makes the classes that the verifier
+checks, goes rank by rank on purpose: a proof shares no code with what it proves.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ Where = TypeVar("Where", bound=Hashable)
 
 
 def ranks_by_membership(places: Mapping[Where, Ranges], world: int) -> dict[frozenset[Where], Ranges]:
-    """All ranks of the world, in the order of their first ones. The ranges of one place are disjoint, in any order;
-    those of the result ascend and end wherever a range of any place does, so that inside one every mesh counts on."""
-    turns: dict[int, set[Where]] = defaultdict(set)
+    """Set of places -> the ranks that are in exactly these, in the order of their first ranks. The ranges of one place
+    are disjoint, in any order. The returned ranges ascend and are split at every boundary of every place, so all ranks
+    of one range are in the same places."""
+    boundaries: dict[int, set[Where]] = defaultdict(set)  # rank -> places that begin or end there
     for place, ranges in places.items():
         for end in chain.from_iterable(ranges):
-            turns[end] ^= {place}
+            boundaries[end] ^= {place}
     inside: frozenset[Where] = frozenset()
-    found: dict[frozenset[Where], list[tuple[int, int]]] = defaultdict(list)
-    for start, stop in pairwise(sorted({0, world, *turns})):
-        inside ^= turns.get(start, set())
-        found[inside].append((start, stop))
-    return {mine: tuple(ranges) for mine, ranges in found.items()}
+    ranks: dict[frozenset[Where], list[tuple[int, int]]] = defaultdict(list)
+    for start, stop in pairwise(sorted({0, world, *boundaries})):
+        inside ^= boundaries.get(start, set())
+        ranks[inside].append((start, stop))
+    return {members: tuple(ranges) for members, ranges in ranks.items()}

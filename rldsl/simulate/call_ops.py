@@ -18,8 +18,8 @@ from rldsl.plan.heads import OUTPUTS
 from rldsl.plan.model import Layout
 from rldsl.sharding.boxes import itemsize
 from rldsl.sharding.layout import stage_layers
-from rldsl.sharding.partition import micro_batch_count
-from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
+from rldsl.sharding.partition import count_without_token_limit
+from rldsl.sharding.pipeline_schedule import Exchange, Message, MicroBatchPass, actions
 from rldsl.simulate.classes import Groups
 from rldsl.simulate.engine import Compute, Isend, Op, Wait
 from rldsl.simulate.machine import Machine
@@ -109,7 +109,7 @@ class Stage:
     def message(self, found: Message, receiver: int, moved: float) -> tuple[Op, Hashable]:
         """The op that posts a message of a minibatch, and its key. receiver: the rank along pp that it is for."""
         pair = tuple(sorted((self.pipeline[self.groups.stage], self.pipeline[found.peer])))
-        key = (self.key, "pp", pair, receiver, found.wanted)
+        key = (self.key, "pp", pair, receiver, found.for_pass)
         return Isend(key, pair, self.machine.message(moved, self.groups.crosses["pp"]), 1.0), key
 
     def neighbor_message(self, i: int, side: str, moved: float) -> tuple[Op, Hashable]:
@@ -283,7 +283,7 @@ def pipeline_ops(stage: Stage, count: int, durations: Sequence[tuple[float, floa
     before the next exchange."""
     ops: list[Op] = []
     sent: list[Hashable] = []
-    receiving: dict[Pass, Hashable] = {}
+    receiving: dict[MicroBatchPass, Hashable] = {}
     here = stage.groups.stage
     for action in actions(len(stage.pipeline), len(durations), count)[here]:
         if isinstance(action, Exchange):
@@ -293,8 +293,8 @@ def pipeline_ops(stage: Stage, count: int, durations: Sequence[tuple[float, floa
                 post, key = stage.message(message, message.peer, moved)
                 ops.append(post)
                 sent.append(key)
-            for message in action.takes:
-                post, receiving[message.wanted] = stage.message(message, here, moved)
+            for message in action.receives:
+                post, receiving[message.for_pass] = stage.message(message, here, moved)
                 ops.append(post)
             continue
         if action in receiving:
@@ -340,7 +340,7 @@ def _decode_time(world: World, event: Generate, stage: Stage) -> DecodeTime:
 
 def _micro_batches(event: Infer | Train, rows: int, tokens: float, at_least: int) -> int:
     """Micro-batches of a shard. tokens: of a row."""
-    count = micro_batch_count(rows, event.mbs, at_least)
+    count = count_without_token_limit(rows, event.mbs, at_least)
     return min(rows, max(count, ceil(rows * tokens / event.mbt))) if event.mbt else count
 
 

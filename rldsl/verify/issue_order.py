@@ -199,8 +199,8 @@ def _link(x: Layout, at: Coordinate, to: int, flow: str) -> Iterator[Use]:
 def _exchange(x: Layout, at: Coordinate, now: Exchange) -> Iterator[Use]:
     """The messages of an exchange one after the other, by sender, though they are posted together: that waits for less.
     The link of a rank is the one to the next stage, and of the last stage the one to the first; two stages have one."""
-    for _, peer, wanted in sorted((*((at.pp, m.peer, m.wanted) for m in now.sends),
-                                   *((m.peer, m.peer, m.wanted) for m in now.takes))):
+    for _, peer, wanted in sorted((*((at.pp, m.peer, m.for_pass) for m in now.sends),
+                                   *((m.peer, m.peer, m.for_pass) for m in now.receives))):
         around = {at.pp, peer} == {0, x.pp - 1} and x.pp > 2
         yield Use("link", x.pp - 1 if around else min(at.pp, peer), at.dp, f"for {wanted}")
 

@@ -19,7 +19,7 @@ from rldsl.plan.codec import decode, encode
 from rldsl.plan.events import Event, Generate, Infer, Item, Loop, Train
 from rldsl.plan.model import Plan
 from rldsl.plan.projection import events
-from rldsl.sharding.partition import micro_batch_count, micro_batches, num_micro_batches
+from rldsl.sharding.partition import count_without_token_limit, micro_batches, num_micro_batches
 from rldsl.simulate import simulate
 from rldsl.verify import verify
 from tests.compiler.graphs import family, on, ppo
@@ -61,7 +61,7 @@ def test_about_as_few_as_can_be(sizes: list[int], budget: int) -> None:
 def test_without_a_budget_nothing_changes(sizes: list[int], limit: int, at_least: int) -> None:
     rows = range(len(sizes))
     assert micro_batches(rows, sizes, limit, at_least, 0) == micro_batches(rows, sizes, limit, at_least, 10**6)
-    assert num_micro_batches(rows, sizes, limit, at_least) == micro_batch_count(len(sizes), limit, at_least)
+    assert num_micro_batches(rows, sizes, limit, at_least) == count_without_token_limit(len(sizes), limit, at_least)
 
 
 def test_a_row_that_is_longer_is_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from rldsl.backends.torch.generate import engine
 from rldsl.backends.torch.generate.decode_state import MAX_PARKED, DecodeState
-from rldsl.backends.torch.generate.storage_parking import StorageParking
+from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, plan_model, ragged
 from tests.generation.reference import made, rows_of
@@ -88,7 +88,7 @@ def test_a_closed_desk_has_no_memory(shard: Any) -> None:
     (state,) = states.values()
     traces = [t for t in state.decode_steps.captures.values() if not isinstance(t, int)]
     held = [x for pair in state.cache.layers.values() for x in pair] + [state.slots.draws, state.responses.tokens]
-    assert traces and not state.decode_steps.with_memory and not any(t.parking.has_memory for t in traces)
+    assert traces and not state.decode_steps.with_memory and not any(t.storage.has_memory for t in traces)
     assert all(x.untyped_storage().nbytes() == 0 for x in (*held, *(x for t in traces for x in t.out)))
 
 
@@ -124,15 +124,15 @@ def test_halves_of_float32_are_not_kept(tmp_path: Any) -> None:
     assert make_shard(plan_model(there, dtype="bfloat16"), 0)._can_keep_captures()
 
 
-def test_storage_parking() -> None:
+def test_releasable_storage() -> None:
     whole = torch.ones(4, 3)
     part = whole[1:, :2]
-    parking = StorageParking([part, whole])
-    parking.park()
-    assert whole.untyped_storage().nbytes() == 0 and not parking.has_memory
-    parking.unpark()
+    storage = ReleasableStorage([part, whole])
+    storage.release_memory()
+    assert whole.untyped_storage().nbytes() == 0 and not storage.has_memory
+    storage.allocate_memory()
     whole.fill_(2)
-    assert part.tolist() == [[2, 2]] * 3 and parking.has_memory
+    assert part.tolist() == [[2, 2]] * 3 and storage.has_memory
 
 
 def test_what_is_read_does_not_depend_on_what_was_there_before(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def recomputed(rank: int, titles: tuple[str, ...], path: str) -> tuple[float, bo
         shard.onload("optimizer")()
         shard.train([(pack(ROWS[:6]),), (pack(ROWS[6:]),)], [("logprobs",)], 1.0,
                     lambda _, fresh: fresh[0]["logprobs"].square().sum() * 0.01, recompute=how)
-        found.append(shard.trainer.flat.clone())
+        found.append(shard.trainer.grad_buffer.clone())
     return float((found[0] - found[1]).abs().max() / found[0].abs().max()), gone
 
 

@@ -12,7 +12,7 @@ from rldsl.sharding import pipeline_schedule
 from rldsl.sharding.pipeline_schedule import (
     Exchange,
     Message,
-    Pass,
+    MicroBatchPass,
     actions,
     max_activations_in_flight,
     max_waiting_messages,
@@ -26,9 +26,9 @@ SHAPES = [(1, 1, 1), (1, 1, 5), *product((2, 3, 4, 7), (1, 2, 3), (1, 2, 3, 4, 7
 def test_every_pass_once_and_backward_after_forward(pp: int, chunks: int, count: int) -> None:
     for rank in range(pp):
         order = rank_passes(pp, chunks, count, rank)
-        assert Counter(order) == Counter(Pass(*p) for p in product((False, True), range(chunks), range(count)))
+        assert Counter(order) == Counter(MicroBatchPass(*p) for p in product((False, True), range(chunks), range(count)))
         assert all(order.index(p._replace(backward=False)) < order.index(p) for p in order if p.backward)
-        assert tuple(a for a in actions(pp, chunks, count)[rank] if isinstance(a, Pass)) == order
+        assert tuple(a for a in actions(pp, chunks, count)[rank] if isinstance(a, MicroBatchPass)) == order
 
 
 def rendezvous(lists: list[list]) -> int:
@@ -39,7 +39,7 @@ def rendezvous(lists: list[list]) -> int:
 
     def posted(rank: int) -> set[tuple[int, Message]]:
         now = lists[rank][at[rank]]
-        return {(m.peer, m) for m in now.sends} | {(rank, m) for m in now.takes}
+        return {(m.peer, m) for m in now.sends} | {(rank, m) for m in now.receives}
 
     for rank, own in enumerate(lists):
         open_[rank] = posted(rank) if own and isinstance(own[0], Exchange) else set()
@@ -47,7 +47,7 @@ def rendezvous(lists: list[list]) -> int:
         moved = False
         for rank, mine in enumerate(open_):
             for to, m in list(mine):
-                other = (to, Message(m.wanted, rank))
+                other = (to, Message(m.for_pass, rank))
                 if other in open_[m.peer]:
                     mine.discard((to, m))
                     open_[m.peer].discard(other)
@@ -69,14 +69,14 @@ def test_nobody_waits_for_ever(pp: int, chunks: int, count: int) -> None:
     lists = [list(own) for own in actions(pp, chunks, count)]
     assert rendezvous(lists) > 0
     for rank, own in enumerate(lists):
-        here: set[Pass] = set()
-        made: Pass | None = None
+        here: set[MicroBatchPass] = set()
+        made: MicroBatchPass | None = None
         for action in own:
             if isinstance(action, Exchange):
                 assert len(action.sends) <= 1 and made is not None or not action.sends
                 for m in action.sends:
-                    assert made is not None and pipeline_schedule.next_pass(pp, chunks, rank, made) == (m.peer, m.wanted)
-                here |= {m.wanted for m in action.takes}
+                    assert made is not None and pipeline_schedule.next_pass(pp, chunks, rank, made) == (m.peer, m.for_pass)
+                here |= {m.for_pass for m in action.receives}
                 made = None
                 continue
             made, stage = action, action.chunk * pp + rank
@@ -159,7 +159,7 @@ def test_what_is_no_schedule_is_refused(pp: int, chunks: int, rank: int) -> None
 
 def test_lists_in_two_orders_stop_for_ever() -> None:
     """The check itself sees a circle: two ranks that send first and take later."""
-    a, b = Pass(False, 0, 0), Pass(True, 0, 0)
+    a, b = MicroBatchPass(False, 0, 0), MicroBatchPass(True, 0, 0)
     first = [Exchange((Message(a, 1),), ()), Exchange((), (Message(b, 1),))]
     second = [Exchange((Message(b, 0),), ()), Exchange((), (Message(a, 0),))]
     assert rendezvous([first, second]) == -1
@@ -168,7 +168,7 @@ def test_lists_in_two_orders_stop_for_ever() -> None:
 
 def test_a_message_that_nobody_takes_stops_for_ever() -> None:
     lists = [list(own) for own in actions(2, 2, 4)]
-    at = next(i for i, a in enumerate(lists[1]) if isinstance(a, Exchange) and a.takes)
+    at = next(i for i, a in enumerate(lists[1]) if isinstance(a, Exchange) and a.receives)
     del lists[1][at]
     assert rendezvous(lists) == -1
 

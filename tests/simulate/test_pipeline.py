@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rldsl.backends.torch.train import pipeline
-from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass
+from rldsl.sharding.pipeline_schedule import Exchange, Message, MicroBatchPass
 from rldsl.simulate.call_ops import pipeline_ops
 from rldsl.simulate.engine import Compute, EventBegin, Isend, Op, Wait, run_programs
 
@@ -27,7 +27,7 @@ class FakeStage:
 
     def message(self, found: Message, wanting: int, moved: float) -> tuple[Op, object]:
         pair = tuple(sorted((self.groups.stage, found.peer)))
-        return Isend((pair, wanting, found.wanted), pair, moved), (pair, wanting, found.wanted)
+        return Isend((pair, wanting, found.for_pass), pair, moved), (pair, wanting, found.for_pass)
 
 
 def ops(pp: int, count: int, ahead: float, back: float, message: float = 0.0, vpp: int = 1) -> list[list[Op]]:
@@ -57,23 +57,23 @@ def test_every_stage_works_as_much_and_messages_make_it_longer(vpp: int) -> None
     assert max(slow.ends) > max(free.ends)
 
 
-class Links:
+class P2PCommunicator:
     """Writes down what the backend's schedule sends and waits for."""
 
     log: list[tuple] = []
 
     def __init__(self, pp: object):
-        self.there: set[Pass] = set()
+        self.there: set[MicroBatchPass] = set()
 
     def exchange(self, now: Exchange, output: torch.Tensor | None, recv_buffer: Callable[[int], torch.Tensor]) -> None:
         assert (output is not None) or not now.sends
-        Links.log += [("send", *m) for m in now.sends] + [("take", *m) for m in now.takes]
-        self.there |= {m.wanted for m in now.takes}
+        P2PCommunicator.log += [("send", *m) for m in now.sends] + [("take", *m) for m in now.receives]
+        self.there |= {m.for_pass for m in now.receives}
 
-    def wait_receive(self, wanted: Pass) -> torch.Tensor | None:
+    def wait_receive(self, wanted: MicroBatchPass) -> torch.Tensor | None:
         if wanted not in self.there:
             return None
-        Links.log.append(("wait", wanted))
+        P2PCommunicator.log.append(("wait", wanted))
         return torch.ones(1, 1)
 
     def wait_sends(self) -> None:
@@ -83,15 +83,15 @@ class Links:
 @pytest.mark.parametrize("pp, count, vpp", [(1, 3, 1), (2, 1, 1), (2, 4, 1), (3, 5, 1), (4, 2, 1), (4, 6, 1), (2, 5, 2),
                                             (3, 4, 2), (4, 9, 3)])
 def test_it_is_the_order_of_the_backend(pp: int, count: int, vpp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "Links", Links)
+    monkeypatch.setattr(pipeline, "P2PCommunicator", P2PCommunicator)
     for s in range(pp):
-        Links.log = []
+        P2PCommunicator.log = []
         weight = torch.ones(1, requires_grad=True)
 
         def forward(tokens, positions, attention, hidden, chunk):
-            Links.log.append(("ahead", chunk))
+            P2PCommunicator.log.append(("ahead", chunk))
             out = weight * (torch.ones(1, 1) if hidden is None else hidden)
-            out.register_hook(lambda g: Links.log.append(("back", chunk)))
+            out.register_hook(lambda g: P2PCommunicator.log.append(("back", chunk)))
             return out
 
         batch: Any = SimpleNamespace(tokens=torch.zeros(1, dtype=torch.long), attention=SimpleNamespace(positions=None))

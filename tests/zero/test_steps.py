@@ -57,7 +57,7 @@ def watched(rank: int, path: str) -> dict[int, Any]:
             layer.mlp.register_forward_pre_hook(lambda *_: seen.append(gathered(shard)))
         run(shard, "logprobs", mine, 2, 1)
         numbers = sum(t.numel() for t in shard.state_dict().values())
-        found[zero] = (max(map(len, seen)), gathered(shard), numbers, shard.trainer.flat.numel(),
+        found[zero] = (max(map(len, seen)), gathered(shard), numbers, shard.trainer.grad_buffer.numel(),
                        sum(t.numel() for kind in shard.optimizer_state().values() for t in kind.values()),
                        all(p.grad is None for u in shard.stage.zero.units for p in u.unsharded))
     return found

@@ -50,33 +50,33 @@ class CapturedSteps:
                 self.with_memory.pop(oldest, None)
             return function()
         if isinstance(captured, OpTrace):
-            self._unpark(key, captured)
+            self._allocate_memory(key, captured)
         if self.verified or not self.repeatable:
             return captured()
         out = function()
         self.verified = self.enabled = all(map(torch.equal, out, captured()))
         return out
 
-    def park(self) -> None:
+    def release_memory(self) -> None:
         """Give the memory of all traces back until they are used again."""
         for captured in self.with_memory.values():
-            captured.parking.park()
+            captured.storage.release_memory()
         self.with_memory.clear()
 
-    def _unpark(self, key: Hashable, captured: OpTrace) -> None:
-        if self.with_memory.pop(key, None) is None and not captured.parking.has_memory:
-            captured.parking.unpark()
+    def _allocate_memory(self, key: Hashable, captured: OpTrace) -> None:
+        if self.with_memory.pop(key, None) is None and not captured.storage.has_memory:
+            captured.storage.allocate_memory()
         self.with_memory[key] = captured
         # the last result of each group is still read: with KEPT traces for each group it is never the oldest
         if len(self.with_memory) > MAX_RECORDINGS * self.num_groups:
-            self.with_memory.pop(next(iter(self.with_memory))).parking.park()
+            self.with_memory.pop(next(iter(self.with_memory))).storage.release_memory()
 
     def _capture(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
         try:
             if self.device.type == "cpu":
                 out, captured = trace(function, self.repeatable and not self.verified)
                 self.captures[key] = captured
-                self._unpark(key, captured)
+                self._allocate_memory(key, captured)
             else:  # a function that reads values on the host fails in a capture, so nothing is left to compare
                 out, self.captures[key] = capture_graph(function)
                 self.verified = True

@@ -62,7 +62,7 @@ class Engine:
         key = group.start, self.num_tokens(batch)
         if decoding and key in buffers:
             return buffers[key]
-        buffer = torch.empty(key[1], stage.hidden, dtype=stage.compute_dtype, device=stage.device)
+        buffer = torch.empty(key[1], stage.hidden, dtype=stage.residual_dtype, device=stage.device)
         if decoding:
             buffers[key] = buffer
         return buffer
@@ -124,6 +124,8 @@ class Engine:
         slots = torch.tensor(batch.slots, device=device)
         seq_ids = torch.arange(batch.first_seq, batch.first_seq + len(batch.slots), device=device)
         self._assign_slots(slots, seq_ids)
+        # The first num_shared sequences repeat the prompt with which the batch before ended: their KV is copied from
+        # source_slot, and their first token is sampled from last_prompt_hidden (prefix caching, in vLLM).
         if shared:
             self.state.cache.copy_slots([batch.source_slot] * shared, batch.slots[:shared],
                                         self.scheduler.prompt_lens[batch.first_seq])
@@ -182,6 +184,6 @@ class Engine:
     def dummy_pass(self) -> None:
         """A pass of one token whose result is dropped: other ranks need this rank's experts."""
         one = torch.ones(1, dtype=torch.long, device=self.stage.device)
-        hidden = None if self.stage.first else torch.zeros(1, self.stage.hidden, dtype=self.stage.compute_dtype,
+        hidden = None if self.stage.first else torch.zeros(1, self.stage.hidden, dtype=self.stage.residual_dtype,
                                                            device=self.stage.device)
         self.stage.forward(one - 1, one - 1, VarlenAttention(one), hidden)

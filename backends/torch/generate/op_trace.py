@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rldsl.backends.torch.generate.storage_parking import StorageParking
+from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 
 Outputs = tuple[torch.Tensor, ...]
 Op = Callable[..., Any]
@@ -38,10 +38,10 @@ class NotTraceable(Exception):
 class OpTrace:
     """A recorded function."""
 
-    def __init__(self, ops: list[Callable[[], Any]], out: Outputs, parking: StorageParking):
+    def __init__(self, ops: list[Callable[[], Any]], out: Outputs, storage: ReleasableStorage):
         self.ops = ops          # operators with all of their arguments, in order
         self.out = out          # where the function's results are after each run
-        self.parking = parking  # the memory of what the operators make, which each run writes anew
+        self.storage = storage  # the memory of what the operators make, which each run writes anew
 
     def __call__(self) -> Outputs:
         # what was recorded is below autocast and autograd, and must not meet them again
@@ -58,7 +58,7 @@ def trace(function: Callable[[], Outputs], verify: bool = True) -> tuple[Outputs
     tracer = _Tracer()
     with tracer:
         out = function()
-    found = OpTrace(tracer.ops, out, StorageParking(tracer.made.values()))
+    found = OpTrace(tracer.ops, out, ReleasableStorage(tracer.made.values()))
     if verify:
         expected = [x.clone() for x in out]
         if not all(map(torch.equal, found(), expected)):

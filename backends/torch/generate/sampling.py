@@ -115,7 +115,7 @@ class Sampler:
     def __post_init__(self) -> None:
         tp, vocab = self.stage.head_axis.size, self.stage.vocab
         self.max_local_vocab = max((i + 1) * vocab // tp - i * vocab // tp for i in range(tp))
-        self.head = None if self.stage.head is None else self.stage.head.to(self.stage.head_dtype)  # cast once
+        self.head = None if self.stage.head is None else self.stage.head.to(self.stage.matmul_dtype)  # cast once
 
     def draws(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """[S, count] float64: the random numbers of rows [S] of the frame, one for each position of a response."""

@@ -157,18 +157,18 @@ def allocate_parameters(path: str, held: HeldPieces, dtype: torch.dtype, device:
     weight_cache: where read-only tensors are shared with the shards that hold the same slices of the same directory.
         None: all tensors are this shard's own."""
     found: dict[str, nn.Parameter] = {}
-    unread: dict[str, tuple[Parameter, tuple[Piece, ...]]] = {}
+    to_load: dict[str, tuple[Parameter, tuple[Piece, ...]]] = {}
     for name, (parameter, pieces) in held.items():
         key = (path, name, str(dtype), tuple(p.box for p in pieces))
         tensor = weight_cache.get(key) if weight_cache is not None else None
         if tensor is None:
             shape = local_shape(parameter, pieces) if pieces else (0, *parameter.spec.shape[1:])
             tensor = torch.empty(shape, device=device, dtype=dtype)
-            unread[name] = (parameter, pieces)
+            to_load[name] = (parameter, pieces)
             if weight_cache is not None:
                 weight_cache[key] = tensor
         found[name] = nn.Parameter(tensor, requires_grad=False)
-    return found, unread
+    return found, to_load
 
 
 def tensor_slice(reader: safe_open, key: str, file: Path) -> Any:

@@ -81,12 +81,12 @@ class Stage(ActivationCheckpointing):
     vocab_start: int             # the first of these rows
     head_axis: Axis              # over which ranks the head's rows are divided
     score: torch.Tensor | None   # [1, H] the score row on the last stage, if the model has one
-    compute_dtype: torch.dtype   # of hidden states between layers and stages: float32 whatever the weights are
-    head_dtype: torch.dtype      # in which matrices are multiplied: the model's
+    residual_dtype: torch.dtype  # of hidden states between layers and stages: float32, whatever the weights are
+    matmul_dtype: torch.dtype    # in which matrices are multiplied: the model's dtype
     parameters: dict[str, nn.Parameter]      # HuggingFace name -> local tensor, of parameters that have versions
     base: dict[str, nn.Parameter]            # the same of parameters that never change (a base under adapters)
-    unread: HeldPieces           # those of `parameters` whose values are not there yet
-    unread_base: HeldPieces      # those of `base`
+    to_load: HeldPieces          # of `parameters`, those whose values must still be loaded
+    base_to_load: HeldPieces     # of `base`
     held: HeldPieces             # this rank's pieces of `parameters`
     unsharded_held: HeldPieces   # the same as if the layout had no `zero`
     unsharded: Mapping[str, nn.Parameter]    # what modules compute with; `parameters` itself without `zero`
@@ -94,13 +94,13 @@ class Stage(ActivationCheckpointing):
     sequence_parallel: SequenceParallel
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
-                 head_dtype: torch.dtype, weight_cache: WeightCache | None = None):
+                 matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None):
         """dtype: in which `parameters` are stored."""
         attention.register()
         pp, tp = axes.pp, axes.tp
         self.first, self.last = pp.index == 0, pp.index == pp.size - 1
-        self.device, self.head_dtype = device, head_dtype
-        self.compute_dtype = torch.float32
+        self.device, self.matmul_dtype = device, matmul_dtype
+        self.residual_dtype = torch.float32
         self.config = load_config(model)
         _check_logits(self.config, model)
         whole = _skeleton(self.config)
@@ -119,10 +119,11 @@ class Stage(ActivationCheckpointing):
         self.held = {name: (p, pieces_of_rank(p, model.layers, layout, mesh, rank))
                      for name, (p, _) in self.unsharded_held.items()} if layout.zero else self.unsharded_held
         read_only = not (model.train_layout or model.updated_from or model.base)
-        self.parameters, self.unread = allocate_parameters(model.path, self.held, dtype, device,
+        self.parameters, self.to_load = allocate_parameters(model.path, self.held, dtype, device,
                                                            weight_cache if read_only else None)
         self.base_held = held_here(expand_specs(model.base, model.layers))
-        self.base, self.unread_base = allocate_parameters(model.path, self.base_held, head_dtype, device, weight_cache)
+        self.base, self.base_to_load = allocate_parameters(model.path, self.base_held, matmul_dtype, device,
+                                                           weight_cache)
         _check_head(whole, model)
         self.unsharded = self.parameters
         self.zero = None
@@ -151,7 +152,7 @@ class Stage(ActivationCheckpointing):
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packed_attention: PackedAttention,
                 hidden: torch.Tensor | None, number: int = 0) -> torch.Tensor:
         """Run chunk `number`. tokens, positions: [T] int64. hidden: [T, H] from the chunk before, None for the first.
-        Returns [T, H]; the last chunk's are after the final norm and in `head_dtype`."""
+        Returns [T, H]; the last chunk's are after the final norm and in `matmul_dtype`."""
         chunk = self.chunks[number]
         options = {"position_ids": positions[None], "use_cache": False, "packed_attention": packed_attention}
         if hidden is None:
@@ -163,7 +164,7 @@ class Stage(ActivationCheckpointing):
             out: torch.Tensor = chunk.body(**inputs, **options).last_hidden_state.squeeze(0)
         finally:
             chunk.entry.received = None
-        return out.to(self.head_dtype if chunk.last else self.compute_dtype)
+        return out.to(self.matmul_dtype if chunk.last else self.residual_dtype)
 
     def _wrap_layers(self) -> None:
         """Give each layer of this stage a forward that can be recomputed, and that unshards its parameters."""
@@ -176,7 +177,7 @@ class Stage(ActivationCheckpointing):
         parameter, pieces = self.unsharded_held[name]
         matrix = parameter.layer is not None and len(parameter.spec.shape) > 1 and _only_multiplied(name, parameter,
                                                                                                     whole)
-        dtype = self.head_dtype if matrix else self.parameters[name].dtype
+        dtype = self.matmul_dtype if matrix else self.parameters[name].dtype
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
     def _zero_sharding(self, level: int, axes: Axes) -> ZeroSharding:
@@ -220,7 +221,7 @@ class Stage(ActivationCheckpointing):
                 self.head, self.vocab_start = local[name], start
                 if parameter.spec.split is not None:
                     self.head_axis = tp
-        if self.head_dtype == torch.bfloat16:
+        if self.matmul_dtype == torch.bfloat16:
             for name, (parameter, _) in {**self.base_held, **self.unsharded_held}.items():
                 path, _, attribute = name.rpartition(".")
                 if not _only_multiplied(name, parameter, whole):

@@ -1,13 +1,13 @@
 """Gradient reduction over all axes, clipping, and the optimizer step.
 
-Gradients are in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes, partial
+Gradients are *summed*, not averaged, over cp and dp, unlike in Megatron and DDP: the loss already divides by global
+counts. They are in one flat float32 buffer that every `parameter.grad` is a view of. After the backward passes, partial
 gradients on different tp ranks are summed, tied embeddings are summed over the pipeline's ends, and the whole buffer is
-summed over cp and dp (a sum: losses carry the global normalisation). The gradient of an expert that ranks of dp divide
-among themselves comes from all their tokens already, and is summed only over the ranks with the same experts. Under
-`zero` the buffer is of this rank's rows, and holds sums over dp already (`model/zero.py`). The norm counts each element
-of the model once.
+summed over cp and dp. The gradient of an expert that ep divides comes from the tokens of all ranks along ep already,
+and is summed only over the ranks with the same experts. Under `zero` the buffer has this rank's rows only, and holds
+sums over dp already (`model/zero.py`). The norm counts each element of the model once.
 
-The learning rate is a function of the update's place among those planned for the run (`plan.Model.updates`), taken or
+The learning rate is a function of the update's place among those planned for the run (`plan.Model.planned_updates`), taken or
 skipped: a train call that stops early does not stretch the schedule.
 """
 
@@ -28,17 +28,17 @@ from rldsl.sharding.boxes import local_slice, pieces_at, replicas, slices, volum
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 
 
-class Trainer:
-    """Gradient buffer and AdamW state of one shard."""
+class ShardOptimizer:
+    """Gradient buffer and AdamW state of one shard: Megatron's gradient buffer and optimizer in one."""
 
-    flat: torch.Tensor  # [elements] float32: gradients, those of divided experts at the end
-    done: int           # updates of the schedule so far, taken or skipped
+    grad_buffer: torch.Tensor  # [elements] float32: gradients, those of experts that ep divides at the end
+    schedule_step: int         # updates of the schedule so far, taken or skipped
 
     def __init__(self, stage: Stage, model: Model, layout: Layout, mesh: Mesh, axes: Axes):
         if model.optimizer is None:
             raise ValueError(f"{model.name} has no optimizer")
         self.stage, self.axes, self.options, self.updates = stage, axes, model.optimizer, model.planned_updates
-        self.done = 0
+        self.schedule_step = 0
         rank = axes.mesh.ranks[axes.mesh.index]
         named = list(stage.parameters.items())
         self.parameters = [p for _, p in named]
@@ -53,13 +53,13 @@ class Trainer:
         self.replicas = [max(1, replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
         tp = axes.tp.size
         # complete on every tp rank, but each sees only its own heads or tokens: their gradients are partial sums
-        self.partial = [i for i, (p, _) in enumerate(held) if tp > 1 and (
+        self.tp_partial_grads = [i for i, (p, _) in enumerate(held) if tp > 1 and (
             p.spec.partial_grad
             or (stage.sequence_parallel.available and p.layer is not None and p.spec.split is None))]
         # fewer units (KV heads, say) than tp ranks, so several ranks hold the same one
-        self.duplicated = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
+        self.tp_replicated_units = [i for i, (p, _) in enumerate(held) if tp > 1 and p.spec.split is not None
                         and any(units < tp for units, _ in p.spec.split.parts)]
-        self.tied = [i for i, (p, _) in enumerate(held) if p.spec.stage == "ends"]
+        self.tied_embeddings = [i for i, (p, _) in enumerate(held) if p.spec.stage == "ends"]
         self.tied_size = _tied_size(model, layout, axes)
         self.held = held
         self.adam = torch.optim.AdamW(self.parameters, lr=self.options.lr, betas=self.options.betas,
@@ -67,10 +67,10 @@ class Trainer:
 
     def _allocate_grads(self) -> None:
         """Allocate the buffer, and make each parameter's gradient a view of it."""
-        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=self.stage.device)
+        self.grad_buffer = torch.zeros(sum(p.numel() for p in self.parameters), device=self.stage.device)
         at = [0, self.dense_numel]  # the next free element of each part
         for parameter, expert in zip(self.parameters, self.is_divided_expert, strict=True):
-            parameter.grad = self.flat[at[expert] : at[expert] + parameter.numel()].view(parameter.shape)
+            parameter.grad = self.grad_buffer[at[expert] : at[expert] + parameter.numel()].view(parameter.shape)
             at[expert] += parameter.numel()
 
     def offload(self, host: HostMemory) -> None:
@@ -78,10 +78,10 @@ class Trainer:
         self._set_moments(host.offload(self._moments()))
         for parameter in self.parameters:
             parameter.grad = None
-        self.flat = self.flat.new_empty(0)
+        self.grad_buffer = self.grad_buffer.new_empty(0)
 
     def onload(self, host: HostMemory) -> Callable[[], None]:
-        """Start the way back. The returned function is called before moments are used."""
+        """Start the copy back to the device. The returned function must be called before moments are used."""
         moments, finish = host.onload(self._moments())
         self._set_moments(moments)
         self._allocate_grads()
@@ -98,7 +98,7 @@ class Trainer:
             self.adam.state[self.parameters[int(i)]][kind] = tensor
 
     def zero_grad(self) -> None:
-        self.flat.zero_()
+        self.grad_buffer.zero_()
 
     def step(self) -> dict[str, float]:
         """Reduce, clip, update. Returns "grad_norm", before clipping, and "lr". If the norm is not finite, nothing is
@@ -109,38 +109,38 @@ class Trainer:
             return {"grad_norm": norm, "lr": 0.0}
         limit = self.options.clip_grad
         if limit and norm > limit:
-            self.flat.mul_(limit / (norm + 1e-6))
-        rate = learning_rate(self.options, self.done, self.updates)
+            self.grad_buffer.mul_(limit / (norm + 1e-6))
+        rate = learning_rate(self.options, self.schedule_step, self.updates)
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
-        self.done += 1
+        self.schedule_step += 1
         return {"grad_norm": norm, "lr": rate}
 
     def skip_updates(self, updates: int) -> float:
         """See `Shard.skip_updates`."""
-        self.done += updates
-        return learning_rate(self.options, self.done - 1, self.updates)
+        self.schedule_step += updates
+        return learning_rate(self.options, self.schedule_step - 1, self.updates)
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
         """See `Shard.optimizer_state`; zeros before the first step. names: of the parameters."""
-        found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in MOMENTS}
+        moments: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in MOMENTS}
         for name, parameter in zip(names, self.parameters, strict=True):
             state = self.adam.state[parameter]
             if not state:
                 state |= {"step": torch.zeros((), device=parameter.device),
-                          **{kind: torch.zeros_like(parameter) for kind in found}}
-            for kind in found:
-                found[kind][name] = state[kind]
-        return found
+                          **{kind: torch.zeros_like(parameter) for kind in moments}}
+            for kind in moments:
+                moments[kind][name] = state[kind]
+        return moments
 
     def schedule_state(self) -> dict[str, int]:
-        """done: as above. made: steps that the optimizer took."""
+        """done: updates of the schedule, taken or skipped. made: steps that the optimizer took."""
         made = (int(state["step"]) for state in self.adam.state.values() if state)
-        return {"done": self.done, "made": next(made, 0)}
+        return {"done": self.schedule_step, "made": next(made, 0)}
 
     def load_schedule_state(self, counts: Mapping[str, int]) -> None:
-        self.done = counts["done"]
+        self.schedule_step = counts["done"]
         for state in self.adam.state.values():
             state["step"].fill_(counts["made"])
 
@@ -155,19 +155,19 @@ class Trainer:
         if self.stage.zero:
             self.stage.zero.end_minibatch(use_grads=True)
         grads = self._grads()
-        if self.partial:
-            _all_reduce_joined([grads[i] for i in self.partial], tp.group)
-        for i in self.duplicated:
+        if self.tp_partial_grads:
+            _all_reduce_joined([grads[i] for i in self.tp_partial_grads], tp.group)
+        for i in self.tp_replicated_units:
             self._sum_duplicates(i, grads[i])
         if self.tied_size and pp.size > 1:  # stages between the ends add zeros
-            own = [grads[i] for i in self.tied] or [self.flat.new_zeros(self.tied_size)]
+            own = [grads[i] for i in self.tied_embeddings] or [self.grad_buffer.new_zeros(self.tied_size)]
             _all_reduce_joined(own, pp.group)
         if cp.size > 1:  # each rank has seen only its tokens
-            dist.all_reduce(self.flat, group=cp.group)
+            dist.all_reduce(self.grad_buffer, group=cp.group)
         if dp.size > 1 and not self.stage.zero:
-            dist.all_reduce(self.flat[: self.dense_numel], group=dp.group)
+            dist.all_reduce(self.grad_buffer[: self.dense_numel], group=dp.group)
             if self.axes.ep.size > 1 and expert_dp.size > 1:
-                dist.all_reduce(self.flat[self.dense_numel :], group=expert_dp.group)
+                dist.all_reduce(self.grad_buffer[self.dense_numel :], group=expert_dp.group)
 
     def _sum_duplicates(self, i: int, grad: torch.Tensor) -> None:
         """Sum the gradient of parameter i over the tp ranks that hold the same units, by way of the whole parameter."""

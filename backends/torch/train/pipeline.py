@@ -16,43 +16,40 @@ import torch.distributed as dist
 from rldsl.backends.torch.model.model_inputs import ModelInputs
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.runtime.backend import Axis
-from rldsl.sharding.pipeline_schedule import Exchange, Message, Pass, actions
+from rldsl.sharding.pipeline_schedule import Exchange, Message, MicroBatchPass, actions
 
 
-class Links:
-    """Messages to and from other stages."""
+class P2PCommunicator:
+    """Messages to and from other ranks of the pipeline."""
 
     def __init__(self, pp: Axis):
         self.pp = pp
         self.sends: list[tuple[dist.Work, torch.Tensor]] = []
-        self.receives: dict[Pass, tuple[dist.Work, torch.Tensor]] = {}  # by the pass that needs the tensor
+        self.receives: dict[MicroBatchPass, tuple[dist.Work, torch.Tensor]] = {}  # by the pass that needs the tensor
 
     def exchange(self, now: Exchange, output: torch.Tensor | None, recv_buffer: Callable[[int], torch.Tensor]) -> None:
         """Post all messages of an exchange together. output: what is sent. recv_buffer(i): a tensor for the hidden
-        states of micro-batch i.
-
-        The send before must have completed by then, so that the memory of at most one is held; under rendezvous it
-        has."""
+        states of micro-batch i. Waits for the previous send first, so that the memory of at most one is held."""
         self.wait_sends()
         outgoing = [output.detach().contiguous() for _ in now.sends if output is not None]
-        incoming = [recv_buffer(message.wanted.micro) for message in now.takes]
+        incoming = [recv_buffer(message.for_pass.micro) for message in now.receives]
         peers, group = self.pp.ranks, self.pp.group
         operations = [dist.P2POp(dist.isend, t, peers[m.peer], group)
                       for m, t in zip(now.sends, outgoing, strict=True)]
         operations += [dist.P2POp(dist.irecv, t, peers[m.peer], group)
-                       for m, t in zip(now.takes, incoming, strict=True)]
+                       for m, t in zip(now.receives, incoming, strict=True)]
         works = dist.batch_isend_irecv(operations)
         if len(works) < len(operations):  # coalesced into one, as NCCL does
             works = [works[0]] * len(operations)
         self.sends += zip(works[: len(outgoing)], outgoing, strict=True)
         received = zip(works[len(outgoing) :], incoming, strict=True)
-        self.receives |= {m.wanted: found for m, found in zip(now.takes, received, strict=True)}
+        self.receives |= {m.for_pass: work for m, work in zip(now.receives, received, strict=True)}
 
-    def wait_receive(self, wanted: Pass) -> torch.Tensor | None:
+    def wait_receive(self, for_pass: MicroBatchPass) -> torch.Tensor | None:
         """What a pass needs from another rank; None if nothing."""
-        if wanted not in self.receives:
+        if for_pass not in self.receives:
             return None
-        work, tensor = self.receives.pop(wanted)
+        work, tensor = self.receives.pop(for_pass)
         work.wait()
         return tensor
 
@@ -65,31 +62,31 @@ class Links:
 def pipeline_forward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
                      finish: Callable[[int, torch.Tensor], None]) -> None:
     """Inference. finish(i, hidden [T, H]) is called on the last stage, in order."""
-    links = Links(pp)
+    p2p = P2PCommunicator(pp)
     for i, batch in enumerate(batches):
-        this_pass, received = Pass(False, 0, i), None
+        this_pass, received = MicroBatchPass(False, 0, i), None
         if not stage.first:
-            links.exchange(Exchange((), (Message(this_pass, pp.index - 1),)), None,
+            p2p.exchange(Exchange((), (Message(this_pass, pp.index - 1),)), None,
                            lambda i: _recv_buffer(stage, batches[i]))
-            received = links.wait_receive(this_pass)
+            received = p2p.wait_receive(this_pass)
         hidden = stage.forward(batch.tokens, batch.attention.positions, batch.attention, received)
         if stage.last:
             finish(i, hidden)
         else:
-            links.exchange(Exchange((Message(this_pass, pp.index + 1),), ()), hidden,
+            p2p.exchange(Exchange((Message(this_pass, pp.index + 1),), ()), hidden,
                            lambda i: _recv_buffer(stage, batches[i]))
-    links.wait_sends()
+    p2p.wait_sends()
 
 
 def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInputs],
                               loss: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
     """Training. loss(i, hidden [T, H]) is called on the rank with the last layers. Gradients accumulate in the
     parameters, or under `zero` as `model/zero.py` says."""
-    links = Links(pp)
+    p2p = P2PCommunicator(pp)
     in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}  # (input, output or loss)
 
-    def forward(p: Pass) -> torch.Tensor:
-        batch, hidden = batches[p.micro], links.wait_receive(p)
+    def forward(p: MicroBatchPass) -> torch.Tensor:
+        batch, hidden = batches[p.micro], p2p.wait_receive(p)
         if hidden is not None:
             hidden.requires_grad_()
         out = stage.forward(batch.tokens, batch.attention.positions, batch.attention, hidden, p.chunk)
@@ -97,9 +94,9 @@ def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInp
         in_flight[p.chunk, p.micro] = hidden, out
         return out
 
-    def backward(p: Pass) -> torch.Tensor | None:
+    def backward(p: MicroBatchPass) -> torch.Tensor | None:
         hidden, out = in_flight.pop((p.chunk, p.micro))
-        grad = links.wait_receive(p)
+        grad = p2p.wait_receive(p)
         if out.requires_grad:
             torch.autograd.backward(out, grad)
         if stage.zero:
@@ -111,13 +108,13 @@ def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInp
     output: torch.Tensor | None = None
     for action in actions(pp.size, len(stage.chunks), len(batches))[pp.index]:
         if isinstance(action, Exchange):
-            links.exchange(action, output, lambda i: _recv_buffer(stage, batches[i]))
+            p2p.exchange(action, output, lambda i: _recv_buffer(stage, batches[i]))
             output = None
         else:
             output = backward(action) if action.backward else forward(action)
-    links.wait_sends()
+    p2p.wait_sends()
 
 
 def _recv_buffer(stage: Stage, batch: ModelInputs) -> torch.Tensor:
     """[T, H] for hidden states, or for their gradient."""
-    return torch.empty(batch.tokens.numel(), stage.hidden, dtype=stage.compute_dtype, device=stage.device)
+    return torch.empty(batch.tokens.numel(), stage.hidden, dtype=stage.residual_dtype, device=stage.device)

@@ -1,7 +1,7 @@
-"""Give the memory of tensors back while nobody needs their contents.
+"""Release the memory of tensors while nobody needs their contents (vLLM: sleep and wake up).
 
-In: tensors. Out: a `StorageParking`: after `park` they have no memory, after `unpark` they have memory with undefined
-contents. The tensors and their views stay the same objects, so that everything that refers to them stays valid.
+In: tensors. Out: a `ReleasableStorage`: after `release_memory` they have no memory, after `allocate_memory` they have
+memory with undefined contents. The tensors and their views stay the same objects, so all references stay valid.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 
-class StorageParking:
+class ReleasableStorage:
     """The storages behind some tensors."""
 
     has_memory: bool
@@ -21,12 +21,12 @@ class StorageParking:
         self.sizes = [(s, s.nbytes()) for s in storages.values()]  # bytes
         self.has_memory = True
 
-    def park(self) -> None:
+    def release_memory(self) -> None:
         for storage, _ in self.sizes:
             storage.resize_(0)
         self.has_memory = False
 
-    def unpark(self) -> None:
+    def allocate_memory(self) -> None:
         for storage, size in self.sizes:
             storage.resize_(size)
         self.has_memory = True
