@@ -1,0 +1,95 @@
+"""Completions by one shard: packed prefill, a static KV cache, continuous batching.
+
+Every rank of the shard runs the same batches in the same order: the last pipeline stage samples, and the tokens go to
+all stages. Neighbouring sequences with the same prompt share its prefill.
+Invariant: what is sampled for a row depends only on (seed, step, row, position) and the model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rldsl.backends.torch.generate.clock_ticks import run_to_completion
+from rldsl.backends.torch.generate.decode_state import DecodeState, DecodeStates, Responses, keep_released
+from rldsl.backends.torch.generate.engine import Engine
+from rldsl.backends.torch.generate.sampling import Sampler
+from rldsl.backends.torch.generate.scheduler import Scheduler
+from rldsl.backends.torch.generate.stop_conditions import StopStrings, tokenizer_of
+from rldsl.diag import fail
+from rldsl.plan.events import Sampling
+from rldsl.runtime.backend import Axes, GenerationOutput, PackedBatch
+from rldsl.runtime.store import offsets_within
+
+if TYPE_CHECKING:
+    from rldsl.backends.torch.model.stage import Stage
+
+POLL_EVERY = {"cuda": 8}  # decode steps between polls for finished sequences, where a poll stalls the device
+
+
+@torch.no_grad()
+def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling, *, tokenizer_dir: str, seed: int,
+             step: int, max_num_seqs: int, max_prompt_len: int = 0, poll_every: int = 0, capture: bool = True,
+             states: DecodeStates | None = None) -> GenerationOutput:
+    """See `Shard.generate`. The last three arguments change no number.
+
+    poll_every: decode steps between polls for finished sequences (0: the device's default).
+    capture: whether decode steps are captured and replayed.
+    states: where captured steps are kept for later calls, which is valid while parameters stay where they are.
+    Errors: RL0732 for an empty prompt."""
+    count, device = len(prompts), prompts.tokens.device
+    if count and int(prompts.prompt_lens.min()) == 0:
+        raise fail("RL0732", "a sequence has an empty prompt", help="every prompt needs at least one token")
+    if not count and axes.ep.size == 1:
+        return _output(prompts, Responses.empty(0, sampling.max_new_tokens, device))
+    tokenizer, eos_ids = tokenizer_of(tokenizer_dir)
+    stop_strings = StopStrings(sampling.stop, tokenizer) if sampling.stop else None
+    waits_anyway = axes.ep.size > 1 or stop_strings is not None  # the host reads from the device in every step
+    scheduler = Scheduler(
+        prompts.prompt_lens.tolist(), shares_prompt(prompts), min(max_num_seqs or count, count), axes.pp.size,
+        sampling.max_new_tokens, 1 if waits_anyway else poll_every or POLL_EVERY.get(device.type, 1), max_prompt_len)
+    key = (count, scheduler.num_slots, sampling, tuple(eos_ids))
+    state = None if states is None else states.pop(key, None)
+    if state is None or state.cache.width < scheduler.kv_width:
+        state = DecodeState.allocate(
+            count, scheduler.num_slots, scheduler.kv_width, sampling.max_new_tokens, eos_ids,
+            draws=stage.last and not sampling.greedy, num_groups=axes.pp.size,
+            capture=capture and axes.tp.size == 1,  # a trace holds no communication
+            device=device)
+    state.allocate_memory()
+    sampler = Sampler(stage, sampling, seed, step, state.eos_ids) if stage.last else None
+    engine = Engine(stage, prompts, sampler, stop_strings, sampling.min_new_tokens, sampling.max_new_tokens, scheduler,
+                    state)
+    run_to_completion(engine, axes)
+    output = _output(prompts, state.responses)
+    if states is not None:
+        keep_released(states, key, state)
+    return output
+
+
+def shares_prompt(prompts: PackedBatch) -> list[bool]:
+    """For each sequence, whether it has the prompt of the one before it."""
+    lens = prompts.prompt_lens
+    sequence = torch.arange(len(lens), device=lens.device).repeat_interleave(lens)
+    before = torch.arange(len(sequence), device=lens.device) - lens[sequence]  # the same place one prompt earlier
+    differs = (prompts.tokens != prompts.tokens[before.clamp(min=0)]).long()
+    same = torch.zeros_like(lens).index_add_(0, sequence, differs) == 0
+    same[1:] &= lens[1:] == lens[:-1]
+    same[:1] = False
+    found: list[bool] = same.tolist()
+    return found
+
+
+def _output(prompts: PackedBatch, responses: Responses) -> GenerationOutput:
+    """Each prompt followed by its response, and the log-probs of the responses. Everything is copied, since the memory
+    of the decode state is given back."""
+    lens = prompts.prompt_lens + responses.lengths
+    starts = lens.cumsum(0) - lens
+    tokens = torch.empty(int(lens.sum()), dtype=torch.long, device=lens.device)
+    tokens[starts.repeat_interleave(prompts.prompt_lens) + offsets_within(prompts.prompt_lens)] = prompts.tokens
+    sampled = torch.arange(responses.tokens.shape[1], device=lens.device) < responses.lengths[:, None]
+    response_starts = (starts + prompts.prompt_lens).repeat_interleave(responses.lengths)
+    tokens[response_starts + offsets_within(responses.lengths)] = responses.tokens[sampled]
+    batch = PackedBatch(prompts.rows, prompts.prompt_lens, responses.lengths.clone(), tokens)
+    return GenerationOutput(batch, responses.logprobs[sampled], responses.finished.clone())
