@@ -100,7 +100,7 @@ def test_it_is_the_order_of_the_backend(pp: int, count: int, vpp: int, monkeypat
         axis: Any = SimpleNamespace(size=pp, index=s)
         pipeline.pipeline_forward_backward(stage, axis, [batch] * count, lambda i, out: out.sum())
         fake: Any = FakeStage(s, pp)
-        assert told(pipeline_ops(fake, count, [(1.0 + c, -1.0 - c) for c in range(vpp)], 0.5), s) == Links.log
+        assert told(pipeline_ops(fake, count, [(1.0 + c, -1.0 - c) for c in range(vpp)], 0.5), s) == P2PCommunicator.log
 
 
 def told(made: list[Op], s: int) -> list:

@@ -67,7 +67,7 @@ class CapturedSteps:
         if self.with_memory.pop(key, None) is None and not captured.storage.has_memory:
             captured.storage.allocate_memory()
         self.with_memory[key] = captured
-        # the last result of each group is still read: with KEPT traces for each group it is never the oldest
+        # the last result of each group is still read: with several traces for each group it is never the oldest
         if len(self.with_memory) > MAX_RECORDINGS * self.num_groups:
             self.with_memory.pop(next(iter(self.with_memory))).storage.release_memory()
 
