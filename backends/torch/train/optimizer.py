@@ -7,9 +7,8 @@ summed over cp and dp. The gradient of an expert that ep divides comes from the 
 and is summed only over the ranks with the same experts. Under `zero` the buffer has this rank's rows only, and holds
 sums over dp already (`model/zero.py`). The norm counts each element of the model once.
 
-The learning rate is a function of the update's place among those planned for the run (`plan.Model.planned_updates`), taken or
-skipped: a train call that stops early does not stretch the schedule.
-"""
+The learning rate is a function of the update's place among those planned for the run (`plan.Model.planned_updates`),
+taken or skipped: a train call that stops early does not stretch the schedule. """
 
 from __future__ import annotations
 
