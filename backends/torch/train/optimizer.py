@@ -8,7 +8,8 @@ and is summed only over the ranks with the same experts. Under `zero` the buffer
 sums over dp already (`model/zero.py`). The norm counts each element of the model once.
 
 The learning rate is a function of the update's place among those planned for the run (`plan.Model.planned_updates`),
-taken or skipped: a train call that stops early does not stretch the schedule. """
+taken or skipped: a train call that stops early does not stretch the schedule.
+"""
 
 from __future__ import annotations
 
