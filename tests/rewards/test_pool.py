@@ -13,6 +13,7 @@ import pytest
 
 from rldsl.plan.model import Function
 from rldsl.runtime.rewards.pool import RewardPool
+from rldsl.runtime.rewards.worker_process import LONGEST_LINE
 from tests.rewards.functions import EACH, ROWS, gone, lives, mistake, noted, written
 
 ON_17 = "def one(row):\n    if row['completion'] == '17':\n        {}\n    return float(row['completion'])\n" + EACH
@@ -78,6 +79,27 @@ def test_much_output_blocks_nobody(tmp_path: Path, capfd: pytest.CaptureFixture)
     with RewardPool([function], 2) as pool:
         assert len(pool.call(function, ROWS)) == 40
     assert capfd.readouterr().err.count("x" * 1_000_000) == 8
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_line_that_does_not_end_is_cut(tmp_path: Path, capfd: pytest.CaptureFixture, ends: bool) -> None:
+    """50 MB: all of it is read, so that the function goes on, and a part of it is kept."""
+    body = ("import sys\ndef score(rows):\n    for _ in range(50):\n        sys.stdout.write('x' * 1_000_000)\n"
+            f"    print('end' * {ends}, end='\\n' * {ends})\n    return [3] * len(rows)\n")
+    function = written(tmp_path, body)
+    with RewardPool([function], 1) as pool:
+        assert pool.call(function, ROWS[:2]) == [3, 3]
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and err.count("x") == LONGEST_LINE
+    assert f"x ... ({50_000_000 + 3 * ends - LONGEST_LINE:,} more bytes omitted)\n" in err
+
+
+def test_lines_after_one_that_was_cut_are_whole(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    body = "def score(rows):\n    print('x' * 3_000_000)\n    print('y' * 9)\n    return [0] * len(rows)\n"
+    function = written(tmp_path, body)
+    with RewardPool([function], 1) as pool:
+        pool.call(function, ROWS[:2])
+    assert capfd.readouterr().err.splitlines()[1:] == ["rank 0 worker 0 | " + "y" * 9]
 
 
 def test_reading_stdin_finds_it_empty(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A worker process as its rank sees it: started, asked, heard, and ended with all that it has started itself.
 
 In: the functions to load, then requests. Out: answers, and what the process prints, line by line on this process's
-stderr. The other side is `runtime/rewards/worker.py`.
+stderr, each line up to `LONGEST_LINE` bytes. The other side is `runtime/rewards/worker.py`.
 Invariant: no worker outlives its rank, and nothing here waits longer than it was told to.
 """
 
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from rldsl.plan.function import Function
@@ -27,6 +27,10 @@ from rldsl.runtime.rewards.worker import WHERE, encoded, receive, send
 _BOOT = ("import json, sys; from importlib.machinery import ModuleSpec; sys.path[:] = json.loads(sys.argv[1]); "
          "__spec__ = ModuleSpec('rldsl.runtime.rewards.spawned_modules', None); "
          "from rldsl.runtime.rewards.worker import main; main(*map(int, sys.argv[2:]))")
+
+
+LONGEST_LINE = 1 << 21  # bytes of output that are kept of one line; it may never end
+LARGEST_READ = 1 << 20  # bytes of output that are taken at once: more than the system keeps of a process that ended
 
 
 class RowChunk(NamedTuple):
@@ -46,15 +50,22 @@ LOAD = RowChunk(-1, -1)  # no rows: the functions are loaded
 
 @dataclass(eq=False)
 class Worker:
-    """One process. name: in front of what it prints. work: what it does now, until `deadline` (of time.monotonic)."""
+    """One process."""
 
+    # in front of what it prints
     name: str
     process: subprocess.Popen[bytes]
     peer: socket.socket
+    # descriptor on which it writes the lines of Python that it is at
     trace: int
+    # what it does now, until `deadline`
     work: RowChunk | None = None
+    # of time.monotonic
     deadline: float = 0.0
-    line: bytes = b""  # of its output, not yet ended
+    # of its output, not yet ended
+    line: bytearray = field(default_factory=bytearray)
+    # bytes of that line that were not kept
+    omitted: int = 0
 
     @property
     def output(self) -> int:
@@ -82,11 +93,24 @@ class Worker:
 
     def tell(self, ended: bool = False) -> None:
         """Print what it has printed; of a process that ended also a line without an end."""
-        *lines, self.line = (self.line + _available(self.output)).split(b"\n")
-        if ended and self.line:
-            lines, self.line = [*lines, self.line], b""
+        *lines, rest = _available(self.output).split(b"\n")
         for line in lines:
-            self.say(line.decode("utf-8", "backslashreplace"))
+            self._keep(line)
+            self._end_line()
+        self._keep(rest)
+        if ended and self.line:
+            self._end_line()
+
+    def _keep(self, part: bytes) -> None:
+        kept = part[: LONGEST_LINE - len(self.line)]
+        self.line += kept
+        self.omitted += len(part) - len(kept)
+
+    def _end_line(self) -> None:
+        more = f" ... ({self.omitted:,} more bytes omitted)" if self.omitted else ""
+        self.say(self.line.decode("utf-8", "backslashreplace") + more)
+        self.line.clear()
+        self.omitted = 0
 
     def say(self, text: str) -> None:
         print(f"{self.name} | {text}", file=sys.stderr, flush=True)
@@ -159,14 +183,14 @@ def end(workers: Sequence[Worker], seconds: float = 1.0) -> None:
 
 
 def _available(descriptor: int) -> bytes:
-    """All that can be read now."""
-    parts = []
+    """What can be read now, up to `LARGEST_READ` bytes: a process that prints without end must not hold its rank."""
+    read = bytearray()
     try:
-        while part := os.read(descriptor, 1 << 16):
-            parts.append(part)
+        while len(read) < LARGEST_READ and (part := os.read(descriptor, 1 << 16)):
+            read += part
     except BlockingIOError:
         pass
-    return b"".join(parts)
+    return bytes(read)
 
 
 def _readable(peer: socket.socket, seconds: float = 0.0) -> bool:
