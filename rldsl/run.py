@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from rldsl.runtime.health.watchdog import Watchdog
     from rldsl.runtime.interpreter.emitted_program import Program
+    from rldsl.runtime.metrics.reporter import ReportOptions
     from rldsl.runtime.plan_file import PlanFile
 
 GRACE = 20.0  # seconds in which a rank says what all of them have found
@@ -199,6 +200,14 @@ def _claim_output(arguments: argparse.Namespace, again: bool, file: PlanFile, wa
     return OutputClaim(Path(found[0]) if found[0] else None, bool(found[1]))
 
 
+def _reporting(arguments: argparse.Namespace) -> ReportOptions:
+    from rldsl.runtime.metrics.reporter import ReportOptions
+
+    command = (arguments.command,) if arguments.command else tuple(sys.argv)
+    return ReportOptions(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain, command,
+                         os.environ.get("WANDB_PROJECT", ""))
+
+
 def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, program: Program | None) -> None:
     import torch.distributed as dist
     import transformers
@@ -207,7 +216,6 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
     from rldsl.runtime.health.watchdog import Watchdog
     from rldsl.runtime.interpreter.interpreter import Interpreter, execute
     from rldsl.runtime.interpreter.options import Options
-    from rldsl.runtime.metrics.reporter import ReportOptions
     from rldsl.runtime.metrics.tee import tee
 
     transformers.logging.set_verbosity_error()
@@ -227,9 +235,6 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
     workers = arguments.reward_workers
     if workers is None:
         workers = min(8, max(1, _num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    command = (arguments.command,) if arguments.command else tuple(sys.argv)
-    reporting = ReportOptions(arguments.tensorboard, arguments.wandb, arguments.log_samples, arguments.plain, command,
-                              os.environ.get("WANDB_PROJECT", ""))
     screen = sys.stderr
     try:
         claimed = _claim_output(arguments, again, file, watchdog, device)
@@ -237,7 +242,7 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
         options = Options(
             trace=arguments.trace, resume=claimed.resume, continues=claimed.continues, overwrite=not claimed.continues,
             reward_workers=workers, reward_seconds=arguments.reward_timeout, allow_write=tuple(arguments.allow_write),
-            changed_python=arguments.allow_changed_python, reporting=reporting, timeout=limit)
+            changed_python=arguments.allow_changed_python, reporting=_reporting(arguments), timeout=limit)
         execute(file, arguments.out, device, watchdog, options, program.run if program else Interpreter.run,
                 lambda: mark_begun(run))
     except BaseException as error:

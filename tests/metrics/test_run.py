@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+import rldsl.run as starting
+import rldsl.runtime.metrics.reporter as reporting
 from rldsl.commands.plot import plot as draw
 from rldsl.commands.runs import listing, metrics
 from rldsl.plan.codec import decode, plan_id
@@ -213,3 +219,22 @@ def test_tensorboard_has_every_number(place: Path) -> None:
     assert set(board.Tags()["scalars"]) == (first.keys() | second.keys()) - {"step"}
     assert [(s.step, s.value) for s in board.Scalars("reward")] == [(1, pytest.approx(first["reward"])),
                                                                    (2, pytest.approx(second["reward"]))]
+
+
+@pytest.mark.parametrize("variable, project", [("mine", "mine"), ("", "f"), (None, "f")])
+def test_the_project_of_weights_and_biases(place: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None,
+                                           project: str) -> None:
+    """`WANDB_PROJECT`, else the flow."""
+    began: list[str] = []
+    monkeypatch.setattr(reporting, "Wandb", lambda out, step, mode, project, config: began.append(project))
+    monkeypatch.setattr(sys, "argv", ["rldsl.run", "p.plan", "--wandb", "offline"])
+    if variable is None:
+        monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    else:
+        monkeypatch.setenv("WANDB_PROJECT", variable)
+    made = decode(plan(place), "p")
+    made = replace(made, header=replace(made.header, flow="f"))
+    context: Any = SimpleNamespace(plan=made, rank=0, out=place)
+    reporting.Reporter(context, cast(Any, SimpleNamespace(number=0)), cast(Any, None),
+                       starting._reporting(starting._arguments(None)))
+    assert began == [project]
