@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rldsl.diag import Failure, fail
 from rldsl.report import render
+from rldsl.runtime.files import refuse_links_out
 from rldsl.runtime.health.failure_messages import tell_torchrun
 from rldsl.runtime.metrics.run_lock import acquire
-from rldsl.runtime.metrics.run_record import CONTRADICTION, OutputClaim, claim_output, is_own_checkpoint
+from rldsl.runtime.metrics.run_record import CONTRADICTION, WRITTEN, OutputClaim, claim_output, is_own_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -238,6 +239,7 @@ def _run(arguments: argparse.Namespace, file: PlanFile, rank: int, world: int, p
     screen = sys.stderr
     try:
         claimed = _claim_output(arguments, again, file, watchdog, device)
+        refuse_links_out(arguments.out, WRITTEN)  # of this machine, where rank 0 is on another one
         sys.stderr = tee(screen, arguments.out, rank, claimed.continues)
         options = Options(
             trace=arguments.trace, resume=claimed.resume, continues=claimed.continues, overwrite=not claimed.continues,

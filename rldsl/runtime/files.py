@@ -1,18 +1,19 @@
 """The files of a run: an operating system's refusal becomes a message; what a file holds has a digest.
 
-In: a path. Invariant: what can be found out before the first step is found out then, and leaves nothing behind.
-Errors: RL0708 the file cannot be written.
+In: a path. XErrors: RL0708 the file cannot be written.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
 
 from rldsl.diag import fail
+from rldsl.plan.disk_paths import shown
 
 
 @contextmanager
@@ -33,6 +34,39 @@ def check_writable(file: Path) -> None:
         file.open("a").close()
         if new:
             file.unlink()
+
+
+def refuse_link_out(file: Path, out: Path) -> None:
+    """RL0708 where `file`, which by its name lies in the run's directory `out`, leads out of it through a link: what
+    the link names would be overwritten. Every link on the way counts, also one to something that does not exist yet."""
+    own, named = Path(os.path.abspath(out)), Path(os.path.abspath(file))
+    if own not in named.parents:
+        return
+    try:
+        real, inside = named.resolve(), own.resolve()
+    except (OSError, RuntimeError) as error:  # links that go round
+        raise fail("RL0708", f"the file cannot be written: {getattr(error, 'strerror', None) or error}",
+                   place=str(file), help="remove the link") from None
+    if real != inside and inside not in real.parents:
+        raise fail("RL0708", "the file cannot be written: a link leads out of the run's directory, to "
+                   + shown(str(real)), place=str(file),
+                   help="remove the link, or use `--out` to choose another directory")
+
+
+def refuse_links_out(out: Path, names: Sequence[str]) -> None:
+    """`refuse_link_out` for what is in `out` under these names: NAME or DIRECTORY/NAME, patterns of `fnmatch`. A
+    directory that is named only with a file in it is looked at, too. Errors: RL0708."""
+    for path in _entries(out):
+        if any(fnmatch(path.name, name.partition("/")[0]) for name in names):
+            refuse_link_out(path, out)
+            for inner in _entries(path):
+                if any(fnmatch(f"{path.name}/{inner.name}", name) for name in names if "/" in name):
+                    refuse_link_out(inner, out)
+
+
+def _entries(directory: Path) -> list[Path]:
+    with written(directory):
+        return sorted(directory.iterdir()) if directory.is_dir() else []
 
 
 def replace_text(file: Path, text: str) -> None:

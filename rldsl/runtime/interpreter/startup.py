@@ -28,7 +28,7 @@ from rldsl.runtime.comm.agreement import raise_together
 from rldsl.runtime.comm.content_digests import compare_contents
 from rldsl.runtime.comm.world import check_hosts, check_same_plan, gather_hosts, join
 from rldsl.runtime.data.read_positions import SourceReading, compare_readings, unknown_source
-from rldsl.runtime.files import check_writable
+from rldsl.runtime.files import check_writable, refuse_link_out, refuse_links_out
 from rldsl.runtime.health.dump_files import remove_dumps
 from rldsl.runtime.health.watchdog import Watchdog
 from rldsl.runtime.interpreter.eval_loops import check_evaluations
@@ -37,6 +37,7 @@ from rldsl.runtime.metrics.run_record import (
     FAILED,
     FINISHED,
     STOPPED,
+    WRITTEN,
     RunRecord,
     interruption_text,
     refuse_checkpoints,
@@ -179,6 +180,7 @@ def _writable(out: str | Path) -> Path:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise fail("RL0705", f"the output directory cannot be created: {error.strerror}", place=str(out)) from None
+    refuse_links_out(Path(out), WRITTEN)
     return Path(out)
 
 
@@ -205,6 +207,7 @@ def _check_files(context: RunContext, options: Options) -> None:
     if context.rank == 0:
         check_writable(context.out / SUMMARY)
         if options.trace:
+            refuse_link_out(Path(options.trace), context.out)
             check_writable(Path(options.trace))
         check_packages(options.reporting.tensorboard, options.reporting.wandb)
 

@@ -3,7 +3,8 @@
 In: a plan and how it was started. Out: files that another person can tell the run by, and begin it again from; for the
 commands, what a directory holds. Imports nothing heavy, since the command line reads it too.
 Invariant: a run that is going on or finished, and a run's checkpoints, are never overwritten unasked.
-Errors: RL0763 the directory holds checkpoints, RL0780 another process owns it, RL0781 it holds a run.
+Errors: RL0708 a link in the directory leads out of it, RL0763 the directory holds checkpoints, RL0780 another process
+owns it, RL0781 it holds a run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 from rldsl.diag import fail
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.model import Plan
-from rldsl.runtime.files import replace_text, written
+from rldsl.runtime.files import refuse_links_out, replace_text, written
 from rldsl.runtime.metrics.run_lock import born, is_alive, refuse_owned
 from rldsl.runtime.plan_file import PlanFile
 from rldsl.runtime.rewards.user_functions import function_path
@@ -47,6 +48,10 @@ TYPES: Mapping[str, type | UnionType] = {
 # begins anew
 RUN_FILES = (RECORD, PLAN, SOURCES, "metrics.jsonl", "summary.json", "samples", "tensorboard", "wandb",
        "checkpoints/step-[0-9]*", "checkpoints/.step-[0-9]*.partial", "failed-batch-step-[0-9]*")
+# everything that a run writes in its directory, besides checkpoints and models, which replace whole directories; a file
+# that replaces another is first written next to it, as .NAME.partial
+WRITTEN = (RECORD, PLAN, f"{SOURCES}/*", "metrics.jsonl", "summary.json", "samples/*", "tensorboard", "wandb/id",
+           "log/*", "postmortem/*", "failed-batch-step-*/*", ".*.partial")
 LOG = re.compile(r"rank-(\d+)\.log")
 CONTRADICTION = "--resume continues the existing run and --overwrite deletes it: use one of them"
 PACKAGES = ("rldsl", "torch", "transformers")
@@ -150,7 +155,8 @@ class OutputClaim:
 def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False,
                  owned: bool = False) -> OutputClaim:
     """That a run may write in `out`. resume: what the user wants to go on from. again: torchrun has started the run
-    before, and it has had its directory. owned: as for `read_record`. Errors: RL0763, RL0780, RL0781."""
+    before, and it has had its directory. owned: as for `read_record`. Errors: RL0708, RL0763, RL0780, RL0781."""
+    refuse_links_out(out, WRITTEN)
     if again:
         return OutputClaim(resume if last_checkpoint(out) is None else out, True)
     if not owned:
