@@ -15,8 +15,9 @@ from rldsl.commands import Usage
 @command
 @click.argument("file", type=FILE, metavar="FILE", required=False)
 @chosen
-@click.option("--out", type=FOLDER, default="runs/out", show_default=True, metavar="DIR",
-              help="Directory for logs and checkpoints.")
+@click.option("--out", type=FOLDER, metavar="DIR",
+              help="Directory for logs and checkpoints (default: runs/PROGRAM, or runs/PROGRAM-2 and so on if that holds "
+                   "a run; with --resume or --overwrite, the newest of these).")
 @click.option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
               help="Resume from the latest checkpoint of the run DIR, or from the checkpoint DIR (without a value: of "
                    "the run in OUT).")
@@ -38,7 +39,7 @@ from rldsl.commands import Usage
               help="Write this many sampled sequences per step as text, under OUT/samples.")
 @click.option("--plain", is_flag=True, help="Print one line per step even on a terminal.")
 def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
-        out: str, resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
+        out: str | None, resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
         reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, tensorboard: bool,
         wandb: str | None, log_samples: int, plain: bool) -> int:
     """Compile FILE (or take a plan) and run it on this machine, one process per rank."""

@@ -14,21 +14,25 @@ from pathlib import Path
 from rldsl.commands import Usage
 from rldsl.commands.inputs import ENDING, plan_or_program
 from rldsl.diag import fail
+from rldsl.plan.disk_paths import shown
 from rldsl.plan.expr import Scalar
 from rldsl.progress import Interrupted, stage
+from rldsl.runtime.metrics.default_output import free_output, newest_output, output_of
 from rldsl.runtime.metrics.run_record import CONTRADICTION, STOPPED, claim_output, is_own_checkpoint, read_record
 
 PATIENCE = 8.0  # seconds that the ranks have to end after Ctrl-C
 
 
-def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str,
+def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Sequence[str], out: str | None,
         trace: str | None, nproc: int | None, resume: str | None = None, overwrite: bool = False,
         options: Sequence[str] = (), say: Callable[[str], None] = print) -> int:
-    """resume: go on from the newest checkpoint of this run, or from this checkpoint; "": of the run in `out`.
+    """out: the directory of the run; None: one of its own (`runtime/metrics/default_output.py`), which is printed.
+    resume: go on from the newest checkpoint of this run, or from this checkpoint; "": of the run in `out`.
     overwrite: remove the run that is there. options: further ones of `rldsl.run`. say: tells the user something.
     Returns the exit status of the ranks; they say RL0703 themselves where a machine lacks GPUs. Errors: those of a plan
     that cannot run, before any rank starts; RL0096 another number of processes than the plan needs; RL0763, RL0781
     there is a run already."""
+    out = out or _default_output(file, resume, overwrite, say)
     origin = None if resume is None else Path(resume or out)
     if overwrite and origin and is_own_checkpoint(Path(out), origin):
         raise Usage(CONTRADICTION)
@@ -46,6 +50,19 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
                 "to run a plan on several machines)")
         more = [*([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
         return _launch(path, world, out, trace, more)
+
+
+def _default_output(file: str, resume: str | None, overwrite: bool, say: Callable[[str], None]) -> str:
+    """What is resumed, or else overwritten, is the newest run of this program; any other run gets a new directory."""
+    out, what = None, "output directory"
+    if resume:
+        out = output_of(file, Path(resume))
+    elif resume is not None or overwrite:
+        out, what = newest_output(file), f"newest run of {Path(file).name}"
+    if out is None:
+        out, what = free_output(file), "output directory"
+    say(f"{what}: {shown(str(out))}")
+    return str(out)
 
 
 def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequence[str]) -> int:
