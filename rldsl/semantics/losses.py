@@ -163,9 +163,10 @@ def _exact(outputs: list[tuple[str, Term]], fresh: set[str], errors: Errors) -> 
     the loss is affine in them."""
     state: dict[int, int] = {}
     breaks: dict[int, Term] = {}
+    in_value = {id(t) for t in walk([outputs[0][1]])}  # the terms of the loss; all others are of metrics and stops
     for term in walk([t for _, t in outputs]):
         below = [state[id(a)] for a in term.args]
-        found = _classify(term, below, fresh, errors)
+        found = _classify(term, below, fresh, id(term) in in_value, errors)
         if found is None:
             return
         state[id(term)] = found
@@ -196,13 +197,19 @@ def _moved(loss: Term, fresh: set[str]) -> bool:
     return live[id(loss)]
 
 
-def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> int | None:
-    """None after an error."""
+def _classify(term: Term, below: list[int], fresh: set[str], in_value: bool, errors: Errors) -> int | None:
+    """None after an error. in_value: the loss itself needs this term, not only a metric."""
     worst = max(below, default=PURE)
     if term.op == "input":
         return LOCAL if term.name in fresh else PURE
     if term.op == "py":
         errors.add("RL0210", "a Python function inside a loss", term.span, help="call it in the flow")
+        return None
+    if OPERATORS[term.op].combine == "gather":
+        errors.add("RL0210", f"`{term.op}` inside a loss or one of its metrics", term.span,
+                   "it needs all elements at once, but a minibatch is computed in micro-batches",
+                   help="compute it in the flow, for example from `actor.logprobs(gen)`; a metric of a loss can use "
+                        "`mean`, `sum`, `count`, `min`, `max`, `std` and `var`")
         return None
     if not OPERATORS[term.op].in_loss:
         errors.add("RL0210", f"`{term.op}` inside a loss", term.span,
@@ -216,7 +223,12 @@ def _classify(term: Term, below: list[int], fresh: set[str], errors: Errors) -> 
                        "a minibatch may contain only some of the sequences of a prompt",
                        help="compute it in the flow and pass the result")
             return None
-        if to == "batch" and worst == PURE:
+        if to == "batch" and term.args[0].level == "prompt":
+            errors.add("RL0210", "a reduction over prompts inside a loss", term.span,
+                       "the sequences of a prompt may lie in several micro-batches, which would all count it",
+                       help="compute it in the flow and pass the result")
+            return None
+        if to == "batch" and worst == PURE and in_value:
             errors.add("RL0210", "a reduction of data over the whole batch inside a loss", term.span,
                        "it uses no output of the model",
                        help="compute it in the flow and pass the result; a mean, as a total of the whole batch does "

@@ -147,19 +147,28 @@ class Operators:
         return BAD if isinstance(made, Bad) else replace(made, unit=units.squared(x.unit))
 
     def _variance(self, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
-        """sum((x-mean)^2) / max(count-1, 1), or over the count; without a unit."""
+        """sum((x-mean)^2) / max(count-1, 1), or over the count; without a unit.
+
+        In a loss, the mean over the minibatch is known only after its last micro-batch, so there the numerator is
+        sum(x^2) - mean * sum(x)."""
         def go(op: str, *args: Term | Bad) -> Term | Bad:
             terms = tuple(a for a in args if isinstance(a, Term))
             return self.apply(op, terms, span) if len(terms) == len(args) else BAD
 
         x = replace(x, unit=units.PLAIN)
         mean, count = self.reduce("mean", x, to, span), self.reduce("count", x, to, span)
-        centred = go("sub", x, mean)
-        square = go("mul", centred, centred)
+        one, zero = const(1.0, span), const(0.0, span)
+        over_minibatch = self.in_loss and to == "batch"
+        if over_minibatch and x.dtype == "bool":
+            square: Term | Bad = go("where", x, one, zero)
+        else:
+            centred = x if over_minibatch else go("sub", x, mean)
+            square = go("mul", centred, centred)
         if isinstance(square, Bad):
             return BAD
         total = self.reduce("sum", square, to, span)
-        one = const(1.0, span)
+        if over_minibatch:  # rounding may leave a little less than 0
+            total = go("max", go("sub", total, go("mul", mean, self.reduce("sum", x, to, span))), zero)
         number = go("max", go("sub", count, one), one) if unbiased else go("max", count, one)
         return go("div", total, number)
 

@@ -207,6 +207,9 @@ class MinibatchLoss:
                                              through=lambda n: True)
         assert not self._per_element_nodes & set(reductions), \
             f"{program.id}: a batch-level reduction is used for each element"
+        # Squares that only sums over the minibatch read, as in the variance of a metric, are exact in float64: the
+        # variance is the small difference of two such sums.
+        self._exact_squares = self._metric_squares()
         # partial results so far: those of `_summed`, of `_maxima`, and the values of `_scalars`
         self._partials = torch.tensor(
             [0.0] * self.num_summed + [-torch.inf] * (len(self._maxima) + len(self._scalars)), dtype=torch.float64)
@@ -254,10 +257,20 @@ class MinibatchLoss:
         for i in sorted(self._per_element_nodes | set(self._scalars)):
             if nodes[i].op == "input":
                 done[i] = _entered(nodes[i], inputs, ragged, dtype)
+            elif i in self._exact_squares:
+                done[i] = done[nodes[i].args[0]].detach().to(torch.float64).square()
             else:
                 inner, args = [nodes[a] for a in nodes[i].args], [done[a] for a in nodes[i].args]
                 done[i] = evaluate(nodes[i], inner, args, ragged, dtype)
         return done
+
+    def _metric_squares(self) -> set[int]:
+        """The nodes x * x that sums to batch level read and nothing else, the loss included."""
+        nodes = self._program.nodes
+        in_loss = _ancestors(nodes, [dict(self._program.outputs)["loss"]], through=lambda n: True)
+        read_elsewhere = {a for i, n in enumerate(nodes) if i not in self._summed for a in n.args}
+        return {i for i in self._per_element_nodes - in_loss - read_elsewhere
+                if nodes[i].op == "mul" and len(set(nodes[i].args)) == 1}
 
     def _record(self, locals_: Mapping[int, Tensor], scalars: Mapping[int, Tensor]) -> None:
         """Combine the partial results of a micro-batch with those of the micro-batches before."""
