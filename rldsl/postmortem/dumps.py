@@ -1,6 +1,6 @@
 """What ranks leave behind when a run fails: records, and their JSON.
 
-A rank that still runs writes a `Dump`; of a rank that cannot, the others know its last `Sign` of life. Invariant:
+A rank that still runs writes a `RankDump`; of a rank that cannot, the others know its last `Heartbeat`. Invariant:
 `read_dump(dump_text(d)) == d`, and what does not have this form is refused, never half understood.
 Errors: RL0794 the text is not a dump of this format.
 """

@@ -70,13 +70,13 @@ def name(event: Event) -> str:
     return f"event {event.id} ({event.kind}{', ' + event.at if event.at else ''})"
 
 
-MEND = "compile the program again; if the plan was written by rlc and not edited, please report this with the plan"
+RECOMPILE_HELP = "compile the program again; if the plan was written by rlc and not edited, please report this with the plan"
 
 
 def problem(
     code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "", notes: Iterable[str] = ()
 ) -> Diagnostic:
-    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than `MEND`
+    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than `RECOMPILE_HELP`
     to say."""
     shown = say(ranks)
     others = tuple(f"and {name(e)}" for e in events[1:])
@@ -84,7 +84,7 @@ def problem(
         code,
         title,
         place=name(events[0]) if events else "plan",
-        help=f"{help}; {MEND}" if help else MEND,
+        help=f"{help}; {RECOMPILE_HELP}" if help else RECOMPILE_HELP,
         notes=(*others, *notes, *((f"ranks {shown}",) if shown else ())),
     )
 

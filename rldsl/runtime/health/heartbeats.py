@@ -112,7 +112,7 @@ class PeerMonitor:
     def gone(self, near: float, far: float, still: float) -> bool:
         """Whether it has gone. near: seconds without a sign after which the system is asked for its process. far: those
         after which one of another machine counts as gone, if this rank has stood still as well, for `still` seconds
-        (`Stillness`)."""
+        (`StallDetector`)."""
         now = monotonic()
         if now - self._looked < near or self.rank == self._signs.rank:
             return False
