@@ -17,7 +17,7 @@ from tests.world import run_world
 
 OPTIONS = Optimizer(lr=5e-3, eps=1e-4, weight_decay=0.1, warmup=1, schedule="linear", clip_grad=0.5)
 STEPS, UPDATES = 3, 6
-RATES = [OPTIONS.lr, OPTIONS.lr, 0.75 * OPTIONS.lr]  # one of warm-up, then 1, 3/4, 1/2, 1/4, 0
+RATES = [OPTIONS.lr, OPTIONS.lr, 0.8 * OPTIONS.lr]  # one of warm-up, then 1, 4/5, 3/5, 2/5, 1/5
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 2, 2)]
 # every token of the vocabulary occurs in prompts and responses, the padding token and the first row of each shard too
 ROWS = [(p + [t, t + 23], r + [45 - t, 22 - t]) for t, (p, r) in zip(range(23), ragged(23, 46))] + [([3], [])]

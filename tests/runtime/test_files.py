@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rldsl.plan.heads import HEADS
 from rldsl.runtime import files
 from rldsl.runtime.files import replace_text
 from rldsl.runtime.metrics.json_lines import truncate
@@ -81,7 +82,7 @@ def test_a_model_is_on_the_disk_before_it_has_its_name(tmp_path: Path, order: li
         order.clear()
         model_export._fresh(partial, final)
         model_export._write(partial / "model.safetensors", {})
-        model_export._finish(partial, final, SimpleNamespace(lora=None, kind="causal_lm"), export,  # type: ignore[arg-type]
+        model_export._finish(partial, final, SimpleNamespace(lora=None, head=HEADS["causal_lm"]), export,  # type: ignore[arg-type]
                      {"w": "model.safetensors"}, {"step": 1})
     named = order.index(("name", "m"))
     before, after = order[:named], order[named + 1 :]
