@@ -65,7 +65,8 @@
       const view = scroll.getBoundingClientRect();
       for (const text of svg.querySelectorAll(".slot text")) {
         const bar = text.parentNode.querySelector(".wait").getBoundingClientRect();
-        const cut = Math.max(0, view.left - bar.left), room = Math.min(bar.right, view.right) - bar.left - cut;
+        const seen = bar.right > view.left && bar.left < view.right, cut = seen ? Math.max(0, view.left - bar.left) : 0;
+        const room = (seen ? Math.min(bar.right, view.right) : bar.right) - bar.left - cut;
         text.setAttribute("x", cut + 6);
         text.classList.toggle("tight", text.getComputedTextLength() + 10 > room);
       }

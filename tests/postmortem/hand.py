@@ -17,7 +17,7 @@ from rldsl.plan.events import (
     Train,
     Transfer,
 )
-from rldsl.plan.model import Header, Layout, Mesh, Plan, Spread
+from rldsl.plan.model import FORMAT, Header, Layout, Mesh, Plan, Spread
 from rldsl.postmortem.dumps import EventRun, Heartbeat, Phase, RankDump, RankPosition, RingEntry
 from rldsl.postmortem.wait_order import WaitOrder
 
@@ -26,7 +26,7 @@ ALL, LEFT, RIGHT = Mesh("all", ((0, 8),)), Mesh("left", ((0, 4),)), Mesh("right"
 FETCH, GENERATE, LENGTHS, TRANSFER, SCORE, TRAIN, REALLOC, TURN, SAVE = range(9)
 
 PLAN = Plan(
-    header=Header(1, "test", "p.rlf", "f", 8, 8, 9, 1), meshes=(ALL, LEFT, RIGHT),
+    header=Header(FORMAT, "test", "p.rlf", "f", 8, 8, 9, 1), meshes=(ALL, LEFT, RIGHT),
     layouts=(Layout("L0", "left", dp=2, pp=2), Layout("L1", "right", tp=4), Layout("L2", "all", tp=8)),
     spreads=(Spread("s0", "left", "L0"), Spread("s1", "right", "L1")), models=(), data=(), frames=(), values=(),
     functions=(), programs=(), groups=(), classes=(),

@@ -99,7 +99,7 @@ def test_a_rank_that_ends_has_a_deadline(world: World, monkeypatch: pytest.Monke
     """With the words for what was slow; where that is not the store, it tells the others."""
     left: list[bool] = []
     monkeypatch.setattr(watchdog, "LAST", 0.0)
-    monkeypatch.setattr(watchdog, "_leave", lambda: left.append(True))
+    monkeypatch.setattr(watchdog, "_leave", lambda *_: left.append(True))
     watch = world.watches[0]
     watch._limited, watch._until, watch._slow = True, 0.0, slow
     watch._ends()

@@ -101,13 +101,19 @@ class Interpreter:
     # number of loops around the current item
     depth: int = 0
 
+    # whether this rank has compared its weights with those of the other ranks
+    compared: bool = False
+
     def run(self) -> None:
-        """Execute the whole plan. Before the first step all ranks compare the weights that they have read."""
-        steps = next((i for i, item in enumerate(self.items) if isinstance(item, Loop)), len(self.items))
-        self.run_items(self.items[:steps])
-        if dist.get_world_size() > 1:
+        """Execute the whole plan."""
+        self.run_items(self.items)
+
+    def compare_weights(self) -> None:
+        """Check, once, that all ranks have read the same weights: before the first step, or at the end on a rank that
+        takes part in none. RL0769."""
+        if not self.compared and dist.get_world_size() > 1:
             self.state.models.compare_weights()
-        self.run_items(self.items[steps:])
+        self.compared = True
 
     def run_items(self, items: Sequence[Item], iteration: int = 1) -> None:
         """Execute some items. iteration: of the innermost loop, from 1."""
@@ -140,6 +146,8 @@ class Interpreter:
         """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is that of the steps.
         What ends an iteration happens when the caller asks for the next one."""
         context, step, services, steps = self.state.context, self.state.step, self.state.services, self.depth == 0
+        if steps:
+            self.compare_weights()
         outer, step.evaluated_source = (step.iteration, step.evaluated_source), loop.over
         trips = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
         if not steps:
@@ -200,7 +208,9 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed)
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()
-            run(Interpreter(state, start.items, recorder))
+            interpreter = Interpreter(state, start.items, recorder)
+            run(interpreter)
+            interpreter.compare_weights()
             seconds = time.monotonic() - begin
             if recorder is not None:
                 write_timeline(recorder, context.plan, Path(str(options.trace)), device)

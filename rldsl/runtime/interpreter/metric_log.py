@@ -32,8 +32,8 @@ def log(step: StepState, ring: EventRing, event: Log) -> None:
         if mine:
             step.sent_logs.add(post({event.to: torch.cat(mine)}, {}, tag, group))
         return
-    receives = {peer: torch.empty(2 * len(names), dtype=torch.float64) for peer, names in by_rank.items()
-                if peer != rank}
+    receives = {peer: torch.empty(2 * len(names), dtype=torch.float64, device="cpu")
+                for peer, names in by_rank.items() if peer != rank}
     posted = post({}, receives, tag, group)
     if mine:
         receives[rank] = torch.cat(mine)
