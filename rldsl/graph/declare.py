@@ -89,7 +89,8 @@ def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
     if isinstance(given, Bad) or isinstance(optimizer, Bad) or isinstance(lora, Bad):
         return BAD
     return g.Model(decl.name.name, source[0], source[1], optimizer, str(given["dtype"]), decl.span, lora,
-                   next((a.span for a in decl.value.args if a not in call.args), None), bool(given["invariant"]))
+                   next((a.span for a in decl.value.args if a not in call.args), None), bool(given["invariant"]),
+                   call.args[0].value.span)
 
 
 def adamw(call: ast.Expr, lower: Lower, scope: Scope) -> Optimizer | Bad:

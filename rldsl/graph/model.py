@@ -43,6 +43,7 @@ class Model:
     lora: Lora | None = None  # its adapter
     lora_span: Span | None = None  # where the program says so
     invariant: bool = False  # as of `plan.Model`
+    path_span: Span | None = None  # the path argument
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
         stage(f"reading the config of {m.path}", i, len(graph.models))
         try:
             if key not in same:
-                same[key] = describe(m.path, m.kind, m.span, m.optimizer is not None)
+                same[key] = describe(m.path, m.kind, m.path_span or m.span, m.optimizer is not None)
             found[m.name] = same[key]
         except Failure as failure:
             problems += failure.diagnostics

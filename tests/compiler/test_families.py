@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rldsl.diag import Diagnostic, Failure
-from rldsl.models.families import describe
+from rldsl.models.families import _first_line, describe
 from rldsl.plan.model import ParamSpec, Split
 from tests.tiny import make_model
 
@@ -56,7 +56,8 @@ def test_how_a_model_is_divided(models: Path) -> None:
     assert found[layer + "self_attn.k_proj.weight"].split == Split(0, ((2, 8),))
     assert found[layer + "self_attn.o_proj.weight"].split == Split(1, ((4, 8),))
     assert found[layer + "mlp.down_proj.weight"].split == Split(1, ((48, 1),))
-    assert found[layer + "self_attn.q_norm.weight"].partial_grad and not found[layer + "input_layernorm.weight"].partial_grad
+    assert found[layer + "self_attn.q_norm.weight"].partial_grad
+    assert not found[layer + "input_layernorm.weight"].partial_grad
     assert (found["lm_head.weight"].style, found["lm_head.weight"].stage) == ("head", "last")
     assert (found["model.embed_tokens.weight"].style, found["model.embed_tokens.weight"].stage) == ("vocab", "first")
     assert found["model.norm.weight"].stage == "last"
@@ -138,3 +139,10 @@ def test_unusable_config(tmp_path: Path, text: str) -> None:
     (path / "evil.py").write_text("raise SystemExit('remote code ran')")
     (path / "config.json").write_text(text)
     assert refused(path).code == "RL0303"
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("short\nsecond line", "short"), ("", "ValueError"), ("word " * 40, "word " * 32 + "..."),
+    ("x" * 500, "x" * 160 + " ...")])
+def test_a_long_reason_of_transformers_is_cut_between_words(text: str, shown: str) -> None:
+    assert _first_line(ValueError(text)) == shown
