@@ -16,8 +16,8 @@ from rldsl.commands import Usage
 @click.argument("file", type=FILE, metavar="FILE", required=False)
 @chosen
 @click.option("--out", type=FOLDER, metavar="DIR",
-              help="Directory for logs and checkpoints (default: runs/PROGRAM, or runs/PROGRAM-2 and so on if that holds "
-                   "a run; with --resume or --overwrite, the newest of these).")
+              help="Directory for logs and checkpoints (default: runs/PROGRAM, or runs/PROGRAM-2 and so on if that "
+                   "holds a run; with --resume or --overwrite, the newest of these).")
 @click.option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
               help="Resume from the latest checkpoint of the run DIR, or from the checkpoint DIR (without a value: of "
                    "the run in OUT).")

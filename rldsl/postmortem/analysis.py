@@ -22,7 +22,7 @@ from rldsl.plan.model import Plan
 from rldsl.postmortem.dumps import EventRun, Heartbeat, RankDump, RankPosition
 from rldsl.postmortem.wait_order import END, START, OrderKey, RankGroup, WaitOrder
 
-Kind = Literal["not reached", "inside", "each other", "end"]
+Kind = Literal["not reached", "inside", "each other", "end", "start-up"]
 Why = Literal["failed", "gone", "stopped", "silent", "waited for", "each other"]
 ORDER: Sequence[Why] = ("gone", "stopped", "silent")
 LOST_CONTACT = "RL0709"
@@ -51,8 +51,9 @@ class RankTrace:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Some ranks for others, in one run of an event (None: at the end of the run). kind: these have not reached it;
-    they are inside of it too and have not come so far; all wait there for each other."""
+    """Some ranks for others, in one run of an event (None: at the end of the run, or before its
+    first event: "start-up"). kind: these have not reached it; they are inside of it too and have not come so far; all
+    wait there for each other; they still prepare their start."""
 
     ranks: tuple[int, ...]
     on: tuple[int, ...]
@@ -84,6 +85,9 @@ def rank_traces(world: int, dumps: Mapping[int, RankDump], signs: Mapping[int, H
 
 
 def _trace(rank: int, dump: RankDump | None, sign: Heartbeat | None) -> RankTrace:
+    if dump is not None and sign is not None and _woke(dump, sign):
+        return RankTrace(rank, sign.stand, False, sign.silent, sign.process, time=sign.time,
+                         line=dump.stack[-1] if dump.stack else "")
     if dump is not None:
         begun = tuple(dict.fromkeys(e.at for e in dump.ring if e.at is not None and e.phase == "begins"))
         return RankTrace(rank, dump.stand, True, first=dump.first, code=dump.code, reason=dump.reason, time=dump.time,
@@ -91,6 +95,12 @@ def _trace(rank: int, dump: RankDump | None, sign: Heartbeat | None) -> RankTrac
     if sign is None:
         return RankTrace(rank, silent=-1.0)
     return RankTrace(rank, sign.stand, False, sign.silent, sign.process, time=sign.time)
+
+
+def _woke(dump: RankDump, sign: Heartbeat) -> bool:
+    """Whether a rank was suspended, or gave no sign, when the run ended, and left its dump later, with no words of its
+    own: what the others saw counts."""
+    return bool(sign.silent) and sign.process in ("stopped", "") and dump.code in ("", LOST_CONTACT)
 
 
 def analyse(plan: Plan, found: Sequence[RankTrace]) -> Findings:
@@ -191,6 +201,8 @@ class _Waits:
 
     def _waits(self, trace: RankTrace) -> list[_Edge]:
         stand = trace.stand
+        if stand is not None and stand.phase == "start-up" and stand.call:
+            return self._edge(None, None, "start-up", self._starting)
         if stand is None or stand.phase in ("start-up", "ends", "calls"):
             return []
         if stand.phase == "over":
@@ -205,6 +217,11 @@ class _Waits:
         if short := self._short(group, at, trace.rank):
             return short
         return self._inside(trace, group, at) if stand.call else []
+
+    def _starting(self) -> Iterable[int]:
+        """Ranks that have not come to an operation between ranks before their first event."""
+        return (t.rank for t in self._found
+                if t.stand is None or t.stand.phase == "start-up" and (is_lost(t) or not t.stand.call))
 
     def _inside(self, trace: RankTrace, group: RankGroup, at: EventRun) -> list[_Edge]:
         """For others in the same event: those that have not come so far as they can, else all for each other."""

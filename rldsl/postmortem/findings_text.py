@@ -83,6 +83,8 @@ class _Sentences:
 
     def wait(self, wait: Wait) -> str:
         ranks, on, verb = _ranks(wait.ranks), _ranks(wait.on), "wait" if len(wait.ranks) > 1 else "waits"
+        if wait.kind == "start-up":
+            return f"{ranks} {verb} for {on} before the first event{self._on(wait)}"
         if wait.at is None:
             be = "are" if verb == "wait" else "is"
             return f"{ranks} {be} at the end of the run and {verb} for {on}{self._on(wait)}"
@@ -135,7 +137,8 @@ class _Sentences:
         if stand.phase == "over":
             return "at the end of the run"
         if stand.at is None:
-            return "at the start, before the first event"
+            doing = f", {stand.function}{since}" if stand.function else ""
+            return f"at the start, before the first event{doing}"
         event = self._event(stand.at)
         if stand.phase == "ends":
             return f"past {event}"

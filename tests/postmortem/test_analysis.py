@@ -274,3 +274,50 @@ def test_many_groups_are_cut_short() -> None:
     (wait,) = (w for w in findings.waits if 7 in w.ranks)
     assert wait.on == tuple(range(7)) and "; ..." in " ".join(notes(findings))
     assert notes(findings, most=1)[1:] == (f"and {len(notes(findings, most=99)) - 1} more",)
+
+
+# ---------------------------------------------------------------------------------------------------- the start
+
+
+def starts(call: str = "", doing: str = "") -> RankPosition:
+    return RankPosition(None, "start-up", 41.0, None, doing, call)
+
+
+def test_a_rank_that_is_slow_to_start_is_named() -> None:
+    slow = starts(doing="opening the data source `rows`")
+    findings = found(everywhere(starts("all_reduce"), r3=slow), code="RL0709")
+    assert blamed(findings) == {3: "waited for"} and title(findings) == "rank 3 blocks other ranks"
+    assert findings.waits == (Wait((0, 1, 2, 4, 5, 6, 7), (3,), None, "start-up"),)
+    assert place(findings) == "start-up"
+    assert notes(findings) == ("ranks 0-2,4-7 wait for rank 3 before the first event: it is at the start, before the "
+                               "first event, opening the data source `rows` for 41 s",)
+
+
+def test_ranks_that_all_start_blame_nobody() -> None:
+    assert found(everywhere(starts("all_reduce"))).culprits == ()
+    assert found(everywhere(starts(doing="reading the weights"))).waits == ()
+
+
+def test_a_rank_that_never_came_is_waited_for() -> None:
+    stands = {r: s for r, s in everywhere(starts("broadcast")).items() if r != 5}
+    findings = found(stands)
+    assert blamed(findings) == {5: "silent"} and findings.waits[0].on == (5,)
+
+
+@pytest.mark.parametrize("process, code, why", [
+    ("stopped", "", "stopped"), ("stopped", "RL0709", "stopped"), ("", "", "silent")])
+def test_a_rank_that_wakes_later_stays_to_blame(process: str, code: str, why: str) -> None:
+    stands = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
+    dumps = {r: dump(r, s, code=code if r == 4 else "") for r, s in stands.items()}
+    findings = analyse(PLAN, rank_traces(8, dumps, {r: sign(r, s, process=process if r == 4 else "",
+                                                            silent=2.5 if r == 4 else 0.0) for r, s in stands.items()}))
+    assert blamed(findings) == {4: why}
+
+
+@pytest.mark.parametrize("more, code", [({"process": "running"}, ""), ({"process": "stopped", "silent": 0.0}, ""),
+                                        ({"process": "stopped"}, "RL0775")])
+def test_a_rank_that_was_not_away_speaks_for_itself(more: Mapping[str, object], code: str) -> None:
+    stands = everywhere(at(LENGTHS, 3), r4=at(TURN, 2, 3, call=""))
+    dumps = {r: dump(r, s, code=code if r == 4 else "", first=bool(code) and r == 4) for r, s in stands.items()}
+    findings = analyse(PLAN, rank_traces(8, dumps, {4: sign(4, stands[4], **more)}))
+    assert blamed(findings) == {4: "failed" if code else "waited for"}

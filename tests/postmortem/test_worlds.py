@@ -95,6 +95,16 @@ def test_a_rank_that_is_killed(place: Path) -> None:
     assert "its process is gone" in told(place)
 
 
+def test_a_rank_that_is_slow_to_start(place: Path) -> None:
+    judge = Path("judge.py").read_text()
+    slow = "import os\nimport time\nif os.environ.get('RANK') == '1':\n    time.sleep(600)\n"
+    Path("judge.py").write_text(slow + judge.replace("from __future__ import annotations\n", ""))
+    with world(plan(place), 4, place) as run:
+        run.ended([0, 1, 2, 3], 60 + IN_TIME)
+        failed(run, "RL0709", "rank 1 blocks other ranks", "ranks 0,2-3 wait for rank 1 before the first event",
+               "it is at the start, before the first event, loading the Python functions for")
+
+
 def test_a_rank_that_raises_and_the_next_start(place: Path) -> None:
     Path("asked").write_text("1 raise")
     data = plan(place)

@@ -43,6 +43,10 @@ class EventRing:
         """Iteration `turn`, from 1, of the loop that has `depth` loops around it is entered; 0: the loop is left."""
         self._turns = (*self._turns[:depth], turn) if turn else self._turns[:depth]
 
+    def prepares(self, what: str) -> None:
+        """What the rank does before its first event, as a message says it: "opening ..."."""
+        self._add("start-up", what)
+
     def begins(self, event: Event) -> None:
         self._event = event
         self._add("begins")

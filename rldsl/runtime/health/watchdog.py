@@ -156,6 +156,8 @@ class Watchdog:
     def _overdue(self, stand: RankPosition, turn: int) -> None:
         """This rank has not come further for as long as a rank may wait: stop, if it is others that it waits for. One
         of all ranks that stand here looks, for all that are overdue."""
+        if stand.phase == "start-up":  # its seconds include its own preparations; the library counts those of waiting
+            return
         if not self.signs.judges(stand, turn):
             return
         findings = self._findings(self.signs.all())
@@ -228,7 +230,7 @@ class Watchdog:
         if first and self.world > 1:
             time.sleep(3 * BEAT)  # the store may live in this process; let the others read it
             held = self.signs.all() if signs is None else signs
-            if self.out is not None:
+            if self.out is not None and held:  # without a store nothing is known: what others wrote stays
                 write_dump(self.out, LastSigns(self._plan_id(), self.signs.start, self.rank, round(time.time(), 3),
                                           tuple(sorted(held.items()))))
         self._leave()

@@ -197,6 +197,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
     first = step.number
     recorder = TimelineRecorder(context.rank, context.plan.header.devices_per_node) if options.trace else None
     functions = called_functions(context, start.items)
+    ring.prepares("loading the Python functions" if functions else "waiting for the start of all ranks")
     with RewardPool(functions, options.reward_workers, options.reward_seconds, context.rank) as rewards:
         begin_run(context, start.resumed, options, begun)
         if watchdog is not None:  # dumps are written to the directory of a run, which now exists
@@ -206,6 +207,7 @@ def execute(file: PlanFile, out: str | Path, device: torch.device = torch.device
             if watchdog is not None:
                 watchdog.interruption = interruption
             services = Services(start.data, rewards, reporter, ring, start.writer, start.resumed)
+            ring.prepares("reading the weights")
             state = RankState(context, ModelStore(context), step, services)
             begin = time.monotonic()
             interpreter = Interpreter(state, start.items, recorder)

@@ -93,7 +93,9 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
     for state in plan.states:
         if context.holds(f"{state.value}@{state.spread}"):
             step.write_number(state.value, state.spread, resumed.states[state.value] if resumed else state.initial)
-    _open_sources(context, reader, items)
+    note = (lambda what: None) if watchdog is None else watchdog.ring.prepares
+    _open_sources(context, reader, items, note)
+    note("comparing the files of all ranks")
     compare_contents(reader.content_digests() if dist.get_world_size() > 1 else [], device)
     _check_positions(context, reader, resumed, writer is not None)
     check_evaluations(context, reader, items)
@@ -184,15 +186,21 @@ def _writable(out: str | Path) -> Path:
     return Path(out)
 
 
-def _open_sources(context: RunContext, reader: DataReader, items: Sequence[Item]) -> None:
-    """Open every data source that this rank will need."""
+def _open_sources(context: RunContext, reader: DataReader, items: Sequence[Item], note: Callable[[str], None]) -> None:
+    """Open every data source that this rank will need. note: called with each before it is opened."""
+    for name in dict.fromkeys(_sources(context, items)):
+        note(f"opening the data source `{name}`")
+        reader.source(name)
+
+
+def _sources(context: RunContext, items: Sequence[Item]) -> Iterator[str]:
     for event in _events(items):
         if isinstance(event, Fetch):
-            reader.source(event.data)
+            yield event.data
         elif isinstance(event, Compute):
             for node in context.programs[event.program].nodes:
                 if node.op == "py":
-                    reader.source(context.frames[str(node.attr("frame"))].data)  # its tokenizer makes the texts
+                    yield context.frames[str(node.attr("frame"))].data  # its tokenizer makes the texts
 
 
 def called_functions(context: RunContext, items: Sequence[Item]) -> list[Function]:
