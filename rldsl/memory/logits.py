@@ -1,9 +1,8 @@
 """What the head needs while it makes log-probabilities or the next token, in bytes.
 
 In: counts and sizes of elements. Out: the most that exists at once, besides hidden states. The counts are those of
-`backends/torch/model/logprobs.py` and `backends/torch/generate/sampling.py`: logits in chunks, statistics in float32. Of a chunk one table exists, which
-becomes its own gradient; two where the entropy is wanted.
-"""
+`backends/torch/model/logprobs.py` and `backends/torch/generate/sampling.py`: logits in chunks, statistics in float32.
+Of a chunk one table exists, which becomes its own gradient; two where the entropy is wanted. """
 
 from __future__ import annotations
 

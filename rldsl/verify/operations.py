@@ -149,7 +149,8 @@ def _again(t: Tables, model: str, layout: str) -> bool:
 
 def _one(t: Tables, e: Load) -> bool:
     """Whether the two layouts of a load are one copy of what is trained: each rank stands at the same place of equally
-    many (`MeshCells` is derived by the verifier itself, not by the compiler), and computes from the same dtype by the same backend."""
+    many (`MeshCells` is derived by the verifier itself, not by the compiler), and computes from the same dtype by the
+    same backend."""
     m, layouts = t.models[e.model], t.layouts
     if e.alias_of not in layouts or e.alias_of != m.train_layout or e.layout == e.alias_of or m.base:
         return False

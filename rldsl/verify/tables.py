@@ -70,14 +70,15 @@ def name(event: Event) -> str:
     return f"event {event.id} ({event.kind}{', ' + event.at if event.at else ''})"
 
 
-RECOMPILE_HELP = "compile the program again; if the plan was written by rlc and not edited, please report this with the plan"
+RECOMPILE_HELP = ("compile the program again; if the plan was written by rlc and not edited, please report this with "
+                  "the plan")
 
 
 def problem(
     code: str, title: str, *events: Event, ranks: Iterable[int] = (), help: str = "", notes: Iterable[str] = ()
 ) -> Diagnostic:
-    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than `RECOMPILE_HELP`
-    to say."""
+    """A diagnostic at the first of `events` that names the others and the ranks involved. help: what more than
+    `RECOMPILE_HELP` to say."""
     shown = say(ranks)
     others = tuple(f"and {name(e)}" for e in events[1:])
     return Diagnostic(

@@ -7,9 +7,8 @@ is in the lists of both ends, in the same step, and its sender holds the class o
 
 Small worlds are checked rank by rank. In large ones, some nodes of each group are checked, with everybody they exchange
 with: what a rank does depends on its node group, its device, and its position in a tree or among the holders, by
-formulas all of whose cases occur in the nodes that are checked (`tests/verify/test_sampled_ranks.py` compares with a check of
-all ranks). That every node belongs to the group that lists it is checked for all nodes.
-"""
+formulas all of whose cases occur in the nodes that are checked (`tests/verify/test_sampled_ranks.py` compares with a
+check of all ranks). That every node belongs to the group that lists it is checked for all nodes. """
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_the_simulator_asks_the_backend() -> None:
     for backend in ("torch", "plain"):
         plan = planned(placed(backend))
         seconds, calls = simulate(plan, machines).event_seconds(), {e.id: e for e, _ in events(plan)}
-        found[backend] = {getattr(calls[i], "what", type(calls[i]).__name__): s for i, s in seconds.items()
+        found[backend] = {getattr(calls[i], "output_name", type(calls[i]).__name__): s for i, s in seconds.items()
                           if hasattr(calls[i], "model") and hasattr(calls[i], "layout")}
     for call in ("Train", "logprobs"):
         assert found["plain"][call] > 1.5 * found["torch"][call], call  # one sequence after another, all logits

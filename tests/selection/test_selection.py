@@ -105,7 +105,8 @@ def test_fewer_rows_than_minibatches(base: Path) -> None:
         first, last = run(base, body.replace("actor.train(none", "falling.train(none"), top=head, place=PLACES[place])
         assert last["n"] == 0 and last["actor/grad_norm"] > 0 and last["actor/loss"]
         assert [name for name in last if name.startswith("falling/")] == ["falling/lr"]
-        assert first["falling/lr"] == pytest.approx(0.01 * 2 / 3) and last["falling/lr"] == 0
+        assert first["falling/lr"] == pytest.approx(0.01 * 3 / 4)
+        assert last["falling/lr"] == pytest.approx(0.01 / 4)
 
 
 def test_answers_and_pairs_can_be_selected(base: Path) -> None:

@@ -11,7 +11,7 @@ from rldsl.plan.model import Layout, Mesh, Model
 if TYPE_CHECKING:
     import torch
 
-    from rldsl.runtime.backend import Axes, LossFn, MicroBatch, PackedBatch, WeightCache
+    from rldsl.runtime.backend import Axes, LossFn, MicroBatch, PackedBatch, WeightCache, WeightDigest
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,6 +36,9 @@ class Plain:
             assert o is not None
             self.adam = torch.optim.AdamW(self.named.values(), lr=o.lr, betas=o.betas, eps=o.eps,
                                           weight_decay=o.weight_decay)
+
+    def weight_digests(self) -> Sequence[WeightDigest]:
+        return ()  # transformers reads the files
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         return {name: p.data for name, p in self.named.items()}
