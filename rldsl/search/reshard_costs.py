@@ -65,8 +65,8 @@ class ReshardCosts:
         if key not in self._costs:
             _, a, trained, b, used = key
             source, target = trained.layout(a.mesh()), used.layout(b.mesh())
-            trained = replace(self.problem.models[model], train_layout=source.id)
-            self._costs[key] = self._compute(trained, source, a, target, b)
+            trained_model = replace(self.problem.models[model], train_layout=source.id)
+            self._costs[key] = self._compute(trained_model, source, a, target, b)
         return self._costs[key]
 
     def _key(self, model: str, src: Block, trained: Strategy, dst: Block, used: Strategy) -> Key:

@@ -9,7 +9,7 @@ import pytest
 from rldsl.plan.codec import decode
 from rldsl.plan.events import Generate, Infer, Train
 from rldsl.plan.projection import events
-from rldsl.runtime.metrics.names import MEASURED
+from rldsl.plan.metrics_file import MEASURED
 from rldsl.sharding.boxes import cell_of
 from tests.end_to_end.programs import Metrics, compile_program, run_program
 from tests.end_to_end.test_invariance import DPO, HERE, PPO, placement

@@ -56,6 +56,14 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         InteractiveShell.clear_instance()
 
 
+@pytest.fixture
+def with_plan(notebook: Notebook) -> Notebook:
+    """A notebook that has a value `plan`, whichever tests this process has run before."""
+    if "plan" not in notebook.shell.user_ns:
+        assert notebook(f"%%rlf plan\n{PROGRAM}").ok
+    return notebook
+
+
 def test_a_cell_is_checked(notebook: Notebook) -> None:
     ran = notebook(f"%%rlf\n{PROGRAM}")
     assert ran.ok and "no errors found" in ran.rich["text/plain"] and "no errors" in ran.rich["text/html"]
@@ -157,11 +165,12 @@ def test_wrong_usage_is_told_in_a_line(notebook: Notebook, line: str, part: str)
     ("rldsl.compile(broken)", "RL0101"), ("plan.simulate('h100x9')", "did you mean `h100x8`?"),
     ("plan.text(rank=9)", "RL0608"), ("rldsl.load('gone.plan')", "RL0091"),
 ])
-def test_mistakes_of_other_cells_show_diagnostics(notebook: Notebook, expression: str, part: str) -> None:
+def test_mistakes_of_other_cells_show_diagnostics(with_plan: Notebook, expression: str, part: str) -> None:
+    notebook = with_plan
     notebook.shell.push({"broken": BROKEN})
     assert_told(notebook(f"import rldsl\n{expression}"), part)
 
 
-def test_mistakes_of_python_stay_tracebacks(notebook: Notebook) -> None:
-    ran = notebook("plan.simulat('h100x8')")
+def test_mistakes_of_python_stay_tracebacks(with_plan: Notebook) -> None:
+    ran = with_plan("plan.simulat('h100x8')")
     assert not ran.ok and ran.error == "AttributeError" and "Traceback" in ran.text
