@@ -39,7 +39,7 @@ from rldsl.plan.references import (
 from rldsl.plan.traits import EVENTS, Buffers, Traits, event_kind
 
 __all__ = [
-    "EVENTS", "AnyCall", "AnyEvent", "Checkpoint", "Collect", "Compute", "CopyPart", "Event", "Every", "Fetch", "Free",
+    "EVENTS", "AnyCall", "Checkpoint", "Collect", "Compute", "CopyPart", "Event", "Every", "Fetch", "Free",
     "Generate", "Infer", "Item", "Lengths", "Load", "Log", "Loop", "ModelCall", "Offload", "Onload", "Realloc",
     "Sampling", "Save", "Select", "Train", "Transfer", "Versions", "split",
 ]
@@ -494,8 +494,6 @@ class Free(Event):
 
 
 AnyCall = Generate | Infer | Train  # closed, for `match` and `assert_never`
-AnyEvent = (Load | Realloc | Offload | Onload | Save | Checkpoint | AnyCall | Fetch | Lengths | Transfer | Compute
-            | Select | Collect | Log | Free)
 
 
 # ------------------------------------------------------------------------------------------------------- blocks

@@ -75,7 +75,8 @@ class Builtins:
                 return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
         least, most = builtin.least, builtin.most
         if not least <= len(args) <= most:
-            wanted = str(least) if least == most else f"{least} or {most}"
+            wanted = (str(least) if least == most else f"{least} or {most}" if most == least + 1 else
+                      f"at least {least}")
             return self.errors.add("RL0204", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
                                    f"not {len(args)}", expr.func.span)
         if any(isinstance(a, Bad) for a in (*args, unbiased)):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rldsl.diag import Label
 from rldsl.plan.expr import Level, Node, Program, Scalar
+from rldsl.plan.operators import OPERATORS
 from rldsl.semantics.units import PLAIN, Unit
 from rldsl.source import Span
 
@@ -91,6 +92,8 @@ FOLD: dict[str, Callable[..., Scalar]] = {
     "sigmoid": _sigmoid, "logsigmoid": lambda a: min(a, 0.0) - math.log1p(math.exp(-abs(a))),
     "where": lambda c, a, b: a if c else b, "stop_gradient": lambda a: a,
 }
+if wrong := {name for name, operator in OPERATORS.items() if operator.family == "elementwise"} ^ FOLD.keys():
+    raise TypeError(f"elementwise operators are those in FOLD: {', '.join(sorted(wrong))}")
 
 
 def fold(op: str, args: Sequence[Term]) -> Scalar:

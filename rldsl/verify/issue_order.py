@@ -54,11 +54,16 @@ def check_issue_order(t: Tables) -> Iterator[Diagnostic]:
         if not e.traits.protocol:
             continue
         x = t.layouts[next(r.id for r in references(e) if r.role is Role.LAYOUT)]
-        key = (type(e), x.backend, x.tp > 1, x.pp, x.dp > 1, x.cp, x.ep, x.zero, x.vpp)
+        key = _case(type(e), x)
         if key not in known:
             known[key] = _fault(type(e), x)
         if known[key]:
             yield problem("RL0537", f"{name(e)} under layout {x.id} {known[key]}", e, ranks=t.event_ranks(e))
+
+
+def _case(kind: type[Event], x: Layout) -> tuple[object, ...]:
+    """Layouts with the same case issue the same lists: everything that `stuck` and the protocols ask of a layout."""
+    return kind, x.backend, x.tp > 1, x.pp, _copies(x), x.ep < x.dp, x.cp, x.ep, x.zero, x.vpp
 
 
 def _fault(kind: type[Event], x: Layout) -> str:

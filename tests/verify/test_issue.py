@@ -21,7 +21,7 @@ from rldsl.plan.model import Layout
 from rldsl.plan.projection import walk
 from rldsl.sharding.layout import Coordinate, axis_ranks, coordinate
 from rldsl.verify import issue_order
-from rldsl.verify.issue_order import IssueOrder, Use, stuck
+from rldsl.verify.issue_order import IssueOrder, Use, _case, _copies, stuck
 from tests.plan.sample import grpo
 from tests.verify.faults import codes
 from tests.verify.plans import folder
@@ -222,3 +222,27 @@ def versions(protocol: issue_order.Protocol, x: Layout, mesh: Any, rank: int, co
                 continue
             kept.append(n)
         yield [key for key, _ in groupby(kept)]
+
+
+def test_what_is_proved_for_one_layout_is_taken_over_only_by_layouts_with_the_same_lists() -> None:
+    """ep=2 dp=4 has communicators of expert dp, which ep=2 dp=2 has not."""
+    def case(**degrees: int) -> tuple[object, ...]:
+        return _case(Train, replace(X, **degrees))
+
+    assert case(ep=2, dp=2) != case(ep=2, dp=4)
+    assert case(ep=2, dp=4) == case(ep=2, dp=8) and case(dp=2) == case(dp=64)
+    assert case(dp=1) != case(dp=2) and case(tp=2) == case(tp=8) != case(tp=1)
+    for field in ("pp", "cp", "zero", "vpp"):
+        assert case(**{field: 2}) != case(**{field: 3}), field
+
+
+def test_every_case_lists_what_its_layouts_issue() -> None:
+    """Layouts of one case have equal lists at the coordinates that are looked at."""
+    lists: dict[object, set[tuple[object, ...]]] = {}
+    for ep, dp in product((1, 2, 4), (1, 2, 4, 8, 16)):
+        if dp % ep == 0:
+            x = replace(X, ep=ep, dp=dp)
+            uses = tuple(use for at in product(range(x.pp), _copies(x), range(1), range(1))
+                         for use in TORCH.train(x, Coordinate(*at), 3))
+            lists.setdefault(_case(Train, x), set()).add(uses)
+    assert all(len(found) == 1 for found in lists.values()) and len(lists) > 4
