@@ -32,7 +32,9 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
     Returns the exit status of the ranks; they say RL0703 themselves where a machine lacks GPUs. Errors: those of a plan
     that cannot run, before any rank starts; RL0096 another number of processes than the plan needs; RL0763, RL0781
     there is a run already."""
-    out = out or _default_output(file, resume, overwrite, say)
+    chosen = ""
+    if not out:
+        out, chosen = _default_output(file, resume, overwrite)
     origin = None if resume is None else Path(resume or out)
     if overwrite and origin and is_own_checkpoint(Path(out), origin):
         raise Usage(CONTRADICTION)
@@ -48,12 +50,15 @@ def run(file: str, sets: Mapping[str, Scalar], place: str | None, overrides: Seq
         if world > (cores := os.cpu_count() or 1):
             say(f"{world} ranks share the {cores} core{'s' * (cores > 1)} of this machine (docs/cluster.md shows how "
                 "to run a plan on several machines)")
+        if chosen:
+            say(chosen)
         more = [*([f"--resume={origin}"] if origin else []), *(["--overwrite"] if overwrite else []), *options]
         return _launch(path, world, out, trace, more)
 
 
-def _default_output(file: str, resume: str | None, overwrite: bool, say: Callable[[str], None]) -> str:
-    """What is resumed, or else overwritten, is the newest run of this program; any other run gets a new directory."""
+def _default_output(file: str, resume: str | None, overwrite: bool) -> tuple[str, str]:
+    """The directory of a run, and the line that names it. What is resumed, or else overwritten, is the newest run of
+    this program; any other run gets a new directory."""
     out, what = None, "output directory"
     if resume:
         out = output_of(file, Path(resume))
@@ -61,8 +66,7 @@ def _default_output(file: str, resume: str | None, overwrite: bool, say: Callabl
         out, what = newest_output(file), f"newest run of {Path(file).name}"
     if out is None:
         out, what = free_output(file), "output directory"
-    say(f"{what}: {shown(str(out))}")
-    return str(out)
+    return str(out), f"{what}: {shown(str(out))}"
 
 
 def _launch(plan: str, world: int, out: str, trace: str | None, options: Sequence[str]) -> int:

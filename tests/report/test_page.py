@@ -108,6 +108,7 @@ def test_nothing_is_loaded() -> None:
         assert not {"src", "srcset", "action", "background", "poster", "data"} & e.keys(), e
         assert e.get("href", "#")[0] == "#" or e["href"] == "data:,"
     bare = re.sub(r'xmlns="http://www\.w3\.org/2000/svg"|"http://www\.w3\.org/2000/svg"', "", found.source)
+    bare = re.sub(r"sha256-[A-Za-z0-9+/]+=*", "", bare)
     assert not re.search(r"https?:|//[a-z]|@import|url\(", bare, re.IGNORECASE)
 
 
