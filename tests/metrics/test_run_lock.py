@@ -81,7 +81,7 @@ def _start(out: str, together: Any, over: Any, results: Any) -> None:
 def test_of_many_simultaneous_starts_one_owns_the_directory(tmp_path: Path, stale: bool) -> None:
     if stale:
         locked(tmp_path / "out", owner(pid=gone()))
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # this process has threads, whose locks a fork would copy
     results = context.Queue()
     together, over = context.Barrier(STARTS), context.Event()
     processes = [context.Process(target=_start, args=(str(tmp_path / "out"), together, over, results))
