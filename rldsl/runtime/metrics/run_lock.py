@@ -132,7 +132,7 @@ def acquire(out: Path, program: str = "", lost: Callable[[Diagnostic], object] |
         with written(file):
             while not _linked(temporary, file):
                 _wait_until_stale(file, temporary)
-                _remove_stale(file, mine.token)
+                _remove_stale(file)
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -189,7 +189,7 @@ def _wait_until_stale(file: Path, temporary: Path) -> None:
             raise _refused(file, _read(file) or owner)
 
 
-def _remove_stale(file: Path, token: str) -> None:
+def _remove_stale(file: Path) -> None:
     """Remove the lock that was found stale, unless another start has done so or does it now."""
     stale = _token_or_none(file)
     if stale is None:

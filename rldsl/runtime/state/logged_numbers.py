@@ -1,8 +1,8 @@
 """Logged numbers on their way to the rank that reports them.
 
-In: what to wait for. Out: whether it is there yet. A thread waits, one message after the other, so that the rank itself
-never does: gloo says of a receive that it is complete only to who waits for it.
-Errors: what a wait raises is raised again by who asks for the result.
+In: what to wait for. Out: whether it has arrived. A thread waits for one message after the other, so that the rank
+itself never does: gloo reports a receive as complete only to a thread that waits for it.
+Errors: what a wait raises is raised again where the result is asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Arrival:
 
     @staticmethod
     def now() -> Arrival:
-        """Of what is there already."""
+        """One that is complete from the start."""
         made = Arrival()
         made._there.set()
         return made
