@@ -100,7 +100,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         return None, tuple(errors.found)
     flow, scope = flows[0], Scope(module)
     for name, kind in kinds(flow, top.data).items():
-        top.data[name] = replace(top.data[name], kind=kind)
+        top.data[name] = replace(top.data[name], row_format=kind)
         unit = top.data[name].unit
         if unit is not None:
             options.counts("batch", ROWS[kind], *unit, lower)
@@ -175,7 +175,7 @@ class _Declarations:
                 meaning: Meaning = BAD
                 if not isinstance(model, Bad):
                     self.models[item.name.name] = model
-                    meaning = ModelRef(model.name, model.kind, model.optimizer is not None)
+                    meaning = ModelRef(model.name, model.head_name, model.optimizer is not None)
                 self.modules.bind(self.module, item.name, meaning)
             case ast.DataDecl():
                 data = declare.data(item, self.lower, self.scope)

@@ -13,7 +13,7 @@ from rldsl.plan.heads import CALLS, GENERATE, SKIPPED, TRAIN, heads_with
 from rldsl.plan.metrics_file import BUILT_IN, METRICS
 from rldsl.plan.model import Frame
 from rldsl.semantics import options
-from rldsl.semantics.errors import BAD, Bad, suggest
+from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.levels import source_name
 from rldsl.semantics.losses import lower_loss
 from rldsl.semantics.scope import Scope
@@ -27,47 +27,50 @@ if TYPE_CHECKING:
 
 
 class CallsOfFlow:
+    """The calls of models and data sources in `flow`."""
+
     def __init__(self, flow: FlowBuilder):
         self.flow, self.errors = flow, flow.errors
 
     def nested(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope) -> Meaning:
         """A call inside an expression: an inference is anonymous, anything else needs a statement of its own."""
-        what = cast(ast.Attribute, call.func).name.name
-        if isinstance(owner, DataRef) or what in (GENERATE, TRAIN):
-            return self.errors.add("RL0212", f"`{what}` inside an expression", call.func.span,
+        call_name = cast(ast.Attribute, call.func).name.name
+        if isinstance(owner, DataRef) or call_name in (GENERATE, TRAIN):
+            return self.errors.add("RL0212", f"`{call_name}` inside an expression", call.func.span,
                                    help=f"write it as a separate statement: `name = {call.func.span.text}(...)`"
-                                   if what != TRAIN else "write it as a separate statement")
+                                   if call_name != TRAIN else "write it as a separate statement")
         return self.make(owner, call, scope, None, None, call.span)
 
     def make(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope, target: str | None,
              clause: g.Clause | None, span: Span) -> Meaning:
-        """target: the name that the result is bound to."""
+        """Append the nodes of a call and return what it stands for: `NO_VALUE` for a train call. target: the name that
+        the result is bound to; None: it has none."""
         func = cast(ast.Attribute, call.func)
-        what = func.name
+        ident = func.name
         if isinstance(owner, DataRef):
-            return self._next(owner, what, call, target, span)
-        legal = owner.head.calls
-        if what.name not in legal:
-            code = "RL0206" if what.name in CALLS else "RL0112"
-            other = heads_with(what.name)
-            return self.errors.add(code, f"a {owner.kind} has no call `{what.name}`", what.span,
-                                   f"`{owner.name}` is a {owner.kind}", labels=self._declared(owner),
-                                   help=f"`{what.name}` needs a {other[0]}" if other else suggest(what.name, legal))
-        refs = self._refs(call, what.name, scope)
+            return self._next(owner, ident, call, target, span)
+        call_name, legal = ident.name, owner.head.calls
+        if call_name not in legal:
+            code = "RL0206" if call_name in CALLS else "RL0112"
+            other = heads_with(call_name)
+            return self.errors.add(code, f"a {owner.head_name} has no call `{call_name}`", ident.span,
+                                   f"`{owner.name}` is a {owner.head_name}", labels=self._declared(owner),
+                                   help=f"`{call_name}` needs a {other[0]}" if other else suggest(call_name, legal))
+        refs = self._refs(call, call_name, scope)
         if isinstance(refs, Bad):
             return BAD
-        if what.name == TRAIN:
+        if call_name == TRAIN:
             return self._train(owner, call, refs, scope, target, clause, span)
         if len(refs) != 1:
-            return self.errors.add("RL0204", f"`{what.name}` takes one batch, not {len(refs)}", call.span)
-        if what.name == GENERATE:
+            return self.errors.add("RL0204", f"`{call_name}` takes one batch, not {len(refs)}", call.span)
+        if call_name == GENERATE:
             return self._generate(owner, call, refs[0], scope, target, clause, span)
-        return self._infer(owner, what.name, call, refs[0], scope, target, clause, span)
+        return self._infer(owner, call_name, call, refs[0], scope, target, clause, span)
 
     def _declared(self, owner: ModelRef) -> tuple[Label, ...]:
         return (Label(self.flow.models[owner.name].span, "declared here"),) if owner.name in self.flow.models else ()
 
-    def _refs(self, call: ast.Call, what: str, scope: Scope) -> list[FrameRef] | Bad:
+    def _refs(self, call: ast.Call, call_name: str, scope: Scope) -> list[FrameRef] | Bad:
         """The batches given by position."""
         refs: list[FrameRef] = []
         bad = False
@@ -80,15 +83,15 @@ class CallsOfFlow:
                 continue
             bad = True
             if not isinstance(value, Bad):
-                takes, side = ("prompts", "load the data with `kind=\"prompts\"`") if what == GENERATE else \
+                takes, side = ("prompts", "load the data with `kind=\"prompts\"`") if call_name == GENERATE else \
                     ("sequences", "use one side: `.chosen` or `.rejected`")
-                self.errors.add("RL0203", f"`{what}` takes {takes}, not {describe(value)}", arg.span,
+                self.errors.add("RL0203", f"`{call_name}` takes {takes}, not {describe(value)}", arg.span,
                                 help=side if isinstance(value, Pairs) else "")
         return BAD if bad else refs
 
-    def _next(self, owner: DataRef, what: ast.Ident, call: ast.Call, target: str | None, span: Span) -> Meaning:
-        if what.name != "next":
-            return self.errors.add("RL0112", f"the data `{owner.name}` has no call `{what.name}`", what.span,
+    def _next(self, owner: DataRef, ident: ast.Ident, call: ast.Call, target: str | None, span: Span) -> Meaning:
+        if ident.name != "next":
+            return self.errors.add("RL0112", f"the data `{owner.name}` has no call `{ident.name}`", ident.span,
                                    help=f"write `{owner.name}.next()`")
         if call.args:
             return self.errors.add("RL0204", "`next` takes no arguments", call.args[0].span)
@@ -96,8 +99,8 @@ class CallsOfFlow:
             return BAD
         data = self.flow.data[owner.name]
         given = dict(data.options)
-        sides = [f"{target}.chosen", f"{target}.rejected"] if data.kind == "pairs" else [target]
-        answer = 0 if data.kind == "prompts" else int(given["max_answer_tokens"])
+        sides = [f"{target}.chosen", f"{target}.rejected"] if data.row_format == "pairs" else [target]
+        answer = 0 if data.row_format == "prompts" else int(given["max_answer_tokens"])
         frames = [self.flow.spaces.add(Frame(side, target, target, int(given["batch"]), 1, owner.name,
                                              int(given["max_prompt_tokens"]), answer,
                                              present_in=side if self.flow.evaluations.inside else ""))
@@ -106,22 +109,22 @@ class CallsOfFlow:
                                              self.flow.value(f"{s}.lengths", "seq", s, "i64", "lengths"))]
         writes.append(self.flow.value(f"{sides[0]}.columns", "seq", sides[0], "text", "columns"))
         self.flow.columns[target] = writes[-1]
-        level = "prompt" if data.kind == "prompts" else "seq"
+        level = "prompt" if data.row_format == "prompts" else "seq"
         writes += [self.flow.value(f"{sides[0]}.{n}", level, sides[0]) for n in data.numbers]
         self.flow.items.append(g.Fetch(id=self.flow.unique(target), reads=(), writes=tuple(writes), span=span,
                                        data=owner.name, frames=tuple(sides)))
-        refs = [FrameRef(f, data.kind, data.numbers, sides[0]) for f in frames]
+        refs = [FrameRef(f, data.row_format, data.numbers, sides[0]) for f in frames]
         return Pairs(refs[0], refs[1]) if len(refs) == 2 else refs[0]
 
-    def _options(self, table: dict[str, options.Opt], call: ast.Call, what: str, scope: Scope,
+    def _options(self, table: dict[str, options.Opt], call: ast.Call, call_name: str, scope: Scope,
                  skip: tuple[str, ...] = ()) -> dict[str, options.Value] | Bad:
         given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name not in skip]
-        return options.read(table, given, f"`{what}`", call.span, self.flow.lower, scope)
+        return options.read(table, given, f"`{call_name}`", call.span, self.flow.lower, scope)
 
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:
         given = self._options(options.GENERATE, call, "generate", scope)
-        if prompts.kind != "prompts":
+        if prompts.contents != "prompts":
             return self._responded(owner, prompts, call.args[0].span)
         if isinstance(given, Bad):
             return BAD
@@ -151,7 +154,7 @@ class CallsOfFlow:
 
     def _responded(self, owner: ModelRef, ref: FrameRef, span: Span) -> Bad:
         """`generate` on sequences that have responses: say where prompts are to be had."""
-        if ref.kind != "generated":
+        if ref.contents != "generated":
             return self.errors.add("RL0213", "`generate` needs prompts", span,
                                    f"`{span.text}` contains prompts with answers",
                                    help="load the data with `kind=\"prompts\"`")
@@ -166,19 +169,19 @@ class CallsOfFlow:
                                "`generate` takes prompts, not sequences",
                                help=f"to generate from its prompts again, write {again}")
 
-    def _responses(self, ref: FrameRef, what: str, span: Span) -> bool:
-        if ref.kind == "prompts":
-            self.errors.add("RL0213", f"`{what}` needs sequences with a response", span,
+    def _responses(self, ref: FrameRef, call_name: str, span: Span) -> bool:
+        if ref.contents == "prompts":
+            self.errors.add("RL0213", f"`{call_name}` needs sequences with a response", span,
                             f"`{source_name(ref.frame)}` contains only prompts",
                             help="generate responses first, or load answers")
-        return ref.kind != "prompts"
+        return ref.contents != "prompts"
 
-    def _infer(self, owner: ModelRef, name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
+    def _infer(self, owner: ModelRef, call_name: str, call: ast.Call, ref: FrameRef, scope: Scope, target: str | None,
                clause: g.Clause | None, span: Span) -> Meaning:
-        given = self._options({}, call, name, scope)
-        if not self._responses(ref, name, call.args[0].span) or isinstance(given, Bad):
+        given = self._options({}, call, call_name, scope)
+        if not self._responses(ref, call_name, call.args[0].span) or isinstance(given, Bad):
             return BAD
-        output = owner.head.output_of(name)
+        output = owner.head.output_of(call_name)
         frame = ref.frame
         if target is None:
             target = self.flow.anonymous("expr")
@@ -234,7 +237,7 @@ class CallsOfFlow:
         made = lower_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.lower)
         if isinstance(made, Bad):
             return BAD
-        data = tuple((n, self.flow.held(t, "expr", use.spans[n]).name) for n, t in made.data)
+        data = tuple((n, self.flow.materialize(t, "expr", use.spans[n]).name) for n, t in made.data)
         shown = node.replace(".train", "", 1)
         skips = given["nonfinite"] == "skip"
         outputs = tuple((m, self.flow.value(f"{node}/{m}", "batch", ""))
@@ -251,4 +254,4 @@ class CallsOfFlow:
             model_outputs=made.fresh, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, nonfinite="skip" if skips else "stop"))
-        return BAD
+        return NO_VALUE

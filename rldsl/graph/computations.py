@@ -21,16 +21,16 @@ EXTENT = {"token": "response", "seq": "row", "prompt": "prompt", "batch": "batch
 
 
 class Computations:
-    """items: those of the block being built. columns: prompt space -> the value that holds its data columns."""
+    """Makes Values, Programs and the nodes that compute them, in the block that is being built."""
 
     def __init__(self, spaces: Spaces, states: Iterable[str]):
         self.spaces = spaces
         self.states = frozenset(states)
         self.values: list[Value] = []
         self.programs: list[Program] = []
-        self.columns: dict[str, str] = {}
-        self.items: list[g.Item] = []
-        self._counts: Counter[str] = Counter()
+        self.columns: dict[str, str] = {}  # prompt space -> the value that holds its data columns
+        self.items: list[g.Item] = []  # of the block being built
+        self._counts: Counter[str] = Counter()  # how often each base of an id was used
         for state in states:
             self.value(state, "batch", "")
 
@@ -44,8 +44,9 @@ class Computations:
         self._counts[f"{hint}#"] += 1
         return f"{hint}#{self._counts[f'{hint}#']}"
 
-    def held(self, term: Term, hint: str, span: Span, force: bool = False) -> Term:
-        """`term` as an input: itself when it already is a value (or a constant), else through a Compute "hint#k"."""
+    def materialize(self, term: Term, hint: str, span: Span, force: bool = False) -> Term:
+        """`term` as an input. A value or a constant stays as it is; anything else becomes the value "hint#k", which a
+        Compute makes. force: also a constant, or a state that is overwritten."""
         if term.op == "input" and not (force and term.name in self.states) or term.constant and not force:
             return term
         name = self.anonymous(hint)
@@ -62,7 +63,7 @@ class Computations:
         if not work:
             return dict(terms)
         if len({f.prompt_space for f in self._frames(walk([t for _, t in work]))}) > 1:
-            work = [(n, self._apart(t, {})) for n, t in work]
+            work = [(n, self._hoist_batch_reductions(t, {})) for n, t in work]
         made = program(id_, work, str(span))
         below = walk([t for _, t in work])
         frames = self._frames(below)
@@ -84,13 +85,14 @@ class Computations:
             outputs=tuple((n, n) for n, _ in work)))
         return out
 
-    def _apart(self, term: Term, known: dict[int, Term]) -> Term:
-        """`term` with each reduction to batch as a value of its own: rows of unrelated prompts are never divided
-        alike."""
+    def _hoist_batch_reductions(self, term: Term, known: dict[int, Term]) -> Term:
+        """`term` with each reduction to batch as a value of its own. Rows of unrelated prompts are divided among the
+        ranks independently, so one Compute cannot read both. known: id(term) -> the result, for shared terms."""
         if id(term) not in known:
-            args = tuple(self._apart(a, known) for a in term.args)
+            args = tuple(self._hoist_batch_reductions(a, known) for a in term.args)
             made = term if all(a is b for a, b in zip(args, term.args, strict=True)) else replace(term, args=args)
-            known[id(term)] = self.held(made, "expr", term.span) if dict(term.attrs).get("to") == "batch" else made
+            to_batch = dict(term.attrs).get("to") == "batch"
+            known[id(term)] = self.materialize(made, "expr", term.span) if to_batch else made
         return known[id(term)]
 
     def _frames(self, terms: list[Term]) -> list[Frame]:
@@ -103,11 +105,11 @@ class Computations:
                 frames.append(self.spaces.over(t.level, t.space)[0])
         return frames
 
-    def keep(self, term: Term, name: str, span: Span) -> str:
-        """A Keep of the value `term` as `name`."""
+    def broadcast(self, term: Term, name: str, span: Span) -> str:
+        """A Broadcast of the value `term` as `name`."""
         if name not in self.states:
             self.value(name, "batch", "", term.dtype)
         made = program(self.unique(f"{name} ="), [(name, term)], str(span))
         self.programs.append(made)
-        self.items.append(g.Keep(id=made.id, reads=(term.name,), writes=(name,), span=span, program=made.id))
+        self.items.append(g.Broadcast(id=made.id, reads=(term.name,), writes=(name,), span=span, program=made.id))
         return name

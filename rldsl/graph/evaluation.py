@@ -81,7 +81,7 @@ class Evaluations:
                 after = flow.selections.collected(inner, before, most, s.data.span, "an `eval`")
             body, flow.items = tuple(flow.items), outer
             if len(self.errors.found) == found:
-                flow.items.append(g.Eval(data=ref.name, most=most, body=body, span=s.span))
+                flow.items.append(g.Eval(data=ref.name, max_iterations=most, body=body, span=s.span))
                 for metric, names in metrics:
                     known = {n: v for n, v in after.items() if n in names}
                     flow.statement(metric, Scope(scope.module, scope, known), "flow")
@@ -106,7 +106,7 @@ class Evaluations:
         head = Span(s.span.file, s.span.start, s.data.span.end)
         programs = {p.id: p for p in self.flow.programs}
         for node in g.nodes(self.flow.items):
-            if isinstance(node, g.Train | g.Keep):
+            if isinstance(node, g.Train | g.Broadcast):
                 what = "training" if isinstance(node, g.Train) else f"the state `{node.writes[0]}` is changed"
                 self._refuse(f"{what} inside `eval`", node.span,
                              "an evaluation must not change the run: move this out of the block")

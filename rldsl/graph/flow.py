@@ -31,17 +31,17 @@ from rldsl.syntax import ast
 
 
 class FlowBuilder(Computations):
-    """Walks the flow once. metrics: (shown name, value)."""
+    """Walks the flow once."""
 
     def __init__(self, lower: Lower, models: dict[str, g.Model], data: dict[str, g.Data], states: dict[str, g.State]):
         self.lower, self.errors = lower, lower.errors
         super().__init__(lower.spaces, states)
         self.models, self.data = models, data
-        self.metrics: list[tuple[str, str]] = []
-        self._bound: dict[str, Span] = {}
-        self._shown: set[str] = set()
+        self.metrics: list[tuple[str, str]] = []  # (shown name, value)
+        self._bound: dict[str, Span] = {}  # name -> where the flow binds it
+        self._shown: set[str] = set()  # names of metrics
         self.checkpoint: g.Checkpoint | None = None
-        self._turns: int | None = None  # of the `repeat` around
+        self._iterations: int | None = None  # of the enclosing `repeat`
         self.calls = CallsOfFlow(self)
         self.selections = Selections(self)
         self.evaluations = Evaluations(self)
@@ -102,12 +102,12 @@ class FlowBuilder(Computations):
         call = self.call_of(s.value, scope)
         if call:
             name = s.targets[0].name
-            fresh = self._free(s.targets[0])
-            if not fresh and name not in self.states:
+            unbound = self._can_bind(s.targets[0])
+            if not unbound and name not in self.states:
                 self._taken(s.targets[0], scope)
                 return
-            value = self.calls.make(*call, scope, name if fresh else None, self.clause(s.clause, scope), s.span)
-            if fresh:
+            value = self.calls.make(*call, scope, name if unbound else None, self.clause(s.clause, scope), s.span)
+            if unbound:
                 self._bind(s, value, scope)
             return
         value = self.lower.eval(s.value, scope)
@@ -115,7 +115,7 @@ class FlowBuilder(Computations):
             self.errors.add("RL0212", "only model calls can be placed", s.clause.span, "this statement calls no model",
                             help="arithmetic runs where its inputs are: remove `on ...`")
         values = value.values if isinstance(value, Several) else (value,)
-        if len(values) == len(s.targets) and all(t.name in self.states or self._free(t) for t in s.targets):
+        if len(values) == len(s.targets) and all(t.name in self.states or self._can_bind(t) for t in s.targets):
             names = [f"{t.name}'" if t.name in self.states else t.name for t in s.targets]
             names = [self.anonymous(n) if n.endswith("'") else n for n in names]
             terms = [(n, v) for n, v in zip(names, values, strict=True) if isinstance(v, Term)]
@@ -132,7 +132,7 @@ class FlowBuilder(Computations):
             value = self.errors.add("RL0212", "a selection takes a single name and no placement", where,
                                     help="it runs where its sequences are")
         else:
-            value = self.selections.where(s, scope, s.targets[0].name if self._free(s.targets[0]) else None)
+            value = self.selections.where(s, scope, s.targets[0].name if self._can_bind(s.targets[0]) else None)
         self._bind(s, value, scope)
 
     def _write(self, ident: ast.Ident, value: Meaning) -> None:
@@ -146,10 +146,9 @@ class FlowBuilder(Computations):
                             ident.span,
                             f"this is {describe(value)}", help="reduce it over the batch, for example with `mean(x)`")
         else:
-            held = self.held(value, f"{ident.name}'", ident.span, force=True)
-            self.keep(held, ident.name, ident.span)
+            self.broadcast(self.materialize(value, f"{ident.name}'", ident.span, force=True), ident.name, ident.span)
 
-    def _free(self, ident: ast.Ident) -> bool:
+    def _can_bind(self, ident: ast.Ident) -> bool:
         """Whether the name may still be bound in this flow; an already bound one is reported by `_bind`."""
         return ident.name not in self._bound and ident.name not in self.models and ident.name not in self.data
 
@@ -205,7 +204,7 @@ class FlowBuilder(Computations):
                             name.span, help="choose another name")
         else:
             self._shown.add(name.name)
-            self.metrics.append((name.name, self.held(term, name.name, s.span, force=True).name))
+            self.metrics.append((name.name, self.materialize(term, name.name, s.span, force=True).name))
 
     def _save(self, s: ast.Save, scope: Scope) -> None:
         path = self.lower.constant(s.path, scope) if s.path is not None else None
@@ -240,13 +239,13 @@ class FlowBuilder(Computations):
     def _nested(self, s: ast.EveryBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
         word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
         times = whole(word, number, self.lower, scope)
-        if word == "every" and times and self._turns and times > self._turns:
+        if word == "every" and times and self._iterations and times > self._iterations:
             self.errors.add("RL0205", f"`every {times}` never runs", number.span,
-                            f"it counts the iterations of the enclosing `repeat`, which has only {self._turns}",
+                            f"it counts the iterations of the enclosing `repeat`, which has only {self._iterations}",
                             help="move it out of the `repeat` to count steps")
-        outer, self._turns = self._turns, times if word == "repeat" else self._turns
+        outer, self._iterations = self._iterations, times if word == "repeat" else self._iterations
         body = self.block(s.body, Scope(scope.module, scope), word)
-        self._turns = outer
+        self._iterations = outer
         if times is not None:
             self.items.append(g.Every(period=times, body=body, span=s.span) if word == "every"
-                              else g.Repeat(times=times, body=body, span=s.span))
+                              else g.Repeat(iterations=times, body=body, span=s.span))

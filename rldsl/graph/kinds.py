@@ -33,7 +33,8 @@ def kinds(flow: ast.Flow, data: Mapping[str, g.Data]) -> dict[str, str]:
                     if arg.name is None and isinstance(arg.value, ast.Name) and arg.value.name in batches:
                         seen[batches[arg.value.name]].add("prompts" if what == GENERATE else "answers")
     strongest = ("pairs", "prompts", "answers")
-    return {name: d.kind or next((k for k in strongest if k in seen[name]), "prompts") for name, d in data.items()}
+    return {name: d.row_format or next((k for k in strongest if k in seen[name]), "prompts")
+            for name, d in data.items()}
 
 
 def _source(value: ast.Expr) -> str:

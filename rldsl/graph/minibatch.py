@@ -37,7 +37,7 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, low
     if "minibatches" in args:
         return add("RL0215", "`minibatch` and `minibatches` cannot be combined", tree.span,
                    help="give one of them: `minibatch` is the size, `minibatches` the number")
-    legal = UNITS[batch.kind]
+    legal = UNITS[batch.contents]
     unit = unit_of(tree.value, lower, scope) or legal[0]
     if all(differ(unit, u) for u in legal):
         return add("RL0218", f"`minibatch` of `{source_name(frame)}` counts {' or '.join(legal)}, not {unit}",

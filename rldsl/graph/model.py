@@ -35,14 +35,14 @@ class Model:
     """A `model` of the program."""
 
     name: str
-    kind: str  # the name of its head
+    head_name: str  # of `plan.heads.HEADS`
     path: str  # as given; relative to the working directory
     optimizer: Optimizer | None
     dtype: str
     span: Span
     lora: Lora | None = None  # its adapter
     lora_span: Span | None = None  # where the program says so
-    invariant: bool = False  # as of `plan.Model`
+    invariant: bool = False  # as in `plan.model.Model`
     path_span: Span | None = None  # the path argument
 
 
@@ -53,7 +53,7 @@ class Data:
     name: str
     format: str
     path: str  # as written; relative to the working directory
-    kind: str  # as of `plan.Data`
+    row_format: str  # as in `plan.model.Data`
     # all named arguments (batch, max_prompt_tokens, shuffle, ...), resolved to scalars
     options: tuple[tuple[str, Scalar], ...]
     span: Span
@@ -116,7 +116,7 @@ class Generate(GenerateSpec, Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infer(InferSpec, Node):
-    """`model.logprobs(gen)` and the like; writes `output` alone."""
+    """`model.logprobs(gen)` and the like; writes `value` alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Compute(ComputeSpec, Node):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keep(Node):
+class Broadcast(Node):
     """A batch-level value reaches every rank under a name that outlives its mesh: a `state`, or the condition that ends
     a `repeat`. reads: that value; writes: the name."""
 
@@ -149,7 +149,7 @@ class Select(SelectSpec, Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collect(CollectSpec, Node):
-    """What a `repeat ... until` collects of its turns."""
+    """What a `repeat ... until` collects of its iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class Sync(Node):
 class Every:
     """`every K { ... }`"""
 
-    period: int  # K; counts steps, or the turns of the repeat around it
+    period: int  # K; counts steps, or the iterations of the enclosing repeat
     body: tuple[Item, ...]
     span: Span
 
@@ -179,7 +179,7 @@ class Every:
 class Repeat:
     """`repeat K { ... }`"""
 
-    times: int  # K
+    iterations: int  # K
     body: tuple[Item, ...]
     span: Span
 
@@ -188,8 +188,8 @@ class Repeat:
 class Until:
     """`repeat { ... } until CONDITION max N`"""
 
-    most: int  # N
-    condition: str  # id of the value, which a Keep in the body writes
+    max_iterations: int  # N
+    condition: str  # id of the value, which a Broadcast in the body writes
     body: tuple[Item, ...]
     span: Span
 
@@ -199,7 +199,7 @@ class Eval:
     """`eval`: the body for each batch of a source, once over its rows in file order."""
 
     data: str  # name of the source
-    most: int  # batches
+    max_iterations: int  # batches
     body: tuple[Item, ...]
     span: Span
 
@@ -230,7 +230,7 @@ class Checkpoint:
     """`checkpoint every K keep=N`: the full state of the run after every K-th step."""
 
     every: int  # K, in steps
-    keep: int  # N: how many of the last are kept
+    keep_last: int  # N: how many of the last are kept
     span: Span
 
 

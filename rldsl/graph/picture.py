@@ -36,8 +36,8 @@ def title(node: g.Node) -> tuple[str, str]:
             return f"{model}.train", f"{', '.join(node.frames)}; loss {loss.rpartition('/')[2]}"
         case g.Compute():
             return "compute", ", ".join(node.outputs[i][1] for i in range(len(node.outputs)))
-        case g.Keep(writes=(name,)):
-            return "keep", name
+        case g.Broadcast(writes=(name,)):
+            return "broadcast", name
         case g.Select(frame=frame):
             return "select", frame
         case g.Collect(frame=frame, into=into):
@@ -85,10 +85,10 @@ def dot(graph: g.Graph, reduce: bool = False) -> str:
 def text(graph: g.Graph) -> str:
     """One line for each frame and node, as `--emit graph` prints it."""
     lines = [f"flow {graph.flow} steps={graph.steps} seed={graph.seed}"]
-    lines += [f"model {m.name} = {m.kind}({m.path!r}) {m.dtype}{' trained' if m.optimizer else ''}"
+    lines += [f"model {m.name} = {m.head_name}({m.path!r}) {m.dtype}{' trained' if m.optimizer else ''}"
               for m in graph.models]
     lines += [f"state {s.name} = {s.initial:g}" for s in graph.states]
-    lines += [f"data {d.name} = {d.format}({d.path!r}) {d.kind}" for d in graph.data]
+    lines += [f"data {d.name} = {d.format}({d.path!r}) {d.row_format}" for d in graph.data]
     lines += [f"frame {f.id}: {f.count} rows, {f.per_prompt} per prompt, at most {f.max_prompt_tokens} + "
               f"{f.max_response_tokens} tokens, temperature {f.temperature:g}" for f in graph.frames]
     lines += _block(graph.items, "")
@@ -102,13 +102,13 @@ def _block(items: tuple[g.Item, ...], indent: str) -> Iterator[str]:
             case g.Every(period=k, body=body):
                 yield f"{indent}every {k}"
                 yield from _block(body, indent + "  ")
-            case g.Repeat(times=k, body=body):
+            case g.Repeat(iterations=k, body=body):
                 yield f"{indent}repeat {k}"
                 yield from _block(body, indent + "  ")
-            case g.Until(most=k, condition=condition, body=body):
+            case g.Until(max_iterations=k, condition=condition, body=body):
                 yield f"{indent}repeat until {condition}, at most {k}"
                 yield from _block(body, indent + "  ")
-            case g.Eval(data=data, most=k, body=body):
+            case g.Eval(data=data, max_iterations=k, body=body):
                 yield f"{indent}eval {data}, at most {k} batches"
                 yield from _block(body, indent + "  ")
             case _:

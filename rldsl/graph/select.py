@@ -2,7 +2,8 @@
 
 In: `kept = gen where ...` and `repeat { ... } until ... max N`. Out: frames that say where they come from, Select,
 Collect and Until items. A selected frame keeps the row numbers of the frame that it was taken from, so a value of that
-frame has the same number for the same row in both. A collected frame is the frames of all turns, one after the other.
+frame has the same number for the same row in both. A collected frame is the frames of all iterations, one after the
+other.
 Invariant: a value is used over a smaller frame only by way of a Select that made a value of that frame.
 """
 
@@ -48,10 +49,10 @@ class Selections:
             return self.errors.add("RL0203", f"`where` selects sequences, not {describe(value)}", s.value.span,
                                    help="for values use `where(condition, a, b)`, or select the sequences first")
         refs = (value,) if isinstance(value, FrameRef) else (value.chosen, value.rejected)
-        held = self._condition(condition, refs[0].frame, s.where)
-        if held is None or target is None:
+        chosen = self._condition(condition, refs[0].frame, s.where)
+        if chosen is None or target is None:
             return BAD
-        made = [self._selected(ref, target, held.name, s) for ref in refs]
+        made = [self._selected(ref, target, chosen.name, s) for ref in refs]
         return made[0] if len(made) == 1 else Pairs(made[0], made[1])
 
     def of_a_call(self, s: ast.Assign, scope: Scope) -> bool:
@@ -92,7 +93,7 @@ class Selections:
                                 tree.span, help=f"compute it from `{name}`, for example `len({name}) > 8`")
                 return None
             wide = here if here.level == "seq" else self.flow.lower.ops.widen(here, "seq", frame)
-            return self.flow.held(wide, "where", tree.span)
+            return self.flow.materialize(wide, "where", tree.span)
         return None
 
     def _selected(self, ref: FrameRef, target: str, condition: str, s: ast.Assign) -> FrameRef:
@@ -116,13 +117,13 @@ class Selections:
 
     def narrow(self, term: Term, space: str) -> Term:
         """The values of `term` for the rows of the selection that has `space`."""
-        held = self.flow.held(term, "expr", term.span)
+        value = self.flow.materialize(term, "expr", term.span)
         frame = next(f for f in self.spaces.frames.values()
                      if f.selected_from and self.spaces.of(f, term.level) == space)
-        name = self.flow.unique(f"{held.name}|{frame.id}")
+        name = self.flow.unique(f"{value.name}|{frame.id}")
         self.flow.value(name, term.level, frame.id, term.dtype)
-        self.flow.items.append(g.Select(id=name, reads=(held.name,), writes=(name,), span=term.span, frame=frame.id,
-                                        condition="", values=((held.name, name),)))
+        self.flow.items.append(g.Select(id=name, reads=(value.name,), writes=(name,), span=term.span, frame=frame.id,
+                                        condition="", values=((value.name, name),)))
         return input_(name, term.level, space, term.span, term.dtype, term.unit)
 
     # ------------------------------------------------------------------------------------------ collections
@@ -136,7 +137,7 @@ class Selections:
                             help="combine the conditions: `until a and b max N`" if inside == "until" else
                             "move it to the flow; for more iterations, increase the steps of the flow")
             return
-        turns = whole("max", s.most, self.flow.lower, scope)
+        iterations = whole("max", s.most, self.flow.lower, scope)
         before = set(self.spaces.frames)
         inner = Scope(scope.module, scope)
         outer, self.flow.items = self.flow.items, []
@@ -147,23 +148,24 @@ class Selections:
                 self.errors.add("RL0212", "this is not allowed in a `repeat ... until`", node.span,
                                 "the number of iterations is known only at run time",
                                 help="collect first, then train on what was collected")
-        if turns is not None:
-            after = self.collected(inner, before, turns, _head(s), "a `repeat ... until`")
+        if iterations is not None:
+            after = self.collected(inner, before, iterations, _head(s), "a `repeat ... until`")
             now = {n: v for n, v in inner.names.items() if isinstance(v, Term) and v.level == "batch"}
             condition = self.flow.lower.term(s.condition, Scope(scope.module, scope, now | after))
             if isinstance(condition, Term) and (condition.dtype != "bool" or condition.level != "batch"):
                 self.errors.add("RL0203", "`until` needs a single condition for the whole batch", s.condition.span,
                                 f"this is {describe(condition)}", help="for example `until count(kept) >= 512`")
             elif isinstance(condition, Term):
-                held = self.flow.held(condition, "until", s.condition.span, force=True)
-                name = self.flow.keep(held, self.flow.anonymous("enough"), s.condition.span)
-                outer.append(g.Until(most=turns, condition=name, body=tuple(self.flow.items), span=s.span))
+                value = self.flow.materialize(condition, "until", s.condition.span, force=True)
+                name = self.flow.broadcast(value, self.flow.anonymous("enough"), s.condition.span)
+                body = tuple(self.flow.items)
+                outer.append(g.Until(max_iterations=iterations, condition=name, body=body, span=s.span))
                 scope.names.update(after)
                 names = {}
         scope.names.update(names)
         self.flow.items = outer
 
-    def collected(self, inner: Scope, before: set[str], turns: int, span: Span, block: str) -> dict[str, Meaning]:
+    def collected(self, inner: Scope, before: set[str], iterations: int, span: Span, block: str) -> dict[str, Meaning]:
         """What the names of a block stand for after it, and the Collect items at its end. span: of its head."""
         new = [f for f in self.spaces.frames.values() if f.id not in before]
         fetched = {f.prompt_space for f in new if f.id == f.prompt_space or f.id.startswith(f"{f.prompt_space}.")}
@@ -172,7 +174,7 @@ class Selections:
                             help="fetch them inside the block: `prompt = prompts.next()`")
         whole = {f.id: self.spaces.add(replace(
             f, id=f"{f.id}.all", row_space=f"{f.row_space}.all", prompt_space=f"{f.prompt_space}.all",
-            count=f.count * turns, iterations=turns,
+            count=f.count * iterations, iterations=iterations,
             selected_from=f"{f.selected_from}.all" if f.selected_from and f.selected_from not in before else "",
             present_in=f"{f.id}.all")) for f in new}
         values = [v for v in self.flow.values if v.frame in whole and v.extent != "lengths"]

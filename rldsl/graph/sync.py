@@ -66,10 +66,10 @@ def _fit(flow: FlowBuilder, s: ast.Sync | ast.Ema, target: ModelRef, source: Mod
                         "its optimizer state belongs to the parameters that would be overwritten",
                         labels=(Label(models[target.name].span, "declared with an optimizer"),),
                         help=f"declare `{target.name}` without `train ...`, or use another target")
-    elif target.kind != source.kind:
-        flow.errors.add("RL0222", f"`{target.name}` is a {target.kind} and `{source.name}` a {source.kind}", s.span,
-                        "their parameters are different", labels=(Label(models[target.name].span, f"a {target.kind}"),
-                                                           Label(models[source.name].span, f"a {source.kind}")),
+    elif target.head_name != source.head_name:
+        labels = tuple(Label(models[x.name].span, f"a {x.head_name}") for x in (target, source))
+        flow.errors.add("RL0222", f"`{target.name}` is a {target.head_name} and `{source.name}` a {source.head_name}",
+                        s.span, "their parameters are different", labels=labels,
                         help="use two models with the same head")
     else:
         return True

@@ -22,5 +22,5 @@ def checkpoint(draft: Draft) -> Draft:
     states = [f"{s.value}@{s.spread}" for s in draft.states if s.spread in draft.spreads]
     mesh = mesh_of(range(draft.placed.world))
     last = Checkpoint(id=0, mesh=mesh.id, reads=(*sorted(trained), *(b for _, b in sorted(follow.items())), *states),
-                      at=str(asked.span), every=asked.every, keep_last=asked.keep)
+                      at=str(asked.span), every=asked.every, keep_last=asked.keep_last)
     return replace(draft, body=(*draft.body, last)).with_meshes(mesh)

@@ -56,9 +56,9 @@ def _data(draft: Draft) -> tuple[Data, ...]:
 
 def _source(d: g.Data, tokenizer: str) -> Data:
     given = dict(d.options)
-    columns = tuple((c, str(given.get(c, c))) for c in ROLES[d.kind])
-    answers = 0 if d.kind == "prompts" else int(given.get("max_answer_tokens", 0))
-    return Data(d.name, d.format, d.path, d.kind, int(given["batch"]), columns, tokenizer,  # type: ignore[arg-type]
+    columns = tuple((c, str(given.get(c, c))) for c in ROLES[d.row_format])
+    answers = 0 if d.row_format == "prompts" else int(given.get("max_answer_tokens", 0))
+    return Data(d.name, d.format, d.path, d.row_format, int(given["batch"]), columns, tokenizer,  # type: ignore[arg-type]
                 bool(given.get("shuffle", True)), int(given.get("max_prompt_tokens", 0)), answers, d.numbers,
                 given.get("over_long", "truncate"))  # type: ignore[arg-type]
 

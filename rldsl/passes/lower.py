@@ -108,15 +108,15 @@ class _Lower:
             if isinstance(item, g.Every):
                 out.append(Every(item.period, self.block(item.body)))
             elif isinstance(item, g.Repeat):
-                out.append(Loop(self.loop(), item.times, self.block(item.body)))
+                out.append(Loop(self.loop(), item.iterations, self.block(item.body)))
             elif isinstance(item, g.Eval):
                 name, body = self.loop(), self.block(item.body)
                 collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
-                out.append(Loop(name, item.most, body, collects=collects, over=item.data))
+                out.append(Loop(name, item.max_iterations, body, collects=collects, over=item.data))
             elif isinstance(item, g.Until):
                 name, body = self.loop(), self.block(item.body)
                 collects = tuple(b for e in body if isinstance(e, Collect) for b in e.writes)
-                out.append(Loop(name, item.most, body, f"{item.condition}@{self.everywhere.id}", collects))
+                out.append(Loop(name, item.max_iterations, body, f"{item.condition}@{self.everywhere.id}", collects))
             elif isinstance(item, g.Collect):
                 out += self.collect(item) if item.into in self.frames else []
             else:
@@ -171,8 +171,8 @@ class _Lower:
             home = self._save_layout(node)
             return Save(id=0, mesh=self.layouts[home].mesh, reads=(f"{node.model}@{home}",), at=at, layout=home,
                         **payload(node, SaveSpec))
-        if isinstance(node, g.Keep):
-            return self.keep(node, at)
+        if isinstance(node, g.Broadcast):
+            return self.broadcast(node, at)
         if isinstance(node, g.Sync):
             return self.sync(node, at)
         place = self.places[node.id]
@@ -203,7 +203,7 @@ class _Lower:
             case _:
                 assert_never(node)
 
-    def keep(self, node: g.Keep, at: str) -> Event:
+    def broadcast(self, node: g.Broadcast, at: str) -> Event:
         """On every rank: all of them act on a state, and on the end of a repeat."""
         everywhere = self._everywhere()
         (value,), (name,) = node.reads, node.writes

@@ -94,11 +94,11 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
     problems: list[Diagnostic] = []
     same: dict[tuple[str, str, bool], Family] = {}
     for i, m in enumerate(graph.models):
-        key = (m.path, m.kind, m.optimizer is not None)
+        key = (m.path, m.head_name, m.optimizer is not None)
         stage(f"reading the config of {m.path}", i, len(graph.models))
         try:
             if key not in same:
-                same[key] = describe(m.path, m.kind, m.path_span or m.span, m.optimizer is not None)
+                same[key] = describe(m.path, m.head_name, m.path_span or m.span, m.optimizer is not None)
             found[m.name] = same[key]
         except Failure as failure:
             problems += failure.diagnostics
@@ -113,7 +113,7 @@ def _families(graph: g.Graph, describe: Describe) -> dict[str, Family]:
 def _model(m: g.Model, family: Family, home: str, sources: tuple[str, ...], seed: int) -> Model:
     dtype = m.dtype or ("bfloat16" if family.itemsize == 2 else "float32")
     own = split_adapter_parameters(m, family, seed)
-    return Model(m.name, m.kind, m.path, dtype, own.params, family.layers, family.config_digest, home,
+    return Model(m.name, m.head_name, m.path, dtype, own.params, family.layers, family.config_digest, home,
                  m.optimizer if home else None, updated_from=sources, base=own.base, lora=own.lora,
                  sizes=sizes_of(family), invariant=m.invariant)
 

@@ -192,8 +192,8 @@ def _nodes_with_times(items: tuple[g.Item, ...], times: float) -> Iterator[tuple
             case g.Every():
                 yield from _nodes_with_times(item.body, times / item.period)
             case g.Repeat():
-                yield from _nodes_with_times(item.body, times * item.times)
+                yield from _nodes_with_times(item.body, times * item.iterations)
             case g.Until() | g.Eval():
-                yield from _nodes_with_times(item.body, times * item.most)
+                yield from _nodes_with_times(item.body, times * item.max_iterations)
             case _:
                 yield item, times

@@ -98,7 +98,7 @@ def known_families(placed: Placed) -> Describe:
 
     def find_family(path: str, kind: str, span: Span | None = None, trained: bool = False) -> Family:
         return next(families[m.name] for m in placed.graph.models
-                    if (m.path, m.kind, m.optimizer is not None) == (path, kind, trained))
+                    if (m.path, m.head_name, m.optimizer is not None) == (path, kind, trained))
 
     return find_family
 

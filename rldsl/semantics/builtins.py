@@ -85,7 +85,7 @@ class Builtins:
         if expr.by is not None and not reducing:
             return self.errors.add("RL0107", f"`{name}` does not take `by` here", expr.by.span,
                                    help=f"only reductions take `by`: {', '.join(REDUCTIONS)}")
-        if name == "len" and isinstance(args[0], FrameRef) and args[0].kind == "prompts":
+        if name == "len" and isinstance(args[0], FrameRef) and args[0].contents == "prompts":
             return self.errors.add("RL0213", "`len` counts response tokens", expr.args[0].span,
                                    f"`{source_name(args[0].frame)}` contains only prompts",
                                    help="generate responses first, or load answers")
@@ -99,7 +99,7 @@ class Builtins:
             if not isinstance(value, Term):
                 return self.errors.add("RL0203", f"`{name}` needs values, not {describe(value)}", tree.span,
                                        help="use one of its fields, for example `.logprobs`"
-                                       if isinstance(value, FrameRef) and value.kind == "generated" else "")
+                                       if isinstance(value, FrameRef) and value.contents == "generated" else "")
         terms = cast(tuple[Term, ...], tuple(args))
         if builtin.form == "special":
             return SPECIAL[name](self, terms, expr)

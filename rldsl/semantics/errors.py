@@ -13,12 +13,13 @@ from rldsl.source import Span
 
 
 class Bad:
-    """The error type."""
+    """The poison value: an error has been reported, and nothing that depends on it reports another."""
 
     __slots__ = ()
 
 
 BAD: Final = Bad()
+NO_VALUE: Final = BAD  # result of a call that returns nothing; not an error, and what uses it gives no message
 
 
 class Advice(str):

@@ -148,7 +148,7 @@ class Lower:
                     return self.number(chosen, what, expr.span)
             case FrameRef(numbers=numbers) if what in numbers:
                 return self.number(owner, what, expr.span)
-            case FrameRef(frame=f, kind="generated"):
+            case FrameRef(frame=f, contents="generated"):
                 fields = {"logprobs": Term("input", (), "token", f.id, "f32", expr.span,
                                            (("name", f"{f.id}.logprobs"),)),
                           "finished": Term("input", (), "seq", f.row_space, "bool", expr.span,
@@ -159,7 +159,7 @@ class Lower:
         help_ = suggest(what, [*fields, *(first.numbers if isinstance(first, FrameRef) else ())])
         if isinstance(owner, FrameRef):
             help_ = _made_by_a_call(owner, what, expr.value.span.text) or help_
-        if isinstance(first, FrameRef) and first.kind != "generated" and not help_:
+        if isinstance(first, FrameRef) and first.contents != "generated" and not help_:
             help_ = f"to use a column of the data, declare it: `numbers=[\"{what}\"]`"
         if isinstance(owner, ModelRef):
             help_ = f"call it: `{owner.name}.{what}(...)`"
@@ -168,7 +168,7 @@ class Lower:
 
     def number(self, ref: FrameRef, column: str, span: Span) -> Term:
         """A column of data: one number for each prompt, or for each sequence of a batch with answers."""
-        level: Level = "prompt" if ref.kind == "prompts" else "seq"
+        level: Level = "prompt" if ref.contents == "prompts" else "seq"
         base = self.spaces.frames[ref.base]
         made = Term("input", (), level, self.spaces.of(base, level), "f32", span, (("name", f"{base.id}.{column}"),))
         here = self.ops.to_space(made, self.spaces.of(ref.frame, level))
@@ -241,12 +241,12 @@ class Lower:
             if not self.spaces.source(frames[0], other):
                 return self._no_source(ref, name, other, frames[0], tree.span)
         first = args[0]
-        if isinstance(first, FrameRef) and ref.returns == "prompt" and first.kind != "prompts":
+        if isinstance(first, FrameRef) and ref.returns == "prompt" and first.contents != "prompts":
             return self.errors.add("RL0201",
                                    f"`{ref.id}` returns one number per prompt, but `{source_name(frames[0])}` has "
                                    "several sequences per prompt", expr.args[0].span,
                                    help=f"declare `-> seq` and reduce: `mean({ref.id}(...) by prompt)`")
-        if isinstance(first, FrameRef) and ref.returns == "seq" and first.kind == "prompts":
+        if isinstance(first, FrameRef) and ref.returns == "seq" and first.contents == "prompts":
             return self.errors.add("RL0213", f"`{ref.id}` returns one number per sequence", expr.args[0].span,
                                    f"`{source_name(frames[0])}` contains only prompts",
                                    help="generate responses first, or declare `-> prompt` for one number per prompt")
@@ -276,7 +276,7 @@ class Lower:
 
 def _made_by_a_call(ref: FrameRef, what: str, name: str) -> str:
     """Advice where `name.what` is what a call of a model gives; "" for any other word."""
-    if ref.kind == "prompts" and what in (*INFERENCE_CALLS, "finished"):
+    if ref.contents == "prompts" and what in (*INFERENCE_CALLS, "finished"):
         return f"prompts have no responses yet: generate them with `gen = model.generate({name})`"
     if what in INFERENCE_CALLS:
         return f"compute it with a model: `x = model.{what}({name})`"

@@ -24,13 +24,12 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class FrameRef:
-    """kind: "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs". numbers: the columns
-    of data that are values, which are those of the fetched frame `base`."""
+    """A batch of sequences."""
 
     frame: Frame
-    kind: str
-    numbers: tuple[str, ...] = ()
-    base: str = ""
+    contents: str  # "prompts" (no responses yet), "answers" (prompt and answer), "generated" or "pairs"
+    numbers: tuple[str, ...] = ()  # the columns of data that are values
+    base: str = ""  # the fetched frame that these columns belong to
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,12 @@ class Pairs:
 @dataclass(frozen=True, slots=True)
 class ModelRef:
     name: str
-    kind: str  # the name of its head
+    head_name: str
     trainable: bool
 
     @property
     def head(self) -> Head:
-        return HEADS[self.kind]
+        return HEADS[self.head_name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +70,12 @@ class Several:
 
 @dataclass(frozen=True, slots=True)
 class MeshValue:
-    """free: `mesh(8)`, so many ranks, whichever they are; devices is then (0, 8)."""
+    """`mesh(...)`"""
 
-    nodes: tuple[int, int] | None
-    devices: tuple[int, int]
+    nodes: tuple[int, int] | None  # [start, stop); None: ranks are given, not nodes
+    devices: tuple[int, int]  # [start, stop), of each node if `nodes` is given
     span: Span
-    free: bool = False
+    free: bool = False  # of `mesh(8)`: any 8 ranks; `devices` is then (0, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +112,12 @@ class PyRef:
 
 @dataclass(slots=True)
 class Module:
-    """The names of one file. broken: functions and losses whose own body has errors; their uses stay silent."""
+    """The names of one file."""
 
     name: str
     names: dict[str, Meaning] = field(default_factory=dict)
     bound_at: dict[str, Span] = field(default_factory=dict)
+    # functions and losses whose own body has errors; their uses stay silent
     broken: set[str] = field(default_factory=set)
 
 
@@ -134,8 +134,8 @@ def describe(value: Meaning) -> str:
             return f"a {level} value"
         case Items():
             return "a list"
-        case FrameRef(frame=frame, kind=kind):
-            return f"the {'prompts' if kind == 'prompts' else 'sequences'} `{source_name(frame)}`"
+        case FrameRef(frame=frame, contents=contents):
+            return f"the {'prompts' if contents == 'prompts' else 'sequences'} `{source_name(frame)}`"
         case Pairs():
             return "a batch of pairs"
         case ModelRef(name=name):

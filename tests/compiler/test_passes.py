@@ -104,7 +104,7 @@ def test_blocks() -> None:
                      value="v2", clause=on(15, 4, 6, dp=2))
     graph = replace(
         graph, values=(*graph.values, replace(next(v for v in graph.values if v.id == "v"), id="v2")),
-        items=(*(i for i in graph.items if i is not train), g.Repeat(times=3, body=(train,), span=at(12)),
+        items=(*(i for i in graph.items if i is not train), g.Repeat(iterations=3, body=(train,), span=at(12)),
                g.Every(period=2, body=(values,), span=at(14))))
     plan = compiled(graph)
     repeat = next(i for i in next(x for x in plan.body if isinstance(x, p.Loop)).body if isinstance(i, p.Loop))
@@ -122,7 +122,7 @@ def test_realloc_of_a_repeat_comes_once() -> None:
     # `v` is read later, so the repeat holds a second inference of its own
     again = replace(gen, id="w", writes=("w",), value="w")
     graph = replace(graph, values=(*graph.values, replace(next(v for v in graph.values if v.id == "v"), id="w")),
-                    items=(*rest[:cut], g.Repeat(times=2, body=(again,), span=at(12)), gen, *rest[cut:]))
+                    items=(*rest[:cut], g.Repeat(iterations=2, body=(again,), span=at(12)), gen, *rest[cut:]))
     plan = compiled(graph)
     assert [len(path) for e, path in walk(plan.body) if isinstance(e, p.Realloc) and e.model == "critic"] == [1]
 

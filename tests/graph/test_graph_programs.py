@@ -145,7 +145,7 @@ def test_grpo_frames_functions_and_columns() -> None:
     assert function.path == "rewards.py"
     assert function.sha256 == hashlib.sha256(FILES["rewards.py"].encode()).hexdigest()
     assert node(made, "reward").reads == ("gen.tokens", "prompt.columns")
-    assert dict(made.data[0].options)["prompt"] == "question" and made.data[0].kind == "prompts"
+    assert dict(made.data[0].options)["prompt"] == "question" and made.data[0].row_format == "prompts"
     infer = node(made, "ref_lp")
     assert isinstance(infer, g.Infer) and infer.temperature == 0.7
     assert made.rules[0].selector == "ref.*"
@@ -158,8 +158,8 @@ def test_grpo_frames_functions_and_columns() -> None:
 
 def test_sft_takes_answers_and_dpo_takes_pairs() -> None:
     sft, dpo = graph(SFT), graph(DPO)
-    assert sft.data[0].kind == "answers" and sft.frames[0].max_response_tokens == 8
-    assert dpo.data[0].kind == "pairs"
+    assert sft.data[0].row_format == "answers" and sft.frames[0].max_response_tokens == 8
+    assert dpo.data[0].row_format == "pairs"
     assert [(f.id, f.row_space, f.prompt_space) for f in dpo.frames] == [("pair.chosen", "pair", "pair"),
                                                                ("pair.rejected", "pair", "pair")]
     train = node(dpo, "m.train")
