@@ -45,7 +45,7 @@ TABLES = {"data": known.DATA, "models": known.MODEL, "lora": known.LORA, "adamw"
           "train": known.TRAIN, "checkpoint": known.CHECKPOINT, "flow": known.FLOW, "cluster": known.CLUSTER}
 TOLD = {"kind": "by use", "minibatch": "", **dict.fromkeys(known.COLUMNS, "their own names")}  # defaults by rule
 BUILT_INS = [(call, row[1]) for row in table(LANGUAGE, "built-ins") for call in words(row[0])]
-STATEMENT_WORDS = re.search(r"A\s+statement\s+that\s+begins\s+with\s(.*?)\sis\s+always", LANGUAGE, re.DOTALL)
+STATEMENT_WORDS = re.search(r"A\s+line\s+that\s+begins\s+with\s(.*?)\sis\s+always", LANGUAGE, re.DOTALL)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_placement_options_and_defaults_are_those_of_the_code(folder: Path) -> N
     page = options(LANGUAGE, "placement")
     assert page.keys() == set(OPTIONS)
     made = placed("on mesh(0:8)")
-    assert made.pop("dp") == "8" and page.pop("dp") == "what is left of the mesh"
+    assert made.pop("dp") == "8" and page.pop("dp") == "the rest of the mesh"
     assert not differences({k: v for k, v in page.items() if v}, made)
     assert placed("on mesh(0:8) tp=2 pp=2")["dp"] == "2" and placed("on mesh(0:8) dp=2 tp=2")["pp"] == "2"
 
