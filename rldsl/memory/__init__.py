@@ -17,7 +17,7 @@ from typing import Literal
 from rldsl.memory.curve import Curve
 from rldsl.memory.holder_classes import classes
 from rldsl.memory.lifetimes import lifetimes
-from rldsl.memory.reshard_buffers import reshard_routes
+from rldsl.memory.reshard_buffers import reshard_plans
 from rldsl.plan.model import Plan
 
 Device = Literal["cuda", "cpu"]
@@ -25,5 +25,5 @@ Device = Literal["cuda", "cpu"]
 
 def curves(plan: Plan, device: Device = "cuda") -> tuple[Curve, ...]:
     """One curve per class of ranks that hold the same, in the order of their first ranks; each rank is in one class."""
-    known = reshard_routes(plan)
-    return tuple(lifetimes(plan, ranks, device, known) for ranks in classes(plan))
+    plans = reshard_plans(plan)
+    return tuple(lifetimes(plan, ranks, device, plans) for ranks in classes(plan))

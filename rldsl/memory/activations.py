@@ -5,7 +5,7 @@ are those of HuggingFace modules under torch autograd, tensor by tensor: what ea
 pass. They were found by counting storages op by op (`tests/memory/`), and hold for pre-norm blocks with RMS or layer
 norm, gated or plain MLPs, grouped-query attention and adapters. A token goes through as many experts as it chose; with
 `ep`, ranks are taken to get as many tokens as they send. Full recomputation keeps a layer's input alone (Chen et al.
-2016). """
+2016)."""
 
 from __future__ import annotations
 

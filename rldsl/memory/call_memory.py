@@ -16,7 +16,7 @@ from typing import assert_never
 
 from rldsl.memory import logits
 from rldsl.memory.activations import LayerActivations, kernel, layer_activations
-from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, num_recordings, sampling_bytes_per_logit
+from rldsl.memory.decode_shapes import MAX_PREFILL_TOKENS, num_captures_with_memory, sampling_bytes_per_logit
 from rldsl.memory.parameters import FLOAT, Copy, gathered, largest_weight, linear_elements, resting, vocabulary
 from rldsl.memory.values import Tables, rows, width
 from rldsl.plan.backends import costs, unusable
@@ -76,20 +76,20 @@ def optimizer_bytes(copy: Copy) -> int:
 def call_bytes(tables: Tables, event: AnyCall, copy: Copy, device: str) -> dict[str, int]:
     """Holder -> bytes while a call runs, named after the call. device: "cuda" or "cpu". Errors: RL0326."""
     model = memory_costs(copy.layout.backend)
-    found: object
+    needs: object
     match event:
         case Generate():
-            found, method = model.generate(tables, event, copy, device), "generate"
+            needs, method = model.generate(tables, event, copy, device), "generate"
         case Infer():
-            found, method = model.infer(tables, event, copy, device), "infer"
+            needs, method = model.infer(tables, event, copy, device), "infer"
         case Train():
-            found, method = model.train(tables, event, copy, device), "train"
+            needs, method = model.train(tables, event, copy, device), "train"
         case _:
             assert_never(event)
-    if not isinstance(found, Mapping) or not all(isinstance(what, str) for what in found):
-        raise unusable(copy.layout.backend, f"`memory.{method}` must return holder -> bytes, not {found!r}")
-    named = {what: _check_bytes(copy, f"{method}[{what!r}]", size) for what, size in found.items()}
-    return {f"{what} of {event.called}": size for what, size in named.items() if size}
+    if not isinstance(needs, Mapping) or not all(isinstance(holder, str) for holder in needs):
+        raise unusable(copy.layout.backend, f"`memory.{method}` must return holder -> bytes, not {needs!r}")
+    checked = {holder: _check_bytes(copy, f"{method}[{holder!r}]", size) for holder, size in needs.items()}
+    return {f"{holder} of {event.called}": size for holder, size in checked.items() if size}
 
 
 def _check_bytes(copy: Copy, what: str, size: object) -> int:
@@ -109,25 +109,25 @@ class MicroBatch:
     responses: int  # tokens among them that are responses
     sequences: int
     count: int  # how many micro-batches there are
-    whole: int  # tokens on all ranks of the cp group together
+    cp_tokens: int  # tokens on all ranks of the cp group together
 
 
-def largest_micro_batch(t: Tables, frames: tuple[str, ...], rows: int, limit: int, budget: int,
+def largest_micro_batch(t: Tables, frames: tuple[str, ...], rows: int, mbs: int, mbt: int,
                         layout: Layout) -> MicroBatch:
-    """The largest micro-batch of `rows` rows of some frames. With context parallelism a rank has two chunks of each
-    row, which at worst hold nothing but responses. A token budget counts as full, since shorter rows are packed until
-    it is."""
-    at_least, pieces = layout.pp, 2 * layout.cp
-    count = count_without_token_limit(rows, limit, at_least)
-    each = -(-rows // count)
+    """The largest micro-batch of `rows` rows of some frames, with at most `mbs` rows and `mbt` tokens (0: any number).
+    With context parallelism a rank has two chunks of each row, which at worst hold nothing but responses. A token
+    budget counts as full, since shorter rows are packed until it is."""
+    num_chunks = 2 * layout.cp  # of a row
+    count = count_without_token_limit(rows, mbs, min_count=layout.pp)
+    num_rows = -(-rows // count)  # of the largest micro-batch, of each frame
     records = [t.frames[f] for f in frames]
     longest = sum(map(width, records))
-    whole, responses = each * longest, each * sum(f.max_response_tokens for f in records)
-    if budget and whole > budget:
-        count = -(-rows // max(1, budget // longest))
-        return MicroBatch(-(-budget // layout.cp), min(budget, responses), each * len(records), count, budget)
-    tokens = whole if layout.cp == 1 else each * sum(2 * -(-width(f) // pieces) for f in records)
-    return MicroBatch(tokens, min(tokens, responses), each * len(records), count, whole)
+    cp_tokens, responses = num_rows * longest, num_rows * sum(f.max_response_tokens for f in records)
+    if mbt and cp_tokens > mbt:
+        count = -(-rows // max(1, mbt // longest))
+        return MicroBatch(-(-mbt // layout.cp), min(mbt, responses), num_rows * len(records), count, mbt)
+    tokens = cp_tokens if layout.cp == 1 else num_rows * sum(2 * -(-width(f) // num_chunks) for f in records)
+    return MicroBatch(tokens, min(tokens, responses), num_rows * len(records), count, cp_tokens)
 
 
 # ------------------------------------------------------------------------------- the torch backend's counts
@@ -157,16 +157,16 @@ def _generate(t: Tables, e: Generate, copy: Copy, b: LayerActivations, device: s
     read = each * heads if device == "cuda" and heads != groups else 0
     masked = 5 * wide
     step = slots * (read + b.forward + masked)
-    recorded = 0
-    if tp == 1 and not sizes.experts_per_token:  # steps with experts or collectives are not recorded
-        recorded = num_recordings(prompts.max_prompt_tokens, new) * (
+    captured = 0
+    if tp == 1 and not sizes.experts_per_token:  # steps with experts or collectives are not captured
+        captured = num_captures_with_memory(prompts.max_prompt_tokens, new) * (
             max(step, sampling - cast) if device == "cuda" else
             slots * (copy.layers * b.made + masked
                      + (sampling_bytes_per_logit(_head(copy), e.sampling) * _head(copy).rows if copy.last else 0)))
     drawn = 0 if e.sampling.greedy or not copy.last else 8 * new * slots
     return {"KV cache": slots * groups * each * copy.layers,
             "activations": cast + max(prefill * b.forward, prefill * b.hidden + sampling - cast,
-                                      max(step, sampling - cast) + recorded),
+                                      max(step, sampling - cast) + captured),
             "half-precision weights": _half_precision_bytes(copy),
             "progress": drawn + count * (12 * new + INDEX + 8 * width(frame) + 8 * prompts.max_prompt_tokens)}
 
@@ -180,7 +180,7 @@ def _infer(t: Tables, e: Infer, copy: Copy, b: LayerActivations, device: str) ->
         if OUTPUTS[e.output_name].logits:
             head += logits.forward(_head(copy), m.responses, OUTPUTS[e.output_name].reads == "distribution", device)
     passed = 0 if copy.last else m.tokens * b.stream  # the message of the micro-batch before
-    most = max(m.tokens * b.forward + 3 * m.whole * b.seen, head)
+    most = max(m.tokens * b.forward + 3 * m.cp_tokens * b.seen, head)
     return {"activations": passed + most, "half-precision weights": _half_precision_bytes(copy),
             "rows": count * width(t.frames[e.frame]) * INDEX}
 
@@ -192,7 +192,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     count = ceil(ceil(frames[0].count / t.spreads[e.spread].minibatches) / layout.dp)
     m = largest_micro_batch(t, e.frames, count, e.mbs, e.mbt, layout)
     full = e.recompute == "full"
-    kept = m.tokens * b.saved + m.whole * b.seen  # by a layer, for its backward pass
+    kept = m.tokens * b.saved + m.cp_tokens * b.seen  # by a layer, for its backward pass
     each = [m.tokens * b.stream * _num_boundary_states(copy, c) + layers * (m.tokens * b.stream if full else kept)
             for c, layers in enumerate(copy.chunks)]
     scheduled = m.count if layout.vpp > 1 else min(m.count, layout.pp)  # more micro-batches only last longer
@@ -200,7 +200,7 @@ def _train(t: Tables, e: Train, copy: Copy, b: LayerActivations, device: str) ->
     passed = m.tokens * b.stream * _num_messages(layout, m.count, copy.cell.pp_rank)
     weight = (copy.compute + (FLOAT if copy.compute != FLOAT else 0)) * largest_weight(copy)
     inside = max_activations_in_flight(order, each) + (kept if full else 0) + weight
-    inside += m.tokens * b.backward + 2 * m.whole * b.seen
+    inside += m.tokens * b.backward + 2 * m.cp_tokens * b.seen
     embedding = 0
     if copy.first and not copy.model.base:  # its gradient comes last, as a full matrix
         gradient = FLOAT * vocabulary(copy)[0] * copy.model.sizes.hidden

@@ -27,8 +27,8 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What a class of ranks holds over one step in the middle of the run: whatever stays from step to step is there
-    from the beginning."""
+    """What a class of ranks holds over one step in the middle of the run: what stays from step to step is held from the
+    beginning."""
 
     ranks: Ranges
     events: tuple[int, ...]  # ids of the events that they take part in, in order
@@ -71,8 +71,8 @@ def peak(curve: Curve) -> Peak:
 
 def peaks(curves: tuple[Curve, ...]) -> dict[int, Peak]:
     """Rank -> peak."""
-    known = {id(c): peak(c) for c in curves}
-    return {rank: known[id(c)] for rank, c in each_rank(curves)}
+    peak_of = {id(c): peak(c) for c in curves}
+    return {rank: peak_of[id(c)] for rank, c in each_rank(curves)}
 
 
 def during(curve: Curve, event: int) -> tuple[tuple[str, int], ...]:
@@ -86,11 +86,11 @@ def host_peak(curve: Curve) -> int:
 
 
 def _held(curve: Curve, moment: int) -> tuple[tuple[str, int], ...]:
-    found: dict[str, int] = {}
+    held: dict[str, int] = {}
     for h in curve.holdings:
         if h.start <= moment <= h.stop and not h.host:
-            found[h.what] = found.get(h.what, 0) + h.bytes
-    return tuple(sorted(found.items(), key=lambda x: (-x[1], x[0])))
+            held[h.what] = held.get(h.what, 0) + h.bytes
+    return tuple(sorted(held.items(), key=lambda x: (-x[1], x[0])))
 
 
 def _totals(curve: Curve, host: bool = False) -> list[int]:

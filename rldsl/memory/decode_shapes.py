@@ -1,6 +1,6 @@
 """The shapes of decoding steps, and the memory of captured steps, in bytes.
 
-In: counts and sizes. Out: numbers that the backend uses, too (`backends/torch/generate/scheduler.py`,
+In: counts and sizes. Out: numbers that the backend uses too (`backends/torch/generate/scheduler.py`,
 `captured_step.py`), and the memory of a captured step: on the CPU an operator trace keeps the outputs of all its
 operators; a CUDA graph needs as much as one step.
 """
@@ -12,7 +12,7 @@ from rldsl.plan.events import Sampling
 
 MAX_PREFILL_TOKENS = 1 << 14  # prompt tokens per prefill, so that its memory does not grow with the batch
 MIN_CACHE_WIDTH = 64  # tokens: the smallest unit of the width that the KV cache is read in
-MAX_RECORDINGS = 4  # captured steps per micro-batch group; each holds the intermediate results of its step
+MAX_CAPTURES_WITH_MEMORY = 4  # captured steps per micro-batch group that hold the intermediate results of their step
 
 
 def round_to_bucket(count: int, least: int = 1, parts: int = 2) -> int:
@@ -21,14 +21,14 @@ def round_to_bucket(count: int, least: int = 1, parts: int = 2) -> int:
     return -(-count // unit) * unit
 
 
-def num_recordings(prompt: int, new: int) -> int:
-    """The largest number of captured steps that exist at once, while sequences of `prompt` tokens get `new` more: one
-    for each width at which the KV cache is read for two steps or more."""
-    count, made = 0, 1
-    while made < new and count < MAX_RECORDINGS:
-        next_width = min(round_to_bucket(prompt + made, MIN_CACHE_WIDTH, 4) - prompt + 1, new)
-        count += next_width - made > 1
-        made = next_width
+def num_captures_with_memory(prompt: int, new: int) -> int:
+    """The largest number of captured steps with memory that exist at once, while sequences of `prompt` tokens get `new`
+    more: one for each width at which the KV cache is read for two steps or more."""
+    count, generated = 0, 1
+    while generated < new and count < MAX_CAPTURES_WITH_MEMORY:
+        next_width = min(round_to_bucket(prompt + generated, MIN_CACHE_WIDTH, 4) - prompt + 1, new)
+        count += next_width - generated > 1
+        generated = next_width
     return count
 
 

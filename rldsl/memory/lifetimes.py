@@ -19,6 +19,7 @@ from rldsl.memory.values import Tables, buffer_bytes
 from rldsl.plan.events import (
     AnyCall,
     Checkpoint,
+    CopyPart,
     Event,
     Generate,
     Infer,
@@ -39,12 +40,12 @@ from rldsl.plan.traits import rule
 from rldsl.reshard.records import ReshardPlan
 from rldsl.sharding.boxes import num_zero_shards
 
-Ways = Mapping[tuple[str, str, str], ReshardPlan]
+ReshardPlans = Mapping[tuple[str, str, str], ReshardPlan]  # by (model, source layout, destination layout)
 
 
-def lifetimes(plan: Plan, ranks: HolderClass, device: str, ways: Ways) -> Curve:
-    """The curve of a class of ranks. ways: from `reshard_buffers.ways`."""
-    return _Lifetimes(plan, ranks, device, ways).curve()
+def lifetimes(plan: Plan, ranks: HolderClass, device: str, reshards: ReshardPlans) -> Curve:
+    """The curve of a class of ranks. reshards: from `reshard_buffers.reshard_plans`."""
+    return _Lifetimes(plan, ranks, device, reshards).curve()
 
 
 @dataclass
@@ -54,9 +55,9 @@ class _Lifetimes:
     plan: Plan
     ranks: HolderClass
     device: str
-    ways: Ways
+    reshards: ReshardPlans
     events: list[Event] = field(default_factory=list)  # of these ranks, in order
-    found: list[Holding] = field(default_factory=list)
+    holdings: list[Holding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.t = Tables.of(self.plan)
@@ -72,7 +73,7 @@ class _Lifetimes:
         self._values()
         for i, e in enumerate(self.events):
             self._during(i, e)
-        return Curve(self.ranks.ranks, tuple(e.id for e in self.events), tuple(self.found))
+        return Curve(self.ranks.ranks, tuple(e.id for e in self.events), tuple(self.holdings))
 
     def _flat(self, items: Iterable[Item]) -> Iterator[tuple[Loop, int, int]]:
         """(loop, index of its first event, index after its last), counting only the events of these ranks."""
@@ -89,7 +90,7 @@ class _Lifetimes:
 
     def _hold(self, what: str, size: int, start: int, stop: int, host: bool = False) -> None:
         if start <= stop and (size or what.startswith("parameters")):
-            self.found.append(Holding(what, size, start, stop, host and self.device != "cpu"))
+            self.holdings.append(Holding(what, size, start, stop, host and self.device != "cpu"))
 
     # ------------------------------------------------------------------------------------------- parameters
 
@@ -102,7 +103,7 @@ class _Lifetimes:
         trained: dict[str, int] = {}  # copy -> index of its first training
         for i, e in enumerate(self.events):
             for buffer in e.writes:
-                # a load with `of` is an alias: its memory belongs to the copy that it names
+                # a load with `alias_of` needs no memory: that belongs to the copy that it names
                 if split(buffer)[0] in self.models and not (isinstance(e, Load) and e.alias_of):
                     first.setdefault(buffer, i)
             if isinstance(e, Train):
@@ -111,7 +112,7 @@ class _Lifetimes:
         parameters_offloaded = {f"{e.model}@{e.layout}" for e in offloads if e.part == "parameters"}
         optimizer_offloaded = {f"{e.model}@{e.layout}" for e in offloads if e.part == "optimizer"}
         freed = {b for e in self.events for b in e.frees}
-        there: list[Copy] = []
+        counted: list[Copy] = []
         copies = [(b, self._copies(b)) for b in first]
         # models with a base (LoRA) first: read-only parameters that several models share count once, as theirs
         for buffer, mine in sorted(copies, key=lambda x: not self.models[split(x[0])[0]].base):
@@ -123,7 +124,7 @@ class _Lifetimes:
             elif buffer in freed:
                 self._freed_copy(buffer, mine)
             else:
-                self._copy(mine, there, start)
+                self._copy(mine, counted, start)
             if buffer in optimizer_offloaded:
                 self._offloaded_optimizer(buffer, mine, trained)
             elif mine[0].trained:
@@ -133,14 +134,14 @@ class _Lifetimes:
                     begins = self.top if self._many_steps() else 2 * trained[buffer] + 1
                     self._hold(f"optimizer state of {name}", max(map(optimizer_bytes, mine)), begins, self.end)
 
-    def _copy(self, mine: tuple[Copy, ...], there: list[Copy], start: int) -> None:
-        """A copy that stays. there: copies whose read-only parameters are counted already."""
+    def _copy(self, mine: tuple[Copy, ...], counted: list[Copy], start: int) -> None:
+        """A copy that stays. counted: copies whose read-only parameters are counted already."""
         model, layout = mine[0].model, mine[0].layout
         own = max(c.stored * resting(c) for c in mine)
         if mine[0].shared:
             alone = max(new_bytes(Copy(model, layout, cells[layout.id]),
-                                  [replace(c, cell=cells[c.layout.id]) for c in there]) for cells in self.ranks.cells)
-            there.append(mine[0])
+                                  [replace(c, cell=cells[c.layout.id]) for c in counted]) for cells in self.ranks.cells)
+            counted.append(mine[0])
             if model.base:
                 self._hold(f"base of {_name(mine[0])}", alone, start, self.end)
             else:
@@ -151,36 +152,36 @@ class _Lifetimes:
         """On the device from an onload (or the load) to the offload after it, and in host memory otherwise."""
         what, model = f"parameters of {_name(mine[0])}", mine[0].model
         size = max(c.stored * resting(c) + c.compute * elements(model.base, c) for c in mine)
-        for here, start, stop in self._sides(buffer, "parameters"):
-            self._hold(what, size, start, stop, host=not here)
+        for on_device, start, stop in self._residency(buffer, "parameters"):
+            self._hold(what, size, start, stop, host=not on_device)
 
     def _offloaded_optimizer(self, buffer: str, mine: tuple[Copy, ...], trained: Mapping[str, int]) -> None:
         """Optimizer state is on the device from an onload to the offload after it, and in host memory otherwise;
         gradients exist only while it is on the device. trained: copy -> index of its first training."""
         name = mine[0].model.name
         begins = self.top if self._many_steps() else 2 * trained.get(buffer, len(self.events)) + 1
-        for here, start, stop in self._sides(buffer, "optimizer"):
-            if here:
+        for on_device, start, stop in self._residency(buffer, "optimizer"):
+            if on_device:
                 self._hold(f"gradients of {name}", max(map(gradient_bytes, mine)), start, stop)
             if stop >= begins:
                 self._hold(f"optimizer state of {name}", max(map(optimizer_bytes, mine)), max(start, begins), stop,
-                           host=not here)
+                           host=not on_device)
 
-    def _sides(self, buffer: str, what: str) -> Iterator[tuple[bool, int, int]]:
+    def _residency(self, buffer: str, part: CopyPart) -> Iterator[tuple[bool, int, int]]:
         """(whether it is on the device, from, to) of the parameters or the optimizer state of a copy."""
-        here, since = False, -1
+        on_device, since = False, -1
         for i, e in enumerate(self.events):
-            brings = isinstance(e, Load) and not e.alias_of or isinstance(e, Onload) and e.part == what
-            takes = isinstance(e, Offload) and e.part == what
-            if not isinstance(e, Load | Onload | Offload) or not (brings or takes):
+            arrives = isinstance(e, Load) and not e.alias_of or isinstance(e, Onload) and e.part == part
+            leaves = isinstance(e, Offload) and e.part == part
+            if not isinstance(e, Load | Onload | Offload) or not (arrives or leaves):
                 continue
             if f"{e.model}@{e.layout}" != buffer:
                 continue
-            if here != brings:
+            if on_device != arrives:
                 if since >= 0:
-                    yield here, since, 2 * i + 1
-                here, since = not here, 2 * i + 1
-        yield here, since, self.end
+                    yield on_device, since, 2 * i + 1
+                on_device, since = not on_device, 2 * i + 1
+        yield on_device, since, self.end
 
     def _freed_copy(self, buffer: str, mine: tuple[Copy, ...]) -> None:
         """A copy that exists from each realloc to the free after it."""
@@ -210,15 +211,15 @@ class _Lifetimes:
         until = {loop.until: 2 * last for loop, _, last in self.spans if loop.until}
         for buffer in sorted(lasting):
             self._value(buffer, 0, self.end)
-        made = {b: start for b, start in collected.items() if self._holds(b)}
+        live = {b: start for b, start in collected.items() if self._holds(b)}
         for i, e in enumerate(self.events):
             for b in e.writes:
-                if b not in made and b not in lasting and self._holds(b):
-                    made[b] = 2 * i + 1
+                if b not in live and b not in lasting and self._holds(b):
+                    live[b] = 2 * i + 1
             for b in e.frees:
-                if b in made:
-                    self._value(b, made.pop(b), 2 * i + 1)
-        for b, start in made.items():
+                if b in live:
+                    self._value(b, live.pop(b), 2 * i + 1)
+        for b, start in live.items():
             self._value(b, start, until.get(b, self.end))
 
     def _holds(self, buffer: str) -> bool:
@@ -237,8 +238,8 @@ class _Lifetimes:
 
     def _call(self, i: int, e: AnyCall) -> None:
         now = 2 * i + 1
-        each = [call_bytes(self.t, e, c, self.device) for c in self._copies(f"{e.model}@{e.layout}")]
-        for what, size in max(each, key=lambda found: sum(found.values())).items():
+        by_cell = [call_bytes(self.t, e, c, self.device) for c in self._copies(f"{e.model}@{e.layout}")]
+        for what, size in max(by_cell, key=lambda needs: sum(needs.values())).items():
             self._hold(what, size, now, now)
 
     def _load(self, i: int, e: Load) -> None:
@@ -253,11 +254,11 @@ class _Lifetimes:
     def _transfer(self, i: int, e: Transfer) -> None:
         """Send buffers are kept until the transfer is waited for, at the first read; then the received rows are joined
         in one tensor."""
-        what, there = f"transfer of {', '.join(e.values)}", [f"{v}@{e.dst}" for v in e.values]
+        what, received = f"transfer of {', '.join(e.values)}", [f"{v}@{e.dst}" for v in e.values]
         sends = sum(buffer_bytes(self.t, v, e.src) for v in e.values if self._holds(f"{v}@{e.src}"))
-        joined = sum(buffer_bytes(self.t, *split(b)) for b in there if self._holds(b))
-        self._until_read(what, sends, i, 2 * i + 1, there)
-        reader = self._reader(i + 1, there)
+        joined = sum(buffer_bytes(self.t, *split(b)) for b in received if self._holds(b))
+        self._until_read(what, sends, i, 2 * i + 1, received)
+        reader = self._reader(i + 1, received)
         joined_at = self.end if reader is None else reader
         self._hold(what, joined, joined_at, joined_at)
 
@@ -265,13 +266,13 @@ class _Lifetimes:
         """The buffers of the last rounds live until the new copy is first used; a rank that only sends waits
         at once."""
         model = self.models[e.model]
-        room = realloc_bytes(self.plan, self.ways[e.model, e.src, e.dst], e, self.ranks)
+        buffers = realloc_bytes(self.plan, self.reshards[e.model, e.src, e.dst], e, self.ranks)
         what, now = f"realloc of {e.called if e.source else e.model}", 2 * i + 1
         # an `ema`, parameter by parameter: the old one, the new one and their mean
         mean = 3 * FLOAT * max((largest(c) for c in self._copies(f"{model.name}@{e.dst}")), default=0)
-        self._hold(what, room + (mean if e.decay else 0), now, now)
+        self._hold(what, buffers + (mean if e.decay else 0), now, now)
         if self.ranks.at(e.dst):
-            self._until_read(what, room, i, now + 1, [f"{model.name}@{e.dst}"], before=1)
+            self._until_read(what, buffers, i, now + 1, [f"{model.name}@{e.dst}"], before=1)
 
     def _until_read(self, what: str, size: int, i: int, start: int, buffers: list[str], before: int = 0) -> None:
         """Held from event i until one of the buffers is first read or freed, less `before` moments. If that happens
@@ -299,8 +300,8 @@ class _Lifetimes:
         for buffer in e.reads:
             if split(buffer)[0] in self.models and (copies := self._copies(buffer)):
                 parts = 3 if copies[0].trained else 1
-                whole = max(c.stored * resting(c) * num_zero_shards(c.layout) for c in copies)
-                size += parts * whole // (copies[0].layout.dp * copies[0].layout.cp)
+                complete = max(c.stored * resting(c) * num_zero_shards(c.layout) for c in copies)
+                size += parts * complete // (copies[0].layout.dp * copies[0].layout.cp)
         if size:
             start = self.top if self._many_steps() else 2 * i + 1
             self._hold("checkpoint being written", size, start, self.end, host=True)

@@ -2,7 +2,7 @@
 
 In: counts and sizes of elements. Out: the most that exists at once, besides hidden states. The counts are those of
 `backends/torch/model/logprobs.py` and `backends/torch/generate/sampling.py`: logits in chunks, statistics in float32.
-Of a chunk one table exists, which becomes its own gradient; two where the entropy is wanted. """
+Of a chunk one tensor of logits exists, which becomes its own gradient; two if the entropy is needed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from rldsl.plan.events import Sampling
 
-MOST, LEAST = 1024, 32  # tokens whose logits exist at once
-TABLE = 1 << 21  # logits that exist at once on a processor: what its caches hold
+MAX_ROWS, MIN_ROWS = 1024, 32  # tokens whose logits exist at once
+CPU_LOGITS = 1 << 21  # logits that exist at once on a CPU: as many as its caches hold
 
 
 def rows_at_once(words: int, device: str) -> int:
-    """Of how many tokens the logits over so many words exist at once. A GPU's product wants many rows; a processor's is
-    as fast with few, and what follows it is faster. device: "cuda" or "cpu"."""
-    return MOST if device == "cuda" else max(LEAST, min(MOST, TABLE // max(words, 1)))
+    """The number of tokens whose logits over `words` vocabulary entries exist at once. On a GPU the product needs many
+    rows to be fast; on a CPU it is as fast with few, and what follows it is faster. device: "cuda" or "cpu"."""
+    return MAX_ROWS if device == "cuda" else max(MIN_ROWS, min(MAX_ROWS, CPU_LOGITS // max(words, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Head:
 
     @property
     def cast(self) -> int:
-        """The weight in the dtype of the hidden states, where that is another."""
+        """Bytes of the weight in the dtype of the hidden states, if that is another."""
         return self.compute * self.rows * self.hidden if self.stored != self.compute else 0
 
     @property
     def making(self) -> int:
-        """Of a logit: the product, and the same in float32."""
+        """Bytes per logit: the product, and the same in float32."""
         return 4 if self.compute == 4 else self.compute + 4
 
 

@@ -1,7 +1,7 @@
 """Bytes of buffers that parameters travel in.
 
-In: a plan's reallocation and ranks that hold the same, or a copy to be saved. Out: bytes on one rank. A reallocation
-goes in rounds (`reshard/rounds.py`), of which two are under way.
+In: a realloc of a plan and ranks that hold the same, or a copy to be saved. Out: bytes on one rank. A realloc is
+executed in rounds (`reshard/rounds.py`), of which two are in flight.
 """
 
 from __future__ import annotations
@@ -36,54 +36,54 @@ from rldsl.sharding.boxes import (
 from rldsl.sharding.dtypes import in_wire_dtype, storage_dtype
 
 
-def reshard_routes(plan: Plan) -> dict[tuple[str, str, str], ReshardPlan]:
-    """How each reallocation of a plan goes, by model and layouts."""
+def reshard_plans(plan: Plan) -> dict[tuple[str, str, str], ReshardPlan]:
+    """The reshard plan of each realloc, by (model, source layout, destination layout)."""
     meshes, layouts = {m.id: m for m in plan.meshes}, {x.id: x for x in plan.layouts}
-    models, found = {m.name: m for m in plan.models}, {}
+    models, plans = {m.name: m for m in plan.models}, {}
     for e, _ in events(plan):
-        if isinstance(e, Realloc) and (e.model, e.src, e.dst) not in found:
+        if isinstance(e, Realloc) and (e.model, e.src, e.dst) not in plans:
             src, dst = layouts[e.src], layouts[e.dst]
-            found[e.model, e.src, e.dst] = plan_reshard(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],
-                                                 plan.header.devices_per_node)
-    return found
+            plans[e.model, e.src, e.dst] = plan_reshard(models[e.model], src, meshes[src.mesh], dst, meshes[dst.mesh],
+                                                        plan.header.devices_per_node)
+    return plans
 
 
-def realloc_bytes(plan: Plan, way: ReshardPlan, e: Realloc, ranks: HolderClass) -> int:
+def realloc_bytes(plan: Plan, reshard: ReshardPlan, e: Realloc, ranks: HolderClass) -> int:
     """The buffers of a rank, from the event until its last rounds have been waited for. Ranks that hold the same differ
     little in what they send, so the first of each range stands for the others; rounds are about equal, so those at the
     beginning, in the middle and at the end stand for all."""
     models = {m.name: m for m in plan.models}
-    source, model = models[e.source or e.model], models[e.model]
-    travels = in_wire_dtype(source, e.src, model, e.dst, e.decay)
-    parts = num_buckets(way, itemsize(travels))
-    total = num_rounds(way, parts)
+    source, model = models[e.origin], models[e.model]
+    in_wire = in_wire_dtype(source, e.src, model, e.dst, e.decay)
+    buckets = num_buckets(reshard, itemsize(in_wire))
+    total = num_rounds(reshard, buckets)
     starts = (0, total // 2, total - ROUNDS_IN_FLIGHT)
     numbers = sorted({n for start in starts for n in range(start, start + ROUNDS_IN_FLIGHT) if 0 <= n < total})
-    found, known = 0, ReshardCache(way)
+    most, cache = 0, ReshardCache(reshard)
     for rank, _ in ranks.ranks:
-        # what lies in one piece, in the dtype that travels, is sent from and received into its place, without a buffer
-        in_place = (partial(_in_place, storage_dtype(source, e.src) == travels.dtype, _held(plan, model, e.src, rank)),
-                    partial(_in_place, storage_dtype(model, e.dst) == travels.dtype and not e.decay,
+        # a contiguous part in the wire dtype is sent from, and received into, the parameter itself, without a buffer
+        in_place = (partial(_in_place, storage_dtype(source, e.src) == in_wire.dtype, _held(plan, model, e.src, rank)),
+                    partial(_in_place, storage_dtype(model, e.dst) == in_wire.dtype and not e.decay,
                             _held(plan, model, e.dst, rank)))
-        rounds = selected_rounds(way, rank, parts, numbers, known)
+        rounds = selected_rounds(reshard, rank, buckets, numbers, cache)
         sizes = {number: packed_elements(ops, in_place) for number, ops in zip(numbers, rounds, strict=True)}
-        each_side = (sum(buffer_elements(sizes.get(n, (0, 0))[side] for n in range(total))) for side in (0, 1))
-        found = max(found, sum(each_side))
-    return itemsize(travels) * found
+        each_way = (sum(buffer_elements(sizes.get(n, (0, 0))[way] for n in range(total))) for way in (0, 1))
+        most = max(most, sum(each_way))
+    return itemsize(in_wire) * most
 
 
-def _in_place(same_dtype: bool, held_: Held, part: Any) -> bool:
-    return same_dtype and is_contiguous(part, held_)
+def _in_place(same_dtype: bool, pieces: Held, part: Any) -> bool:
+    return same_dtype and is_contiguous(part, pieces)
 
 
-def _held(plan: Plan, model: Model, at: str, rank: int) -> Held:
-    layout = next(x for x in plan.layouts if x.id == at)
+def _held(plan: Plan, model: Model, layout_id: str, rank: int) -> Held:
+    layout = next(x for x in plan.layouts if x.id == layout_id)
     mesh = next(m for m in plan.meshes if m.id == layout.mesh)
-    return _There(model, layout, cell_of(layout, mesh, rank))
+    return _PiecesOfCell(model, layout, cell_of(layout, mesh, rank))
 
 
-class _There(dict[str, tuple[Parameter, tuple[Piece, ...]]]):
-    """What the ranks at a cell hold of a parameter, worked out when it is asked for: a few rounds ask about few."""
+class _PiecesOfCell(dict[str, tuple[Parameter, tuple[Piece, ...]]]):
+    """What the ranks at a cell hold of a parameter, computed when it is first asked for: a few rounds ask about few."""
 
     def __init__(self, model: Model, layout: Layout, at: Cell | None):
         self.model, self.layout, self.at = model, layout, at
@@ -101,19 +101,19 @@ def _parameters_by_name(model: Model) -> dict[str, Parameter]:
 
 
 def saved_bytes(copy: Copy) -> int:
-    """Bytes of the parameters that a rank writes, whole, and of what it sends and receives until all are whole.
-    Parameters are spread evenly over the ranks that write them."""
+    """Bytes of the complete parameters that a rank writes, and of what it sends and receives to complete them.
+    Parameters are divided evenly over the ranks that write them."""
     count = num_parts(copy.layout) * num_zero_shards(copy.layout)
     ranks = copy.layout.dp * copy.layout.cp * copy.layout.tp
-    here = [p for p in copy.model.params if _whole((p,), copy)]
-    own = max(_whole(here, copy) // ranks, max((_volume(p) for p in here), default=0))
+    held_specs = [p for p in copy.model.params if _complete_elements((p,), copy)]
+    own = max(_complete_elements(held_specs, copy) // ranks, max((_volume(p) for p in held_specs), default=0))
     if copy.model.lora is not None:  # one file of one rank
         own = sum(_volume(p) * (p.layers or copy.model.layers if p.stage == "layer" else 1) for p in copy.model.params)
     return copy.stored * (own + 2 * own * (count - 1) // count)
 
 
-def _whole(specs: Iterable[ParamSpec], copy: Copy) -> int:
-    """Elements of parameters of which this rank holds a part."""
+def _complete_elements(specs: Iterable[ParamSpec], copy: Copy) -> int:
+    """Elements of the complete parameters of which this rank holds a part."""
     return sum(len(held(p, copy)) * _volume(p) for p in specs)
 
 

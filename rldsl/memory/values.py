@@ -1,7 +1,7 @@
 """Bytes of values between calls, bounded by the frames' limits.
 
-In: the tables of a plan. Out: bytes of a buffer `value@spread` on a rank that holds it. Longest first, as rows are
-divided (`sharding/partition.py`), no shard gets more tokens than an even share of rows of full length has.
+In: the tables of a plan. Out: bytes of a buffer `value@spread` on a rank that holds it. Rows are divided longest first
+(`sharding/partition.py`), so no dp rank gets more tokens than an even share of rows of maximum length has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rldsl.plan.model import Frame, Layout, Plan, Spread, Value
 
 SIZES = {"f32": 4, "i64": 8, "bool": 1}
-ROW = 16  # bytes of a row's number and its count of entries
+ROW = 16  # bytes of a row's number and its number of entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Tables:
 
 
 def rows(frame: Frame, spread: Spread, layouts: Mapping[str, Layout]) -> int:
-    """Rows of a frame on the largest shard of a spread."""
+    """Rows of a frame on the dp rank of a spread that has most."""
     if spread.granularity == "all" or not spread.layout:
         return frame.count
-    shards = layouts[spread.layout].dp
+    dp = layouts[spread.layout].dp
     if spread.granularity == "prompt":
-        return -(-frame.count // frame.per_prompt // shards) * frame.per_prompt
-    return -(-frame.count // shards)
+        return -(-frame.count // frame.per_prompt // dp) * frame.per_prompt
+    return -(-frame.count // dp)
 
 
 def width(frame: Frame) -> int:
@@ -55,8 +55,8 @@ def buffer_bytes(t: Tables, value: str, spread: str) -> int:
         return 2 * 8 * frame.count
     if v.dtype == "text" or v.extent == "columns":
         return 0
-    here = rows(frame, t.spreads[spread], t.layouts)
+    num_rows = rows(frame, t.spreads[spread], t.layouts)
     if v.extent == "prompt":
-        return -(-here // frame.per_prompt) * (SIZES[v.dtype] + ROW)
+        return -(-num_rows // frame.per_prompt) * (SIZES[v.dtype] + ROW)
     entries = {"tokens": width(frame), "response": frame.max_response_tokens, "row": 1}[v.extent]
-    return here * (entries * SIZES[v.dtype] + ROW)
+    return num_rows * (entries * SIZES[v.dtype] + ROW)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from functools import cached_property
 
 from rldsl.clusters import Cluster
-from rldsl.memory.reshard_buffers import reshard_routes
+from rldsl.memory.reshard_buffers import reshard_plans
 from rldsl.memory.values import rows
 from rldsl.plan.expr import Program
 from rldsl.plan.model import Frame, Layout, Mesh, Model, Plan, Spread, Value
@@ -60,7 +60,7 @@ class World:
     @cached_property
     def routes(self) -> dict[tuple[str, str, str], ReshardPlan]:
         """(model, source layout, destination layout) -> the routes of that reshard."""
-        return reshard_routes(self.plan)
+        return reshard_plans(self.plan)
 
     # ------------------------------------------------------------------------------- rows and lengths
 

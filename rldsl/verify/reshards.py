@@ -2,9 +2,9 @@
 
 In: tables with sound references. Out: diagnostics RL0526 (bytes, messages or digest differ from what the ranks will
 do), RL0527 (a destination has a gap or an overlap, or a rank receives what it has), RL0533 (what one rank sends is not
-what the other expects, or it does not have it then) and RL0535 (too many messages at once). The routes are those that
-every rank computes (`rldsl/reshard`). They are not trusted: `box_classes.py` checks their boxes and
-`transfer_slices.py` their ranks.
+what the other expects, or it does not have it then) and RL0535 (too many messages at once). The `ReshardPlan` is the one
+that every rank computes (`rldsl/reshard`). It is not trusted: `box_classes.py` checks its boxes and
+`transfer_slices.py` its ranks.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from rldsl.verify.transfer_slices import Fault, MeshCells
 
 
 def check_reshards(t: Tables) -> Iterator[Diagnostic]:
-    known: dict[tuple[str, str, str, str, bool], tuple[Summary, Sequence[Fault]]] = {}
+    examined: dict[tuple[str, str, str, str, bool], tuple[Summary, Sequence[Fault]]] = {}
     for event, _ in t.events:
         if isinstance(event, Realloc):
             key = (event.model, event.source, event.src, event.dst, event.decay > 0)
-            if key not in known:
+            if key not in examined:
                 src, dst = t.layouts[event.src], t.layouts[event.dst]
-                travels = in_wire_dtype(t.models[event.source or event.model], src.id, t.models[event.model], dst.id,
-                                  event.decay)
+                in_wire = in_wire_dtype(t.models[event.origin], src.id, t.models[event.model], dst.id, event.decay)
                 # Layouts of equal ranks may name different meshes; the planner wants each layout's own.
-                known[key] = examine_reshard(travels, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh],
-                                     t.plan.header.devices_per_node, t.plan.header.world)
-            yield from _diagnostics(t, event, *known[key])
+                examined[key] = examine_reshard(in_wire, src, t.meshes[src.mesh], dst, t.meshes[dst.mesh],
+                                                t.plan.header.devices_per_node, t.plan.header.world)
+            yield from _diagnostics(t, event, *examined[key])
 
 
 def examine_reshard(model: Model, src: Layout, src_mesh: Mesh, dst: Layout, dst_mesh: Mesh,
-            devices: int, world: int) -> tuple[Summary, Sequence[Fault]]:
-    """What the ranks do, and what is wrong with it. model: in the dtype that travels."""
-    p = plan_reshard(model, src, src_mesh, dst, dst_mesh, devices)
-    total = summary(p, model)
-    found: list[Fault] = list(box_classes.class_faults(model, src, dst, p.classes))
-    if not found:  # otherwise the box classes say nothing about boxes
-        here, there = MeshCells.of(src, src_mesh), MeshCells.of(dst, dst_mesh)
-        found += transfer_slices.slice_faults(p, here, there, world)
-        if (lacking := transfer_slices.missing_elements(p.classes, here, there) * itemsize(model)) != total.bytes:
-            found.append(("RL0526",
-                          f"{total.bytes} bytes are counted, but {lacking} bytes are missing on the destination", ()))
-    return total, found
+                    devices: int, world: int) -> tuple[Summary, Sequence[Fault]]:
+    """What the ranks do, and what is wrong with it. model: in the dtype that is sent. devices: per node. world: ranks
+    of the run."""
+    plan = plan_reshard(model, src, src_mesh, dst, dst_mesh, devices)
+    total = summary(plan, model)
+    faults: list[Fault] = list(box_classes.class_faults(model, src, dst, plan.classes))
+    if not faults:  # otherwise the box classes say nothing about boxes
+        src_cells, dst_cells = MeshCells.of(src, src_mesh), MeshCells.of(dst, dst_mesh)
+        faults += transfer_slices.slice_faults(plan, src_cells, dst_cells, world)
+        missing = transfer_slices.missing_elements(plan.classes, src_cells, dst_cells) * itemsize(model)
+        if missing != total.bytes:
+            faults.append(("RL0526",
+                           f"{total.bytes} bytes are counted, but {missing} bytes are missing on the destination", ()))
+    return total, faults
 
 
-def _diagnostics(t: Tables, e: Realloc, total: Summary, found: Sequence[Fault]) -> Iterator[Diagnostic]:
+def _diagnostics(t: Tables, e: Realloc, total: Summary, faults: Sequence[Fault]) -> Iterator[Diagnostic]:
     if (e.bytes, e.messages, e.digest) != (total.bytes, total.messages, total.digest):
         yield problem(
             "RL0526",
@@ -63,5 +64,5 @@ def _diagnostics(t: Tables, e: Realloc, total: Summary, found: Sequence[Fault]) 
             e,
             ranks=t.event_ranks(e),
         )
-    for code, what, ranks in found:
+    for code, what, ranks in faults:
         yield problem(code, f"{name(e)}: {what}", e, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Before a save, every parameter becomes whole on one rank, from ranks that hold the rest of it.
+"""Before a save, every parameter is gathered on one rank, its owner, from the ranks that hold the rest of it.
 
 In: tables with sound references. Out: diagnostics RL0527 (an owner does not get its parameters exactly once), RL0533
 (what one rank sends is not what the other expects, or it does not hold it) and RL0535 (too many messages at once). The
@@ -26,104 +26,106 @@ Messages = tuple[Sequence[Message], Sequence[Message]]  # what a rank sends, wha
 
 
 def check_saves(t: Tables) -> Iterator[Diagnostic]:
-    known: dict[tuple[str, str], Sequence[Fault]] = {}
+    examined: dict[tuple[str, str], Sequence[Fault]] = {}
     for e, _ in t.events:
         if isinstance(e, Save):
-            if (e.model, e.layout) not in known:
-                x = t.layouts[e.layout]
-                known[e.model, e.layout] = examine_save(t.models[e.model], x, t.meshes[x.mesh], t.plan.header.world)
-            for code, what, ranks in known[e.model, e.layout]:
+            if (key := (e.model, e.layout)) not in examined:
+                layout = t.layouts[e.layout]
+                examined[key] = examine_save(t.models[e.model], layout, t.meshes[layout.mesh], t.plan.header.world)
+            for code, what, ranks in examined[key]:
                 yield problem(code, f"{name(e)}: {what}", e, ranks=ranks)
 
 
-def examine_save(m: Model, x: Layout, mesh: Mesh, world: int) -> Sequence[Fault]:
+def examine_save(model: Model, layout: Layout, mesh: Mesh, world: int) -> Sequence[Fault]:
     """What is wrong with the messages of a save. world: number of ranks of the run."""
-    return tuple(_faults(m, x, mesh, world))
+    return tuple(_faults(model, layout, mesh, world))
 
 
-def _faults(m: Model, x: Layout, mesh: Mesh, world: int) -> Iterator[Fault]:
-    held = _Held(m, x, MeshCells.of(x, mesh).cells)
-    owner = owners(m, x, mesh)
-    if m.lora:  # adapters go into one file
+def _faults(model: Model, layout: Layout, mesh: Mesh, world: int) -> Iterator[Fault]:
+    held = _HeldBoxes(model, layout, MeshCells.of(layout, mesh).cells)
+    owner = owners(model, layout, mesh)
+    if model.lora:  # adapters go into one file
         owner = dict.fromkeys(owner, mesh.members()[0])
-    known = gather_messages(m, x, mesh, owner, tuple(held.cells))
-    yield from _whole(m, held, owner, known)
-    yield from _sent(m, held, known)
-    yield from _matched(known)
-    yield from _bounded(known, world)
+    messages = gather_messages(model, layout, mesh, owner, tuple(held.cells))
+    yield from _incomplete(model, held, owner, messages)
+    yield from _not_held(model, held, messages)
+    yield from _unmatched(messages)
+    yield from _unbounded(messages, world)
 
 
-class _Held:
-    """The boxes of a parameter on a rank. cells: where each rank stands."""
+class _HeldBoxes:
+    """The boxes of each parameter that each rank holds."""
 
-    def __init__(self, m: Model, x: Layout, cells: Mapping[int, Cell]):
-        self.m, self.x, self.cells = m, x, cells
-        self.stages = {p.name: stages(p, m.layers, x) for p in parameters(m)}
-        self.known: dict[tuple[str, int, int], tuple[Box, ...]] = {}
+    def __init__(self, model: Model, layout: Layout, cells: Mapping[int, Cell]):
+        self.layout, self.cells = layout, cells
+        self.stages = {p.name: stages(p, model.layers, layout) for p in parameters(model)}
+        self.cache: dict[tuple[str, int, int], tuple[Box, ...]] = {}
 
     def of(self, p: Parameter, rank: int) -> tuple[Box, ...]:
         at = self.cells[rank]
         if at.pp_rank not in self.stages[p.name]:
             return ()
         key = (p.spec.name, at.part, at.zero_shard)
-        if key not in self.known:
-            self.known[key] = tuple(piece.box for piece in pieces_at(p.spec, self.x, at.part, at.zero_shard))
-        return self.known[key]
+        if key not in self.cache:
+            self.cache[key] = tuple(piece.box for piece in pieces_at(p.spec, self.layout, at.part, at.zero_shard))
+        return self.cache[key]
 
 
-def _whole(m: Model, held: _Held, owner: Mapping[str, int], known: Mapping[int, Messages]) -> Iterator[Fault]:
-    """Each parameter is all there on its owner, and nothing comes to anybody else."""
-    got: dict[tuple[int, str], list[Box]] = defaultdict(list)
-    for rank, (_, receives) in known.items():
+def _incomplete(model: Model, held: _HeldBoxes, owner: Mapping[str, int],
+                messages: Mapping[int, Messages]) -> Iterator[Fault]:
+    """Parameters that are not complete on their owner, and what another rank receives."""
+    received: dict[tuple[int, str], list[Box]] = defaultdict(list)
+    for rank, (_, receives) in messages.items():
         for message in receives:
-            for name_, box in message.boxes:
-                got[rank, name_].append(box)
+            for parameter, box in message.boxes:
+                received[rank, parameter].append(box)
     tested: dict[tuple[str, tuple[Box, ...]], bool] = {}
-    for p in parameters(m):
+    for p in parameters(model):
         rank = owner.get(p.name, -1)
         if rank not in held.cells:
             yield "RL0527", f"{p.name} has no owner on the mesh", ()
             continue
-        boxes = (*held.of(p, rank), *got.pop((rank, p.name), ()))
+        boxes = (*held.of(p, rank), *received.pop((rank, p.name), ()))
         if (key := (p.spec.name, boxes)) not in tested:
             whole = volume(tuple((0, n) for n in p.spec.shape))
             tested[key] = sum(map(volume, boxes)) == whole and not overlapping(boxes)
         if not tested[key]:
             yield "RL0527", f"{p.name} is not complete on rank {rank}", (rank,)
-    for rank, name_ in got:
-        yield "RL0527", f"rank {rank} receives {name_}, which it does not write", (rank,)
+    for rank, parameter in received:
+        yield "RL0527", f"rank {rank} receives {parameter}, which it does not write", (rank,)
 
 
-def _sent(m: Model, held: _Held, known: Mapping[int, Messages]) -> Iterator[Fault]:
-    """Who sends a box holds it."""
-    by_name = {p.name: p for p in parameters(m)}
-    for rank, (sends, _) in known.items():
+def _not_held(model: Model, held: _HeldBoxes, messages: Mapping[int, Messages]) -> Iterator[Fault]:
+    """Boxes that a rank sends and does not hold."""
+    by_name = {p.name: p for p in parameters(model)}
+    for rank, (sends, _) in messages.items():
         for message in sends:
-            for name_, box in message.boxes:
-                mine = held.of(by_name[name_], rank)
-                if box not in mine and not any(contains(h, box) for h in mine):
-                    yield "RL0533", f"rank {rank} would send {name_} {box}, which it does not hold", (rank,)
+            for parameter, box in message.boxes:
+                own_boxes = held.of(by_name[parameter], rank)
+                if box not in own_boxes and not any(contains(own, box) for own in own_boxes):
+                    yield "RL0533", f"rank {rank} would send {parameter} {box}, which it does not hold", (rank,)
 
 
-def _matched(known: Mapping[int, Messages]) -> Iterator[Fault]:
-    """From each rank to each other there is one message or none, and both ends agree on its boxes."""
-    given, taken = ({rank: {message.peer: message.boxes for message in both[side]} for rank, both in known.items()}
-                    for side in (0, 1))
-    for rank, (sends, receives) in known.items():
-        if len(given[rank]) < len(sends) or len(taken[rank]) < len(receives):
+def _unmatched(messages: Mapping[int, Messages]) -> Iterator[Fault]:
+    """Pairs of ranks with several messages from one to the other, or whose ends do not agree on the boxes."""
+    sent, expected = ({rank: {message.peer: message.boxes for message in both[direction]}
+                       for rank, both in messages.items()} for direction in (0, 1))
+    for rank, (sends, receives) in messages.items():
+        if len(sent[rank]) < len(sends) or len(expected[rank]) < len(receives):
             yield "RL0533", f"rank {rank} has several messages to or from the same rank", (rank,)
-        for peer, boxes in given[rank].items():
-            if taken.get(peer, {}).get(rank) != boxes:
+        for peer, boxes in sent[rank].items():
+            if expected.get(peer, {}).get(rank) != boxes:
                 yield "RL0533", f"what rank {rank} sends to rank {peer} is not what that rank expects", (rank, peer)
-        for peer in taken[rank]:
-            if rank not in given.get(peer, {}):
+        for peer in expected[rank]:
+            if rank not in sent.get(peer, {}):
                 yield "RL0533", f"rank {rank} waits for rank {peer}, which does not send to it", (peer, rank)
 
 
-def _bounded(known: Mapping[int, Messages], world: int) -> Iterator[Fault]:
-    """They are posted by the rule of `sharding/message_batches.py`: a pair is in one batch at both ends."""
-    for rank, both in known.items():
-        count = Counter(message.peer for side in both for message in side)
+def _unbounded(messages: Mapping[int, Messages], world: int) -> Iterator[Fault]:
+    """Ranks that post too many messages at once; `sharding/message_batches.py` divides peers into batches, the same at
+    both ends of a pair."""
+    for rank, both in messages.items():
+        count = Counter(message.peer for one_way in both for message in one_way)
         for peers in message_batches(rank, count, world):
             if (posted := sum(count[peer] for peer in peers)) > MAX_MESSAGES:
                 yield "RL0535", f"rank {rank} posts {posted} messages at once, more than {MAX_MESSAGES}", (rank,)

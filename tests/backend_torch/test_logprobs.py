@@ -7,7 +7,7 @@ import torch
 from rldsl.backends.torch.model.logprobs import token_logprobs
 
 from benchmarks import loss
-from rldsl.memory.logits import LEAST, MOST, Head, backward, forward, rows_at_once
+from rldsl.memory.logits import MAX_ROWS, MIN_ROWS, Head, backward, forward, rows_at_once
 from rldsl.runtime.backend import SINGLE_RANK
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -92,6 +92,6 @@ def test_memory_is_that_of_the_estimate(dtype: torch.dtype, entropy: bool) -> No
 
 
 @pytest.mark.parametrize("words, device, rows", [
-    (151936, "cuda", MOST), (151936, "cpu", LEAST), (32000, "cpu", 65), (46, "cpu", MOST), (0, "cpu", MOST)])
+    (151936, "cuda", MAX_ROWS), (151936, "cpu", MIN_ROWS), (32000, "cpu", 65), (46, "cpu", MAX_ROWS), (0, "cpu", MAX_ROWS)])
 def test_rows_at_once(words: int, device: str, rows: int) -> None:
     assert rows_at_once(words, device) == rows

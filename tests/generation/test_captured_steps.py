@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from rldsl.backends.torch.generate.captured_step import CALLS_BEFORE_CAPTURE, CapturedSteps
 from rldsl.backends.torch.generate.op_trace import NotTraceable, trace
-from rldsl.memory.decode_shapes import MAX_RECORDINGS
+from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY
 
 X, TABLE = torch.randn(5, 6), torch.randn(9, 6)
 WEIGHT, PLACES = torch.randn(6, 6), torch.tensor([3, 1, 4, 0, 2])
@@ -123,7 +123,7 @@ def test_and_goes_on_as_it_is(function: Callable[[], tuple[torch.Tensor, ...]]) 
 
 
 def test_python_that_reads_memory_is_found_out() -> None:
-    """Nothing in the recording says so; the tape gives other numbers on other inputs."""
+    """Nothing in the trace says so; replaying it gives other numbers on other inputs."""
     steps = CapturedSteps(CPU, True)
 
     def read() -> tuple[torch.Tensor, ...]:
@@ -136,7 +136,7 @@ def test_python_that_reads_memory_is_found_out() -> None:
     assert not steps.enabled
 
 
-def test_a_recording_is_used_for_its_key_alone() -> None:
+def test_a_captured_step_is_used_for_its_key_alone() -> None:
     asked = 0
 
     def double(size: int) -> tuple[torch.Tensor, ...]:
@@ -153,7 +153,7 @@ def test_a_recording_is_used_for_its_key_alone() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3, 9])
-def test_lanes_that_take_turns_all_have_their_recording(groups: int) -> None:
+def test_groups_that_take_turns_all_have_their_captured_step(groups: int) -> None:
     """None throws out what another has begun, however many there are."""
     asked = 0
 
@@ -170,14 +170,14 @@ def test_lanes_that_take_turns_all_have_their_recording(groups: int) -> None:
     assert asked == groups * (CALLS_BEFORE_CAPTURE + 1) + 1 and steps.enabled
 
 
-def test_old_recordings_go() -> None:
+def test_old_captures_go() -> None:
     """Shapes that change leave no more behind than a few."""
     steps = CapturedSteps(CPU, True)
     with torch.no_grad():
         for key in range(20):
             for _ in range(CALLS_BEFORE_CAPTURE + 2):
                 steps(key, lambda: (X * 2,))
-    assert len(steps.with_memory) == MAX_RECORDINGS and len(steps.captures) == 20
+    assert len(steps.with_memory) == MAX_CAPTURES_WITH_MEMORY and len(steps.captures) == 20
 
 
 def test_it_may_be_left_out() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rldsl.backends.torch.generate import engine
-from rldsl.backends.torch.generate.decode_state import MAX_PARKED, DecodeState
+from rldsl.backends.torch.generate.decode_state import MAX_KEPT_STATES, DecodeState
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 from rldsl.plan.events import Sampling
 from tests.backend_torch.shards import make_shard, plan_model, ragged
@@ -102,7 +102,7 @@ def test_desks_are_few(shard: Any) -> None:
     states: dict[Any, DecodeState] = {}
     for longest in range(3, 7):
         both(shard, states, 1, replace(DRAWN, max_new_tokens=longest))
-    assert len(states) == MAX_PARKED
+    assert len(states) == MAX_KEPT_STATES
 
 
 def test_a_call_that_fails_leaves_no_desk(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:

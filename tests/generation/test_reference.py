@@ -1,5 +1,5 @@
 """Generation on one rank against one full forward pass for every token: the same tokens, log-probs and ends, however
-sequences share prefills, slots and recordings, and however seldom the host looks."""
+sequences share prefills, slots and captured steps, and however seldom the host looks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_another_seed_draws_others(shard: Any) -> None:
 
 
 def test_long_responses_cross_every_width(tmp_path: Any) -> None:
-    """The KV cache is read wider and wider, by fewer and fewer rows, and recordings of each width are replayed."""
+    """The KV cache is read wider and wider, by fewer and fewer rows, and captured steps of each width are replayed."""
     there = str(make_model(tmp_path / "m", num_hidden_layers=1, scale=0.3))
     one = make_shard(plan_model(there), 0)
     sampling = Sampling(max_new_tokens=140, temperature=1.5, min_new_tokens=2)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rldsl.backends.torch.generate.scheduler import DecodeBatch, MicroBatchGroup, PrefillBatch, Scheduler
-from rldsl.memory.decode_shapes import MAX_RECORDINGS, num_recordings, round_to_bucket
+from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY, num_captures_with_memory, round_to_bucket
 
 
 class Story:
@@ -146,10 +146,10 @@ def test_buckets_are_few_and_near() -> None:
 
 @pytest.mark.parametrize("prompt", [0, 1, 30, 63, 64, 200, 1000])
 @pytest.mark.parametrize("new", [0, 1, 2, 3, 40, 100, 700])
-def test_recordings_are_the_widths_of_two_steps_or_more(prompt: int, new: int) -> None:
+def test_captured_steps_are_the_widths_of_two_steps_or_more(prompt: int, new: int) -> None:
     widths = [min(round_to_bucket(prompt + made, 64, 4), prompt + new) for made in range(1, new)]
-    assert num_recordings(prompt, new) == min(MAX_RECORDINGS, sum(widths.count(w) > 1 for w in set(widths)))
+    assert num_captures_with_memory(prompt, new) == min(MAX_CAPTURES_WITH_MEMORY, sum(widths.count(w) > 1 for w in set(widths)))
 
 
 def test_numbers_of_a_damaged_plan_are_counted_too() -> None:
-    assert num_recordings(-5, 9) >= 0 and num_recordings(1 << 60, 1 << 60) == MAX_RECORDINGS and round_to_bucket(0, 64, 4) == 0
+    assert num_captures_with_memory(-5, 9) >= 0 and num_captures_with_memory(1 << 60, 1 << 60) == MAX_CAPTURES_WITH_MEMORY and round_to_bucket(0, 64, 4) == 0

@@ -35,7 +35,7 @@ def made(pair: tuple[Any, Any]) -> tuple[ReshardPlan, MeshCells, MeshCells]:
 
 def whole(p: ReshardPlan, src: MeshCells, dst: MeshCells, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     with monkeypatch.context() as here:
-        here.setattr(transfer_slices, "FEW", 10 * WORLD)
+        here.setattr(transfer_slices, "CHECK_ALL_UP_TO", 10 * WORLD)
         return some(p, src, dst)
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import torch
 
 from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Outputs, trace
-from rldsl.memory.decode_shapes import MAX_RECORDINGS
+from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY
 
 CALLS_BEFORE_CAPTURE = 1  # a capture takes as long as a few calls
-MAX_TRACES = 64  # for each micro-batch group, most of them without memory
+MAX_CAPTURES = 64  # for each micro-batch group, most of them without memory
 
 
 @dataclass
@@ -44,7 +44,7 @@ class CapturedSteps:
             if captured == CALLS_BEFORE_CAPTURE:
                 return self._capture(key, function)
             self.captures[key] = captured + 1
-            if len(self.captures) > (MAX_TRACES if self.device.type == "cpu" else MAX_RECORDINGS) * self.num_groups:
+            if len(self.captures) > (MAX_CAPTURES if self.device.type == "cpu" else MAX_CAPTURES_WITH_MEMORY) * self.num_groups:
                 oldest = next(iter(self.captures))
                 del self.captures[oldest]
                 self.with_memory.pop(oldest, None)
@@ -68,7 +68,7 @@ class CapturedSteps:
             captured.storage.allocate_memory()
         self.with_memory[key] = captured
         # the last result of each group is still read: with several traces for each group it is never the oldest
-        if len(self.with_memory) > MAX_RECORDINGS * self.num_groups:
+        if len(self.with_memory) > MAX_CAPTURES_WITH_MEMORY * self.num_groups:
             self.with_memory.pop(next(iter(self.with_memory))).storage.release_memory()
 
     def _capture(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:

@@ -16,7 +16,7 @@ from rldsl.backends.torch.generate.captured_step import CapturedSteps
 from rldsl.backends.torch.generate.kv_cache import KVCache
 from rldsl.backends.torch.generate.releasable_storage import ReleasableStorage
 
-MAX_PARKED = 2  # states that a shard keeps: one for sampling and one for evaluation, say
+MAX_KEPT_STATES = 2  # states that a shard keeps: one for sampling and one for evaluation, say
 
 
 @dataclass
@@ -114,8 +114,8 @@ DecodeStates = MutableMapping[Hashable, DecodeState]
 
 
 def keep_released(states: DecodeStates, key: Hashable, state: DecodeState) -> None:
-    """Park a state for the next call with this key; of too many, drop the oldest."""
+    """Keep a state for the next call with this key, without memory; of too many, drop the oldest."""
     state.release_memory()
     states[key] = state
-    if len(states) > MAX_PARKED:
+    if len(states) > MAX_KEPT_STATES:
         del states[next(iter(states))]
