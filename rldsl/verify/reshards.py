@@ -2,8 +2,8 @@
 
 In: tables with sound references. Out: diagnostics RL0526 (bytes, messages or digest differ from what the ranks will
 do), RL0527 (a destination has a gap or an overlap, or a rank receives what it has), RL0533 (what one rank sends is not
-what the other expects, or it does not have it then) and RL0535 (too many messages at once). The `ReshardPlan` is the one
-that every rank computes (`rldsl/reshard`). It is not trusted: `box_classes.py` checks its boxes and
+what the other expects, or it does not have it then) and RL0535 (too many messages at once). The `ReshardPlan` is the
+one that every rank computes (`rldsl/reshard`). It is not trusted: `box_classes.py` checks its boxes and
 `transfer_slices.py` its ranks.
 """
 

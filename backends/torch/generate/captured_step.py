@@ -44,7 +44,8 @@ class CapturedSteps:
             if captured == CALLS_BEFORE_CAPTURE:
                 return self._capture(key, function)
             self.captures[key] = captured + 1
-            if len(self.captures) > (MAX_CAPTURES if self.device.type == "cpu" else MAX_CAPTURES_WITH_MEMORY) * self.num_groups:
+            limit = MAX_CAPTURES if self.device.type == "cpu" else MAX_CAPTURES_WITH_MEMORY
+            if len(self.captures) > limit * self.num_groups:
                 oldest = next(iter(self.captures))
                 del self.captures[oldest]
                 self.with_memory.pop(oldest, None)
