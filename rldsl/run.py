@@ -67,30 +67,34 @@ def _exit_with(failure: Failure, say: bool) -> NoReturn:
 
 
 def _arguments(program: Program | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=None if program else "rldsl.run", description=__doc__)
-    parser.add_argument("plan", nargs="?", default=program.file if program else None)
-    parser.add_argument("--out", help="directory for metrics, checkpoints and the summary (default: runs/PLAN)")
+    parser = argparse.ArgumentParser(prog=None if program else "rldsl.run",
+                                     description="Run a plan: torchrun starts this module once per rank.")
+    parser.add_argument("plan", nargs="?", default=program.file if program else None,
+                        help="plan file, written by `rlc compile`")
+    parser.add_argument("--out", metavar="DIR",
+                        help="directory for metrics, checkpoints and the summary (default: runs/PLAN)")
     parser.add_argument("--resume", nargs="?", const="", metavar="DIR",
                         help="resume from the latest checkpoint in --out, from that of another run, or from a specific "
                              "checkpoint")
-    parser.add_argument("--trace",
+    parser.add_argument("--trace", metavar="FILE",
                         help="write the recorded timeline to this file (Chrome trace JSON); on GPUs this synchronizes "
                              "after every event")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device to run on (default: cuda if available)")
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS",
+                        help="seconds that a rank waits for another rank (default: 1800)")
     parser.add_argument("--reward-workers", type=_count, metavar="N",
                         help="worker processes per rank for Python functions; 0 runs them in the rank's own process "
                              "without a time limit (default: the cores available to the rank, at most 8)")
     parser.add_argument("--reward-timeout", type=_seconds, default=60.0, metavar="SECONDS",
-                        help="seconds that a Python function may take per row (default: 60)")
+                        help="time limit per row for Python functions (default: 60)")
     parser.add_argument("--allow-write", action="append", default=[], metavar="DIR",
                         help="also allow saves to this directory, outside --out and the working directory (repeatable)")
     parser.add_argument("--allow-changed-python", action="store_true",
-                        help="run Python functions even if their files changed since the plan was compiled")
+                        help="run Python functions even if their files have changed since the plan was compiled")
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier run in --out")
     parser.add_argument("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
     parser.add_argument("--wandb", nargs="?", const="online", default="", choices=("offline", "online"),
-                        help="also log the metrics to Weights & Biases (default: online)")
+                        help="also log the metrics to Weights & Biases (without a value: online)")
     parser.add_argument("--log-samples", type=_count, default=0, metavar="N",
                         help="write this many sampled sequences per step as text")
     parser.add_argument("--plain", action="store_true", help="print one line per step even on a terminal")

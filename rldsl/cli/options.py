@@ -68,12 +68,13 @@ def together(*options: Callable[..., Any]) -> Callable[..., Any]:
 
 chosen = together(
     click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", callback=_sets,
-                 help="Set a `param` of the program."),
+                 help="Set a `param` of the program; repeatable."),
     click.option("--place", metavar="FILE|MODE", shell_complete=words_or_files(_modes),
-                 help="A file of `place` rules, or how to place the calls: manual, heuristic, search, or one pattern "
-                      "for all calls (d2p2t2, pipe_data, pipe_model)."),
+                 help="A file of `place` rules, or a placement mode: manual, heuristic, search, or one pattern for all "
+                      "calls (d2p2t2, pipe_data, pipe_model)."),
     click.option("--on", "overrides", multiple=True, metavar="RULE",
-                 help="A placement rule that overrides all others: \"actor.train on mesh(0:4) dp=2 tp=2\"."))
+                 help="A placement rule that overrides all others, such as \"actor.train on mesh(0:4) dp=2 tp=2\"; "
+                      "repeatable."))
 
 
 def lengths(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,8 +88,8 @@ def lengths(body: Callable[..., Any]) -> Callable[..., Any]:
         return body(*args, lengths=found, **given)
 
     options: Callable[..., Any] = together(*(
-        click.option(name, type=click.FloatRange(0, min_open=True), help=f"{what} (default: the maximum).")
+        click.option(name, type=click.FloatRange(0, min_open=True), metavar="N", help=f"{what} (default: the maximum).")
         for name, what in (("--prompt-tokens", "Mean number of tokens per prompt"),
                            ("--response-tokens", "Mean number of tokens per response"),
-                           ("--longest", "Tokens in the longest response of a batch"))))(gathered)
+                           ("--longest", "Number of tokens in the longest response of a batch"))))(gathered)
     return options

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 @chosen
 @click.option("-o", "target", type=FILE, default="profile.yaml", show_default=True, metavar="FILE", help="Output file.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]),
-              help="What to measure (default: cuda if available).")
+              help="Device to measure (default: cuda if available).")
 @click.option("--tp", "degrees", multiple=True, type=click.IntRange(1), metavar="N",
-              help="Also measure the models with this tensor parallelism, if they allow it; for `rlc search`.")
-@click.option("--fresh", is_flag=True, help="Repeat existing measurements.")
+              help="Also measure the models with this degree of tensor parallelism, if they support it, for "
+                   "`rlc search`; repeatable.")
+@click.option("--fresh", is_flag=True, help="Measure everything again, including cached measurements.")
 def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
             target: str, device: str | None, degrees: tuple[int, ...], fresh: bool) -> None:
-    """Measure this machine and the models of FILE, for `rlc sim --cluster` and `rlc search`."""
+    """Measure this machine and the models of FILE. The result is a cluster file for `rlc sim` and `rlc search`."""
     from rldsl.commands.profile import profile as work
     from rldsl.files import cache_folder
 
@@ -35,7 +36,7 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 @command
 @click.argument("file", type=FILE)
 @click.option("--cluster", shell_complete=on_cluster, required=True, metavar="CLUSTER",
-              help="A cluster file, or a built-in cluster: h100x8, h100x64.")
+              help="A cluster file, or a built-in cluster such as h100x8 or h100x64.")
 @chosen
 @lengths
 @click.option("--lengths", "like", type=FOLDER, metavar="RUN_DIR",
@@ -44,7 +45,7 @@ def profile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
               help="Write the timeline of the step to this file (Chrome trace JSON).")
 def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
         overrides: tuple[str, ...], lengths: Lengths, like: str | None, trace: str | None) -> None:
-    """Predict how long a step of FILE (a plan or a program) takes on a cluster, and why."""
+    """Predict the step time of FILE on a cluster. FILE is a plan or a program. Also reports what limits the time."""
     from rldsl.commands.sim import sim as work
 
     say(work(file, cluster, sets, place, overrides, lengths, like, settings.output == "json", trace))
@@ -53,13 +54,13 @@ def sim(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place
 _asked = together(
     click.argument("file", type=FILE),
     click.option("--cluster", shell_complete=on_cluster, required=True, metavar="CLUSTER",
-                 help="A cluster file, or a built-in cluster: h100x64."),
+                 help="A cluster file, or a built-in cluster such as h100x64."),
     chosen,
-    click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None,
+    click.option("--seconds", type=click.FloatRange(0, min_open=True), default=None, metavar="SECONDS",
                  help="CPU seconds after which the search stops and reports its best result."),
-    click.option("--memory", type=click.FloatRange(0, min_open=True),
+    click.option("--memory", type=click.FloatRange(0, min_open=True), metavar="GB",
                  help="Memory per device in GB (default: from the cluster)."),
-    click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True,
+    click.option("--gap", type=click.FloatRange(0), default=0.01, show_default=True, metavar="FRACTION",
                  help="Accepted gap to the lower bound; 0 searches until the optimum is proved."),
     lengths)
 
@@ -69,11 +70,11 @@ _asked = together(
 @click.option("-o", "target", type=FILE, metavar="FILE",
               help="Output file (default: FILE with the extension .place.rlf).")
 @click.option("--lock", "locks", multiple=True, metavar="CALL",
-              help="Keep the program's placement of these calls, for example actor.generate or ref.*.")
+              help="Keep the program's placement of these calls, for example actor.generate or ref.*; repeatable.")
 def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
            overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float, lengths: Lengths,
            target: str | None, locks: tuple[str, ...]) -> None:
-    """Find the fastest placement of FILE on a cluster, with a proven lower bound."""
+    """Find the fastest placement of FILE on a cluster. Also proves a lower bound on the step time."""
     from rldsl.commands import search as work
 
     asked = work.SearchRequest(file, cluster, sets, place, overrides, locks, seconds or 0.0, memory or 0.0, gap,
@@ -86,7 +87,8 @@ def search(settings: Settings, file: str, cluster: str, sets: dict[str, Any], pl
 def explain_placement(settings: Settings, file: str, cluster: str, sets: dict[str, Any], place: str | None,
                       overrides: tuple[str, ...], seconds: float | None, memory: float | None, gap: float,
                       lengths: Lengths) -> None:
-    """Compare the placement in FILE, --place and --on with the best one: time, memory, and why it is slower."""
+    """Compare a placement of FILE with the best one. The placement is that of FILE, --place and --on. Reports time,
+    memory, and why it is slower than the best one."""
     from rldsl.commands import search as work
 
     asked = work.SearchRequest(file, cluster, sets, place, overrides, (), seconds or 0.0, memory or 0.0, gap, lengths)

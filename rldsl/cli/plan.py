@@ -13,11 +13,11 @@ from rldsl.diag import Failure
 @click.argument("plan", type=FILE)
 @click.option("--rank", type=int, metavar="R", help="Show only the events of this rank.")
 @click.option("--event", type=int, metavar="N",
-              help="Show one event in full: its ranks, what it reads and writes, and why it exists.")
+              help="Show all details of one event: its ranks, its inputs and outputs, and why it exists.")
 @click.option("--paths", "touched", is_flag=True,
-              help="Show only what a run reads, which Python code it runs, and where it writes.")
+              help="Show only the files that a run reads, the Python code that it runs, and where it writes.")
 def show(settings: Settings, plan: str, rank: int | None, event: int | None, touched: bool) -> None:
-    """Print PLAN as text, or as the JSON that docs/plans.md describes."""
+    """Print PLAN as text or JSON. For the fields of the JSON, see docs/plans.md."""
     from rldsl.commands.show import show
 
     say(show(plan, rank, event, touched, settings.output == "json"))
@@ -29,9 +29,9 @@ def show(settings: Settings, plan: str, rank: int | None, event: int | None, tou
 @click.option("--cluster", shell_complete=on_cluster, metavar="FILE|PRESET",
               help="Also predict the time of a step on this cluster.")
 def diff(settings: Settings, before: str, after: str, cluster: str | None) -> int:
-    """Show what changed from A.plan to B.plan: calls, layouts, inserted events, bytes, memory, time.
+    """Show the differences between two plans. Compares calls, layouts, inserted events, bytes, memory and time.
 
-    Exit status as diff(1): 0 no differences, 1 differences, 2 the files cannot be compared."""
+    Exit status, as for diff(1): 0 if nothing differs, 1 if something does, 2 if the plans cannot be compared."""
     from rldsl.commands.diff import diff
 
     try:
@@ -54,7 +54,7 @@ def _rank(_: click.Context, __: click.Parameter, given: str) -> int | None:
 @click.option("--rank", required=True, metavar="R|all", callback=_rank, help="The rank to emit, or `all`.")
 @click.option("-o", "target", type=FILE, metavar="FILE", help="Output file (default: standard output).")
 def emit(settings: Settings, plan: str, rank: int | None, target: str | None) -> None:
-    """Write PLAN as a Python program, one line per event, to run under torchrun and step through."""
+    """Write PLAN as a Python program. It has one line per event, to run under torchrun and step through."""
     from rldsl.commands.emit import emit
     from rldsl.files import write
 
@@ -69,7 +69,8 @@ def emit(settings: Settings, plan: str, rank: int | None, target: str | None) ->
 @command
 @click.argument("plan", type=FILE)
 def verify(settings: Settings, plan: str) -> None:
-    """Verify PLAN: no deadlock, sound data flow, memory within the limit, and models that are what it records."""
+    """Prove that PLAN can run. Checks that it cannot deadlock, that its data flow is sound, that it fits into memory,
+    and that its models match their directories."""
     from rldsl import api
     from rldsl.plan.codec import decode, plan_id
     from rldsl.verify import verify as prove
@@ -101,7 +102,7 @@ def verify(settings: Settings, plan: str) -> None:
 @click.option("--trace", type=FILE, metavar="FILE",
               help="A recorded timeline of PLAN (`rlc run --trace`), to show next to the simulated one.")
 def report(settings: Settings, plan: str, target: str | None, cluster: str | None, trace: str | None) -> None:
-    """Write PLAN as an HTML page: dataflow, time, memory, and the reason for each event."""
+    """Write PLAN as an HTML page. It shows dataflow, time, memory, and the reason for each event."""
     from rldsl.commands.report import report
     from rldsl.files import write
 

@@ -41,16 +41,17 @@ def _codes() -> Iterable[str]:
 @click.option("--emit", type=click.Choice(["graph", "events", "plan"]),
               help="Print a compilation stage instead of writing a plan.")
 @click.option("--print-after", "after", metavar="PASS", shell_complete=one_of(_passes),
-              help="Print the events as they are after PASS instead; `--print-after list` lists the passes.")
+              help="Print the events after this compiler pass instead of writing a plan; `--print-after list` lists "
+                   "the passes.")
 def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
             target: str | None, emit: Stage | None, after: str | None) -> None:
-    """Compile FILE to a verified plan, and show what it will do."""
+    """Compile FILE to a verified plan and preview the run."""
     from rldsl.commands import compile as work
 
     if (emit or after) and target:
         raise Usage(f"{'--emit' if emit else '--print-after'} prints a stage and writes no plan: omit -o")
     if emit and after:
-        raise Usage("--emit and --print-after each print a stage: leave one out")
+        raise Usage("--emit and --print-after each print a stage: use only one of them")
     if after or emit:
         text = (work.after(after, file, sets, place, overrides) if after else
                 work.stage(cast("Stage", emit), file, sets, place, overrides))
@@ -67,7 +68,7 @@ def compile(settings: Settings, file: str, sets: dict[str, Any], place: str | No
 @click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 def check(settings: Settings, files: tuple[str, ...], sets: dict[str, Any], place: str | None,
           overrides: tuple[str, ...], fix: bool, strict: bool) -> int:
-    """Check FILES for errors without writing a plan; needs no models."""
+    """Find the errors in FILES. Writes no plan and needs no models."""
     from rldsl.commands.check import check
 
     done = {file: check(file, sets, place, fix, overrides) for file in dict.fromkeys(files)}
@@ -88,7 +89,7 @@ def check(settings: Settings, files: tuple[str, ...], sets: dict[str, Any], plac
 
 @command
 def lsp(settings: Settings) -> int:
-    """Run the language server for editors, on standard input and output."""
+    """Run the language server for editors. It communicates over standard input and output."""
     from rldsl.commands.lsp import serve
 
     serve()
@@ -98,10 +99,10 @@ def lsp(settings: Settings) -> int:
 @command
 @click.argument("files", type=FILE, nargs=-1, required=True)
 @click.option("--check", "ask", is_flag=True,
-              help="Write nothing; list the files that would change, and exit with 1 if there are any.")
+              help="Write nothing; list the files that would change, and exit with status 1 if there are any.")
 @click.option("--diff", is_flag=True, help="Write nothing; print a diff.")
 def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> int:
-    """Format FILES: programs, directories of programs, or - (standard input to standard output)."""
+    """Format programs. FILES are programs, directories of programs, or - (from standard input to standard output)."""
     from rldsl.commands.fmt import SHOWN, STDIN, formatted
     from rldsl.files import write
 
@@ -131,7 +132,7 @@ def fmt(settings: Settings, files: tuple[str, ...], ask: bool, diff: bool) -> in
 @click.option("-o", "target", type=FILE, metavar="FILE", help="Output file (default: NAME.rlf; - for standard output).")
 @click.option("--force", is_flag=True, help="Overwrite an existing program.")
 def new(settings: Settings, name: str | None, target: str | None, force: bool) -> None:
-    """Write a commented starter program; without NAME, list the starters."""
+    """Write a commented starter program. Without NAME, list the starters."""
     from rldsl.commands import new as work
     from rldsl.files import write
 
@@ -155,7 +156,7 @@ def new(settings: Settings, name: str | None, target: str | None, force: bool) -
 @command
 @click.argument("code", required=False, shell_complete=one_of(_codes))
 def explain(settings: Settings, code: str | None) -> None:
-    """Explain the message with this CODE; without CODE, list all codes."""
+    """Explain a message code such as RL0202. Without CODE, list all codes."""
     from rldsl import explain as pages
     from rldsl.explain.show import listing, show
 
@@ -175,10 +176,10 @@ def explain(settings: Settings, code: str | None) -> None:
 @click.argument("file", type=FILE)
 @chosen
 @click.option("--format", "form", type=click.Choice(["mermaid", "dot", "svg"]),
-              help="Form of the picture (default: that of the ending of -o, else mermaid).")
+              help="Output format (default: from the extension of -o, else mermaid).")
 @click.option("-o", "target", type=FILE, metavar="FILE",
               help="Output file: .svg, .dot or .mmd (default: standard output).")
-@click.option("--reduce", is_flag=True, help="Leave out links that follow from others (transitive reduction).")
+@click.option("--reduce", is_flag=True, help="Omit edges that follow from others (transitive reduction).")
 def graph(settings: Settings, file: str, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
           form: str | None, target: str | None, reduce: bool) -> None:
     """Draw the dataflow graph of FILE."""

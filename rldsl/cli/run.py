@@ -19,30 +19,30 @@ from rldsl.commands import Usage
               help="Directory for logs and checkpoints (default: runs/PROGRAM, or runs/PROGRAM-2 and so on if that "
                    "holds a run; with --resume or --overwrite, the newest of these).")
 @click.option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
-              help="Resume from the latest checkpoint of the run DIR, or from the checkpoint DIR (without a value: of "
-                   "the run in OUT).")
+              help="Resume from the latest checkpoint of the run in DIR, or from the checkpoint DIR (without DIR: from "
+                   "the latest checkpoint in --out).")
 @click.option("--trace", type=FILE, metavar="FILE",
               help="Write the recorded timeline to this file (Chrome trace JSON).")
-@click.option("--nproc", type=click.IntRange(1), help="Number of processes; must match the plan.")
+@click.option("--nproc", type=click.IntRange(1), metavar="N", help="Number of processes; must match the plan.")
 @click.option("--reward-workers", type=click.IntRange(0), metavar="N",
               help="Worker processes per rank for Python functions; 0 runs them in the rank's own process without a "
                    "time limit.")
 @click.option("--reward-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
-              help="Seconds that a Python function may take per row (default: 60).")
+              help="Time limit per row for Python functions (default: 60).")
 @click.option("--allow-write", type=FOLDER, multiple=True, metavar="DIR",
-              help="Also allow saves to this directory, outside --out and the working directory.")
-@click.option("--overwrite", is_flag=True, help="Delete an earlier run in OUT.")
-@click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard, under OUT/tensorboard.")
+              help="Also allow saves to this directory, outside --out and the working directory; repeatable.")
+@click.option("--overwrite", is_flag=True, help="Delete an earlier run in --out.")
+@click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard, to OUT/tensorboard.")
 @click.option("--wandb", is_flag=False, flag_value="online", type=click.Choice(["offline", "online"]),
               help="Also log the metrics to Weights & Biases (without a value: online).")
 @click.option("--log-samples", type=click.IntRange(0), default=0, metavar="N",
-              help="Write this many sampled sequences per step as text, under OUT/samples.")
+              help="Write this many sampled sequences per step as text, to OUT/samples.")
 @click.option("--plain", is_flag=True, help="Print one line per step even on a terminal.")
 def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str | None, overrides: tuple[str, ...],
         out: str | None, resume: str | None, trace: str | None, nproc: int | None, reward_workers: int | None,
         reward_timeout: float | None, allow_write: tuple[str, ...], overwrite: bool, tensorboard: bool,
         wandb: str | None, log_samples: int, plain: bool) -> int:
-    """Compile FILE (or take a plan) and run it on this machine, one process per rank."""
+    """Compile and run FILE on this machine. FILE may also be a plan. Starts one process per rank."""
     from rldsl.commands.run import run
 
     if file is None and resume:  # `--resume ppo.rlf`: the option took the program for its value
@@ -61,7 +61,7 @@ def run(settings: Settings, file: str | None, sets: dict[str, Any], place: str |
 @command
 @click.argument("folder", type=FOLDER, metavar="[DIR]", default="runs")
 def runs(settings: Settings, folder: str) -> None:
-    """List the runs below DIR (default: runs), with progress and last reward."""
+    """List the runs below DIR (default: runs). Shows their progress and last reward."""
     from rldsl.commands.runs import listing, records
 
     if settings.output == "json":
@@ -74,7 +74,7 @@ def runs(settings: Settings, folder: str) -> None:
 @click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option("--plan", type=FILE, metavar="PLAN", help="The plan of the run, if it is not in DIR.")
 def postmortem(settings: Settings, folder: str, plan: str | None) -> None:
-    """Explain why the run in DIR hung: where its ranks were, and which waited for which."""
+    """Explain why the run in DIR hung. Shows where its ranks were, and which rank waited for which."""
     from rldsl.commands.postmortem import postmortem as work
 
     say(work(folder, plan, settings.output == "json"))
@@ -83,10 +83,11 @@ def postmortem(settings: Settings, folder: str, plan: str | None) -> None:
 @command
 @click.argument("folders", type=FOLDER, metavar="RUN_DIR...", nargs=-1, required=True)
 @click.option("-o", "target", type=FILE, metavar="FILE",
-              help="An .svg or .png file (default: metrics.svg in the first RUN_DIR).")
-@click.option("--metric", "patterns", multiple=True, metavar="NAME", help="A metric or a pattern such as \"actor/*\".")
+              help="Output file, .svg or .png (default: metrics.svg in the first RUN_DIR).")
+@click.option("--metric", "patterns", multiple=True, metavar="NAME",
+              help="A metric, or a pattern such as \"actor/*\", to plot instead of the usual ones; repeatable.")
 def plot(settings: Settings, folders: tuple[str, ...], target: str | None, patterns: tuple[str, ...]) -> None:
-    """Plot the metrics of one or more runs: reward, KL, loss, lengths."""
+    """Plot the metrics of one or more runs. By default these are rewards, KL, losses and lengths."""
     from rldsl.commands.plot import plot
 
     target = target or str(Path(folders[0]) / "metrics.svg")

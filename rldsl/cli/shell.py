@@ -134,13 +134,13 @@ def shared_options(body: Callable[..., Any]) -> Callable[..., Any]:
     """The options that `rlc` and all of its commands have. `--output` is the earlier name of `--output-format`."""
     for option in (
             click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=_choose,
-                         help="Show CPU seconds, and the traceback of internal errors."),
+                         help="Show the CPU time, and the traceback of internal errors."),
             click.option("--output", type=click.Choice(["human", *FORMATS]), hidden=True, expose_value=False,
                          callback=_choose),
             click.option("--json", is_flag=True, expose_value=False, callback=_choose,
-                         help="The same as --output-format json."),
+                         help="Short for --output-format json."),
             click.option("--output-format", type=click.Choice(FORMATS), expose_value=False, callback=_choose,
-                         help="How results and errors are printed (default: text).")):
+                         help="Format of results and errors (default: text).")):
         body = option(body)
     return body
 
