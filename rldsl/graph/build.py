@@ -21,8 +21,8 @@ from rldsl.plan.expr import Scalar
 from rldsl.semantics import options
 from rldsl.semantics.alone import check_alone
 from rldsl.semantics.errors import BAD, Bad, Errors
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.levels import Spaces
-from rldsl.semantics.lower import Lower
 from rldsl.semantics.modules import Modules
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_
@@ -76,7 +76,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     modules = Modules(parse, read, errors)
     module = modules.main(file)
     prelude = modules.prelude()
-    lower = Lower(Spaces(), errors, prelude)
+    exprs = ExpressionBuilder(Spaces(), errors, prelude)
     if place is not None:
         modules.main(ast.File(place.source, ()))  # for the record of sources
         for item in place.items:
@@ -86,7 +86,7 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
                            help="move this to the main program")
     more = tuple(i for i in (place.items if place else ()) if isinstance(i, PLACEMENT))
     items = file.items + more
-    top = _Declarations(module, modules, lower, sets, read, supplied(file.items, more))
+    top = _Declarations(module, modules, exprs, sets, read, supplied(file.items, more))
     for item in items:
         top.add(item)
     for m, f in modules.files:
@@ -103,13 +103,13 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
         top.data[name] = replace(top.data[name], row_format=kind)
         unit = top.data[name].unit
         if unit is not None:
-            options.counts("batch", ROWS[kind], *unit, lower)
-    builder = FlowBuilder(lower, top.models, top.data, top.states)
-    given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, lower,
+            options.counts("batch", ROWS[kind], *unit, exprs)
+    builder = FlowBuilder(exprs, top.models, top.data, top.states)
+    given = options.read(options.FLOW, [(o.name, o.value) for o in flow.options], "a flow", flow.name.span, exprs,
                          scope)
     for node in ast.walk(flow):
         for target in node.targets if isinstance(node, ast.Assign) else ():
-            lower.elsewhere.setdefault(target.name, node.span)
+            exprs.elsewhere.setdefault(target.name, node.span)
     known: dict[str, Meaning] = {s.name: input_(s.name, "batch", "", s.span) for s in top.states.values()}
     body = builder.block(flow.body, Scope(module, scope, known), "flow")
     lora.check(top.models.values(), {n.model for n in g.nodes(body) if isinstance(n, g.Sync)}, errors)
@@ -117,10 +117,10 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
     if isinstance(given, Bad) or any(isinstance(i, ast.Cluster) for i in items) and top.cluster is None:
         return None, tuple(errors.found)
     used = {str(n.attr("function")) for p in builder.programs for n in p.nodes if n.op == "py"}
-    values, frames = tuple(builder.values), tuple(lower.spaces.frames.values())
+    values, frames = tuple(builder.values), tuple(exprs.spaces.frames.values())
     if not errors.found:
         body = prune(body, {v for _, v in builder.metrics})
-        values, frames = tables(body, builder.values, lower.spaces.frames)
+        values, frames = tables(body, builder.values, exprs.spaces.frames)
         frames = tuple(sorted(frames, key=lambda f: f.id in builder.evaluations.frames))  # their seeds: by position
     graph = g.Graph(
         program=file.source.name, flow=flow.name.name, steps=cast(int, given["steps"]), seed=cast(int, given["seed"]),
@@ -137,10 +137,10 @@ def _attempt(file: ast.File, sets: Mapping[str, Scalar], place: ast.File | None,
 class _Declarations:
     """Top-level declarations in program order, each bound in the module as it comes."""
 
-    def __init__(self, module: Module, modules: Modules, lower: Lower, sets: Mapping[str, Scalar],
+    def __init__(self, module: Module, modules: Modules, exprs: ExpressionBuilder, sets: Mapping[str, Scalar],
                  read: Callable[[str], str], placed: Mapping[str, ast.Param]):
         self.placed = placed
-        self.module, self.modules, self.lower, self.sets, self.read = module, modules, lower, sets, read
+        self.module, self.modules, self.exprs, self.sets, self.read = module, modules, exprs, sets, read
         self.scope = Scope(module)
         self.params: list[tuple[str, Scalar]] = []
         self.models: dict[str, g.Model] = {}
@@ -154,31 +154,31 @@ class _Declarations:
             case ast.Param():
                 if item.name.name in self.placed and item is self.placed[item.name.name]:
                     return  # it gave a parameter of the program its value
-                value = param(item, self.sets, self.placed, self.lower, self.scope, self.module.name)
+                value = param(item, self.sets, self.placed, self.exprs, self.scope, self.module.name)
                 self.params.append((item.name.name, value.value if isinstance(value, Term) else ""))
                 self.modules.bind(self.module, item.name, value)
             case ast.State(name=name):
-                initial = declare.state(item, self.lower, self.scope)
+                initial = declare.state(item, self.exprs, self.scope)
                 self.states[name.name] = g.State(name.name, initial, item.span)
                 self.modules.bind(self.module, name, StateRef(name.name))
             case ast.Cluster():
-                made = declare.cluster(item, self.lower, self.scope, self.read)
+                made = declare.cluster(item, self.exprs, self.scope, self.read)
                 if not isinstance(made, Bad):
                     self.cluster = made  # a placement file comes later and wins
             case ast.MeshDecl():
-                mesh = self.lower.eval(item.value, self.scope)
+                mesh = self.exprs.build(item.value, self.scope)
                 if not isinstance(mesh, (MeshValue, Bad)):
-                    mesh = self.lower.errors.add("RL0203", "a mesh is written `mesh(0:8)`", item.value.span)
+                    mesh = self.exprs.errors.add("RL0203", "a mesh is written `mesh(0:8)`", item.value.span)
                 self.modules.bind(self.module, item.name, mesh)
             case ast.ModelDecl():
-                model = declare.model(item, self.lower, self.scope)
+                model = declare.model(item, self.exprs, self.scope)
                 meaning: Meaning = BAD
                 if not isinstance(model, Bad):
                     self.models[item.name.name] = model
                     meaning = ModelRef(model.name, model.head_name, model.optimizer is not None)
                 self.modules.bind(self.module, item.name, meaning)
             case ast.DataDecl():
-                data = declare.data(item, self.lower, self.scope)
+                data = declare.data(item, self.exprs, self.scope)
                 if not isinstance(data, Bad):
                     self.data[item.name.name] = data
                 self.modules.bind(self.module, item.name, BAD if isinstance(data, Bad) else DataRef(data.name))
@@ -186,5 +186,5 @@ class _Declarations:
                 self._rules.append(item)
 
     def placements(self) -> tuple[g.Rule, ...]:
-        made = [(r, declare.clause(r.clause, self.lower, self.scope)) for r in self._rules]
+        made = [(r, declare.clause(r.clause, self.exprs, self.scope)) for r in self._rules]
         return tuple(g.Rule(r.selector, c, r.span) for r, c in made if not isinstance(c, Bad))

@@ -15,7 +15,7 @@ from rldsl.plan.model import Frame
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, NO_VALUE, Bad, suggest
 from rldsl.semantics.levels import source_name
-from rldsl.semantics.losses import lower_loss
+from rldsl.semantics.losses import bind_loss
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import input_
 from rldsl.semantics.values import DataRef, FrameRef, LossRef, LossUse, Meaning, ModelRef, Pairs, describe
@@ -77,7 +77,7 @@ class CallsOfFlow:
         for arg in call.args:
             if arg.name is not None:
                 continue
-            value = self.flow.lower.eval(arg.value, scope)
+            value = self.flow.exprs.build(arg.value, scope)
             if isinstance(value, FrameRef):
                 refs.append(value)
                 continue
@@ -119,7 +119,7 @@ class CallsOfFlow:
     def _options(self, table: dict[str, options.Opt], call: ast.Call, call_name: str, scope: Scope,
                  skip: tuple[str, ...] = ()) -> dict[str, options.Value] | Bad:
         given = [(a.name, a.value) for a in call.args if a.name is not None and a.name.name not in skip]
-        return options.read(table, given, f"`{call_name}`", call.span, self.flow.lower, scope)
+        return options.read(table, given, f"`{call_name}`", call.span, self.flow.exprs, scope)
 
     def _generate(self, owner: ModelRef, call: ast.Call, prompts: FrameRef, scope: Scope, target: str | None,
                   clause: g.Clause | None, span: Span) -> Meaning:
@@ -198,7 +198,7 @@ class CallsOfFlow:
         if not losses:
             return self.errors.add("RL0215", "`train` needs a loss", cast(ast.Attribute, call.func).name.span,
                                    help="write `loss=ppo_clip(...)`")
-        use = self.flow.lower.eval(losses[0].value, scope)
+        use = self.flow.exprs.build(losses[0].value, scope)
         if not isinstance(use, (LossUse, Bad)):
             help_ = "call it: `loss=name(...)`" if isinstance(use, LossRef) else \
                 "declare it with `loss` instead of `fn`"
@@ -227,14 +227,14 @@ class CallsOfFlow:
             second = [a for a in call.args if a.name is None][1]
             return self.errors.add("RL0215", f"`{source_name(refs[1].frame)}` is passed twice", second.span,
                                    "both sides are the same", help="train on `pair.chosen` and `pair.rejected`")
-        parts = minibatches(call, given, refs[0], self.flow.lower, scope)
+        parts = minibatches(call, given, refs[0], self.flow.exprs, scope)
         if isinstance(parts, Bad):
             return BAD
         if target is not None:
             return self.errors.add("RL0212", "`train` returns nothing", span, help="remove the name before `=`")
         node = self.flow.unique(f"{owner.name}.train")
         frames = tuple(r.frame for r in refs)
-        made = lower_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.lower)
+        made = bind_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.exprs)
         if isinstance(made, Bad):
             return BAD
         data = tuple((n, self.flow.materialize(t, "expr", use.spans[n]).name) for n, t in made.data)
@@ -251,7 +251,7 @@ class CallsOfFlow:
         self.flow.items.append(g.Train(
             id=node, reads=tuple(reads), writes=tuple(v for _, v in outputs), span=span, clause=clause,
             model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id,
-            model_outputs=made.fresh, data_inputs=data,
+            model_outputs=made.model_outputs, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
             shuffle=bool(given["shuffle"]) and parts > 1, nonfinite="skip" if skips else "stop"))
         return NO_VALUE

@@ -18,7 +18,7 @@ from rldsl.plan.heads import HEADS
 from rldsl.plan.model import Optimizer
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
-from rldsl.semantics.lower import Lower
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import MeshValue, describe
@@ -29,13 +29,13 @@ FORMATS = ("jsonl", "parquet", "hf")
 FIELDS = ("tokens", "lengths", "columns", "logprobs", "finished", "chosen", "rejected")  # what a batch has anyway
 
 
-def state(decl: ast.State, lower: Lower, scope: Scope) -> float:
+def state(decl: ast.State, exprs: ExpressionBuilder, scope: Scope) -> float:
     """The initial value; 0 after an error."""
-    value = lower.constant(decl.initial, scope)
+    value = exprs.constant(decl.initial, scope)
     if isinstance(value, Bad):
         return 0.0
     if value.dtype != "f32":
-        lower.errors.add("RL0205", f"the state `{decl.name.name}` must be a number", decl.initial.span,
+        exprs.errors.add("RL0205", f"the state `{decl.name.name}` must be a number", decl.initial.span,
                          f"this is {describe(value)}", help=f"for example `state {decl.name.name} = 0.1`")
         return 0.0
     return float(value.value)
@@ -49,43 +49,44 @@ def unknown_sets(sets: Mapping[str, Scalar], declared: set[str], errors: Errors)
                        help=suggest(name, declared))
 
 
-def named(call: ast.Call, lower: Lower, what: str, positional: int = 0) -> list[tuple[ast.Ident, ast.Expr]]:
+def named(call: ast.Call, exprs: ExpressionBuilder, what: str, positional: int = 0) -> list[tuple[ast.Ident, ast.Expr]]:
     """The arguments given by name; extra positional ones are errors."""
     for arg in [a for a in call.args if a.name is None][positional:]:
-        lower.errors.add("RL0204", f"the options of {what} must be named", arg.span, help="write `option=value`")
+        exprs.errors.add("RL0204", f"the options of {what} must be named", arg.span, help="write `option=value`")
     return [(a.name, a.value) for a in call.args if a.name is not None]
 
 
-def _source(call: ast.Expr, allowed: tuple[str, ...], word: str, lower: Lower, scope: Scope) -> tuple[str, str] | Bad:
+def _source(call: ast.Expr, allowed: tuple[str, ...], word: str, exprs: ExpressionBuilder,
+            scope: Scope) -> tuple[str, str] | Bad:
     """(function, path) of `jsonl("path", ...)` or `causal_lm("path")`."""
     if not isinstance(call, ast.Call):
-        return lower.errors.add("RL0203", f"a {word} is written `{allowed[0]}(\"path\", ...)`", call.span,
+        return exprs.errors.add("RL0203", f"a {word} is written `{allowed[0]}(\"path\", ...)`", call.span,
                                 "expected a call")
     name = call.func.name if isinstance(call.func, ast.Name) else ""
     if name not in allowed:
-        return lower.errors.add("RL0101", f"unknown {word} `{call.func.span.text}`", call.func.span,
+        return exprs.errors.add("RL0101", f"unknown {word} `{call.func.span.text}`", call.func.span,
                                 help=suggest(name, allowed))
     if not call.args or call.args[0].name is not None:
-        return lower.errors.add("RL0215", f"`{name}` needs a path", call.func.span, help=f'write `{name}("path")`')
-    path = lower.constant(call.args[0].value, scope)
+        return exprs.errors.add("RL0215", f"`{name}` needs a path", call.func.span, help=f'write `{name}("path")`')
+    path = exprs.constant(call.args[0].value, scope)
     if isinstance(path, Term) and path.dtype != "text":
-        return lower.errors.add("RL0205", "a path must be a string", call.args[0].span, f"this is {describe(path)}",
+        return exprs.errors.add("RL0205", "a path must be a string", call.args[0].span, f"this is {describe(path)}",
                                  help="strings use double quotes: `\"path\"`")
     return (name, str(path.value)) if isinstance(path, Term) else BAD
 
 
-def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
-    source = _source(decl.value, tuple(HEADS), "model", lower, scope)
+def model(decl: ast.ModelDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Model | Bad:
+    source = _source(decl.value, tuple(HEADS), "model", exprs, scope)
     if isinstance(source, Bad):
         return BAD
     if not isinstance(decl.value, ast.Call):
         raise internal_error("a model without a call, which `_source` lets pass")
-    call, lora = adapters.taken(decl.value, lower, scope)
+    call, lora = adapters.taken(decl.value, exprs, scope)
     what = f"`{source[0]}`"
-    given = options.read(options.MODEL, named(call, lower, what, 1), what, call.span, lower, scope)
+    given = options.read(options.MODEL, named(call, exprs, what, 1), what, call.span, exprs, scope)
     optimizer: Optimizer | None | Bad = None
     if decl.optimizer is not None:
-        optimizer = adamw(decl.optimizer, lower, scope)
+        optimizer = adamw(decl.optimizer, exprs, scope)
     if isinstance(given, Bad) or isinstance(optimizer, Bad) or isinstance(lora, Bad):
         return BAD
     return g.Model(decl.name.name, source[0], source[1], optimizer, str(given["dtype"]), decl.span, lora,
@@ -93,56 +94,56 @@ def model(decl: ast.ModelDecl, lower: Lower, scope: Scope) -> g.Model | Bad:
                    call.args[0].value.span)
 
 
-def adamw(call: ast.Expr, lower: Lower, scope: Scope) -> Optimizer | Bad:
+def adamw(call: ast.Expr, exprs: ExpressionBuilder, scope: Scope) -> Optimizer | Bad:
     if not isinstance(call, ast.Call):
-        return lower.errors.add("RL0203", "an optimizer is written `adamw(lr=...)`", call.span, "expected a call")
+        return exprs.errors.add("RL0203", "an optimizer is written `adamw(lr=...)`", call.span, "expected a call")
     name = call.func.name if isinstance(call.func, ast.Name) else call.func.span.text
     if name != "adamw":
-        return lower.errors.add("RL0101", f"unknown optimizer `{name}`", call.func.span, help="write `adamw(lr=...)`")
-    given = named(call, lower, "`adamw`", 1)
+        return exprs.errors.add("RL0101", f"unknown optimizer `{name}`", call.func.span, help="write `adamw(lr=...)`")
+    given = named(call, exprs, "`adamw`", 1)
     if call.args and call.args[0].name is None:
         given = [(ast.Ident(name="lr", span=call.args[0].span), call.args[0].value), *given]
-    values = options.read(options.ADAMW, given, "`adamw`", call.func.span, lower, scope)
+    values = options.read(options.ADAMW, given, "`adamw`", call.func.span, exprs, scope)
     return values if isinstance(values, Bad) else Optimizer(**cast(dict[str, Any], values))
 
 
-def data(decl: ast.DataDecl, lower: Lower, scope: Scope) -> g.Data | Bad:
+def data(decl: ast.DataDecl, exprs: ExpressionBuilder, scope: Scope) -> g.Data | Bad:
     """kind stays "" where the program leaves it to the use."""
-    source = _source(decl.value, FORMATS, "data source", lower, scope)
+    source = _source(decl.value, FORMATS, "data source", exprs, scope)
     if isinstance(source, Bad):
         return BAD
-    written = named(decl.value, lower, f"`{source[0]}`", 1)
-    given = options.read(options.DATA, written, f"`{source[0]}`", decl.value.func.span, lower, scope)
+    written = named(decl.value, exprs, f"`{source[0]}`", 1)
+    given = options.read(options.DATA, written, f"`{source[0]}`", decl.value.func.span, exprs, scope)
     if isinstance(given, Bad):
         return BAD
     kind = str(given.pop("kind") or "")
     numbers = cast(tuple[str, ...], given.pop("numbers"))
     for name in numbers:
         if not name.isidentifier() or name in FIELDS or numbers.count(name) > 1:
-            return lower.errors.add("RL0205", f"the column `{name}` cannot be used as a value", decl.value.span,
+            return exprs.errors.add("RL0205", f"the column `{name}` cannot be used as a value", decl.value.span,
                                     "listed twice" if numbers.count(name) > 1 else "",
                                     help="the name of a number column must be unique and consist of letters, digits "
                                          "and `_`")
     scalars = tuple((k, cast(Scalar, v)) for k, v in given.items())
     return g.Data(decl.name.name, source[0], source[1], kind, scalars, decl.span,
-                  options.given_unit("batch", written, lower, scope), numbers)
+                  options.given_unit("batch", written, exprs, scope), numbers)
 
 
-def cluster(decl: ast.Cluster, lower: Lower, scope: Scope, read: Callable[[str], str]) -> g.Cluster | Bad:
+def cluster(decl: ast.Cluster, exprs: ExpressionBuilder, scope: Scope, read: Callable[[str], str]) -> g.Cluster | Bad:
     given = [(o.name, o.value) for o in decl.options]
     if decl.path is not None:
-        loaded = _cluster_file(decl.path, decl.span, read, lower)
+        loaded = _cluster_file(decl.path, decl.span, read, exprs)
         if isinstance(loaded, Bad):
             return BAD
         own = {i.name for i, _ in given}
         given = [(i, v) for i, v in loaded if i.name not in own] + given
-    values = options.read(options.CLUSTER, given, "`cluster`", decl.span, lower, scope)
+    values = options.read(options.CLUSTER, given, "`cluster`", decl.span, exprs, scope)
     return values if isinstance(values, Bad) else g.Cluster(**cast(dict[str, Any], values), span=decl.span,
                                                             path=decl.path or "")
 
 
 def _cluster_file(path: str, span: Span, read: Callable[[str], str],
-                  lower: Lower) -> list[tuple[ast.Ident, ast.Expr]] | Bad:
+                  exprs: ExpressionBuilder) -> list[tuple[ast.Ident, ast.Expr]] | Bad:
     """What the file of this path says, or else the known node of this name. Speeds are for the simulator."""
     try:
         text = read(path)
@@ -150,39 +151,39 @@ def _cluster_file(path: str, span: Span, read: Callable[[str], str],
         found = clusters.preset(path) if isinstance(error, FileNotFoundError) else None
         if found is None:
             near = get_close_matches(path, clusters.presets(), n=1)
-            return lower.errors.add("RL0103", f"cannot read `{path}`", span, error.strerror or str(error),
+            return exprs.errors.add("RL0103", f"cannot read `{path}`", span, error.strerror or str(error),
                                     help=f"did you mean `{near[0]}`?" if near else "")
     except UnicodeDecodeError as error:
-        return lower.errors.add("RL0103", f"`{path}` is not valid YAML", span, " ".join(str(error).split()))
+        return exprs.errors.add("RL0103", f"`{path}` is not valid YAML", span, " ".join(str(error).split()))
     else:
         try:
             found = clusters.parse(SourceFile(path, text))
         except Failure as failure:
-            return lower.errors.take(failure)
+            return exprs.errors.take(failure)
     said = {k: getattr(found, k) for k in options.CLUSTER}
     return [(ast.Ident(name=k, span=span), ast.Number(value=v, span=span)) for k, v in said.items() if v]
 
 
-def clause(tree: ast.Clause, lower: Lower, scope: Scope) -> g.Clause | Bad:
+def clause(tree: ast.Clause, exprs: ExpressionBuilder, scope: Scope) -> g.Clause | Bad:
     """A placement with its numbers resolved and nothing judged."""
     mesh: g.MeshRef | None = None
     bad = False
     if tree.mesh is not None:
-        value = lower.eval(tree.mesh, scope)
+        value = exprs.build(tree.mesh, scope)
         if isinstance(value, MeshValue):
             mesh = g.MeshRef(value.nodes, value.devices, tree.mesh.span, value.free)
         elif not isinstance(value, Bad):
-            lower.errors.add("RL0203", f"`on` needs a mesh, not {describe(value)}", tree.mesh.span,
+            exprs.errors.add("RL0203", f"`on` needs a mesh, not {describe(value)}", tree.mesh.span,
                              help="write `on mesh(0:8)` or the name of a `mesh`")
         bad = mesh is None
     found: list[tuple[str, Scalar, Span]] = []
     for option in tree.options:
         name, given = option.name.name, option.value
         word = given.name if isinstance(given, ast.Name) and scope.find(given.name) is None else ""
-        scalar = word if word and name in ("backend", "recompute") else lower.scalar(given, scope)
+        scalar = word if word and name in ("backend", "recompute") else exprs.scalar(given, scope)
         unit = {"mbs": "sequences", "mbt": "tokens"}.get(name, "")
         if isinstance(scalar, (Bad, tuple)) or not word and options.counts(
-                name, unit, options.unit_of(given, lower, scope), given.span, lower):
+                name, unit, options.unit_of(given, exprs, scope), given.span, exprs):
             bad = True
         else:
             found.append((name, scalar, option.span))

@@ -45,8 +45,8 @@ class Evaluations:
             self._refuse("`eval` inside a `repeat`", Span(s.span.file, s.span.start, s.data.span.end),
                          "move it to the flow, or into an `every`")
             return
-        ref = self.flow.lower.name(ast.Name(name=s.data.name, span=s.data.span), scope)
-        most = whole("max", s.most, self.flow.lower, scope) if s.most is not None else BATCHES
+        ref = self.flow.exprs.name(ast.Name(name=s.data.name, span=s.data.span), scope)
+        most = whole("max", s.most, self.flow.exprs, scope) if s.most is not None else BATCHES
         if not isinstance(ref, DataRef):
             if not isinstance(ref, Bad):
                 self.errors.add("RL0203", f"`eval` needs a data source, not {describe(ref)}", s.data.span,
@@ -125,7 +125,7 @@ class Evaluations:
     @contextmanager
     def _within(self, data: str) -> Iterator[None]:
         """Random numbers of the block have numbers of their own: those of training stay as they are without it."""
-        ops = self.flow.lower.ops
+        ops = self.flow.exprs.ops
         self.inside, self._fetched = data, None
         outer, ops.draws = ops.draws, APART + self._draws
         try:

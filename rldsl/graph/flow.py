@@ -20,7 +20,7 @@ from rldsl.plan.metrics_file import BUILT_IN, METRICS
 from rldsl.plan.payloads import DEFAULT_SAVE
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad
-from rldsl.semantics.lower import Lower
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.modules import RESERVED
 from rldsl.semantics.options import whole
 from rldsl.semantics.scope import Scope
@@ -33,9 +33,10 @@ from rldsl.syntax import ast
 class FlowBuilder(Computations):
     """Walks the flow once."""
 
-    def __init__(self, lower: Lower, models: dict[str, g.Model], data: dict[str, g.Data], states: dict[str, g.State]):
-        self.lower, self.errors = lower, lower.errors
-        super().__init__(lower.spaces, states)
+    def __init__(self, exprs: ExpressionBuilder, models: dict[str, g.Model], data: dict[str, g.Data],
+                 states: dict[str, g.State]):
+        self.exprs, self.errors = exprs, exprs.errors
+        super().__init__(exprs.spaces, states)
         self.models, self.data = models, data
         self.metrics: list[tuple[str, str]] = []  # (shown name, value)
         self._bound: dict[str, Span] = {}  # name -> where the flow binds it
@@ -45,7 +46,7 @@ class FlowBuilder(Computations):
         self.calls = CallsOfFlow(self)
         self.selections = Selections(self)
         self.evaluations = Evaluations(self)
-        lower.calls = self.calls.nested
+        exprs.calls = self.calls.nested
 
     # ------------------------------------------------------------------------------------------- statements
 
@@ -95,7 +96,7 @@ class FlowBuilder(Computations):
         return None
 
     def clause(self, tree: ast.Clause | None, scope: Scope) -> g.Clause | None:
-        made = declare.clause(tree, self.lower, scope) if tree is not None else None
+        made = declare.clause(tree, self.exprs, scope) if tree is not None else None
         return None if isinstance(made, Bad) else made
 
     def _assign(self, s: ast.Assign, scope: Scope) -> None:
@@ -110,7 +111,7 @@ class FlowBuilder(Computations):
             if unbound:
                 self._bind(s, value, scope)
             return
-        value = self.lower.eval(s.value, scope)
+        value = self.exprs.build(s.value, scope)
         if s.clause is not None and not isinstance(value, Bad):
             self.errors.add("RL0212", "only model calls can be placed", s.clause.span, "this statement calls no model",
                             help="arithmetic runs where its inputs are: remove `on ...`")
@@ -154,7 +155,7 @@ class FlowBuilder(Computations):
 
     def _bind(self, s: ast.Assign, value: Meaning, scope: Scope) -> None:
         inner = Scope(scope.module)
-        self.lower.functions.assign(s, value, inner)
+        self.exprs.functions.assign(s, value, inner)
         for ident in s.targets:
             name = ident.name
             if name in self.states:
@@ -181,13 +182,13 @@ class FlowBuilder(Computations):
         if call:
             self.calls.make(*call, scope, None, self.clause(s.clause, scope), s.span)
             return
-        result = self.lower.eval(value, scope)
+        result = self.exprs.build(value, scope)
         if not isinstance(result, Bad):
             self.errors.add("RL0212", "this statement has no effect", s.span, f"its value is {describe(result)}",
                             help="assign it to a name: `name = ...`")
 
     def _metric(self, s: ast.Metric, name: ast.Ident, value: ast.Expr, scope: Scope, inside: str) -> None:
-        term = self.lower.term(value, scope)
+        term = self.exprs.term(value, scope)
         if isinstance(term, Bad):
             return
         if inside == "until":
@@ -207,14 +208,14 @@ class FlowBuilder(Computations):
             self.metrics.append((name.name, self.materialize(term, name.name, s.span, force=True).name))
 
     def _save(self, s: ast.Save, scope: Scope) -> None:
-        path = self.lower.constant(s.path, scope) if s.path is not None else None
+        path = self.exprs.constant(s.path, scope) if s.path is not None else None
         if isinstance(path, Term) and path.dtype != "text":
             self.errors.add("RL0205", "a path must be a string", path.span)
         if path is not None and len(s.models) > 1 and isinstance(path, Term) and "{model}" not in str(path.value):
             self.errors.add("RL0212", "two models cannot be saved to the same path", s.span,
                             help="write one `save` for each model")
         for ident in s.models:
-            ref = self.lower.name(ast.Name(name=ident.name, span=ident.span), scope)
+            ref = self.exprs.name(ast.Name(name=ident.name, span=ident.span), scope)
             if isinstance(ref, ModelRef):
                 where = str(path.value) if isinstance(path, Term) else DEFAULT_SAVE
                 self.items.append(g.Save(id=self.unique(f"{ref.name}.save"), reads=(), writes=(), span=s.span,
@@ -223,9 +224,9 @@ class FlowBuilder(Computations):
                 self.errors.add("RL0203", f"only models can be saved, not {describe(ref)}", ident.span)
 
     def _checkpoint(self, s: ast.Checkpoint, scope: Scope, inside: str) -> None:
-        period = whole("every", s.period, self.lower, scope)
+        period = whole("every", s.period, self.exprs, scope)
         given = options.read(options.CHECKPOINT, [(o.name, o.value) for o in s.options], "`checkpoint`", s.span,
-                             self.lower, scope)
+                             self.exprs, scope)
         if inside != "flow":
             self.errors.add("RL0212", "`checkpoint` inside a block", s.span,
                             help="it saves the whole run after a step: move it to the flow")
@@ -238,7 +239,7 @@ class FlowBuilder(Computations):
 
     def _nested(self, s: ast.EveryBlock | ast.RepeatBlock, number: ast.Expr, scope: Scope) -> None:
         word = "every" if isinstance(s, ast.EveryBlock) else "repeat"
-        times = whole(word, number, self.lower, scope)
+        times = whole(word, number, self.exprs, scope)
         if word == "every" and times and self._iterations and times > self._iterations:
             self.errors.add("RL0205", f"`every {times}` never runs", number.span,
                             f"it counts the iterations of the enclosing `repeat`, which has only {self._iterations}",

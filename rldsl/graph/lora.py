@@ -14,7 +14,7 @@ from rldsl.graph import model as g
 from rldsl.plan.model import Lora
 from rldsl.semantics import options
 from rldsl.semantics.errors import BAD, Bad, Errors, suggest
-from rldsl.semantics.lower import Lower
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.values import describe
@@ -24,16 +24,16 @@ WORD = "lora"
 FORM = 'write `causal_lm("path", lora(r=8))`'
 
 
-def taken(call: ast.Call, lower: Lower, scope: Scope) -> tuple[ast.Call, Lora | None | Bad]:
+def taken(call: ast.Call, exprs: ExpressionBuilder, scope: Scope) -> tuple[ast.Call, Lora | None | Bad]:
     """The call of a model without its adapter, and the adapter."""
     for i, arg in enumerate(call.args[1:], 1):
         if arg.name is not None and arg.name.name == WORD:
-            return _without(call, i), lower.errors.add("RL0204", "an adapter is not an option", arg.name.span,
+            return _without(call, i), exprs.errors.add("RL0204", "an adapter is not an option", arg.name.span,
                                                        help=FORM)
         if arg.name is None and isinstance(arg.value, ast.Call):
-            return _without(call, i), _read(arg.value, lower, scope)
+            return _without(call, i), _read(arg.value, exprs, scope)
         if arg.name is None and isinstance(arg.value, ast.Name) and arg.value.name == WORD:
-            return _without(call, i), lower.errors.add("RL0203", "`lora` is written with parentheses", arg.span,
+            return _without(call, i), exprs.errors.add("RL0203", "`lora` is written with parentheses", arg.span,
                                                        help=FORM)
     return call, None
 
@@ -42,25 +42,25 @@ def _without(call: ast.Call, i: int) -> ast.Call:
     return replace(call, args=call.args[:i] + call.args[i + 1 :])
 
 
-def _read(call: ast.Call, lower: Lower, scope: Scope) -> Lora | Bad:
+def _read(call: ast.Call, exprs: ExpressionBuilder, scope: Scope) -> Lora | Bad:
     if not isinstance(call.func, ast.Name) or call.func.name != WORD:
-        return lower.errors.add("RL0101", f"unknown adapter `{call.func.span.text}`", call.func.span,
+        return exprs.errors.add("RL0101", f"unknown adapter `{call.func.span.text}`", call.func.span,
                                 help=suggest(call.func.span.text, (WORD,)))
     unnamed = [a for a in call.args if a.name is None]
     given = [(a.name, a.value) for a in call.args if a.name is not None]
     if not unnamed:
-        values = options.read(options.LORA, given, "`lora`", call.func.span, lower, scope)
+        values = options.read(options.LORA, given, "`lora`", call.func.span, exprs, scope)
         return values if isinstance(values, Bad) else Lora(**cast(dict[str, Any], values))
-    path = lower.constant(unnamed[0].value, scope)
+    path = exprs.constant(unnamed[0].value, scope)
     if not isinstance(path, Term):
         return BAD
     if path.dtype != "text":
-        return lower.errors.add("RL0205", "the only positional argument of `lora` is the directory of an adapter",
+        return exprs.errors.add("RL0205", "the only positional argument of `lora` is the directory of an adapter",
                                 unnamed[0].span, f"this is {describe(path)}",
                                 help="options such as the rank must be named: `r=8`")
     if len(call.args) > 1:
         other = next(a for a in call.args if a is not unnamed[0])
-        return lower.errors.add("RL0204", "the directory defines the rank, alpha and targets of its adapter",
+        return exprs.errors.add("RL0204", "the directory defines the rank, alpha and targets of its adapter",
                                 other.span, help="remove the other options")
     return Lora(0, 0.0, (), path=str(path.value))
 

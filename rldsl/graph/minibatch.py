@@ -11,8 +11,8 @@ from math import isqrt
 from typing import cast
 
 from rldsl.semantics.errors import Bad
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.levels import source_name
-from rldsl.semantics.lower import Lower
 from rldsl.semantics.options import Value, unit_of
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.units import differ
@@ -22,11 +22,12 @@ from rldsl.syntax import ast
 UNITS = {"generated": ("sequences", "prompts"), "answers": ("sequences",), "pairs": ("pairs",)}  # the first is a row
 
 
-def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, lower: Lower, scope: Scope) -> int | Bad:
+def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, exprs: ExpressionBuilder,
+                scope: Scope) -> int | Bad:
     """Errors: RL0205 does not divide, RL0213 the size of the batch is not known, RL0215 both options, RL0218 unit."""
     size = cast("int | None", given["minibatch"])
     args = {a.name.name: a for a in call.args if a.name is not None}
-    frame, add = batch.frame, lower.errors.add
+    frame, add = batch.frame, exprs.errors.add
     if size is None:
         count = cast(int, given["minibatches"])
         if count > frame.count and not frame.present_in:
@@ -38,7 +39,7 @@ def minibatches(call: ast.Call, given: Mapping[str, Value], batch: FrameRef, low
         return add("RL0215", "`minibatch` and `minibatches` cannot be combined", tree.span,
                    help="give one of them: `minibatch` is the size, `minibatches` the number")
     legal = UNITS[batch.contents]
-    unit = unit_of(tree.value, lower, scope) or legal[0]
+    unit = unit_of(tree.value, exprs, scope) or legal[0]
     if all(differ(unit, u) for u in legal):
         return add("RL0218", f"`minibatch` of `{source_name(frame)}` counts {' or '.join(legal)}, not {unit}",
                    tree.value.span, f"this is in {unit}", help=f"give it in {legal[0]}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from rldsl.diag import Label
 from rldsl.plan.expr import Scalar
 from rldsl.semantics.errors import BAD, Bad, suggest
-from rldsl.semantics.lower import Lower
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.options import shown
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const
@@ -25,33 +25,33 @@ SHOWN = {bool: "true or false", int: "an integer", float: "a number", str: "a st
 _NUMBER = re.compile(r"([+-]?[0-9.][0-9_.]*(?:[eE][+-]?[0-9]+)?)([kM]?)")
 
 
-def param(decl: ast.Param, sets: Mapping[str, Scalar], placed: Mapping[str, ast.Param], lower: Lower, scope: Scope,
-          program: str) -> Term | Bad:
+def param(decl: ast.Param, sets: Mapping[str, Scalar], placed: Mapping[str, ast.Param], exprs: ExpressionBuilder,
+          scope: Scope, program: str) -> Term | Bad:
     """The value of one parameter. placed: the placement file's. program: the file to name in advice.
     Errors: RL0101 unknown type, RL0113 no value, RL0205 wrong type, RL0215 neither type nor default, RL0218 wrong
     unit."""
     name = decl.name.name
-    kind = _kind(decl, lower)
-    if isinstance(kind, Bad) or name in placed and isinstance(_kind(placed[name], lower), Bad):
+    kind = _kind(decl, exprs)
+    if isinstance(kind, Bad) or name in placed and isinstance(_kind(placed[name], exprs), Bad):
         return BAD
     if kind is None and decl.default is None:
-        return lower.errors.add("RL0215", f"the parameter `{name}` has neither a type nor a default", decl.span,
+        return exprs.errors.add("RL0215", f"the parameter `{name}` has neither a type nor a default", decl.span,
                                 help=f"write `param {name}: number` or `param {name} = ...`")
     source = decl.default
     if source is None and name in placed:
         source = placed[name].default
     default: Term | None = None
     if source is not None:
-        found = _default(name, source, kind, lower, scope)
+        found = _default(name, source, kind, exprs, scope)
         if isinstance(found, Bad):
             return BAD
         default = found
     if name in sets:
-        return _given(decl, sets[name], kind, default, lower)
+        return _given(decl, sets[name], kind, default, exprs)
     if default is not None:
         return default
     file = program if program.endswith(".rlf") else "FILE"
-    return lower.errors.add("RL0113", f"the parameter `{name}` has no value", decl.name.span, "it has no default",
+    return exprs.errors.add("RL0113", f"the parameter `{name}` has no value", decl.name.span, "it has no default",
                             help=f"`rlc compile {file} --set {name}=...`")
 
 
@@ -61,27 +61,28 @@ def supplied(program: Sequence[ast.Declaration], placement: Sequence[ast.Declara
     return {d.name.name: d for d in placement if isinstance(d, ast.Param) and d.name.name in bare}
 
 
-def _kind(decl: ast.Param, lower: Lower) -> type | None | Bad:
+def _kind(decl: ast.Param, exprs: ExpressionBuilder) -> type | None | Bad:
     """The declared type; None where none is."""
     if decl.type is None:
         return None
-    return TYPES.get(decl.type.name) or lower.errors.add("RL0101", f"unknown type `{decl.type.name}`", decl.type.span,
+    return TYPES.get(decl.type.name) or exprs.errors.add("RL0101", f"unknown type `{decl.type.name}`", decl.type.span,
                                                          help=suggest(decl.type.name, TYPES))
 
 
-def _default(name: str, tree: ast.Expr, kind: type | None, lower: Lower, scope: Scope) -> Term | Bad:
+def _default(name: str, tree: ast.Expr, kind: type | None, exprs: ExpressionBuilder, scope: Scope) -> Term | Bad:
     """The constant of the program's text, as the declared type."""
-    value = lower.constant(tree, scope)
+    value = exprs.constant(tree, scope)
     if isinstance(value, Bad) or kind is None:
         return value
     typed = fit(kind, value.value)
     if typed is None:
-        return lower.errors.add("RL0205", f"`{name}` must be {SHOWN[kind]}", tree.span,
+        return exprs.errors.add("RL0205", f"`{name}` must be {SHOWN[kind]}", tree.span,
                                 f"this is {shown(value.value)}")
     return const(typed, value.span, value.unit)
 
 
-def _given(decl: ast.Param, given: Scalar, kind: type | None, default: Term | None, lower: Lower) -> Term | Bad:
+def _given(decl: ast.Param, given: Scalar, kind: type | None, default: Term | None,
+           exprs: ExpressionBuilder) -> Term | Bad:
     """What --set gave, converted to the declared type, else to the default's; its unit must be the default's."""
     name = decl.name.name
     like = kind or (type(default.value) if default is not None else str)
@@ -89,11 +90,11 @@ def _given(decl: ast.Param, given: Scalar, kind: type | None, default: Term | No
     if converted is None:
         because = f"the default is {shown(default.value)}" if kind is None and default is not None else \
             f"declared as `{decl.type.name}`" if decl.type is not None else ""
-        return lower.errors.add("RL0205", f"--set {name}={given} is not {SHOWN[like]}", _typed(name, given),
+        return exprs.errors.add("RL0205", f"--set {name}={given} is not {SHOWN[like]}", _typed(name, given),
                                 labels=(Label(decl.span, because),))
     usual = default.unit.word if default is not None else ""
     if unit and usual and differ(unit, usual):
-        return lower.errors.add("RL0218", f"--set {name}={given} counts {unit}, and `{name}` counts {usual}",
+        return exprs.errors.add("RL0218", f"--set {name}={given} counts {unit}, and `{name}` counts {usual}",
                                 _typed(name, given), f"this is in {unit}",
                                 labels=(Label(decl.span, f"the default is in {usual}"),), help=f"give it in {usual}")
     return const(converted, decl.span, Unit(unit or usual))

@@ -34,7 +34,7 @@ STANDARD = ("tokens", "logprobs", "finished")
 class Selections:
     def __init__(self, flow: FlowBuilder):
         self.flow, self.errors, self.spaces = flow, flow.errors, flow.spaces
-        flow.lower.ops.narrow = self.narrow
+        flow.exprs.ops.restrict = self.restrict
 
     # ------------------------------------------------------------------------------------------- selections
 
@@ -42,7 +42,7 @@ class Selections:
         """`target = value where condition`. target: None when the name cannot be bound."""
         if s.where is None:
             raise internal_error("a selection without a condition")
-        value, condition = self.flow.lower.eval(s.value, scope), self.flow.lower.term(s.where, scope)
+        value, condition = self.flow.exprs.build(s.value, scope), self.flow.exprs.term(s.where, scope)
         if isinstance(value, Bad) or isinstance(condition, Bad):
             return BAD
         if not isinstance(value, (FrameRef, Pairs)):
@@ -86,13 +86,13 @@ class Selections:
                             tree.span,
                             f"this is {describe(term)}", help=help_)
         else:
-            here = self.flow.lower.ops.to_space(term, self.spaces.of(frame, term.level))
+            here = self.flow.exprs.ops.to_space(term, self.spaces.of(frame, term.level))
             if here is None:
                 name = source_name(frame)
                 self.errors.add("RL0202", f"the condition belongs to {self.spaces.shown(term)}, not to `{name}`",
                                 tree.span, help=f"compute it from `{name}`, for example `len({name}) > 8`")
                 return None
-            wide = here if here.level == "seq" else self.flow.lower.ops.widen(here, "seq", frame)
+            wide = here if here.level == "seq" else self.flow.exprs.ops.broadcast(here, "seq", frame)
             return self.flow.materialize(wide, "where", tree.span)
         return None
 
@@ -115,7 +115,7 @@ class Selections:
     def _of(self, id: str) -> list[Value]:
         return [v for v in self.flow.values if v.id == id]
 
-    def narrow(self, term: Term, space: str) -> Term:
+    def restrict(self, term: Term, space: str) -> Term:
         """The values of `term` for the rows of the selection that has `space`."""
         value = self.flow.materialize(term, "expr", term.span)
         frame = next(f for f in self.spaces.frames.values()
@@ -137,7 +137,7 @@ class Selections:
                             help="combine the conditions: `until a and b max N`" if inside == "until" else
                             "move it to the flow; for more iterations, increase the steps of the flow")
             return
-        iterations = whole("max", s.most, self.flow.lower, scope)
+        iterations = whole("max", s.most, self.flow.exprs, scope)
         before = set(self.spaces.frames)
         inner = Scope(scope.module, scope)
         outer, self.flow.items = self.flow.items, []
@@ -151,7 +151,7 @@ class Selections:
         if iterations is not None:
             after = self.collected(inner, before, iterations, _head(s), "a `repeat ... until`")
             now = {n: v for n, v in inner.names.items() if isinstance(v, Term) and v.level == "batch"}
-            condition = self.flow.lower.term(s.condition, Scope(scope.module, scope, now | after))
+            condition = self.flow.exprs.term(s.condition, Scope(scope.module, scope, now | after))
             if isinstance(condition, Term) and (condition.dtype != "bool" or condition.level != "batch"):
                 self.errors.add("RL0203", "`until` needs a single condition for the whole batch", s.condition.span,
                                 f"this is {describe(condition)}", help="for example `until count(kept) >= 512`")

@@ -26,7 +26,7 @@ def sync(flow: FlowBuilder, s: ast.Sync | ast.Ema, scope: Scope) -> None:
     """Append the items of one statement to the flow."""
     target, source = _model(flow, s.target, scope), _model(flow, s.source, scope)
     decay = _decay(flow, s.decay, scope) if isinstance(s, ast.Ema) else 0.0
-    period = whole("every", s.period, flow.lower, scope) if s.period is not None else 1
+    period = whole("every", s.period, flow.exprs, scope) if s.period is not None else 1
     if target is None or source is None or decay is None or period is None or not _fit(flow, s, target, source):
         return
     word = "ema" if isinstance(s, ast.Ema) else "sync"
@@ -36,7 +36,7 @@ def sync(flow: FlowBuilder, s: ast.Sync | ast.Ema, scope: Scope) -> None:
 
 
 def _model(flow: FlowBuilder, ident: ast.Ident, scope: Scope) -> ModelRef | None:
-    found = flow.lower.name(ast.Name(name=ident.name, span=ident.span), scope)
+    found = flow.exprs.name(ast.Name(name=ident.name, span=ident.span), scope)
     if isinstance(found, ModelRef):
         return found
     if not isinstance(found, Bad):
@@ -45,7 +45,7 @@ def _model(flow: FlowBuilder, ident: ast.Ident, scope: Scope) -> ModelRef | None
 
 
 def _decay(flow: FlowBuilder, tree: ast.Expr, scope: Scope) -> float | None:
-    value = flow.lower.constant(tree, scope)
+    value = flow.exprs.constant(tree, scope)
     if not isinstance(value, Term):
         return None
     if value.dtype != "f32" or not 0 <= float(value.value) <= 1:

@@ -45,8 +45,8 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
     match tree:
         case ast.FnDecl(doc=doc):
             return _page(f"fn {signature(symbol)[0]}", doc)
-        case ast.LossDecl(doc=doc, fresh=fresh):
-            outputs = ", ".join(p.span.text for p in fresh)
+        case ast.LossDecl(doc=doc, model_outputs=model_outputs):
+            outputs = ", ".join(p.span.text for p in model_outputs)
             return _page(f"loss {signature(symbol)[0]}", doc,
                          f"takes the outputs `{outputs}` of the model being trained")
         case ast.PyFunction():

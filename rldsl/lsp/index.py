@@ -142,8 +142,8 @@ class _Walker:
         match item:
             case ast.FnDecl(name=name, params=params, body=body):
                 self._function(name.name, params, body)
-            case ast.LossDecl(name=name, fresh=fresh, data=data, body=body):
-                self._function(name.name, fresh + data, body)
+            case ast.LossDecl(name=name, model_outputs=model_outputs, data=data, body=body):
+                self._function(name.name, model_outputs + data, body)
             case ast.Flow(name=name, options=options, body=body):
                 for option in options:
                     self.expr(option.value)

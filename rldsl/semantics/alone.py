@@ -9,9 +9,9 @@ from typing import cast
 
 from rldsl.plan.model import Frame
 from rldsl.semantics.errors import BAD, Bad, Errors
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.levels import ANY, Spaces
 from rldsl.semantics.losses import check_body
-from rldsl.semantics.lower import Lower
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, const, input_
 from rldsl.semantics.values import Module
@@ -25,34 +25,34 @@ def check_alone(module: Module, file: ast.File, errors: Errors, prelude: Module)
     for item in file.items:
         if not isinstance(item, (ast.FnDecl, ast.LossDecl)):
             continue
-        lower = Lower(Spaces(), errors, prelude)
-        lower.spaces.add(frame)
+        exprs = ExpressionBuilder(Spaces(), errors, prelude)
+        exprs.spaces.add(frame)
         before = len(errors.found)
         if isinstance(item, ast.FnDecl):
-            lower.functions.active.append(item)
-            scope = _inputs(item.params, frame, lower, Scope(module))
-            result, _, _ = lower.functions.body(item.body, scope, item.name.span, "fn")
+            exprs.functions.active.append(item)
+            scope = _inputs(item.params, frame, exprs, Scope(module))
+            result, _, _ = exprs.functions.body(item.body, scope, item.name.span, "fn")
             if result is not None:
-                lower.functions.declared(item, result)
+                exprs.functions.declared(item, result)
         else:
-            scope = _inputs(item.fresh + item.data, frame, lower, Scope(module))
-            check_body(item, scope, {p.name.name for p in item.fresh}, lower)
+            scope = _inputs(item.model_outputs + item.data, frame, exprs, Scope(module))
+            check_body(item, scope, {p.name.name for p in item.model_outputs}, exprs)
         if len(errors.found) > before:
             module.broken.add(item.name.name)
 
 
-def _inputs(params: tuple[ast.Parameter, ...], frame: Frame, lower: Lower, scope: Scope) -> Scope:
+def _inputs(params: tuple[ast.Parameter, ...], frame: Frame, exprs: ExpressionBuilder, scope: Scope) -> Scope:
     """Parameters as inputs over one frame; plain ones with a default are that constant."""
     for p in params:
         value: Term | Bad
-        level = "batch" if p.level is None else "token" if p.level.name == ANY else lower.level(p.level)
+        level = "batch" if p.level is None else "token" if p.level.name == ANY else exprs.level(p.level)
         if p.level is None and p.default is not None:
-            value = lower.constant(p.default, scope)
+            value = exprs.constant(p.default, scope)
         elif level is None:
             value = BAD
         else:
-            value = input_(p.name.name, level, lower.spaces.of(frame, level), p.span)
+            value = input_(p.name.name, level, exprs.spaces.of(frame, level), p.span)
         if isinstance(value, Term) and value.constant:
             value = const(value.value, p.span, value.unit)
-        lower.functions.bind(p.name, cast(Term, value), scope)
+        exprs.functions.bind(p.name, cast(Term, value), scope)
     return scope

@@ -51,10 +51,10 @@ def bind(name: str, params: tuple[ast.Parameter, ...], expr: ast.Call, errors: E
 
 
 def accept(params: tuple[ast.Parameter, ...], values: dict[str, Term], spans: dict[str, Span], ops: Operators, *,
-           widen: bool, frames: tuple[Frame, ...] = ()) -> dict[str, Term] | Bad:
-    """Check each value against the level of its parameter. One number stands for any level; with `widen`, every
-    coarser value does. frames: over what to repeat it; by default the finest argument decides. Two sides of a row
-    share sequences, and not tokens."""
+           broadcast: bool, frames: tuple[Frame, ...] = ()) -> dict[str, Term] | Bad:
+    """Check each value against the level of its parameter. A single number is broadcast to any level; with `broadcast`,
+    every coarser value is. frames: over which; by default the finest argument decides. The two sides of a pair share
+    sequences, and not tokens."""
     frame = frames[0] if frames else None
     if frame is None and values:
         finest = max(values.values(), key=lambda t: depth(t.level))
@@ -64,7 +64,7 @@ def accept(params: tuple[ast.Parameter, ...], values: dict[str, Term], spans: di
     for param in params:
         name = param.name.name
         tokens = param.level is not None and param.level.name == "token"
-        result = _fit(param, values[name], spans[name], ops, widen, None if tokens and len(frames) > 1 else frame)
+        result = _fit(param, values[name], spans[name], ops, broadcast, None if tokens and len(frames) > 1 else frame)
         if isinstance(result, Bad):
             bad = True
         else:
@@ -72,7 +72,7 @@ def accept(params: tuple[ast.Parameter, ...], values: dict[str, Term], spans: di
     return BAD if bad else out
 
 
-def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, widen: bool,
+def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, broadcast: bool,
          frame: Frame | None) -> Term | Bad:
     name, errors = param.name.name, ops.errors
     declared = Label(param.span, "declared here")
@@ -91,10 +91,10 @@ def _fit(param: ast.Parameter, value: Term, span: Span, ops: Operators, widen: b
     if value.level == level or param.level.name == ANY:
         return value
     coarser = depth(value.level) < depth(level)
-    if coarser and frame is not None and (widen or value.level == "batch"):
+    if coarser and frame is not None and (broadcast or value.level == "batch"):
         here = ops.to_space(value, ops.spaces.of(frame, value.level))
         if here is not None:
-            return ops.widen(here, level, frame)
+            return ops.broadcast(here, level, frame)
     if coarser:
         help_ = "`at_end(x)` puts a seq value at the last token" if (value.level, level) == ("seq", "token") else ""
     else:

@@ -17,13 +17,15 @@ from rldsl.semantics.values import FrameRef, Meaning, MeshValue, Pairs, describe
 from rldsl.syntax import ast
 
 if TYPE_CHECKING:
-    from rldsl.semantics.lower import Lower
+    from rldsl.semantics.expressions import ExpressionBuilder
     from rldsl.semantics.scope import Scope
 
 
 class Builtins:
-    def __init__(self, lower: Lower):
-        self.lower, self.errors = lower, lower.errors
+    """Calls of built-in functions, and of `mesh`."""
+
+    def __init__(self, exprs: ExpressionBuilder):
+        self.exprs, self.errors = exprs, exprs.errors
 
     def mesh(self, expr: ast.Call, scope: Scope) -> MeshValue | Bad:
         """mesh(a:b), mesh(n0:n1, d0:d1), or mesh(8)."""
@@ -31,7 +33,7 @@ class Builtins:
         for arg in expr.args:
             if not isinstance(arg.value, ast.Range):
                 return self._size(expr, arg, scope)
-            ends = [self.lower.constant(e, scope) for e in (arg.value.start, arg.value.stop)]
+            ends = [self.exprs.constant(e, scope) for e in (arg.value.start, arg.value.stop)]
             numbers = [e.value for e in ends if isinstance(e, Term)]
             if len(numbers) < 2:
                 return BAD
@@ -53,7 +55,7 @@ class Builtins:
         if len(expr.args) != 1 or arg.name is not None:
             return self.errors.add("RL0203", "`mesh` takes ranges, or a number of ranks", arg.span,
                                    help="write `mesh(0:8)`, or `mesh(8)` for any 8 ranks, chosen by the compiler")
-        size = self.lower.constant(arg.value, scope)
+        size = self.exprs.constant(arg.value, scope)
         if isinstance(size, Bad):
             return BAD
         if type(size.value) is not int or size.unit.word or not 1 <= size.value <= MOST_RANKS:
@@ -63,23 +65,24 @@ class Builtins:
         return MeshValue(None, (0, size.value), expr.span, free=True)
 
     def call(self, name: str, expr: ast.Call, scope: Scope) -> Meaning:
+        """A call of a built-in function, by position and with its options, which are constants."""
         builtin = BUILTINS[name]
         args: list[Meaning] = []
-        unbiased: Term | Bad | None = None
+        options: dict[str, Term | Bad] = {}
         for arg in expr.args:
             if arg.name is None:
-                args.append(self.lower.eval(arg.value, scope))
+                args.append(self.exprs.build(arg.value, scope))
             elif arg.name.name in builtin.options:
-                unbiased = self.lower.constant(arg.value, scope)
+                options[arg.name.name] = self.exprs.constant(arg.value, scope)
             else:
                 return self.errors.add("RL0107", f"`{name}` has no argument `{arg.name.name}`", arg.name.span)
         least, most = builtin.least, builtin.most
         if not least <= len(args) <= most:
             wanted = (str(least) if least == most else f"{least} or {most}" if most == least + 1 else
-                      f"at least {least}")
+                      f"at least {least}" if len(args) < least else f"at most {most}")
             return self.errors.add("RL0204", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}, "
                                    f"not {len(args)}", expr.func.span)
-        if any(isinstance(a, Bad) for a in (*args, unbiased)):
+        if any(isinstance(a, Bad) for a in (*args, *options.values())):
             return BAD
         reducing = builtin.form == "reduction" or builtin.form == "either" and len(args) == 1
         if expr.by is not None and not reducing:
@@ -90,10 +93,10 @@ class Builtins:
                                    f"`{source_name(args[0].frame)}` contains only prompts",
                                    help="generate responses first, or load answers")
         if builtin.form == "sequence":
-            return self.lower.ops.sequence(name, args, expr.span)
+            return self.exprs.ops.sequence(name, args, expr.span)
         if name == "count" and isinstance(args[0], FrameRef | Pairs):  # its rows: as many as have a length
             rows = args[0].chosen if isinstance(args[0], Pairs) else args[0]
-            args = [self.lower.ops.sequence("len", [rows], expr.span)]
+            args = [self.exprs.ops.sequence("len", [rows], expr.span)]
         given = [a for a in expr.args if a.name is None]
         for value, tree in zip(args, given, strict=True):
             if not isinstance(value, Term):
@@ -104,22 +107,22 @@ class Builtins:
         if builtin.form == "special":
             return SPECIAL[name](self, terms, expr)
         if reducing:
-            to = self.lower.level(expr.by) if expr.by else "batch"
-            flag = unbiased.value if isinstance(unbiased, Term) else True
-            return BAD if to is None else self.lower.ops.reduce(name, terms[0], to, expr.span, bool(flag))
-        return self.lower.ops.apply(name, terms, expr.span)
+            to = self.exprs.level(expr.by) if expr.by else "batch"
+            constants = {n: o.value for n, o in options.items() if isinstance(o, Term)}
+            return BAD if to is None else self.exprs.ops.reduce(name, terms[0], to, expr.span, constants)
+        return self.exprs.ops.apply(name, terms, expr.span)
 
     def clip(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
         """clip(x, low, high): min(max(x, low), high)."""
         x, low, high = terms
-        above = self.lower.ops.apply("max", (x, low), expr.span)
-        return BAD if isinstance(above, Bad) else self.lower.ops.apply("min", (above, high), expr.span)
+        above = self.exprs.ops.apply("max", (x, low), expr.span)
+        return BAD if isinstance(above, Bad) else self.exprs.ops.apply("min", (above, high), expr.span)
 
     def quantile(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
-        return self.lower.ops.quantile(terms[0], terms[1], expr.span)
+        return self.exprs.ops.quantile(terms[0], terms[1], expr.span)
 
     def uniform(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
-        return self.lower.ops.uniform(terms[0], expr.span)
+        return self.exprs.ops.uniform(terms[0], expr.span)
 
     def choice(self, terms: tuple[Term, ...], expr: ast.Call) -> Term | Bad:
         """choice(word, "a", "b"): the word, which must be one of the others; known at compile time."""

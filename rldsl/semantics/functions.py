@@ -19,19 +19,19 @@ from rldsl.source import Span
 from rldsl.syntax import ast
 
 if TYPE_CHECKING:
-    from rldsl.semantics.lower import Lower
+    from rldsl.semantics.expressions import ExpressionBuilder
 
 
-UNFOLDED = 2_000  # calls of functions in one program; each that calls another twice doubles them
+MAX_INLINED = 2_000  # calls of functions in one program; each function that calls another twice doubles them
 
 
 class Functions:
-    """active: the functions being inlined, outermost first. unfolded: how many calls were inlined so far."""
+    """Inlines calls of functions and keeps the arguments of losses."""
 
-    def __init__(self, lower: Lower):
-        self.lower, self.errors = lower, lower.errors
-        self.active: list[ast.FnDecl | ast.LossDecl] = []
-        self.unfolded = 0
+    def __init__(self, exprs: ExpressionBuilder):
+        self.exprs, self.errors = exprs, exprs.errors
+        self.active: list[ast.FnDecl | ast.LossDecl] = []  # being inlined, outermost first
+        self.num_inlined = 0  # calls so far
 
     def arguments(self, decl: ast.FnDecl | ast.LossDecl, params: tuple[ast.Parameter, ...], module: Module,
                   expr: ast.Call, scope: Scope) -> tuple[dict[str, Term], dict[str, Span]] | Bad:
@@ -44,7 +44,7 @@ class Functions:
         bad = False
         for param in params:
             tree = given.get(param.name.name)
-            value = self.lower.term(tree, scope) if tree else self.default(decl, param, module)
+            value = self.exprs.term(tree, scope) if tree else self.default(decl, param, module)
             if isinstance(value, Bad):
                 bad = True
                 continue
@@ -58,7 +58,7 @@ class Functions:
             return self.errors.add("RL0217", f"`{decl.name.name}` calls itself", param.default.span,
                                    help="functions are inlined, so they cannot be recursive")
         self.active.append(decl)
-        value = self.lower.constant(param.default, Scope(module))
+        value = self.exprs.constant(param.default, Scope(module))
         self.active.pop()
         return value
 
@@ -70,10 +70,10 @@ class Functions:
         if decl in self.active:
             return self.errors.add("RL0217", f"`{name}` calls itself", expr.span,
                                    help="functions are inlined, so they cannot be recursive")
-        self.unfolded += 1
-        if self.unfolded > UNFOLDED:
-            return BAD if self.unfolded > UNFOLDED + 1 else self.too_many(expr)
-        values = accept(decl.params, *bound, self.lower.ops, widen=False)
+        self.num_inlined += 1
+        if self.num_inlined > MAX_INLINED:
+            return BAD if self.num_inlined > MAX_INLINED + 1 else self.too_many(expr)
+        values = accept(decl.params, *bound, self.exprs.ops, broadcast=False)
         if isinstance(values, Bad):
             return BAD
         inner = Scope(ref.module, names=dict(values))
@@ -92,7 +92,7 @@ class Functions:
         """Said at the outermost call, once in a program."""
         trail, self.errors.trail = self.errors.trail, []
         if not any(d.code == "RL0219" for d in self.errors.found):
-            self.errors.add("RL0219", f"inlining functions gives more than {UNFOLDED:,} calls",
+            self.errors.add("RL0219", f"inlining functions gives more than {MAX_INLINED:,} calls",
                             trail[0] if trail else expr.func.span, "this call expands to too many",
                             help="a function that calls another one twice doubles the size: call it once and use the "
                                  "result twice")
@@ -109,7 +109,7 @@ class Functions:
         for value, ident in zip(result, decl.returns, strict=False):  # no `->`: nothing is declared
             if ident.name == ANY:
                 continue
-            level = self.lower.level(ident)
+            level = self.exprs.level(ident)
             if level is not None and depth(value.level) > depth(level):
                 self.errors.add("RL0201", f"`{name}` declares {level} but returns {describe(value)}", ident.span,
                                 labels=(Label(value.span, f"a {value.level} value"),))
@@ -117,9 +117,9 @@ class Functions:
         return True
 
     def loss_use(self, ref: LossRef, expr: ast.Call, scope: Scope) -> LossUse | Bad:
-        fresh = {p.name.name for p in ref.decl.fresh} - {p.name.name for p in ref.decl.data}
+        model_outputs = {p.name.name for p in ref.decl.model_outputs} - {p.name.name for p in ref.decl.data}
         for arg in expr.args:
-            if arg.name is not None and arg.name.name in fresh:
+            if arg.name is not None and arg.name.name in model_outputs:
                 name, key = ref.decl.name.name, arg.name.name
                 return self.errors.add("RL0107", f"`{name}` has no data argument `{key}`", arg.name.span,
                                        f"`{key}` is an output of the model being trained",
@@ -148,18 +148,18 @@ class Functions:
                                     help="to choose per element, write `where(condition, a, b)`")
                     self.assign(s, BAD, scope)
                 case ast.Assign(clause=None):
-                    self.assign(s, self.lower.eval(s.value, scope), scope)
+                    self.assign(s, self.exprs.build(s.value, scope), scope)
                 case ast.Metric(name=name, value=value) if kind == "loss":
-                    term = self.lower.term(value, scope)
+                    term = self.exprs.term(value, scope)
                     if isinstance(term, Term):
                         metrics.append((name, term))
                 case ast.Stop(condition=condition) if kind == "loss":
-                    term = self.lower.term(condition, scope)
+                    term = self.exprs.term(condition, scope)
                     if isinstance(term, Term):
                         stops.append(term)
                 case ast.Return(values=values):
                     returned = True
-                    many = [self.lower.eval(v, scope) for v in values]
+                    many = [self.exprs.build(v, scope) for v in values]
                     flat = [v for m in many for v in (m.values if isinstance(m, Several) else (m,))]
                     for found in flat:
                         if not isinstance(found, Term | Bad):

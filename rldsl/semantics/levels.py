@@ -6,6 +6,8 @@ batch < prompt < seq < token. The space of a value is a frame (token), a row spa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rldsl.plan.expr import LEVELS, Level
 from rldsl.plan.model import Frame
 from rldsl.semantics.terms import Term
@@ -20,6 +22,14 @@ def source_name(frame: Frame) -> str:
 
 def depth(level: Level) -> int:
     return LEVELS.index(level)
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Two terms that elementwise arithmetic cannot combine: neither broadcasts to the other."""
+
+    a: Term
+    b: Term
 
 
 class Spaces:
@@ -44,12 +54,12 @@ class Spaces:
         """The space at `to` below which `space` lies."""
         return "" if to == "batch" else self.of(self.over(level, space)[0], to)
 
-    def join(self, terms: tuple[Term, ...]) -> tuple[Level, str] | tuple[Term, Term]:
-        """The level and space that elementwise arithmetic on `terms` has, or two terms that cannot meet."""
+    def join(self, terms: tuple[Term, ...]) -> tuple[Level, str] | Mismatch:
+        """The level and space that elementwise arithmetic on `terms` has."""
         finest = max(terms, key=lambda t: depth(t.level))
         for term in terms:
             if self.coarser(finest.level, finest.space, term.level) != term.space:
-                return finest, term
+                return Mismatch(finest, term)
         return finest.level, finest.space
 
     def above(self, level: Level, space: str) -> str | None:

@@ -1,12 +1,14 @@
-"""Losses: binding fresh outputs and data, and the proof that micro-batches add up exactly.
+"""Losses: binding outputs of the model and data, and the proof that micro-batches add up exactly.
 
 In: a loss with its data arguments and the frames being trained. Out: a Program over inputs named by parameter.
-Invariant: "loss" is affine in batch-level reductions of fresh values, so its gradient is a sum over micro-batches.
+Invariant: "loss" is affine in batch-level reductions of outputs of the model, so its gradient is a sum over
+micro-batches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from rldsl.diag import Label
 from rldsl.plan.expr import Program
@@ -15,8 +17,8 @@ from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
 from rldsl.semantics.arguments import accept
 from rldsl.semantics.errors import BAD, Bad, Errors
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.levels import source_name
-from rldsl.semantics.lower import Lower
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program, walk
 from rldsl.semantics.values import LossUse, describe
@@ -24,119 +26,121 @@ from rldsl.syntax import ast
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
-    """fresh: (input, frame, what). data: the arguments that the program reads, by input. metrics: of the train call,
-    besides those that each has."""
+class BoundLoss:
+    """The loss of one train call, as a program whose inputs are bound."""
 
     program: Program
-    fresh: tuple[tuple[str, str, str], ...]
-    data: tuple[tuple[str, Term], ...]
-    metrics: tuple[str, ...]
+    model_outputs: tuple[tuple[str, str, str], ...]  # (input, frame, name of the output); these have a gradient
+    data: tuple[tuple[str, Term], ...]  # (input, argument) of what the program reads; these have none
+    metrics: tuple[str, ...]  # besides those that every train call has
 
 
-def lower_loss(use: LossUse, head: Head, frames: tuple[Frame, ...], id_: str, lower: Lower) -> Lowered | Bad:
-    """The loss of one train call."""
-    decl, errors = use.ref.decl, lower.errors
-    fresh = _fresh(decl, head, frames, use, errors)
+def bind_loss(use: LossUse, head: Head, frames: tuple[Frame, ...], id_: str,
+              exprs: ExpressionBuilder) -> BoundLoss | Bad:
+    """The loss of one train call on `frames`: one frame, or the two sides of a pair. id_: of its program."""
+    decl, errors = use.ref.decl, exprs.errors
+    model_outputs = _bind_model_outputs(decl, head, frames, use, errors)
     args: dict[str, Term] = {}
     for name, term in use.args.items():
-        here = next((t for f in frames for t in [lower.ops.to_space(term, lower.spaces.of(f, term.level))] if t), None)
+        here = next((t for f in frames for t in [exprs.ops.to_space(term, exprs.spaces.of(f, term.level))] if t), None)
         if here is None:
-            errors.add("RL0202", f"`{name}` ranges over {lower.spaces.shown(term)}, and the loss over "
+            errors.add("RL0202", f"`{name}` ranges over {exprs.spaces.shown(term)}, and the loss over "
                        + " and ".join(f"`{source_name(f)}`" for f in frames), use.spans[name])
             return BAD
         args[name] = here
     inputs = {name: t if t.constant else input_(name, t.level, t.space, t.span, t.dtype, t.unit)
               for name, t in args.items()}
-    data = accept(decl.data, inputs, use.spans, lower.ops, widen=True, frames=frames)
-    if isinstance(fresh, Bad) or isinstance(data, Bad):
+    data = accept(decl.data, inputs, use.spans, exprs.ops, broadcast=True, frames=frames)
+    if isinstance(model_outputs, Bad) or isinstance(data, Bad):
         return BAD
     spaces_of = {f.id: f for f in frames}
     scope = Scope(use.ref.module, names=dict(data))
-    for name, frame, what in fresh:
-        level = OUTPUTS[what].level
+    for name, frame, output in model_outputs:
+        level = OUTPUTS[output].level
         f = spaces_of[frame]
-        scope.names[name] = input_(name, level, lower.spaces.of(f, level), decl.span)
+        scope.names[name] = input_(name, level, exprs.spaces.of(f, level), decl.span)
     errors.trail.append(use.span)
     try:
-        outputs = check_body(decl, scope, {n for n, _, _ in fresh}, lower)
+        outputs = check_body(decl, scope, {n for n, _, _ in model_outputs}, exprs)
     finally:
         errors.trail.pop()
     if isinstance(outputs, Bad):
         return BAD
     made = program(id_, outputs, str(use.span))
     read = set(made.inputs())
-    return Lowered(made, fresh, tuple((n, t) for n, t in args.items() if n in read),
+    return BoundLoss(made, model_outputs, tuple((n, t) for n, t in args.items() if n in read),
                    tuple(UPDATES if n == STOP else n for n, _ in outputs[1:]))
 
 
-def check_body(decl: ast.LossDecl, scope: Scope, fresh: set[str], lower: Lower) -> list[tuple[str, Term]] | Bad:
-    """Evaluate the body and prove it exact. The result: ("loss", term), the metrics, then ("stop", whether one of the
-    conditions holds) if there are any."""
-    before = len(lower.errors.found)
-    lower.ops.in_loss = True
-    result, metrics, stops = lower.functions.body(decl.body, scope, decl.name.span, "loss")
-    stop = _stop(stops, lower)
-    lower.ops.in_loss = False
+def check_body(decl: ast.LossDecl, scope: Scope, model_outputs: set[str],
+               exprs: ExpressionBuilder) -> list[tuple[str, Term]] | Bad:
+    """Build the body and prove that micro-batches add up. The result: ("loss", term), the metrics, then ("stop",
+    whether one of the conditions holds) if there are any. model_outputs: inputs with a gradient."""
+    before = len(exprs.errors.found)
+    exprs.ops.in_loss = True
+    result, metrics, stops = exprs.functions.body(decl.body, scope, decl.name.span, "loss")
+    stop = _stop(stops, exprs)
+    exprs.ops.in_loss = False
     if result is None:
         return BAD
     if len(result) != 1:
-        return lower.errors.add("RL0204", f"a loss returns one value, not {len(result)}", decl.name.span)
+        return exprs.errors.add("RL0204", f"a loss returns one value, not {len(result)}", decl.name.span)
     outputs = [("loss", result[0])]
     for ident, term in metrics:
         if ident.name == STOP:
-            lower.errors.add("RL0102", "a metric cannot be named `stop`", ident.span,
+            exprs.errors.add("RL0102", "a metric cannot be named `stop`", ident.span,
                              help="the name is reserved for `stop when`; choose another")
         elif ident.name == SKIPPED:
-            lower.errors.add("RL0102", "a metric cannot be named `skipped`", ident.span,
+            exprs.errors.add("RL0102", "a metric cannot be named `skipped`", ident.span,
                              help="the name is reserved for `nonfinite=skip`; choose another")
         elif ident.name in [n for n, _ in outputs] or ident.name in ("grad_norm", "lr", *([UPDATES] if stops else [])):
             also = " and, because of `stop when`, `updates`" if stops else ""
-            lower.errors.add("RL0102", f"`{ident.name}` is defined twice", ident.span,
+            exprs.errors.add("RL0102", f"`{ident.name}` is defined twice", ident.span,
                              help=f"every train call already has the metrics `loss`, `grad_norm` and `lr`{also}")
         outputs.append((ident.name, term))
     for name, term in outputs:
         if term.level != "batch":
             kind = "loss" if name == "loss" else "metric"
-            lower.errors.add("RL0201", f"a {kind} must be a single number, not a {term.level} value", term.at,
+            exprs.errors.add("RL0201", f"a {kind} must be a single number, not a {term.level} value", term.at,
                              f"this is a {term.level} value",
                              help="reduce it over the batch, for example with `mean(x)`")
     outputs += [(STOP, stop)] if stop is not None else []
-    if len(lower.errors.found) == before:
-        _exact(outputs, fresh, lower.errors)
-    return BAD if len(lower.errors.found) > before else outputs
+    if len(exprs.errors.found) == before:
+        _check_decomposable(outputs, model_outputs, exprs.errors)
+    return BAD if len(exprs.errors.found) > before else outputs
 
 
-def _stop(conditions: list[Term], lower: Lower) -> Term | None:
+def _stop(conditions: list[Term], exprs: ExpressionBuilder) -> Term | None:
     """Whether one of the conditions of `stop when` holds; None without any, or after an error."""
     found: Term | None = None
     for term in conditions:
         if term.dtype != "bool":
-            lower.errors.add("RL0203", "`stop when` needs a condition", term.at, f"this is {describe(term)}",
+            exprs.errors.add("RL0203", "`stop when` needs a condition", term.at, f"this is {describe(term)}",
                              help="use a comparison, for example `stop when mean(ratio) > 5`")
         elif term.level != "batch":
-            lower.errors.add("RL0201", f"`stop when` needs a single condition per minibatch, not a {term.level} value",
+            exprs.errors.add("RL0201", f"`stop when` needs a single condition per minibatch, not a {term.level} value",
                              term.at, f"this is {describe(term)}", help="reduce it first, for example `max(x) > 5`")
         else:
-            both = term if found is None else lower.ops.apply("or", (found, term), term.span)
+            both = term if found is None else exprs.ops.apply("or", (found, term), term.span)
             found = both if isinstance(both, Term) else found
     return found
 
 
-def _fresh(decl: ast.LossDecl, head: Head, frames: tuple[Frame, ...], use: LossUse,
-           errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
+def _bind_model_outputs(decl: ast.LossDecl, head: Head, frames: tuple[Frame, ...], use: LossUse,
+                        errors: Errors) -> tuple[tuple[str, str, str], ...] | Bad:
+    """(input, frame, name of the output) of each parameter before the `;`."""
     has = {o.name: o.level for o in head.outputs}
-    if not decl.fresh:
+    if not decl.model_outputs:
         return errors.add("RL0204", f"the loss `{decl.name.name}` uses no output of the model", use.span,
                           labels=(Label(decl.span, "declared here"),),
                           help="declare the outputs before `;`, for example `loss f(logprobs: token; adv: token)`")
     if len(frames) == 1:
-        pairs = [(p, frames[0], p.name.name) for p in decl.fresh]
-    elif len(frames) == len(decl.fresh):
-        pairs = [(p, f, head.main.name) for p, f in zip(decl.fresh, frames, strict=True)]
+        pairs = [(p, frames[0], p.name.name) for p in decl.model_outputs]
+    elif len(frames) == len(decl.model_outputs):
+        pairs = [(p, f, head.main.name) for p, f in zip(decl.model_outputs, frames, strict=True)]
     else:
         return errors.add("RL0204",
-                          f"the loss `{decl.name.name}` takes {len(decl.fresh)} outputs of the model, but "
+                          f"the loss `{decl.name.name}` takes {len(decl.model_outputs)} outputs of the model, but "
                           f"{len(frames)} batches are passed to `train`", use.span,
                           help="with two batches, declare one output for each")
     bad = False
@@ -155,53 +159,60 @@ def _fresh(decl: ast.LossDecl, head: Head, frames: tuple[Frame, ...], use: LossU
 
 # ------------------------------------------------------------------------------------------------ exactness
 
-PURE, LOCAL, AFFINE, NONLINEAR = range(4)  # no fresh value; fresh, below batch; sums of reductions; other
+class Dependence(IntEnum):
+    """How a value depends on outputs of the model. Ordered: an elementwise result is at least each argument."""
+
+    CONSTANT = 0  # not at all
+    PER_ELEMENT = 1  # it does, at a level finer than batch
+    AFFINE = 2  # affine in reductions to batch that are sums
+    NONLINEAR = 3  # in another way
 
 
-def _exact(outputs: list[tuple[str, Term]], fresh: set[str], errors: Errors) -> None:
-    """Every output may be added up over micro-batches: reductions of fresh values enter finer arithmetic nowhere, and
-    the loss is affine in them."""
-    state: dict[int, int] = {}
+def _check_decomposable(outputs: list[tuple[str, Term]], model_outputs: set[str], errors: Errors) -> None:
+    """Report an output that cannot be added up over micro-batches. It can be if reductions of outputs of the model
+    enter finer arithmetic nowhere; the loss must also be affine in them."""
+    state: dict[int, Dependence] = {}
     breaks: dict[int, Term] = {}
     in_value = {id(t) for t in walk([outputs[0][1]])}  # the terms of the loss; all others are of metrics and stops
     for term in walk([t for _, t in outputs]):
         below = [state[id(a)] for a in term.args]
-        found = _classify(term, below, fresh, id(term) in in_value, errors)
+        found = _classify(term, below, model_outputs, id(term) in in_value, errors)
         if found is None:
             return
         state[id(term)] = found
-        if found == NONLINEAR:
+        if found == Dependence.NONLINEAR:
             inner = [breaks[id(a)] for a in term.args if id(a) in breaks]
             breaks[id(term)] = inner[0] if inner else term
     name, loss = outputs[0]
-    if state[id(loss)] == NONLINEAR:
+    if state[id(loss)] == Dependence.NONLINEAR:
         errors.add("RL0209", "a loss must be a sum of batch-level reductions", breaks[id(loss)].span,
                    "this is not linear in its reductions, so its micro-batches cannot be added up",
                    help="move the arithmetic inside the reduction, or compute it in the flow if it does not depend on "
                         "the model")
-    elif state[id(loss)] == PURE:
+    elif state[id(loss)] == Dependence.CONSTANT:
         errors.add("RL0209", "this loss does not depend on the model being trained", loss.span)
-    elif not _moved(loss, fresh):
+    elif not _has_gradient_path(loss, model_outputs):
         errors.add("RL0209", "this loss has no gradient", loss.span,
                    "conditions, counts and `stop_gradient` have no gradient",
                    help="use an output of the model in arithmetic, for example `mean(adv * logprobs)`")
 
 
-def _moved(loss: Term, fresh: set[str]) -> bool:
+def _has_gradient_path(loss: Term, model_outputs: set[str]) -> bool:
     """Whether the gradient of the loss reaches an output of the model."""
     live: dict[int, bool] = {}
     for term in walk([loss]):
         args = term.args[1:] if term.op == "where" else term.args
-        live[id(term)] = term.name in fresh if term.op == "input" else \
+        live[id(term)] = term.name in model_outputs if term.op == "input" else \
             OPERATORS[term.op].gradient and any(live[id(a)] for a in args)
     return live[id(loss)]
 
 
-def _classify(term: Term, below: list[int], fresh: set[str], in_value: bool, errors: Errors) -> int | None:
-    """None after an error. in_value: the loss itself needs this term, not only a metric."""
-    worst = max(below, default=PURE)
+def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_value: bool,
+              errors: Errors) -> Dependence | None:
+    """None after an error. below: of its arguments. in_value: the loss itself needs this term, not only a metric."""
+    worst = max(below, default=Dependence.CONSTANT)
     if term.op == "input":
-        return LOCAL if term.name in fresh else PURE
+        return Dependence.PER_ELEMENT if term.name in model_outputs else Dependence.CONSTANT
     if term.op == "py":
         errors.add("RL0210", "a Python function inside a loss", term.span, help="call it in the flow")
         return None
@@ -228,36 +239,38 @@ def _classify(term: Term, below: list[int], fresh: set[str], in_value: bool, err
                        "the sequences of a prompt may lie in several micro-batches, which would all count it",
                        help="compute it in the flow and pass the result")
             return None
-        if to == "batch" and worst == PURE and in_value:
+        if to == "batch" and worst == Dependence.CONSTANT and in_value:
             errors.add("RL0210", "a reduction of data over the whole batch inside a loss", term.span,
                        "it uses no output of the model",
                        help="compute it in the flow and pass the result; a mean, as a total of the whole batch does "
                             "not fit one of a minibatch")
             return None
         if to == "batch":
-            return AFFINE if OPERATORS[term.op].combine == "sum" else NONLINEAR
+            return Dependence.AFFINE if OPERATORS[term.op].combine == "sum" else Dependence.NONLINEAR
         return worst
     if term.level != "batch":
-        if worst >= AFFINE:
-            culprit = next(a for a, b in zip(term.args, below, strict=True) if b >= AFFINE)
+        if worst >= Dependence.AFFINE:
+            culprit = next(a for a, b in zip(term.args, below, strict=True) if b >= Dependence.AFFINE)
             errors.add("RL0209", "a reduction over the batch is used elementwise", culprit.at,
                        "its value is known only after the last micro-batch", labels=culprit.origin,
                        help="use data computed in the flow instead")
             return None
         return worst
-    return _linear(term, below, worst)
+    return _batch_level_dependence(term, below, worst)
 
 
-def _linear(term: Term, below: list[int], worst: int) -> int:
-    if worst in (PURE, NONLINEAR):
+def _batch_level_dependence(term: Term, below: list[Dependence], worst: Dependence) -> Dependence:
+    """Arguments are CONSTANT, AFFINE or NONLINEAR here: outputs of the model are finer than batch, and a reduction
+    makes them AFFINE or NONLINEAR."""
+    if worst in (Dependence.CONSTANT, Dependence.NONLINEAR):
         return worst
     match term.op:
         case "add" | "sub" | "neg" | "stop_gradient":
-            return AFFINE
+            return Dependence.AFFINE
         case "mul":
-            return AFFINE if below.count(AFFINE) == 1 else NONLINEAR
+            return Dependence.AFFINE if below.count(Dependence.AFFINE) == 1 else Dependence.NONLINEAR
         case "div":
-            return AFFINE if below[1] == PURE else NONLINEAR
+            return Dependence.AFFINE if below[1] == Dependence.CONSTANT else Dependence.NONLINEAR
         case "where":
-            return AFFINE if below[0] == PURE else NONLINEAR
-    return NONLINEAR
+            return Dependence.AFFINE if below[0] == Dependence.CONSTANT else Dependence.NONLINEAR
+    return Dependence.NONLINEAR

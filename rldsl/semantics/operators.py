@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from rldsl.diag import Label, internal_error
-from rldsl.plan.expr import Level
+from rldsl.plan.expr import Level, Scalar
 from rldsl.plan.model import Frame
 from rldsl.plan.operators import BUILTINS, OPERATORS
 from rldsl.semantics import units
 from rldsl.semantics.errors import BAD, Bad, Errors
-from rldsl.semantics.levels import Spaces, depth, source_name
+from rldsl.semantics.levels import Mismatch, Spaces, depth, source_name
 from rldsl.semantics.terms import Term, const, fold
 from rldsl.semantics.values import FrameRef, Meaning, describe
 from rldsl.source import Span
@@ -23,18 +24,18 @@ INFIX = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "<": "lt",
          "==": "eq", "!=": "ne", "and": "and", "or": "or"}
 
 
-Narrow = Callable[[Term, str], Term]  # a value, and the space of a selection: the value of the selected rows
+Options = Mapping[str, Scalar]  # the named arguments of a built-in function: constants
+Restrict = Callable[[Term, str], Term]  # (value, space of a selection) -> the value of the selected rows
 
 
 class Operators:
-    """Builds terms over the frames of `spaces`. narrow: given by the flow, where selections are made. in_loss: whether
-    what is built belongs to a loss, which sees one minibatch."""
+    """Builds terms over the frames of `spaces`."""
 
     def __init__(self, spaces: Spaces, errors: Errors):
         self.spaces = spaces
         self.errors = errors
-        self.narrow: Narrow | None = None
-        self.in_loss = False
+        self.restrict: Restrict | None = None  # set by the flow, where selections are made
+        self.in_loss = False  # whether what is built belongs to a loss, which sees one minibatch
         self.draws = 0  # calls of `uniform` so far
 
     # ------------------------------------------------------------------------------------------ elementwise
@@ -52,25 +53,25 @@ class Operators:
                 return const(fold(op, args), span, unit)
             except (ArithmeticError, ValueError) as error:
                 return self.errors.add("RL0214", "this constant cannot be evaluated", span, str(error))
-        met = self.spaces.join(args)
-        while isinstance(met[0], Term):
-            fewer = self._narrowed(args, *met)
-            if fewer is None:
-                return self._mixed(met, span)
-            args = fewer
-            met = self.spaces.join(args)
-        level, space = met
+        joined = self.spaces.join(args)
+        while isinstance(joined, Mismatch):
+            restricted = self._restricted(args, joined.a, joined.b)
+            if restricted is None:
+                return self._mixed(joined, span)
+            args = restricted
+            joined = self.spaces.join(args)
+        level, space = joined
         if op == "where" and args[0].constant:
             chosen = args[1] if args[0].value else args[2]
             if (chosen.level, chosen.space) == (level, space):
                 return chosen
         kept = op in ("where", "stop_gradient") and all(a.dtype == "bool" for a in args[-2:])  # else 1 or 0
         dtype = "bool" if OPERATORS[op].condition or kept else "f32"
-        return Term(op, args, level, str(space), dtype, span, unit=unit)
+        return Term(op, args, level, space, dtype, span, unit=unit)
 
-    def _narrowed(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
-        """`args` with one of a and b cut down to the selection that the other ranges over; None where neither is
-        one."""
+    def _restricted(self, args: tuple[Term, ...], a: Term, b: Term) -> tuple[Term, ...] | None:
+        """`args` with one of a and b restricted to the selection that the other ranges over; None if neither ranges
+        over a selection of the other's rows."""
         meeting = self.spaces.coarser(a.level, a.space, b.level)
         if self.spaces.selected(b.level, meeting, b.space):
             old, new = b, self.to_space(b, meeting)
@@ -87,9 +88,9 @@ class Operators:
         """x itself, or its values for the rows of the selection `space`; None where it does not range over them."""
         if x.level == "batch" or x.space == space:
             return x
-        if self.narrow is None or not self.spaces.selected(x.level, space, x.space):
+        if self.restrict is None or not self.spaces.selected(x.level, space, x.space):
             return None
-        return self.narrow(x, space)
+        return self.restrict(x, space)
 
     def _types(self, op: str, args: tuple[Term, ...], span: Span) -> bool:
         for arg in args:
@@ -109,8 +110,8 @@ class Operators:
             return False
         return True
 
-    def _mixed(self, pair: tuple[Term, Term], span: Span) -> Bad:
-        a, b = pair
+    def _mixed(self, mismatch: Mismatch, span: Span) -> Bad:
+        a, b = mismatch.a, mismatch.b
         return self.errors.add(
             "RL0202", f"values of {self.spaces.shown(a)} and {self.spaces.shown(b)} cannot be combined", span,
             "these are values of different batches",
@@ -120,8 +121,8 @@ class Operators:
 
     # ------------------------------------------------------------------------------------------- reductions
 
-    def reduce(self, name: str, x: Term, to: Level, span: Span, unbiased: bool = True) -> Term | Bad:
-        """`name(x by to)`."""
+    def reduce(self, name: str, x: Term, to: Level, span: Span, options: Options = MappingProxyType({})) -> Term | Bad:
+        """`name(x by to, OPTION=...)`."""
         if depth(to) >= depth(x.level):
             what = "a constant" if x.constant else f"a {x.level} value"
             return self.errors.add("RL0208", f"{what} cannot be reduced with `{name}` by {to}", x.at,
@@ -129,7 +130,7 @@ class Operators:
                                    help="a reduction goes from a finer level to a coarser one; from coarse to fine: "
                                         "batch, prompt, seq, token")
         if name in COMPOSITES:
-            return COMPOSITES[name](self, x, to, span, unbiased)
+            return COMPOSITES[name](self, x, to, span, options)
         op = BUILTINS[name].operator
         space = self.spaces.coarser(x.level, x.space, to)
         unit = units.reduced(op, x.unit, self.spaces.counted(x), to == "batch", self.in_loss)
@@ -137,13 +138,15 @@ class Operators:
             return units.report_sum(x, span, self.errors)
         return Term(op, (x,), to, space, "f32", span, (("to", to),), unit=unit)
 
-    def std(self, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
-        var = self._variance(x, to, span, unbiased)
+    def std(self, x: Term, to: Level, span: Span, options: Options) -> Term | Bad:
+        """The square root of `var`. Options: unbiased."""
+        var = self._variance(x, to, span, bool(options.get("unbiased", True)))
         made = BAD if isinstance(var, Bad) else self.apply("sqrt", (var,), span)
         return BAD if isinstance(made, Bad) else replace(made, unit=replace(x.unit, word=""))
 
-    def var(self, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
-        made = self._variance(x, to, span, unbiased)
+    def var(self, x: Term, to: Level, span: Span, options: Options) -> Term | Bad:
+        """Options: unbiased (divides by count - 1; the default) or not (divides by count)."""
+        made = self._variance(x, to, span, bool(options.get("unbiased", True)))
         return BAD if isinstance(made, Bad) else replace(made, unit=units.squared(x.unit))
 
     def _variance(self, x: Term, to: Level, span: Span, unbiased: bool) -> Term | Bad:
@@ -248,7 +251,7 @@ class Operators:
         return Term("at_end", (x,), "token", frames[0].id, x.dtype, span, (("frame", frames[0].id),), unit=x.unit)
 
     def _over(self, x: Term, ref: Meaning, span: Span) -> Term | Bad:
-        "The values of x for the rows of a selection."
+        """The values of x for the rows of a selection."""
         if not isinstance(ref, FrameRef):
             return self._kind("over", "sequences as its second argument", ref, span)
         here = self.to_space(x, self.spaces.of(ref.frame, x.level))
@@ -267,8 +270,9 @@ class Operators:
 
     # -------------------------------------------------------------------------------------------- broadcast
 
-    def widen(self, x: Term, level: Level, frame: Frame) -> Term:
-        """x, repeated to `level` over `frame`: x + 0 of that level, as no operator of the plan broadcasts alone."""
+    def broadcast(self, x: Term, level: Level, frame: Frame) -> Term:
+        """x, repeated to `level` over `frame`: x + 0 of that level, since the plan has no operator that only
+        broadcasts."""
         zero = self._zeros(level, frame, x.span)
         if x.dtype == "bool":
             never = Term("lt", (zero, const(0.0, x.span)), zero.level, zero.space, "bool", x.span)
@@ -285,10 +289,12 @@ class Operators:
         return seq
 
 
-# Reductions that several operators compute: (operators, value, level, span, unbiased) -> result. A new one also needs
-# a decision about its unit.
-COMPOSITES: Mapping[str, Callable[[Operators, Term, Level, Span, bool], Term | Bad]] = {
+# Reductions that several operators compute: (operators, value, level, span, options) -> result. A new one also needs
+# a decision about its unit. Only these can have options (named arguments).
+COMPOSITES: Mapping[str, Callable[[Operators, Term, Level, Span, Options], Term | Bad]] = {
     "std": Operators.std, "var": Operators.var,
 }
 if wrong := {b.name for b in BUILTINS.values() if b.form == "reduction" and not b.operator} ^ COMPOSITES.keys():
     raise TypeError(f"reductions without an operator are those in COMPOSITES: {', '.join(sorted(wrong))}")
+if wrong := {b.name for b in BUILTINS.values() if b.options} - COMPOSITES.keys():
+    raise TypeError(f"only reductions in COMPOSITES read options, and these declare some: {', '.join(sorted(wrong))}")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rldsl.plan.expr import Scalar
 from rldsl.semantics.errors import BAD, Bad, suggest
-from rldsl.semantics.lower import Lower
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term
 from rldsl.semantics.units import differ
@@ -76,8 +76,8 @@ CLUSTER = {"nodes": Opt("int", 1, 1, 16_384), "gpus": Opt("int", low=1, high=256
            "memory_gb": Opt("float", 80.0, 0, above=True)}
 
 
-def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: str, span: Span, lower: Lower,
-         scope: Scope) -> dict[str, Value] | Bad:
+def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: str, span: Span,
+         exprs: ExpressionBuilder, scope: Scope) -> dict[str, Value] | Bad:
     """All options of `table`, with their defaults. `what`: whose options they are, for messages."""
     out: dict[str, Value] = {k: o.default for k, o in table.items()}
     seen: set[str] = set()
@@ -85,49 +85,49 @@ def read(table: dict[str, Opt], given: list[tuple[ast.Ident, ast.Expr]], what: s
     for ident, expr in given:
         name = ident.name
         if not name:
-            lower.errors.add("RL0204", f"the options of {what} must be named", ident.span,
+            exprs.errors.add("RL0204", f"the options of {what} must be named", ident.span,
                              help=f"write `option=value`; options: {', '.join(table)}")
             bad = True
             continue
         if name not in table:
             advice = suggest(name, table)
-            lower.errors.add("RL0107", f"{what} has no option `{name}`", ident.span, help=advice)
+            exprs.errors.add("RL0107", f"{what} has no option `{name}`", ident.span, help=advice)
             seen.add(getattr(advice, "word", ""))  # then it is not missing, but misspelt
             bad = True
             continue
         if name in seen:
-            lower.errors.add("RL0215", f"`{name}` is passed twice", ident.span, help="remove one of the two")
+            exprs.errors.add("RL0215", f"`{name}` is passed twice", ident.span, help="remove one of the two")
         seen.add(name)
         option = table[name]
         if isinstance(expr, ast.Name) and expr.name in option.choices and scope.find(expr.name) is None:
             out[name] = expr.name
             continue
-        value = lower.scalar(expr, scope)
-        checked = BAD if isinstance(value, Bad) else check(name, option, value, expr.span, lower)
+        value = exprs.scalar(expr, scope)
+        checked = BAD if isinstance(value, Bad) else check(name, option, value, expr.span, exprs)
         if not isinstance(checked, Bad) and option.unit != "rows":
-            checked = counts(name, option.unit, unit_of(expr, lower, scope), expr.span, lower) or checked
+            checked = counts(name, option.unit, unit_of(expr, exprs, scope), expr.span, exprs) or checked
         bad |= isinstance(checked, Bad)
         out[name] = None if isinstance(checked, Bad) else checked
     missing = [k for k, o in table.items() if o.needed and k not in seen]
     if missing:
-        lower.errors.add("RL0215", f"{what} needs `{'`, `'.join(missing)}`", span, help=f"write `{missing[0]}=...`")
+        exprs.errors.add("RL0215", f"{what} needs `{'`, `'.join(missing)}`", span, help=f"write `{missing[0]}=...`")
     return BAD if bad or missing else out
 
 
-def unit_of(expr: ast.Expr, lower: Lower, scope: Scope) -> str:
+def unit_of(expr: ast.Expr, exprs: ExpressionBuilder, scope: Scope) -> str:
     """The unit of a sound constant expression."""
-    terms = [lower.eval(e, scope) for e in (expr.items if isinstance(expr, ast.ListOf) else (expr,))]
+    terms = [exprs.build(e, scope) for e in (expr.items if isinstance(expr, ast.ListOf) else (expr,))]
     return next((t.unit.word for t in terms if isinstance(t, Term) and t.unit.word), "")
 
 
-def given_unit(name: str, given: list[tuple[ast.Ident, ast.Expr]], lower: Lower,
+def given_unit(name: str, given: list[tuple[ast.Ident, ast.Expr]], exprs: ExpressionBuilder,
                scope: Scope) -> tuple[str, Span] | None:
     """The unit with which the option `name` was given, and where; None where it has none."""
-    found = [(unit_of(e, lower, scope), e.span) for i, e in given if i.name == name]
+    found = [(unit_of(e, exprs, scope), e.span) for i, e in given if i.name == name]
     return found[0] if found and found[0][0] else None
 
 
-def counts(name: str, unit: str, given: str, span: Span, lower: Lower) -> Bad | None:
+def counts(name: str, unit: str, given: str, span: Span, exprs: ExpressionBuilder) -> Bad | None:
     """RL0218 where an option that counts `unit` ("": a plain number) is given in another. None where it fits."""
     if not differ(given, unit) and not (given and not unit):
         return None
@@ -135,16 +135,16 @@ def counts(name: str, unit: str, given: str, span: Span, lower: Lower) -> Bad | 
     help_ = f"give it in {unit}, or without a unit" if unit else "remove the unit"
     if name == "minibatches":
         help_ = f"this is the number of minibatches; for their size write `minibatch={span.text}`"
-    return lower.errors.add("RL0218", title, span, f"this is in {given}", help=help_)
+    return exprs.errors.add("RL0218", title, span, f"this is in {given}", help=help_)
 
 
-def whole(word: str, tree: ast.Expr, lower: Lower, scope: Scope) -> int | None:
+def whole(word: str, tree: ast.Expr, exprs: ExpressionBuilder, scope: Scope) -> int | None:
     """The number after `every`, `repeat` or `max`: whole, at least 1, in no unit; None after an error."""
-    value = lower.constant(tree, scope)
-    if isinstance(value, Bad) or counts(word, "", value.unit.word, tree.span, lower):
+    value = exprs.constant(tree, scope)
+    if isinstance(value, Bad) or counts(word, "", value.unit.word, tree.span, exprs):
         return None
     if type(value.value) is not int or value.value < 1:
-        lower.errors.add("RL0205", f"`{word}` must be an integer of at least 1", tree.span,
+        exprs.errors.add("RL0205", f"`{word}` must be an integer of at least 1", tree.span,
                          f"this is {shown(value.value)}")
         return None
     return value.value
@@ -159,16 +159,17 @@ def shown(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span, lower: Lower) -> Value | Bad:
+def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span,
+          exprs: ExpressionBuilder) -> Value | Bad:
     """One value against its row: type, then range or choice."""
     typed = _typed(option.kind, value)
     if isinstance(typed, Bad):
-        return lower.errors.add("RL0205", f"`{name}` must be {SHOWN[option.kind]}", span, f"this is {shown(value)}")
+        return exprs.errors.add("RL0205", f"`{name}` must be {SHOWN[option.kind]}", span, f"this is {shown(value)}")
     if option.choices and typed not in option.choices:
-        return lower.errors.add("RL0205", f"`{name}` cannot be {shown(value)}", span,
+        return exprs.errors.add("RL0205", f"`{name}` cannot be {shown(value)}", span,
                                 help=f"one of: {', '.join(option.choices)}")
     if option.kind == "floats" and name == "betas" and isinstance(typed, tuple) and len(typed) != 2:
-        return lower.errors.add("RL0205", "`betas` must be two numbers", span, f"this is {shown(typed)}",
+        return exprs.errors.add("RL0205", "`betas` must be two numbers", span, f"this is {shown(typed)}",
                                 help="write `betas=[0.9, 0.999]`")
     for number in typed if isinstance(typed, tuple) else (typed,):
         if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -176,7 +177,7 @@ def check(name: str, option: Opt, value: Scalar | tuple[Scalar, ...], span: Span
             high = number < option.high if option.below else number <= option.high
             if not (low and high):
                 hint = "write `greedy=true` to take the most likely token" if name == "temperature" else ""
-                return lower.errors.add("RL0205", f"`{name}` must be {option.range()}", span, f"this is {number:g}",
+                return exprs.errors.add("RL0205", f"`{name}` must be {option.range()}", span, f"this is {number:g}",
                                         help=hint)
     return typed
 

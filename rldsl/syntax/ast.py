@@ -331,10 +331,10 @@ class FnDecl(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDecl(Tree):
-    """loss name(fresh; data) { body }"""
+    """loss name(model_outputs; data) { body }"""
 
     name: Ident
-    fresh: tuple[Parameter, ...]
+    model_outputs: tuple[Parameter, ...]
     data: tuple[Parameter, ...]
     body: tuple[Statement, ...]
     doc: str = ""

@@ -110,9 +110,9 @@ class _Builder(Transformer[Token, Any]):
                           body=body, doc=self._doc(meta))
 
     def loss_decl(self, meta: Any, children: Children) -> ast.LossDecl:
-        name, fresh, data, body = children
-        return ast.LossDecl(span=self._span(meta), name=self._ident(name), fresh=fresh or (), data=data or (),
-                            body=body, doc=self._doc(meta))
+        name, model_outputs, data, body = children
+        return ast.LossDecl(span=self._span(meta), name=self._ident(name), model_outputs=model_outputs or (),
+                            data=data or (), body=body, doc=self._doc(meta))
 
     def params(self, meta: Any, children: Children) -> tuple[ast.Parameter, ...]:
         return tuple(children)

@@ -31,8 +31,8 @@ from rldsl.plan.model import Frame, Spread
 from rldsl.runtime.interpreter.expression_programs import FrameRows, MinibatchLoss, loss_counts, run_compute
 from rldsl.semantics.errors import BAD, Errors
 from rldsl.semantics.levels import Spaces
-from rldsl.semantics.losses import lower_loss
-from rldsl.semantics.lower import Lower
+from rldsl.semantics.losses import bind_loss
+from rldsl.semantics.expressions import ExpressionBuilder
 from rldsl.semantics.modules import Modules
 from rldsl.semantics.scope import Scope
 from rldsl.semantics.terms import Term, input_, program
@@ -136,13 +136,13 @@ class Done:
 class _Compiled:
     """Names of a batch and its values in a scope over the library."""
 
-    lower: Lower
+    exprs: ExpressionBuilder
     scope: Scope
     errors: Errors
     trees: list[ast.Expr] = field(default_factory=list)
 
     def meaning(self) -> Meaning:
-        result = self.lower.eval(self.trees[0], self.scope)
+        result = self.exprs.build(self.trees[0], self.scope)
         self.errors.check()
         return result
 
@@ -154,8 +154,8 @@ def _compile(modules: str, call: str, batch: Batch, data: dict[str, Given | floa
     errors = Errors()
     loader = Modules(parse, _no_files, errors)
     module = loader.main(file)
-    lower = Lower(Spaces(), errors, loader.prelude())
-    frames = {f: lower.spaces.add(record) for f, record in batch.frames.items()}
+    exprs = ExpressionBuilder(Spaces(), errors, loader.prelude())
+    frames = {f: exprs.spaces.add(record) for f, record in batch.frames.items()}
     scope = Scope(module, names={n: _term(n, v, frames, file) for n, v in data.items()})
     if "gen" in frames:
         scope.names["gen"] = FrameRef(frames["gen"], "generated")
@@ -163,7 +163,7 @@ def _compile(modules: str, call: str, batch: Batch, data: dict[str, Given | floa
         scope.names["pair"] = Pairs(*(FrameRef(f, "pairs") for f in frames.values()))
     errors.check()
     trees = [i.default for i in file.items if isinstance(i, ast.Param) and i.name.name == "call_"]
-    return _Compiled(lower, scope, errors, trees)
+    return _Compiled(exprs, scope, errors, trees)
 
 
 def _names(module: str) -> list[str]:
@@ -231,7 +231,7 @@ def compile_loss(modules: str, call: str, batch: Batch, head: str, text: str,
     made = _compile(modules, call, batch, data, text)
     use = made.meaning()
     assert isinstance(use, LossUse), f"{call} is not a loss"
-    lowered = lower_loss(use, HEADS[head], tuple(batch.frames.values()), "harness", made.lower)
+    lowered = bind_loss(use, HEADS[head], tuple(batch.frames.values()), "harness", made.exprs)
     made.errors.check()
     assert lowered is not BAD
     inputs: dict[str, Given | float] = {}

@@ -1,4 +1,4 @@
-"""From expressions of the syntax tree to typed Terms: names, operators, built-in calls and inlined functions.
+"""Builds the typed expression (`Term`) of each expression in the source: names, operators, built-in calls, functions.
 
 In: an expression and a Scope. Out: a Meaning; BAD where a message was given. Functions are inlined, so a program has
 no calls left but those of models, which `calls` (given by the flow) takes over.
@@ -46,8 +46,8 @@ from rldsl.syntax import ast
 CallOfModel = Callable[[ModelRef | DataRef, ast.Call, Scope], Meaning]
 
 
-class Lower:
-    """The evaluator. `calls`: what the flow does with a call of a model or data source."""
+class ExpressionBuilder:
+    """Builds typed expressions: resolves names, checks levels and units, folds constants and inlines functions."""
 
     def __init__(self, spaces: Spaces, errors: Errors, prelude: Module):
         self.spaces = spaces
@@ -56,12 +56,13 @@ class Lower:
         self.ops = Operators(spaces, errors)
         self.builtins = Builtins(self)
         self.functions = Functions(self)
-        self.calls: CallOfModel | None = None
+        self.calls: CallOfModel | None = None  # what the flow does with a call of a model or data source
         self.elsewhere: dict[str, Span] = {}  # name -> the statement of the flow that binds it first
 
     # ------------------------------------------------------------------------------------------ expressions
 
-    def eval(self, expr: ast.Expr, scope: Scope) -> Meaning:
+    def build(self, expr: ast.Expr, scope: Scope) -> Meaning:
+        """What `expr` stands for; a `Term` for arithmetic, BAD after an error."""
         match expr:
             case ast.Number(value=value) if value == math.inf:
                 return self.errors.add("RL0214", "this number is too large", expr.span)
@@ -92,7 +93,7 @@ class Lower:
 
     def term(self, expr: ast.Expr, scope: Scope) -> Term | Bad:
         """A value that arithmetic can use."""
-        value = self.eval(expr, scope)
+        value = self.build(expr, scope)
         if isinstance(value, (Term, Bad)):
             return value
         help_ = "use one of its fields, for example `.logprobs`" if isinstance(value, FrameRef) else ""
@@ -137,7 +138,7 @@ class Lower:
         return suggest(name, own | set(self.prelude.names) | BUILTINS.keys() - {name}, own)
 
     def attribute(self, expr: ast.Attribute, scope: Scope) -> Meaning:
-        owner, what = self.eval(expr.value, scope), expr.name.name
+        owner, what = self.build(expr.value, scope), expr.name.name
         fields: dict[str, Meaning] = {}
         match owner:
             case Bad():
@@ -178,7 +179,7 @@ class Lower:
 
     def call(self, expr: ast.Call, scope: Scope) -> Meaning:
         if isinstance(expr.func, ast.Attribute):
-            owner = self.eval(expr.func.value, scope)
+            owner = self.build(expr.func.value, scope)
             if isinstance(owner, (ModelRef, DataRef)):
                 if self.calls is None:
                     return self.errors.add("RL0212", "a model or data call outside the flow", expr.span,
@@ -213,7 +214,7 @@ class Lower:
                 return self.python(target, expr, scope)
             case Bad():
                 for arg in expr.args:  # their own mistakes are worth a message
-                    self.eval(arg.value, scope)
+                    self.build(arg.value, scope)
                 return BAD
         return self.errors.add("RL0203", f"{describe(target)} is not callable", expr.func.span)
 
@@ -225,7 +226,7 @@ class Lower:
 
     def python(self, ref: PyRef, expr: ast.Call, scope: Scope) -> Meaning:
         """A user's function over the rows of its first argument; the others must be where those come from."""
-        args = [self.eval(a.value, scope) for a in expr.args]
+        args = [self.build(a.value, scope) for a in expr.args]
         if any(isinstance(a, Bad) for a in args):
             return BAD
         if len(args) != len(ref.params) or any(a.name is not None for a in expr.args):
@@ -268,7 +269,7 @@ class Lower:
     def scalar(self, expr: ast.Expr, scope: Scope) -> Scalar | tuple[Scalar, ...] | Bad:
         """The value of a constant expression, or of a list of them."""
         if isinstance(expr, ast.ListOf):
-            items = self.eval(expr, scope)
+            items = self.build(expr, scope)
             return tuple(t.value for t in items.items) if isinstance(items, Items) else BAD
         term = self.constant(expr, scope)
         return term.value if isinstance(term, Term) else BAD
