@@ -55,8 +55,8 @@ def after(name: str, file: str, sets: Mapping[str, Scalar], place: str | None, o
         return "".join(f"{p.name:<10}  {p.about}\n" for p in pipeline.PASSES)
     if name not in pipeline.NAMES:
         near = get_close_matches(name, pipeline.NAMES, n=1)
-        raise Usage(f"there is no pass {name!r}" + (f": did you mean {near[0]}?" if near else "")
-                    + f" The passes are {', '.join(pipeline.NAMES)}")
+        raise Usage(f"unknown pass {name!r}" + (f"; did you mean {near[0]}?" if near else ";")
+                    + f" passes: {', '.join(pipeline.NAMES)}")
     mode, rules = placing(place)
     return show(pipeline.after(api.placed_source(api.read_source(file), sets, rules, overrides, mode), name))
 

@@ -25,7 +25,7 @@ def form_of(asked: str | None, target: str | None) -> Form:
         return "mermaid"
     form = ENDINGS.get(Path(target).suffix.lower())
     if form is None:
-        raise Usage(f"the ending of {target} names no form of picture: use one of {', '.join(ENDINGS)}, or --format")
+        raise Usage(f"{target} has an unknown image extension: use one of {', '.join(ENDINGS)}, or pass --format")
     return form
 
 

@@ -99,8 +99,9 @@ def _run_search(p: PreparedProgram, cluster: Cluster, request: SearchRequest) ->
         answer = find_placement(p, cluster, p.placed.memory, options)
     except KeyboardInterrupt:
         took = time.process_time() - begin
-        raise Interrupted(f"interrupted after {took:.0f} s of CPU, nothing was written; with `--seconds "
-                          f"{max(took, 1):.0f}` the search stops by then with the best placement found") from None
+        raise Interrupted(f"interrupted after {took:.0f} s of CPU time; nothing was written. With `--seconds "
+                          f"{max(took, 1):.0f}`, the search stops by then and writes the best placement it has found"
+                          ) from None
     return answer, timed_out
 
 

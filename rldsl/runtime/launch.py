@@ -51,8 +51,8 @@ def _cannot_meet(arguments: list[str], error: Exception) -> Diagnostic:
                   if (end := _value(arguments, name))), "")
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return Diagnostic("RL0704", "the port of the rendezvous is in use", place=place,
-                          help="another run or program on this machine has it: choose another port, or `--standalone` "
-                               "for a run on one machine")
+                          help="another run or program on this machine uses it: choose another port, or use "
+                               "`--standalone` for a run on one machine")
     machines = _value(arguments, "--nnodes") or "1"
     return Diagnostic("RL0704", f"the launchers of the {machines} machines did not meet", place=place,
                       notes=(f"message of the library: {text[:300] or type(error).__name__}",),

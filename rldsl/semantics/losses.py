@@ -236,14 +236,14 @@ def _classify(term: Term, below: list[Dependence], model_outputs: set[str], in_v
             return None
         if to == "batch" and term.args[0].level == "prompt":
             errors.add("RL0210", "a reduction over prompts inside a loss", term.span,
-                       "the sequences of a prompt may lie in several micro-batches, which would all count it",
+                       "the sequences of a prompt may be in several micro-batches, each of which would count it",
                        help="compute it in the flow and pass the result")
             return None
         if to == "batch" and worst == Dependence.CONSTANT and in_value:
             errors.add("RL0210", "a reduction of data over the whole batch inside a loss", term.span,
                        "it uses no output of the model",
-                       help="compute it in the flow and pass the result; a mean, as a total of the whole batch does "
-                            "not fit one of a minibatch")
+                       help="compute it in the flow and pass the result; pass a mean, because a total of the whole "
+                            "batch does not match a total of a minibatch")
             return None
         if to == "batch":
             return Dependence.AFFINE if OPERATORS[term.op].combine == "sum" else Dependence.NONLINEAR

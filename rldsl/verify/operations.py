@@ -185,9 +185,10 @@ def _realloc(t: Tables, e: Realloc) -> Iterator[Diagnostic]:
     if e.source == e.model or not 0 <= e.decay <= 1 or not e.source and (e.decay or e.source_version):
         yield problem("RL0615", f"{name(e)} takes {e.source or 'no other model'} with decay {e.decay}, version "
                       f"{e.source_version!r}", e)
-    if e.decay and t.models[e.model].ema_layout != e.dst:
-        yield problem("RL0615", f"{name(e)} takes a mean under {e.dst}, but {e.model} keeps one "
-                      f"{'under ' + t.models[e.model].ema_layout if t.models[e.model].ema_layout else 'nowhere'}", e)
+    average = t.models[e.model].ema_layout
+    if e.decay and average != e.dst:
+        yield problem("RL0615", f"{name(e)} averages under {e.dst}, but {e.model} keeps "
+                      f"{'its average under ' + average if average else 'no average'}", e)
     mine, other = t.models[e.model], t.models[source]
     if _parts(mine) != _parts(other):
         yield problem("RL0615", f"{name(e)}: {e.model} and {source} have different parameters", e)
@@ -260,7 +261,7 @@ def _transfer(t: Tables, e: Transfer) -> Iterator[Diagnostic]:
         )
         or len({*e.values}) != len(e.values)
     ):
-        yield problem("RL0614", f"{name(e)} must read {', '.join(must)}, and besides these only lengths", e)
+        yield problem("RL0614", f"{name(e)} must read {', '.join(must)}, and may read only lengths otherwise", e)
     if {*e.writes} != {f"{v}@{e.dst}" for v in e.values} or len(e.writes) != len(e.values):
         yield problem("RL0614", f"{name(e)} must write its values in spread {e.dst}", e)
     if e.src == e.dst:

@@ -212,11 +212,11 @@ def _problems(t: Tables, e: Event, s: State) -> Iterator[Diagnostic]:
             yield problem("RL0525", f"{name(e)} uses {model}@{layout}, which is offloaded", e, ranks=ranks)
     if isinstance(e, Realloc):
         if t.models[e.model].base and (e.model, e.dst) not in s.built:
-            yield problem("RL0520", f"{name(e)} brings adapters to {e.model}@{e.dst}, whose base is never loaded", e,
+            yield problem("RL0520", f"{name(e)} copies adapters to {e.model}@{e.dst}, whose base is never loaded", e,
                           ranks=ranks)
         home, follows = t.models[e.model].train_layout, bool(t.models[e.model].updated_from)
         if not e.source and (e.model, e.dst) in s.current:
-            yield problem("RL0522", f"{name(e)} brings {e.model}@{e.dst}, which is already current", e, ranks=ranks)
+            yield problem("RL0522", f"{name(e)} refreshes {e.model}@{e.dst}, which is already current", e, ranks=ranks)
         if (e.model, e.dst) in s.away:
             yield problem("RL0525", f"{name(e)} writes {e.model}@{e.dst}, which is offloaded", e, ranks=ranks)
         if home and e.dst == home or not home and not follows:
