@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests import stacks
 from tests.world import context
 
 LAUNCH = "rldsl.runtime.launch"
@@ -34,9 +35,10 @@ def command(module: str, *arguments: str, timeout: float = 120.0,
         process = start(module, *arguments, files=(os.devnull, out, err), env=env)
         process.join(timeout)
         if process.exitcode is None:
+            busy = stacks.dump_all(process.pid)
             process.kill()
             process.join()
-            said = Path(err).read_text()
+            said = f"{busy}\n{Path(err).read_text()}"
             raise AssertionError(f"{module} {' '.join(arguments)} has not ended after {timeout} s:\n{said}")
         return subprocess.CompletedProcess((module, *arguments), process.exitcode, Path(out).read_text(),
                                            Path(err).read_text())
@@ -62,6 +64,7 @@ def _enter(module: str, arguments: tuple[str, ...], cwd: str, environment: dict[
     os.chdir(cwd)
     for fd, file in enumerate(files):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND if fd else os.O_RDONLY), fd)
+    stacks.register()
     sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in enumerate("rww"))
     real = subprocess.Popen
 

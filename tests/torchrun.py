@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests import forked
+from tests import forked, stacks
 from tests.cpu import children
 
 
@@ -42,7 +42,9 @@ class Agent:
     def wait(self, seconds: float) -> int:
         """Its exit status. Raises AssertionError when it has not ended in time."""
         self.process.join(seconds)
-        assert self.process.exitcode is not None, f"not ended after {seconds} s:\n{self.said()}"
+        if self.process.exitcode is None:
+            busy = stacks.dump_all(self.process.pid)
+            raise AssertionError(f"not ended after {seconds} s:\n{busy}\n{self.said()}")
         return int(self.process.exitcode)
 
 

@@ -11,7 +11,10 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
+
+from tests import stacks
 
 _PRELOAD = ["torch", "torch.distributed", "transformers", "transformers.models.qwen3.modeling_qwen3",
             "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers", "safetensors.torch",
@@ -29,7 +32,8 @@ def context() -> Any:
 def run_world(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Run function(rank, *args) in `size` processes that share a gloo world; their results in rank order.
 
-    Raises AssertionError with every rank's traceback when one fails, dies or the time is over."""
+    Raises AssertionError with every rank's traceback when one fails or dies, and with what the threads of the others do
+    when the time is over."""
     ctx = context()
     with tempfile.TemporaryDirectory() as place:
         pipes, processes = [], []
@@ -41,7 +45,7 @@ def run_world(size: int, function: Callable[..., Any], *args: Any, timeout: floa
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, timeout)
+            return _collect(pipes, timeout, lambda rank: stacks.of(processes[rank].pid, Path(f"{place}/store.{rank}")))
         finally:
             for process in processes:
                 process.kill()
@@ -49,7 +53,8 @@ def run_world(size: int, function: Callable[..., Any], *args: Any, timeout: floa
                 process.join()
 
 
-def _collect(pipes: list[Any], timeout: float) -> list[Any]:
+def _collect(pipes: list[Any], timeout: float, stack: Callable[[int], str]) -> list[Any]:
+    """stack: what the threads of a rank do."""
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -65,7 +70,8 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
                 ok, value = False, "process ended without a result"
             (results if ok else errors)[rank] = value
     assert not errors, "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items()))
-    assert not waiting, f"ranks {sorted(waiting.values())} gave no result within {timeout} s"
+    late = sorted(waiting.values())
+    assert not late, "\n".join([f"ranks {late} gave no result within {timeout} s", *map(stack, late)])
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -73,16 +79,27 @@ def _enter(rank: int, size: int, store: str, pipe: Any, function: Callable[..., 
     import torch
     import torch.distributed as dist
 
+    stacks.register(Path(f"{store}.{rank}"))
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-        result = function(rank, *args)
-        dist.barrier()
-        pipe.send((True, result))
+        pipe.send((True, function(rank, *args)))
+        _wait_for_all(rank, size)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
         pipe.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _wait_for_all(rank: int, size: int) -> None:
+    """A rank that ends would break the connections of those that still compute. By the store and not by a barrier: when
+    a run fails, receives that nobody has waited for are dropped, and gloo delivers nothing more from these peers. Its
+    thread then polls without end for a message that it cannot place."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"tests/done/{rank}", "")
+    store.wait([f"tests/done/{other}" for other in range(size)])
