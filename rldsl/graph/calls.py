@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +32,7 @@ class CallsOfFlow:
 
     def __init__(self, flow: FlowBuilder):
         self.flow, self.errors = flow, flow.errors
+        self._trains: Counter[str] = Counter()  # model -> `train` calls so far
 
     def nested(self, owner: ModelRef | DataRef, call: ast.Call, scope: Scope) -> Meaning:
         """A call inside an expression: an inference is anonymous, anything else needs a statement of its own."""
@@ -233,6 +235,8 @@ class CallsOfFlow:
         if target is not None:
             return self.errors.add("RL0212", "`train` returns nothing", span, help="remove the name before `=`")
         node = self.flow.unique(f"{owner.name}.train")
+        number = self._trains[owner.name]
+        self._trains[owner.name] += 1
         frames = tuple(r.frame for r in refs)
         made = bind_loss(use, owner.head, frames, f"{node}/{use.ref.decl.name.name}", self.flow.exprs)
         if isinstance(made, Bad):
@@ -253,5 +257,6 @@ class CallsOfFlow:
             model=owner.name, frames=tuple(f.id for f in frames), loss=made.program.id,
             model_outputs=made.model_outputs, data_inputs=data,
             outputs=outputs, minibatches=parts, epochs=cast(int, given["epochs"]),
-            shuffle=bool(given["shuffle"]) and parts > 1, nonfinite="skip" if skips else "stop"))
+            shuffle=bool(given["shuffle"]) and parts > 1, call=number,
+            nonfinite="skip" if skips else "stop"))
         return NO_VALUE

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rldsl.graph.flow import FlowBuilder
 
 BATCHES = 256  # that a plan has room for where the program does not say
-APART = 1 << 20  # keeps the calls of `uniform` in evaluations apart from those of training
 OUTSIDE = (ast.Save, ast.Sync, ast.Ema, ast.Checkpoint, ast.EveryBlock, ast.RepeatBlock, ast.RepeatUntil, ast.EvalBlock,
            ast.Stop, ast.Return)
 
@@ -37,7 +36,6 @@ class Evaluations:
         self.inside = ""
         self.frames: set[str] = set()
         self._fetched: Span | None = None
-        self._draws = 0
 
     def block(self, s: ast.EvalBlock, scope: Scope, where: str) -> None:
         """where: the kind of block around it."""
@@ -124,14 +122,10 @@ class Evaluations:
 
     @contextmanager
     def _within(self, data: str) -> Iterator[None]:
-        """Random numbers of the block have numbers of their own: those of training stay as they are without it."""
-        ops = self.flow.exprs.ops
         self.inside, self._fetched = data, None
-        outer, ops.draws = ops.draws, APART + self._draws
         try:
             yield
         finally:
-            self._draws, ops.draws = ops.draws - APART, outer
             self.inside = ""
 
     def _refuse(self, what: str, span: Span, help: str) -> None:

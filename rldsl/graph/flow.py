@@ -59,6 +59,13 @@ class FlowBuilder(Computations):
         return tuple(made)
 
     def statement(self, s: ast.Statement, scope: Scope, inside: str) -> None:
+        """Random numbers of a statement follow its name: another statement leaves them as they were."""
+        ops = self.exprs.ops
+        outer, ops.statement = ops.statement, _name(s)
+        self._built(s, scope, inside)
+        ops.statement = outer
+
+    def _built(self, s: ast.Statement, scope: Scope, inside: str) -> None:
         match s:
             case ast.Assign(where=None):
                 self._assign(s, scope)
@@ -250,3 +257,15 @@ class FlowBuilder(Computations):
         if times is not None:
             self.items.append(g.Every(period=times, body=body, span=s.span) if word == "every"
                               else g.Repeat(iterations=times, body=body, span=s.span))
+
+
+def _name(s: ast.Statement) -> str:
+    """What a statement is called: the name that it binds, its metric, or the call that it is."""
+    match s:
+        case ast.Assign(targets=targets):
+            return targets[0].name
+        case ast.Metric(name=name):
+            return f"metric {name.name}"
+        case ast.Do(value=ast.Call(func=func)):
+            return func.span.text
+    return type(s).__name__

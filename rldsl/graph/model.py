@@ -127,6 +127,7 @@ class Train(TrainSpec, Node):
     minibatches: int
     epochs: int
     shuffle: bool  # rows are divided into minibatches at random
+    call: int = 0  # which of the `train` calls of its model, from 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

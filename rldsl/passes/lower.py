@@ -62,7 +62,7 @@ def spread_of(node: g.Node, place: Place) -> Spread:
             return _named(Spread("", mesh, layout, (node.frame,), "row", "tokens"))
         case g.Train():
             return _named(Spread("", mesh, layout, node.frames, "row", "tokens", node.minibatches, node.epochs,
-                                 node.shuffle))
+                                 node.shuffle, node.call if node.shuffle else 0))
         case g.Compute() if node.frames:
             return _named(Spread("", mesh, layout, tuple(sorted(node.frames)), "prompt", "tokens"))
         case g.Collect():  # the same share of every turn, wherever the rows of a turn were made
@@ -77,9 +77,10 @@ def on_every_rank(mesh: Mesh) -> Spread:
 
 
 def _named(s: Spread) -> Spread:
-    batches = f" x{s.minibatches} x{s.epochs}{' shuffled' if s.shuffle else ''}" if s.minibatches * s.epochs > 1 else ""
+    shuffled = f" shuffled {s.call}" if s.shuffle else ""
+    batches = f" x{s.minibatches} x{s.epochs}{shuffled}" if s.minibatches * s.epochs > 1 else ""
     id = f"{s.layout} {s.granularity} {s.balance_by} {' '.join(s.frames)}{batches}"
-    return Spread(id, s.mesh, s.layout, s.frames, s.granularity, s.balance_by, s.minibatches, s.epochs, s.shuffle)
+    return replace(s, id=id)
 
 
 class _Lower:

@@ -94,8 +94,8 @@ class Spread:
     """How the rows of frames are divided over the dp shards of a layout. A buffer `value@spread` is held, for the rows
     of a shard, by every rank of that shard.
 
-    A training spread first divides rows into minibatches by (seed, step, epoch, row), then each minibatch over the
-    shards."""
+    A training spread first divides rows into minibatches by (seed, step, call, epoch, row), then each minibatch over
+    the shards."""
 
     id: str
     mesh: str  # id
@@ -111,6 +111,7 @@ class Spread:
     minibatches: int = 1  # per epoch
     epochs: int = 1  # per call
     shuffle: bool = False  # rows are divided into minibatches at random
+    call: int = 0  # which of the `train` calls of its model, from 0: each divides at random in its own way
 
 
 @dataclass(frozen=True, slots=True)

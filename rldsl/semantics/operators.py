@@ -5,6 +5,7 @@ In: typed arguments. Out: a Term made of exactly the operators of plan/expr.py, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -36,7 +37,8 @@ class Operators:
         self.errors = errors
         self.restrict: Restrict | None = None  # set by the flow, where selections are made
         self.in_loss = False  # whether what is built belongs to a loss, which sees one minibatch
-        self.draws = 0  # calls of `uniform` so far
+        self.statement = ""  # the name of the flow's statement being built, which random numbers follow
+        self._draws: Counter[str] = Counter()  # statement -> calls of `uniform` so far
 
     # ------------------------------------------------------------------------------------------ elementwise
 
@@ -193,9 +195,11 @@ class Operators:
             return self.errors.add("RL0201", "`uniform` needs a prompt, seq or token value",
                                    x.at, f"this is {describe(x)}",
                                    help="it draws a random number for each prompt, sequence or token of its argument")
-        self.draws += 1
+        self._draws[self.statement] += 1
+        number = self._draws[self.statement]
+        call = f"{self.statement or 'uniform'}{f'#{number}' if number > 1 else ''}"
         frame = (("frame", x.space),) if x.level == "token" else ()
-        return Term("uniform", (), x.level, x.space, "f32", span, (("call", self.draws), *frame))
+        return Term("uniform", (), x.level, x.space, "f32", span, (("call", call), *frame))
 
     # -------------------------------------------------------------------------------------------- sequences
 

@@ -3,11 +3,12 @@
 In: spreads, frames, row lengths, seed and step. Out: row numbers. All pure functions of their arguments (integers
 only), so that every rank finds the same without a message.
 Invariants: every row is in exactly one shard of a division, and in exactly one minibatch of an epoch; what a sample's
-minibatch is depends on seed, step, epoch and row alone, never on degrees.
+minibatch is depends on seed, step, call, epoch and row alone, never on degrees.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,18 +62,24 @@ def mix(*keys: int) -> int:
     return state
 
 
+def key_of(name: str) -> int:
+    """A name as a key of random numbers: 64 bits of its hash."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
 def permutation(n: int, *keys: int) -> tuple[int, ...]:
     """A pseudo-random order of 0..n-1 that depends on `keys` alone."""
     start = mix(*keys)
     return tuple(sorted(range(n), key=lambda i: (mix(start, i), i)))
 
 
-def minibatch_rows(count: int, minibatches: int, epochs: int, shuffle: bool, seed: int,
-                   step: int) -> tuple[tuple[Rows, ...], ...]:
-    """[epoch][minibatch] -> rows. Without shuffle, contiguous runs; sizes differ by at most one."""
+def minibatch_rows(count: int, minibatches: int, epochs: int, shuffle: bool, seed: int, step: int,
+                   call: int = 0) -> tuple[tuple[Rows, ...], ...]:
+    """[epoch][minibatch] -> rows. Without shuffle, contiguous runs; sizes differ by at most one. call: as of a
+    spread."""
     return tuple(
         tuple(tuple(sorted(run)) for run in _runs(
-            permutation(count, seed, step, epoch) if shuffle else tuple(range(count)), minibatches))
+            permutation(count, seed, step, call << 32 | epoch) if shuffle else tuple(range(count)), minibatches))
         for epoch in range(epochs)
     )
 
@@ -147,7 +154,8 @@ def _schedule(spread: Spread, dp: int, known: Mapping[str, Frame], lengths: Leng
         tuple(tuple(tuple(numbers[units[i]] for i in items)
                     for items in partition([weights[numbers[u]] for u in units], dp, spread.balance_by))
                      for units in epoch)
-        for epoch in minibatch_rows(len(numbers), spread.minibatches, spread.epochs, spread.shuffle, seed, step)
+        for epoch in minibatch_rows(len(numbers), spread.minibatches, spread.epochs, spread.shuffle, seed, step,
+                                    spread.call)
     )
 
 

@@ -70,7 +70,7 @@ def _fault(t: Tables, program: Program, index: int, node: Node) -> str:
         case "sequence":
             return _sequence_fault(t, operator, node, args)
         case "random":
-            fits = node.level != "batch" and isinstance(node.attr("call"), int)
+            fits = node.level != "batch" and node.attr("call") and isinstance(node.attr("call"), str)
             return "" if fits else "random numbers need elements and a call"
         case "leaf":
             return _leaf_fault(t, node)

@@ -115,10 +115,18 @@ def test_ppo_page_of_the_design() -> None:
     assert train.model_outputs == (("logprobs", "gen", "logprobs"),)
     assert dict(train.data_inputs) == {"old": "gen.logprobs", "adv": "expr#1"}
     assert [m for m, _ in train.outputs] == ["loss", "grad_norm", "lr", "clip_frac", "kl"]
-    assert train.minibatches == 4 and train.shuffle
+    assert train.minibatches == 4 and train.shuffle and train.call == 0
     assert node(made, "adv").writes == ("adv", "ret")
     assert train.clause is not None and train.clause.mesh is not None and train.clause.mesh.devices == (0, 4)
     assert [p for p, _ in made.sources] == ["main.rlf", "std/ppo.rlf", "std/policy.rlf", "std/prelude.rlf"]
+
+
+def test_train_calls_of_one_model_are_numbered() -> None:
+    """So two of them do not make the same minibatches; those of two models may share theirs."""
+    line = next(x for x in PPO.splitlines() if x.strip().startswith("actor.train"))
+    made = graph(PPO.replace(line, f"{line}\n{line}"))
+    calls = {n.id: n.call for n in g.nodes(made.items) if isinstance(n, g.Train)}
+    assert calls == {"critic.train": 0, "actor.train": 0, "actor.train#2": 1}
 
 
 def test_every_program_uses_only_the_operators_of_the_plan_and_reads_what_exists() -> None:

@@ -18,7 +18,7 @@ FRAMES = {"gen": Frame("gen", "gen", "prompt", len(LENS), 2, "d", 8, 99)}
 CODE = Program("p", (
     Node("input", (), "token", "gen", (("name", "x"),)), Node("const", attrs=(("value", 0.3),)),
     Node("quantile", (0, 1), "batch", "", (("to", "batch"),)),
-    Node("uniform", (), "token", "gen", (("call", 1), ("frame", "gen"))),
+    Node("uniform", (), "token", "gen", (("call", "u"), ("frame", "gen"))),
     Node("median", (0,), "batch", "", (("to", "batch"),)), Node("add", (2, 4))), (("q", 5), ("u", 3)))
 
 

@@ -1,5 +1,6 @@
 """Divisions of rows: every row once, balanced, the same for every rank, and independent of degrees."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -101,12 +102,24 @@ def test_minibatches_take_every_row_once_an_epoch(count, minibatches, epochs, sh
         assert shuffle or [r for m in epoch for r in m] == list(range(count))
 
 
-def test_shuffled_minibatches_differ_by_seed_step_and_epoch():
-    def run(seed, step):
-        return minibatch_rows(40, 4, 2, True, seed, step)
+def test_shuffled_minibatches_differ_by_seed_step_call_and_epoch():
+    def run(seed, step, call=0):
+        return minibatch_rows(40, 4, 2, True, seed, step, call)
 
     assert run(1, 1)[0] != run(1, 1)[1]
     assert run(1, 1) != run(2, 1) != run(2, 2)
+    assert len({*run(1, 1), *run(1, 1, 1), *run(1, 1, 2)}) == 6
+
+
+def test_the_call_matters_only_with_shuffle():
+    assert minibatch_rows(40, 4, 2, False, 1, 1) == minibatch_rows(40, 4, 2, False, 1, 1, 3)
+
+
+def test_a_spread_divides_by_its_call():
+    spread = Spread("s", "m", "L", ("gen",), "row", "tokens", 3, 1, True)
+    first, other, again = (train_schedule(replace(spread, call=call), 2, (PROMPT, GEN), LENGTHS, 0, 0)
+                           for call in (0, 1, 0))
+    assert first == again != other
 
 
 # ---------------------------------------------------------------------------------------------------- spreads

@@ -97,7 +97,7 @@ def _node(n: Node, args: Sequence[Cell], inputs: Mapping[str, Cell], views: Mapp
         what = (function.path, function.name, function.sha256, frame)
         return Cell(n.level, n.space, False, {i: term("py", what, i) for i in ids})
     if n.op == "uniform":
-        need(n.level != "batch" and isinstance(attrs["call"], int) and not args, "random numbers of what?")
+        need(n.level != "batch" and isinstance(attrs["call"], str) and not args, "random numbers of what?")
         return Cell(n.level, n.space, False, {i: term("uniform", draw, attrs["call"], i) for i in ids})
     if n.op in REDUCTIONS or n.op == "quantile":
         return _reduced(n, args, views)

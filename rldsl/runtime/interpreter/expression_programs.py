@@ -23,7 +23,7 @@ from rldsl.plan.model import Frame
 from rldsl.plan.operators import OPERATORS
 from rldsl.runtime.draws import uniform
 from rldsl.runtime.interpreter.expression_ops import FrameRows, RaggedIndex, evaluate, of_all_elements
-from rldsl.sharding.partition import mix
+from rldsl.sharding.partition import key_of, mix
 
 __all__ = ["Counts", "MinibatchLoss", "FrameRows", "loss_counts", "run_compute"]
 
@@ -154,7 +154,7 @@ def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int, batch: int) ->
             seq_of_token = ragged.index("token", node.space, "seq")
             starts = (ragged.ends(node.space) - frame_rows.lens)[seq_of_token]
             rows, positions = rows[seq_of_token], torch.arange(seq_of_token.numel(), device=starts.device) - starts
-    return uniform(mix(seed, int(node.attr("call") or 0)) >> 1, step, rows + first, positions)
+    return uniform(mix(seed, key_of(str(node.attr("call")))) >> 1, step, rows + first, positions)
 
 
 # ----------------------------------------------------------------------------------------------------- losses

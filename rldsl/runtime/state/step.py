@@ -17,9 +17,9 @@ from rldsl.runtime.comm.row_assignment import RowLengths, StepRows
 from rldsl.runtime.state.context import RunContext
 from rldsl.runtime.state.logged_numbers import Arrivals, LoggedNumbers, SentLogs
 from rldsl.runtime.store import BufferStore, RaggedRows
-from rldsl.sharding.partition import mix
+from rldsl.sharding.partition import key_of, mix
 
-COMPUTE_SEEDS = 1 << 32  # keeps the seeds of computations apart from those of generated frames
+COMPUTE_SEEDS = key_of("")  # keeps the seeds of computations apart from those of generated frames
 
 
 @dataclass
@@ -70,11 +70,11 @@ class StepState:
 
     def sampling_seed(self, event: int, frame: str) -> int:
         """A different seed for each generate of the program and each time that it runs in a step: two calls on the same
-        prompts must not draw the same samples. Frames are in the order of the program under every placement.
+        prompts must not draw the same samples. It follows the name of the frame, not its place in the program, so that
+        another statement leaves its samples as they were.
 
         event: its id. frame: the one that it makes."""
-        number = next(i for i, f in enumerate(self.context.plan.frames) if f.id == frame)
-        return mix(self.context.seed, number, self._next_draw(event)) >> 1  # 63 bits: devices have signed integers
+        return mix(self.context.seed, key_of(frame), self._next_draw(event)) >> 1  # 63 bits: devices have signed ints
 
     def compute_seed(self, event: int) -> int:
         """A seed for each time that a computation runs in a step; `uniform` adds the number of its call to it."""
