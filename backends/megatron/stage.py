@@ -21,7 +21,7 @@ from rldsl.backends.megatron.blocks import Block, ModuleTensor, build_blocks
 from rldsl.backends.megatron.kernels import Kernels, kernels_here
 from rldsl.backends.megatron.model import HeadNorm, PackedSequences, gpt
 from rldsl.backends.megatron.names import EMBEDDING, ENDS, EXPERT, LAYER, OUTPUT, table_of
-from rldsl.backends.megatron.zero import BlockUnit
+from rldsl.backends.megatron.zero import BlockParamGroup
 from rldsl.backends.torch.model.attention import PackedAttention
 from rldsl.backends.torch.model.autocast import round_parameter, round_to_bfloat16
 from rldsl.backends.torch.model.collectives import (
@@ -72,7 +72,7 @@ class MegatronStage(ActivationCheckpointing):
         self.device, self.matmul_dtype, self.residual_dtype = device, matmul_dtype, torch.float32
         self.config = load_config(model)
         text = self.config.get_text_config()
-        self.hidden, self.vocab = int(text.hidden_size), int(text.vocab_size)
+        self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
         self.padding = text.pad_token_id
         self.sequence_parallel = SequenceParallel(tp, True)
         self.zero = None
@@ -159,13 +159,13 @@ class MegatronStage(ActivationCheckpointing):
         return dtype
 
     def _zero_sharding(self, axes: Axes) -> ZeroSharding:
-        def unit(divided_experts: bool) -> BlockUnit | None:
-            own = [b for b in self.blocks for name in list(b.hf_parameters)[:1]
+        def group_of(divided_experts: bool) -> BlockParamGroup | None:
+            blocks = [b for b in self.blocks for name in list(b.hf_parameters)[:1]
                    if divided_experts == (axes.ep.size > 1 and self.held[name][0].spec.experts > 0)]
-            rows = [self.parameters[name] for block in own for name in block.hf_parameters]
-            return BlockUnit(rows, own, axes.expert_dp if divided_experts else axes.dp) if own else None
+            rows = [self.parameters[name] for block in blocks for name in block.hf_parameters]
+            return BlockParamGroup(rows, blocks, axes.expert_dp if divided_experts else axes.dp) if blocks else None
 
-        return ZeroSharding(1, {}, [u for u in (unit(False), unit(True)) if u is not None])
+        return ZeroSharding(1, {}, [g for g in (group_of(False), group_of(True)) if g is not None])
 
     def _module_tensors(self, key: str, layer: int | None) -> Sequence[ModuleTensor]:
         """The modules' parameters on this rank for a tensor of the table."""

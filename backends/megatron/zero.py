@@ -1,8 +1,8 @@
 """What a rank stores under `zero=1`, Megatron's distributed optimizer, and how it becomes complete.
 
 In: rows of HuggingFace parameters, and blocks that are filled from the rows of all shards for a minibatch.
-Out: `BlockUnit`, a unit of the torch backend's `zero.py`. What Megatron computes with is joined from several
-parameters, or is one of many experts, so its gradient is split into theirs when it comes.
+Out: `BlockParamGroup`, a parameter group of the torch backend's `zero.py`. What Megatron computes with is joined from
+several parameters, or is one of many experts, so its gradient is split into theirs when it comes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from rldsl.backends.megatron.blocks import Block, ModuleTensor
-from rldsl.backends.torch.model.zero import Unit
+from rldsl.backends.torch.model.zero import ParamGroup
 from rldsl.runtime.backend import Axis
 
 
-class BlockUnit(Unit):
+class BlockParamGroup(ParamGroup):
     """Blocks that are unsharded together. Their memory exists from `unshard` to `reshard`."""
 
     def __init__(self, sharded: Sequence[nn.Parameter], blocks: Sequence[Block], dp: Axis):

@@ -14,7 +14,7 @@ from typing import Literal
 
 from rldsl.plan.model import Layout, Mesh
 
-Axis = Literal["tp", "pp", "dp", "cp", "ep", "expert_dp", "mesh"]
+AxisName = Literal["tp", "pp", "dp", "cp", "ep", "expert_dp", "mesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def dp_index(layout: Layout, index: int) -> int:
     return index // (layout.cp * layout.tp) % layout.dp
 
 
-def axis_ranks(layout: Layout, mesh: Mesh, axis: Axis) -> tuple[tuple[int, ...], ...]:
+def axis_ranks(layout: Layout, mesh: Mesh, axis: AxisName) -> tuple[tuple[int, ...], ...]:
     """All groups of an axis: one for each combination of the other coordinates, in the order of these; members run
     along the axis. "mesh" is the one group of all ranks, in rank order of the mesh. "ep" cuts the groups of dp into
     runs of ep ranks; "expert_dp" groups the ranks at the same position of these runs."""

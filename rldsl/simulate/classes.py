@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rldsl.plan.events import ModelCall
 from rldsl.plan.model import Layout, Mesh, Plan, Ranges
 from rldsl.plan.projection import events, to_ranges
-from rldsl.sharding.layout import Axis, axis_ranks
+from rldsl.sharding.layout import AxisName, axis_ranks
 
 Members = tuple[int, ...]  # classes
 # With more classes than this, ranks that log count as the others, though others wait for them: one rank that differs
@@ -109,7 +109,7 @@ def build_groups(layout: Layout, mesh: Mesh, found: Classes, per_node: int) -> d
     return made
 
 
-def _axes(layout: Layout) -> tuple[Axis, ...]:
+def _axes(layout: Layout) -> tuple[AxisName, ...]:
     return ("pp", "tp", "cp", "dp", "ep", "expert_dp") if layout.ep > 1 else ("pp", "tp", "cp", "dp")
 
 

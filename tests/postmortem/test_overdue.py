@@ -39,14 +39,14 @@ class World:
         monkeypatch.setattr(watchdog.Watchdog, "_blame", blame)
         self.watches = [watchdog.Watchdog(store, rank, 8, PlanFile.from_bytes(DATA), TIMEOUT) for rank in range(8)]
 
-    def overdue(self, stands: Mapping[int, RankPosition], ranks: Sequence[int], turn: int = 0) -> list[str]:
+    def overdue(self, stands: Mapping[int, RankPosition], ranks: Sequence[int], attempt: int = 0) -> list[str]:
         """What these ranks say, each in its turn, where all are as `stands` says."""
         for rank, stand in stands.items():
             self.watches[rank].signs.beat(stand)
         said = []
         for rank in ranks:
             try:
-                self.watches[rank]._overdue(stands[rank], turn)
+                self.watches[rank]._overdue(stands[rank], attempt)
             except Blamed as blamed:
                 said.append(str(blamed))
         return said
@@ -88,8 +88,8 @@ def test_those_that_work_end_nothing_and_are_looked_at_again(world: World) -> No
     working = {rank: at(GENERATE, 3, call="") for rank in range(8)}
     assert not world.overdue(working, range(4)) and world.looked == 1
     waiting = working | {1: at(GENERATE, 3, call="recv")}
-    assert not world.overdue(waiting, range(1, 4)) and world.looked == 1, "once for each turn"
-    assert len(world.overdue(waiting, range(4), turn=1)) == 1 and world.looked == 2
+    assert not world.overdue(waiting, range(1, 4)) and world.looked == 1, "once for each attempt"
+    assert len(world.overdue(waiting, range(4), attempt=1)) == 1 and world.looked == 2
 
 
 @pytest.mark.parametrize("slow, says, told", [

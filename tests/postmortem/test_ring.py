@@ -28,13 +28,13 @@ GENERATE = LOOP.body[1]
 def filled(steps: int) -> EventRing:
     ring = EventRing()
     for step in range(1, steps + 1):
-        ring.turn(0, step)
-        for turn in (1, 2):
-            ring.turn(1, turn)
+        ring.enter_iteration(0, step)
+        for number in (1, 2):
+            ring.enter_iteration(1, number)
             ring.begins(GENERATE)
             ring.ends()
-        ring.turn(1, 0)
-    ring.turn(0, 0)
+        ring.leave_loop(1)
+    ring.leave_loop(0)
     return ring
 
 
@@ -46,7 +46,7 @@ def test_it_begins_empty() -> None:
 
 def test_the_way_of_a_rank() -> None:
     ring = filled(1)
-    ring.turn(0, 2)
+    ring.enter_iteration(0, 2)
     ring.begins(GENERATE)
     assert ring.here() == EventRun(1, (2,))
     ring.waits(EventRun(1, (1, 2)))

@@ -17,7 +17,7 @@ from itertools import groupby
 from rldsl.plan.events import Event, Every, Generate, Infer, Item, Loop, split
 from rldsl.plan.model import Frame, Plan, Spread, Value
 from rldsl.sharding import partition
-from rldsl.sharding.layout import Axis, axis_ranks, coordinate
+from rldsl.sharding.layout import AxisName, axis_ranks, coordinate
 from tests.verify.arithmetic import Garbage, need, term
 from tests.verify.moment import Key, Lens, Moment, due, enough, kept, turns
 from tests.verify.story import Story
@@ -189,7 +189,7 @@ class World:
                 self.communicates(ranks)
         self.sound.add(kind)
 
-    def lines(self, layout: str, axis: Axis) -> tuple[tuple[int, ...], ...]:
+    def lines(self, layout: str, axis: AxisName) -> tuple[tuple[int, ...], ...]:
         """The groups of an axis."""
         if (layout, axis) not in self.lined:
             x = self.story.layouts[layout]

@@ -43,8 +43,8 @@ def test_steps_equal_one_process(tmp_path, family, overrides, kind, what, every)
 
 def gathered(shard: Any) -> set[int]:
     """Layers that are whole now."""
-    return {i for i, unit in shard.stage.zero.layers.items()
-            if any(w.untyped_storage().nbytes() for w in unit.unsharded)}
+    return {i for i, group in shard.stage.zero.layers.items()
+            if any(w.untyped_storage().nbytes() for w in group.unsharded)}
 
 
 def watched(rank: int, path: str) -> dict[int, Any]:
@@ -59,7 +59,7 @@ def watched(rank: int, path: str) -> dict[int, Any]:
         numbers = sum(t.numel() for t in shard.state_dict().values())
         found[zero] = (max(map(len, seen)), gathered(shard), numbers, shard.trainer.grad_buffer.numel(),
                        sum(t.numel() for kind in shard.optimizer_state().values() for t in kind.values()),
-                       all(p.grad is None for u in shard.stage.zero.units for p in u.unsharded))
+                       all(p.grad is None for u in shard.stage.zero.groups for p in u.unsharded))
     return found
 
 

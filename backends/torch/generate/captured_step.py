@@ -4,9 +4,9 @@ In: a key for everything that the function's Python depends on, and a function t
 are; called twice in one state it gives the same. Out: its results.
 
 The first calls run the function, then one call captures it: as an `OpTrace` on the CPU, as a CUDA graph on a GPU. The
-first trace is compared with the function once more, in a later state; if it does not match bit for bit, nothing is
-replayed. A function that cannot be captured runs as it is. Traces that were not used for a while give their memory back
-until they are.
+first capture is compared with the function once more, in a later state; if it does not match bit for bit, nothing is
+replayed. A function that cannot be captured runs as it is. Captures that were not used for a while have no memory until
+they are used again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rldsl.backends.torch.generate.op_trace import NotTraceable, OpTrace, Output
 from rldsl.memory.decode_shapes import MAX_CAPTURES_WITH_MEMORY
 
 CALLS_BEFORE_CAPTURE = 1  # a capture takes as long as a few calls
-MAX_CAPTURES = 64  # for each micro-batch group, most of them without memory
+MAX_CAPTURES = 64  # per micro-batch group, most of them without memory
 
 
 @dataclass
@@ -28,13 +28,13 @@ class CapturedSteps:
     """The pool of captured graphs (CUDA) or operator traces (CPU) of one function."""
 
     device: torch.device
-    enabled: bool
-    repeatable: bool = True  # whether the function may run twice in one state, so that a trace can be compared with it
+    enabled: bool            # False: every call runs the function
+    repeatable: bool = True  # whether the function may run twice in one state: then a capture is compared with it
     num_groups: int = 1      # how many micro-batch groups take turns; each has keys of its own
-    # key -> its graph or trace, or how often the function was called while there is none
+    # key -> its graph or operator trace, or how often the function was called while there is none
     captures: dict[Hashable, Callable[[], Outputs] | int] = field(default_factory=dict)
     with_memory: dict[Hashable, OpTrace] = field(default_factory=dict)  # least recently used first
-    verified: bool = False   # a trace has been compared with its function
+    verified: bool = False   # a capture has been compared with its function
 
     def __call__(self, key: Hashable, function: Callable[[], Outputs]) -> Outputs:
         if not self.enabled:
@@ -44,7 +44,7 @@ class CapturedSteps:
             if captured == CALLS_BEFORE_CAPTURE:
                 return self._capture(key, function)
             self.captures[key] = captured + 1
-            limit = MAX_CAPTURES if self.device.type == "cpu" else MAX_CAPTURES_WITH_MEMORY
+            limit = MAX_CAPTURES if self.device.type == "cpu" else MAX_CAPTURES_WITH_MEMORY  # a graph always has memory
             if len(self.captures) > limit * self.num_groups:
                 oldest = next(iter(self.captures))
                 del self.captures[oldest]
@@ -59,7 +59,7 @@ class CapturedSteps:
         return out
 
     def release_memory(self) -> None:
-        """Give the memory of all traces back until they are used again."""
+        """Give the memory of all captures back until they are used again."""
         for captured in self.with_memory.values():
             captured.storage.release_memory()
         self.with_memory.clear()
@@ -68,7 +68,7 @@ class CapturedSteps:
         if self.with_memory.pop(key, None) is None and not captured.storage.has_memory:
             captured.storage.allocate_memory()
         self.with_memory[key] = captured
-        # the last result of each group is still read: with several traces for each group it is never the oldest
+        # the last result of each group is still read: with several captures per group it is never the oldest
         if len(self.with_memory) > MAX_CAPTURES_WITH_MEMORY * self.num_groups:
             self.with_memory.pop(next(iter(self.with_memory))).storage.release_memory()
 

@@ -114,7 +114,7 @@ DecodeStates = MutableMapping[Hashable, DecodeState]
 
 
 def keep_released(states: DecodeStates, key: Hashable, state: DecodeState) -> None:
-    """Keep a state for the next call with this key, without memory; of too many, drop the oldest."""
+    """Keep a state, without memory, for the next call with this key; of too many, drop the oldest."""
     state.release_memory()
     states[key] = state
     if len(states) > MAX_KEPT_STATES:

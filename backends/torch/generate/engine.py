@@ -62,7 +62,7 @@ class Engine:
         key = group.start, self.num_tokens(batch)
         if decoding and key in buffers:
             return buffers[key]
-        buffer = torch.empty(key[1], stage.hidden, dtype=stage.residual_dtype, device=stage.device)
+        buffer = torch.empty(key[1], stage.hidden_size, dtype=stage.residual_dtype, device=stage.device)
         if decoding:
             buffers[key] = buffer
         return buffer
@@ -143,9 +143,11 @@ class Engine:
         if not self.stage.last:
             return () if hidden is None else (hidden,)
         candidates = torch.cat([x for x in (self.last_prompt_hidden, last_hidden) if x is not None])
-        at = prompt_count - int(self.last_prompt_hidden is None)
+        # candidates[0] is the last prompt of the batch before, if there is one; a sequence that repeats it has a
+        # prompt_count of 0. Without it (in the first batch) counts start at 1, so indices are counts minus 1.
+        candidate = prompt_count - int(self.last_prompt_hidden is None)
         self.last_prompt_hidden = candidates[-1:]
-        return self._sample(candidates[at], slots)
+        return self._sample(candidates[candidate], slots)
 
     def _assign_slots(self, at: torch.Tensor, seq_ids: torch.Tensor) -> None:
         slots = self.state.slots
@@ -184,6 +186,7 @@ class Engine:
     def dummy_pass(self) -> None:
         """A pass of one token whose result is dropped: other ranks need this rank's experts."""
         one = torch.ones(1, dtype=torch.long, device=self.stage.device)
-        hidden = None if self.stage.first else torch.zeros(1, self.stage.hidden, dtype=self.stage.residual_dtype,
-                                                           device=self.stage.device)
-        self.stage.forward(one - 1, one - 1, VarlenAttention(one), hidden)
+        stage = self.stage
+        hidden = None if stage.first else torch.zeros(1, stage.hidden_size, dtype=stage.residual_dtype,
+                                                      device=stage.device)
+        stage.forward(one - 1, one - 1, VarlenAttention(one), hidden)

@@ -55,7 +55,7 @@ def generate(stage: Stage, axes: Axes, prompts: PackedBatch, sampling: Sampling,
         state = DecodeState.allocate(
             count, scheduler.num_slots, scheduler.kv_width, sampling.max_new_tokens, eos_ids,
             draws=stage.last and not sampling.greedy, num_groups=axes.pp.size,
-            capture=capture and axes.tp.size == 1,  # a trace holds no communication
+            capture=capture and axes.tp.size == 1,  # a captured step holds no communication
             device=device)
     state.allocate_memory()
     sampler = Sampler(stage, sampling, seed, step, state.eos_ids) if stage.last else None

@@ -43,7 +43,7 @@ class KVCache:
         return self.layers[index]
 
     def mask_values(self, dtype: torch.dtype) -> torch.Tensor:
-        """[2]: what a mask adds to the score of a visible and of a hidden token. Made once, so that a recorded decode
+        """[2]: what a mask adds to the score of a visible and of a hidden token. Made once, so that a captured decode
         step refers to a tensor that stays."""
         if dtype not in self.masks:
             self.masks[dtype] = torch.tensor([0.0, -torch.inf], dtype=dtype, device=self.device)

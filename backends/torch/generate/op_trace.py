@@ -1,4 +1,4 @@
-"""Record the torch operators that a function calls, and run them again without the function's Python.
+"""Capture the torch operators that a function calls, and run them again without the function's Python.
 
 In: a function of no arguments that reads tensors which stay where they are. Out: what it returns, and an `OpTrace` that
 repeats its operators on whatever these tensors then hold.
@@ -32,11 +32,11 @@ UNDECLARED_VIEWS = ("_unsafe_view",)  # the result shares its argument's memory,
 
 
 class NotTraceable(Exception):
-    """The function cannot be recorded."""
+    """The function cannot be captured."""
 
 
 class OpTrace:
-    """A recorded function."""
+    """A captured function: the operators that it ran."""
 
     def __init__(self, ops: list[Callable[[], Any]], out: Outputs, storage: ReleasableStorage):
         self.ops = ops          # operators with all of their arguments, in order
@@ -44,7 +44,7 @@ class OpTrace:
         self.storage = storage  # the memory of what the operators make, which each run writes anew
 
     def __call__(self) -> Outputs:
-        # what was recorded is below autocast and autograd, and must not meet them again
+        # what was captured is below autocast and autograd, and must not meet them again
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             for op in self.ops:
                 op()

@@ -113,7 +113,7 @@ class Sampler:
     head: torch.Tensor | None = field(init=False)  # [V_local, H], in the dtype in which it is multiplied
 
     def __post_init__(self) -> None:
-        tp, vocab = self.stage.head_axis.size, self.stage.vocab
+        tp, vocab = self.stage.head_axis.size, self.stage.vocab_size
         self.max_local_vocab = max((i + 1) * vocab // tp - i * vocab // tp for i in range(tp))
         self.head = None if self.stage.head is None else self.stage.head.to(self.stage.matmul_dtype)  # cast once
 
@@ -133,7 +133,7 @@ class Sampler:
         if self.head is None:
             raise ValueError("only the last stage of a model with an output embedding samples")
         logits = (hidden @ self.head.T).float()
-        tp, vocab = self.stage.head_axis, self.stage.vocab
+        tp, vocab = self.stage.head_axis, self.stage.vocab_size
         if tp.size == 1:
             return logits
         padded = logits.new_zeros(len(hidden), self.max_local_vocab)

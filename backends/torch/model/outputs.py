@@ -22,7 +22,7 @@ def model_outputs(stage: Stage, hidden: torch.Tensor, inputs: ModelInputs, names
     by_seq = {name for name in names if OUTPUTS[name].level == "seq"}
     if any(OUTPUTS[name].logits for name in names):
         want_entropy = "entropy" in names
-        rows = rows_at_once(-(-stage.vocab // stage.head_axis.size), hidden.device.type)
+        rows = rows_at_once(-(-stage.vocab_size // stage.head_axis.size), hidden.device.type)
         logprobs, entropy = token_logprobs(
             hidden.index_select(0, inputs.predict_at), _needed(stage.head, "head"), inputs.targets, temperature,
             stage.head_axis, stage.vocab_start, want_entropy, rows)

@@ -32,7 +32,7 @@ from rldsl.backends.torch.model.lora import lora_adapters
 from rldsl.backends.torch.model.recompute import ActivationCheckpointing
 from rldsl.backends.torch.model.sequence_parallel import SequenceParallel, gathered_children
 from rldsl.backends.torch.model.tensor_parallel import ColumnParallelInput, parallelize
-from rldsl.backends.torch.model.zero import Unit, UnitGroup, ZeroSharding
+from rldsl.backends.torch.model.zero import ParamGroup, ParamGroups, ZeroSharding
 from rldsl.diag import fail
 from rldsl.plan.adapter_names import module_of
 from rldsl.plan.heads import SCORE_WEIGHT
@@ -75,8 +75,8 @@ class Stage(ActivationCheckpointing):
     chunks: list[Chunk]          # of layers, ascending; one, except under a layout with `vpp`
     first: bool                  # place in the pipeline
     last: bool
-    hidden: int                  # H
-    vocab: int                   # V, of the whole model
+    hidden_size: int             # H
+    vocab_size: int              # V, of the whole model
     head: torch.Tensor | None    # [V_local, H] rows of the output embedding on the last stage, if the model has one
     vocab_start: int             # the first of these rows
     head_axis: Axis              # over which ranks the head's rows are divided
@@ -106,7 +106,7 @@ class Stage(ActivationCheckpointing):
         whole = _skeleton(self.config)
         body: nn.Module = getattr(whole, whole.base_model_prefix)
         text = self.config.get_text_config()
-        self.hidden, self.vocab = int(text.hidden_size), int(text.vocab_size)
+        self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
 
         rank = axes.mesh.ranks[axes.mesh.index]
         without_zero = replace(layout, zero=0)
@@ -181,19 +181,19 @@ class Stage(ActivationCheckpointing):
         return nn.Parameter(torch.empty(local_shape(parameter, pieces), dtype=dtype, device=self.device))
 
     def _zero_sharding(self, level: int, axes: Axes) -> ZeroSharding:
-        def part(layer: int | None, divided_experts: bool) -> Unit | None:
+        def part(layer: int | None, divided_experts: bool) -> ParamGroup | None:
             names = [n for n, (p, _) in self.held.items()
                      if p.layer == layer and divided_experts == (axes.ep.size > 1 and p.spec.experts > 0)]
-            return Unit([self.parameters[n] for n in names], [self.unsharded[n] for n in names],
-                        axes.expert_dp if divided_experts else axes.dp) if names else None
+            return ParamGroup([self.parameters[n] for n in names], [self.unsharded[n] for n in names],
+                              axes.expert_dp if divided_experts else axes.dp) if names else None
 
-        def unit(layer: int | None) -> Unit | UnitGroup:
-            units = [u for divided in (False, True) if (u := part(layer, divided)) is not None]
-            return units[0] if len(units) == 1 else UnitGroup(units)
+        def group_of(layer: int | None) -> ParamGroup | ParamGroups:
+            groups = [g for divided in (False, True) if (g := part(layer, divided)) is not None]
+            return groups[0] if len(groups) == 1 else ParamGroups(groups)
 
         numbers = dict.fromkeys(p.layer for p, _ in self.held.values())
-        return ZeroSharding(level, {x: unit(x) for x in sorted(x for x in numbers if x is not None)},
-                            [unit(None)] if None in numbers else [])
+        return ZeroSharding(level, {x: group_of(x) for x in sorted(x for x in numbers if x is not None)},
+                            [group_of(None)] if None in numbers else [])
 
     def _install_parameters(self, whole: Any, model: Model, tp: Axis, ep: Axis) -> None:
         """Put local parameters into the modules of the whole model, with their collectives."""

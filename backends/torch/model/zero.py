@@ -34,7 +34,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Unit:
+class ParamGroup:
     """Parameters that are unsharded together, and whose gradients are reduced together."""
 
     def __init__(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter], dp: Axis):
@@ -46,7 +46,8 @@ class Unit:
         self.by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)  # one all-gather for each
         for i, w in enumerate(unsharded):
             self.by_dtype[w.dtype].append(i)
-        self.is_unsharded = self.is_reduced = False
+        self.is_unsharded = False
+        self.is_reduced = False  # its reduce-scatter was started in the backward pass under way
         self._gathers: list[tuple[dist.Work | None, torch.Tensor, list[int]]] = []  # under way
         self._reduction: tuple[dist.Work | None, torch.Tensor] | None = None        # under way
         self.unsharded_grads: dict[int, torch.Tensor] = {}  # float32, not reduced yet, by parameter
@@ -61,13 +62,13 @@ class Unit:
         if self.is_unsharded or self._gathers:
             return
         for dtype, members in self.by_dtype.items():
-            own = torch.zeros(sum(self.shard_numel[i] for i in members), dtype=dtype, device=self.sharded[0].device)
-            for i, part in zip(members, own.split([self.shard_numel[i] for i in members]), strict=True):
+            local = torch.zeros(sum(self.shard_numel[i] for i in members), dtype=dtype, device=self.sharded[0].device)
+            for i, part in zip(members, local.split([self.shard_numel[i] for i in members]), strict=True):
                 part[: self.sharded[i].numel()].copy_(self.sharded[i].reshape(-1))
-            gathered = own.new_empty(self.dp.size * own.numel())
-            work = ALL_GATHER(gathered, own, group=self.dp.group, async_op=True) if self.dp.size > 1 else None
+            gathered = local.new_empty(self.dp.size * local.numel())
+            work = ALL_GATHER(gathered, local, group=self.dp.group, async_op=True) if self.dp.size > 1 else None
             if work is None:
-                gathered = own
+                gathered = local
             self._gathers.append((work, gathered, members))
 
     @torch.no_grad()
@@ -119,8 +120,8 @@ class Unit:
         if self.dp.size == 1:
             self._reduction = None, padded.view(-1)
         else:
-            own = padded.new_empty(sum(self.shard_numel))
-            self._reduction = REDUCE_SCATTER(own, padded.view(-1), group=self.dp.group, async_op=True), own
+            summed = padded.new_empty(sum(self.shard_numel))
+            self._reduction = REDUCE_SCATTER(summed, padded.view(-1), group=self.dp.group, async_op=True), summed
         self.is_reduced = True
 
     @torch.no_grad()
@@ -128,10 +129,10 @@ class Unit:
         """Wait for a sum, and add it to the gradients of the rows."""
         if self._reduction is None:
             return
-        work, own = self._reduction
+        work, summed = self._reduction
         if work is not None:
             work.wait()
-        for row, part in zip(self.sharded, own.split(self.shard_numel), strict=True):
+        for row, part in zip(self.sharded, summed.split(self.shard_numel), strict=True):
             if row.grad is None:
                 raise RuntimeError("the optimizer's gradient buffer is offloaded")
             row.grad.view(-1).add_(part[: row.numel()])
@@ -146,86 +147,87 @@ class Unit:
         return bool(self.unsharded_grads)
 
 
-class UnitGroup:
-    """Units that are sharded over different ranks, and are unsharded and reduced at the same times. Its methods are
-    those of `Unit`, for all of them."""
+class ParamGroups:
+    """Parameter groups that are sharded over different ranks, and are unsharded and reduced at the same times. Its
+    methods are those of `ParamGroup`, for all of them."""
 
-    def __init__(self, units: Sequence[Unit]):
-        self.units, self.is_reduced = units, False
-        self.unsharded = [w for unit in units for w in unit.unsharded]
+    def __init__(self, groups: Sequence[ParamGroup]):
+        self.groups, self.is_reduced = groups, False
+        self.unsharded = [w for group in groups for w in group.unsharded]
 
     def start_unshard(self) -> None:
-        for unit in self.units:
-            unit.start_unshard()
+        for group in self.groups:
+            group.start_unshard()
 
     def unshard(self) -> None:
-        for unit in self.units:
-            unit.unshard()
+        for group in self.groups:
+            group.unshard()
 
     def reshard(self) -> None:
-        for unit in self.units:
-            unit.reshard()
+        for group in self.groups:
+            group.reshard()
 
     def reduce_scatter(self) -> None:
-        for unit in self.units:
-            unit.reduce_scatter()
+        for group in self.groups:
+            group.reduce_scatter()
         self.is_reduced = True
 
     def wait_reduce_scatter(self) -> None:
-        for unit in self.units:
-            unit.wait_reduce_scatter()
+        for group in self.groups:
+            group.wait_reduce_scatter()
 
     def discard_grads(self) -> None:
-        for unit in self.units:
-            unit.discard_grads()
+        for group in self.groups:
+            group.discard_grads()
 
     @property
     def has_unreduced_grads(self) -> bool:
-        return any(unit.has_unreduced_grads for unit in self.units)
+        return any(group.has_unreduced_grads for group in self.groups)
 
 
 class ZeroSharding:
-    """All units of a rank, and when they are unsharded, resharded and reduced."""
+    """All parameter groups of a rank, and when they are unsharded, resharded and reduced."""
 
-    def __init__(self, level: int, layers: dict[int, Unit | UnitGroup], non_layer: Sequence[Unit | UnitGroup]):
-        """level: 1 to 3. layers: by number, in order. non_layer: units that belong to no layer."""
+    def __init__(self, level: int, layers: dict[int, ParamGroup | ParamGroups],
+                 non_layer: Sequence[ParamGroup | ParamGroups]):
+        """level: 1 to 3. layers: by number, in order. non_layer: groups that belong to no layer."""
         self.level, self.layers, self.non_layer = level, layers, list(non_layer)
-        self.units = [*layers.values(), *non_layer]
-        self.stay_unsharded = self.units if level < 3 else self.non_layer  # during a minibatch
-        self._reducing: Unit | UnitGroup | None = None  # whose reduce-scatter is under way
+        self.groups = [*layers.values(), *non_layer]
+        self.stay_unsharded = self.groups if level < 3 else self.non_layer  # during a minibatch
+        self._reducing: ParamGroup | ParamGroups | None = None  # whose reduce-scatter is under way
 
     def begin_minibatch(self) -> None:
         """Before the passes of a minibatch."""
-        for unit, following in zip_longest(self.stay_unsharded, self.stay_unsharded[1:]):
-            unit.start_unshard()
+        for group, following in zip_longest(self.stay_unsharded, self.stay_unsharded[1:]):
+            group.start_unshard()
             if following is not None:
                 following.start_unshard()
-            unit.unshard()
+            group.unshard()
 
     def after_backward(self, layers: Collection[int]) -> None:
         """After each backward pass through some layers: reduce what no earlier layer's pass has started."""
         if self.level > 1:
-            self._reduce_remaining([unit for i, unit in self.layers.items() if i in layers] + self.non_layer)
+            self._reduce_remaining([group for i, group in self.layers.items() if i in layers] + self.non_layer)
 
     def end_minibatch(self, use_grads: bool) -> None:
         """After the passes of a minibatch. use_grads: False if its gradients are dropped."""
         if use_grads and self.level == 1:
-            self._reduce_remaining(self.units)
+            self._reduce_remaining(self.groups)
         if self._reducing is not None:
             self._reducing.wait_reduce_scatter()
-        if use_grads and any(unit.has_unreduced_grads for unit in self.units):
+        if use_grads and any(group.has_unreduced_grads for group in self.groups):
             raise RuntimeError("a gradient came after those of its layer were reduced")
         self._reducing = None
-        for unit in self.units:
-            unit.discard_grads()
-            unit.reshard()
+        for group in self.groups:
+            group.discard_grads()
+            group.reshard()
 
     def wrap_layer(self, layer: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a layer, which has its parameters unsharded while it runs and again while its gradient is
         computed. When that begins, the backward pass of the next layer is done and its gradients are reduced; so the
         order of collectives over dp does not depend on which gradients exist."""
-        unit = self.layers.get(layer)
-        if unit is None or self.level == 1:
+        group = self.layers.get(layer)
+        if group is None or self.level == 1:
             return plain
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -234,8 +236,8 @@ class ZeroSharding:
             for x in _tensors(out):
                 if x.requires_grad:
                     x.register_hook(lambda _: self._before_backward(layer))
-            if unit not in self.stay_unsharded:
-                unit.reshard()
+            if group not in self.stay_unsharded:
+                group.reshard()
             return out
 
         return forward
@@ -252,21 +254,21 @@ class ZeroSharding:
             self._reduce(following)
         self._unshard(layer, prefetch=layer - 1)
 
-    def _reduce(self, unit: Unit | UnitGroup) -> None:
+    def _reduce(self, group: ParamGroup | ParamGroups) -> None:
         """One reduce-scatter is under way at a time."""
-        unit.reduce_scatter()
+        group.reduce_scatter()
         if self._reducing is not None:
             self._reducing.wait_reduce_scatter()
-        self._reducing = unit
-        if unit not in self.stay_unsharded:
-            unit.reshard()
+        self._reducing = group
+        if group not in self.stay_unsharded:
+            group.reshard()
 
-    def _reduce_remaining(self, units: Sequence[Unit | UnitGroup]) -> None:
-        for unit in units:
-            if not unit.is_reduced:
-                self._reduce(unit)
-        for unit in units:
-            unit.is_reduced = False
+    def _reduce_remaining(self, groups: Sequence[ParamGroup | ParamGroups]) -> None:
+        for group in groups:
+            if not group.is_reduced:
+                self._reduce(group)
+        for group in groups:  # the next backward pass starts anew
+            group.is_reduced = False
 
 
 def _tensors(x: Any) -> Iterator[torch.Tensor]:

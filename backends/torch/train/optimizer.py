@@ -23,7 +23,8 @@ from rldsl.backends.torch.model.offload import HostMemory
 from rldsl.backends.torch.model.stage import Stage
 from rldsl.plan.model import Layout, Mesh, Model, Optimizer
 from rldsl.runtime.backend import Axes
-from rldsl.sharding.boxes import local_slice, pieces_at, replicas, slices, volume
+from rldsl.sharding.boxes import local_slice, pieces_at, slices, volume
+from rldsl.sharding.boxes import replicas as num_replicas
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 
@@ -50,7 +51,8 @@ class ShardOptimizer:
         for parameter in self.parameters:
             parameter.requires_grad_(True)
         self._allocate_grads()
-        self.replicas = [max(1, replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
+        # of each parameter: how many ranks of the mesh hold this rank's part of it
+        self.num_replicas = [max(1, num_replicas(p, model.layers, layout, mesh, rank)) for p, _ in held]
         tp = axes.tp.size
         # complete on every tp rank, but each sees only its own heads or tokens: their gradients are partial sums
         self.tp_partial_grads = [i for i, (p, _) in enumerate(held) if tp > 1 and (
@@ -160,8 +162,8 @@ class ShardOptimizer:
         for i in self.tp_replicated_units:
             self._sum_duplicates(i, grads[i])
         if self.tied_size and pp.size > 1:  # stages between the ends add zeros
-            own = [grads[i] for i in self.tied_embeddings] or [self.grad_buffer.new_zeros(self.tied_size)]
-            _all_reduce_joined(own, pp.group)
+            tied = [grads[i] for i in self.tied_embeddings] or [self.grad_buffer.new_zeros(self.tied_size)]
+            _all_reduce_joined(tied, pp.group)
         if cp.size > 1:  # each rank has seen only its tokens
             dist.all_reduce(self.grad_buffer, group=cp.group)
         if dp.size > 1 and not self.stage.zero:
@@ -183,8 +185,8 @@ class ShardOptimizer:
     def _grad_norm(self) -> float:
         """2-norm over the whole model; each element counts once, however many ranks hold it."""
         squares = torch.stack(torch._foreach_norm(self._grads())).double() ** 2
-        replicas = torch.tensor(self.replicas, dtype=torch.float64, device=squares.device)
-        total = (squares / replicas).sum()
+        counts = torch.tensor(self.num_replicas, dtype=torch.float64, device=squares.device)
+        total = (squares / counts).sum()
         if self.axes.mesh.size > 1:
             dist.all_reduce(total, group=self.axes.mesh.group)
         return math.sqrt(total.item())

@@ -117,4 +117,4 @@ def pipeline_forward_backward(stage: Stage, pp: Axis, batches: Sequence[ModelInp
 
 def _recv_buffer(stage: Stage, batch: ModelInputs) -> torch.Tensor:
     """[T, H] for hidden states, or for their gradient."""
-    return torch.empty(batch.tokens.numel(), stage.hidden, dtype=stage.residual_dtype, device=stage.device)
+    return torch.empty(batch.tokens.numel(), stage.hidden_size, dtype=stage.residual_dtype, device=stage.device)

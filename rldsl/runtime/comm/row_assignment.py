@@ -65,7 +65,7 @@ class StepRows:
                 self.step_index, tuple(every.values()))
         return self._rows_by_dp[spread.id]
 
-    def minibatch_rows(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+    def minibatch_rows_by_dp(self, spread: Spread) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
         """[epoch][minibatch][dp rank] -> rows of a training spread."""
         frames = tuple(self.frames.values())
         totals = self._totals(spread, [self.frames[f] for f in spread.frames])

@@ -22,8 +22,7 @@ from rldsl.plan.notation import ranks_text
 from rldsl.plan.projection import events
 from rldsl.runtime.backend import Axes, Axis
 from rldsl.runtime.comm.agreement import ranks_that_differ
-from rldsl.sharding.layout import Axis as AxisName
-from rldsl.sharding.layout import axis_ranks
+from rldsl.sharding.layout import AxisName, axis_ranks
 
 MAX_HOST_BYTES = 64  # of a host's name that ranks compare; longer ones end in a digest
 

@@ -1,4 +1,4 @@
-"""What a rank did last: a ring of (when, turns, event, phase), for the post-mortem of a run.
+"""What a rank did last: a ring of (when, iterations, event, phase), for the post-mortem of a run.
 
 In: each event as the rank begins and ends it, and what it waits for. Out: where the rank is, and how it came there.
 Invariant: one short tuple an entry in a list of fixed length, so it costs the same on the first step and on the last.
@@ -25,7 +25,7 @@ class EventRing:
 
     def __init__(self, size: int = SIZE):
         self._slots: list[_Slot] = [(0, time.monotonic(), None, (), "start-up", None)] * size
-        self._turns: tuple[int, ...] = ()
+        self._iterations: tuple[int, ...] = ()  # of the loops that the rank is in, outermost first, from 1
         self._event: Event | None = None
         self._count = 0  # entries so far; entry n is in slot n % size
 
@@ -39,9 +39,13 @@ class EventRing:
         """Whether the rank is on its way: it has begun with its list and not ended it."""
         return self._event is not None and self._slots[self._count % len(self._slots)][4] != "over"
 
-    def turn(self, depth: int, turn: int) -> None:
-        """Iteration `turn`, from 1, of the loop that has `depth` loops around it is entered; 0: the loop is left."""
-        self._turns = (*self._turns[:depth], turn) if turn else self._turns[:depth]
+    def enter_iteration(self, depth: int, number: int) -> None:
+        """The rank begins iteration `number`, from 1, of the loop that has `depth` loops around it."""
+        self._iterations = (*self._iterations[:depth], number)
+
+    def leave_loop(self, depth: int) -> None:
+        """The rank leaves the loop that has `depth` loops around it."""
+        self._iterations = self._iterations[:depth]
 
     def prepares(self, what: str) -> None:
         """What the rank does before its first event, as a message says it: "opening ..."."""
@@ -56,7 +60,7 @@ class EventRing:
 
     def here(self) -> EventRun | None:
         """This run of this event, to wait for later."""
-        return None if self._event is None else EventRun(self._event.id, self._turns)
+        return None if self._event is None else EventRun(self._event.id, self._iterations)
 
     def waits(self, awaited: EventRun | None) -> None:
         """For what an earlier event has set on its way; until `resume`."""
@@ -88,7 +92,7 @@ class EventRing:
 
     def _add(self, phase: Phase, what: EventRun | str | None = None) -> None:
         count = self._count + 1
-        self._slots[count % len(self._slots)] = (count, time.monotonic(), self._event, self._turns, phase, what)
+        self._slots[count % len(self._slots)] = (count, time.monotonic(), self._event, self._iterations, phase, what)
         self._count = count
 
     def stand(self, call: str = "") -> RankPosition:
@@ -103,6 +107,6 @@ class EventRing:
 
 
 def _stand(slot: _Slot, now: float, call: str = "") -> RankPosition:
-    _, when, event, turns, phase, what = slot
-    return RankPosition(None if event is None else EventRun(event.id, turns), phase, round(now - when, 3),
-                 what if isinstance(what, EventRun) else None, what if isinstance(what, str) else "", call)
+    _, when, event, iterations, phase, what = slot
+    return RankPosition(None if event is None else EventRun(event.id, iterations), phase, round(now - when, 3),
+                        what if isinstance(what, EventRun) else None, what if isinstance(what, str) else "", call)

@@ -78,15 +78,15 @@ class Heartbeats:
         """This rank has failed; whether it is the first."""
         return self._claims(_FAILED, f"{self.rank}|{where}")
 
-    def looks(self, turn: int = 0) -> bool:
-        """Whether this rank is the first to look, for the turn-th time, who is silent: one is enough, and all of them
-        would ask too much of the store."""
-        return self._claims(f"{_LOOKS}{turn or ''}", str(self.rank))
+    def looks(self, attempt: int = 0) -> bool:
+        """Whether this rank is the first to look who is silent, in attempt `attempt` from 0: one is enough, and all of
+        them would ask too much of the store."""
+        return self._claims(f"{_LOOKS}{attempt or ''}", str(self.rank))
 
-    def judges(self, stand: RankPosition, turn: int) -> bool:
+    def judges(self, stand: RankPosition, attempt: int) -> bool:
         """The same of who is overdue, among all ranks that are in this run of an event."""
         at = "" if stand.at is None else ".".join(map(str, (stand.at.event, *stand.at.turns)))
-        return self._claims(f"{_OVERDUE}{at}/{turn}", str(self.rank))
+        return self._claims(f"{_OVERDUE}{at}/{attempt}", str(self.rank))
 
     def says(self) -> bool:
         """Whether this rank is the first to say that all have stopped."""

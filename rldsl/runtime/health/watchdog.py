@@ -100,16 +100,16 @@ class Watchdog:
             line = self.interruption() if self.interruption is not None else ""
             print(line or "interrupted before the first step", file=sys.stderr, flush=True)
         else:
-            time.sleep(3 * BEAT)  # the others shall have seen their own signal before they miss this rank
+            time.sleep(3 * BEAT)  # let the others see their own signal before they miss this rank
         self._leave(INTERRUPTED)
 
     def _blame(self, otherwise: str, said: str = "", asked: bool = False) -> NoReturn:
         """Name the ranks that are silent, or those that the others wait for; stop (`blame.others`)."""
-        turn = 0
+        attempt = 0
         self._limit()
-        while not self.signs.looks(turn):
+        while not self.signs.looks(attempt):
             self._pass(2 * SILENCE)  # whoever looks will speak, unless it ends too
-            turn += 1
+            attempt += 1
         before = self.signs.all()
         signs = self.signs.compared(before, self._pass(SILENCE))
         self._limit("finding out which rank waited for which took too long")
@@ -128,7 +128,7 @@ class Watchdog:
         return passed
 
     def _run(self) -> None:
-        due, turn, next_rank, stillness = self._timeout, 0, PeerMonitor(self.signs), StallDetector(self._late)
+        due, attempt, next_rank, stillness = self._timeout, 0, PeerMonitor(self.signs), StallDetector(self._late)
         while not self._done.is_set():
             stand = self._stand()
             self.signs.beat(stand)
@@ -138,11 +138,11 @@ class Watchdog:
             if self.ring.walks and next_rank.gone(SILENCE, FAR_LATE if self._late else FAR, still):
                 self._blame(f"rank {next_rank.rank} exited without an error message")
             if stand.seconds < self._timeout:
-                due, turn = self._timeout, 0
+                due, attempt = self._timeout, 0
             elif stand.seconds >= due:
                 due += max(4 * BEAT, self._timeout / 8)
-                self._overdue(stand, turn)
-                turn += 1
+                self._overdue(stand, attempt)
+                attempt += 1
             signals = self._wake_read.recv(64) if select.select([self._wake_read], [], [], BEAT)[0] else b""
             if signal.SIGINT in signals:
                 self._interrupted = True
@@ -153,12 +153,12 @@ class Watchdog:
                     self._blame("the run was asked to stop (SIGTERM)", asked=True)
                 self.stop_requested = True
 
-    def _overdue(self, stand: RankPosition, turn: int) -> None:
+    def _overdue(self, stand: RankPosition, attempt: int) -> None:
         """This rank has not come further for as long as a rank may wait: stop, if it is others that it waits for. One
         of all ranks that stand here looks, for all that are overdue."""
         if stand.phase == "start-up":  # its seconds include its own preparations; the library counts those of waiting
             return
-        if not self.signs.judges(stand, turn):
+        if not self.signs.judges(stand, attempt):
             return
         findings = self._findings(self.signs.all())
         if findings is None:

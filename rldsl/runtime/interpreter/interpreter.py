@@ -143,30 +143,32 @@ class Interpreter:
             self.recorder.add(event, state.step.number, begin, end)
 
     def iterate(self, loop: Loop) -> Iterator[int]:
-        """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is that of the steps.
+        """The iterations of a loop, from 1; the caller runs the body of each. The outermost loop is that of the steps:
+        only loads come before it.
         What ends an iteration happens when the caller asks for the next one."""
-        context, step, services, steps = self.state.context, self.state.step, self.state.services, self.depth == 0
-        if steps:
+        context, step, services = self.state.context, self.state.step, self.state.services
+        is_step_loop = self.depth == 0
+        if is_step_loop:
             self.compare_weights()
         outer, step.evaluated_source = (step.iteration, step.evaluated_source), loop.over
-        trips = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
-        if not steps:
+        count = eval_loops.num_iterations(services.data, loop) if loop.over else loop.trips
+        if not is_step_loop:
             services.reporter.entered(loop.id)
         for buffer in loop.collects:
             if context.holds(buffer):
                 value_events.make_empty(step, buffer)
         self.depth += 1
-        for i in range(1 + (step.number if steps else 0), trips + 1):
+        for i in range(1 + (step.number if is_step_loop else 0), count + 1):
             # before the body
             step.iteration = i - 1
-            services.ring.turn(self.depth - 1, i)
-            if steps:
+            services.ring.enter_iteration(self.depth - 1, i)
+            if is_step_loop:
                 step.begin()
             else:
-                services.reporter.turned(loop.id)
+                services.reporter.iterated(loop.id)
             yield i
             # after the body
-            if steps:
+            if is_step_loop:
                 end_step(step, services.reporter)
                 if step.stopped:
                     break
@@ -176,7 +178,7 @@ class Interpreter:
                 if done:
                     break
         self.depth -= 1
-        services.ring.turn(self.depth, 0)
+        services.ring.leave_loop(self.depth)
         step.iteration, step.evaluated_source = outer
 
 

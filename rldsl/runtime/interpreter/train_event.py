@@ -40,49 +40,50 @@ def train(models: ModelStore, step: StepState, event: Train) -> None:
     context = models.context
     spread, layout = context.spreads[event.spread], context.world.layouts[event.layout]
     shard, axes = models.shard_to_write(event.model, event.layout), context.world.axes(layout)
-    outputs = dict(context.programs[event.loss].outputs)
+    program_outputs = dict(context.programs[event.loss].outputs)
     # of the tp * cp * pp ranks that have the same rows, the one with the loss reports metrics
     counts_in_metrics = axes.tp.index == axes.cp.index == 0 and axes.pp.index == axes.pp.size - 1
     call = _TrainCall(step, event)
     losses: list[MinibatchLoss] = []
     metrics: list[dict[str, float]] = []
-    updates: list[Mapping[str, float]] = []
+    step_results: list[Mapping[str, float]] = []  # of the optimizer steps that were made
 
-    def stop() -> bool:
+    def record_metrics_and_ask_to_stop() -> bool:
         metrics.extend(minibatch_metrics(losses[-1:], counts_in_metrics, axes.mesh.group, context.device))
         return bool(metrics[-1][STOP])
 
     stopped, skipped, rate = False, 0, 0.0
-    for minibatch in chain.from_iterable(step.rows.minibatch_rows(spread)):
+    for minibatch in chain.from_iterable(step.rows.minibatch_rows_by_dp(spread)):
         if stopped or not any(minibatch):
             rate = shard.skip_updates(1)
             continue
         minibatch_loss, batches, loss = call.minibatch(minibatch, axes.dp.index, axes.pp.size,
                                                        pad_count=layout.zero > 0 or layout.ep > 1)
         losses.append(minibatch_loss)
-        update = shard.train(batches, call.outputs, call.temperature, loss, stop if STOP in outputs else None,
-                             event.recompute)
-        if update is None:
+        result = shard.train(batches, call.model_outputs_by_frame, call.temperature, loss,
+                             record_metrics_and_ask_to_stop if STOP in program_outputs else None, event.recompute)
+        if result is None:
             stopped = True
             rate = shard.skip_updates(1)
-        elif math.isfinite(update["grad_norm"]):
-            updates.append(update)
+        elif math.isfinite(result["grad_norm"]):
+            step_results.append(result)
         elif event.nonfinite == "stop":
             tensors = call.dump_tensors(minibatch[axes.dp.index]) if counts_in_metrics else {}
-            refuse_minibatch(context, step.number, event, tensors, update["grad_norm"], axes.mesh.group)
+            refuse_minibatch(context, step.number, event, tensors, result["grad_norm"], axes.mesh.group)
         else:
             skipped += 1
             rate = shard.skip_updates(1)
             losses.pop()
-            del metrics[len(losses):]  # `stop` may have recorded this minibatch's metrics already
-    if losses and STOP not in outputs:
+            del metrics[len(losses):]  # `record_metrics_and_ask_to_stop` may have recorded this minibatch's already
+    if losses and STOP not in program_outputs:
         metrics = minibatch_metrics(losses, counts_in_metrics, axes.mesh.group, context.device)
-    results = {"lr": updates[-1]["lr"] if updates else rate, SKIPPED: float(skipped), UPDATES: float(len(updates))}
-    results |= {"grad_norm": _mean([u["grad_norm"] for u in updates])} if updates else {}
-    results |= {name: _mean([m[name] for m in metrics]) for name in outputs} if metrics else {}
+    numbers = {"lr": step_results[-1]["lr"] if step_results else rate, SKIPPED: float(skipped),
+               UPDATES: float(len(step_results))}
+    numbers |= {"grad_norm": _mean([r["grad_norm"] for r in step_results])} if step_results else {}
+    numbers |= {name: _mean([m[name] for m in metrics]) for name in program_outputs} if metrics else {}
     for name, value in event.outputs:
-        if name in results:
-            step.write_number(value, spread.id, results[name])
+        if name in numbers:
+            step.write_number(value, spread.id, numbers[name])
         else:
             step.buffers.put(f"{value}@{spread.id}", RaggedRows.empty(torch.float64, context.device))
 
@@ -94,8 +95,9 @@ class _TrainCall:
         self.step, self.event, self.program = step, event, step.context.programs[event.loss]
         self.frames = {f: step.context.frames[f] for f in event.frames}
         self.temperature = self.frames[event.frames[0]].temperature
-        # for each frame, the model outputs that the loss reads
-        self.outputs = [[output for _, frame, output in event.model_outputs if frame == f] for f in event.frames]
+        # the model outputs that the loss reads, for each of `event.frames`
+        self.model_outputs_by_frame = [
+            [output for _, frame, output in event.model_outputs if frame == f] for f in event.frames]
         lens = {f: step.rows.lens[f] for f in event.frames}
         self.lens, self.responses = lens, {f: x.response.tolist() for f, x in lens.items()}
         self.totals = [sum(x) for x in zip(*(x.of("tokens").tolist() for x in lens.values()), strict=True)]
@@ -130,10 +132,10 @@ class _TrainCall:
         parts = [torch.tensor(p, dtype=torch.int64, device=step.context.device) for p in divided]
         batches = [tuple(step.packed(f, self.tokens[f], part) for f in event.frames) for part in parts]
 
-        def loss(i: int, fresh: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        def loss(i: int, model_outputs: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
             frame_rows = {f: FrameRows(parts[i], parts[i] // frames[f].per_prompt, self.lens[f].response[parts[i]],
                              sum(self.responses[f][r] for r in divided[i])) for f in event.frames}
-            inputs = {name: fresh[event.frames.index(f)][output] for name, f, output in event.model_outputs}
+            inputs = {name: model_outputs[event.frames.index(f)][output] for name, f, output in event.model_outputs}
             inputs |= {name: _data(step.context, value, self.data[name], parts[i], frames[event.frames[0]].per_prompt)
                        for name, value in event.data_inputs}
             return minibatch_loss(inputs, frame_rows)

@@ -28,7 +28,8 @@ class Meter:
         self.seconds: dict[str, float] = defaultdict(float)
         self._tokens: dict[str, int] = defaultdict(int)
         self._responses, self._rows = 0, 0
-        self._turns: dict[str, list[int]] = defaultdict(list)  # loop -> turns that it made, each time it was entered
+        # loop -> how many iterations it made, each time it was entered
+        self._iterations: dict[str, list[int]] = defaultdict(list)
         self._generated: set[str] = set()  # frames that this rank has helped to generate, whose lengths come next
         loop = next((x for x in plan.body if isinstance(x, Loop)), None)
         self._priced = _priced(loop.body) if loop is not None else ()
@@ -66,11 +67,11 @@ class Meter:
 
     def entered(self, loop: str) -> None:
         """An inner loop begins."""
-        self._turns[loop].append(0)
+        self._iterations[loop].append(0)
 
-    def turned(self, loop: str) -> None:
-        """It has made one more turn."""
-        self._turns[loop][-1] += 1
+    def iterated(self, loop: str) -> None:
+        """It begins one more iteration."""
+        self._iterations[loop][-1] += 1
 
     def finish(self, step: StepState, seconds: float) -> dict[str, float]:
         """The numbers of the step, which took so many seconds; then begin the next."""
@@ -83,12 +84,12 @@ class Meter:
         if self._rows:
             found["length/response"] = self._responses / self._rows
         if self._world > 1:
-            turns = {loop: list(made) for loop, made in self._turns.items()}
-            found["moved/bytes"] = _bytes(self._priced, step.number, turns) + step.ragged_bytes
+            iterations = {loop: list(counts) for loop, counts in self._iterations.items()}
+            found["moved/bytes"] = _bytes(self._priced, step.number, iterations) + step.ragged_bytes
         found["memory/peak_bytes"] = peak_bytes(step.context.device)
         self.seconds.clear()
         self._tokens.clear()
-        self._turns.clear()
+        self._iterations.clear()
         self._responses = self._rows = step.ragged_bytes = 0
         return found
 
@@ -109,20 +110,20 @@ def _priced(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(kept)
 
 
-def _bytes(items: Sequence[Item], turn: int, turns: Mapping[str, list[int]]) -> int:
-    """Bytes of one turn of a loop's body. turns: of inner loops as they were made, in the order of the program; taken
-    away as they are counted. Of a loop that this rank is not part of the turns are known if their number is fixed;
-    else nothing of it is counted."""
+def _bytes(items: Sequence[Item], number: int, iterations: Mapping[str, list[int]]) -> int:
+    """Bytes of iteration `number` of a loop's body. iterations: how many each inner loop made, each time that it was
+    entered; removed from the front as they are counted. A loop that this rank takes no part in counts as often as the
+    plan fixes it, and not at all if its number of iterations is only known at run time."""
     total = 0
     for item in items:
         if isinstance(item, Event):
             total += item.bytes
         elif isinstance(item, Loop):
             fixed = 0 if item.until or item.over else item.trips
-            made = turns[item.id].pop(0) if turns.get(item.id) else fixed
-            total += sum(_bytes(item.body, i, turns) for i in range(1, made + 1))
-        elif turn % item.period == 0:
-            total += _bytes(item.body, turn, turns)
+            count = iterations[item.id].pop(0) if iterations.get(item.id) else fixed
+            total += sum(_bytes(item.body, i, iterations) for i in range(1, count + 1))
+        elif number % item.period == 0:
+            total += _bytes(item.body, number, iterations)
     return total
 
 

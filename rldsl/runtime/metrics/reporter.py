@@ -133,9 +133,9 @@ class Reporter:
         if self.meter is not None:
             self.meter.entered(loop)
 
-    def turned(self, loop: str) -> None:
+    def iterated(self, loop: str) -> None:
         if self.meter is not None:
-            self.meter.turned(loop)
+            self.meter.iterated(loop)
 
     def end_step(self, logged: Sequence[LoggedNumbers]) -> None:
         """Once a step, however often it is called. logged: metrics in the order of their events, perhaps still on
