@@ -22,13 +22,13 @@ from rldsl.syntax.parse import parse_recovering
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """diagnostics: those of this file alone. A text without a flow (a module, a placement file) has no facts."""
+    """What the editor features read of one file."""
 
-    source: SourceFile
-    file: ast.File
-    index: Index
-    facts: Facts
-    diagnostics: tuple[Diagnostic, ...]
+    source: SourceFile  # the text
+    file: ast.File  # its syntax tree
+    index: Index  # names and where they occur
+    facts: Facts  # what the compiler found out; empty for a text without a flow (a module, a placement file)
+    diagnostics: tuple[Diagnostic, ...]  # those of this file alone
 
 
 def analyse(path: str, text: str, files: Library, read: Callable[[str], str]) -> Analysis:

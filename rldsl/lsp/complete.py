@@ -46,24 +46,23 @@ FIELDS = {"generated": {"logprobs": "token: log-probabilities of the sampled tok
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """kind: "keyword", "function", "method", "variable", "option", "field", "module", "class" or "level". more: what
-    else to write: (offset, text)."""
+    """One completion."""
 
-    text: str
-    kind: str
-    detail: str = ""
-    doc: str = ""
-    more: tuple[tuple[int, str], ...] = ()
+    text: str  # what is inserted at the cursor
+    kind: str  # "keyword", "function", "method", "variable", "option", "field", "module", "class" or "level"
+    detail: str = ""  # shown next to the text
+    doc: str = ""  # shown when the item is selected
+    more: tuple[tuple[int, str], ...] = ()  # further insertions: (offset in the file, text)
 
 
 @dataclass(frozen=True, slots=True)
 class CallAt:
-    """A call that is being written. given: its options so far. position: of the argument, from 0; option: its name."""
+    """The call that is being written at the cursor."""
 
-    name: str
-    given: tuple[str, ...]
-    position: int
-    option: str
+    name: str               # what is called, as written
+    given: tuple[str, ...]  # names of the options so far
+    position: int           # of the argument at the cursor, from 0
+    option: str             # name of the option at the cursor; "": a positional argument
 
 
 def complete(text: str, offset: int, index: Index, facts: Facts, files: Library) -> list[Item]:

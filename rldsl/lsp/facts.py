@@ -15,22 +15,22 @@ from rldsl.source import Span
 
 @dataclass(frozen=True, slots=True)
 class CallFact:
-    """span: of the statement. clause: the placement as written, if any. given: the degrees that it names."""
+    """A model call or computation of the flow, and where it runs."""
 
-    name: str
-    span: Span
-    place: Place
-    clause: Span | None
-    given: tuple[str, ...]
+    name: str               # "actor.generate"
+    span: Span              # of the statement
+    place: Place            # its placement
+    clause: Span | None     # the placement as written; None: none was written
+    given: tuple[str, ...]  # the degrees that the clause names
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """levels: value -> (level, frame). batches: frame -> its kind and size, in words."""
+    """What the compiler found out about a program, as far as it got."""
 
-    levels: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    batches: Mapping[str, str] = field(default_factory=dict)
-    calls: tuple[CallFact, ...] = ()
+    levels: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # value -> (level, frame)
+    batches: Mapping[str, str] = field(default_factory=dict)  # frame -> its kind and size, in words
+    calls: tuple[CallFact, ...] = ()  # in the order of the program
 
     def shown(self, name: str) -> str:
         """"token value of gen", "batch of ...", or ""."""

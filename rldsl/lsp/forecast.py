@@ -24,38 +24,35 @@ from rldsl.syntax.parse import parse
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """texts: path -> an open text that is not what the file holds. cluster: a file or a preset; "" is none."""
+    """What the language server asks its worker."""
 
-    path: str
-    text: str
-    texts: Mapping[str, str] = field(default_factory=dict)
-    cluster: str = ""
+    path: str                                               # of the program
+    text: str                                               # of the program
+    texts: Mapping[str, str] = field(default_factory=dict)  # path -> an open text that differs from the file
+    cluster: str = ""                                       # a file or a preset; "": none
 
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """at: "LINE:COLUMN" of the call, from 1. seconds: the longest that a rank is in it in a step; -1: not known.
-    bytes: the most that a rank holds on its device meanwhile."""
+    """The forecast for one call."""
 
-    at: str
-    name: str
-    seconds: float
-    bytes: int
+    at: str         # "LINE:COLUMN" of the call, from 1
+    name: str       # "actor.generate"
+    seconds: float  # the longest that a rank spends in it in a step; -1: not known
+    bytes: int      # the most that a rank holds on its device meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """seconds: of a step, with sequences of full length; -1: not known. peak: bytes of the rank that needs most.
-    memory: bytes of a device, 0: not known. machine: the name of the cluster. why: what is in the way of an answer, or
-    of the part of it that is missing."""
+    """The worker's answer."""
 
-    calls: tuple[CallCost, ...] = ()
-    seconds: float = -1.0
-    tokens_per_second: float = 0.0
-    peak: int = 0
-    memory: int = 0
-    machine: str = ""
-    why: str = ""
+    calls: tuple[CallCost, ...] = ()  # in the order of the program
+    seconds: float = -1.0             # of a step, with sequences at their maximum length; -1: not known
+    tokens_per_second: float = 0.0    # of a step; 0: not known
+    peak: int = 0                     # bytes on the rank that needs most
+    memory: int = 0                   # bytes of a device; 0: not known
+    machine: str = ""                 # name of the cluster
+    why: str = ""                     # why there is no answer, or why a part of it is missing; "": complete
 
 
 def forecast(question: Question) -> Forecast:

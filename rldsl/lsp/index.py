@@ -15,14 +15,15 @@ from rldsl.syntax import ast
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """kind: "param", "state", "mesh", "data", "model", "fn", "loss", "flow", "python", "parameter", "local", "value"
-    or "metric". span: of its name where it is bound. tree: what binds it. inside: the fn, loss or flow around it."""
+    """A name that a program binds."""
 
-    name: str
+    name: str  # as written
+    # "param", "state", "mesh", "data", "model", "fn", "loss", "flow", "python", "parameter", "local", "value" or
+    # "metric"
     kind: str
-    span: Span
-    tree: ast.Tree
-    inside: str = ""
+    span: Span  # of the name where it is bound
+    tree: ast.Tree  # what binds it
+    inside: str = ""  # name of the fn, loss or flow around it; "": top level
 
     @property
     def key(self) -> tuple[str, int]:
@@ -32,21 +33,22 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    span: Span
-    symbol: Symbol
-    binds: bool = False
+    """A place in the text that names a symbol."""
+
+    span: Span           # of the name
+    symbol: Symbol       # what it names
+    binds: bool = False  # whether this is where the symbol is bound
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """symbols: those bound in this file. names: what another file may import from it. always: names of the library that
-    need no import."""
+    """The names of one file, and where they occur."""
 
-    file: ast.File
-    symbols: tuple[Symbol, ...]
-    occurrences: tuple[Occurrence, ...]
-    names: dict[str, Symbol]
-    always: dict[str, Symbol]
+    file: ast.File                       # its syntax tree
+    symbols: tuple[Symbol, ...]          # those bound in this file
+    occurrences: tuple[Occurrence, ...]  # in the order of the text
+    names: dict[str, Symbol]             # what another file may import from it
+    always: dict[str, Symbol]            # names of the library that need no import
 
     def at(self, offset: int) -> Occurrence | None:
         """The name at an offset, or just before it."""

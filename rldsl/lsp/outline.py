@@ -11,9 +11,11 @@ from rldsl.syntax.recover import visible
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    symbol: Symbol
-    span: Span
-    children: tuple[Node, ...] = ()
+    """An entry of the outline."""
+
+    symbol: Symbol                   # the declaration
+    span: Span                       # of the whole declaration
+    children: tuple[Node, ...] = ()  # what is bound inside it
 
 
 def outline(index: Index) -> list[Node]:

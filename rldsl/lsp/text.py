@@ -12,10 +12,10 @@ WIDTH = {"utf-8": 1, "utf-16": 2, "utf-32": 4}
 
 @dataclass(frozen=True)
 class Lines:
-    """encoding: "utf-8", "utf-16" (the protocol's default) or "utf-32"."""
+    """A text, with positions as the protocol counts them."""
 
-    text: str = field(repr=False)
-    encoding: str = "utf-16"
+    text: str = field(repr=False)  # the whole text
+    encoding: str = "utf-16"       # "utf-8", "utf-16" (the protocol's default) or "utf-32": the unit of columns
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

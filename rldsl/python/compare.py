@@ -18,11 +18,11 @@ from rldsl.simulate import simulate
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """What changed from one plan to another. found: as values. names, ids: of the two."""
+    """What changed from one plan to another."""
 
-    found: Diff
-    names: tuple[str, str]
-    ids: tuple[str, str]
+    found: Diff             # the changes, as values
+    names: tuple[str, str]  # of the two plans, for people
+    ids: tuple[str, str]    # of the two plans
 
     @property
     def same(self) -> bool:

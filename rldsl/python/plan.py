@@ -33,15 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """A verified plan. In a notebook it shows what `rlc compile` prints.
+    """A verified plan. In a notebook it shows what `rlc compile` prints."""
 
-    compiled: the plan as records, its proof, the memory of its ranks. name: the program's or plan's, for people.
-    folder: where sources are looked for that lie beside a plan. texts: sources that need no looking for."""
-
-    compiled: Compiled
-    name: str
-    folder: Path
-    texts: tuple[tuple[str, str], ...] = ()
+    compiled: Compiled                       # the plan as records, its proof, the memory of its ranks
+    name: str                                # the program's or the plan's, for people
+    folder: Path                             # where to look for sources that are given relative to the plan
+    texts: tuple[tuple[str, str], ...] = ()  # (path, text) of sources that are not read from files
 
     @property
     def record(self) -> Record:

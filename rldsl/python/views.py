@@ -26,7 +26,7 @@ HEIGHT = 640  # pixels of a page inside a notebook
 class Graph:
     """The dataflow of a step: a node for each call, computation and movement."""
 
-    plan: Record
+    plan: Record  # the plan as records
 
     @property
     def svg(self) -> str:
@@ -50,10 +50,10 @@ class Graph:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Memory:
-    """What ranks hold on their devices over a step. curves: one for each set of ranks that hold the same."""
+    """What ranks hold on their devices over a step."""
 
-    plan: Record
-    curves: tuple[Curve, ...]
+    plan: Record               # the plan as records
+    curves: tuple[Curve, ...]  # one for each set of ranks that hold the same
 
     @property
     def peaks(self) -> dict[int, Peak]:
@@ -96,8 +96,8 @@ _HEAD = ("ranks", "peak", "while", "memory at the peak")
 class Report:
     """A page for a browser that needs no other file."""
 
-    html: str
-    program: str
+    html: str     # the page
+    program: str  # name of the program
 
     @told
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -114,13 +114,13 @@ class Report:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Simulation:
-    """A steady step of a plan on a cluster. timeline: every class of ranks in every event, and the critical path."""
+    """A steady step of a plan on a cluster."""
 
-    plan: Record
-    timeline: Timeline
-    cluster: Cluster
-    lengths: Lengths = field(default_factory=Lengths)
-    name: str = ""
+    plan: Record                                       # the plan as records
+    timeline: Timeline                                 # every class of ranks in every event, and the critical path
+    cluster: Cluster                                   # the machines
+    lengths: Lengths = field(default_factory=Lengths)  # the assumed lengths of sequences
+    name: str = ""                                     # of the plan, for people
 
     @property
     def seconds(self) -> float:

@@ -11,7 +11,9 @@ from rldsl.source import SourceFile, Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    span: Span
+    """A node of the tree."""
+
+    span: Span  # what a message underlines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,19 +28,23 @@ class Ident(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number(Tree):
-    """value: int or float as written (1_000, 1e-6, 4k, 2M). unit: "prompts", "sequences", "pairs", "tokens" or ""."""
+    """A number with or without a unit."""
 
-    value: int | float
-    unit: str = ""
+    value: int | float  # int or float as written (1_000, 1e-6, 4k, 2M)
+    unit: str = ""      # "prompts", "sequences", "pairs", "tokens" or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class String(Tree):
-    value: str
+    """A quoted text."""
+
+    value: str  # without quotes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bool(Tree):
+    """true  |  false"""
+
     value: bool
 
 
@@ -51,6 +57,8 @@ class ListOf(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name(Tree):
+    """name     (used, not bound)"""
+
     name: str
 
 
@@ -64,41 +72,41 @@ class Attribute(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unary(Tree):
-    """op: "-" or "not"."""
+    """op operand"""
 
-    op: str
+    op: str  # "-" or "not"
     operand: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binary(Tree):
-    """op: + - * / ** < <= > >= == != and or."""
+    """left op right"""
 
-    op: str
+    op: str  # + - * / ** < <= > >= == != and or
     left: Expr
     right: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument(Tree):
-    """name is None when positional."""
+    """value  |  name=value"""
 
-    name: Ident | None
+    name: Ident | None  # None: positional
     value: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Tree):
-    """func(args) or func(arg by LEVEL); by is the level's name."""
+    """func(args)  |  func(arg by LEVEL)"""
 
     func: Expr
     args: tuple[Argument, ...]
-    by: Ident | None = None
+    by: Ident | None = None  # the level's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range(Tree):
-    """start:stop, inside mesh(...) only."""
+    """start:stop     (inside mesh(...) only)"""
 
     start: Expr
     stop: Expr
@@ -119,12 +127,11 @@ class Option(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause(Tree):
-    """`on MESH dp=4 pp=2`. mesh: a Call of `mesh`, a Name, or None when only options are given. auto: `auto`, and
-    nothing else."""
+    """on MESH dp=4 pp=2  |  dp=4  |  auto"""
 
-    mesh: Expr | None
+    mesh: Expr | None   # a Call of `mesh`, or a Name; None: only options are given
     options: tuple[Option, ...]
-    auto: bool = False
+    auto: bool = False  # `auto`, and nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +162,8 @@ class Metric(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return(Tree):
+    """return values"""
+
     values: tuple[Expr, ...]
 
 
@@ -242,18 +251,18 @@ Statement = (Assign | Do | Metric | Return | Save | EveryBlock | RepeatBlock | R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter(Tree):
-    """`name: level = default` of fn or loss; level "" is a plain number."""
+    """name: level = default     (of a fn or loss)"""
 
     name: Ident
-    level: Ident | None
+    level: Ident | None  # None: a plain number
     default: Expr | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use(Tree):
-    """use std.ppo (a, b)  |  use "file.rlf" (a)     module: dotted name or path"""
+    """use std.ppo (a, b)  |  use "file.rlf" (a)"""
 
-    module: str
+    module: str  # dotted name or path
     names: tuple[Ident, ...]
 
 
@@ -268,17 +277,19 @@ class PyFunction(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsePy(Tree):
+    """use py "file.py" (exact_match: gen, prompt -> seq)"""
+
     path: str
     functions: tuple[PyFunction, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param(Tree):
-    """param name [: type] [= default]     without a default it must be set"""
+    """param name [: type] [= default]"""
 
     name: Ident
     type: Ident | None
-    default: Expr | None
+    default: Expr | None  # None: it must be set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,18 +304,22 @@ class State(Tree):
 class Cluster(Tree):
     """cluster nodes=1 gpus=8  |  cluster "file.yaml" """
 
-    path: str | None
+    path: str | None  # a file; None: options are given
     options: tuple[Option, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshDecl(Tree):
+    """mesh name = value"""
+
     name: Ident
     value: Expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataDecl(Tree):
+    """data name = value"""
+
     name: Ident
     value: Call
 
@@ -320,13 +335,13 @@ class ModelDecl(Tree):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FnDecl(Tree):
-    """fn name(params) -> (levels) { body }      doc: the comment block directly above"""
+    """fn name(params) -> (levels) { body }"""
 
     name: Ident
     params: tuple[Parameter, ...]
-    returns: tuple[Ident, ...]
+    returns: tuple[Ident, ...]  # the levels
     body: tuple[Statement, ...]
-    doc: str = ""
+    doc: str = ""               # the comment block directly above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,19 +352,21 @@ class LossDecl(Tree):
     model_outputs: tuple[Parameter, ...]
     data: tuple[Parameter, ...]
     body: tuple[Statement, ...]
-    doc: str = ""
+    doc: str = ""  # the comment block directly above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place(Tree):
-    """place actor.generate on all dp=4   selector: "actor.generate", "ref.*", "*.logprobs", "@gen" """
+    """place actor.generate on all dp=4"""
 
-    selector: str
+    selector: str  # "actor.generate", "ref.*", "*.logprobs", "@gen"
     clause: Clause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow(Tree):
+    """flow name(options) { body }"""
+
     name: Ident
     options: tuple[Option, ...]
     body: tuple[Statement, ...]
@@ -361,8 +378,10 @@ Declaration = (Use | UsePy | Param | State | Cluster | MeshDecl | DataDecl | Mod
 
 @dataclass(frozen=True, slots=True)
 class File:
+    """A program or a module."""
+
     source: SourceFile
-    items: tuple[Declaration, ...]
+    items: tuple[Declaration, ...]  # in the order of the text
 
 
 def walk(node: object) -> Iterator[Tree]:

@@ -67,12 +67,12 @@ def shape(node: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A line as it is printed. texts: of a line that stands for itself, the first without indentation. cells: of one
-    that is aligned with those around it instead: (mark, gap before, text) from each mark to the next, the first with
-    mark ""."""
+    """A line as it is printed: with `texts`, or with `cells`."""
 
-    line: Line
-    texts: tuple[str, ...] = ()
+    line: Line  # the line
+    texts: tuple[str, ...] = ()  # of a line that is not aligned: what it is broken into, the first without indentation
+    # of a line that is aligned with those around it: (mark, gap before, text) from each mark to the next, the first
+    # with mark ""
     cells: tuple[tuple[str, int, str], ...] = ()
 
 

@@ -34,37 +34,36 @@ _OPERANDS = {"or_expr": (0, 1), "and_expr": (1, 2), "not_expr": (2,), "compariso
 
 @dataclass(frozen=True, slots=True)
 class Comment:
-    """own: it stands on a line of its own."""
+    """A comment of the program."""
 
-    text: str
-    own: bool
+    text: str  # with its `#`
+    own: bool  # whether it is on a line of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One token. rule: the grammar rule that it stands in. mark: what begins here and is aligned with the lines around:
-    "=", "train", "place" (the clause of a place rule), "on" (the clause of a call) or "". spare: a bracket that only
-    matters when the line is broken. comments: those between it and the next token of the line."""
+    """One token."""
 
-    text: str
-    rule: str
-    start: int
-    end: int
+    text: str  # as written
+    rule: str  # the grammar rule that it belongs to
+    start: int  # offset in the text
+    end: int  # offset behind it
+    # what begins here and is aligned with the lines around: "=", "train", "place" (the clause of a place rule), "on"
+    # (the clause of a call) or ""
     mark: str = ""
-    spare: bool = False
-    comments: tuple[Comment, ...] = ()
+    spare: bool = False  # a bracket that only matters when the line is broken
+    comments: tuple[Comment, ...] = ()  # those between it and the next token of the line
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """kind: the rule of the statement, "close" for a line that begins with `}`, "comment" for a line that is one.
-    blank: an empty line stands before it. comment: the one at its end."""
+    """One line of the formatted program."""
 
-    kind: str
-    depth: int
-    words: tuple[Word, ...] = ()
-    blank: bool = False
-    comment: str = ""
+    kind: str  # the rule of the statement, "close" for a line that begins with `}`, "comment" for a comment of its own
+    depth: int  # of indentation
+    words: tuple[Word, ...] = ()  # its tokens
+    blank: bool = False  # whether an empty line comes before it
+    comment: str = ""  # the one at its end
 
 
 @lru_cache(maxsize=1)
@@ -117,17 +116,17 @@ def needed(words: list[Word] | tuple[Word, ...]) -> tuple[Word, ...]:
 class _Draft:
     """A line before it gets its comments."""
 
-    kind: str
-    depth: int
-    words: tuple[Word, ...]
+    kind: str                # as in `Line`
+    depth: int               # of indentation
+    words: tuple[Word, ...]  # its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """The lossless tree -> drafts. comments: their offsets, ascending."""
+    """Reads the lossless tree into drafts."""
 
-    text: str
-    comments: list[int]
+    text: str            # of the program
+    comments: list[int]  # their offsets, ascending
 
     def statement(self, tree: Tree[Token], depth: int) -> Iterator[_Draft]:
         """One draft, or those of its head, its block and the rest."""

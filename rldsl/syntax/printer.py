@@ -19,11 +19,11 @@ _OPERATORS = ("or_expr", "and_expr", "comparison", "sum", "product")  # loosest 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A pair of brackets. items: what stands between its commas, each with the comma behind it."""
+    """A pair of brackets."""
 
-    opening: Word
-    items: tuple[tuple[Piece, ...], ...]
-    closing: Word
+    opening: Word                         # the opening bracket
+    items: tuple[tuple[Piece, ...], ...]  # what is between its commas, each with the comma behind it
+    closing: Word                         # the closing bracket
 
 
 Piece = Word | Group
