@@ -26,15 +26,15 @@ from rldsl.sharding.boxes import Parameter, local_shape
 class ModuleTensor:
     """A parameter of a module of GPTModel that is part of a block."""
 
-    module: nn.Module
-    attribute: str
+    module: nn.Module  # a module of GPTModel
+    attribute: str     # the name of the parameter in it
     index: int | None  # which slice of the block's dimension 0 (an expert); None: all of it
 
 
 class Block:
     """One tensor, its views as HuggingFace parameters, and its views as modules' parameters."""
 
-    memory: torch.Tensor
+    memory: torch.Tensor                    # the tensor
     rows: Mapping[str, int]                 # HuggingFace name -> its rows in `memory`, in order
     hf_parameters: dict[str, nn.Parameter]  # HuggingFace name -> view
     module_parameters: list[nn.Parameter]   # one for each target

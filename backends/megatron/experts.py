@@ -48,10 +48,10 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron has no type hints
 class Experts(nn.Module):
     """Megatron constructs modules itself, so a subclass carries what else they need (`experts_class`)."""
 
-    tp: Axis
-    ep: Axis
+    tp: Axis                        # tensor parallel ranks
+    ep: Axis                        # ranks that divide the experts
     groups: ProcessGroupCollection  # the same axes, as Megatron wants them
-    kernels: Kernels
+    kernels: Kernels                # which implementations to use
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

@@ -55,7 +55,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron has no
     """Packed sequences as every layer gets them. The fields of Megatron's class stay empty: rotary angles are given for
     each token, and attention uses the PackedAttention."""
 
-    packed_attention: PackedAttention | None = None
+    packed_attention: PackedAttention | None = None  # computes attention, instead of Megatron's own
 
 
 class HeadNorm(nn.RMSNorm):

@@ -44,7 +44,7 @@ class Chunk:
     """A run of layers."""
 
     model: Any     # GPTModel
-    layers: range
+    layers: range  # numbers of its layers in the whole model
     first: bool    # whether it has the model's first layers
     last: bool     # whether it has the model's last layers
 

@@ -42,9 +42,9 @@ DUMMY_BATCH = PackedBatch(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]
 class TorchShard:
     """See `rldsl.runtime.backend.Shard`, whose methods these are."""
 
-    # what a backend with modules of its own replaces
-    stage_class: type[Any] = Stage
-    trainer_class: type[ShardOptimizer] = ShardOptimizer
+    # a backend with modules of its own replaces both
+    stage_class: type[Any] = Stage                        # modules and parameters
+    trainer_class: type[ShardOptimizer] = ShardOptimizer  # gradients and optimizer
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, load_weights: bool,
                  trainable: bool, weight_cache: WeightCache | None = None):

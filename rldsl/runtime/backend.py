@@ -79,7 +79,7 @@ LossFn = Callable[[int, Sequence[Mapping[str, torch.Tensor]]], torch.Tensor]
 class WeightDigest(NamedTuple):
     """What a shard has read of one weight file."""
 
-    file: str
+    file: str  # name of the weight file
     # names it in a message
     what: str
     # digest of the bytes that were read

@@ -19,10 +19,9 @@ from rldsl.plan.model import Plan
 class PlanFile:
     """Made by `read` or `from_bytes`."""
 
-    # what messages call the file
-    name: str
-    data: bytes
-    plan: Plan
+    name: str    # what messages call the file
+    data: bytes  # its bytes
+    plan: Plan   # what they say
 
     @classmethod
     def read(cls, path: str) -> PlanFile:

@@ -27,7 +27,7 @@ MAX_CAPTURES = 64  # per micro-batch group, most of them without memory
 class CapturedSteps:
     """The pool of captured graphs (CUDA) or operator traces (CPU) of one function."""
 
-    device: torch.device
+    device: torch.device  # on which the function runs
     enabled: bool            # False: every call runs the function
     repeatable: bool = True  # whether the function may run twice in one state: then a capture is compared with it
     num_groups: int = 1      # how many micro-batch groups take turns; each has keys of its own

@@ -67,12 +67,12 @@ class SlotState:
 class DecodeState:
     """Everything on the device that a generate call writes."""
 
-    cache: KVCache
-    slots: SlotState
-    responses: Responses
-    eos_ids: torch.Tensor  # [E] int64, tokens that end a sequence
-    decode_steps: CapturedSteps
-    bookkeeping: CapturedSteps  # what is noted after each decode step
+    cache: KVCache                            # keys and values of all slots
+    slots: SlotState                          # the sequence in each slot
+    responses: Responses                      # what has been sampled, by sequence
+    eos_ids: torch.Tensor                     # [E] int64, tokens that end a sequence
+    decode_steps: CapturedSteps               # forward pass and sampling of a decode step
+    bookkeeping: CapturedSteps                # appends what a decode step has sampled to the responses
     # (first slot, batch size) of a group's decode steps -> the hidden states of the stage before, [batch size, H]
     recv_buffers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     storage: ReleasableStorage | None = None  # while no call uses the state

@@ -32,14 +32,14 @@ ScheduledBatch = PrefillBatch | DecodeBatch
 class Engine:
     """One generate call on one rank."""
 
-    stage: Stage
-    prompts: PackedBatch           # of all sequences
-    sampler: Sampler | None        # on the last stage
-    stop_strings: StopStrings | None
-    min_new_tokens: int
-    max_new_tokens: int
-    scheduler: Scheduler
-    state: DecodeState
+    stage: Stage                      # the model's layers on this rank
+    prompts: PackedBatch              # of all sequences
+    sampler: Sampler | None           # on the last stage
+    stop_strings: StopStrings | None  # None: only end-of-sequence tokens and lengths end a response
+    min_new_tokens: int               # tokens that a response has before it may end
+    max_new_tokens: int               # tokens after which a response ends
+    scheduler: Scheduler              # decides what each group runs next, on the host
+    state: DecodeState                # everything on the device that the call writes
 
     def __post_init__(self) -> None:
         self.prompt_starts = self.prompts.prompt_lens.cumsum(0) - self.prompts.prompt_lens  # [N]

@@ -23,9 +23,9 @@ from rldsl.runtime.store import offsets_within
 class KVCache:
     """Memory for `num_slots` sequences of at most `width` tokens."""
 
-    num_slots: int
-    width: int
-    device: torch.device
+    num_slots: int  # sequences that it can hold
+    width: int  # tokens per slot
+    device: torch.device  # on which it is
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # [slots, width, K, D] each
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)                # see `mask_values`
     slot_offsets: torch.Tensor = field(init=False)  # [slots] the first place of a slot among all slots * width

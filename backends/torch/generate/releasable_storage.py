@@ -14,7 +14,7 @@ import torch
 class ReleasableStorage:
     """The storages behind some tensors."""
 
-    has_memory: bool
+    has_memory: bool  # False between `release_memory` and `allocate_memory`
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
         storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}  # views share one

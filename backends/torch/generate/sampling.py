@@ -104,12 +104,12 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 class Sampler:
     """Samples the next tokens of sequences from the last stage's hidden states; equal on all ranks of tp."""
 
-    stage: Stage
-    sampling: Sampling
-    seed: int
-    step: int
-    eos_ids: torch.Tensor
-    max_local_vocab: int = field(init=False)          # the most vocabulary rows of a rank of tp
+    stage: Stage                                   # the last stage, with the head
+    sampling: Sampling                             # temperature, top-k and the like
+    seed: int                                      # of the call's random numbers
+    step: int                                      # of the run, for its random numbers
+    eos_ids: torch.Tensor                          # [E] int64, tokens that end a sequence
+    max_local_vocab: int = field(init=False)       # the most vocabulary rows of a rank of tp
     head: torch.Tensor | None = field(init=False)  # [V_local, H], in the dtype in which it is multiplied
 
     def __post_init__(self) -> None:

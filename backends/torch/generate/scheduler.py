@@ -24,8 +24,8 @@ class PrefillBatch:
     """Sequences first_seq, first_seq + 1, ... are admitted to `slots`. Afterwards the host polls which have
     finished."""
 
-    slots: tuple[int, ...]
-    first_seq: int
+    slots: tuple[int, ...]        # one for each sequence
+    first_seq: int                # number of the first sequence
     num_shared: int               # how many of them, at the start, have the prompt of the sequence before them ...
     source_slot: int              # ... whose keys and values are in this slot
     new_prompts: tuple[int, ...]  # the other sequences whose prompt must be run; the rest repeat one of these
@@ -35,7 +35,7 @@ class PrefillBatch:
 class DecodeBatch:
     """One token for each of the first `batch_size` slots of a group."""
 
-    batch_size: int
+    batch_size: int                          # slots, and so sequences
     kv_len: int                              # how many tokens of each slot are read
     slot_moves: tuple[tuple[int, int], ...]  # (from, to), before the step
     poll: bool                               # whether the host asks afterwards which sequences have finished
@@ -45,11 +45,11 @@ class DecodeBatch:
 class MicroBatchGroup:
     """Slots start .. start + size."""
 
-    start: int
-    size: int
+    start: int  # its first slot
+    size: int  # its slots
     seq_ids: dict[int, int] = field(default_factory=dict)        # slot -> its sequence
     num_generated: dict[int, int] = field(default_factory=dict)  # slot -> tokens sampled, as far as the host knows
-    steps_until_poll: int = 0
+    steps_until_poll: int = 0  # decode steps until the host asks which sequences have finished
 
     def free_slots(self) -> list[int]:
         return [s for s in range(self.start, self.start + self.size) if s not in self.seq_ids]

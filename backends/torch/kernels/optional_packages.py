@@ -23,18 +23,18 @@ Version = tuple[int, ...]
 class PackageSpec:
     """What a backend needs of an optional package."""
 
-    title: str               # as people call it
-    modules: Sequence[str]   # all that is imported, the top-level module first
-    min_version: Version = ()
+    title: str                 # as people call it
+    modules: Sequence[str]     # all that is imported, the top-level module first
+    min_version: Version = ()  # inclusive
     max_version: Version = ()  # exclusive; () for both: any version
-    required_by: str = ""    # who sets these bounds, for messages
+    required_by: str = ""      # who sets these bounds, for messages
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
     """What was found of a package."""
 
-    title: str
+    title: str         # as people call it
     version: str = ""  # "" if it is not installed
     problem: str = ""  # why it cannot be used although it is installed
 

@@ -27,7 +27,7 @@ from rldsl.runtime.store import offsets_within
 class Partition:
     """How N items are divided over the ranks of an axis."""
 
-    axis: Axis
+    axis: Axis                    # the ranks
     own_items: torch.Tensor       # [n] the items of this rank, ascending
     width: int                    # the most items of a rank, at least 1; other ranks pad to it with zeros
     local_index: torch.Tensor     # [N] the place of an item among those of its rank

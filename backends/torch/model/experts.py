@@ -56,7 +56,7 @@ def parallelize_experts(module: nn.Module, num_experts: int, tp: Axis, ep: Axis)
 class TokenDispatcher:
     """How rows reach their experts, in one pass of one layer."""
 
-    ep: Axis
+    ep: Axis                # ranks that divide the experts
     send_counts: list[int]  # rows to each rank
     recv_counts: list[int]  # rows from each rank
     counts: torch.Tensor    # [experts of this rank] rows for each, from all ranks

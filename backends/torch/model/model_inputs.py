@@ -24,13 +24,13 @@ from rldsl.runtime.store import offsets_within
 class ModelInputs:
     """The sequences of several frames as one packed row; under context parallelism, this rank's part of it."""
 
-    tokens: torch.Tensor         # [T] int64
-    attention: PackedAttention
-    predict_at: torch.Tensor     # [R] where the hidden states that predict response tokens are
-    targets: torch.Tensor        # [R] int64, these response tokens
-    last_at: torch.Tensor        # [S] where the last token of each sequence is
-    responses: tuple[int, ...]   # response tokens of each frame, on all ranks of cp together
-    sequences: tuple[int, ...]   # sequences of each frame, on all ranks of cp together
+    tokens: torch.Tensor                        # [T] int64
+    attention: PackedAttention                  # which tokens see each other
+    predict_at: torch.Tensor                    # [R] where the hidden states that predict response tokens are
+    targets: torch.Tensor                       # [R] int64, these response tokens
+    last_at: torch.Tensor                       # [S] where the last token of each sequence is
+    responses: tuple[int, ...]                  # response tokens of each frame, on all ranks of cp together
+    sequences: tuple[int, ...]                  # sequences of each frame, on all ranks of cp together
     predict_partition: Partition | None = None  # how `predict_at` is divided over cp; None without cp
     last_partition: Partition | None = None     # how `last_at` is divided over cp
 

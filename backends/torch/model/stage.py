@@ -56,9 +56,9 @@ class PassThroughLayer(nn.Module):
 class Chunk:
     """A run of layers, and the family's model with only these."""
 
-    body: nn.Module
+    body: nn.Module          # the family's model without its head
     entry: PassThroughLayer  # where received hidden states come in
-    layers: range
+    layers: range            # numbers of its layers in the whole model
     first: bool              # whether it has the model's first layers
     last: bool               # whether it has the model's last layers
 
@@ -73,8 +73,8 @@ class Stage(ActivationCheckpointing):
     """What the rest of the backend reads of a model: one rank's modules and parameters."""
 
     chunks: list[Chunk]          # of layers, ascending; one, except under a layout with `vpp`
-    first: bool                  # place in the pipeline
-    last: bool
+    first: bool  # whether it is the first of the pipeline
+    last: bool  # whether it is the last of the pipeline
     hidden_size: int             # H
     vocab_size: int              # V, of the whole model
     head: torch.Tensor | None    # [V_local, H] rows of the output embedding on the last stage, if the model has one
@@ -91,7 +91,7 @@ class Stage(ActivationCheckpointing):
     unsharded_held: HeldPieces   # the same as if the layout had no `zero`
     unsharded: Mapping[str, nn.Parameter]    # what modules compute with; `parameters` itself without `zero`
     zero: ZeroSharding | None    # under a layout with `zero`
-    sequence_parallel: SequenceParallel
+    sequence_parallel: SequenceParallel  # divides tokens over tp where layers allow it
 
     def __init__(self, model: Model, layout: Layout, mesh: Mesh, axes: Axes, device: torch.device, dtype: torch.dtype,
                  matmul_dtype: torch.dtype, weight_cache: WeightCache | None = None):

@@ -33,10 +33,10 @@ Arrived = dict[str, list[tuple[Box, torch.Tensor]]]  # parameter -> its boxes of
 class MessagePart:
     """A message, or a part of one that travels separately."""
 
-    message: Message
-    size: int  # elements
+    message: Message                          # what is sent, and from or to which rank
+    size: int                                 # elements
     local_boxes: tuple[LocalBox | None, ...]  # of the boxes; None if this rank does not hold the box, but forwards it
-    is_contiguous: bool  # all elements are contiguous in the parameter of the first box
+    is_contiguous: bool                       # all elements are contiguous in the parameter of the first box
 
 
 PartWithTensor = tuple[MessagePart, torch.Tensor, bool]  # (part, elements, whether they are in the parameter itself)
@@ -46,7 +46,7 @@ PartWithTensor = tuple[MessagePart, torch.Tensor, bool]  # (part, elements, whet
 class RankReshard:
     """What one rank does in a reshard; `ReshardPlan` says it for all ranks."""
 
-    rounds: Sequence[Round]
+    rounds: Sequence[Round]  # what this rank sends and receives in each round
     parts: Sequence[tuple[tuple[MessagePart, ...], tuple[MessagePart, ...]]]  # (sends, receives) of each round
     copies: Sequence[tuple[LocalBox, LocalBox]]  # (from, to) of what this rank has already
     forwards: bool  # whether this rank sends on what it received

@@ -22,8 +22,8 @@ from rldsl.sharding.partition import Rows, prompt_space, shard_rows, train_sched
 class RowLengths:
     """Lengths of all rows of a frame: [count] int64 each."""
 
-    prompt: torch.Tensor
-    response: torch.Tensor
+    prompt: torch.Tensor    # tokens of each row's prompt
+    response: torch.Tensor  # tokens of each row's response
 
     def of(self, extent: str) -> torch.Tensor:
         """[count]: entries of each row of a value with this extent."""
@@ -36,8 +36,8 @@ class RowLengths:
 class StepRows:
     """Which rows each dp rank of a spread works on in one step; each division is computed once."""
 
-    plan: Plan
-    world: World
+    plan: Plan  # whose spreads these are
+    world: World  # this rank and its communicators
     step_index: int  # from 0, as in seeds
     lens: dict[str, RowLengths] = field(default_factory=dict)  # frame -> lengths, as far as this rank knows them
     _rows_by_dp: dict[str, tuple[dict[str, Rows], ...]] = field(default_factory=dict)  # spread -> `rows_by_dp`

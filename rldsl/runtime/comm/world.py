@@ -75,8 +75,8 @@ def check_hosts(plan: Plan, hosts: Sequence[str], name: str) -> str:
 class World:
     """This rank's number, device and communicators."""
 
-    rank: int
-    device: torch.device
+    rank: int  # this rank's number in the run
+    device: torch.device  # on which its tensors are
     meshes: Mapping[str, Mesh]  # of the plan, by id
     layouts: Mapping[str, Layout]  # of the plan, by id
     groups: Mapping[tuple[int, ...], Any] = field(default_factory=dict)  # ranks -> torch ProcessGroup

@@ -22,21 +22,21 @@ from rldsl.runtime.data.row_schema import Row, RowCheck, RowNeeds, missing
 
 @dataclass(frozen=True, slots=True)
 class ArrowFile:
-    """One file: how many rows it has. stamp: None where the file is not read again."""
+    """One file of a table."""
 
-    path: str
-    rows: int
-    stamp: Stamp | None
+    path: str            # as the program names it
+    rows: int            # how many it has
+    stamp: Stamp | None  # tells whether the file changes; None: the file is not read again
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowTable:
-    """firsts: the number of the first row of each batch, and of all rows at the end; part_firsts: so of the files."""
+    """The rows of one or more files, in record batches."""
 
-    batches: tuple[Any, ...]
-    firsts: np.ndarray
-    parts: tuple[ArrowFile, ...]
-    part_firsts: np.ndarray
+    batches: tuple[Any, ...]      # pyarrow record batches, in order
+    firsts: np.ndarray            # number of the first row of each batch, and of all rows at the end
+    parts: tuple[ArrowFile, ...]  # the files, in order
+    part_firsts: np.ndarray       # number of the first row of each file, and of all rows at the end
 
     def __len__(self) -> int:
         return int(self.firsts[-1])

@@ -48,12 +48,12 @@ SHAPE = "each line must be a JSON object such as {\"prompt\": \"2+2=\"}"
 
 @dataclass(frozen=True, slots=True)
 class JsonLines:
-    """offsets: where each row starts. blanks: for each blank line, the number of rows before it."""
+    """The rows of a file with one JSON object per line."""
 
-    path: str
-    offsets: array[int]
-    blanks: array[int]
-    stamp: Stamp
+    path: str            # of the file
+    offsets: array[int]  # byte at which each row starts
+    blanks: array[int]   # for each blank line, the number of rows before it
+    stamp: Stamp         # tells whether the file changes
 
     def __len__(self) -> int:
         return len(self.offsets)

@@ -27,17 +27,16 @@ FILES: Mapping[str, Callable[[str], list[str]]] = {"jsonl": lambda path: [path],
 
 @dataclass(frozen=True, slots=True)
 class SourceReading:
-    """How a run reads a source. batch: rows of a step. rows: of an epoch. bytes, sha256: of its file, or of all of
-    them."""
+    """How a run reads a source. Written into checkpoints."""
 
-    format: str
-    path: str
-    kind: str
-    batch: int
-    shuffle: bool
-    rows: int
-    bytes: int
-    sha256: str
+    format: str    # "jsonl", "parquet", "hf"
+    path: str      # as the program names it
+    kind: str      # `plan.model.Data.row_format`
+    batch: int     # rows of a step
+    shuffle: bool  # whether each epoch has an order of its own
+    rows: int      # of an epoch
+    bytes: int     # of its file, or of all of them together
+    sha256: str    # of its file, or of all of them together
 
     @classmethod
     def of(cls, source: Source, digest: str = "") -> SourceReading:

@@ -40,11 +40,10 @@ class Table(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowNeeds:
-    """roles: "prompt", "answer", "chosen", "rejected" -> name of the column. numbers: columns with a finite number (or
-    true or false) in every row."""
+    """What every row must have."""
 
-    roles: Mapping[str, str]
-    numbers: tuple[str, ...] = ()
+    roles: Mapping[str, str]       # "prompt", "answer", "chosen", "rejected" -> name of the column
+    numbers: tuple[str, ...] = ()  # columns with a finite number (or true or false) in every row
 
     def among(self, there: Collection[str]) -> RowNeeds:
         """With ReaL's names of the two sides of pairs where a file has these and not ours."""
@@ -57,19 +56,19 @@ class RowNeeds:
 
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
-    """A checked file. counts: the pairs that each row makes; None where each is one row of the run."""
+    """A checked file."""
 
-    table: Table
-    roles: Mapping[str, str]
-    counts: array[int] | None
+    table: Table               # its rows
+    roles: Mapping[str, str]   # as in `RowNeeds`
+    counts: array[int] | None  # how many pairs each row makes; None: each is one row of the run
 
 
 @dataclass(slots=True)
 class RowErrors:
     """The first errors of many, and the number of the others."""
 
-    found: list[Diagnostic] = field(default_factory=list)
-    more: int = 0
+    found: list[Diagnostic] = field(default_factory=list)  # the first ones, at most `SHOWN`
+    more: int = 0                                          # how many others there are
 
     def add(self, found: Sequence[Diagnostic]) -> None:
         room = max(0, SHOWN - len(self.found))
@@ -88,10 +87,10 @@ class RowErrors:
 class RowCheck:
     """What is wrong with a file, gathered row by row; and how many pairs each row makes."""
 
-    needs: RowNeeds
-    errors: RowErrors = field(default_factory=RowErrors)
-    counts: array[int] = field(default_factory=lambda: array("I"))
-    lists: bool = False  # whether a row has lists of answers
+    needs: RowNeeds                                                 # what the rows must have
+    errors: RowErrors = field(default_factory=RowErrors)            # what is wrong so far
+    counts: array[int] = field(default_factory=lambda: array("I"))  # for each row so far, how many pairs it makes
+    lists: bool = False                                             # whether a row has lists of answers
 
     def row(self, row: Row, path: str, number: int, escapes: bool = False) -> None:
         """escapes: whether texts may hold half a surrogate pair, as JSON can write it."""

@@ -16,11 +16,11 @@ from rldsl.runtime.data.row_schema import SIDES, Row, ScannedFile, Table, severa
 @dataclass(frozen=True, slots=True)
 class PairRows:
     """Row i of a file with k positive and k negative answers is k rows, one after another: the first answers of both
-    sides, the second ones, and so on. firsts: the number of the first pair of each row, and of all pairs at the end."""
+    sides, the second ones, and so on."""
 
-    table: Table
-    roles: Mapping[str, str]
-    firsts: np.ndarray
+    table: Table              # the rows of the file
+    roles: Mapping[str, str]  # as in `RowNeeds`
+    firsts: np.ndarray        # number of the first pair of each row, and of all pairs at the end
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -44,10 +44,10 @@ class PairRows:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """rows: numbers of a table's rows, ascending."""
+    """Some rows of a table."""
 
-    table: Table
-    rows: np.ndarray
+    table: Table      # all rows
+    rows: np.ndarray  # numbers of those that are kept, ascending
 
     def __len__(self) -> int:
         return len(self.rows)

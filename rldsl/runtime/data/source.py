@@ -39,23 +39,22 @@ FRAMES: dict[str, dict[str, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class FetchedFrame:
-    """tokens: for each row an int64 tensor, the prompt and then the response (empty for a prompt alone)."""
+    """The rows of a frame as they were read."""
 
-    prompt_lens: list[int]
-    response_lens: list[int]
-    tokens: list[Tensor]
+    prompt_lens: list[int]    # tokens of each row's prompt
+    response_lens: list[int]  # tokens of each row's response
+    tokens: list[Tensor]      # for each row an int64 tensor: the prompt, then the response (empty for a prompt alone)
 
 
 @dataclass(frozen=True)
 class Source:
-    """An open data source. passes: how often the run goes over the rows. note: a line about over-long rows, or "".
-    Steps count from 0."""
+    """An open data source. Steps count from 0."""
 
-    data: Data
-    table: Table
-    tokens: Tokens
-    passes: float
-    note: str = ""
+    data: Data      # its declaration in the plan
+    table: Table    # its rows
+    tokens: Tokens  # makes token ids of them
+    passes: float   # how often the run goes over the rows
+    note: str = ""  # a line about over-long rows, or ""
 
     @property
     def tokenizer(self) -> Any:

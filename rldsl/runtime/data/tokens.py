@@ -25,11 +25,11 @@ RowLocation = Callable[[int], str]  # index in a list of rows -> file and line
 
 @dataclass(frozen=True)
 class Tokens:
-    """roles: role -> name of the column. directory: where the tokenizer is, for messages."""
+    """Makes token ids of rows."""
 
-    tokenizer: Any = field(repr=False)
-    directory: str
-    roles: Mapping[str, str]
+    tokenizer: Any = field(repr=False)  # of transformers
+    directory: str                      # where the tokenizer is, for messages
+    roles: Mapping[str, str]            # as in `RowNeeds`
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:

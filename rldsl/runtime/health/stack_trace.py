@@ -16,11 +16,10 @@ MOST = 24  # lines
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """call: the operation between ranks that the innermost line is in ("" when it is in none). lines: innermost
-    last."""
+    """Where a thread is."""
 
-    call: str = ""
-    lines: tuple[str, ...] = ()
+    call: str = ""               # the operation between ranks that the innermost line is in; "": none
+    lines: tuple[str, ...] = ()  # "FILE:LINE FUNCTION", innermost last
 
 
 def of_main(whole: bool = True) -> Stack:

@@ -162,10 +162,10 @@ def _drawn(node: Node, ragged: RaggedIndex, seed: int, step: int, batch: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The frames of a loss and the number of elements of each (level, space) in the whole minibatch."""
+    """How many elements the sets of a loss have in the whole minibatch."""
 
-    frames: Mapping[str, Frame]
-    sizes: Mapping[tuple[Level, str], int]
+    frames: Mapping[str, Frame]             # by id: those of the loss
+    sizes: Mapping[tuple[Level, str], int]  # (level, space) -> number of elements, on all ranks together
 
 
 def loss_counts(program: Program, frames: Mapping[str, Frame], rows: Sequence[int],

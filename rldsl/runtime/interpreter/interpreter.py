@@ -93,16 +93,11 @@ HANDLERS: Mapping[type[Event], Callable[[RankState, Any], None]] = {
 class Interpreter:
     """Executes the plan on one rank."""
 
-    state: RankState
-    # the plan's body, filtered to this rank
-    items: Sequence[Item]
-    # records the timeline; None without `--trace`
-    recorder: TimelineRecorder | None = None
-    # number of loops around the current item
-    depth: int = 0
-
-    # whether this rank has compared its weights with those of the other ranks
-    compared: bool = False
+    state: RankState                          # what the handlers work on
+    items: Sequence[Item]                     # the plan's body, filtered to this rank
+    recorder: TimelineRecorder | None = None  # records the timeline; None without `--trace`
+    depth: int = 0                            # number of loops around the current item
+    compared: bool = False                    # whether this rank has compared its weights with those of the other ranks
 
     def run(self) -> None:
         """Execute the whole plan."""

@@ -19,18 +19,12 @@ from rldsl.runtime.state.step import StepState
 class Services:
     """What connects a rank to the outside: files, other processes, its watchdog."""
 
-    # data sources and the run's position in them
-    data: DataReader
-    # calls users' Python functions
-    rewards: RewardPool
-    # metrics, samples and progress
-    reporter: Reporter
-    # what this rank did last, for the watchdog
-    ring: EventRing
-    # writes checkpoints; None if the plan makes none
-    writer: CheckpointWriter | None = None
-    # the checkpoint that the run resumes from; None if it starts anew
-    resumed: LoadedCheckpoint | None = None
+    data: DataReader                         # data sources and the run's position in them
+    rewards: RewardPool                      # calls users' Python functions
+    reporter: Reporter                       # metrics, samples and progress
+    ring: EventRing                          # what this rank did last, for the watchdog
+    writer: CheckpointWriter | None = None   # writes checkpoints; None if the plan makes none
+    resumed: LoadedCheckpoint | None = None  # the checkpoint that the run resumes from; None if it starts anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +32,6 @@ class RankState:
     """The state of one rank during a run."""
 
     context: RunContext  # the plan and the communicators; never changes
-    models: ModelStore  # shards of models
-    step: StepState  # rows and values of the step under way
-    services: Services
+    models: ModelStore   # shards of models
+    step: StepState      # rows and values of the step under way
+    services: Services   # files, other processes, the watchdog

@@ -61,17 +61,12 @@ from rldsl.verify.model_tables import check_model_tables
 class Start:
     """What a rank begins a run with, once everything has been checked."""
 
-    context: RunContext
-    # the plan's body, filtered to this rank
-    items: Sequence[Item]
-    # the step to resume after (0: none), and the plan's states
-    step: StepState
-    # data sources, at the position to resume from
-    data: DataReader
-    # writes checkpoints; None if the plan makes none
-    writer: CheckpointWriter | None
-    # the checkpoint that the run resumes from; None if it starts anew
-    resumed: LoadedCheckpoint | None
+    context: RunContext               # the plan and the communicators
+    items: Sequence[Item]             # the plan's body, filtered to this rank
+    step: StepState                   # the step to resume after (0: none), and the plan's states
+    data: DataReader                  # data sources, at the position to resume from
+    writer: CheckpointWriter | None   # writes checkpoints; None if the plan makes none
+    resumed: LoadedCheckpoint | None  # the checkpoint that the run resumes from; None if it starts anew
 
 
 def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Watchdog | None,

@@ -22,9 +22,9 @@ class TimelineRecorder:
     machines as far as their clocks agree. The `args` of each span also have the CPU seconds of the process in it
     ("busy")."""
 
-    rank: int
-    per_node: int = 1
-    spans: list[trace.Span] = field(default_factory=list)
+    rank: int                                              # whose events these are
+    per_node: int = 1                                      # devices of a node
+    spans: list[trace.Span] = field(default_factory=list)  # so far, in the order of execution
     # CPU seconds of this process until the last event
     cpu_seconds: float = field(default_factory=time.process_time)
     # the time of day at which the monotonic clock was 0; read once, since the time of day may be set during a run

@@ -31,21 +31,16 @@ CURVE, SHOWN = 48, 8  # points of the curve; numbers shown
 class ViewState:
     """All that the picture shows."""
 
-    name: str
-    steps: int
-    # step at which this start of the run began
-    begun: int = 0
-    # the last one that has ended
-    step: int = 0
-    # since this start began
-    seconds: float = 0.0
-    # the same when its first step and its last one so far ended
-    first_end: float = 0.0
-    last_end: float = 0.0
-    doing: str = ""
-    line: Mapping[str, float] | None = None
-    # name -> values, oldest first
-    history: Mapping[str, Sequence[float]] | None = None
+    name: str                                             # of the run
+    steps: int                                            # of the whole run
+    begun: int = 0                                        # step at which this start of the run began
+    step: int = 0                                         # the last step that has ended
+    seconds: float = 0.0                                  # since this start of the run began
+    first_end: float = 0.0                                # `seconds` when the first step of this start ended
+    last_end: float = 0.0                                 # `seconds` when the last step so far ended
+    doing: str = ""                                       # what this rank is doing, in words
+    line: Mapping[str, float] | None = None               # the latest line of metrics; None before the first
+    history: Mapping[str, Sequence[float]] | None = None  # name -> values, oldest first
 
     def with_line(self, line: Mapping[str, float]) -> ViewState:
         history = {name: [*(self.history or {}).get(name, ()), line[name]][-CURVE:] for name in computed(line)}

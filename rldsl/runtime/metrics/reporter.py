@@ -38,27 +38,21 @@ if TYPE_CHECKING:
 class ReportOptions:
     """What the user wants to see."""
 
-    tensorboard: bool = False
-    # "", "offline" or "online"
-    wandb: str = ""
-    # sequences of each step that are written as text
-    samples: int = 0
-    # print lines, even on a terminal
-    plain: bool = False
-    # how the run was started, for its record
-    command: tuple[str, ...] = ()
-    # project of Weights & Biases; "": the flow
-    wandb_project: str = ""
+    tensorboard: bool = False      # write event files of TensorBoard
+    wandb: str = ""                # "", "offline" or "online"
+    samples: int = 0               # sequences of each step that are written as text
+    plain: bool = False            # print lines, even on a terminal
+    command: tuple[str, ...] = ()  # how the run was started, for its record
+    wandb_project: str = ""        # project of Weights & Biases; "": the flow
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
     """A step that has ended."""
 
-    step: int
-    logged: tuple[LoggedNumbers, ...]
-    # what this rank measured
-    measured: Mapping[str, float]
+    step: int                          # its number, from 1
+    logged: tuple[LoggedNumbers, ...]  # what the program logs, perhaps still on its way to this rank
+    measured: Mapping[str, float]      # what this rank measured
 
     def numbers(self) -> dict[str, float]:
         """Of metrics.jsonl. What was logged several times (a train in a `repeat`) counts by its mean."""

@@ -43,19 +43,14 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EM
 class Owner:
     """Who holds a lock."""
 
-    # of this lock alone
-    token: str
-    host: str
-    # of the running system: it changes when the machine restarts
-    boot: str
-    # of process ids: those of another container mean nothing here
-    namespace: str
-    pid: int
-    # when the process began, as the system counts
-    born: str
-    program: str
-    # UTC, ISO 8601
-    started: str
+    token: str      # random: tells this lock from all others
+    host: str       # name of its machine
+    boot: str       # id of the running system: changes when the machine restarts
+    namespace: str  # id of the process-id namespace: ids of another container mean nothing here
+    pid: int        # of its process
+    born: str       # when the process began, as the system counts
+    program: str    # what it runs, for messages
+    started: str    # when the lock was taken: UTC, ISO 8601
 
     @classmethod
     def this_process(cls, program: str) -> Owner:

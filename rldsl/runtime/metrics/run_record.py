@@ -145,10 +145,11 @@ def is_own_checkpoint(out: Path, resume: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OutputClaim:
-    """resume: what the run goes on from. continues: what is in its directory is its own and stays; else it begins anew
-    there, and what an earlier run left is removed."""
+    """How a run takes its directory."""
 
-    resume: Path | None
+    resume: Path | None  # the checkpoint that the run resumes from, if any
+    # True: what is in the directory belongs to this run and stays. False: the run starts anew there, and what an
+    # earlier run left is removed
     continues: bool
 
 

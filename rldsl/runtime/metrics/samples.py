@@ -31,11 +31,11 @@ ANONYMOUS = re.compile(r"(expr|where)#\d+")  # values that the program gives no 
 
 @dataclass(frozen=True, slots=True)
 class SampleSource:
-    """Whence the samples of a frame come. rank: who writes them."""
+    """Where the samples of a frame are taken from."""
 
-    frame: str
-    spread: str
-    rank: int
+    frame: str   # its id
+    spread: str  # under which its tokens are held
+    rank: int    # who writes them
 
 
 def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:

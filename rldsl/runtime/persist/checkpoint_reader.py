@@ -41,18 +41,16 @@ DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeEr
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """One whose files are all as they were written. states, data, readings and models are those of its manifest."""
+    """A checkpoint whose files are all as they were written."""
 
-    path: Path
-    # the last one that the checkpoint contains
-    step: int
-    states: Mapping[str, float]
-    data: Mapping[str, int]
-    readings: Mapping[str, SourceReading]
-    models: Mapping[str, Mapping[str, int]]
-    stored: Mapping[str, StoredBoxes] = field(repr=False)
-    # what the program has changed since
-    changes: tuple[str, ...] = ()
+    path: Path                                             # its directory
+    step: int                                              # the last step that it contains
+    states: Mapping[str, float]                            # state of the program -> value
+    data: Mapping[str, int]                                # data source -> the batch read last, from 0
+    readings: Mapping[str, SourceReading]                  # data source -> how it was read
+    models: Mapping[str, Mapping[str, int]]                # model -> `Shard.schedule_state`
+    stored: Mapping[str, StoredBoxes] = field(repr=False)  # "MODEL|PART|PARAMETER" -> boxes, and where each is stored
+    changes: tuple[str, ...] = ()                          # what has changed in the program since, for the user
 
     @property
     def names(self) -> list[str]:

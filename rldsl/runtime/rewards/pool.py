@@ -33,14 +33,14 @@ TRIES = 3  # of starting a worker that dies before it gets a row
 
 @dataclass
 class FunctionCall:
-    """What is known of one call of a function. todo: in the order of rows."""
+    """What is known of one call of a function."""
 
-    function: Function
-    rows: list[Row]
-    names: Sequence[str]
-    todo: list[RowChunk]
-    values: list[float]
-    errors: dict[int, Failure] = field(default_factory=dict)  # by first row
+    function: Function                                        # which one
+    rows: list[Row]                                           # of this rank, in order
+    names: Sequence[str]                                      # what messages call the rows
+    todo: list[RowChunk]                                      # chunks that no worker has taken, in the order of rows
+    values: list[float]                                       # the results so far, by row
+    errors: dict[int, Failure] = field(default_factory=dict)  # first row of a chunk -> what went wrong in it
 
     def waits(self) -> bool:
         """Whether a chunk waits for a worker; after a mistake only rows before it still matter."""

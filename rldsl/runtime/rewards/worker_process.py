@@ -34,11 +34,11 @@ LARGEST_READ = 1 << 20  # bytes of output that are taken at once: more than the 
 
 
 class RowChunk(NamedTuple):
-    """Rows start .. stop of a call. again: a worker has died with it before."""
+    """Rows start .. stop of a call."""
 
-    start: int
-    stop: int
-    again: bool = False
+    start: int           # the first row
+    stop: int            # the row after the last one
+    again: bool = False  # whether a worker has died with it before
 
     def singles(self, again: bool = False) -> list[RowChunk]:
         """The same, row by row."""
@@ -52,20 +52,14 @@ LOAD = RowChunk(-1, -1)  # no rows: the functions are loaded
 class Worker:
     """One process."""
 
-    # in front of what it prints
-    name: str
-    process: subprocess.Popen[bytes]
-    peer: socket.socket
-    # descriptor on which it writes the lines of Python that it is at
-    trace: int
-    # what it does now, until `deadline`
-    work: RowChunk | None = None
-    # of time.monotonic
-    deadline: float = 0.0
-    # of its output, not yet ended
-    line: bytearray = field(default_factory=bytearray)
-    # bytes of that line that were not kept
-    omitted: int = 0
+    name: str                                           # printed in front of its output
+    process: subprocess.Popen[bytes]                    # the interpreter that runs `worker.py`
+    peer: socket.socket                                 # this rank's end of the socket for requests and answers
+    trace: int                                          # descriptor on which it writes its stack trace when asked
+    work: RowChunk | None = None                        # what it does now, until `deadline`
+    deadline: float = 0.0                               # on the clock of time.monotonic
+    line: bytearray = field(default_factory=bytearray)  # the line of output that has not ended yet
+    omitted: int = 0                                    # bytes of that line that were not kept
 
     @property
     def output(self) -> int:

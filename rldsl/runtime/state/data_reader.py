@@ -21,7 +21,8 @@ from rldsl.runtime.state.context import RunContext
 class DataReader:
     """Sources by the name of their data declaration."""
 
-    context: RunContext
+    context: RunContext  # the plan and the communicators
+    # those that are open, by the name of their data declaration
     sources: dict[str, Source] = field(default_factory=dict)
     # source -> the batch read last, counted from 0
     position: dict[str, int] = field(default_factory=dict)

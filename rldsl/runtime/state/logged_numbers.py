@@ -29,8 +29,8 @@ class Posted(Protocol):
 class Arrival:
     """Something that arrives once."""
 
-    _there: threading.Event = field(default_factory=threading.Event)
-    _error: BaseException | None = None
+    _there: threading.Event = field(default_factory=threading.Event)  # set when the wait for it has ended
+    _error: BaseException | None = None                               # what that wait raised
 
     @staticmethod
     def now() -> Arrival:
@@ -100,15 +100,11 @@ class SentLogs:
 class LoggedNumbers:
     """The metrics of one log event."""
 
-    # in the order of the event
-    names: tuple[str, ...]
-    # sender and name of each pair of numbers, in the order of the messages
-    order: tuple[tuple[int, str], ...]
-    # sender -> [2 * its metrics] float64: whether there is a number, and which
-    received: Mapping[int, torch.Tensor]
-    arrival: Arrival
-    # the same as arrival.wait, noted as a wait of this rank
-    wait: Callable[[], None]
+    names: tuple[str, ...]                # in the order of the event
+    order: tuple[tuple[int, str], ...]    # sender and name of each pair of numbers, in the order of the messages
+    received: Mapping[int, torch.Tensor]  # sender -> [2 * its metrics] float64: whether there is a number, and which
+    arrival: Arrival                      # of all messages in `received`
+    wait: Callable[[], None]              # the same as arrival.wait, noted as a wait of this rank
 
     def numbers(self) -> dict[str, float]:
         """Metric -> number, of those that have one, once all have arrived."""

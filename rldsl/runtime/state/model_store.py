@@ -25,8 +25,8 @@ from rldsl.runtime.store import Pending
 class ModelStore:
     """One rank's shards; each is known by its model and layout."""
 
-    context: RunContext
-    shards: dict[ShardKey, Shard] = field(default_factory=dict)
+    context: RunContext                                          # the plan and the communicators
+    shards: dict[ShardKey, Shard] = field(default_factory=dict)  # those that were built so far
     # shards whose parameters have no memory at the moment
     freed: set[ShardKey] = field(default_factory=set)
     # read-only tensors that several shards use (`runtime/backend.py`, WeightCache)

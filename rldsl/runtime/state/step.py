@@ -27,7 +27,7 @@ class StepState:
     """One rank's state of the step under way. Buffers live until the plan frees them, which may be longer than a
     step."""
 
-    context: RunContext
+    context: RunContext  # the plan and the communicators
     # the step under way, from 1; 0 before the first
     number: int = 0
     # the iteration of the innermost loop, from 0
