@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rldsl.source import Span
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +91,10 @@ def internal_error(title: str, place: str = "", notes: tuple[str, ...] = ()) -> 
     return InternalError(Diagnostic(
         "RL0699", f"internal compiler error: {title}", place=place, notes=notes,
         help="the program is not at fault; please report this with the program and the output of `rlc --version`"))
+
+
+def present(value: T | None, what: str, place: str = "") -> T:
+    """`value`, which cannot be None here. what: its name, for the message. Raises InternalError."""
+    if value is None:
+        raise internal_error(f"there is no {what}", place)
+    return value

@@ -23,6 +23,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from rldsl import api
+from rldsl.diag import present
 from rldsl.files import write
 from rldsl.python.entry import check_source, compile_source
 from rldsl.python.errors import ELSEWHERE, DiagnosticError, told
@@ -64,9 +65,8 @@ class RlfMagics(Magics):
                 raise DiagnosticError(found)
             display(found)
             return
-        assert self.shell is not None
         plan = compile_source(source, sets, place, on)
-        self.shell.push({given.name: plan})
+        present(self.shell, "IPython shell", "notebook").push({given.name: plan})
         display(plan)
 
 

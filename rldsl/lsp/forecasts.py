@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
+from rldsl.diag import present
 from rldsl.lsp.forecast import Forecast, Question
 from rldsl.lsp.worker import question_line, read_forecast
 
@@ -78,10 +79,11 @@ class Forecasts:
             self._worker = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "rldsl.lsp.worker", stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE, limit=ROOM)
-        assert self._worker.stdin is not None and self._worker.stdout is not None
-        self._worker.stdin.write(question_line(question))
-        await self._worker.stdin.drain()
-        return read_forecast(await self._worker.stdout.readline())
+        questions = present(self._worker.stdin, "pipe to the worker", "lsp")
+        answers = present(self._worker.stdout, "pipe from the worker", "lsp")
+        questions.write(question_line(question))
+        await questions.drain()
+        return read_forecast(await answers.readline())
 
     async def _kill(self) -> None:
         """And wait for its end, which a loop that is closed could not tell any more."""

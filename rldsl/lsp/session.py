@@ -16,7 +16,7 @@ from lsprotocol import types as t
 from pygls import uris
 from pygls.lsp.server import LanguageServer
 
-from rldsl.diag import Diagnostic
+from rldsl.diag import Diagnostic, present
 from rldsl.lsp.analysis import Analysis, analyse
 from rldsl.lsp.forecast import Forecast, Question
 from rldsl.lsp.forecasts import Forecasts
@@ -147,8 +147,9 @@ def uri_of(path: str) -> str:
 
 
 def diagnostic(server: Server, d: Diagnostic) -> t.Diagnostic:
-    assert d.span is not None
+    """Of a diagnostic of this file, which has a location."""
+    span = present(d.span, f"location of {d.code}", "lsp")
     text = d.title + (f": {d.label}" if d.label else "") + (f"\nhelp: {d.help}" if d.help else "")
     related = [t.DiagnosticRelatedInformation(server.location(label.span), label.text) for label in d.labels]
     severity = t.DiagnosticSeverity.Error if d.severity == "error" else t.DiagnosticSeverity.Warning
-    return t.Diagnostic(server.range(d.span), text, severity, d.code, source="rlc", related_information=related or None)
+    return t.Diagnostic(server.range(span), text, severity, d.code, source="rlc", related_information=related or None)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rldsl.diag import internal_error
+
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
@@ -21,19 +23,21 @@ class RaggedRows:
     data: torch.Tensor  # [sum(sizes)]: the entries of one id after those of another
 
     def __post_init__(self) -> None:
-        # an internal error that never shows on a CPU, and only much later on a GPU
-        assert self.ids.device == self.sizes.device == self.data.device, \
-            f"tensors of one value on the devices {self.ids.device}, {self.sizes.device} and {self.data.device}"
+        # without this check the error would never show on a CPU, and only much later on a GPU
+        devices = self.ids.device, self.sizes.device, self.data.device
+        if len(set(devices)) > 1:
+            raise internal_error("tensors of one value on the devices {}, {} and {}".format(*devices), "run")
 
     def select(self, ids: torch.Tensor) -> RaggedRows:
         """The entries of `ids`, which are ascending and all held. This is checked on the CPU; on CUDA the check would
         synchronize. Without it, two ranks that divide rows differently would give wrong numbers instead of an error."""
         if ids.numel() == self.ids.numel():
-            assert ids.is_cuda or torch.equal(ids, self.ids), "the requested rows differ from the stored rows"
+            if not ids.is_cuda and not torch.equal(ids, self.ids):
+                raise internal_error("the requested rows differ from the stored rows", "run")
             return self
         at = torch.searchsorted(self.ids, ids)
-        assert ids.is_cuda or torch.equal(self.ids[at.clamp(max=self.ids.numel() - 1)], ids), \
-            "requested rows are not stored here"
+        if not ids.is_cuda and not torch.equal(self.ids[at.clamp(max=self.ids.numel() - 1)], ids):
+            raise internal_error("requested rows are not stored here", "run")
         sizes = self.sizes[at]
         return RaggedRows(ids, sizes, self.data[ragged_indices(self.sizes.cumsum(0) - self.sizes, at, sizes)])
 

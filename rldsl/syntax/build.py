@@ -9,6 +9,7 @@ from typing import Any
 
 from lark import Token, Transformer, Tree, v_args
 
+from rldsl.diag import present
 from rldsl.source import SourceFile, Span
 from rldsl.syntax import ast
 
@@ -36,6 +37,11 @@ def number(text: str) -> int | float:
     return int(scaled) if scale > 1 and scaled == int(scaled) else scaled
 
 
+def token_offsets(token: Token) -> tuple[int, int]:
+    """(start, end) of a token in the text, which the lexer sets."""
+    return present(token.start_pos, "start of a token"), present(token.end_pos, "end of a token")
+
+
 @v_args(meta=True)
 class _Builder(Transformer[Token, Any]):
     """One method for each rule; children arrive built, `None` where an optional part is absent."""
@@ -48,8 +54,7 @@ class _Builder(Transformer[Token, Any]):
         return Span(self.source, meta.start_pos, meta.end_pos)
 
     def _token(self, token: Token) -> Span:
-        assert token.start_pos is not None and token.end_pos is not None  # the lexer sets both
-        return Span(self.source, token.start_pos, token.end_pos)
+        return Span(self.source, *token_offsets(token))
 
     def _ident(self, token: Token) -> ast.Ident:
         return ast.Ident(span=self._token(token), name=str(token))

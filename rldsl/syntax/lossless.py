@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from lark import Lark, Token, Tree
 
+from rldsl.syntax.build import token_offsets
 from rldsl.syntax.parse import _FreeNewlines, grammar
 
 INDENT = 2
@@ -207,8 +208,7 @@ class _Reader:
             elif child.type != "_NL":
                 mark = "=" if child.type == "EQUAL" and tree.data in _BINDING else ""
                 mark = "train" if child.type == "TRAIN" else mark
-                assert child.start_pos is not None and child.end_pos is not None  # the lexer sets both
-                yield Word(str(child), tree.data, child.start_pos, child.end_pos, mark)
+                yield Word(str(child), tree.data, *token_offsets(child), mark)
 
 
 def _trimmed(words: list[Word]) -> tuple[Word, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rldsl.diag import present
 from rldsl.syntax.lossless import INDENT, WIDTH, Comment, Line, Word, flat, gap, needed
 
 HANG = 4  # indentation of what stands in a broken bracket
@@ -65,8 +66,7 @@ def _items(words: Iterator[Word]) -> tuple[tuple[tuple[Piece, ...], ...], Word |
             return tuple(tuple(i) for i in items if i), word
         if word.text in ("(", "["):
             inner, closing = _items(words)
-            assert closing is not None  # the text parsed
-            items[-1].append(Group(word, inner, closing))
+            items[-1].append(Group(word, inner, present(closing, f"bracket that closes `{word.text}`")))
         else:
             items[-1].append(word)
             if word.text in (",", ";") and word.rule != "names":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rldsl.diag import InternalError
 from rldsl.reshard.in_place import pieces_by_parameter
 from rldsl.reshard.rounds import kept_boxes
 from rldsl.runtime.comm.reshard import RankReshard, Tensors, local_box, reshard
@@ -124,5 +125,5 @@ def test_a_route_that_was_spoiled_is_noticed() -> None:
     way = route(case, 0, 1 << 30)
     spoiled = replace(way, copies=((way.copies[0][0], None),))
     sides = (place(case, side, 0, tensors(case, side, 0, torch.float32)) for side in ("src", "dst"))
-    with pytest.raises(AssertionError, match="does not expect"):
+    with pytest.raises(InternalError, match="does not expect"):
         reshard(spoiled, *sides, torch.float32, torch.device("cpu"), 0)

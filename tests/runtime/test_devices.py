@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rldsl.diag import InternalError
 from rldsl.runtime.store import RaggedRows
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def test_and_nothing_else(text: str) -> None:
 def test_a_column_is_on_one_device() -> None:
     there, elsewhere = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64, device="meta")
     for parts in ((there, elsewhere, there), (elsewhere, there, there), (there, there, elsewhere)):
-        with pytest.raises(AssertionError, match="tensors of one value on the devices"):
+        with pytest.raises(InternalError, match="tensors of one value on the devices"):
             RaggedRows(*parts)
 
 
@@ -82,7 +83,7 @@ def column(ids: list[int]) -> RaggedRows:
 
 @pytest.mark.parametrize("held, wanted", [([0, 1], [2, 3]), ([0, 1, 2], [1, 3]), ([0, 2, 4], [1, 2]), ([0, 1], [0, 2])])
 def test_rows_that_are_not_held_are_refused(held: list[int], wanted: list[int]) -> None:
-    with pytest.raises(AssertionError, match="rows"):
+    with pytest.raises(InternalError, match="rows"):
         column(held).select(torch.tensor(wanted))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rldsl.diag import InternalError
-from rldsl.runtime.internal_error import present
+from rldsl.diag import InternalError, present
 
 
 def test_a_missing_value_is_an_internal_error() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rldsl.diag import present
 from rldsl.plan.events import Event
 from rldsl.plan.model import Spread, Value
 from rldsl.runtime.comm.row_assignment import StepRows
@@ -68,8 +69,8 @@ def post_each(sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tupl
 
 
 def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: RaggedRows | None, tag: int) -> Pending:
-    """`value` from spread to spread. held: what this rank has under `src`, or None. The result are the rows under
-    `dst`, or None on a rank that is not part of it."""
+    """`value` from spread to spread. held: what this rank has under `src`, or None. The result is the rows under
+    `dst`, or None on a rank that does not take part in it."""
     world = rows.world
     have, want = rows.ids(src, value), rows.ids(dst, value)
     moves = row_moves(have, want, rows.plan.header.devices_per_node)
@@ -78,8 +79,8 @@ def transfer(rows: StepRows, value: Value, src: Spread, dst: Spread, held: Ragge
     for move in moves:
         ids = torch.tensor(move.rows, device=world.device)
         if move.src == world.rank:
-            assert held is not None
-            sends[move.dst] = held.select(ids).data.to(dtype).contiguous()
+            rows_held = present(held, f"{value.id} in {src.id} on a rank that sends it", "run")
+            sends[move.dst] = rows_held.select(ids).data.to(dtype).contiguous()
         elif move.dst == world.rank:
             sizes = rows.sizes(value, ids)
             receives[move.src] = torch.empty(int(sizes.sum()), dtype=dtype, device=world.device)

@@ -5,7 +5,8 @@ In: a `RankReshard`, computed once, and the local tensors under both layouts. Ou
 Every rank goes through all rounds in order, with two in flight: at most a bucket that it sends and one that it
 receives. A rank waits in a round only for ranks that are in the same round or in an earlier one, or at an earlier
 event, so the order of the plan rules out deadlock. What has to be forwarded is taken from the messages of two rounds
-before, so it is the same whether the destination keeps it or averages it with older values. """
+before, so it is the same whether the destination keeps it or averages it with older values.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from functools import partial
 
 import torch
 
+from rldsl.diag import internal_error, present
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.reshard.in_place import MAX_PARTS, Held, buffer_elements, is_contiguous, pieces_by_parameter, split_message
 from rldsl.reshard.planning import plan_reshard
@@ -88,13 +90,13 @@ def reshard(todo: RankReshard, src: Tensors | None, dst: Tensors | None, dtype: 
     for. decay: if not 0, the destination becomes decay * old + (1 - decay) * new; the arithmetic of an element does not
     depend on the layouts."""
     def put(to: LocalBox | None, value: torch.Tensor) -> None:
-        assert dst is not None and to is not None, "a rank received data that it does not expect"
+        if dst is None or to is None:
+            raise internal_error("a rank received data that it does not expect", "run")
         target = dst[to[0]][to[1]]
         target.copy_(target.float() * decay + value.float() * (1 - decay) if decay else value)
 
     for (name, at), to in todo.copies:
-        assert src is not None
-        put(to, src[name][at])
+        put(to, present(src, "source on a rank that copies from it", "run")[name][at])
     sends, receives = ([[(p, _in_place_view(p, held, dtype)) for p in sides[side]] for sides in todo.parts]
                        for side, held in enumerate((src, None if decay else dst)))
     out, into = ([torch.empty(n, dtype=dtype, device=device) for n in buffer_elements(

@@ -79,7 +79,8 @@ class RaggedIndex:
         if (level, to) == ("seq", "prompt"):
             prompts = self.prompts(self.frames[frame].prompt_space)
             return self._once((frame, "prompt"), lambda: torch.searchsorted(prompts, rows.prompts))
-        assert (level, to) == ("token", "prompt"), f"no index from {level} to {to}"
+        if (level, to) != ("token", "prompt"):
+            raise internal_error(f"no index from {level} to {to}", "run")
         return self.index("seq", self.frames[frame].row_space, "prompt")[self.index("token", space, "seq")]
 
     def ends(self, frame: str) -> Tensor:
@@ -115,7 +116,8 @@ def broadcast(x: Tensor, of: Node, to: Node, ragged: RaggedIndex) -> Tensor:
     """x of a coarser level, repeated for every element of a finer one."""
     if of.level == to.level or of.level == "batch":
         return x
-    assert LEVELS.index(of.level) < LEVELS.index(to.level), f"{of.level} does not broadcast to {to.level}"
+    if LEVELS.index(of.level) > LEVELS.index(to.level):
+        raise internal_error(f"{of.level} does not broadcast to {to.level}", "run")
     return x[ragged.index(to.level, to.space, of.level)]
 
 

@@ -82,7 +82,8 @@ def _entered(node: Node, inputs: Mapping[str, Tensor], ragged: RaggedIndex, dtyp
     if node.level == "batch":
         return _number(x.reshape(()), torch.float64)
     size = ragged.size(node.level, node.space)
-    assert x.shape == (size,), f"input {node.attr('name')}: shape {tuple(x.shape)}, {size} {node.level} elements"
+    if x.shape != (size,):
+        raise internal_error(f"input {node.attr('name')}: shape {tuple(x.shape)}, {size} {node.level} elements", "run")
     return _number(x, dtype)
 
 
@@ -178,7 +179,8 @@ def loss_counts(program: Program, frames: Mapping[str, Frame], rows: Sequence[in
         sizes["token", frame.id] = sum(int(response_lens[frame.id][r]) for r in rows)
         sizes["seq", frame.row_space] = len(rows)
         sizes["prompt", frame.prompt_space] = len({r // frame.per_prompt for r in rows})
-    assert all((n.level, n.space) in sizes for n in program.nodes if n.level != "batch"), f"{program.id}: unknown frame"
+    if unknown := {n.space for n in program.nodes if n.level != "batch" and (n.level, n.space) not in sizes}:
+        raise internal_error(f"{program.id}: unknown frame of {', '.join(sorted(unknown))}", "run")
     return Counts(frames, sizes)
 
 
@@ -205,8 +207,8 @@ class MinibatchLoss:
         # everything below batch level: what the reductions are computed from
         self._per_element_nodes = _ancestors(nodes, [a for i in reductions for a in nodes[i].args],
                                              through=lambda n: True)
-        assert not self._per_element_nodes & set(reductions), \
-            f"{program.id}: a batch-level reduction is used for each element"
+        if self._per_element_nodes & set(reductions):
+            raise internal_error(f"{program.id}: a batch-level reduction is used for each element", "run")
         # Squares that only sums over the minibatch read, as in the variance of a metric, are exact in float64: the
         # variance is the small difference of two such sums.
         self._exact_squares = self._metric_squares()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rldsl.diag import present
 from rldsl.plan.events import (
     Checkpoint,
     Collect,
@@ -42,7 +43,6 @@ from rldsl.plan.events import (
 from rldsl.plan.traits import rule
 from rldsl.runtime.health.event_ring import EventRing
 from rldsl.runtime.health.watchdog import Watchdog
-from rldsl.runtime.internal_error import present
 from rldsl.runtime.interpreter import eval_loops, model_events, value_events
 from rldsl.runtime.interpreter.metric_log import end_step, log
 from rldsl.runtime.interpreter.options import Options
@@ -64,7 +64,8 @@ def _checkpoint(state: RankState, event: Checkpoint) -> None:
     services = state.services
     end_step(state.step, services.reporter)
     services.reporter.write_lines(wait=True)
-    state.step.stopped = checkpoint(state.models, state.step, services.data, present(services.writer, "writer"), event)
+    writer = present(services.writer, "checkpoint writer", place="run")
+    state.step.stopped = checkpoint(state.models, state.step, services.data, writer, event)
 
 
 # the handler of each kind of event, which gets only the parts of the rank's state that it needs

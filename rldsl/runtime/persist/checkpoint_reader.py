@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from rldsl.diag import Failure, fail
+from rldsl.diag import Failure, fail, present
 from rldsl.plan.disk_paths import shown
 from rldsl.plan.model import Layout, Mesh, Model
 from rldsl.plan.notation import ranks_text
@@ -121,9 +121,8 @@ def load_checkpoint(asked: Path, header: Mapping[str, Any], device: torch.device
         if manifest is not None:
             problem, keys = _share(path, manifest)
         if not any_rank((bool(problem),), dist.group.WORLD, device)[0]:
-            assert manifest is not None  # or there is a problem
             every = [entry for text in gather_texts(json.dumps(keys), device) for entry in json.loads(text)]
-            return _loaded(path, manifest, header, every)
+            return _loaded(path, present(manifest, f"manifest of {path}", place="run"), header, every)
         if problem:
             notes.append(f"{path}: {problem}")
             # all ranks read the same manifest, and each its share of the files

@@ -155,8 +155,7 @@ class RewardPool:
             self._died(worker, call)
             return
         worker.tell()
-        chunk, worker.work = worker.work, None
-        assert chunk is not None
+        chunk, worker.work = worker.working_on(), None
         failure = Failure([Diagnostic(**{**answer["error"], "notes": tuple(answer["error"]["notes"])})]) \
             if "error" in answer else None
         if chunk == LOAD and failure is not None:
@@ -172,8 +171,7 @@ class RewardPool:
     # what goes wrong
 
     def _late(self, worker: Worker, call: FunctionCall | None) -> None:
-        chunk, lines = worker.work, worker.asked_where()
-        assert chunk is not None
+        chunk, lines = worker.working_on(), worker.asked_where()
         self._replace(worker, call)
         if call is None or chunk == LOAD:
             raise self._blame("RL0777", f"took more than {self.loading:g} s to import", lines, None, chunk,
@@ -188,8 +186,7 @@ class RewardPool:
             help="add a time limit inside the function, or raise `--reward-timeout SECONDS`")
 
     def _died(self, worker: Worker, call: FunctionCall | None) -> None:
-        chunk, lines = worker.work, worker.last_lines()
-        assert chunk is not None
+        chunk, lines = worker.working_on(), worker.last_lines()
         status = self._replace(worker, call)
         names = {s.value: s.name for s in signal.Signals}
         how = f"killed by {names.get(-status, -status)}" if status < 0 else f"exit status {status}"

@@ -22,7 +22,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rldsl.diag import Failure, fail
+from rldsl.diag import Failure, fail, present
 from rldsl.plan.function import Function
 from rldsl.runtime.rewards.hashed_modules import MainSource, installed, raise_refused, read_hashed
 
@@ -83,8 +83,7 @@ def _import(function: Function, path: Path, data: bytes) -> Any:
     if path.suffix != ".py":
         raise fail("RL0771", "this is not a Python file", place=function.path, help="the file name must end in .py")
     loader = MainSource(name, str(path), data)
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None  # it has a loader
+    spec = present(importlib.util.spec_from_file_location(name, path, loader=loader), f"module spec of {path}", "run")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from rldsl.diag import present
 from rldsl.plan.function import Function
 from rldsl.runtime.rewards.worker import WHERE, encoded, receive, send
 
@@ -63,8 +64,15 @@ class Worker:
 
     @property
     def output(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
+        """The descriptor on which its output comes."""
+        return self._stdout().fileno()
+
+    def _stdout(self) -> IO[bytes]:
+        return present(self.process.stdout, f"pipe for the output of {self.name}", place="run")
+
+    def working_on(self) -> RowChunk:
+        """What it does now. InternalError if it does nothing: only a worker that was asked is heard or given up."""
+        return present(self.work, f"work of {self.name}", place="run")
 
     @property
     def ended(self) -> bool:
@@ -131,8 +139,7 @@ class Worker:
         status = self.process.wait()
         self.peer.close()
         os.close(self.trace)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._stdout().close()
         return status
 
 
