@@ -26,7 +26,7 @@ from rldsl import api
 from rldsl.diag import present
 from rldsl.files import write
 from rldsl.python.entry import check_source, compile_source
-from rldsl.python.errors import ELSEWHERE, DiagnosticError, told
+from rldsl.python.errors import ELSEWHERE, DiagnosticError, reports_failures
 from rldsl.source import SourceFile
 
 CELL = "<cell>"
@@ -48,7 +48,7 @@ class RlfMagics(Magics):
         """Check or compile the program in this cell."""
         self.answer(parse_argstring(self.rlf, line), cell)
 
-    @told
+    @reports_failures
     def answer(self, given: argparse.Namespace, cell: str) -> None:
         """Raises UsageError for a name that Python cannot have, DiagnosticError for the program."""
         if given.name is not None and (not given.name.isidentifier() or iskeyword(given.name)):

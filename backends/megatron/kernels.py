@@ -52,7 +52,7 @@ def installed_packages(device: str) -> Packages:
 
 
 def kernels_here(device: str, *, half: bool, grads_buffered: bool, biases: bool) -> Kernels:
-    """Those of this machine; see `select_kernels`."""
+    """The kernels of this machine; see `select_kernels`."""
     return select_kernels(installed_packages(device), device, half, grads_buffered, biases)
 
 

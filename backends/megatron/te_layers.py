@@ -38,7 +38,7 @@ def parallel_linear_classes(fused_grads: bool) -> tuple[type, type]:
 
 
 def expert_submodules(fused_grads: bool) -> MLPSubmodules:
-    """Those of Megatron's `TEGroupedMLP`."""
+    """The weights of Megatron's `TEGroupedMLP`."""
     return MLPSubmodules(linear_fc1=_subclass(TEColumnParallelGroupedLinear, fused_grads),
                          linear_fc2=_subclass(TERowParallelGroupedLinear, fused_grads))
 

@@ -92,7 +92,7 @@ def _guarded(settings: Settings, body: Callable[[], int | None]) -> None:
     except InternalError as error:
         report_diagnostics((error.diagnostic,), settings)
         code = 3
-    except Interrupted as stop:  # whoever raises it knows how to go on, and may have said so
+    except Interrupted as stop:  # whoever raises it knows how to continue, and may have said so
         if str(stop):
             click.echo(str(stop), err=True)
         code = INTERRUPTED

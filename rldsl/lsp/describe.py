@@ -66,7 +66,7 @@ def hover(symbol: Symbol, facts: Facts, costs: Costs = lambda _: []) -> str:
 
 
 def word(name: str, called_on: bool) -> str:
-    """The hover of a word of the language; "" for any other. called_on: it stands behind a dot."""
+    """The hover of a word of the language; "" for any other. called_on: it comes after a dot."""
     table = CALLS if called_on else FUNCTIONS | CONSTRUCTORS
     return _page(*table[name]) if name in table else ""
 

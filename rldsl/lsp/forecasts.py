@@ -21,10 +21,10 @@ ROOM = 1 << 24  # bytes of an answer
 
 
 class Forecasts:
-    """told: called when a forecast has become known."""
+    """on_answer: called when a forecast has become known."""
 
-    def __init__(self, told: Callable[[], None]) -> None:
-        self.told = told
+    def __init__(self, on_answer: Callable[[], None]) -> None:
+        self.on_answer = on_answer
         self.known: dict[str, tuple[Question, Forecast]] = {}
         self._wanted: dict[str, Question] = {}
         self._cleared = 0  # how often: an answer made of older files is none
@@ -72,7 +72,7 @@ class Forecasts:
             self.known[path] = question, found
             if self._wanted[path] == question:
                 del self._wanted[path]
-            self.told()
+            self.on_answer()
 
     async def _ask(self, question: Question) -> Forecast:
         if self._worker is None or self._worker.returncode is not None:
@@ -86,7 +86,7 @@ class Forecasts:
         return read_forecast(await answers.readline())
 
     async def _kill(self) -> None:
-        """And wait for its end, which a loop that is closed could not tell any more."""
+        """Kill the worker and wait for its end: once the event loop is closed it would be too late."""
         worker, self._worker = self._worker, None
         if worker is not None:
             with contextlib.suppress(ProcessLookupError):

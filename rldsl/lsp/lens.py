@@ -1,4 +1,4 @@
-"""What stands above a call: where it runs, how long it takes, how much memory a rank needs; above the flow, the step.
+"""The text above a call: where it runs, how long it takes, how much memory a rank needs; above the flow, the step.
 
 In: an analysis and a forecast, or None while there is none. Out: (span, text); `cost` alone for hovers.
 """
@@ -26,7 +26,7 @@ def lenses(analysis: Analysis, known: Forecast | None) -> list[tuple[Span, str]]
 
 
 def cost(call: CallFact, known: Forecast | None) -> list[str]:
-    """["72.9 s", "61.0 GiB a rank"], as far as it is known."""
+    """["72.9 s", "61.0 GiB per rank"], as far as it is known."""
     at = f"{call.span.line}:{call.span.column}"
     for found in known.calls if known is not None else ():
         if (found.at, found.name) == (at, call.name):
@@ -36,7 +36,8 @@ def cost(call: CallFact, known: Forecast | None) -> list[str]:
 
 
 def step(known: Forecast) -> str:
-    """Of the whole: "a step: 116 s, 6,782 tokens/s on h100x64, sequences at full length · peak 61.0 GiB a rank"."""
+    """For the whole program: "a step: 116 s, 6,782 tokens/s on h100x64, sequences at full length · peak 61.0 GiB a
+    rank"."""
     parts = []
     if known.seconds >= 0:
         parts.append(f"step: {seconds_text(known.seconds)}, {known.tokens_per_second:,.0f} tokens/s on "

@@ -32,7 +32,7 @@ def _showing(server: Server, feature: Feature) -> None:
     """What helps to understand a text."""
 
     def costs(analysis: Analysis) -> Costs:
-        """Of a call that is looked at, whether or not the program has a cluster."""
+        """The forecast of a call that is looked at, whether or not the program has a cluster."""
         return lambda call: cost(call, server.forecast(analysis, always=True))
 
     @feature(t.TEXT_DOCUMENT_HOVER)

@@ -63,8 +63,8 @@ class Server(LanguageServer):
             self.workspace_code_lens_refresh(None)
 
     def forecast(self, analysis: Analysis, always: bool = False) -> Forecast | None:
-        """Of a program that has a cluster and no mistakes; None at first, and known when the editor asks again. always:
-        without a cluster, too."""
+        """The forecast of a program that has a cluster and no errors; None at first, known when the editor asks again.
+        always: without a cluster, too."""
         declared = any(isinstance(i, ast.Cluster) for i in analysis.file.items)
         flow = any(isinstance(i, ast.Flow) for i in analysis.file.items)
         wrong = any(d.severity == "error" for d in analysis.diagnostics)
@@ -119,8 +119,8 @@ class Server(LanguageServer):
         return [found[key] for key in sorted(found)]
 
     def indices(self, symbol: Symbol | None = None) -> list[Index]:
-        """Of the open files and of those in the workspace; with the file of `symbol`, and its neighbours in the library
-        where it is from there."""
+        """The indices of the open files and of those in the workspace; with the file of `symbol`, and its neighbours in
+        the library where it is from there."""
         paths = {path_of(uri) for uri in self.workspace.text_documents}
         for folder in self.workspace.folders.values():
             paths |= set(programs(path_of(folder.uri)))
@@ -147,7 +147,7 @@ def uri_of(path: str) -> str:
 
 
 def diagnostic(server: Server, d: Diagnostic) -> t.Diagnostic:
-    """Of a diagnostic of this file, which has a location."""
+    """A diagnostic of this file, as the protocol wants it."""
     span = present(d.span, f"location of {d.code}", "lsp")
     text = d.title + (f": {d.label}" if d.label else "") + (f"\nhelp: {d.help}" if d.help else "")
     related = [t.DiagnosticRelatedInformation(server.location(label.span), label.text) for label in d.labels]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rldsl import api
 from rldsl.plan.expr import Scalar
-from rldsl.python.errors import told
+from rldsl.python.errors import reports_failures
 from rldsl.python.messages import Diagnostics
 from rldsl.python.plan import Plan, opened
 from rldsl.source import SourceFile
@@ -23,7 +23,7 @@ Param = Scalar | os.PathLike[str]
 TEXT = "<text>"
 
 
-@told
+@reports_failures
 def check(program: Program, params: Mapping[str, Param] | None = None, /, *, place: Program | None = None,
           **named: Param) -> Diagnostics:
     """All mistakes of a program that can be found without its models; of a program without mistakes, the warnings.
@@ -33,7 +33,7 @@ def check(program: Program, params: Mapping[str, Param] | None = None, /, *, pla
     return check_source(source_of(program), values(params, named), rules(place))
 
 
-@told
+@reports_failures
 def compile(program: Program, params: Mapping[str, Param] | None = None, /, *, place: Program | None = None,
             on: str | Sequence[str] = (), **named: Param) -> Plan:
     """The verified plan of a program, as `rlc compile` makes it. Models must be there: their shapes are read.
@@ -46,7 +46,7 @@ def compile(program: Program, params: Mapping[str, Param] | None = None, /, *, p
     return compile_source(source_of(program), values(params, named), file, (on,) if isinstance(on, str) else on, mode)
 
 
-@told
+@reports_failures
 def load(path: Program) -> Plan:
     """The plan of a file that `rlc compile` or `Plan.save` wrote, proved again.
 

@@ -32,8 +32,8 @@ class DiagnosticError(Failure):
         return Diagnostics(self.diagnostics).text(color=True).splitlines()
 
 
-def told(body: Callable[P, R]) -> Callable[P, R]:
-    """The function, with what is wrong as a `DiagnosticError`."""
+def reports_failures(body: Callable[P, R]) -> Callable[P, R]:
+    """The function, with its Failures raised as a `DiagnosticError`."""
     @wraps(body)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:

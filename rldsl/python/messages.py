@@ -33,7 +33,7 @@ class Diagnostics(tuple[Diagnostic, ...]):
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """`rlc explain CODE` tells what a code means."""
+        """`rlc explain CODE` explains what a code means."""
         return tuple(d.code for d in self)
 
     def text(self, color: bool = False) -> str:

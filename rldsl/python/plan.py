@@ -20,7 +20,7 @@ from rldsl.passes.pipeline import Compiled
 from rldsl.plan.codec import decode, encode, plan_id
 from rldsl.plan.expr import Scalar
 from rldsl.python.compare import Difference, compared
-from rldsl.python.errors import ELSEWHERE, told
+from rldsl.python.errors import ELSEWHERE, reports_failures
 from rldsl.python.html import terminal
 from rldsl.python.machines import Machines, assumed, machine_of
 from rldsl.python.sources import event_quote, sources_of
@@ -76,10 +76,10 @@ class Plan:
         return Memory(self.record, self.compiled.curves)
 
     def __bytes__(self) -> bytes:
-        """Those of its file; equal plans have equal bytes."""
+        """The bytes of its file; equal plans have equal bytes."""
         return encode(self.record)
 
-    @told
+    @reports_failures
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan file, which `rlc run`, `torchrun -m rldsl.run` and `rldsl.load` take. Raises RL0094."""
         write(os.fspath(path), bytes(self), ELSEWHERE)
@@ -91,7 +91,7 @@ class Plan:
 
         return preview(self.compiled, self.name, target, bytes(self))
 
-    @told
+    @reports_failures
     def text(self, *, rank: int | None = None, event: int | None = None) -> str:
         """The whole plan, what one rank does, or one event in full. Raises RL0608 for one that is not there."""
         from rldsl.inspect.show import show
@@ -104,7 +104,7 @@ class Plan:
         """Path -> text of the program and what it uses, as far as they are still what was compiled."""
         return sources_of(self.record, self.folder) | dict(self.texts)
 
-    @told
+    @reports_failures
     def simulate(self, cluster: Machines, *, prompt_tokens: float = 0.0, response_tokens: float = 0.0,
                  longest: float = 0.0, like: str | os.PathLike[str] | None = None) -> Simulation:
         """How long a step takes on a cluster, and why. Nothing is run.
@@ -121,7 +121,7 @@ class Plan:
         lengths = observed_lengths(self.record, os.fspath(like)) if like is not None else Lengths(*given.values())
         return Simulation(self.record, simulate(self.record, machine, lengths), machine, lengths, self.name)
 
-    @told
+    @reports_failures
     def report(self, cluster: Machines | None = None, *, trace: str | os.PathLike[str] | None = None) -> Report:
         """The plan as a page: dataflow, time, memory, and why each event is there.
 
@@ -137,7 +137,7 @@ class Plan:
                       simulate(self.record, machine), recorded=recorded, sources=self.sources)
         return Report(page(given), self.record.header.program)
 
-    @told
+    @reports_failures
     def diff(self, after: Plan, cluster: Machines | None = None) -> Difference:
         """What changed from this plan to another. cluster: to predict the time of a step on, too."""
         machine = machine_of(cluster) if cluster is not None else None
@@ -158,13 +158,13 @@ class Plan:
 
 
 def opened(data: bytes, name: str) -> Plan:
-    """A plan file's bytes -> the plan, proved again."""
+    """A plan file's bytes -> the plan, verified again."""
     record = decode(data, name)
     return Plan(Compiled(record, verify(record), curves(record)), name, Path(name).parent)
 
 
 def _check(lengths: Mapping[str, float], like: bool) -> None:
-    """Of a simulation. like: they are taken from a run. Errors: RL0205."""
+    """Check the lengths of a simulation. like: they are taken from a run. Errors: RL0205."""
     for name, value in lengths.items():
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise fail("RL0205", f"`{name}` must be a number of tokens, not {value!r}", place="simulate",

@@ -15,7 +15,7 @@ from rldsl.files import write
 from rldsl.memory.curve import Curve, Peak, peak, peaks
 from rldsl.plan.model import Plan as Record
 from rldsl.plan.notation import human
-from rldsl.python.errors import ELSEWHERE, told
+from rldsl.python.errors import ELSEWHERE, reports_failures
 from rldsl.python.html import frame, table, terminal
 from rldsl.simulate import Lengths, Timeline
 
@@ -35,7 +35,7 @@ class Graph:
 
         return graph_svg(self.plan)
 
-    @told
+    @reports_failures
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture. Raises RL0094."""
         write(os.fspath(path), self.svg.encode(), ELSEWHERE)
@@ -99,7 +99,7 @@ class Report:
     html: str     # the page
     program: str  # name of the program
 
-    @told
+    @reports_failures
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page. Raises RL0094."""
         write(os.fspath(path), self.html.encode(), ELSEWHERE)
@@ -124,7 +124,7 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.timeline.seconds
 
     @property
@@ -148,7 +148,7 @@ class Simulation:
 
         return to_json(self.plan, self.timeline, self.cluster)
 
-    @told
+    @reports_failures
     def save_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the step as a Chrome trace (Perfetto, chrome://tracing). Raises RL0094."""
         from rldsl.simulate.trace import chrome

@@ -92,8 +92,8 @@ class Shard(Protocol):
     """One rank's part of one model under one layout."""
 
     def weight_digests(self) -> Iterable[WeightDigest]:
-        """Of the files that the shard was filled from, which ranks compare; none where the backend does not read them
-        itself."""
+        """The digests of the files that the shard was filled from, which ranks compare; none where the backend does not
+        read them itself."""
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """Parameter name -> local tensor: this rank's boxes (`sharding/boxes.py`), joined along the split dimension.

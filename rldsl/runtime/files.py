@@ -70,8 +70,8 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a file that is whole under its name, or as it was: beside it, to the disk, then renamed. What is no file
-    (a pipe, /dev/null) is written as it is. OSError."""
+    """Write a file that is complete under its name, or as it was: next to it, to the disk, then renamed. What is no
+    file (a pipe, /dev/null) is written as it is. OSError."""
     file = file.resolve()  # a link stays a link
     if file.exists() and not file.is_file():
         file.write_text(text, encoding="utf-8")

@@ -62,7 +62,7 @@ def _cannot_meet(arguments: list[str], error: Exception) -> Diagnostic:
 
 
 def _value(arguments: list[str], name: str) -> str:
-    """Of an option, given as `--name value` or `--name=value`."""
+    """The value of an option, given as `--name value` or `--name=value`."""
     for i, argument in enumerate(arguments):
         if argument == name:
             return "".join(arguments[i + 1 : i + 2])
@@ -72,7 +72,7 @@ def _value(arguments: list[str], name: str) -> str:
 
 
 def _can_forward() -> bool:
-    """Whether this torchrun leaves SIGTERM to us, and this system tells who our children are."""
+    """Whether this torchrun leaves SIGTERM to us, and this system can list our child processes."""
     from torch.distributed.launcher.api import LaunchConfig
 
     return any(f.name == "signals_to_handle" for f in fields(LaunchConfig)) and _children(os.getpid()) is not None

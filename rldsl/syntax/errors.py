@@ -1,4 +1,4 @@
-"""Syntax errors in words of the language (RL0001 to RL0007): what stands here, what was expected, and the mend of the
+"""Syntax errors in words of the language (RL0001 to RL0007): what is here, what was expected, and the fix of the
 slips that people make, as a fix where it is sure.
 """
 
@@ -98,7 +98,7 @@ def unclosed_bracket(span: Span, text: str) -> Diagnostic:
 
 
 def unclosed_block(span: Span, next_: Span | None, sure: bool) -> Diagnostic:
-    """next_: where the next declaration begins; None at the end of the file. sure: a brace at the end mends it."""
+    """next_: where the next declaration begins; None at the end of the file. sure: a brace at the end fixes it."""
     end = Span(span.file, len(span.file.text), len(span.file.text))
     text = span.file.text
     fix = Fix(((end, "}\n" if text.endswith("\n") else "\n}\n"),)) if sure else None
@@ -170,7 +170,7 @@ def _character(span: Span, text: str) -> Diagnostic:
 
 
 def _rlf(token: str, line: str, inside: bool) -> str:
-    """Advice on a form of the language that stands in the wrong place. line: its line up to `token`. inside: in round
+    """Advice on a form of the language that is in the wrong place. line: its line up to `token`. inside: in round
     or square brackets."""
     name = re.search(r"(?<![\w.])([A-Za-z_]\w*)$", line)
     if token == "where":
@@ -198,8 +198,8 @@ def _mend(token: str, accepted: set[str], span: Span, text: str) -> tuple[str, F
     inside = any(text[i] in "([" for i in open_brackets(text, span.start)[-1:])
     if re.match(r"[ \t]*repeat[ \t]+(until|while)\b", text[before.rfind("\n") + 1 :]):
         return "the condition goes at the end: `repeat { ... } until condition max 4`", None
-    if told := _rlf(token, before[before.rfind("\n") + 1 :], inside):
-        return told, None
+    if advice := _rlf(token, before[before.rfind("\n") + 1 :], inside):
+        return advice, None
     back = Span(span.file, span.start - 1, span.end)
     if token == "=" and text[span.start - 1 : span.start] == "=":
         return "`=` assigns; `==` compares", Fix(((back, "="),))

@@ -2,7 +2,7 @@
 
 In: text that parses. Out: `Line`s in source order. The invariant: the tokens and comments of all lines together are
 those of the text, except brackets and trailing commas that the tree does not need. A logical line is a statement or a
-declaration, up to the `{` of a block that stands on lines of its own; its `}` begins another.
+declaration, up to the `{` of a block that is on lines of its own; its `}` begins another.
 """
 
 from __future__ import annotations

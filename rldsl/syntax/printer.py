@@ -13,7 +13,7 @@ from itertools import pairwise
 from rldsl.diag import present
 from rldsl.syntax.lossless import INDENT, WIDTH, Comment, Line, Word, flat, gap, needed
 
-HANG = 4  # indentation of what stands in a broken bracket
+HANG = 4  # indentation of what is inside a broken bracket
 WORTH = 24  # columns of the narrowest bracket that is broken because its line is too long
 _OPERATORS = ("or_expr", "and_expr", "comparison", "sum", "product")  # loosest first: where a long argument breaks
 

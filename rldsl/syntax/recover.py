@@ -45,7 +45,7 @@ def unclosed(text: str, position: int) -> int | None:
 
 
 def _closes(text: str, bracket: int) -> bool:
-    """Whether the round or square bracket at `bracket` has a partner, before the end of the block it stands in."""
+    """Whether the round or square bracket at `bracket` has a partner, before the end of the block that it is in."""
     shown = visible(text)
     depth = 0
     for c in shown[bracket:]:
@@ -59,7 +59,7 @@ def _closes(text: str, bracket: int) -> bool:
 
 def unclosed_brace(text: str, position: int) -> int | None:
     """The offset of the `{` to blame where one is missing a partner at `position`: the first that is closed by a brace
-    which stands further left than the line it opens on, else the innermost one that is open."""
+    which is further left than the line it opens on, else the innermost one that is open."""
     shown = visible(text)
     stack: list[int] = []
     for i, c in enumerate(shown[:position]):

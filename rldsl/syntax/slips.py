@@ -1,4 +1,4 @@
-"""What parses and yet is surely a slip, told in the words of syntax before anything is looked up.
+"""What parses and yet is surely a mistake, reported as a syntax error before anything is looked up.
 
 In: a syntax tree. Out: diagnostics. The grammar takes `f(x) dp=4` as a placement without `on`, `a == b` as a statement
 and `f(n: 4)` as a range; what people meant by them in other places is said here.

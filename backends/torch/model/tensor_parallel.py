@@ -45,7 +45,7 @@ class ColumnParallelInput:
 
 def parallelize(module: nn.Module, style: str, tp: Axis, vocab_start: int, column_input: ColumnParallelInput,
                 adapter: LoraAdapter | None = None) -> None:
-    """Give `module` the collectives of its style; "replicated" and "head" need none, nor does tp=1.
+    """Give `module` the collectives of its style; "replicated" and "head" need none, and neither does tp=1.
 
     column_input: one for all modules of the model. adapter: added to the module's output, before its collectives."""
     if adapter is not None and (style != "rowwise" or tp.size == 1):

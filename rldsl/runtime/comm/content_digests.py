@@ -59,7 +59,7 @@ def compare_contents(mine: Sequence[ContentDigest], device: torch.device) -> Non
 
 
 def differences(mine: Sequence[ContentDigest], tables: Sequence[bytes], rank: int) -> Iterator[Diagnostic]:
-    """Of each thing that ranks have read differently, a message of the first rank that reads it. tables: of each rank,
+    """For each thing that ranks have read differently, a message on the first rank that reads it. tables: of each rank,
     its keys and contents."""
     readers: dict[bytes, dict[bytes, set[int]]] = {}
     for number, table in enumerate(tables):

@@ -26,7 +26,7 @@ class ArrowFile:
 
     path: str            # as the program names it
     rows: int            # how many it has
-    stamp: Stamp | None  # tells whether the file changes; None: the file is not read again
+    stamp: Stamp | None  # shows whether the file has changed; None: the file is not read again
 
 
 @dataclass(frozen=True, slots=True)

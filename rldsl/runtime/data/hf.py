@@ -45,7 +45,7 @@ def _ends(file: str) -> None:
 
 
 def files_of(path: str) -> list[str]:
-    """Those that hold the rows, in order."""
+    """The files that hold the rows, in order."""
     folder = Path(path)
     if not folder.exists():
         raise no_such(path, "data directory")

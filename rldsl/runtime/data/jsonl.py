@@ -53,7 +53,7 @@ class JsonLines:
     path: str            # of the file
     offsets: array[int]  # byte at which each row starts
     blanks: array[int]   # for each blank line, the number of rows before it
-    stamp: Stamp         # tells whether the file changes
+    stamp: Stamp         # shows whether the file has changed
 
     def __len__(self) -> int:
         return len(self.offsets)

@@ -66,7 +66,7 @@ def _no_room(path: str, error: OSError) -> Failure:
 
 
 def files_of(path: str) -> list[str]:
-    """Those that hold the rows, in order."""
+    """The files that hold the rows, in order."""
     if not Path(path).exists():
         raise no_such(path)
     if not Path(path).is_dir():

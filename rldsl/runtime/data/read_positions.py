@@ -57,7 +57,7 @@ class SourceReading:
 
 
 def content_digest(data: Data) -> str:
-    """Of the files of a source: of one file that of its bytes, of several that of their digests."""
+    """The digest of a source's files: of the bytes of a single file, or of the digests of several."""
     found = [digest(Path(f)) for f in FILES[data.format](data.path)]
     return found[0] if len(found) == 1 else sha256("".join(found).encode()).hexdigest()
 
@@ -70,10 +70,10 @@ def compare_readings(name: str, then: SourceReading, now: SourceReading, begun: 
     changed = [f for f in ("batch", "shuffle") if getattr(then, f) != getattr(now, f)]
     if not same_rows and (declared or then.sha256 == now.sha256):  # it is the program that names other rows
         changed = [*declared, *changed, *(["rows"] if then.rows != now.rows else [])]
-    told = tuple(f"{f}: {_text(getattr(then, f))} -> {_text(getattr(now, f))}" for f in changed)
+    changes = tuple(f"{f}: {_text(getattr(then, f))} -> {_text(getattr(now, f))}" for f in changed)
     if changed and begun:
         return Diagnostic("RL0764", f"the position in `{name}` is no longer valid", place=shown(now.path),
-                          notes=told,
+                          notes=changes,
                           help="rows would be skipped or read twice: resume with the original data settings, or start "
                                "a new run from the saved models")
     if then.sha256 == now.sha256:

@@ -111,8 +111,8 @@ def column_name(data: Data, role: str) -> str:
 
 
 def open_source(data: Data, steps_needed: int, speaks: bool = False) -> Source:
-    """Check the file and load its tokenizer. Raises a Failure when either cannot be used. speaks: this rank tells the
-    user about truncated rows."""
+    """Check the file and load its tokenizer. Raises a Failure when either cannot be used. speaks: this rank informs the
+    user of truncated rows."""
     needs = RowNeeds({role: column_name(data, role) for role in ROLES[data.row_format]}, data.numbers)
     scanned = SCANS[data.format](data.path, needs)
     table = rows_of(scanned)

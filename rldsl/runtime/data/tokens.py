@@ -95,7 +95,7 @@ TOKENIZER_FILES = ("token", "vocab", "merges", "special", "added", "spiece", "se
 
 
 def tokenizer_digest(directory: str) -> str:
-    """Of the small files that decide what texts become; weights are not read."""
+    """The digest of the small files that decide how texts are tokenized; weights are not read."""
     found = sorted(f for f in Path(directory).iterdir() if f.is_file() and f.name.startswith(TOKENIZER_FILES))
     return sha256("".join(f"{f.name} {digest(f)}\n" for f in found).encode()).hexdigest()
 

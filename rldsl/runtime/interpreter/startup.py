@@ -99,7 +99,7 @@ def prepare(file: PlanFile, out: str | Path, device: torch.device, watchdog: Wat
 
 
 def _check_models(plan: Plan, items: Sequence[Item]) -> None:
-    """That the models which this rank holds are what the plan says, before any of their weights is read. A directory
+    """Check that the models of this rank are what the plan says, before any of their weights is read. A directory
     that is not there is left to the loader, which may not need it."""
     held = {r.id for event in _events(items) for r in references(event) if r.role is Role.MODEL}
     if faults := check_model_tables(plan, held).faults:

@@ -1,1 +1,1 @@
-"""What a run tells of itself: metrics, samples, a view of its progress, and its directory."""
+"""What a run reports: metrics, samples, a view of its progress, and its directory."""

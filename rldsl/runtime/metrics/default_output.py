@@ -37,7 +37,8 @@ def output_of(file: str, resume: Path) -> Path | None:
 
 
 def _directories(file: str) -> Iterator[tuple[int, Path]]:
-    """Those that exist, with their numbers. The first of a program called PROGRAM-2 is not the second of PROGRAM."""
+    """The directories that exist, with their numbers. The first of a program called PROGRAM-2 is not the second of
+    PROGRAM."""
     name = Path(file).stem
     for out in sorted(ROOT.glob("*")):
         found = re.fullmatch(rf"{re.escape(name)}(?:-([2-9]|[1-9]\d+))?", out.name)

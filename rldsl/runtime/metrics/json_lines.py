@@ -1,4 +1,4 @@
-"""Files with one JSON object a line, each of a step: `metrics.jsonl`, samples. A run that goes on keeps them.
+"""Files with one JSON object per line, each of a step: `metrics.jsonl`, samples. A run that resumes keeps them.
 
 JSON has no word for what is not finite: such a number is null."""
 

@@ -15,5 +15,5 @@ def display_order(name: str) -> int:
 
 
 def computed(names: Iterable[str]) -> list[str]:
-    """Those that the program computes."""
+    """The metrics that the program computes."""
     return [name for name in names if name not in BUILT_IN]

@@ -1,4 +1,4 @@
-"""What a rank tells of the run while it goes on. In: its events and the metrics of each step. Out: lines, curves,
+"""What a rank reports during the run. In: its events and the metrics of each step. Out: lines, curves,
 samples, a view of the progress.
 
 Only the rank that logs measures and writes; a rank that has samples writes these.
@@ -55,7 +55,7 @@ class _Line:
     measured: Mapping[str, float]      # what this rank measured
 
     def numbers(self) -> dict[str, float]:
-        """Of metrics.jsonl. What was logged several times (a train in a `repeat`) counts by its mean."""
+        """The line of metrics.jsonl. What was logged several times (a train in a `repeat`) counts by its mean."""
         found: dict[str, list[float]] = {}
         for numbers in self.logged:
             for name, number in numbers.numbers().items():

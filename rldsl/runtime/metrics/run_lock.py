@@ -166,16 +166,16 @@ def _wait_until_stale(file: Path, temporary: Path) -> None:
         if _alive(owner):
             raise _refused(file, owner)
         return
-    beat, seen, told = _heartbeat(file), time.monotonic(), False
+    beat, seen, announced = _heartbeat(file), time.monotonic(), False
     os.utime(temporary)
     if beat is None or temporary.lstat().st_mtime - beat > STALE:  # by one clock, that of the file system
         return
     while time.monotonic() - seen < STALE:
-        if not told and time.monotonic() - seen > 2.0:
+        if not announced and time.monotonic() - seen > 2.0:
             whose = owner.text() if owner is not None else "an unknown process"
             print(f"{file.parent} is owned by {whose}; waiting for a sign that it is alive (at most {STALE:g} s)",
                   file=sys.stderr, flush=True)
-            told = True
+            announced = True
         time.sleep(LOOK)
         now = _heartbeat(file)
         if now is None:

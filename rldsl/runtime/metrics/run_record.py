@@ -91,7 +91,7 @@ def refuse_existing_run(out: Path, owned: bool = False) -> None:
 
 
 def refuse_checkpoints(out: Path) -> None:
-    """Where there are some, and the run does not go on from them."""
+    """Refuse a directory with checkpoints that the run does not resume from."""
     step = last_checkpoint(out)
     if step is not None:
         program = (read_record(out) or {}).get("program", "of an unknown program")
@@ -138,7 +138,7 @@ def is_program(word: str) -> bool:
 
 
 def is_own_checkpoint(out: Path, resume: Path) -> bool:
-    """Whether what is gone on from is the run in `out`, or a checkpoint of it."""
+    """Whether the run resumes from the run in `out`, or from a checkpoint of it."""
     place, own = resume.resolve(), out.resolve()
     return place in (own, own / "checkpoints") or place.parent == own / "checkpoints"
 
@@ -155,8 +155,8 @@ class OutputClaim:
 
 def claim_output(out: Path, resume: Path | None, again: bool = False, overwrite: bool = False,
                  owned: bool = False) -> OutputClaim:
-    """That a run may write in `out`. resume: what the user wants to go on from. again: torchrun has started the run
-    before, and it has had its directory. owned: as for `read_record`. Errors: RL0708, RL0763, RL0780, RL0781."""
+    """Check that a run may write in `out`. resume: what the user wants to resume from. again: torchrun has started the
+    run before, and it has had its directory. owned: as for `read_record`. Errors: RL0708, RL0763, RL0780, RL0781."""
     refuse_links_out(out, WRITTEN)
     if again:
         return OutputClaim(resume if last_checkpoint(out) is None else out, True)
@@ -219,7 +219,7 @@ class RunRecord:
         self._write()
 
     def _write(self) -> None:
-        """Beside its name and renamed, so that a reader finds a whole one."""
+        """Under another name, then renamed, so that a reader finds a complete file."""
         with written(self._file):
             replace_text(self._file, json.dumps(self._held, indent=1) + "\n")
 

@@ -2,7 +2,8 @@
 
 In: the buffers of one rank, seen just before they are freed. Out: lines {step, row, prompt, completion, VALUE: number}.
 No message is sent for it: of each generated frame one rank writes rows that it holds. That rank, and the spread, are
-those where most values of sequences (rewards, scores) lie beside the tokens; every rank finds the same by the plan.
+those where most values of sequences (rewards, scores) are held together with the tokens. Every rank derives the same
+from the plan.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
     found = []
     for frame in made:
         where = [split(b)[1] for b in buffers if split(b)[0] == f"{frame}.tokens"]
-        beside = [split(b)[1] for b in buffers if (v := values.get(split(b)[0])) is not None
+        spreads = [split(b)[1] for b in buffers if (v := values.get(split(b)[0])) is not None
                   and v.extent == "row" and frames[v.frame].row_space == frames[frame].row_space]
-        best = max(where, key=beside.count)  # the first of those with as many
+        best = max(where, key=spreads.count)  # the first of those with as many
         found.append(SampleSource(frame, best, meshes[spreads[best].mesh].members()[0]))
     return tuple(found)
 

@@ -51,8 +51,8 @@ class Tee:
 
 
 def tee(screen: TextIO, out: Path, rank: int, again: bool) -> TextIO:
-    """The stream to say things on. again: the run goes on, and so does its log. Where the file cannot be made, the
-    screen: the run itself finds out, and says so."""
+    """The stream to print on. again: the run is resumed, so its log is appended to. If the file cannot be made, this is
+    the screen alone: the run itself will report why."""
     file = out / "log" / f"rank-{rank}.log"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Where the lines of a run's metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases.
 
 In: a step and its numbers. Out: files (and, with `--wandb online`, messages to their service). Both are optional
-packages: RL0782 one is asked for and not installed, RL0787 it refuses to begin. A run that goes on continues the same
+packages: RL0782 one is asked for and not installed, RL0787 it refuses to begin. A run that resumes continues the same
 curves.
 """
 
@@ -25,7 +25,7 @@ class MetricWriter(Protocol):
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def close(self, ok: bool) -> None:
-        """ok: the run ended by itself."""
+        """ok: the run was not ended by an error."""
 
 
 def import_optional(module: str, option: str, extra: str) -> ModuleType:
@@ -38,7 +38,7 @@ def import_optional(module: str, option: str, extra: str) -> ModuleType:
 
 
 def check_packages(tensorboard: bool, wandb: str) -> None:
-    """That what is asked for is installed."""
+    """Check that the packages of what is asked for are installed."""
     if tensorboard:
         import_optional("tensorboard", "--tensorboard", TENSORBOARD)
     if wandb:
@@ -90,7 +90,7 @@ class Wandb:
 
 
 def _id(file: Path, again: bool) -> str:
-    """What the service calls this run: the same when it goes on."""
+    """The id of this run at the service: the same when the run is resumed."""
     with written(file):
         if not (again and file.exists()):
             file.write_text(token_hex(4))

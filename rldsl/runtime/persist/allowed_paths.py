@@ -62,7 +62,7 @@ def _resolved(path: str) -> Path | None:
 
 
 def is_foreign(final: Path) -> bool:
-    """Whether something stands at `final` that no save has written, or that cannot be looked at: it would be lost."""
+    """Whether there is something at `final` that no save has written, or that cannot be read: it would be lost."""
     try:
         if final.is_symlink() or not final.is_dir():
             return final.is_symlink() or final.exists()

@@ -101,7 +101,8 @@ class LoadedCheckpoint:
 def load_checkpoint(asked: Path, header: Mapping[str, Any], device: torch.device) -> LoadedCheckpoint:
     """asked: a checkpoint, or a run's directory, of which the newest good one counts. header: what the plan says of its
     program (`facts`). All ranks call it together. Rank 0 alone lists the directory: what machines see of a shared one
-    may differ for a while, and ranks that tried other checkpoints, or more of them, would not go on from one."""
+    may differ for a while, and ranks that tried other checkpoints, or more of them, would not resume from the same
+    one."""
     whole, names = json.loads(broadcast_text(json.dumps(_candidates(asked)), device))
     if not names:
         raise fail("RL0760", "no checkpoint to resume from", place=str(asked),
@@ -130,7 +131,7 @@ def load_checkpoint(asked: Path, header: Mapping[str, Any], device: torch.device
                 print(f"warning: the checkpoint {path} is corrupted ({problem})"
                       + (f"; trying the previous one, {before}" if before else ""), file=sys.stderr, flush=True)
     if not notes:
-        raise Failure([])  # another rank has the words
+        raise Failure([])  # another rank reports the error
     raise fail("RL0761", "all checkpoints are corrupted", place=str(asked), notes=tuple(notes),
                help="restore one from a backup, or start from the beginning without `--resume`")
 

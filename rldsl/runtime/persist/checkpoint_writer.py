@@ -1,4 +1,4 @@
-"""The full state of a run on disk, while the run goes on: whole under its name, or not there at all.
+"""The full state of a run on disk, written during the run: complete under its name, or not there at all.
 
 `OUT/checkpoints/step-000100/` holds one safetensors file for each rank that had something to write, whose tensors are
 boxes of global tensors, named `model|part|parameter|start:stop,...` (part: "param", "exp_avg", "exp_avg_sq"); and
@@ -160,14 +160,14 @@ class CheckpointWriter:
 
     def failure(self) -> Failure:
         if self.problem is None:
-            return Failure([])  # another rank has the words
+            return Failure([])  # another rank reports the error
         return Failure([Diagnostic("RL0706", f"the checkpoint cannot be written: {self.problem}",
                                    place=str(self.out / "checkpoints"),
                                    help="check the path, its permissions and the free disk space; earlier checkpoints "
                                         "are intact")])
 
     def _write(self, step: int, keep: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        """On the thread. Whatever goes wrong is told to the first rank too, which then leaves the directory unnamed."""
+        """On the thread. Every error is reported to the first rank too, which then leaves the directory unnamed."""
         final = checkpoint_directory(self.out, step)
         partial = final.parent / f".{final.name}.{self.token}.partial"
         try:

@@ -1,4 +1,4 @@
-"""The program of a run, as its checkpoints name it, and what of it has changed when a run goes on.
+"""The program of a run, as its checkpoints name it, and what has changed in it when a run resumes.
 
 In: a plan. Out: facts for the manifest; of two such facts, lines that tell the user.
 """
@@ -12,7 +12,7 @@ from rldsl.plan.model import Plan
 
 
 def program_identity(plan: Plan) -> dict[str, Any]:
-    """What a checkpoint says of its program: a run that goes on from it is told what has changed."""
+    """What a checkpoint says of its program, so that a run that resumes from it can report what has changed."""
     header = plan.header
     return {"sources": dict(header.sources), "functions": {f.path: f.sha256 for f in plan.functions},
             "params": dict(header.params), "seed": header.seed}

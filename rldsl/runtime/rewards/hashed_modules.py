@@ -1,4 +1,4 @@
-"""A user's Python code runs from exactly the bytes that were hashed: never from a `.pyc`, nor from a changed file.
+"""A user's Python code runs from exactly the bytes that were hashed: never from a `.pyc` or from a changed file.
 
 In: functions of a plan, which record the sha256 of their file and of the local modules that it imports
 (`plan/local_modules.py`). All of them are read and compared before anything runs, and are kept: a module that is

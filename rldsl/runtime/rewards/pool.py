@@ -1,10 +1,10 @@
-"""How a rank calls users' Python functions: rows divided over worker processes, and the row found that is to blame.
+"""How a rank calls users' Python functions: rows are divided over worker processes, and a row that fails is found.
 
-In: rows and their names. Out: one number a row, in order, the same for any number of workers. Rows are cut into chunks
-that workers take one after another. A chunk that takes longer than one row may, or whose worker dies, is called again
-row by row in a fresh worker, so that the row is found that is to blame; when none is, the run goes on.
-Invariant: of several mistakes the one of the first row is told, whatever the number of workers and their chunks: rows
-are given out in order, and all rows before a mistake are judged before it is told.
+In: rows and their names. Out: one number per row, in order, the same for any number of workers. Rows are divided into
+chunks that workers take one after another. A chunk that takes longer than one row may, or whose worker dies, is called
+again row by row in a fresh worker, to find the row that fails; if none does, the run continues.
+Invariant: of several errors, that of the first row is reported, whatever the number of workers and their chunks: rows
+are given out in order, and all rows before an error are evaluated before it is reported.
 Codes, besides those of `runtime/rewards/user_functions.py`: RL0777 a row took too long, RL0778 a worker died.
 """
 

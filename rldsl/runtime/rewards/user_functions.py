@@ -104,8 +104,9 @@ def _import(function: Function, path: Path, data: bytes) -> Any:
 def call(function: Function, rows: list[Row], names: Sequence[str] = ()) -> list[float]:
     """The function's value for each row. It is not called at all without rows.
 
-    names: what messages call each row (default: their numbers). What fails is called again row by row: the first row
-    that fails alone is told, so that it does not matter which rows were called together; all of them when none does."""
+    names: what messages call each row (default: their numbers). What fails is called again row by row, and the first
+    row that fails alone is reported, so that it does not matter which rows were called together; all rows if none
+    does."""
     if not rows:
         return []
     found, names = loaded(function), names or [str(i) for i in range(len(rows))]
@@ -135,7 +136,7 @@ def _call_checked(function: Function, found: Callable[[list[Row]], Any], rows: l
 
 
 def _advice(error: BaseException, row: Row) -> str:
-    """How to mend what raised; of a column that is not there, which there are."""
+    """How to fix what raised; for a missing column, the names of those that exist."""
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
         near = get_close_matches(error.args[0], list(row), n=1)
         return f"did you mean `{near[0]}`?" if near else "a row has " + ", ".join(f"`{k}`" for k in row)

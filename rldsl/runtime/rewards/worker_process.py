@@ -2,7 +2,7 @@
 
 In: the functions to load, then requests. Out: answers, and what the process prints, line by line on this process's
 stderr, each line up to `LONGEST_LINE` bytes. The other side is `runtime/rewards/worker.py`.
-Invariant: no worker outlives its rank, and nothing here waits longer than it was told to.
+Invariant: no worker outlives its rank, and nothing here waits longer than its time limit.
 """
 
 from __future__ import annotations

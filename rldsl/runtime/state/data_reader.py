@@ -41,7 +41,7 @@ class DataReader:
         return self.sources[data]
 
     def content_digests(self) -> list[ContentDigest]:
-        """Of the files of all open sources, and of their tokenizers."""
+        """The digests of the files of all open sources, and of their tokenizers."""
         found = []
         for name, source in self.sources.items():
             self.digests[name] = content_digest(source.data)
