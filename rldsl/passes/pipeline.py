@@ -43,7 +43,7 @@ class Pass:
     """One step from calls in places to ordered events."""
 
     name: str  # `rlc compile --print-after NAME`
-    about: str  # what the events have after it
+    about: str  # what the pass adds to the events
     run: Callable[[Draft], Draft]
     check: Callable[[Draft, Draft], None] | None = None  # (before, after); raises RL0699 where its promise is broken
 
@@ -53,23 +53,23 @@ def _of_result(check: Callable[[Draft], None]) -> Callable[[Draft, Draft], None]
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("lower", "every call, in program order, in the spread that it divides its rows by",
+    Pass("lower", "every call in program order, with the division of its rows among ranks",
          lambda draft: lower(draft.placed)),
-    Pass("transfers", "values brought from spread to spread", transfers.transfers,
+    Pass("transfers", "values transferred to the ranks that read them", transfers.transfers,
          _of_result(transfers.check_transfers)),
-    Pass("lengths", "row lengths where rows are divided by them, and the mesh of each fetch", lengths),
-    Pass("loads", "weights from the disk", loads.loads),
-    Pass("reallocs", "parameters brought from layout to layout", reallocs.reallocs,
+    Pass("lengths", "row lengths where rows are divided by length, and the mesh of each fetch", lengths),
+    Pass("loads", "weights loaded from disk", loads.loads),
+    Pass("reallocs", "parameters resharded from layout to layout", reallocs.reallocs,
          _of_result(reallocs.check_reallocs)),
     Pass("offloads", "copies moved to host memory after use, and back", offloads.offloads),
-    Pass("log", "metrics to the log", log.log),
-    Pass("order", "each block in the order in which disjoint meshes work at the same time", event_order.order,
+    Pass("log", "metrics written to the log", log.log),
+    Pass("order", "each block ordered so that disjoint meshes work at the same time", event_order.order,
          event_order.check_order),
-    Pass("prefetch", "copies moved back early, during what is between calls", offloads.prefetch,
+    Pass("prefetch", "offloaded copies moved back early, during the work between calls", offloads.prefetch,
          _of_result(lambda draft: offloads.check_offloads(draft.body))),
     Pass("frees", "every value freed after its last use", frees.frees, _of_result(frees.check_frees)),
     Pass("drops", "copies with keep=false freed after their last use", drops.drops, _of_result(drops.check_drops)),
-    Pass("checkpoint", "the end of the step", checkpoint.checkpoint),
+    Pass("checkpoint", "the checkpoint at the end of the step", checkpoint.checkpoint),
 )
 NAMES = tuple(p.name for p in PASSES)
 

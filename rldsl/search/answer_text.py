@@ -66,7 +66,7 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
            f"{human(best.bytes)}{memory} peak per rank"]
     if answer.result.bound:
         out.append(f"  bound  {seconds_text(answer.bound):>10}      gap {answer.gap:.2%}      "
-                   f"{answer.result.num_nodes} parts of the space: {end_text(answer)}")
+                   f"{answer.result.num_nodes} search nodes: {end_text(answer)}")
     out += [f"  times  {profile}", "", *table_lines(i, best, answer.outcomes), ""]
     if len(answer.best) > 1:
         out.append("  next best")
@@ -78,7 +78,7 @@ def format_answer(answer: Answer, name: str, cluster: str, profile: str) -> str:
 def end_text(answer: Answer) -> str:
     """Why the search ended, and why the gap may be larger than the accepted one."""
     if not answer.result.complete:
-        return "stopped by --seconds or after the most parts that are searched"
+        return "stopped by --seconds or at the maximum number of search nodes"
     if answer.gap <= answer.accepted_gap:
         return f"within the accepted gap of {answer.accepted_gap:.2%}"
     return (f"within the accepted gap of {answer.accepted_gap:.2%} before simulation, which adds "
@@ -100,7 +100,7 @@ def table_lines(i: Evaluator, one: CompiledPlacement,
     for c, (cost, _) in sorted(reshards.items()):
         if cost.received_bytes:
             seconds = cost.pack_seconds + cost.transfer_seconds + cost.unpack_seconds
-            yield (f"  {i.calls[c].name:<{width}}  new parameters: {human(cost.received_bytes)} to the busiest rank in "
+            yield (f"  {i.calls[c].name:<{width}}  reshard: {human(cost.received_bytes)} to the busiest rank in "
                    f"{seconds_text(seconds)}")
 
 

@@ -65,9 +65,9 @@ class Comparison:
         changed = [c for c in self.changes
                    if (c.proposed.block, c.proposed.strategy) != (c.best.block, c.best.strategy)]
         if not changed:
-            return "\n".join([*out[:-1], "  it is the same placement"]) + "\n"
+            return "\n".join([*out[:-1], "  this is the same placement"]) + "\n"
         width = max(len(c.call) for c in changed)
-        out.append("  if one call were placed as in the best")
+        out.append("  if only this call were placed as in the best placement")
         for c in sorted(changed, key=lambda c: (-c.gain_seconds, c.call)):
             proposed, best = _placed_call_text(c.proposed), _placed_call_text(c.best)
             out.append(f"  {c.call:<{width}}  {proposed} -> {best}: {_gain_text(c)}")

@@ -28,8 +28,8 @@ def format_placement_file(p: PreparedProgram, answer: Answer, version: str, clus
     if answer.result.bound:
         header.append(f"bound      {seconds_text(answer.bound)}: no placement in the search space is faster; gap "
                       f"{answer.gap:.2%}")
-        header.append(f"search     {answer.result.num_nodes} parts of the space"
-                      f"{', ended by --seconds' if timed_out else ''}; seed 0 (nothing is drawn)")
+        header.append(f"search     {answer.result.num_nodes} search nodes"
+                      f"{', stopped by --seconds' if timed_out else ''}; deterministic, no random seed")
     header += lines
     comments = "".join(f"# {line}".rstrip() + "\n" for line in header)
     memory = f" memory_gb={_number_text(machine.memory_gb)}" if machine and machine.memory_gb else ""

@@ -40,7 +40,7 @@ def test_a_row_is_a_call_of_the_page_on_known_batches(row: Row) -> None:
 
 def test_what_the_page_says_differs_is_compared_too() -> None:
     differs = {row.system for row in ROWS if not row.same}
-    assert differs == {"TRL", "TRL 1.12"} and "ignored `label_smoothing`" in TEXT and "one place behind" in TEXT
+    assert differs == {"TRL", "TRL 1.12"} and "ignored `label_smoothing`" in TEXT and "one position after" in TEXT
 
 
 def oracles(server: str) -> set[str]:

@@ -48,7 +48,7 @@ def searched(*arguments: str, program: str = "grpo.rlf") -> str:
 
 def test_the_table_says_what_each_call_costs_and_why(folder: Path) -> None:
     text = searched("--gap", "0")
-    for word in ("grpo.rlf on two: 2 ranks", "step", "tokens/s", "bound", "gap", "parts of the space", "roofline",
+    for word in ("grpo.rlf on two: 2 ranks", "step", "tokens/s", "bound", "gap", "search nodes", "roofline",
                  "actor.generate", "judge.score", "ref.logprobs", "actor.train", "next:", "next best",
                  "wrote grpo.place.rlf; next: rlc compile grpo.rlf --place grpo.place.rlf"):
         assert word in text, word
@@ -133,12 +133,12 @@ def test_less_memory_is_kept_to(folder: Path) -> None:
 def test_time_ends_a_search_which_says_so(folder: Path) -> None:
     found = json.loads(searched("--json", "--gap", "0", "--seconds", "0.000001"))
     assert not found["complete"] and found["best"] and found["gap"] >= 0
-    assert "ended by --seconds" in (folder / "grpo.place.rlf").read_text()
+    assert "stopped by --seconds" in (folder / "grpo.place.rlf").read_text()
 
 
 def test_a_result_has_one_gap_and_says_why_the_search_ended(folder: Path) -> None:
     text = searched("--gap", "0.5")
-    assert text.count("gap ") == 2 and "parts of the space: within the accepted gap of 50.00%" in text, text
+    assert text.count("gap ") == 2 and "search nodes: within the accepted gap of 50.00%" in text, text
     assert "stopped by --seconds" in searched("--gap", "0", "--seconds", "0.000001")
 
 
@@ -185,7 +185,7 @@ def test_expected_lengths_are_in_the_header(folder: Path) -> None:
 def test_why_not_this_one() -> None:
     said = rlc("explain-placement", "grpo.rlf", "--cluster", "two.yaml", "--on", "*.* on mesh(0:2) tp=2 mbs=8")
     assert said.exit_code == 0, said.output
-    for word in ("proposed", "best", "bound", "slower than the best", "if one call were placed as in the best", "tp=2",
+    for word in ("proposed", "best", "bound", "slower than the best", "if only this call were placed as in the best placement", "tp=2",
                  "the call itself"):
         assert word in said.output, word
 
@@ -193,7 +193,7 @@ def test_why_not_this_one() -> None:
 def test_the_best_beside_itself(folder: Path) -> None:
     searched("-o", "p.rlf")
     said = rlc("explain-placement", "grpo.rlf", "--cluster", "two.yaml", "--place", "p.rlf")
-    assert said.exit_code == 0 and "it is the same placement" in said.output, said.output
+    assert said.exit_code == 0 and "this is the same placement" in said.output, said.output
 
 
 def test_one_that_does_not_fit_is_told_so() -> None:

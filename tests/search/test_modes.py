@@ -162,7 +162,7 @@ def test_the_file_compiles_to_the_plan_that_was_promised(tmp_path: Path) -> None
     plan, _ = planned(run(place_graph(graph, "p.place.rlf", describe("7B"))), "")
     verify(plan)
     assert simulate(plan, machines).seconds == pytest.approx(answer.best[0].seconds, rel=1e-9)
-    for word in ("predicted", "bound", "gap", "2x4", "seed", "parts of the space"):
+    for word in ("predicted", "bound", "gap", "2x4", "seed", "search nodes"):
         assert word in text
 
 
