@@ -48,9 +48,9 @@ def sample_sources(plan: Plan) -> tuple[SampleSource, ...]:
     found = []
     for frame in made:
         where = [split(b)[1] for b in buffers if split(b)[0] == f"{frame}.tokens"]
-        spreads = [split(b)[1] for b in buffers if (v := values.get(split(b)[0])) is not None
+        spreads_of_values = [split(b)[1] for b in buffers if (v := values.get(split(b)[0])) is not None
                   and v.extent == "row" and frames[v.frame].row_space == frames[frame].row_space]
-        best = max(where, key=spreads.count)  # the first of those with as many
+        best = max(where, key=spreads_of_values.count)  # the first of those with as many
         found.append(SampleSource(frame, best, meshes[spreads[best].mesh].members()[0]))
     return tuple(found)
 
